@@ -20,7 +20,9 @@ from support.accuracy import Corpus
 from support.corpus import DTYPES, corpus
 from support.run import attend
 
-TITLES = {"out": "`out`", "lse": "`lse`"} | {f"d{name}": f"gradient of {name}" for name in ("query", "key", "value")}
+TITLES = {"out": "`out`", "lse": "`lse`"} | {
+    f"d{name}": f"gradient of {name}" for name in ("query", "key", "value")
+}
 TITLES |= {"dedge_attr": "gradient of attributes", "dedge_weight": "gradient of weight"}
 TITLES |= {"dedge_bias": "gradient of bias"}
 
@@ -28,11 +30,15 @@ TITLES |= {"dedge_bias": "gradient of bias"}
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--out", type=Path, help="JSON file for the errors")
-    parser.add_argument("--table", type=Path, help="a file that --out wrote; make its table and measure nothing")
+    parser.add_argument(
+        "--table", type=Path, help="a file that --out wrote; make its table and measure nothing"
+    )
     parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file")
     parser.add_argument("--commit", help="to record if git is not available")
     return parser.parse_args(arguments)
@@ -53,9 +59,12 @@ def measure(backend: str, device: str, commit: str | None) -> dict:
             checked.add(attend(problem, graph, backend), problem)
         checked.assert_accurate()
         errors[str(dtype).removeprefix("torch.")] = {
-            name: {"relative": checked.relative_error(name), "over_plain": checked.over_plain(name)} for name in TITLES
+            name: {"relative": checked.relative_error(name), "over_plain": checked.over_plain(name)}
+            for name in TITLES
         }
-    facts = environment.describe(device, {"torch", "triton"} if backend == "triton" else {"torch"}, commit)
+    facts = environment.describe(
+        device, {"torch", "triton"} if backend == "triton" else {"torch"}, commit
+    )
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     return {"environment": facts, "backend": backend, "interpreted": interpreted, "errors": errors}
 
@@ -64,11 +73,15 @@ def as_table(measured: dict) -> str:
     """Return the errors as a Markdown table below the environment."""
     facts, dtypes = measured["environment"], list(measured["errors"])
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    backend = f"`{measured['backend']}`" + (" in Triton's interpreter" if measured["interpreted"] else "")
+    backend = f"`{measured['backend']}`" + (
+        " in Triton's interpreter" if measured["interpreted"] else ""
+    )
     rows = []
     for name, title in TITLES.items():
         cells = [measured["errors"][dtype][name] for dtype in dtypes]
-        rows.append([title, *(f"{cell['relative']:.1e} ({cell['over_plain']:.2f})" for cell in cells)])
+        rows.append(
+            [title, *(f"{cell['relative']:.1e} ({cell['over_plain']:.2f})" for cell in cells)]
+        )
     header = f"Backend {backend}, {facts['device']}, {facts['date'].split()[0]}; {versions}."
     return f"{header}\n\n{table.markdown(['', *dtypes], rows)}"
 
@@ -85,7 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(measured, indent=1) + "\n")
     if options.page and file:
-        options.page.write_text(table.put_into(options.page.read_text(), file.name, as_table(measured)))
+        options.page.write_text(
+            table.put_into(options.page.read_text(), file.name, as_table(measured))
+        )
     print(as_table(measured))
 
 

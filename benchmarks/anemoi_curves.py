@@ -40,7 +40,10 @@ def curve(training, seed, steps, name):
 
 def compare(curves):
     """Return, by variant, the maximum distance from the untouched curve of a seed, and that between two seeds of it."""
-    smoothed = {key: losses.unfold(0, min(WINDOW, len(losses)), 1).mean(-1) for key, losses in curves.items()}
+    smoothed = {
+        key: losses.unfold(0, min(WINDOW, len(losses)), 1).mean(-1)
+        for key, losses in curves.items()
+    }
     spread = (smoothed["untouched", SEEDS[0]] - smoothed["untouched", SEEDS[1]]).abs().max().item()
     apart = {}
     for (name, seed), losses in smoothed.items():
@@ -70,7 +73,11 @@ def main(arguments=None):
                     curves[name, seed], kept["losses"][title] = losses, losses.tolist()
         if all(("untouched", seed) in curves for seed in SEEDS):
             kept |= compare(curves)
-            print(precision, {key: found for key, found in kept.items() if key != "losses"}, flush=True)
+            print(
+                precision,
+                {key: found for key, found in kept.items() if key != "losses"},
+                flush=True,
+            )
     return results.end()
 
 

@@ -47,14 +47,21 @@ class Mapper:
         torch.manual_seed(0)
         edges.edge_attr = torch.randn(edges.edge_index.shape[1], 3)
         widths = (FIELDS, 12) if encodes else (options.channels, FIELDS)
-        kind = mapper.GraphTransformerForwardMapper if encodes else mapper.GraphTransformerBackwardMapper
+        kind = (
+            mapper.GraphTransformerForwardMapper
+            if encodes
+            else mapper.GraphTransformerBackwardMapper
+        )
         self.model = kind(
             in_channels_src=widths[0], in_channels_dst=widths[1], hidden_dim=options.channels, trainable_size=8,
             num_chunks=1, num_heads=options.heads, mlp_hidden_ratio=4, sub_graph=edges, layer_kernels={},
             sub_graph_edge_attributes=["edge_attr"], src_grid_size=self.sizes[0], dst_grid_size=self.sizes[1],
             **({} if encodes else {"out_channels_dst": VARIABLES}),
         ).to(options.device).eval()  # fmt: skip
-        self.x = tuple(torch.randn(*shape, device=options.device) for shape in zip(self.sizes, widths, strict=True))
+        self.x = tuple(
+            torch.randn(*shape, device=options.device)
+            for shape in zip(self.sizes, widths, strict=True)
+        )
 
     def __call__(self, chunks):
         """Output at the destinations."""
@@ -72,8 +79,16 @@ class Forecast:
 
         graph = graph_of(options.grids[0], options.refinement)
         names = tuple(f"field_{i}" for i in range(VARIABLES))
-        changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers, "layer_chunks": 1}
-        changes |= {"mapper_chunks": 1, "graph_attention_backend": "triton" if options.device == "cuda" else "pyg"}
+        changes = {
+            "channels": options.channels,
+            "heads": options.heads,
+            "layers": options.layers,
+            "layer_chunks": 1,
+        }
+        changes |= {
+            "mapper_chunks": 1,
+            "graph_attention_backend": "triton" if options.device == "cuda" else "pyg",
+        }
         self.model = build(graph, make_options(**changes), names).to(options.device).eval()
         self.x = {"data": draw(graph, variables=names)["data"].to(options.device)}
 
@@ -118,7 +133,10 @@ def measure(problem, name, chunks, options):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        times = [1e3 * each for each in seconds_of(partial(problem, chunks), options.repeats, options.device)]
+        times = [
+            1e3 * each
+            for each in seconds_of(partial(problem, chunks), options.repeats, options.device)
+        ]
         return times, (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
 
 
@@ -127,14 +145,18 @@ def main(arguments=None):
     sizes = {"refinement": 6, "channels": 1024, "heads": 16, "layers": 16}
     parser = make_parser(__doc__, seconds=300, repeats=3, **sizes)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["forecast"])
-    parser.add_argument("--grids", nargs=2, default=["N320", "O96"], help="of fields, and of the processor of 0.9.3")
+    parser.add_argument(
+        "--grids", nargs=2, default=["N320", "O96"], help="of fields, and of the processor of 0.9.3"
+    )
     options = parser.parse_args(arguments)
     report = {"environment": describe(options.device, PACKAGES, options.commit)}
     report |= {"options": vars(options) | {"output": None}, "difference": {}, "results": []}
     results = Results(report, options.output, options.seconds)
     for part in options.parts:
         problem = results.run(f"build {part}", partial(PARTS[part], part, options))
-        off = problem and results.run(f"compare {part}", partial(difference, problem, options.device))
+        off = problem and results.run(
+            f"compare {part}", partial(difference, problem, options.device)
+        )
         if off is None:
             continue
         report["difference"][part] = off
@@ -145,8 +167,17 @@ def main(arguments=None):
                 found[name].append(results.run(f"{part} in {chunks} chunks, {name}", call))
             for name, runs in found.items():
                 if None not in runs:
-                    median, peak = statistics.median(ms for times, _ in runs for ms in times), runs[-1][1]
-                    line = {"part": part, "chunks": chunks, "contender": name, "median_ms": median, "peak_gib": peak}
+                    median, peak = (
+                        statistics.median(ms for times, _ in runs for ms in times),
+                        runs[-1][1],
+                    )
+                    line = {
+                        "part": part,
+                        "chunks": chunks,
+                        "contender": name,
+                        "median_ms": median,
+                        "peak_gib": peak,
+                    }
                     report["results"].append(line)
                     print(*line.values(), flush=True)
         del problem

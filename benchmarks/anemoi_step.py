@@ -36,7 +36,11 @@ PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
 BLOCKS = ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
 cached_graph = cache(graph_of)
-WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTransformerBackwardMapper")
+WHOLE = (
+    "GraphTransformerProcessor",
+    "GraphTransformerForwardMapper",
+    "GraphTransformerBackwardMapper",
+)
 
 
 @contextmanager
@@ -47,7 +51,9 @@ def variant(model, *, installed, blocks=None, compiled=(), mode="default", recom
     switches the model's activation checkpointing off, `blocks` is an option of `install`.
     """
     modules = [module for module in model.modules() if type(module).__name__ in compiled]
-    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    checkpointed = [
+        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+    ]
     with integration.install(blocks=blocks) if installed else nullcontext():
         for module in modules:
             module.compile(dynamic=False, mode=mode)
@@ -63,18 +69,25 @@ def variant(model, *, installed, blocks=None, compiled=(), mode="default", recom
             torch._dynamo.reset()
 
 
-VARIANTS = {"untouched": partial(variant, installed=False), "install": partial(variant, installed=True)}
+VARIANTS = {
+    "untouched": partial(variant, installed=False),
+    "install": partial(variant, installed=True),
+}
 VARIANTS["install, attention alone"] = partial(variant, installed=True, blocks=False)
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, blocks compiled"] = partial(_form, compiled=BLOCKS)
     VARIANTS[f"{_name}, compiled whole"] = partial(_form, compiled=WHOLE)
-    VARIANTS[f"{_name}, max-autotune"] = partial(_form, compiled=WHOLE, mode="max-autotune-no-cudagraphs")
+    VARIANTS[f"{_name}, max-autotune"] = partial(
+        _form, compiled=WHOLE, mode="max-autotune-no-cudagraphs"
+    )
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, no recomputation"] = partial(_form, recompute=False)
 CAPTURED = ", captured"  # ends the names of variants whose forward and backward are replayed from a CUDA graph
 for _name in [name for name in VARIANTS if name.startswith("install")]:
     VARIANTS[_name + CAPTURED] = VARIANTS[_name]
-VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False, blocks=False)
+VARIANTS["install, edges embedded"] = lambda model: integration.install(
+    fuse_edges=False, blocks=False
+)
 
 
 class Training:
@@ -99,7 +112,9 @@ class Training:
         self.sizes["parameters"] = sum(parameter.numel() for parameter in self.model.parameters())
         self.captured = False  # whether the variant replays
         # On the CPU, for it is no part of the memory of a step.
-        self.start = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
+        self.start = {
+            name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()
+        }
         self.restart()
 
     def restart(self):
@@ -151,7 +166,9 @@ class Training:
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(0)  # of the noise of an ensemble
         loss = self.forward_backward(lambda loss: 4096 * loss)
-        return loss.item(), {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
+        return loss.item(), {
+            name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None
+        }
 
 
 def reference_of(training, name):
@@ -164,7 +181,9 @@ def difference(training, name, expected):
     """Relative difference of a variant's loss, and of all its gradients together, from what is expected."""
     (loss, gradients), (other_loss, others) = expected, reference_of(training, name)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    off = torch.stack([(others[key] - gradient).norm() for key, gradient in gradients.items()]).norm()
+    off = torch.stack(
+        [(others[key] - gradient).norm() for key, gradient in gradients.items()]
+    ).norm()
     found = {"loss": abs(other_loss - loss) / abs(loss), "gradients": (off / norm).item()}
     limit = 1e-4 if training.dtype is None else 5e-2
     if not all(value < limit for value in found.values()):
@@ -198,7 +217,9 @@ def measure(training, name, options, with_profile):
             if on_gpu and number == (0 if training.captured else options.warmup - 1):
                 torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing: its peak is that of the capture
             training.step()
-        times = [1e3 * each for each in seconds_of(training.step, options.steps, training.device.type)]
+        times = [
+            1e3 * each for each in seconds_of(training.step, options.steps, training.device.type)
+        ]
         peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
         scale = training.scaler.get_scale()  # one that fell tells of steps that were left out
         wait = CLOCKS[training.device.type].synchronize
@@ -208,16 +229,27 @@ def measure(training, name, options, with_profile):
 
 def make_parser(description):
     """Return the command line of a benchmark of this model."""
-    sizes = {"grid": "N320", "refinement": 6, "channels": 512, "heads": 16, "layers": 16, "mapper_chunks": 2}
+    sizes = {
+        "grid": "N320",
+        "refinement": 6,
+        "channels": 512,
+        "heads": 16,
+        "layers": 16,
+        "mapper_chunks": 2,
+    }
     sizes |= {"variables": 100, "batch": 1, "rounds": 5}
     parser = command_line.make_parser(description, seconds=540, **sizes)
-    parser.add_argument("--ensemble", type=int, help="members of an ensemble; default: the deterministic model")
+    parser.add_argument(
+        "--ensemble", type=int, help="members of an ensemble; default: the deterministic model"
+    )
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, metavar="NAME", default=["untouched", "install"],
         help="such as 'install, compiled whole, no recomputation, captured'; a wrong one lists all",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of a variant in a round")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="measured steps of a variant in a round"
+    )
     parser.add_argument("--warmup", type=int, default=4, help="steps left out after each switch")
     parser.add_argument("--seed", type=int, default=0, help="of the order of variants")
     return parser
@@ -248,7 +280,9 @@ def main(arguments=None):
                 left.remove(name)
             else:
                 record(variants.setdefault(name, {"rounds": [], "profile": None}), *measured)
-    results.report["variants"] = {name: variants[name] for name in options.variants if name in variants}
+    results.report["variants"] = {
+        name: variants[name] for name in options.variants if name in variants
+    }
     for name, found in results.report["variants"].items():
         show(name, found)
     return results.end()

@@ -41,7 +41,12 @@ def median_ms(functions, repeats):
 
 def layers(heads, channels, edge_dim, **options):
     """Return PyG's layer and that of anemoi_gt with the same parameters."""
-    sizes = {"in_channels": heads * channels, "out_channels": channels, "heads": heads, "edge_dim": edge_dim}
+    sizes = {
+        "in_channels": heads * channels,
+        "out_channels": channels,
+        "heads": heads,
+        "edge_dim": edge_dim,
+    }
     pyg, own = TransformerConv(**sizes, **options), GraphTransformerConv(**sizes, **options)
     own.load_state_dict(pyg.state_dict())
     return pyg, own
@@ -51,9 +56,14 @@ def times_of(calls, step, repeats):
     """Return the times of calls without gradients and of steps with them, and those of PyG over the others."""
 
     result = {}
-    for kind, function in (("forward", torch.no_grad()(lambda call: call())), ("forward_backward", step)):
+    for kind, function in (
+        ("forward", torch.no_grad()(lambda call: call())),
+        ("forward_backward", step),
+    ):
         times = median_ms({name: partial(function, call) for name, call in calls.items()}, repeats)
-        result[kind] = times | {f"pyg_over_{name}": times["pyg"] / times[name] for name in times if name != "pyg"}
+        result[kind] = times | {
+            f"pyg_over_{name}": times["pyg"] / times[name] for name in times if name != "pyg"
+        }
     return result
 
 
@@ -71,14 +81,21 @@ def compare(pyg, own, x, edge_index, edge_attr, edges, repeats):
         call.func.zero_grad(set_to_none=True)
         call().square().mean().backward()
 
-    facts = {"nodes": x.shape[0], "edges": edge_index.shape[1], "heads": own.heads, "channels": own.out_channels}
+    facts = {
+        "nodes": x.shape[0],
+        "edges": edge_index.shape[1],
+        "heads": own.heads,
+        "channels": own.out_channels,
+    }
     return facts | times_of(calls, step, repeats)
 
 
 def measure(refinement, heads, channels, repeats):
     """Forward, and forward and backward, of both layers on one processor graph."""
     torch.manual_seed(0)
-    edge_index = icosphere_graph(octahedral(16), refinement=refinement)["hidden", "to", "hidden"].edge_index
+    edge_index = icosphere_graph(octahedral(16), refinement=refinement)[
+        "hidden", "to", "hidden"
+    ].edge_index
     nodes = int(edge_index.max()) + 1
     x = torch.randn(nodes, heads * channels, requires_grad=True)
     edge_attr = torch.randn(edge_index.shape[1], EDGE_DIM, requires_grad=True)
@@ -93,14 +110,24 @@ def measure_batch(name, repeats, heads=4, channels=16):
     graphs, nodes, edges, edge_dim = BATCHES[name]
     ends = [round(edges * i) for i in range(graphs + 1)]
     parts = [torch.randint(nodes, (2, ends[i + 1] - ends[i])) + i * nodes for i in range(graphs)]
-    edge_index, edge_attr = torch.cat(parts, 1), None if edge_dim is None else torch.randn(ends[-1], edge_dim)
+    edge_index, edge_attr = (
+        torch.cat(parts, 1),
+        None if edge_dim is None else torch.randn(ends[-1], edge_dim),
+    )
     x = torch.randn(graphs * nodes, heads * channels, requires_grad=True)
-    edges = {"new graph": edge_index, "one graph": GraphStructure.from_edge_index(edge_index, graphs * nodes)}
-    return {"batch": name} | compare(*layers(heads, channels, edge_dim), x, edge_index, edge_attr, edges, repeats)
+    edges = {
+        "new graph": edge_index,
+        "one graph": GraphStructure.from_edge_index(edge_index, graphs * nodes),
+    }
+    return {"batch": name} | compare(
+        *layers(heads, channels, edge_dim), x, edge_index, edge_attr, edges, repeats
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--refinement", type=int, default=5)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--channels", type=int, nargs="+", default=[8, 32])
@@ -111,7 +138,9 @@ def main():
     if options.batches:
         results = [measure_batch(name, options.repeats) for name in BATCHES]
     else:
-        results = [measure(options.refinement, options.heads, c, options.repeats) for c in options.channels]
+        results = [
+            measure(options.refinement, options.heads, c, options.repeats) for c in options.channels
+        ]
     where = environment.describe("cpu", {"torch", "torch-geometric"}, None) | {"dtype": "float32"}
     report = json.dumps({"environment": where, "results": results}, indent=2)
     print(report)

@@ -70,14 +70,26 @@ def run(setting: Setting, part: str, contender: str, num_chunks: int, folder: Pa
 
 def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: float) -> dict:
     """Run in a process of its own; a failure or a timeout is a result too."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", part, contender, str(num_chunks), str(folder)]
+    command = [
+        sys.executable,
+        __file__,
+        *sys.argv[1:],
+        "--worker",
+        part,
+        contender,
+        str(num_chunks),
+        str(folder),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         found = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         found = {"outcome": "out of time", "message": f"did not end within {seconds:.0f} s"}
     except (IndexError, json.JSONDecodeError):
-        found = {"outcome": "failed", "message": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+        found = {
+            "outcome": "failed",
+            "message": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1],
+        }
     found = {"part": part, "contender": contender, "num_chunks": num_chunks} | found
     print(json.dumps(found), flush=True)
     return found
@@ -101,8 +113,12 @@ def measure(options: argparse.Namespace, results: Results, folder: Path) -> None
         for contender in [name for name in options.contenders if name != "anemoi_gt"]:
             reason, number, outcome = unsupported_reason(contender), 1, "not run"
             if reason is not None:
-                runs.append({"part": part, "contender": contender, "outcome": "not run", "message": reason})
-            while reason is None and outcome not in ("right", None) and number <= options.most_chunks:
+                runs.append(
+                    {"part": part, "contender": contender, "outcome": "not run", "message": reason}
+                )
+            while (
+                reason is None and outcome not in ("right", None) and number <= options.most_chunks
+            ):
                 outcome, number = one(part, contender, number), 2 * number
 
 
@@ -110,9 +126,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(__doc__, seconds=500, **SIZES)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument(
+        "--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS)
+    )
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 8, 32], help="of anemoi_gt")
-    parser.add_argument("--most-chunks", type=int, default=64, help="after which the others are given up")
+    parser.add_argument(
+        "--most-chunks", type=int, default=64, help="after which the others are given up"
+    )
     parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -126,7 +146,10 @@ def main(arguments: list[str] | None = None) -> None:
         part, contender, number, folder = options.worker
         print(json.dumps(run(setting, part, contender, int(number), Path(folder))))
         return
-    report = {"environment": describe(options.device, PACKAGES, options.commit), "setting": vars(setting)}
+    report = {
+        "environment": describe(options.device, PACKAGES, options.commit),
+        "setting": vars(setting),
+    }
     results = Results(report, options.output, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()

@@ -25,7 +25,10 @@ LONGEST, NAME = 25, 160  # kernels that are listed, and characters of their name
 
 def family_of(kernel):
     """Return the family of a kernel."""
-    return next((name for name, pattern in FAMILIES.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
+    return next(
+        (name for name, pattern in FAMILIES.items() if re.search(pattern, kernel, re.IGNORECASE)),
+        "other",
+    )
 
 
 def profile_of(step, steps, wait, device_type):
@@ -39,15 +42,26 @@ def profile_of(step, steps, wait, device_type):
     for event in trace.events():
         if on_gpu and not is_kernel(event):
             continue
-        kernels[event.name] += (event.device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps
+        kernels[event.name] += (
+            (event.device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps
+        )
         launches[event.name] += 1 / steps
     families = Counter()
     for kernel, ms in kernels.items():
         families[family_of(kernel)] += ms
-    longest = [{"name": name[:NAME], "ms": ms, "launches": launches[name]} for name, ms in kernels.most_common(LONGEST)]
-    return {"total_ms": sum(kernels.values()), "families_ms": dict(families.most_common()), "kernels": longest}
+    longest = [
+        {"name": name[:NAME], "ms": ms, "launches": launches[name]}
+        for name, ms in kernels.most_common(LONGEST)
+    ]
+    return {
+        "total_ms": sum(kernels.values()),
+        "families_ms": dict(families.most_common()),
+        "kernels": longest,
+    }
 
 
 def is_kernel(event):
     """Return True if an event of a profile is work of the device, not a range that the program named."""
-    return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
+        event, "is_user_annotation", False
+    )

@@ -48,13 +48,20 @@ def measure(calls, device, repeats):
             if i >= 2:
                 times[name].append(1e3 * seconds)
     peaks = {name: max(found, default=None) for name, found in peaks.items()}
-    return {name: {"median_ms": statistics.median(times[name]), "peak_gb": peaks[name]} for name in calls}
+    return {
+        name: {"median_ms": statistics.median(times[name]), "peak_gb": peaks[name]}
+        for name in calls
+    }
 
 
 def compare(make, options, device):
     """Figures of one model class."""
     torch.manual_seed(0)
-    untouched = make(channels=options.channels, hidden=options.hidden, heads=options.heads).to(device).eval()
+    untouched = (
+        make(channels=options.channels, hidden=options.hidden, heads=options.heads)
+        .to(device)
+        .eval()
+    )
     swapped = swap_layers(copy.deepcopy(untouched))
     x, edge_index, edge_attr = draw_graph(options, device)
     graph = GraphStructure.from_edge_index(edge_index, options.nodes)
@@ -65,7 +72,9 @@ def compare(make, options, device):
         out.square().mean().backward()
         return out.detach()
 
-    off = difference([step(model, edge_index) for model in (untouched, swapped)], (untouched, swapped))
+    off = difference(
+        [step(model, edge_index) for model in (untouched, swapped)], (untouched, swapped)
+    )
 
     calls = {
         "pyg": lambda: step(untouched, edge_index),
@@ -89,17 +98,31 @@ def difference(outputs, models):
 
 def main(arguments=None):
     """Measure all models; write and return the report."""
-    sizes = {"nodes": 169_343, "edges": 2_315_598, "channels": 128, "hidden": 64, "heads": 4, "repeats": 10}
+    sizes = {
+        "nodes": 169_343,
+        "edges": 2_315_598,
+        "channels": 128,
+        "hidden": 64,
+        "heads": 4,
+        "repeats": 10,
+    }
     options = make_parser(__doc__, seconds=300, **sizes).parse_args(arguments)
     device = torch.device(options.device)
-    report = {"environment": describe(device.type, {"torch", "torch-geometric", "triton"}, options.commit)}
+    report = {
+        "environment": describe(device.type, {"torch", "torch-geometric", "triton"}, options.commit)
+    }
     report |= {"options": vars(options) | {"output": None}, "models": {}}
     results = Results(report, options.output, options.seconds)
     for make in MODELS:
         found = results.run(make.__name__, partial(compare, make, options, device))
         if found is not None:
             report["models"][make.__name__] = found
-            print(make.__name__, *(f"{name}: {figures}" for name, figures in found.items()), sep="\n  ", flush=True)
+            print(
+                make.__name__,
+                *(f"{name}: {figures}" for name, figures in found.items()),
+                sep="\n  ",
+                flush=True,
+            )
     return results.end()
 
 

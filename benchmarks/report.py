@@ -16,10 +16,14 @@ from suite import plot, table
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path, help="file of run.py")
     parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file")
-    parser.add_argument("--bars", type=Path, help="SVG file for the times of forward and backward as bars")
+    parser.add_argument(
+        "--bars", type=Path, help="SVG file for the times of forward and backward as bars"
+    )
     return parser.parse_args(arguments)
 
 
@@ -28,7 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     results = json.loads(options.results.read_text())
     if options.page:
-        options.page.write_text(table.put_into(options.page.read_text(), options.results.name, table.summary(results)))
+        options.page.write_text(
+            table.put_into(options.page.read_text(), options.results.name, table.summary(results))
+        )
     if options.bars:
         plot.write(plot.bars(results), options.bars)
     if not (options.page or options.bars):

@@ -20,13 +20,24 @@ from suite import baselines, environment, lower_bound, problems, schedule
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", help="names or groups; default: what the device can")
-    parser.add_argument("--baselines", nargs="+", choices=baselines.NAMES, help="default: those that run on the device")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", help="names or groups; default: what the device can"
+    )
+    parser.add_argument(
+        "--baselines",
+        nargs="+",
+        choices=baselines.NAMES,
+        help="default: those that run on the device",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="to record if git is not available")
-    parser.add_argument("--list", action="store_true", help="print problems by group, and baselines, and stop")
+    parser.add_argument(
+        "--list", action="store_true", help="print problems by group, and baselines, and stop"
+    )
     options = parser.parse_args(arguments)
     options.problems = options.problems or problems.DEFAULT[options.device]
     options.baselines = options.baselines or baselines.DEFAULT[options.device]
@@ -41,7 +52,9 @@ def report(chosen: list[problems.Problem], done: schedule.Run, options: argparse
     for problem in chosen:
         counts = done.sizes[str(problem.graph)]
         facts = asdict(problem) | {"graph": str(problem.graph), "sizes": counts}
-        facts["bytes"] = {kind: lower_bound.compulsory_bytes(problem, counts, kind) for kind in problem.passes}
+        facts["bytes"] = {
+            kind: lower_bound.compulsory_bytes(problem, counts, kind) for kind in problem.passes
+        }
         facts["flops"] = {kind: lower_bound.flops(problem, counts, kind) for kind in problem.passes}
         described[problem.name] = facts
     where = environment.describe(options.device, packages, options.commit)

@@ -37,7 +37,11 @@ from suite.table import EMPTY, markdown, put_into
 PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
 PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
-SIZES = (("O96", 5), ("O176", 5), ("O192", 6))  # O192 on 4 ranks is as much work for each as O96 on 1
+SIZES = (
+    ("O96", 5),
+    ("O176", 5),
+    ("O192", 6),
+)  # O192 on 4 ranks is as much work for each as O96 on 1
 ANEMOI = ("anemoi-models, edges", "anemoi-models, heads", "anemoi-models, edges, install")
 HALO = "anemoi-models, edges, install, halo"
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
@@ -48,18 +52,40 @@ NEAR = 0.25  # relative: work of a rank that counts as the same
 
 def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
     """Return what `ranks` ranks measure."""
-    model = {"model": "anemoi_gt", "grid": options.grid, "refinement": options.refinement, "compiled": False}
-    model |= {name: getattr(options, name) for name in ("heads", "channels", "layers")} | {"replayed": False}
+    model = {
+        "model": "anemoi_gt",
+        "grid": options.grid,
+        "refinement": options.refinement,
+        "compiled": False,
+    }
+    model |= {name: getattr(options, name) for name in ("heads", "channels", "layers")} | {
+        "replayed": False
+    }
     every = [{"part": "strong"}, {"part": "replay", "replayed": True}]
-    every += [{"part": "compiled", "compiled": True, "replayed": replayed} for replayed in (False, True)]
+    every += [
+        {"part": "compiled", "compiled": True, "replayed": replayed} for replayed in (False, True)
+    ]
     for name, refinement in TINY_SIZES if options.tiny else SIZES:
         size = {"part": "sizes", "grid": name, "refinement": refinement}
         every += [size, size | {"replayed": True}]
-    compiled, replayed = ((False, True) if part in options.parts else (False,) for part in ("compiled", "replay"))
-    if ranks == 1 or options.alone is None:  # Anemoi's own sharding consists of messages, which a rank alone leaves out
-        pairs = [(name, c) for name in ANEMOI for c in compiled if "heads" not in name or (ranks > 1 and not c)]
+    compiled, replayed = (
+        (False, True) if part in options.parts else (False,) for part in ("compiled", "replay")
+    )
+    if (
+        ranks == 1 or options.alone is None
+    ):  # Anemoi's own sharding consists of messages, which a rank alone leaves out
+        pairs = [
+            (name, c)
+            for name in ANEMOI
+            for c in compiled
+            if "heads" not in name or (ranks > 1 and not c)
+        ]
         every += [{"part": "anemoi", "model": name, "compiled": c} for name, c in pairs]
-    every += [{"part": "anemoi", "model": HALO, "compiled": c, "replayed": r} for r in replayed for c in compiled]
+    every += [
+        {"part": "anemoi", "model": HALO, "compiled": c, "replayed": r}
+        for r in replayed
+        for c in compiled
+    ]
     asked = [model | task for task in every if task["part"] in options.parts]
     return [task for task in asked if torch.cuda.is_available() or not task["replayed"]]
 
@@ -68,7 +94,9 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
     """Run tasks on `ranks` ranks and add their records to the report; return the error, or None."""
     alone = [record for record in report["results"] if record["ranks"] == 1]
     expected = {
-        f"{record['model'].partition(',')[0]} {record['grid']} {record['refinement']}": record["signature"]
+        f"{record['model'].partition(',')[0]} {record['grid']} {record['refinement']}": record[
+            "signature"
+        ]
         for record in reversed(alone)  # the first of a graph is the reference
     }
     with tempfile.TemporaryDirectory() as name:
@@ -151,9 +179,13 @@ def summary(report: dict) -> str:
     for name, records in series(report).items():
         row = [name]
         for n in ranks:
-            row += [_cell(records.get(n, {}).get("ms"), ".1f")] + [_cell(efficiency(records, n), ".3f")] * (n > 1)
+            row += [_cell(records.get(n, {}).get("ms"), ".1f")] + [
+                _cell(efficiency(records, n), ".3f")
+            ] * (n > 1)
         times.append(row)
-    columns = [word for n in ranks for word in [f"{n} GPU{'s' * (n > 1)}"] + ["efficiency"] * (n > 1)]
+    columns = [
+        word for n in ranks for word in [f"{n} GPU{'s' * (n > 1)}"] + ["efficiency"] * (n > 1)
+    ]
     return f"{where}\n\n{markdown(['Forward and backward, ms', *columns], times)}"
 
 
@@ -164,19 +196,35 @@ def details(report: dict) -> str:
     for name, records in series(report).items():
         held = [name]
         for n in ranks:
-            held += [_cell(records.get(n, {}).get("peak_gb"), ".1f")] + [_cell(share(records, n), ".2f")] * (n > 1)
+            held += [_cell(records.get(n, {}).get("peak_gb"), ".1f")] + [
+                _cell(share(records, n), ".2f")
+            ] * (n > 1)
         sent = [records.get(n, {}).get("halo_bytes") for n in several]
-        memory += [held + [_cell(size / 1e6 if size else None, ".1f") for size in sent]] * (held[1] != EMPTY)
+        memory += [held + [_cell(size / 1e6 if size else None, ".1f") for size in sent]] * (
+            held[1] != EMPTY
+        )
     if memory:
         columns = [word for n in ranks for word in [f"GB on {n}"] + ["share"] * (n > 1)]
         parts.append(markdown(["Memory, halo", *columns, *(f"MB on {n}" for n in several)], memory))
     pairs = [
         [name_of(one), graph_of(other), other["ranks"]]
-        + [f"{record[key] / scale:.1f}" for key, scale in (("work", 1e6), ("ms", 1)) for record in (one, other)]
+        + [
+            f"{record[key] / scale:.1f}"
+            for key, scale in (("work", 1e6), ("ms", 1))
+            for record in (one, other)
+        ]
         + [f"{one['ms'] / one['work'] / (other['ms'] / other['work']):.3f}"]
         for one, other in weak(report)
     ]
-    header = ["Weak scaling: graph on 1 GPU", "graph on n GPUs", "n", "10^6 edges", "per rank", "ms on 1", "ms on n"]
+    header = [
+        "Weak scaling: graph on 1 GPU",
+        "graph on n GPUs",
+        "n",
+        "10^6 edges",
+        "per rank",
+        "ms on 1",
+        "ms on n",
+    ]
     return "\n\n".join(parts + [markdown([*header, "efficiency"], pairs)] * bool(pairs))
 
 
@@ -190,13 +238,23 @@ def _cell(value: float | None, form: str) -> str:
 
 def plot(report: dict) -> str:
     """Return times of the large graph as bars, one for each number of ranks, with a line at ideal scaling."""
-    shown = report | {"results": [record for record in report["results"] if record["part"] in PLOTTED]}
-    found = {name: records for name, records in series(shown).items() if 1 in records and len(records) > 1}
+    shown = report | {
+        "results": [record for record in report["results"] if record["part"] in PLOTTED]
+    }
+    found = {
+        name: records
+        for name, records in series(shown).items()
+        if 1 in records and len(records) > 1
+    }
     ranks = sorted({n for records in found.values() for n in records})
-    scale = (WIDE - ENDS) / max(record["ms"] for records in found.values() for record in records.values())
+    scale = (WIDE - ENDS) / max(
+        record["ms"] for records in found.values() for record in records.values()
+    )
     shapes, y = [words(0, 16, "Forward and backward, time in ms", size=15)], 66
     for place, n in enumerate(ranks):
-        shapes.append(f'<rect class="peer{place}" x="{110 * place}" y="31" width="13" height="13"/>')
+        shapes.append(
+            f'<rect class="peer{place}" x="{110 * place}" y="31" width="13" height="13"/>'
+        )
         shapes.append(words(110 * place + 19, 42, f"{n} rank{'s' * (n > 1)}", size=14))
     for name, records in found.items():
         shapes.append(words(0, y + 12, name, size=14))
@@ -223,14 +281,32 @@ def _bar(records: dict[int, dict], n: int, place: int, y: float, scale: float) -
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    sizes = {"grid": "N320", "refinement": 6, "heads": 16, "channels": 64, "layers": 16, "repeats": 10}
+    sizes = {
+        "grid": "N320",
+        "refinement": 6,
+        "heads": 16,
+        "channels": 64,
+        "layers": 16,
+        "repeats": 10,
+    }
     parser = make_parser(__doc__, seconds=600, **sizes)
-    parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1), help="the most; one a GPU")
+    parser.add_argument(
+        "--ranks", type=int, default=max(torch.cuda.device_count(), 1), help="the most; one a GPU"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--alone", type=int, metavar="RANK", help="of each job this rank by itself: no message is sent")
+    parser.add_argument(
+        "--alone",
+        type=int,
+        metavar="RANK",
+        help="of each job this rank by itself: no message is sent",
+    )
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument("--table", type=Path, help="results file; make its tables and measure nothing")
-    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file of --table")
+    parser.add_argument(
+        "--table", type=Path, help="results file; make its tables and measure nothing"
+    )
+    parser.add_argument(
+        "--page", type=Path, help="Markdown page with comments that name the file of --table"
+    )
     options = parser.parse_args(arguments)
     if options.tiny:
         vars(options).update(TINY)
@@ -256,7 +332,9 @@ def main(arguments: list[str] | None = None) -> int:
                 results.write(report, options.output)
     print(tables(report), *errors, sep="\n\n")
     if options.page:
-        options.page.write_text(put_into(options.page.read_text(), options.table.name, summary(report)))
+        options.page.write_text(
+            put_into(options.page.read_text(), options.table.name, summary(report))
+        )
     return int(bool(errors))
 
 

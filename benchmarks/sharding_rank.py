@@ -31,7 +31,10 @@ from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.distributed.partition import NODE_COST
 
 FIELDS = 100  # in and out of the data grid
-AGREE = {"cuda": 3e-2, "cpu": 1e-4}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
+AGREE = {
+    "cuda": 3e-2,
+    "cpu": 1e-4,
+}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
 WARM_UP = 3
 COMPARED = ("lin_edge.weight", "lin_key.weight", "lin_value.weight")  # parameters of the processor
 GRAPHS = {}  # by grid and refinement
@@ -42,7 +45,11 @@ class OwnModel:
 
     def __init__(self, task: dict, graph, mesh, device: torch.device):
         torch.manual_seed(0)
-        sizes = {"channels": task["heads"] * task["channels"], "heads": task["heads"], "num_layers": task["layers"]}
+        sizes = {
+            "channels": task["heads"] * task["channels"],
+            "heads": task["heads"],
+            "num_layers": task["layers"],
+        }
         with device:  # weights are drawn on the device
             self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes)
         shard = shard_model(self.model.to(device), mesh)
@@ -52,7 +59,10 @@ class OwnModel:
         own = shard.partitions["data"].nodes(mesh.get_local_rank("model"), "cpu")
         fields = torch.randn(num_nodes, FIELDS, generator=torch.Generator().manual_seed(1))
         self.fields, self.scale = fields[own].unsqueeze(0).to(device), 1 / (num_nodes * FIELDS)
-        self.layers, self.row_bytes = task["layers"], sizes["channels"] * (2 if device.type == "cuda" else 4)
+        self.layers, self.row_bytes = (
+            task["layers"],
+            sizes["channels"] * (2 if device.type == "cuda" else 4),
+        )
 
     def forward(self) -> Tensor:
         """Return this rank's part of the loss, a mean square."""
@@ -78,11 +88,19 @@ class AnemoiModel:
         from anemoi.models.layers.block import BaseBlock
         from support.anemoi_model import build, draw, make_options
 
-        names = tuple(f"field_{i}" for i in range(FIELDS // 2))  # of two times, so that FIELDS go in
-        sizes = {"channels": task["heads"] * task["channels"], "heads": task["heads"], "layers": task["layers"]}
+        names = tuple(
+            f"field_{i}" for i in range(FIELDS // 2)
+        )  # of two times, so that FIELDS go in
+        sizes = {
+            "channels": task["heads"] * task["channels"],
+            "heads": task["heads"],
+            "layers": task["layers"],
+        }
         sizes |= {"layer_chunks": 1, "mapper_chunks": 1, "checkpointing": False}
         backend = "triton" if device.type == "cuda" else "pyg"
-        options = make_options(**sizes, graph_attention_backend=backend, shard_strategy=task["model"].split(", ")[1])
+        options = make_options(
+            **sizes, graph_attention_backend=backend, shard_strategy=task["model"].split(", ")[1]
+        )
         self.model = build(graph, options, names).to(device)
         if task["compiled"]:
             for block in self.model.modules():
@@ -98,7 +116,10 @@ class AnemoiModel:
     def forward(self) -> Tensor:
         """Return this rank's part of the loss, a mean square."""
         shards = {"grid_shard_sizes": {"data": self.sizes}} if self.group else {}
-        return self.model(self.x, model_comm_group=self.group, **shards)["data"].float().square().sum() * self.scale
+        return (
+            self.model(self.x, model_comm_group=self.group, **shards)["data"].float().square().sum()
+            * self.scale
+        )
 
     def traffic(self) -> dict:
         """Return nothing: what anemoi-models sends is not counted."""
@@ -127,8 +148,12 @@ def signature(model: nn.Module, loss: Tensor) -> list[float]:
 
 def check(found: list[float], expected: list[float] | None, limit: float) -> None:
     """Raise ValueError unless loss and gradient norms agree with those of one rank."""
-    if expected is None or any(not abs(a - b) <= limit * abs(b) for a, b in zip(found, expected, strict=True)):
-        raise ValueError(f"loss and gradients must be those of one rank within {limit}, got {found}, not {expected}")
+    if expected is None or any(
+        not abs(a - b) <= limit * abs(b) for a, b in zip(found, expected, strict=True)
+    ):
+        raise ValueError(
+            f"loss and gradients must be those of one rank within {limit}, got {found}, not {expected}"
+        )
 
 
 def largest(values: list[float], device: torch.device) -> list[float]:
@@ -194,7 +219,9 @@ def main(folder: Path) -> None:
     else:
         lone_rank.start(alone, work["ranks"])
     for task in work["tasks"]:
-        expected = work["expected"].get(f"{task['model'].partition(',')[0]} {task['grid']} {task['refinement']}")
+        expected = work["expected"].get(
+            f"{task['model'].partition(',')[0]} {task['grid']} {task['refinement']}"
+        )
         record = run(task, expected, work["repeats"], device)
         if dist.get_rank() == 0 or alone is not None:
             with (folder / "records.jsonl").open("a") as file:

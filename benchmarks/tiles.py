@@ -79,12 +79,26 @@ class Case:
         with replaced(kernel) as seen:
             self.run()
         sizes = seen[0]
-        if kernel in CONTRACTIONS or kernel == "sources" or not attention_steps.has_fixed_degree(sizes):
-            return candidates(kernel, sizes.over_sources if kernel == "sources" else sizes.over_destinations)
-        chosen = attention_steps.forward_tile(sizes) if kernel == "forward" else attention_steps.destination_tile(sizes)
+        if (
+            kernel in CONTRACTIONS
+            or kernel == "sources"
+            or not attention_steps.has_fixed_degree(sizes)
+        ):
+            return candidates(
+                kernel, sizes.over_sources if kernel == "sources" else sizes.over_destinations
+            )
+        chosen = (
+            attention_steps.forward_tile(sizes)
+            if kernel == "forward"
+            else attention_steps.destination_tile(sizes)
+        )
         held = chosen.heads * chosen.channels / 32
         others = product((1, 2, 4, 8), (False, True) if sizes.pairs_possible else (False,))
-        tiles = [replace(chosen, num_warps=warps, pairs=paired) for warps, paired in others if 4 <= held / warps <= 32]
+        tiles = [
+            replace(chosen, num_warps=warps, pairs=paired)
+            for warps, paired in others
+            if 4 <= held / warps <= 32
+        ]
         return [chosen, *(tile for tile in tiles if tile != chosen)]
 
     def time(self, kernel: str, runs: int) -> float:
@@ -98,7 +112,11 @@ class Case:
             for _ in range(runs):
                 self.run()
             torch.cuda.synchronize()
-        times = [event.device_time_total for event in seen.events() if re.search(KERNELS[kernel][1], event.name)]
+        times = [
+            event.device_time_total
+            for event in seen.events()
+            if re.search(KERNELS[kernel][1], event.name)
+        ]
         return 1e-3 * statistics.median(times)
 
 
@@ -143,7 +161,9 @@ def assert_alike(found: tuple, expected: tuple, name: str) -> None:
         difference = (actual.float() - wanted.float()).square().mean().sqrt().item()
         allowed = 4 * unit * wanted.float().square().mean().sqrt().item()
         if not difference <= allowed:
-            raise AssertionError(f"{name}: must agree with the chosen tile to {allowed:.2e}, got {difference:.2e}")
+            raise AssertionError(
+                f"{name}: must agree with the chosen tile to {allowed:.2e}, got {difference:.2e}"
+            )
 
 
 def search(case: Case, kernel: str, most: int | None) -> dict:
@@ -159,7 +179,9 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
             assert_alike(found, expected, f"{case.problem.name} {kernel} {tile}")
             times[tile] = case.time(kernel, 3)
     chosen, *_ = times
-    for tile in [tile for tile in times if tile == chosen or times[tile] <= 1.05 * min(times.values())]:
+    for tile in [
+        tile for tile in times if tile == chosen or times[tile] <= 1.05 * min(times.values())
+    ]:
         with replaced(kernel, tile):
             times[tile] = case.time(kernel, 20)
     fastest = min(times, key=times.get)
@@ -172,7 +194,11 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
 
 def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
     """Search every kernel on every problem, as long as there is time."""
-    chosen = [problem for problem in problems.select(options.problems) if "forward_backward" in problem.passes]
+    chosen = [
+        problem
+        for problem in problems.select(options.problems)
+        if "forward_backward" in problem.passes
+    ]
     graphs.build([problem.graph for problem in chosen], folder)
     for problem, kernel in product(chosen, options.kernels):
         if DEVICE == "cuda":
@@ -187,7 +213,11 @@ def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
         line = results.run(f"{problem.name} {kernel}", one)
         if line is not None:
             results.report["results"].append(line)
-            print(f"{line['ratio']:.3f} {line['chosen_ms']:.4f} {problem.name} {kernel}", line["fastest"], flush=True)
+            print(
+                f"{line['ratio']:.3f} {line['chosen_ms']:.4f} {problem.name} {kernel}",
+                line["fastest"],
+                flush=True,
+            )
 
 
 def verdict(results: list[dict], missing: dict[str, str]) -> tuple[bool, str]:
@@ -196,7 +226,10 @@ def verdict(results: list[dict], missing: dict[str, str]) -> tuple[bool, str]:
     if not results:
         return False, f"FAIL: nothing was searched{rest}"
     ratios = [line["ratio"] for line in results]
-    mean, worst = math.exp(statistics.fmean(map(math.log, ratios))), max(results, key=lambda line: line["ratio"])
+    mean, worst = (
+        math.exp(statistics.fmean(map(math.log, ratios))),
+        max(results, key=lambda line: line["ratio"]),
+    )
     passed = mean <= MEAN and worst["ratio"] <= WORST and not missing
     return passed, (
         f"{'PASS' if passed else 'FAIL'}: chosen over fastest {mean:.3f} in the geometric mean of {len(ratios)} "
@@ -206,17 +239,30 @@ def verdict(results: list[dict], missing: dict[str, str]) -> tuple[bool, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Search; 1 if the chosen tiles are not good enough or not everything was searched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["n320"], help="names or groups of benchmarks/run.py --list")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems",
+        nargs="+",
+        default=["n320"],
+        help="names or groups of benchmarks/run.py --list",
+    )
     every = [*ROW_KERNELS, *CONTRACTIONS]
     parser.add_argument("--kernels", nargs="+", choices=every, default=every)
-    parser.add_argument("--most", type=int, help="candidates of a kernel that are tried, best score first")
+    parser.add_argument(
+        "--most", type=int, help="candidates of a kernel that are tried, best score first"
+    )
     parser.add_argument("--seconds", type=float, default=540, help="after which no search begins")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="to record if git is not available")
     options = parser.parse_args(arguments)
     facts = environment.describe(DEVICE, {"torch", "triton"}, options.commit)
-    results = Results({"environment": facts, "verdict": "unfinished", "results": []}, options.output, options.seconds)
+    results = Results(
+        {"environment": facts, "verdict": "unfinished", "results": []},
+        options.output,
+        options.seconds,
+    )
     with tempfile.TemporaryDirectory() as folder:
         run(options, results, Path(folder))
     passed, sentence = verdict(results.report["results"], results.problems)

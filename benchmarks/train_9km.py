@@ -47,16 +47,33 @@ def write_graphs(options: argparse.Namespace, folder: Path) -> dict:
         attributes = torch.cat([edges.edge_length, edges.edge_dirs], dim=1)
         torch.save((edges.edge_index, attributes, sizes), folder / f"{part}.graph")
     sizes = {str(kind): graph[kind].num_edges for kind in graph.edge_types}
-    return sizes | {name: graph[name].num_nodes for name in graph.node_types} | {"seconds": time.perf_counter() - begin}
+    return (
+        sizes
+        | {name: graph[name].num_nodes for name in graph.node_types}
+        | {"seconds": time.perf_counter() - begin}
+    )
 
 
 def start(part: str, options: argparse.Namespace, results: Results, folder: Path) -> None:
     """Run a part in a process of its own and record each line; raise RuntimeError if it ends with an error."""
     lines, errors = folder / f"{part}.jsonl", folder / f"{part}.err"
     with lines.open("w") as out, errors.open("w") as err:
-        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}")
+        launcher = (
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={options.ranks}",
+        )
         launcher = launcher if part == "sharded" and options.alone is None else ()
-        command = [sys.executable, *launcher, __file__, *options.arguments, "--worker", part, str(folder)]
+        command = [
+            sys.executable,
+            *launcher,
+            __file__,
+            *options.arguments,
+            "--worker",
+            part,
+            str(folder),
+        ]
         process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
             status = process.wait(timeout=options.limit)
@@ -78,14 +95,25 @@ def table(runs: list[dict]) -> str:
     rows = []
     for run in runs:
         name = run.get("check") or run["contender"]
-        what = [f"{run[key]:.4g} {unit}" for key, unit in COLUMNS.items() if isinstance(run.get(key), float)]
+        what = [
+            f"{run[key]:.4g} {unit}"
+            for key, unit in COLUMNS.items()
+            if isinstance(run.get(key), float)
+        ]
         how = f"{run.get('num_chunks', '')} chunks{', compiled' if run.get('compiled') else ''}"
         how += f", {run['ranks']} ranks" if "ranks" in run else ""
-        rows.append(f"{name:22} {how:20} {run['outcome']:14} {', '.join(what)} {run.get('message', '')[:60]}")
+        rows.append(
+            f"{name:22} {how:20} {run['outcome']:14} {', '.join(what)} {run.get('message', '')[:60]}"
+        )
     return "\n".join(rows)
 
 
-COLUMNS = {"seconds": "s", "warmup_seconds": "s warm-up", "peak_gb": "GB", "estimated_gb": "GB estimated"}
+COLUMNS = {
+    "seconds": "s",
+    "warmup_seconds": "s warm-up",
+    "peak_gb": "GB",
+    "estimated_gb": "GB estimated",
+}
 COLUMNS |= {"total_ms": "ms of kernels", "off": "off", "off_of_plain": "off plain"}
 
 
@@ -94,14 +122,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     sizes = {"grid": "O1280", "refinement": 7, "check_grid": "O320", "check_refinement": 6}
     sizes |= {"channels": 1024, "heads": 16, "layers": 16, "precision": "bf16-mixed"}
     parser = make_parser(__doc__, seconds=500, rounds=1, warmup=2, steps=3, **sizes)
-    parser.add_argument("--fields", type=int, nargs=2, default=[200, 90], help="that come in and go out at a point")
-    parser.add_argument("--parts", nargs="+", choices=WORKERS, default=[part for part in WORKERS if part != "sharded"])
-    parser.add_argument("--ranks", type=int, default=2, help="that share the model of the part `sharded`")
-    parser.add_argument("--alone", type=int, metavar="RANK", help="of these, by itself: no message is sent")
+    parser.add_argument(
+        "--fields", type=int, nargs=2, default=[200, 90], help="that come in and go out at a point"
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=WORKERS,
+        default=[part for part in WORKERS if part != "sharded"],
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="that share the model of the part `sharded`"
+    )
+    parser.add_argument(
+        "--alone", type=int, metavar="RANK", help="of these, by itself: no message is sent"
+    )
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 8, 4], help="of anemoi_gt")
     parser.add_argument("--anemoi-chunks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--check-chunks", type=json.loads, default=[[2, 8], [5, 8]], help="of encoder and decoder")
-    parser.add_argument("--compiled", type=int, nargs="+", default=[0, 1], help="0: eager, 1: blocks compiled")
+    parser.add_argument(
+        "--check-chunks", type=json.loads, default=[[2, 8], [5, 8]], help="of encoder and decoder"
+    )
+    parser.add_argument(
+        "--compiled", type=int, nargs="+", default=[0, 1], help="0: eager, 1: blocks compiled"
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds for one part")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
@@ -114,8 +157,16 @@ def main(arguments: list[str] | None = None) -> None:
         for found in WORKERS[options.worker[0]](options, Path(options.worker[1])):
             print(json.dumps(found), flush=True)
         return
-    sizes = {key: value for key, value in vars(options).items() if key not in ("output", "worker", "arguments")}
-    report = {"environment": describe(options.device, PACKAGES, options.commit), "setting": sizes, "runs": []}
+    sizes = {
+        key: value
+        for key, value in vars(options).items()
+        if key not in ("output", "worker", "arguments")
+    }
+    report = {
+        "environment": describe(options.device, PACKAGES, options.commit),
+        "setting": sizes,
+        "runs": [],
+    }
     results = Results(report, options.output, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         report["graph"] = write_graphs(options, Path(folder))

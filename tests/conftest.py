@@ -20,10 +20,28 @@ if not torch.cuda.is_available():
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not part of the package
 
 LONG = (  # files with a test or a fixture of more than five seconds, longest first
-    *("distributed/test_application", "distributed/test_on_ranks", "kernels/test_compile", "app/test_export"),
-    *("integrations/test_anemoi_shards", "app/test_installed_configs", "integrations/test_anemoi_versions"),
-    *("export/test_package", "integrations/test_anemoi_checkpointing", "integrations/test_anemoi_fused_blocks"),
-    *("distributed/test_benchmark", "app/test_skill", "tests/test_commands", "compile/test_compiled_layers"),
+    *(
+        "distributed/test_application",
+        "distributed/test_on_ranks",
+        "kernels/test_compile",
+        "app/test_export",
+    ),
+    *(
+        "integrations/test_anemoi_shards",
+        "app/test_installed_configs",
+        "integrations/test_anemoi_versions",
+    ),
+    *(
+        "export/test_package",
+        "integrations/test_anemoi_checkpointing",
+        "integrations/test_anemoi_fused_blocks",
+    ),
+    *(
+        "distributed/test_benchmark",
+        "app/test_skill",
+        "tests/test_commands",
+        "compile/test_compiled_layers",
+    ),
     *("data/test_era5_uk", "tests/test_docs", "benchmarks/test_benchmarks", "export/test_program"),
     *("training/test_compiled", "ops/test_triton_hubs"),
 )
@@ -31,7 +49,11 @@ LONG = (  # files with a test or a fixture of more than five seconds, longest fi
 
 def pytest_collection_modifyitems(items):
     """Begin each worker's stretch of the list with its share of the longest files, so that the end is short."""
-    workers, files, others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), {name: [] for name in LONG}, []
+    workers, files, others = (
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+        {name: [] for name in LONG},
+        [],
+    )
     for item in items:
         files.get("/".join(item.path.with_suffix("").parts[-2:]), others).append(item)
     left = len(items)
@@ -52,7 +74,9 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature, UK, March 2019")
+    parser.addoption(
+        "--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature, UK, March 2019"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +130,9 @@ def without_pictures(monkeypatch):
 @pytest.fixture(scope="session")
 def unoptimised_packages():
     """Compile the C++ of packages without optimisation and vector instructions, which take seconds."""
-    with torch._inductor.config.patch({"aot_inductor.debug_compile": True, "cpp.vec_isa_ok": False}):
+    with torch._inductor.config.patch(
+        {"aot_inductor.debug_compile": True, "cpp.vec_isa_ok": False}
+    ):
         yield
 
 

@@ -23,7 +23,13 @@ SMALL = [
 ]
 OWN = ["model.num_layers=1", "model.channels=8", "training.steps=4", "training.device=cpu"]
 # Commands that need a file, a GPU, four cores, or a minute of a C++ compiler are only composed.
-NOT_HERE = {"data=era5_uk", "data=anemoi", "data.path=other.nc", "graph=o1280", "attention/backend=triton"}
+NOT_HERE = {
+    "data=era5_uk",
+    "data=anemoi",
+    "data.path=other.nc",
+    "graph=o1280",
+    "attention/backend=triton",
+}
 NOT_HERE |= {"--nproc-per-node=4", "export"}
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
@@ -51,7 +57,9 @@ def understand(application, values):
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_every_command_exists(page):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     files = {FILE.match(code)[1] for code in blocks(page, "python") if FILE.match(code)}
     for words in filter(None, commands(page)):
         line = " ".join(words)
@@ -64,9 +72,13 @@ def test_every_command_exists(page):
         elif words[0] == "anemoi-gt":
             assert words[1:] == ["info"], line  # run below
         elif words[1].startswith("benchmarks/"):
-            assert (ROOT / words[1]).exists(), line  # their options: tests/benchmarks/test_report.py
+            assert (ROOT / words[1]).exists(), (
+                line
+            )  # their options: tests/benchmarks/test_report.py
         else:
-            assert words[0] in ("python", "torchrun") and words[-1] in files, f"no test knows this command: {line}"
+            assert words[0] in ("python", "torchrun") and words[-1] in files, (
+                f"no test knows this command: {line}"
+            )
 
 
 @pytest.fixture
@@ -79,7 +91,13 @@ def place(tmp_path, monkeypatch, logging_as_before, without_pictures):
 def start(words, place, monkeypatch):
     """Run a command with small sizes: applications in this process, torchrun and files in their own."""
     application, values = overrides(words) or ("", [])
-    small = [] if application != "train" else OWN if {"data=xarray", "resume=true"} & {*words} else SMALL
+    small = (
+        []
+        if application != "train"
+        else OWN
+        if {"data=xarray", "resume=true"} & {*words}
+        else SMALL
+    )
     if words[0] == "torchrun" or words[1].endswith(".py"):
         program = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
         status, _, error = Program(*program, *words[1:], *small, folder=place).finish(timeout=120)
@@ -95,7 +113,9 @@ def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys)
         if file := FILE.match(code):
             (place / file[1]).write_text(code)
     for words in filter(None, commands(page)):
-        is_ours = words[0] in ("python", "torchrun", "anemoi-gt") and not words[1].startswith("benchmarks/")
+        is_ours = words[0] in ("python", "torchrun", "anemoi-gt") and not words[1].startswith(
+            "benchmarks/"
+        )
         if is_ours and runs_here(words):
             start(words, place, monkeypatch)
 
@@ -103,7 +123,11 @@ def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys)
 @pytest.fixture
 def slurm_job(tmp_path):
     """Start the page's Slurm job with another `srun`; return its process and the file of a requeue."""
-    (job,) = (code for code in blocks(ROOT / "docs" / "training.md", "text") if code.startswith("#!/bin/bash"))
+    (job,) = (
+        code
+        for code in blocks(ROOT / "docs" / "training.md", "text")
+        if code.startswith("#!/bin/bash")
+    )
     (tmp_path / "job.sh").write_text(job)
     requeued = tmp_path / "requeued"
 
@@ -112,12 +136,16 @@ def slurm_job(tmp_path):
             (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
             (tmp_path / name).chmod(0o755)
         environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-        return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment, cwd=tmp_path), requeued
+        return subprocess.Popen(
+            ["bash", tmp_path / "job.sh"], env=environment, cwd=tmp_path
+        ), requeued
 
     return start
 
 
-def test_the_slurm_job_is_requeued_after_the_signal_though_torchrun_exits_with_1(slurm_job, tmp_path):
+def test_the_slurm_job_is_requeued_after_the_signal_though_torchrun_exits_with_1(
+    slurm_job, tmp_path
+):
     process, requeued = slurm_job("trap 'kill $!; exit 1' TERM\nsleep 60 &\ntouch started\nwait $!")
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:

@@ -9,7 +9,13 @@ import pytest
 import torch
 from test_house import run_without
 
-from anemoi_gt import AttentionConfig, GraphStructure, UntestedVersionsWarning, compatibility, edge_attention
+from anemoi_gt import (
+    AttentionConfig,
+    GraphStructure,
+    UntestedVersionsWarning,
+    compatibility,
+    edge_attention,
+)
 from anemoi_gt.app import info
 
 ROOT = Path(__file__).parents[1]
@@ -36,19 +42,27 @@ def warned(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(warning.message) for warning in caught if issubclass(warning.category, UntestedVersionsWarning)]
+    return [
+        str(warning.message)
+        for warning in caught
+        if issubclass(warning.category, UntestedVersionsWarning)
+    ]
 
 
 def test_untested_releases_are_named_once_per_process(untested):
     (message,) = warned(lambda: [attend() for _ in range(3)])
-    assert message.startswith("anemoi_gt, backend torch: PyTorch 9.8 has not been tested; tested are 2.10 with 3.6,")
+    assert message.startswith(
+        "anemoi_gt, backend torch: PyTorch 9.8 has not been tested; tested are 2.10 with 3.6,"
+    )
 
 
 def test_triton_is_named_by_its_backend(untested, kernel_device):
     if kernel_device.type == "cuda":
         pytest.skip("Triton attends over tensors on a CPU only in its interpreter")
     (message,) = warned(lambda: attend("triton"))
-    assert message.startswith("anemoi_gt, backend triton: PyTorch 9.8 with Triton 7.6 has not been tested")
+    assert message.startswith(
+        "anemoi_gt, backend triton: PyTorch 9.8 with Triton 7.6 has not been tested"
+    )
 
 
 def test_compiled_attention_warns_while_it_is_traced(untested):
@@ -57,7 +71,9 @@ def test_compiled_attention_warns_while_it_is_traced(untested):
 
 
 @pytest.mark.parametrize("triton", [compatibility.TESTED[0][1], "7.6"])
-def test_the_torch_backend_does_not_warn_on_a_tested_torch_with_any_triton(untested, monkeypatch, triton):
+def test_the_torch_backend_does_not_warn_on_a_tested_torch_with_any_triton(
+    untested, monkeypatch, triton
+):
     monkeypatch.setattr(compatibility, "installed", lambda: (compatibility.TESTED[0][0], triton))
     assert warned(attend) == []
 
@@ -73,7 +89,9 @@ def test_these_tests_run_on_tested_releases():
         ("2.9", None, "PyTorch 2.9 has not been tested"), ("2.1", "3.6", "PyTorch 2.1 with"), ("2.13", None, "None"),
     ],
 )  # fmt: skip
-def test_pairs_outside_the_table_are_untested_and_without_triton_torch_decides(torch_release, triton, found):
+def test_pairs_outside_the_table_are_untested_and_without_triton_torch_decides(
+    torch_release, triton, found
+):
     assert str(compatibility.why_untested(torch_release, triton)).startswith(found)
 
 
@@ -84,7 +102,10 @@ def test_importing_the_package_looks_up_no_release_and_imports_no_compiler():
 
 
 def test_info_says_whether_the_pair_is_tested_without_a_warning(untested):
-    assert "  tested     PyTorch 9.8 with Triton 7.6 has not been tested; tested are 2.10 with 3.6" in info.describe()
+    assert (
+        "  tested     PyTorch 9.8 with Triton 7.6 has not been tested; tested are 2.10 with 3.6"
+        in info.describe()
+    )
     assert warned(info.describe) == []
 
 
@@ -97,11 +118,16 @@ def test_every_pair_of_the_table_has_a_log():
 
 def test_required_releases_begin_with_the_oldest_tested_ones():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest = min(compatibility.TESTED, key=lambda pair: [int(number) for number in pair[0].split(".")])
+    oldest = min(
+        compatibility.TESTED, key=lambda pair: [int(number) for number in pair[0].split(".")]
+    )
     assert f"torch>={oldest[0]}" in project["dependencies"]
     assert project["optional-dependencies"]["triton"] == [f"triton>={oldest[1]}"]
 
 
 def test_the_documentation_has_the_table():
     page = (ROOT / "docs" / "backends.md").read_text()
-    assert tuple(re.findall(r"^\| (\d\.\d+) \| (\d\.\d+) \|", page, re.MULTILINE)) == compatibility.TESTED
+    assert (
+        tuple(re.findall(r"^\| (\d\.\d+) \| (\d\.\d+) \|", page, re.MULTILINE))
+        == compatibility.TESTED
+    )

@@ -68,7 +68,9 @@ def test_yaml_composes_as_the_config_of_an_application(page, tmp_path):
         (tmp_path / "config.yaml").write_text(text)
         with initialize_config_dir(str(tmp_path), version_base="1.3"):
             config = compose("config")
-        assert set(config) >= {re.split("[@:]", group)[-1].split(".")[0] for group in groups_of(text)}
+        assert set(config) >= {
+            re.split("[@:]", group)[-1].split(".")[0] for group in groups_of(text)
+        }
 
 
 def groups_of(text):
@@ -89,7 +91,9 @@ def test_links_and_named_files_exist(page):
         assert target.exists() and ROOT in target.parents, link
         assert not anchor or anchor in anchors(target), link
     named = re.findall(r"`((?:anemoi_gt|benchmarks|configs|docs|tests)/(?!_build)[\w./-]+)`", text)
-    assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "src" / name).exists()] == []
+    assert [
+        name for name in named if not (ROOT / name).exists() and not (ROOT / "src" / name).exists()
+    ] == []
 
 
 def anchors(page):
@@ -99,18 +103,24 @@ def anchors(page):
 
 def test_addresses_and_identifiers_of_publications_are_well_formed():
     pages = "\n".join(page.read_text() for page in PAGES)
-    assert all(re.fullmatch(r"https://[\w.-]+\.\w+/[\w./-]*", link) and link in pages for link in EXTERNAL)
+    assert all(
+        re.fullmatch(r"https://[\w.-]+\.\w+/[\w./-]*", link) and link in pages for link in EXTERNAL
+    )
     text = pages + "\n".join(source.read_text() for source in (ROOT / "src").rglob("*.py"))
     dois, preprints = DOI.findall(text), ARXIV.findall(text)
     assert dois and preprints
     assert all(re.fullmatch(r"10\.\d{4,}/[\w./()-]+\w", doi.rstrip(".,;)")) for doi in dois), dois
-    assert all(re.fullmatch(r"\d{4}\.\d{4,5}", name.rstrip(".,;)")) for name in preprints), preprints
+    assert all(re.fullmatch(r"\d{4}\.\d{4,5}", name.rstrip(".,;)")) for name in preprints), (
+        preprints
+    )
 
 
 def test_every_page_is_in_a_table_of_contents():
     listed = set()
     for page in PAGES:
-        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for tree in re.findall(
+            r"^```\{toctree\}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
             entries = [line for line in tree.splitlines() if line and not line.startswith(":")]
             listed |= {(page.parent / f"{entry}.md").resolve() for entry in entries}
     pages = {page for page in PAGES if ROOT / "docs" in page.parents}
@@ -133,21 +143,41 @@ def described():
 
 def definitions(module):
     """Return the names of the documented public functions and classes that a module defines."""
-    documented = {name: thing for name, thing in vars(module).items() if not name.startswith("_") and thing.__doc__}
-    things = {name: thing for name, thing in documented.items() if inspect.isfunction(thing) or inspect.isclass(thing)}
+    documented = {
+        name: thing
+        for name, thing in vars(module).items()
+        if not name.startswith("_") and thing.__doc__
+    }
+    things = {
+        name: thing
+        for name, thing in documented.items()
+        if inspect.isfunction(thing) or inspect.isclass(thing)
+    }
     return [name for name, thing in things.items() if thing.__module__ == module.__name__]
 
 
 def public():
     """Return the full names of the public API."""
-    packages = (anemoi_gt.nn, anemoi_gt.distributed, anemoi_gt.app.training, anemoi_gt.export, anemoi)
+    packages = (
+        anemoi_gt.nn,
+        anemoi_gt.distributed,
+        anemoi_gt.app.training,
+        anemoi_gt.export,
+        anemoi,
+    )
     names = {f"anemoi_gt.{name}" for name in anemoi_gt.__all__ if not name.startswith("__")}
     names |= {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
     names -= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.__all__}
     folders = (anemoi_gt.data, anemoi_gt.app.data)
-    parts = [f"{folder.__name__}.{part.name}" for folder in folders for part in iter_modules(folder.__path__)]
+    parts = [
+        f"{folder.__name__}.{part.name}"
+        for folder in folders
+        for part in iter_modules(folder.__path__)
+    ]
     modules = [importlib.import_module(name) for name in parts]
-    names |= {f"{module.__name__}.{name}" for module in (*modules, pyg) for name in definitions(module)}
+    names |= {
+        f"{module.__name__}.{name}" for module in (*modules, pyg) for name in definitions(module)
+    }
     return sorted(names)
 
 
@@ -167,14 +197,26 @@ def functions(name):
         return {name: thing}
     if not inspect.isclass(thing):
         return {}
-    found = {member: getattr(function, "__func__", function) for member, function in vars(thing).items()}
-    documented = {name for name, member in found.items() if member.__doc__ and not name.startswith("_")}
-    return {f"{name}.{member}": found[member] for member in documented | BUILT & set(found) if in_file(found[member])}
+    found = {
+        member: getattr(function, "__func__", function) for member, function in vars(thing).items()
+    }
+    documented = {
+        name for name, member in found.items() if member.__doc__ and not name.startswith("_")
+    }
+    return {
+        f"{name}.{member}": found[member]
+        for member in documented | BUILT & set(found)
+        if in_file(found[member])
+    }
 
 
 def in_file(thing):
     """Return whether something is a function in a source file, not generated by a dataclass or a protocol."""
-    return inspect.isfunction(thing) and thing.__module__ != "typing" and not thing.__code__.co_filename.startswith("<")
+    return (
+        inspect.isfunction(thing)
+        and thing.__module__ != "typing"
+        and not thing.__code__.co_filename.startswith("<")
+    )
 
 
 @pytest.mark.parametrize("name", public())
@@ -188,7 +230,9 @@ def test_docstring_of_a_function_that_raises_says_so(name):
 
 @pytest.fixture(scope="module")
 def config_tables():
-    spec = importlib.util.spec_from_file_location("config_tables", ROOT / "docs" / "_ext" / "config_tables.py")
+    spec = importlib.util.spec_from_file_location(
+        "config_tables", ROOT / "docs" / "_ext" / "config_tables.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -196,7 +240,9 @@ def config_tables():
 
 def test_every_config_group_is_on_the_page(config_tables):
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert re.findall(r"^```\{config-group\} (.*)$", page, re.MULTILINE) == sorted(config_tables.groups())
+    assert re.findall(r"^```\{config-group\} (.*)$", page, re.MULTILINE) == sorted(
+        config_tables.groups()
+    )
 
 
 def test_every_parameter_of_a_group_is_documented_with_its_value_in_every_option(config_tables):
@@ -207,7 +253,9 @@ def test_every_parameter_of_a_group_is_documented_with_its_value_in_every_option
             values = config_tables.composed(group, choice) if "/" not in group else {}
             for option in (name for name in values if not name.startswith("_")):
                 value = re.escape(as_yaml(values[option]))
-                row = re.search(rf"^\| `{option}` \|.*`{value}`.*\| (.+) \|$", reference, re.MULTILINE)
+                row = re.search(
+                    rf"^\| `{option}` \|.*`{value}`.*\| (.+) \|$", reference, re.MULTILINE
+                )
                 assert row and len(row[1]) > 3, f"{group}={choice}: {option}"
 
 
@@ -222,8 +270,14 @@ def test_parameter_without_description_raises(config_tables, monkeypatch):
 
 
 def test_import_table_of_the_contributing_page_is_the_enforced_one():
-    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", (ROOT / "docs" / "contributing.md").read_text(), re.MULTILINE)
-    table = {part: set() if imports == "nothing" else set(imports.split(", ")) for part, imports in rows}
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| ([^|]+) \|$",
+        (ROOT / "docs" / "contributing.md").read_text(),
+        re.MULTILINE,
+    )
+    table = {
+        part: set() if imports == "nothing" else set(imports.split(", ")) for part, imports in rows
+    }
     assert table == {part: imports for part, imports in MAY_IMPORT.items() if part != "version"}
 
 
@@ -231,12 +285,21 @@ def test_changelog_has_the_format_of_keep_a_changelog():
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", version) for version in versions[1:])
+    assert all(
+        re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", version) for version in versions[1:]
+    )
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
 
 
 def test_readme_starts_with_the_two_commands_and_the_limitations():
     first_screen, *_ = (ROOT / "README.md").read_text().split("## Speed")
-    for told in ("pip install", "make demo", "make test", "anemoi.install()", "swap_layers(model)", "Not yet measured"):
+    for told in (
+        "pip install",
+        "make demo",
+        "make test",
+        "anemoi.install()",
+        "swap_layers(model)",
+        "Not yet measured",
+    ):
         assert told in first_screen

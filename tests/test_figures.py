@@ -35,11 +35,18 @@ def test_halo_in_the_figure_agrees_with_a_loop_over_edges(extension):
     figure = extension("halo_figure")
     mesh = icosphere(figure.REFINEMENT)
     owner, halo = figure.shares(mesh.nodes.xyz, torch.as_tensor(mesh.edge_index))
-    read = {j for j, i in mesh.edge_index.T.tolist() if owner[i] == figure.RANK and owner[j] != figure.RANK}
+    read = {
+        j
+        for j, i in mesh.edge_index.T.tolist()
+        if owner[i] == figure.RANK and owner[j] != figure.RANK
+    }
     assert set(halo.tolist()) == read and read
     assert np.bincount(owner).max() - np.bincount(owner).min() <= 1
     words = " ".join(caption.text for caption in elements(figure.figure())["figcaption"])
-    assert f"a halo of {len(read)} nodes" in words and f"{(owner == figure.RANK).sum()} own nodes" in words
+    assert (
+        f"a halo of {len(read)} nodes" in words
+        and f"{(owner == figure.RANK).sum()} own nodes" in words
+    )
 
 
 def test_edges_in_the_figure_and_its_captions_agree(extension):
@@ -53,8 +60,12 @@ def test_edges_in_the_figure_and_its_captions_agree(extension):
 def test_map_draws_nothing_outside_its_frame(extension, name):
     side, drawn = extension("maps").SIDE, extension(name).figure()
     number = r"(-?[\d.]+)"
-    points = re.findall(rf"translate\({number},{number}\)", drawn) + re.findall(rf'cx="{number}" cy="{number}"', drawn)
-    assert points and all(0 <= float(coordinate) <= side for point in points for coordinate in point)
+    points = re.findall(rf"translate\({number},{number}\)", drawn) + re.findall(
+        rf'cx="{number}" cy="{number}"', drawn
+    )
+    assert points and all(
+        0 <= float(coordinate) <= side for point in points for coordinate in point
+    )
 
 
 @pytest.mark.parametrize("directive", ["Roofline", "Times"])

@@ -15,7 +15,17 @@ import anemoi_gt
 
 SOURCE = Path(anemoi_gt.__file__).parent
 MAY_IMPORT = {  # package or module: the others that it may import
-    **{part: set() for part in ("version", "attention_config", "extras", "compatibility", "custom_ops", "kernels")},
+    **{
+        part: set()
+        for part in (
+            "version",
+            "attention_config",
+            "extras",
+            "compatibility",
+            "custom_ops",
+            "kernels",
+        )
+    },
     "option_checks": set(),
     "graph": {"compatibility", "kernels", "custom_ops"},  # grouping edges on a GPU
     "ops": {"attention_config", "compatibility", "custom_ops", "graph", "kernels", "option_checks"},
@@ -24,19 +34,44 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "data": {"extras", "option_checks"},
     "cuda_graph": {"rng"},
     "rng": set(),
-    "integrations": {"attention_config", "compatibility", "cuda_graph", "custom_ops", "distributed", "graph", "nn"}
+    "integrations": {
+        "attention_config",
+        "compatibility",
+        "cuda_graph",
+        "custom_ops",
+        "distributed",
+        "graph",
+        "nn",
+    }
     | {"ops"},
     "distributed": {"attention_config", "graph", "nn", "ops", "option_checks"},
     "export": {"custom_ops", "graph", "nn", "ops", "option_checks"},
-    "app": {"attention_config", "compatibility", "cuda_graph", "data", "distributed", "export", "extras", "graph"}
+    "app": {
+        "attention_config",
+        "compatibility",
+        "cuda_graph",
+        "data",
+        "distributed",
+        "export",
+        "extras",
+        "graph",
+    }
     | {"integrations", "kernel_report", "nn", "ops", "option_checks", "rng", "version"},
     **{command: {"app"} for command in ("train", "evaluate", "rollout")},
     "__main__": {"app", "version"},
 }
-COMMANDS = {"__main__.py", "train.py", "evaluate.py", "rollout.py", "export/__main__.py"}  # python -m anemoi_gt.NAME
+COMMANDS = {
+    "__main__.py",
+    "train.py",
+    "evaluate.py",
+    "rollout.py",
+    "export/__main__.py",
+}  # python -m anemoi_gt.NAME
 FOREIGN = {  # package or module: the packages beyond the standard library that it may import at top level
     **{part: set() for part in ("version", "attention_config", "extras", "option_checks")},
-    **{part: {"torch"} for part in ("compatibility", "custom_ops", "graph", "ops", "kernel_report")},
+    **{
+        part: {"torch"} for part in ("compatibility", "custom_ops", "graph", "ops", "kernel_report")
+    },
     **{part: {"torch"} for part in ("distributed", "export")},
     "kernels": {"triton"},
     "nn": {"torch", "torch_geometric", "einops"},
@@ -75,8 +110,14 @@ def test_imports_go_one_way(path):
 
 
 def test_the_library_does_not_import_the_application():
-    library = [path for path in modules() if part(path) != "app" and str(path.relative_to(SOURCE)) not in COMMANDS]
-    importers = [path for path in library if any(name.startswith("anemoi_gt.app") for name in imports(path))]
+    library = [
+        path
+        for path in modules()
+        if part(path) != "app" and str(path.relative_to(SOURCE)) not in COMMANDS
+    ]
+    importers = [
+        path for path in library if any(name.startswith("anemoi_gt.app") for name in imports(path))
+    ]
     assert importers == []
 
 
@@ -92,10 +133,23 @@ def test_foreign_packages_stay_in_their_parts(path):
 def run_without(blocked, code):
     """Run code in a process where importing any of `blocked` fails."""
     guard = f"import sys\nsys.modules.update(dict.fromkeys({sorted(blocked)!r}))\n"  # None: as if not installed
-    return subprocess.run([sys.executable, "-c", guard + code], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", guard + code], capture_output=True, text=True, timeout=120
+    )
 
 
-OPTIONAL = {"hydra", "omegaconf", "matplotlib", "xarray", "cfgrib", "eccodes", "scipy", "tqdm", "anemoi", "triton"}
+OPTIONAL = {
+    "hydra",
+    "omegaconf",
+    "matplotlib",
+    "xarray",
+    "cfgrib",
+    "eccodes",
+    "scipy",
+    "tqdm",
+    "anemoi",
+    "triton",
+}
 USE_OPERATION = """
 import torch, anemoi_gt
 graph = anemoi_gt.GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
@@ -112,7 +166,9 @@ def test_structure_and_operation_need_only_torch():
 
 
 def test_modules_need_torch_geometric_and_einops_only():
-    code = "import torch, anemoi_gt\nprint(anemoi_gt.GraphTransformerConv(4, 4, heads=2, edge_dim=3))"
+    code = (
+        "import torch, anemoi_gt\nprint(anemoi_gt.GraphTransformerConv(4, 4, heads=2, edge_dim=3))"
+    )
     result = run_without(OPTIONAL - {"tqdm"}, code)  # torch-geometric itself imports tqdm
     assert result.stdout.startswith("GraphTransformerConv("), result.stderr
 
@@ -138,8 +194,12 @@ EXAMPLES = [path for path in modules() if ">>>" in path.read_text()]
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_docstring_examples_run(path):
-    name = ".".join(("anemoi_gt", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
-    result = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch, **vars(anemoi_gt)})
+    name = ".".join(("anemoi_gt", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
+    result = doctest.testmod(
+        importlib.import_module(name), extraglobs={"torch": torch, **vars(anemoi_gt)}
+    )
     assert result.attempted > 0 and result.failed == 0
 
 

@@ -14,7 +14,13 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import octahedral
 from anemoi_gt.export import export_model
 from anemoi_gt.integrations.pyg import swap_layers
-from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, StaticNodes, split_destinations
+from anemoi_gt.nn import (
+    ConditionalLayerNorm,
+    LayerKernels,
+    StaticEdges,
+    StaticNodes,
+    split_destinations,
+)
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 GRAPH = GraphStructure.from_edge_index(EDGES, (4, 3))
@@ -50,7 +56,9 @@ def mixing():
 
 
 def conditioned(cond):
-    return nn.GraphTransformerMapperBlock(**BLOCK, layer_kernels=CONDITIONAL)((X, X), SQUARE, ATTRIBUTES, cond=cond)
+    return nn.GraphTransformerMapperBlock(**BLOCK, layer_kernels=CONDITIONAL)(
+        (X, X), SQUARE, ATTRIBUTES, cond=cond
+    )
 
 
 def processor(**wrong):
@@ -62,7 +70,9 @@ def forward_mapper(**wrong):
 
 
 def mapped(graph, edge_attr, layer_kernels=None, **wrong):
-    return forward_mapper(layer_kernels=layer_kernels or LayerKernels())((X, X), graph, edge_attr, **wrong)
+    return forward_mapper(layer_kernels=layer_kernels or LayerKernels())(
+        (X, X), graph, edge_attr, **wrong
+    )
 
 
 def backward_mapper(out):
@@ -85,70 +95,161 @@ def spoiled(**fields):
     *options(partial(GraphTransformerConv, 6), "be an integer", out_channels=8.0),
     *options(partial(GraphTransformerConv, out_channels=8), "be an integer", in_channels=None),
     *options(partial(GraphTransformerConv, out_channels=8), "be at least 1, or -1", in_channels=0),
-    *options(partial(GraphTransformerConv, 6, 8), "be a", heads="2", edge_dim="3", dropout=None, config="torch"),
+    *options(
+        partial(GraphTransformerConv, 6, 8),
+        "be a",
+        heads="2",
+        edge_dim="3",
+        dropout=None,
+        config="torch",
+    ),
     *options(partial(GraphTransformerConv, 6, 8), "be at least 1, or None", edge_dim=-5),
     (lambda: GraphTransformerConv((6, 6, 6), 8), "in_channels must be an integer or a pair"),
     (lambda: CONV(None, RING), r"x must be a tensor or a pair .*, got \(NoneType\)"),
     (lambda: CONV(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
-    (lambda: CONV(X.double(), RING), "x_src must have the dtype of the weights, .*float32, got .*float64"),
-    *((lambda n=n: CONV(X, RING + n), f"source .* in 0 .. 2, .* got values from {n} to {n + 2}") for n in (1, -1)),
-    (lambda: CONV(torch.ones(5, 16), SQUARE), r"x must have 3 rows, one per source of the graph, got \(5, 16\)"),
-    (lambda: CONV((torch.ones(2, 4, 16), X), GRAPH), r"must have the same batch .*, got \(2, 4, 16\) and \(3, 16\)"),
-    (lambda: GraphTransformerConv(-1, 8)(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
-    (lambda: GraphTransformerConv(-1, 8)(X[:, :0], RING), r"x_src must have at least one feature, got \(3, 0\)"),
-    (lambda: GraphStructure.from_edge_index([[0], [1]], (2, 2)), r"edge_index must be a tensor \[2, E\] .*, got list"),
+    (
+        lambda: CONV(X.double(), RING),
+        "x_src must have the dtype of the weights, .*float32, got .*float64",
+    ),
+    *(
+        (lambda n=n: CONV(X, RING + n), f"source .* in 0 .. 2, .* got values from {n} to {n + 2}")
+        for n in (1, -1)
+    ),
+    (
+        lambda: CONV(torch.ones(5, 16), SQUARE),
+        r"x must have 3 rows, one per source of the graph, got \(5, 16\)",
+    ),
+    (
+        lambda: CONV((torch.ones(2, 4, 16), X), GRAPH),
+        r"must have the same batch .*, got \(2, 4, 16\) and \(3, 16\)",
+    ),
+    (
+        lambda: GraphTransformerConv(-1, 8)(X.long(), RING),
+        "x_src must be floating point, got torch.int64; cast it",
+    ),
+    (
+        lambda: GraphTransformerConv(-1, 8)(X[:, :0], RING),
+        r"x_src must have at least one feature, got \(3, 0\)",
+    ),
+    (
+        lambda: GraphStructure.from_edge_index([[0], [1]], (2, 2)),
+        r"edge_index must be a tensor \[2, E\] .*, got list",
+    ),
     (lambda: swap_layers(None), "model must be a torch.nn.Module, got None"),
-    *options(partial(swap_layers, torch.nn.ModuleList([TransformerConv(4, 8)])), "be one of", backend="cuda"),
+    *options(
+        partial(swap_layers, torch.nn.ModuleList([TransformerConv(4, 8)])),
+        "be one of",
+        backend="cuda",
+    ),
 )
 def test_a_layer_names_wrong_arguments(wrong, message):
     raises(wrong, message)
 
 
 @refused(
-    *options(block, "be a", num_heads=2.0, edge_dim=None, hidden_dim="32", dropout="x", config=None),
-    (lambda: block(layer_kernels={}), "layer_kernels must have the attributes Linear, .*, got dict without Linear"),
+    *options(
+        block, "be a", num_heads=2.0, edge_dim=None, hidden_dim="32", dropout="x", config=None
+    ),
+    (
+        lambda: block(layer_kernels={}),
+        "layer_kernels must have the attributes Linear, .*, got dict without Linear",
+    ),
     (
         lambda: block(layer_kernels=LayerKernels(Activation=torch.nn.GELU())),
         "layer_kernels.Activation must be a class, .* such as torch.nn.GELU, got GELU",
     ),
-    (lambda: block(layer_kernels=LayerKernels(LayerNorm="LayerNorm")), "layer_kernels.LayerNorm .* got 'LayerNorm'"),
-    *((lambda layer=layer: layer(NARROW, SQUARE, ATTRIBUTES), WIDTH.format("x\\w*")) for layer in ONE_SET),
-    *((lambda layer=layer: layer((X, NARROW), SQUARE, ATTRIBUTES), WIDTH.format("x_dst")) for layer in PAIRED),
+    (
+        lambda: block(layer_kernels=LayerKernels(LayerNorm="LayerNorm")),
+        "layer_kernels.LayerNorm .* got 'LayerNorm'",
+    ),
+    *(
+        (lambda layer=layer: layer(NARROW, SQUARE, ATTRIBUTES), WIDTH.format("x\\w*"))
+        for layer in ONE_SET
+    ),
+    *(
+        (lambda layer=layer: layer((X, NARROW), SQUARE, ATTRIBUTES), WIDTH.format("x_dst"))
+        for layer in PAIRED
+    ),
     *((lambda layer=layer: layer(X, SQUARE, ATTRIBUTES), PAIR + "got Tensor") for layer in PAIRED),
-    *((lambda layer=layer: layer((X,) * 3, SQUARE, ATTRIBUTES), PAIR + "got 3 elements") for layer in PAIRED),
-    *((lambda layer=layer: layer([1.0], SQUARE, ATTRIBUTES), "x must be a tensor .*, got list") for layer in BLOCKS),
+    *(
+        (lambda layer=layer: layer((X,) * 3, SQUARE, ATTRIBUTES), PAIR + "got 3 elements")
+        for layer in PAIRED
+    ),
+    *(
+        (lambda layer=layer: layer([1.0], SQUARE, ATTRIBUTES), "x must be a tensor .*, got list")
+        for layer in BLOCKS
+    ),
     *((lambda layer=layer: layer(X, RING, ATTRIBUTES), NO_GRAPH) for layer in BLOCKS),
     (lambda: block()(X, object(), ATTRIBUTES), "graph must be a GraphStructure, got object"),
-    (lambda: block()(torch.ones(4, 16), GRAPH, ATTRIBUTES), "x must have 3 rows, one per destination of the graph"),
-    (lambda: block()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, raw attributes, got NoneType"),
+    (
+        lambda: block()(torch.ones(4, 16), GRAPH, ATTRIBUTES),
+        "x must have 3 rows, one per destination of the graph",
+    ),
+    (
+        lambda: block()(X, SQUARE, None),
+        r"edge_attr must be a tensor \[E, 3\] .*, raw attributes, got NoneType",
+    ),
     (lambda: mixing()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, got NoneType"),
     (lambda: mixing()(X, SQUARE, X), r"edge_attr must have shape \[E, 3\] .*, got \(3, 16\)"),
-    (lambda: mixing()(X, SQUARE, ATTRIBUTES.long()), "edge_attr must be floating point, got torch.int64"),
-    (lambda: mixing()(X, SQUARE, ATTRIBUTES.double()), "edge_attr must have the dtype of the weights, .*float64"),
+    (
+        lambda: mixing()(X, SQUARE, ATTRIBUTES.long()),
+        "edge_attr must be floating point, got torch.int64",
+    ),
+    (
+        lambda: mixing()(X, SQUARE, ATTRIBUTES.double()),
+        "edge_attr must have the dtype of the weights, .*float64",
+    ),
     (lambda: block()(X.int(), SQUARE, ATTRIBUTES), "x must be floating point, got torch.int32"),
     (lambda: block()(X, SQUARE, ATTRIBUTES, cond="c"), "cond must be None .* got str"),
     (lambda: NORM(X, torch.ones(1, 5)), r"cond must have shape \[..., 3 or 1, 4\], got \(1, 5\)"),
     (lambda: NORM(X, torch.ones(2, 4)), r"cond must have shape \[..., 3 or 1, 4\], got \(2, 4\)"),
-    (lambda: NORM(X.expand(2, 3, 16), torch.ones(3, 1, 4)), r"cond must have the batch of x .*, got \(3, 1, 4\)"),
-    (lambda: NORM(X, ONE.double()), "cond must have the dtype of the weights, .*float32, got .*float64"),
+    (
+        lambda: NORM(X.expand(2, 3, 16), torch.ones(3, 1, 4)),
+        r"cond must have the batch of x .*, got \(3, 1, 4\)",
+    ),
+    (
+        lambda: NORM(X, ONE.double()),
+        "cond must have the dtype of the weights, .*float32, got .*float64",
+    ),
     (lambda: NORM(X.T, ONE), r"x must have shape \[..., N, 16\], got \(16, 3\)"),
     (lambda: ConditionalLayerNorm("16"), "normalized_shape must be an integer, got '16'"),
     (lambda: ConditionalLayerNorm(16, 0), "condition_shape must be at least 1, got 0"),
-    (lambda: conditioned(torch.ones(2, 4)), r"cond must be a pair \(cond_src, cond_dst\), .* got Tensor"),
+    (
+        lambda: conditioned(torch.ones(2, 4)),
+        r"cond must be a pair \(cond_src, cond_dst\), .* got Tensor",
+    ),
     (lambda: conditioned((ONE,) * 3), "cond must be a pair .* got 3 elements"),
     *options(processor, "be an integer", num_layers=1.5, checkpoint_groups=1.5),
     (lambda: processor(mlp_hidden_ratio="4"), "mlp_ratio must be a number, got '4'"),
     (lambda: processor(num_channels=None), "channels must be an integer, got None"),
-    (lambda: processor(checkpoint_groups=2)(X.numpy(), SQUARE, ATTRIBUTES), r"x must be a tensor .*, got ndarray"),
+    (
+        lambda: processor(checkpoint_groups=2)(X.numpy(), SQUARE, ATTRIBUTES),
+        r"x must be a tensor .*, got ndarray",
+    ),
     *options(forward_mapper, "be at least 1", in_channels_src=0, in_channels_dst=-1),
     *((partial(backward_mapper, n), f"out_channels_dst must be a.*, got {n!r}") for n in (0, "1")),
     (lambda: mapped(RING, ATTRIBUTES), "graph must be a GraphStructure, got Tensor"),
-    (lambda: mapped([SQUARE], ATTRIBUTES), "or its chunks from split_destinations, got a list of GraphStructure"),
-    (lambda: mapped(CHUNKS[:1], ATTRIBUTES), r"graph must hold all chunks .*, in order, got destinations \[\(0, 1\)\]"),
-    (lambda: mapped(CHUNKS[::-1], ATTRIBUTES), r"in order, got destinations \[\(1, 3\), \(0, 1\)\]"),
+    (
+        lambda: mapped([SQUARE], ATTRIBUTES),
+        "or its chunks from split_destinations, got a list of GraphStructure",
+    ),
+    (
+        lambda: mapped(CHUNKS[:1], ATTRIBUTES),
+        r"graph must hold all chunks .*, in order, got destinations \[\(0, 1\)\]",
+    ),
+    (
+        lambda: mapped(CHUNKS[::-1], ATTRIBUTES),
+        r"in order, got destinations \[\(1, 3\), \(0, 1\)\]",
+    ),
     (lambda: mapped(split_destinations(SQUARE, 1) * 2, ATTRIBUTES), "all chunks of one"),
-    (lambda: mapped(CHUNKS, ATTRIBUTES.numpy()), "edge_attr must be a tensor of 3 rows, .* whole graph, got ndarray"),
-    (lambda: mapped(CHUNKS, ATTRIBUTES, CONDITIONAL, cond=(None, ONE)), "cond must be a tensor .* got None"),
+    (
+        lambda: mapped(CHUNKS, ATTRIBUTES.numpy()),
+        "edge_attr must be a tensor of 3 rows, .* whole graph, got ndarray",
+    ),
+    (
+        lambda: mapped(CHUNKS, ATTRIBUTES, CONDITIONAL, cond=(None, ONE)),
+        "cond must be a tensor .* got None",
+    ),
     (lambda: StaticNodes(np.zeros((3, 2))), r"positions must be a tensor \[N, 2\], .* got ndarray"),
     (lambda: StaticEdges(RING, None, 3), r"edge_attr must be a tensor \[3, D\], .*, got NoneType"),
     (lambda: split_destinations(RING, 1), "graph must be a GraphStructure, got Tensor"),
@@ -165,16 +266,37 @@ def test_a_part_of_a_model_names_wrong_arguments(wrong, message):
 @refused(
     (lambda: model(graph=None), "graph must be a HeteroData, .*, got NoneType"),
     (lambda: model(graph=HeteroData()), "graph must have nodes 'data' with positions"),
-    (lambda: model({"data": "2"}, {"data": 1}), r"in_channels\['data'\] must be an integer, got '2'"),
+    (
+        lambda: model({"data": "2"}, {"data": 1}),
+        r"in_channels\['data'\] must be an integer, got '2'",
+    ),
     *options(model, "be a", channels="16", config="torch", in_channels="2"),
-    (lambda: model(trainable_nodes=None), "trainable must be an integer, .* trainable features of a node, got None"),
-    (lambda: model(trainable_edges=1.5), "trainable must be an integer, .* trainable attributes .*, got 1.5"),
+    (
+        lambda: model(trainable_nodes=None),
+        "trainable must be an integer, .* trainable features of a node, got None",
+    ),
+    (
+        lambda: model(trainable_edges=1.5),
+        "trainable must be an integer, .* trainable attributes .*, got 1.5",
+    ),
     (lambda: model(mapper_chunks="2"), "num_chunks must be an integer, got '2'"),
     (lambda: model()(FIELDS.long()), "x must be floating point, got torch.int64"),
-    (lambda: model()(FIELDS.double()), "x must have the dtype of the weights, .*float32, got .*float64"),
-    (lambda: model(graph=spoiled(edge_length=LENGTH * math.nan)), "edge_attr must be finite, got NaN or infinity"),
-    (lambda: model(graph=spoiled(edge_index=TURNED)), r"edge_index of edges .* shape \[2, E\], .* got \(\d+, 2\)"),
-    (lambda: model(graph=spoiled(edge_length=[1.0])), "edge_length of edges .* must be a tensor .*, got list"),
+    (
+        lambda: model()(FIELDS.double()),
+        "x must have the dtype of the weights, .*float32, got .*float64",
+    ),
+    (
+        lambda: model(graph=spoiled(edge_length=LENGTH * math.nan)),
+        "edge_attr must be finite, got NaN or infinity",
+    ),
+    (
+        lambda: model(graph=spoiled(edge_index=TURNED)),
+        r"edge_index of edges .* shape \[2, E\], .* got \(\d+, 2\)",
+    ),
+    (
+        lambda: model(graph=spoiled(edge_length=[1.0])),
+        "edge_length of edges .* must be a tensor .*, got list",
+    ),
     (lambda: model()([1.0]), r"x must be a tensor \[B, 208, 2\], got list"),
     (lambda: export_model(None, FIELDS, 1), "model must be a torch.nn.Module, got NoneType"),
 )

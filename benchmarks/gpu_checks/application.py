@@ -13,10 +13,19 @@ from gpu_checks import DEVICE, ROOT
 
 EXAMPLE = ROOT / "examples" / "run_package"
 SMALL = [
-    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *(
+        "data.grid_name=O4",
+        "data.train_size=8",
+        "data.valid_size=2",
+        "data.test_size=3",
+        "graph.refinement=1",
+    ),
     *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1", "training.batch_size=2"),
 ]
-CHOSEN = [f"training.device={DEVICE.type}", f"attention.backend={'triton' if DEVICE.type == 'cuda' else 'torch'}"]
+CHOSEN = [
+    f"training.device={DEVICE.type}",
+    f"attention.backend={'triton' if DEVICE.type == 'cuda' else 'torch'}",
+]
 SAMPLES, LIMIT = 3, 300.0  # s, for one command
 
 
@@ -24,19 +33,38 @@ def exported_and_loaded() -> str:
     """Export a trained run, and compare the package in Python and in C++, without this library."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = [str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+        found = [
+            str(Path(place).resolve())
+            for place in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if place
+        ]
         path = {"PYTHONPATH": os.pathsep.join([str(_installed(folder / "site")), *found])}
         run, package, x = folder / "run", folder / "model.pt2", folder / "x.pt"
         application = [sys.executable, "-m", "anemoi_gt"]
-        _execute([*application[:2], "anemoi_gt.train", *SMALL, *CHOSEN, f"hydra.run.dir={run}"], folder, path)
+        _execute(
+            [*application[:2], "anemoi_gt.train", *SMALL, *CHOSEN, f"hydra.run.dir={run}"],
+            folder,
+            path,
+        )
         wanted = [f"checkpoint={run / 'last.pt'}", f"out={package}", f"max_batch={SAMPLES}"]
-        said = _execute([*application, "export", *wanted, f"hydra.run.dir={folder / 'export'}"], folder, path)
-        torch.save(torch.randn(SAMPLES, *_shape(package), generator=torch.Generator().manual_seed(0)), x)
-        _execute([sys.executable, "-I", EXAMPLE / "run_package.py", package, x, folder / "python.pt"], folder)
+        said = _execute(
+            [*application, "export", *wanted, f"hydra.run.dir={folder / 'export'}"], folder, path
+        )
+        torch.save(
+            torch.randn(SAMPLES, *_shape(package), generator=torch.Generator().manual_seed(0)), x
+        )
+        _execute(
+            [sys.executable, "-I", EXAMPLE / "run_package.py", package, x, folder / "python.pt"],
+            folder,
+        )
         _execute([_compiled(folder / "run_package"), package, x, folder / "cpp.pt"], folder)
         first, second = (torch.load(folder / f"{name}.pt") for name in ("python", "cpp"))
     torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
-    lines = [line for line in said.splitlines() if line.startswith(("same numbers", "one sample takes", "written"))]
+    lines = [
+        line
+        for line in said.splitlines()
+        if line.startswith(("same numbers", "one sample takes", "written"))
+    ]
     return "; ".join([*lines, "Python and C++ agree"])
 
 
@@ -60,9 +88,16 @@ def _compiled(program: Path) -> Path:
     """The loader in C++, against the libraries of the PyTorch that runs here."""
     torch_folder = Path(torch.__file__).parent
     libraries = torch_folder / "lib"
-    names = ["torch", "torch_cpu", "c10"] + (["torch_cuda", "c10_cuda"] if DEVICE.type == "cuda" else [])
+    names = ["torch", "torch_cpu", "c10"] + (
+        ["torch_cuda", "c10_cuda"] if DEVICE.type == "cuda" else []
+    )
     # The GPU libraries are not called by name: they register themselves when loaded.
-    linker = ["-Wl,--no-as-needed", "-Wl,--allow-shlib-undefined", f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
+    linker = [
+        "-Wl,--no-as-needed",
+        "-Wl,--allow-shlib-undefined",
+        f"-L{libraries}",
+        f"-Wl,-rpath,{libraries}",
+    ]
     linker += [f"-l{name}" for name in names]
     compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", f"-I{torch_folder / 'include'}"]
     _execute([*compiler, EXAMPLE / "main.cpp", "-o", program, *linker], ROOT)
@@ -73,7 +108,12 @@ def _execute(command: list, folder: Path, more: dict[str, str] | None = None) ->
     """Return the output of a command; raise with its last lines when it fails."""
     command = list(map(str, command))
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | (more or {}), capture_output=True, text=True, timeout=LIMIT
+        command,
+        cwd=folder,
+        env=os.environ | (more or {}),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)[:200]}: {(done.stdout + done.stderr)[-1500:]}")

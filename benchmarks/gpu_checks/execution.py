@@ -24,7 +24,9 @@ class Size:
     runs: int = 100
 
 
-SMALL = Size(num_src=12, num_dst=5, num_edges=20, heads=2, channels=8, edge_dim=3, runs=2)  # for the interpreter
+SMALL = Size(
+    num_src=12, num_dst=5, num_edges=20, heads=2, channels=8, edge_dim=3, runs=2
+)  # for the interpreter
 HERE = Size() if DEVICE.type == "cuda" else SMALL
 
 
@@ -35,7 +37,9 @@ class Work:
         generator = torch.Generator(DEVICE).manual_seed(seed)
 
         def draw(*shape):
-            return torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+            return torch.randn(
+                *shape, generator=generator, device=DEVICE, dtype=torch.bfloat16
+            ).requires_grad_()
 
         ends = [
             torch.randint(n, (size.num_edges,), generator=generator, device=DEVICE)
@@ -44,17 +48,31 @@ class Work:
         self.edge_index, self.sizes = torch.stack(ends), (size.num_src, size.num_dst)
         self.graph = GraphStructure.from_edge_index(self.edge_index, self.sizes)
         width = size.heads * size.channels
-        rows = [draw(nodes, size.heads, size.channels) for nodes in (size.num_dst, size.num_src, size.num_src)]
-        self.leaves = [*rows, draw(size.num_edges, size.edge_dim), draw(width, size.edge_dim), draw(width)]
+        rows = [
+            draw(nodes, size.heads, size.channels)
+            for nodes in (size.num_dst, size.num_src, size.num_src)
+        ]
+        self.leaves = [
+            *rows,
+            draw(size.num_edges, size.edge_dim),
+            draw(width, size.edge_dim),
+            draw(width),
+        ]
         self.grad_out = draw(size.num_dst, size.heads, size.channels).detach()
         self.grad_lse = torch.ones(size.num_dst, size.heads, device=DEVICE)
 
     def __call__(self, graph: GraphStructure | None = None) -> dict[str, torch.Tensor]:
         """out, lse and all gradients by name."""
         query, key, value, *edge_operands = self.leaves
-        out, lse = edge_attention(query, key, value, graph or self.graph, *edge_operands, config=TRITON)
+        out, lse = edge_attention(
+            query, key, value, graph or self.graph, *edge_operands, config=TRITON
+        )
         gradients = torch.autograd.grad((out, lse), self.leaves, (self.grad_out, self.grad_lse))
-        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(NAMES, gradients, strict=True))}
+        return {
+            "out": out.detach(),
+            "lse": lse.detach(),
+            **dict(zip(NAMES, gradients, strict=True)),
+        }
 
 
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -89,7 +107,9 @@ def stream() -> str:
         result = work()
     side.synchronize()
     if busy.query():
-        raise AssertionError("the first stream was idle before the second had finished: work went to the first")
+        raise AssertionError(
+            "the first stream was idle before the second had finished: work went to the first"
+        )
     torch.cuda.synchronize()
     assert_same_bits(result, expected)
     return "same bits, while the first stream was busy with other work"
@@ -110,5 +130,7 @@ def no_synchronisation() -> str:
         torch.cuda.set_sync_debug_mode("default")
     difference = (loose["out"].float() - result["out"].float()).abs().max().item()
     if not difference <= 0.02 * result["out"].float().abs().max().item():
-        raise AssertionError(f"a structure built without sorting gave another result, off by {difference}")
+        raise AssertionError(
+            f"a structure built without sorting gave another result, off by {difference}"
+        )
     return "forward, backward and building a structure never waited"

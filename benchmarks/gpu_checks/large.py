@@ -31,7 +31,9 @@ class Large:
     grad_out: torch.Tensor
 
     @classmethod
-    def random(cls, graph: GraphStructure, heads: int, channels: int, edge_dim: int, dtype: torch.dtype) -> "Large":
+    def random(
+        cls, graph: GraphStructure, heads: int, channels: int, edge_dim: int, dtype: torch.dtype
+    ) -> "Large":
         """Random operands for a graph."""
         generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -52,21 +54,31 @@ class Large:
 
     def run(self) -> dict[str, torch.Tensor]:
         """out, lse and the gradients of what belongs to nodes and edges, by name."""
-        query, key, value, *edge_operands = leaves = [leaf.requires_grad_() for leaf in self.leaves()]
+        query, key, value, *edge_operands = leaves = [
+            leaf.requires_grad_() for leaf in self.leaves()
+        ]
         out, lse = edge_attention(query, key, value, self.graph, *edge_operands, config=TRITON)
         names = ("dquery", "dkey", "dvalue", "dedge_attr", "dedge_weight", "dedge_bias")
         gradients = torch.autograd.grad(out, leaves, self.grad_out)
-        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
+        return {
+            "out": out.detach(),
+            "lse": lse.detach(),
+            **dict(zip(names, gradients, strict=True)),
+        }
 
 
-def check_rows(large: Large, result: dict[str, torch.Tensor], destinations: list[int], sources: list[int]) -> int:
+def check_rows(
+    large: Large, result: dict[str, torch.Tensor], destinations: list[int], sources: list[int]
+) -> int:
     """Check the rows of some destinations and sources; return the number of destinations that the oracle computed.
 
     A source's gradients hold terms of the destinations it has edges to, and theirs depend on all their in-edges.
     """
     graph = large.graph
     if graph.perm is not None:
-        raise AssertionError("the edges must be sorted by destination: their rows are looked up by CSC position")
+        raise AssertionError(
+            "the edges must be sorted by destination: their rows are looked up by CSC position"
+        )
     ends = [graph.col[graph.rowptr[j] : graph.rowptr[j + 1]].long().cpu() for j in sources]
     dst = torch.cat([torch.tensor(destinations), *ends]).unique()
     colptr = graph.colptr.cpu().long()
@@ -84,30 +96,49 @@ def check_rows(large: Large, result: dict[str, torch.Tensor], destinations: list
         large.edge_bias.detach().cpu(), rows(large.grad_out, dst), torch.zeros(len(dst), large.query.shape[1]),
         large.query.shape[2] ** -0.5,
     )  # fmt: skip
-    whole = {"out": dst, "lse": dst, "dquery": dst, "dedge_attr": edges, "dkey": chosen, "dvalue": chosen}
+    whole = {
+        "out": dst,
+        "lse": dst,
+        "dquery": dst,
+        "dedge_attr": edges,
+        "dkey": chosen,
+        "dvalue": chosen,
+    }
     part = {"dkey": torch.searchsorted(src, chosen), "dvalue": torch.searchsorted(src, chosen)}
     answers = (
         {n: a[n][part[n]] if n in part else a[n] for n in whole}
         for a in (f(problem) for f in (oracle, plain, magnitude))
     )
-    assert_within({name: rows(result[name], index) for name, index in whole.items()}, *answers, large.query.dtype)
+    assert_within(
+        {name: rows(result[name], index) for name, index in whole.items()},
+        *answers,
+        large.query.dtype,
+    )
     return len(dst)
 
 
 def beyond_32_bits() -> str:
     """Nodes x heads x channels, edges x 2 x heads and their like beyond 2^31, where 32-bit offsets would wrap."""
-    num_dst, degree, heads, channels = (2_200_000, 31, 16, 64) if DEVICE.type == "cuda" else (12, 3, 2, 8)
+    num_dst, degree, heads, channels = (
+        (2_200_000, 31, 16, 64) if DEVICE.type == "cuda" else (12, 3, 2, 8)
+    )
     generator = torch.Generator(DEVICE).manual_seed(0)
-    row = torch.randint(num_dst, (num_dst * degree,), generator=generator, device=DEVICE, dtype=torch.int32)
+    row = torch.randint(
+        num_dst, (num_dst * degree,), generator=generator, device=DEVICE, dtype=torch.int32
+    )
     colptr = torch.arange(0, num_dst * degree + 1, degree, device=DEVICE, dtype=torch.int32)
     graph = GraphStructure.from_csc(colptr, row, num_dst, validate=False)
     large = Large.random(graph, heads, channels, 3, torch.bfloat16)
     rows, pairs = num_dst * heads * channels, graph.num_edges * 2 * heads
     if DEVICE.type == "cuda" and min(rows, pairs) < LIMIT:
-        raise AssertionError(f"the problem is too small: {rows} numbers in rows, {pairs} in pairs of edges and heads")
+        raise AssertionError(
+            f"the problem is too small: {rows} numbers in rows, {pairs} in pairs of edges and heads"
+        )
     result = large.run()
     last = num_dst - 1
-    checked = check_rows(large, result, [0, 1, num_dst // 2, last - 1, last], [0, int(row[-1]), last])
+    checked = check_rows(
+        large, result, [0, 1, num_dst // 2, last - 1, last], [0, int(row[-1]), last]
+    )
     _check_bias(large, result["dedge_bias"])
     held = f"{torch.cuda.max_memory_allocated() / 1e9:.0f} GB, " if DEVICE.type == "cuda" else ""
     sizes = f"{rows / LIMIT:.2f} x 2^31 elements in rows, {pairs / LIMIT:.2f} in pairs"
@@ -139,10 +170,14 @@ def weather_graphs(names: list[str]) -> str:
         for edge_type in EDGES:
             source, _, destination = edge_type
             sizes = (graph[source].num_nodes, graph[destination].num_nodes)
-            structure = GraphStructure.from_edge_index(graph[edge_type].edge_index.to(DEVICE), sizes)
+            structure = GraphStructure.from_edge_index(
+                graph[edge_type].edge_index.to(DEVICE), sizes
+            )
             for dtype in (torch.bfloat16, torch.float32):
                 large = Large.random(structure, *SHAPE, dtype)
-                destinations, sources = ([0, size // 3, size // 2, size - 1] for size in reversed(sizes))
+                destinations, sources = (
+                    [0, size // 3, size // 2, size - 1] for size in reversed(sizes)
+                )
                 check_rows(large, large.run(), destinations, sources)
             seen.append(f"{name} {source} to {destination} {structure.num_edges} edges")
     return "; ".join(seen)
@@ -156,7 +191,9 @@ def norm_beyond_32_bits() -> str:
     x = torch.randn(rows, features, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     norm = AutocastLayerNorm(features).to(DEVICE, torch.bfloat16)
     with torch.no_grad():
-        own = norm(x)[-1000:].clone()  # before the right rows lie in memory that it might leave as it was
+        own = norm(x)[
+            -1000:
+        ].clone()  # before the right rows lie in memory that it might leave as it was
         expected = norm(x[-1000:])
         torch.testing.assert_close(apply_norm(norm, x)[-1000:], expected, rtol=0, atol=0)
         wrong = int((own != expected).any(-1).sum())

@@ -49,7 +49,10 @@ class Outcome:
         worst = []
         for dtype, corpus in sorted(self.corpora.items()):
             corpus.assert_accurate()
-            ratios = {name: (corpus.ours[name] / max(corpus.plain[name], 1e-300)) ** 0.5 for name in corpus.ours}
+            ratios = {
+                name: (corpus.ours[name] / max(corpus.plain[name], 1e-300)) ** 0.5
+                for name in corpus.ours
+            }
             name = max(ratios, key=ratios.get)
             worst.append(f"{dtype} {ratios[name]:.2f} ({name})")
         return f"{self.count} as accurate as plain PyTorch; worst RMS error over its: {', '.join(worst) or 'per case'}"
@@ -66,7 +69,10 @@ class Configuration:
 def random_graphs(count: int, configurations: int, processes: int, seed: int) -> str:
     """`count` random graphs over random sizes, forms, dtypes, batches and dropout, by both accuracy criteria."""
     configurations = min(configurations, count)
-    shares = [count // configurations + (place < count % configurations) for place in range(configurations)]
+    shares = [
+        count // configurations + (place < count % configurations)
+        for place in range(configurations)
+    ]
     tasks = [Configuration(seed * 1_000_003 + place, share_) for place, share_ in enumerate(shares)]
     return f"seed {seed}: {_over_processes(_random_configuration, tasks, processes).verdict()}"
 
@@ -85,7 +91,9 @@ def _over_processes(work: Callable, tasks: Sequence, processes: int) -> Outcome:
         for task in tasks:
             total.add(work(task))
         return total
-    with multiprocessing.get_context("spawn").Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        processes, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         for outcome in pool.imap_unordered(work, tasks):
             total.add(outcome)
     return total
@@ -110,7 +118,9 @@ def _random_configuration(configuration: Configuration) -> Outcome:
     rng, outcome = random.Random(configuration.seed), Outcome()
     shape = rng.choice(HEADS), rng.choice(CHANNELS), rng.choice(EDGE_DIMS)
     form, dtype, dropout_p = rng.choice(FORMS), rng.choice(DTYPES), rng.choice((0.0, 0.0, 0.4))
-    segment = rng.choice((None, None, 4, 8))  # the latter two: nodes with more than 8 or 16 edges are hubs
+    segment = rng.choice(
+        (None, None, 4, 8)
+    )  # the latter two: nodes with more than 8 or 16 edges are hubs
     corpus = outcome.corpora.setdefault(str(dtype).removeprefix("torch."), Corpus())
     for number in range(configuration.graphs):
         outcome.count += 1
@@ -126,10 +136,18 @@ def _random_configuration(configuration: Configuration) -> Outcome:
 
 
 def _random_graph(
-    rng: random.Random, shape: tuple, form: str, dtype: torch.dtype, dropout_p: float, segment: int | None
+    rng: random.Random,
+    shape: tuple,
+    form: str,
+    dtype: torch.dtype,
+    dropout_p: float,
+    segment: int | None,
 ) -> tuple:
     edges = _random_edges(rng)
-    samples = [make_problem(edges, *shape, form, dtype, rng.getrandbits(40)) for _ in range(rng.choice((1, 1, 2, 3)))]
+    samples = [
+        make_problem(edges, *shape, form, dtype, rng.getrandbits(40))
+        for _ in range(rng.choice((1, 1, 2, 3)))
+    ]
     samples = share(samples, "edge_weight", "edge_bias", *rng.choice(([], ["edge_attr"])))
     graph = with_hubs(structure(edges, DEVICE), segment)
     if rng.random() < 0.3:
@@ -143,7 +161,9 @@ def _random_edges(rng: random.Random) -> tuple:
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     degree = rng.choice((0, 0, 0, 0, 1, 3))  # 0: of any degree
     num_edges = degree * num_dst or rng.choice((0, 1, rng.randint(2, 16), rng.randint(17, 120)))
-    places = torch.rand(2, num_edges, generator=generator) ** rng.choice((1, 1, 4))  # the fourth power crowds into hubs
+    places = torch.rand(2, num_edges, generator=generator) ** rng.choice(
+        (1, 1, 4)
+    )  # the fourth power crowds into hubs
     edge_index = (places * torch.tensor([[num_src], [num_dst]])).long()
     if degree:
         edge_index[1] = torch.arange(num_edges) % num_dst

@@ -50,7 +50,9 @@ class Training:
         graph = weather_graph(nodes, {(src, "to", dst): size.edges for src, dst in kinds})
         sizes = {"channels": size.channels, "heads": size.heads, "num_layers": size.layers}
         config = AttentionConfig(backend="triton" if DEVICE.type == "cuda" else "torch")
-        self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, config=config, **sizes, **options).to(DEVICE)
+        self.model = EncoderProcessorDecoder(
+            graph, FIELDS, FIELDS, config=config, **sizes, **options
+        ).to(DEVICE)
         self.mixed = DEVICE.type == "cuda"
         self.x, self.target = (torch.empty(1, size.data, FIELDS, device=DEVICE) for _ in range(2))
         on_gpu = {"fused": True, "capturable": True} if DEVICE.type == "cuda" else {}
@@ -151,12 +153,16 @@ def step_in_graph(capture: Callable = capture) -> str:
         eager = Training(HERE, **options)
         expected = eager.run(eager.step)
         again = Training(HERE, **options)
-        assert_same(again.run(again.step), expected, "two eager runs")  # else a replay could not agree either
+        assert_same(
+            again.run(again.step), expected, "two eager runs"
+        )  # else a replay could not agree either
         training = Training(HERE, **options)
         first = [parameter.detach().clone() for parameter in training.model.parameters()]
         warm(training.step)
         replay = capture(training.step)
-        with torch.no_grad():  # warming up has moved them: all state begins again, where the graph finds it
+        with (
+            torch.no_grad()
+        ):  # warming up has moved them: all state begins again, where the graph finds it
             for tensor in training.state():
                 tensor.zero_()
             for parameter, begin in zip(training.model.parameters(), first, strict=True):
@@ -179,7 +185,11 @@ def waiting_is_an_error():
 
 def step_never_waits() -> str:
     """Neither an eager step, nor a compiled one, nor a replay waits for the device."""
-    for options in ({}, {"checkpoint_groups": 1, "mapper_chunks": 2}, {"dropout": 0.1, "mapper_chunks": 2}):
+    for options in (
+        {},
+        {"checkpoint_groups": 1, "mapper_chunks": 2},
+        {"dropout": 0.1, "mapper_chunks": 2},
+    ):
         training = Training(HERE, **options)
         training.load(0)
         warm(training.step)
@@ -201,7 +211,9 @@ def compiled(modes: tuple[str, ...] = ("default", "reduce-overhead"), **options)
         counters.clear()
         training = Training(HERE)
         function = torch.compile(training.model, fullgraph=True, **(options or {"mode": mode}))
-        said = [_compare(training, function, number) for number in range(4)]  # records, captures, replays twice
+        said = [
+            _compare(training, function, number) for number in range(4)
+        ]  # records, captures, replays twice
         graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
         if graphs != 1 or skips:
             said.append(f"{graphs} graphs in place of 1, {skips} of them not captured")
@@ -233,4 +245,6 @@ def _compare(training: Training, function: Callable, number: int) -> str | None:
 def _results(training: Training, function: Callable | None) -> tuple[Tensor, Tensor]:
     """Loss, and all gradients as one vector."""
     loss = training.loss_backward(function).clone()
-    return loss, torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None])
+    return loss, torch.cat(
+        [p.grad.flatten() for p in training.model.parameters() if p.grad is not None]
+    )

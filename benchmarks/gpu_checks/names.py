@@ -26,10 +26,14 @@ def kernel_names() -> str:
 
     compiled = _profiled(step)
     _assert_same(named, compiled, "compiled")
-    operators = {event.name for event in compiled.events()} & {pass_.operator for pass_ in layer.passes}
+    operators = {event.name for event in compiled.events()} & {
+        pass_.operator for pass_ in layer.passes
+    }
     others = _kernels(compiled) - named
     if len(operators) != 2 or not any(name.startswith("triton_") for name in others):
-        raise AssertionError(f"a compiled trace needs two operators and kernels of Inductor, got {operators}, {others}")
+        raise AssertionError(
+            f"a compiled trace needs two operators and kernels of Inductor, got {operators}, {others}"
+        )
     return f"{len(named)} names, eager and compiled"
 
 
@@ -45,10 +49,14 @@ def _profiled(step) -> profile:
 
 
 def _kernels(seen: profile) -> set[str]:
-    return {event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+    return {
+        event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    }
 
 
 def _assert_same(named: set[str], seen: profile, how: str) -> None:
     found = {name for name in _kernels(seen) if name.startswith(PREFIX)}
     if found != named:
-        raise AssertionError(f"{how}: the trace has {sorted(found)}, explained were {sorted(named)}")
+        raise AssertionError(
+            f"{how}: the trace has {sorted(found)}, explained were {sorted(named)}"
+        )

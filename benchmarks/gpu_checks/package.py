@@ -33,7 +33,9 @@ def models() -> str:
     for dtype in (torch.float32, torch.bfloat16):
         for batch, error in _errors_of_model(dtype).items():
             if not error <= LIMITS[dtype]:
-                raise AssertionError(f"the package must agree with the model within {LIMITS[dtype]}, got {error}")
+                raise AssertionError(
+                    f"the package must agree with the model within {LIMITS[dtype]}, got {error}"
+                )
             seen.append(f"{dtype} batch {batch} error {error:.1e}")
     return "; ".join(seen)
 
@@ -42,16 +44,32 @@ def _errors_of_model(dtype: torch.dtype) -> dict[int, float]:
     """Relative error of a package of a model, by size of the batch."""
     torch.manual_seed(0)
     graph, config = icosphere_graph(grid("O32"), refinement=3), AttentionConfig(backend="triton")
-    model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, channels=256, heads=8, num_layers=2, config=config)
-    model = (model if dtype == torch.float32 else Autocast(model, DEVICE.type, dtype)).to(DEVICE).eval()
+    model = EncoderProcessorDecoder(
+        graph, FIELDS, FIELDS, channels=256, heads=8, num_layers=2, config=config
+    )
+    model = (
+        (model if dtype == torch.float32 else Autocast(model, DEVICE.type, dtype)).to(DEVICE).eval()
+    )
     errors = {}
     with tempfile.TemporaryDirectory() as name, torch.no_grad():
         folder = Path(name)
-        batches = [torch.randn(size, graph["data"].num_nodes, FIELDS, device=DEVICE) for size in (1, MAX_BATCH)]
-        write_package(export_model(model, batches[0], MAX_BATCH), folder / "model.pt2", {"max_batch": str(MAX_BATCH)})
+        batches = [
+            torch.randn(size, graph["data"].num_nodes, FIELDS, device=DEVICE)
+            for size in (1, MAX_BATCH)
+        ]
+        write_package(
+            export_model(model, batches[0], MAX_BATCH),
+            folder / "model.pt2",
+            {"max_batch": str(MAX_BATCH)},
+        )
         for x in batches:
             torch.save(x.cpu(), folder / "x.pt")
-            command = [sys.executable, "-I", LOADER, *(folder / file for file in ("model.pt2", "x.pt", "out.pt"))]
+            command = [
+                sys.executable,
+                "-I",
+                LOADER,
+                *(folder / file for file in ("model.pt2", "x.pt", "out.pt")),
+            ]
             subprocess.run(command, check=True, capture_output=True, timeout=LIMIT)
             errors[len(x)] = relative_error(torch.load(folder / "out.pt"), model(x).cpu())
     return errors
@@ -59,21 +77,38 @@ def _errors_of_model(dtype: torch.dtype) -> dict[int, float]:
 
 def layers() -> str:
     """Check a layer with dynamic batch, nodes and edges, on graphs of other sizes than it was exported with."""
-    conv = GraphTransformerConv((4, 5), CHANNELS, HEADS, edge_dim=EDGE_DIM, config=AttentionConfig(backend="triton"))
+    conv = GraphTransformerConv(
+        (4, 5), CHANNELS, HEADS, edge_dim=EDGE_DIM, config=AttentionConfig(backend="triton")
+    )
     layer = TensorGraphLayer(conv).to(DEVICE).eval()
-    batch, sources, nodes, edges = (Dim(name) for name in ("batch", "sources", "destinations", "edges"))
-    sizes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: sources}, "perm": {0: edges}}
+    batch, sources, nodes, edges = (
+        Dim(name) for name in ("batch", "sources", "destinations", "edges")
+    )
+    sizes = {
+        "colptr": {0: nodes + 1},
+        "row": {0: edges},
+        "sources": {0: sources},
+        "perm": {0: edges},
+    }
     shapes = (({0: batch, 1: sources}, {0: batch, 1: nodes}), sizes, {0: edges})
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         path = Path(folder) / "layer.pt2"
         write_package(export_program(layer, _problem("shuffled", 2), shapes), path, {})
         package = torch._inductor.aoti_load_package(str(path))
         errors = []
-        for name, number in (("shuffled", 2), ("hub", 1), ("few_to_many", 5), ("isolated", 3), ("one_edge", 4)):
+        for name, number in (
+            ("shuffled", 2),
+            ("hub", 1),
+            ("few_to_many", 5),
+            ("isolated", 3),
+            ("one_edge", 4),
+        ):
             inputs = _problem(name, number)
             errors.append(relative_error(package(*inputs), layer(*inputs)))
     if not max(errors) <= LIMITS[torch.float32]:
-        raise AssertionError(f"the package must give the numbers of the layer, its errors are {errors}")
+        raise AssertionError(
+            f"the package must give the numbers of the layer, its errors are {errors}"
+        )
     return f"{len(errors)} graphs of other sizes, largest error {max(errors):.1e}"
 
 
@@ -81,5 +116,8 @@ def _problem(name: str, batch: int) -> tuple:
     """Features, a graph as tensors, and attributes."""
     graph = structure(GRAPHS[name], DEVICE)
     state = graph.state_dict() | {"perm": graph.edge_order()}
-    x = tuple(torch.randn(batch, n, width, device=DEVICE) for n, width in ((graph.num_src, 4), (graph.num_dst, 5)))
+    x = tuple(
+        torch.randn(batch, n, width, device=DEVICE)
+        for n, width in ((graph.num_src, 4), (graph.num_dst, 5))
+    )
     return x, state, torch.randn(graph.num_edges, EDGE_DIM, device=DEVICE)

@@ -20,7 +20,9 @@ class Report:
             self.file = path.open("w")
         self.failed = False
         about = describe(DEVICE.type, {"torch", "triton"}, commit)
-        versions = ", ".join(f"{package} {version}" for package, version in about.pop("versions").items())
+        versions = ", ".join(
+            f"{package} {version}" for package, version in about.pop("versions").items()
+        )
         for name, value in (about | {"versions": versions}).items():
             self.line(f"{name:8s} {value}")
 

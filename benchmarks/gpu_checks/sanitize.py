@@ -23,7 +23,9 @@ def check() -> str:
     """Run the work under memcheck and racecheck."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
-        raise AssertionError("compute-sanitizer must be on the path: install the CUDA toolkit or its package")
+        raise AssertionError(
+            "compute-sanitizer must be on the path: install the CUDA toolkit or its package"
+        )
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     _work_alone(environment)  # kernels are compiled here, not under the tool
     for tool in TOOLS:
@@ -36,7 +38,9 @@ def check() -> str:
 
 
 def _work_alone(environment: dict[str, str]) -> None:
-    result = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment
+    )
     if result.returncode:
         raise AssertionError(f"the work fails without the tool already: {result.stderr[-2000:]}")
 

@@ -51,11 +51,15 @@ class Part:
         chosen = torch.cat([drawn, ends, dst[torch.isin(src, sources)]]).unique()
         edges = torch.isin(dst, chosen).nonzero().flatten()
         origins = src[edges].unique()
-        local = torch.stack([torch.searchsorted(origins, src[edges]), torch.searchsorted(chosen, dst[edges])])
+        local = torch.stack(
+            [torch.searchsorted(origins, src[edges]), torch.searchsorted(chosen, dst[edges])]
+        )
         return cls(*(each.to(coo.edge_index.device) for each in (chosen, edges, origins, local)))
 
 
-def check_attention(problem: Problem, operands: Operands, attention: Callable[[Operands], Callable]) -> None:
+def check_attention(
+    problem: Problem, operands: Operands, attention: Callable[[Operands], Callable]
+) -> None:
     """Check a baseline without gradients, and with incoming gradients at some of the destinations.
 
     The destinations are in the last batch entry.
@@ -74,9 +78,20 @@ def check_attention(problem: Problem, operands: Operands, attention: Callable[[O
         inferred = _rows(_in_sample(call(), last), part.dst)
     out = call()
     gradients = torch.autograd.grad(out, operands.leaves, arriving)
-    result = {"out": out.detach(), **{"d" + n: g for n, g in zip(operands.gradients, gradients, strict=True)}}
-    places = {"out": part.dst, "dquery": part.dst, "dkey": part.src, "dvalue": part.src, "dedge_attr": part.edges}
-    chosen = {name: _rows(_in_sample(tensor, last), places.get(name)) for name, tensor in result.items()}
+    result = {
+        "out": out.detach(),
+        **{"d" + n: g for n, g in zip(operands.gradients, gradients, strict=True)},
+    }
+    places = {
+        "out": part.dst,
+        "dquery": part.dst,
+        "dkey": part.src,
+        "dvalue": part.src,
+        "dedge_attr": part.edges,
+    }
+    chosen = {
+        name: _rows(_in_sample(tensor, last), places.get(name)) for name, tensor in result.items()
+    }
     exact = _exact(problem, operands, part, last)
     with arriving.device:  # a hub has millions of edges
         answers = [answer(exact) for answer in (oracle, plain, magnitude)]
@@ -96,9 +111,13 @@ def check_structure(coo: Coo, sides: Sides) -> None:
     order = sides.csr_to_csc.long()
     assert torch.equal(perm.sort().values, identity), "perm must be a permutation"
     assert torch.equal(sides.row.long(), src[perm]), "row must hold the sources"
-    assert torch.equal(_ends(sides.colptr, num_dst), dst[perm]), "colptr must count the destinations"
+    assert torch.equal(_ends(sides.colptr, num_dst), dst[perm]), (
+        "colptr must count the destinations"
+    )
     assert torch.equal(order.sort().values, identity), "csr_to_csc must be a permutation"
-    assert torch.equal(_ends(sides.rowptr, num_src), src[perm][order]), "rowptr must count the sources"
+    assert torch.equal(_ends(sides.rowptr, num_src), src[perm][order]), (
+        "rowptr must count the sources"
+    )
 
 
 def _ends(pointers: Tensor, nodes: int) -> Tensor:
@@ -118,7 +137,13 @@ def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
 
 def _exact(problem: Problem, operands: Operands, part: Part, sample: int) -> Exact:
     """The part as a problem of the tests' oracle."""
-    places = {"query": part.dst, "grad_out": part.dst, "key": part.src, "value": part.src, "edge_attr": part.edges}
+    places = {
+        "query": part.dst,
+        "grad_out": part.dst,
+        "key": part.src,
+        "value": part.src,
+        "edge_attr": part.edges,
+    }
     names = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias", "grad_out")
     tensors = {n: _rows(_in_sample(getattr(operands, n), sample), places.get(n)) for n in names}
     grad_lse = torch.zeros(len(part.dst), problem.heads, device=part.dst.device)

@@ -14,7 +14,8 @@ def describe(device: str, packages: set[str], commit: str | None) -> dict:
     """Device, versions, commit and date."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in sorted(packages)},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in sorted(packages)},
         "commit": commit or current_commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
@@ -24,7 +25,9 @@ def current_commit() -> str:
     """The commit that is checked out, with a mark where files of the package differ from it."""
     git = ["git", "-C", str(ROOT)]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         status = [*git, "status", "--porcelain", "src"]
         changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

@@ -63,7 +63,10 @@ def _part(graph: Weather, models: dict) -> Coo:
 
 def _random(graph: Random) -> Coo:
     generator = torch.Generator().manual_seed(0)
-    ends = [torch.randint(n, (graph.num_edges,), generator=generator) for n in (graph.num_src, graph.num_dst)]
+    ends = [
+        torch.randint(n, (graph.num_edges,), generator=generator)
+        for n in (graph.num_src, graph.num_dst)
+    ]
     return sort_edges(torch.stack(ends), (graph.num_src, graph.num_dst))
 
 

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.nn import GraphTransformerBackwardMapper, GraphTransformerForwardMapper, split_destinations
+from anemoi_gt.nn import (
+    GraphTransformerBackwardMapper,
+    GraphTransformerForwardMapper,
+    split_destinations,
+)
 from suite.baselines import missing
 
 PARTS = ("encoder", "decoder")
@@ -55,8 +59,14 @@ class Setting:
     def _mapper(self, part: str) -> nn.Module:
         options = {"num_channels": self.channels, "num_heads": self.heads, "edge_dim": 3 + TRAINED}
         if part == "encoder":
-            return GraphTransformerForwardMapper(in_channels_src=self.fields, in_channels_dst=POSITION, **options)
-        options |= {"in_channels_src": self.channels, "in_channels_dst": self.fields, "out_channels_dst": self.fields}
+            return GraphTransformerForwardMapper(
+                in_channels_src=self.fields, in_channels_dst=POSITION, **options
+            )
+        options |= {
+            "in_channels_src": self.channels,
+            "in_channels_dst": self.fields,
+            "out_channels_dst": self.fields,
+        }
         return GraphTransformerBackwardMapper(**options)
 
 
@@ -94,7 +104,9 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
         find, reach = (edges.cutoff, 0.6) if part == "encoder" else (edges.nearest, 3)
         edge_index = find(source, destination, reach)
         ends = source, destination, edge_index
-        attributes = np.concatenate([unit_std(edge_length(*ends)), unit_std(edge_direction(*ends))], axis=1)
+        attributes = np.concatenate(
+            [unit_std(edge_length(*ends)), unit_std(edge_direction(*ends))], axis=1
+        )
         numbers = len(source), len(destination)
         tensors = torch.from_numpy(edge_index), torch.from_numpy(attributes).float()
         torch.save((*tensors, numbers), folder / f"{part}.graph")
@@ -105,7 +117,9 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
 
 def _anemoi_gt(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     sizes = tuple(side.shape[0] for side in problem.x)
-    chunks = split_destinations(GraphStructure.from_edge_index(problem.edge_index, sizes, reverse=False), num_chunks)
+    chunks = split_destinations(
+        GraphStructure.from_edge_index(problem.edge_index, sizes, reverse=False), num_chunks
+    )
 
     def call() -> Tensor:
         with torch.no_grad():
@@ -119,18 +133,32 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     from anemoi.models.layers import mapper as mappers
 
     own, setting = problem.mapper, problem.setting
-    options = {"num_channels": setting.channels, "num_heads": setting.heads, "edge_dim": problem.edge_attr.shape[1]}
-    options |= {"in_channels_src": own.in_channels_src, "in_channels_dst": own.in_channels_dst, "mlp_hidden_ratio": 4}
+    options = {
+        "num_channels": setting.channels,
+        "num_heads": setting.heads,
+        "edge_dim": problem.edge_attr.shape[1],
+    }
+    options |= {
+        "in_channels_src": own.in_channels_src,
+        "in_channels_dst": own.in_channels_dst,
+        "mlp_hidden_ratio": 4,
+    }
     options |= {"num_chunks": num_chunks, "layer_kernels": {}, "gradient_checkpointing": False}
     options["graph_attention_backend"] = "triton" if setting.device == "cuda" else "pyg"
     if problem.part == "decoder":
         options["out_channels_dst"] = setting.fields
-    upstream = getattr(mappers, type(own).__name__)(**options).to(problem.x[0].device, problem.x[0].dtype).eval()
+    upstream = (
+        getattr(mappers, type(own).__name__)(**options)
+        .to(problem.x[0].device, problem.x[0].dtype)
+        .eval()
+    )
     upstream.load_state_dict(own.state_dict())
 
     def call() -> Tensor:
         with torch.no_grad():
-            out = upstream(problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index)
+            out = upstream(
+                problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index
+            )
         return out if torch.is_tensor(out) else out[1]  # a forward mapper hands the sources on
 
     return call
@@ -159,9 +187,15 @@ def plain_mapper(
 ) -> tuple[Tensor, nn.Module]:
     """Compute some destinations by plain PyTorch: gather, softmax, scatter; return them with the mapper's copy used."""
     src, dst = problem.edge_index[0], problem.edge_index[1].contiguous()
-    starts, ends = torch.searchsorted(dst, destinations), torch.searchsorted(dst, destinations, right=True)
+    starts, ends = (
+        torch.searchsorted(dst, destinations),
+        torch.searchsorted(dst, destinations, right=True),
+    )
     edges = torch.cat(
-        [torch.arange(a, b, device=dst.device) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        [
+            torch.arange(a, b, device=dst.device)
+            for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
     )
     sources, origin = src[edges].unique(return_inverse=True)
     operands = (problem.x[0][sources], problem.x[1][destinations], problem.edge_attr[edges])
@@ -169,19 +203,31 @@ def plain_mapper(
     mapper, heads = copy.deepcopy(problem.mapper).to(device, dtype), problem.setting.heads
     x = mapper.emb_nodes_dst(x_dst)
     degrees = (ends - starts).tolist()
-    x = x + _attend(mapper.proc, mapper.emb_nodes_src(x_src), x, edge_attr, origin.to(device), degrees, heads)
+    x = x + _attend(
+        mapper.proc, mapper.emb_nodes_src(x_src), x, edge_attr, origin.to(device), degrees, heads
+    )
     x = x + mapper.proc.node_dst_mlp(mapper.proc.layer_norm_mlp_dst(x))
     return (mapper.node_data_extractor(x) if problem.part == "decoder" else x), mapper
 
 
-def _attend(block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: list[int], heads: int) -> Tensor:
+def _attend(
+    block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: list[int], heads: int
+) -> Tensor:
     """Attention of a mapper block, one row for each edge: what is added to x_dst."""
     sources, normed = block.layer_norm_attention_src(x_src), block.layer_norm_attention(x_dst)
     query, key, value = block.lin_query(normed), block.lin_key(sources), block.lin_value(sources)
     query, key, value = (rows.unflatten(1, (heads, -1)) for rows in (query, key, value))
     edges = block.lin_edge(edge_attr).unflatten(1, (heads, -1))
-    parts = zip(query, (key[origin] + edges).split(degrees), (value[origin] + edges).split(degrees), strict=True)
-    out = [((q * k).sum(-1).div(q.shape[-1] ** 0.5).softmax(0)[..., None] * v).sum(0) for q, k, v in parts]
+    parts = zip(
+        query,
+        (key[origin] + edges).split(degrees),
+        (value[origin] + edges).split(degrees),
+        strict=True,
+    )
+    out = [
+        ((q * k).sum(-1).div(q.shape[-1] ** 0.5).softmax(0)[..., None] * v).sum(0)
+        for q, k, v in parts
+    ]
     return block.projection(torch.stack(out).flatten(1) + block.lin_self(normed))
 
 
@@ -195,4 +241,9 @@ def compare_with_plain(problem: Problem, result: Tensor, destinations: Tensor) -
     error, lost = ((other - exact).square().mean().sqrt().item() for other in (rows, baseline))
     allowed = 2 * lost + torch.finfo(dtype).eps * exact.square().mean().sqrt().item()
     outcome = "right" if error <= allowed else "wrong"  # wrong for what is not a number, too
-    return {"outcome": outcome, "rms_error": error, "rms_error_of_plain": lost, "checked": len(destinations)}
+    return {
+        "outcome": outcome,
+        "rms_error": error,
+        "rms_error_of_plain": lost,
+        "checked": len(destinations),
+    }

@@ -35,5 +35,7 @@ def flops(problem: Problem, sizes: tuple[int, int, int], kind: str) -> int:
     if kind in STRUCTURE:
         return 0
     heads, channels, edge_dim = problem.heads, problem.channels, problem.edge_dim
-    forward = num_edges * heads * 4 * (channels + edge_dim) + 4 * num_dst * heads * channels * edge_dim
+    forward = (
+        num_edges * heads * 4 * (channels + edge_dim) + 4 * num_dst * heads * channels * edge_dim
+    )
     return problem.batch * (forward if kind == "forward" else 3 * forward)

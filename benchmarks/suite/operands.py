@@ -50,16 +50,22 @@ class Operands:
         if self.query.dim() == 3:
             return self
         steps = torch.tensor(coo.sizes, device=coo.edge_index.device)[:, None]
-        edge_index = torch.cat([coo.edge_index + number * steps for number in range(samples)], dim=1)
+        edge_index = torch.cat(
+            [coo.edge_index + number * steps for number in range(samples)], dim=1
+        )
         return replace(self, coo=Coo(edge_index, tuple(samples * size for size in coo.sizes)))
 
     def nodes(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [B * N, H, C], sample after sample."""
-        return tuple(rows.reshape(-1, *rows.shape[-2:]) for rows in (self.query, self.key, self.value))
+        return tuple(
+            rows.reshape(-1, *rows.shape[-2:]) for rows in (self.query, self.key, self.value)
+        )
 
     def attributes(self) -> Tensor:
         """Attributes of the edges of `side_by_side`, [B * E, D]."""
-        return self.edge_attr if self.num_samples == 1 else self.edge_attr.repeat(self.num_samples, 1)
+        return (
+            self.edge_attr if self.num_samples == 1 else self.edge_attr.repeat(self.num_samples, 1)
+        )
 
 
 def draw(problem: Problem, coo: Coo, seed: int = 0) -> Operands:
@@ -78,7 +84,10 @@ def draw(problem: Problem, coo: Coo, seed: int = 0) -> Operands:
         "edge_bias": (heads * channels,),
         "grad_out": (*batch, num_dst, heads, channels),
     }
-    drawn = {n: torch.randn(shape, generator=generator, device=device, dtype=dtype) for n, shape in shapes.items()}
+    drawn = {
+        n: torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        for n, shape in shapes.items()
+    }
     drawn["edge_weight"] *= edge_dim**-0.5
     for name in problem.gradients:
         drawn[name].requires_grad_()

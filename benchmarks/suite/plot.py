@@ -16,8 +16,18 @@ from suite.problems import ATTENTION, PARTS, PASSES
 from suite.table import figure, lower_bound_seconds
 
 LIGHT, DARK = "light", "dark"
-INK = {LIGHT: ("#1a1a1a", "#5a5a5a", "#c4c4c4"), DARK: ("#e6e6e6", "#a8a8a8", "#505050")}  # text, axes, grid
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito; the same on both grounds
+INK = {
+    LIGHT: ("#1a1a1a", "#5a5a5a", "#c4c4c4"),
+    DARK: ("#e6e6e6", "#a8a8a8", "#505050"),
+}  # text, axes, grid
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#E69F00",
+)  # Okabe and Ito; the same on both grounds
 MARKS = (  # around 0, one for each baseline
     "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0z",
     "M0,-6.5L6.5,0L0,6.5L-6.5,0z",
@@ -29,7 +39,13 @@ MARKS = (  # around 0, one for each baseline
 )
 PANEL = (340, 270)  # of the roofline, in SVG units
 MARGIN = {"left": 46, "right": 10, "top": 30, "bottom": 42}
-BAR, GAP, NAMES, ENDS, WIDE = 18, 20, 86, 104, 460  # of bars: thickness, between groups, names, figures behind, all
+BAR, GAP, NAMES, ENDS, WIDE = (
+    18,
+    20,
+    86,
+    104,
+    460,
+)  # of bars: thickness, between groups, names, figures behind, all
 TOP = 64  # of the first bar, below title and legend
 
 
@@ -44,7 +60,9 @@ class LogAxis:
 
     def __call__(self, value: float) -> float:
         """Return the position of a value."""
-        return self.start + (self.end - self.start) * log10(value / self.low) / log10(self.high / self.low)
+        return self.start + (self.end - self.start) * log10(value / self.low) / log10(
+            self.high / self.low
+        )
 
     def ticks(self) -> list[float]:
         """1, 2 and 5 times the powers of ten in range."""
@@ -57,7 +75,11 @@ def roofline(results: dict) -> list[str]:
     problems = drawn(results)
     widths = sorted({facts["channels"] for facts in problems.values()}, reverse=True)
     return [
-        _roofline_panel(results, {name: facts for name, facts in problems.items() if facts["channels"] == width}, kind)
+        _roofline_panel(
+            results,
+            {name: facts for name, facts in problems.items() if facts["channels"] == width},
+            kind,
+        )
         for kind in ATTENTION
         for width in widths
     ]
@@ -80,18 +102,28 @@ def bars(results: dict) -> str:
     shapes = []
     for row, name in enumerate(problems):
         top = TOP + row * group
-        shapes.append(words(NAMES - 8, top + (group - GAP) / 2 + 5, name.split("-")[0], "end", size=15))
-        shapes += [_bar(results, baseline, top + n * BAR, scale, times[name]) for n, baseline in enumerate(times[name])]
+        shapes.append(
+            words(NAMES - 8, top + (group - GAP) / 2 + 5, name.split("-")[0], "end", size=15)
+        )
+        shapes += [
+            _bar(results, baseline, top + n * BAR, scale, times[name])
+            for n, baseline in enumerate(times[name])
+        ]
         x = NAMES + scale * 1e3 * lower_bound_seconds(results, name, kind)
-        about = f"lower bound of {name}: {figure(1e3 * lower_bound_seconds(results, name, kind))} ms"
+        about = (
+            f"lower bound of {name}: {figure(1e3 * lower_bound_seconds(results, name, kind))} ms"
+        )
         shapes.append(
             f'<path class="floor" d="M{x:.1f},{top - 4}V{top + group - GAP + 2}"><title>{about}</title></path>'
         )
     height = TOP + group * len(problems) + 20
-    legend = words(NAMES, 16, "Attention, forward and backward, time in ms", size=15) + _legend(results, WIDE, 42)
+    legend = words(NAMES, 16, "Attention, forward and backward, time in ms", size=15) + _legend(
+        results, WIDE, 42
+    )
     legend += words(NAMES, height - 8, "line: lower bound (memory bandwidth)", size=14)
     label = "; ".join(
-        f"{name.split('-')[0]}: " + ", ".join(f"{results['baselines'][p]} {figure(t)} ms" for p, t in line.items())
+        f"{name.split('-')[0]}: "
+        + ", ".join(f"{results['baselines'][p]} {figure(t)} ms" for p, t in line.items())
         for name, line in times.items()
     )
     return canvas(WIDE, height, f"Time of forward and backward. {label}", legend + "".join(shapes))
@@ -122,17 +154,26 @@ def drawn(results: dict) -> dict[str, dict]:
     problems = {
         name: facts
         for name, facts in results["problems"].items()
-        if name in timed and facts["name"].split("-")[0] in PARTS and not facts["group"].endswith("variants")
+        if name in timed
+        and facts["name"].split("-")[0] in PARTS
+        and not facts["group"].endswith("variants")
     }
     if not problems:
-        raise ValueError("the results must hold times of encoders, processors or decoders, got none of a whole model")
+        raise ValueError(
+            "the results must hold times of encoders, processors or decoders, got none of a whole model"
+        )
     return problems
 
 
 def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, float, float]]:
     """Return baseline, problem, operations per compulsory byte and 10^12 operations per second of every measurement."""
     return [
-        (baseline, name, facts["flops"][kind] / facts["bytes"][kind], facts["flops"][kind] / (1e9 * time))
+        (
+            baseline,
+            name,
+            facts["flops"][kind] / facts["bytes"][kind],
+            facts["flops"][kind] / (1e9 * time),
+        )
         for name, facts in problems.items()
         for baseline, time in _times(results, name, kind).items()
     ]
@@ -140,7 +181,9 @@ def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, flo
 
 def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
     """Median milliseconds of each baseline that has some."""
-    lines = [line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)]
+    lines = [
+        line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)
+    ]
     found = {line["baseline"]: line["median_ms"] for line in lines if "median_ms" in line}
     return {baseline: found[baseline] for baseline in results["baselines"] if baseline in found}
 
@@ -148,33 +191,65 @@ def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
 def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
     measured = points(results, problems, kind)
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
-    intensity = {name: facts["flops"][kind] / facts["bytes"][kind] for name, facts in problems.items()}
+    intensity = {
+        name: facts["flops"][kind] / facts["bytes"][kind] for name, facts in problems.items()
+    }
     width, height = PANEL
-    x = LogAxis(min(intensity.values()) / 1.8, max(intensity.values()) * 1.5, MARGIN["left"], width - MARGIN["right"])
+    x = LogAxis(
+        min(intensity.values()) / 1.8,
+        max(intensity.values()) * 1.5,
+        MARGIN["left"],
+        width - MARGIN["right"],
+    )
     lowest = min((speed for *_, speed in measured), default=copy * x.low)
-    y = LogAxis(min(lowest, copy * x.low) / 1.5, copy * x.high * 1.2, height - MARGIN["bottom"], MARGIN["top"])
+    y = LogAxis(
+        min(lowest, copy * x.low) / 1.5,
+        copy * x.high * 1.2,
+        height - MARGIN["bottom"],
+        MARGIN["top"],
+    )
     shapes = [_axes(x, y)]
-    shapes.append(f'<path class="line" d="M{x.start},{y(copy * x.low):.1f}L{x.end},{y(copy * x.high):.1f}"/>')
+    shapes.append(
+        f'<path class="line" d="M{x.start},{y(copy * x.low):.1f}L{x.end},{y(copy * x.high):.1f}"/>'
+    )
     for name, value in intensity.items():
         across, roof = x(value), y(copy * value)
-        shapes.append(f'<path class="grid" d="M{across:.1f},{roof:.1f}V{y.start}" stroke-dasharray="3 3"/>')
+        shapes.append(
+            f'<path class="grid" d="M{across:.1f},{roof:.1f}V{y.start}" stroke-dasharray="3 3"/>'
+        )
         shapes.append(words(across - 5, roof - 5, name.split("-")[0], "end", size=12))
     for baseline, name, at, speed in measured:
-        about = f"{results['baselines'][baseline]}, {name}: {speed / (copy * at):.0%} of copy bandwidth"
+        about = (
+            f"{results['baselines'][baseline]}, {name}: {speed / (copy * at):.0%} of copy bandwidth"
+        )
         shapes.append(_mark(results, baseline, x(at), y(speed), about))
     title = f"{PASSES[kind]}, {next(iter(problems.values()))['channels']} channels"
     shapes.append(words(MARGIN["left"], 16, title, size=13))
     label = f"Roofline, {title}. " + "; ".join(
-        f"{results['baselines'][baseline]} on {name}: {speed:.2g} TFLOP/s" for baseline, name, _, speed in measured
+        f"{results['baselines'][baseline]} on {name}: {speed:.2g} TFLOP/s"
+        for baseline, name, _, speed in measured
     )
     return canvas(*PANEL, f"{label}; line: {copy:.3g} TB/s", "".join(shapes))
 
 
 def _axes(x: LogAxis, y: LogAxis) -> str:
     shapes = [f'<path class="grid" d="M{x.start},{y.end}V{y.start}H{x.end}"/>']
-    shapes += [words(x(value), y.start + 16, f"{value:g}", "middle", "dim", 12) for value in x.ticks()]
-    shapes += [words(x.start - 6, y(value) + 4, f"{value:g}", "end", "dim", 12) for value in y.ticks()]
-    shapes.append(words((x.start + x.end) / 2, y.start + 34, "operations per compulsory byte", "middle", "dim", 12))
+    shapes += [
+        words(x(value), y.start + 16, f"{value:g}", "middle", "dim", 12) for value in x.ticks()
+    ]
+    shapes += [
+        words(x.start - 6, y(value) + 4, f"{value:g}", "end", "dim", 12) for value in y.ticks()
+    ]
+    shapes.append(
+        words(
+            (x.start + x.end) / 2,
+            y.start + 34,
+            "operations per compulsory byte",
+            "middle",
+            "dim",
+            12,
+        )
+    )
     middle = (y.start + y.end) / 2
     label = words(12, middle, "TFLOP/s", "middle", "dim", 12)
     return "".join(shapes) + f'<g transform="rotate(-90 12 {middle})">{label}</g>'
@@ -208,7 +283,9 @@ def _mark(results: dict, baseline: str, x: float, y: float, about: str) -> str:
     return f"<path {place}><title>{about}</title></path>"
 
 
-def words(x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12) -> str:
+def words(
+    x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12
+) -> str:
     """A line of text, of the class `kind`."""
     name = f' class="{kind}"' if kind else ""
     return f'<text{name} x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{text}</text>'

@@ -7,7 +7,11 @@ import torch
 
 GRADIENTS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 # part of a model: (source, destination) node sets
-PARTS = {"encoder": ("data", "hidden"), "processor": ("hidden", "hidden"), "decoder": ("hidden", "data")}
+PARTS = {
+    "encoder": ("data", "hidden"),
+    "processor": ("hidden", "hidden"),
+    "decoder": ("hidden", "data"),
+}
 PASSES = {
     "forward": "forward without gradients",
     "forward_backward": "forward and backward",
@@ -87,14 +91,20 @@ def _model(group: str, grid: str, refinement: int, channels: tuple[int, ...]) ->
         for width in channels
         for part, graph in graphs.items()
     ]
-    structure = [Problem(f"structure-{part}-{group}", group, graph, passes=STRUCTURE) for part, graph in graphs.items()]
+    structure = [
+        Problem(f"structure-{part}-{group}", group, graph, passes=STRUCTURE)
+        for part, graph in graphs.items()
+    ]
     return attention + structure
 
 
 def _variants(group: str, grid: str, refinement: int) -> list[Problem]:
     """The same parts with C = 64, each variant different in one respect."""
     changes = {
-        "d3": {"edge_dim": 3, "gradients": tuple(name for name in GRADIENTS if name != "edge_attr")},
+        "d3": {
+            "edge_dim": 3,
+            "gradients": tuple(name for name in GRADIENTS if name != "edge_attr"),
+        },
         "b4": {"batch": 4},
         "fp16": {"dtype": "float16"},
     }
@@ -109,7 +119,12 @@ def _variants(group: str, grid: str, refinement: int) -> list[Problem]:
 def _replays(group: str, grid: str, refinement: int) -> list[Problem]:
     """The same parts from a CUDA graph beside what the host launches: how much of a time is the host's."""
     return [
-        replace(problem, name=f"{problem.name}-replay", group=f"{group}-replay", passes=("forward_backward", "replay"))
+        replace(
+            problem,
+            name=f"{problem.name}-replay",
+            group=f"{group}-replay",
+            passes=("forward_backward", "replay"),
+        )
         for problem in _model(group, grid, refinement, (64, 32))
         if problem.passes == ATTENTION
     ]
@@ -120,7 +135,12 @@ def _skewed() -> list[Problem]:
     hub = Problem("hub-c64", "skewed", Skewed(40_962, 1_200_000, "power", 6.0))
     zipf = [
         Problem(
-            f"zipf{exponent:g}-c16", "skewed", Skewed(10**6, 10**7, "zipf", exponent), heads=4, channels=16, edge_dim=8
+            f"zipf{exponent:g}-c16",
+            "skewed",
+            Skewed(10**6, 10**7, "zipf", exponent),
+            heads=4,
+            channels=16,
+            edge_dim=8,
         )
         for exponent in (1.1, 1.5, 2.0)
     ]
@@ -130,11 +150,17 @@ def _skewed() -> list[Problem]:
 def _small() -> list[Problem]:
     """Float32 problems that two CPU cores do in seconds."""
     parts = [
-        Problem(f"{part}-small-c8", "small", Weather(part, "O32", 4), channels=8, dtype="float32") for part in PARTS
+        Problem(f"{part}-small-c8", "small", Weather(part, "O32", 4), channels=8, dtype="float32")
+        for part in PARTS
     ]
     mesh = Weather("processor", "O32", 5)
-    meshes = [Problem(f"processor-small-i5-c{c}", "small", mesh, channels=c, dtype="float32") for c in (8, 32)]
-    structure = Problem("structure-processor-small-i5", "small", mesh, dtype="float32", passes=("structure",))
+    meshes = [
+        Problem(f"processor-small-i5-c{c}", "small", mesh, channels=c, dtype="float32")
+        for c in (8, 32)
+    ]
+    structure = Problem(
+        "structure-processor-small-i5", "small", mesh, dtype="float32", passes=("structure",)
+    )
     return [*parts, *meshes, structure]
 
 
@@ -152,7 +178,10 @@ PROBLEMS = {
         *_small(),
     ]
 }
-DEFAULT = {"cuda": ("n320", "host"), "cpu": ("small",)}  # groups that run where nothing is asked for
+DEFAULT = {
+    "cuda": ("n320", "host"),
+    "cpu": ("small",),
+}  # groups that run where nothing is asked for
 
 
 def select(names: Sequence[str]) -> list[Problem]:
@@ -166,5 +195,9 @@ def select(names: Sequence[str]) -> list[Problem]:
     groups = sorted({problem.group for problem in PROBLEMS.values()})
     unknown = [name for name in names if name not in PROBLEMS and name not in groups]
     if unknown:
-        raise ValueError(f"problems must be groups {groups} or names such as {next(iter(PROBLEMS))!r}, got {unknown}")
-    return [problem for problem in PROBLEMS.values() if problem.name in names or problem.group in names]
+        raise ValueError(
+            f"problems must be groups {groups} or names such as {next(iter(PROBLEMS))!r}, got {unknown}"
+        )
+    return [
+        problem for problem in PROBLEMS.values() if problem.name in names or problem.group in names
+    ]

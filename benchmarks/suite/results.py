@@ -26,11 +26,18 @@ def as_json(report: dict) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return "[\n" + ",\n".join("  " + json.dumps(one, default=str) for one in value) + "\n ]"
         if isinstance(value, dict) and value:
-            inner = (f"  {json.dumps(str(key))}: {json.dumps(one, default=str)}" for key, one in value.items())
+            inner = (
+                f"  {json.dumps(str(key))}: {json.dumps(one, default=str)}"
+                for key, one in value.items()
+            )
             return "{\n" + ",\n".join(inner) + "\n }"
         return json.dumps(value, default=str)
 
-    return "{\n" + ",\n".join(f" {json.dumps(str(key))}: {lines(value)}" for key, value in report.items()) + "\n}"
+    return (
+        "{\n"
+        + ",\n".join(f" {json.dumps(str(key))}: {lines(value)}" for key, value in report.items())
+        + "\n}"
+    )
 
 
 class Results:
@@ -80,7 +87,9 @@ class Results:
         """
         self.write()
         if self.problems:
-            raise SystemExit("\n".join(f"{name}: {problem}" for name, problem in self.problems.items()))
+            raise SystemExit(
+                "\n".join(f"{name}: {problem}" for name, problem in self.problems.items())
+            )
         return self.report
 
     def _add_problem(self, name: str, problem: str) -> None:

@@ -16,7 +16,9 @@ from suite.timing import CLOCKS
 from suite.worker import Worker
 
 
-def warm(problems: list[Problem], names: tuple[str, ...], device: str, folder: Path, processes: int) -> set[tuple]:
+def warm(
+    problems: list[Problem], names: tuple[str, ...], device: str, folder: Path, processes: int
+) -> set[tuple]:
     """Check every problem with every baseline, each in a process of its own; return the pairs of names that are right.
 
     What is compiled lies on disk afterwards. Whatever fails here, for want of memory perhaps, is tried again alone.
@@ -44,12 +46,18 @@ class Run:
         self.results: list[dict] = []
         self.copy_speeds: list[float] = []
 
-    def measure(self, problems: list[Problem], workers: dict[str, Worker], save: Callable[["Run"], None]) -> None:
+    def measure(
+        self, problems: list[Problem], workers: dict[str, Worker], save: Callable[["Run"], None]
+    ) -> None:
         """Take all measurements, one at a time, and save after each problem."""
         first = next(iter(workers.values()))
         self.copy_speeds.append(first.call("copy_speed"))
         for problem in problems:
-            able = {name: worker for name, worker in workers.items() if self._check(problem, name, worker)}
+            able = {
+                name: worker
+                for name, worker in workers.items()
+                if self._check(problem, name, worker)
+            }
             for kind in problem.passes:
                 self._time(problem, kind, able)
             save(self)
@@ -101,15 +109,25 @@ class Run:
 
 
 def run(
-    problems: list[Problem], names: tuple[str, ...], device: str, folder: Path, save: Callable[[Run], None]
+    problems: list[Problem],
+    names: tuple[str, ...],
+    device: str,
+    folder: Path,
+    save: Callable[[Run], None],
 ) -> None:
     """Check and measure; what is there so far is saved after each problem."""
     pairs = len(problems) * len(names)
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(name, device, folder)) for name in names}
-        sizes, right = graphs.build([problem.graph for problem in problems], folder), set()  # while workers start
+        sizes, right = (
+            graphs.build([problem.graph for problem in problems], folder),
+            set(),
+        )  # while workers start
         if device == "cuda":
             begin = time.perf_counter()
             right = warm(problems, names, device, folder, min(os.cpu_count() or 1, pairs))
-            print(f"{len(right)} of {pairs} pairs checked in {time.perf_counter() - begin:.0f} s", flush=True)
+            print(
+                f"{len(right)} of {pairs} pairs checked in {time.perf_counter() - begin:.0f} s",
+                flush=True,
+            )
         Run(sizes, device, right).measure(problems, workers, save)

@@ -52,13 +52,17 @@ def put_into(page: str, name: str, text: str) -> str:
     begin, end = f"<!-- figures of {name} -->", f"<!-- end of {name} -->"
     found = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
     if not found:
-        raise ValueError(f"the page must hold the lines {begin!r} and {end!r}: add them where figures belong")
+        raise ValueError(
+            f"the page must hold the lines {begin!r} and {end!r}: add them where figures belong"
+        )
     return f"{page[: found.start()]}{begin}\n\n{text}\n\n{end}{page[found.end() :]}"
 
 
 def lower_bound_seconds(results: dict, problem: str, kind: str) -> float:
     """The time in which the device copies the bytes of a pass; of the copies of the run, the fastest counts."""
-    return results["problems"][problem]["bytes"][kind] / max(results["environment"]["copy_bytes_per_second"])
+    return results["problems"][problem]["bytes"][kind] / max(
+        results["environment"]["copy_bytes_per_second"]
+    )
 
 
 def _where(results: dict) -> str:
@@ -79,10 +83,20 @@ def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> 
             if kind not in problem["passes"] or not any("median_ms" in line for line in lines):
                 continue
             bound = 1e3 * lower_bound_seconds(results, name, kind)
-            label = f"`{name}`" if len(kinds) == 1 else f"`{name}`, {PASSES[kind].rpartition(', ')[2]}"
+            label = (
+                f"`{name}`" if len(kinds) == 1 else f"`{name}`, {PASSES[kind].rpartition(', ')[2]}"
+            )
             mine = lines[0].get("median_ms")
             share = f"{bound / mine:.0%}" if mine else EMPTY
-            rows.append([label, figure(bound), _cell(lines[0]), share, *(_cell(line, mine) for line in lines[1:])])
+            rows.append(
+                [
+                    label,
+                    figure(bound),
+                    _cell(lines[0]),
+                    share,
+                    *(_cell(line, mine) for line in lines[1:]),
+                ]
+            )
     if not rows:
         return ""
     title, *other_titles = _titles(results)
@@ -94,9 +108,14 @@ def _memory(results: dict, found: dict) -> str:
     """Peak memory of forward and backward above what is there before the call."""
     rows = []
     for name in results["problems"]:
-        peaks = [found.get((name, "forward_backward", b), {}).get("peak_bytes") for b in results["baselines"]]
+        peaks = [
+            found.get((name, "forward_backward", b), {}).get("peak_bytes")
+            for b in results["baselines"]
+        ]
         if any(peaks):
-            rows.append([f"`{name}`", *(EMPTY if peak is None else f"{peak / 1e9:.2f}" for peak in peaks)])
+            rows.append(
+                [f"`{name}`", *(EMPTY if peak is None else f"{peak / 1e9:.2f}" for peak in peaks)]
+            )
     return _without_empty_columns(["Peak memory, GB", *_titles(results)], rows) if rows else ""
 
 
@@ -108,16 +127,26 @@ def _titles(results: dict) -> list[str]:
 def _notes(results: dict) -> str:
     """Units, spread, and the reasons of empty cells."""
     timed = [line for line in results["results"] if "median_ms" in line]
-    spread = max((line["quartiles_ms"][1] - line["quartiles_ms"][0]) / line["median_ms"] for line in timed)
+    spread = max(
+        (line["quartiles_ms"][1] - line["quartiles_ms"][0]) / line["median_ms"] for line in timed
+    )
     text = "Medians in ms; in brackets, time relative to anemoi_gt. "
     text += f"The interquartile range is at most {spread:.0%} of the median."
     reasons, titles = {}, dict(zip(results["baselines"], _titles(results), strict=True))
     for line in results["results"]:
-        if "reason" in line and line["pass"] not in STRUCTURE:  # most baselines have none, and then no column
-            failed = "fails the correctness check" if line["reason"].startswith("wrong: ") else line["reason"]
+        if (
+            "reason" in line and line["pass"] not in STRUCTURE
+        ):  # most baselines have none, and then no column
+            failed = (
+                "fails the correctness check"
+                if line["reason"].startswith("wrong: ")
+                else line["reason"]
+            )
             reasons.setdefault((titles[line["baseline"]], failed), []).append(line["problem"])
     for (baseline, reason), names in reasons.items():
-        text += f"\n- {baseline} {reason}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}"
+        text += (
+            f"\n- {baseline} {reason}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}"
+        )
     return text.replace("\n-", "\n\n-", 1)
 
 
@@ -141,4 +170,6 @@ def _without_empty_columns(header: list[str], rows: list[list[str]]) -> str:
 
 def markdown(header: Sequence, rows: Sequence[Sequence]) -> str:
     """Return a Markdown table."""
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (header, ["---"] * len(header), *rows))
+    return "\n".join(
+        f"| {' | '.join(map(str, line))} |" for line in (header, ["---"] * len(header), *rows)
+    )

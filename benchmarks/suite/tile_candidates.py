@@ -22,8 +22,16 @@ MAX_HELD, MIN_HELD = 32, 4  # elements of a row in a thread
 LANES = 32  # threads of a warp
 SM_REGISTERS, SM_WARPS, SM_PROGRAMS = 65536, 64, 32  # of one SM; the score knows no other device
 SHARED_BYTES = 232_448  # of a program
-ROW_KERNELS = {"forward": tiles.forward_tile, "destinations": tiles.destination_tile, "sources": tiles.source_tile}
-CONTRACTIONS = {"project": tiles.project_tile, "embed": tiles.embed_tile, "weight": tiles.weight_tile}
+ROW_KERNELS = {
+    "forward": tiles.forward_tile,
+    "destinations": tiles.destination_tile,
+    "sources": tiles.source_tile,
+}
+CONTRACTIONS = {
+    "project": tiles.project_tile,
+    "embed": tiles.embed_tile,
+    "weight": tiles.weight_tile,
+}
 
 
 def candidates(kernel: str, shape: Shape) -> list[Tile]:
@@ -33,7 +41,9 @@ def candidates(kernel: str, shape: Shape) -> list[Tile]:
     """
     if kernel in ROW_KERNELS:
         chosen = ROW_KERNELS[kernel](shape)
-        others = sorted(_row_tiles(kernel, shape), key=lambda tile: _score(shape, tile), reverse=True)
+        others = sorted(
+            _row_tiles(kernel, shape), key=lambda tile: _score(shape, tile), reverse=True
+        )
     else:
         chosen = CONTRACTIONS[kernel](shape.channels, shape.attributes)
         others = _contraction_tiles(chosen)
@@ -54,12 +64,20 @@ def _score(shape: Shape, tile: RowTile) -> tuple[float, float]:
     """Bytes of rows in flight on an SM, and coalesced bytes that a thread reads in one access; more is better."""
     held = tile.heads * tile.channels / (LANES * tile.num_warps)
     registers = -int(-(40 + 1.5 * held + held * tile.unroll * shape.itemsize / 4) // 8) * 8
-    resident = min(SM_PROGRAMS, SM_WARPS // tile.num_warps, SM_REGISTERS // (registers * LANES * tile.num_warps))
+    resident = min(
+        SM_PROGRAMS,
+        SM_WARPS // tile.num_warps,
+        SM_REGISTERS // (registers * LANES * tile.num_warps),
+    )
     is_exact = shape.degree == int(shape.degree)
     remainder = shape.degree % tile.unroll if is_exact else min(shape.degree, (tile.unroll - 1) / 2)
-    steps = (shape.degree - remainder) / tile.unroll + remainder  # the remainder is taken edge by edge
+    steps = (
+        shape.degree - remainder
+    ) / tile.unroll + remainder  # the remainder is taken edge by edge
     row_bytes = tile.heads * tile.channels * shape.itemsize
-    return resident * tile.nodes * row_bytes * shape.degree / max(steps, 1e-9), min(held * shape.itemsize, 16)
+    return resident * tile.nodes * row_bytes * shape.degree / max(steps, 1e-9), min(
+        held * shape.itemsize, 16
+    )
 
 
 def _contraction_tiles(chosen: ContractionTile) -> Iterator[ContractionTile]:

@@ -29,7 +29,10 @@ class Gpu:
     @staticmethod
     def times(calls: list[Callable]) -> list[float]:
         """Milliseconds of each call."""
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in calls
+        ]
         for call, (begin, end) in zip(calls, pairs, strict=True):
             begin.record()
             call()

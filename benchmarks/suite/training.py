@@ -18,7 +18,13 @@ from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.memory_estimate import estimate_memory
 from anemoi_gt.app.training.sharded import ShardedTrainingStep
 from anemoi_gt.app.training.step import AUTOCAST, TrainingStep, compile_blocks
-from anemoi_gt.distributed import ShardingConfig, init_distributed, make_mesh, reduce_gradients, shard_model
+from anemoi_gt.distributed import (
+    ShardingConfig,
+    init_distributed,
+    make_mesh,
+    reduce_gradients,
+    shard_model,
+)
 from anemoi_gt.distributed.module_shard import FixedGraph
 from anemoi_gt.distributed.process_group import local_device, make_cpu_group
 from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
@@ -34,7 +40,10 @@ FLOAT32_ERROR = 1e-4  # of all gradients together, relative
 
 def setting(options: Namespace) -> Setting:
     """Return the sizes of single mappers, which compute in the precision of the run from float32 operands."""
-    sizes = {name: getattr(options, name) for name in ("grid", "refinement", "channels", "heads", "device")}
+    sizes = {
+        name: getattr(options, name)
+        for name in ("grid", "refinement", "channels", "heads", "device")
+    }
     return Setting(fields=options.fields[0], dtype="float32", repeats=1, **sizes)
 
 
@@ -50,7 +59,10 @@ def make_model(graph, options: Namespace) -> EncoderProcessorDecoder:
 def draw(nodes: int, options: Namespace) -> Sample:
     """Return one random sample [1, N, fields] float32, and a target of the same kind."""
     generator = torch.Generator(options.device).manual_seed(1)
-    sides = (torch.randn(1, nodes, fields, generator=generator, device=options.device) for fields in options.fields)
+    sides = (
+        torch.randn(1, nodes, fields, generator=generator, device=options.device)
+        for fields in options.fields
+    )
     return Sample(*sides)
 
 
@@ -106,15 +118,31 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
     wait = CLOCKS[options.device].synchronize
     batch, begin = draw(graph["data"].num_nodes, options), time.perf_counter()
     model = make_model(graph, options)
-    config = TrainingConfig(steps=1000, batch_size=1, precision=options.precision, device=options.device)
-    step = TrainingStep(model, torch.ones(graph["data"].num_nodes), config, torch.device(options.device))
+    config = TrainingConfig(
+        steps=1000, batch_size=1, precision=options.precision, device=options.device
+    )
+    step = TrainingStep(
+        model, torch.ones(graph["data"].num_nodes), config, torch.device(options.device)
+    )
     sizes = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     wait()
-    yield {"contender": "anemoi_gt", "outcome": "built", "seconds": time.perf_counter() - begin, **sizes}
+    yield {
+        "contender": "anemoi_gt",
+        "outcome": "built",
+        "seconds": time.perf_counter() - begin,
+        **sizes,
+    }
     del graph
 
-    for round_, compiled, chunks in product(range(options.rounds), options.compiled, options.chunks):
-        found = {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled), "round": round_}
+    for round_, compiled, chunks in product(
+        range(options.rounds), options.compiled, options.chunks
+    ):
+        found = {
+            "contender": "anemoi_gt",
+            "num_chunks": chunks,
+            "compiled": bool(compiled),
+            "round": round_,
+        }
         with computing(model, chunks, bool(compiled), step.average.module):
             found["estimated_gb"] = estimate_memory(model, config).total / 1e9
             try:
@@ -140,7 +168,11 @@ def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
     device, is_alone = options.device, options.alone is not None
     if is_alone:
         lone_rank.start(options.alone, options.ranks)
-    with nullcontext(make_mesh(device, options.ranks)) if is_alone else init_distributed(sharding, device) as mesh:
+    with (
+        nullcontext(make_mesh(device, options.ranks))
+        if is_alone
+        else init_distributed(sharding, device) as mesh
+    ):
         graph = torch.load(folder / "9km.graph", weights_only=False)
         batch, model = draw(graph["data"].num_nodes, options), make_model(graph, options)
         weights = torch.ones(graph["data"].num_nodes)
@@ -153,8 +185,14 @@ def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
             model.zero_grad()
         shard = shard_model(model, mesh)
         own = shard.partitions["data"].nodes(shard.rank, device)
-        batch, weights, num_nodes = Sample(*(side[:, own] for side in batch)), weights[own.cpu()], len(weights)
-        config = TrainingConfig(steps=1000, batch_size=1, precision=options.precision, device=device)
+        batch, weights, num_nodes = (
+            Sample(*(side[:, own] for side in batch)),
+            weights[own.cpu()],
+            len(weights),
+        )
+        config = TrainingConfig(
+            steps=1000, batch_size=1, precision=options.precision, device=device
+        )
         group = mesh.get_group("model") if is_alone else make_cpu_group(sharding)
         parts = {"num_nodes": num_nodes, "shard": shard, "mesh": mesh, "group": group}
         step = ShardedTrainingStep(model, weights, config, local_device(device), **parts)
@@ -163,16 +201,29 @@ def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
             reduce_gradients(step.shared, step.own, mesh)
             for name, table in shard.tables.items():
                 expected[name] = expected[name][table.index]
-            found = difference({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
-            found |= {"ranks": mesh.size(), "num_chunks": max(options.chunks), "loss_off": off / loss.item()}
+            found = difference(
+                {name: parameter.grad for name, parameter in model.named_parameters()}, expected
+            )
+            found |= {
+                "ranks": mesh.size(),
+                "num_chunks": max(options.chunks),
+                "loss_off": off / loss.item(),
+            }
             found["outcome"] = "right" if max(found["off"], found["loss_off"]) < 5e-2 else "wrong"
             del expected
             yield from on_first_rank({"check": "loss and gradients of all ranks"} | found)
         for compiled, chunks in product(options.compiled, options.chunks):
-            found = {"contender": "anemoi_gt", "ranks": mesh.size(), "num_chunks": chunks, "compiled": bool(compiled)}
+            found = {
+                "contender": "anemoi_gt",
+                "ranks": mesh.size(),
+                "num_chunks": chunks,
+                "compiled": bool(compiled),
+            }
             with computing(model, chunks, bool(compiled), step.average.module):
                 found["estimated_gb"] = estimate_memory(model, config).total / 1e9
-                yield from on_first_rank(found | measure(lambda: step.training_step(batch), options))
+                yield from on_first_rank(
+                    found | measure(lambda: step.training_step(batch), options)
+                )
 
 
 def on_first_rank(found: dict) -> Iterator[dict]:
@@ -181,7 +232,9 @@ def on_first_rank(found: dict) -> Iterator[dict]:
     dist.all_gather_object(ranks, found)
     if dist.get_rank() == 0 or dist.get_backend() == "fake":
         yield found | {
-            key: max(each[key] for each in ranks) for key, value in found.items() if isinstance(value, float)
+            key: max(each[key] for each in ranks)
+            for key, value in found.items()
+            if isinstance(value, float)
         }
 
 
@@ -198,9 +251,14 @@ def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterato
     device, half = options.device, options.fields[0] // 2
     graph = torch.load(folder / "9km.graph", weights_only=False)
     changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers}
-    changes |= {"layer_chunks": options.layers, "graph_attention_backend": "triton" if device == "cuda" else "pyg"}
+    changes |= {
+        "layer_chunks": options.layers,
+        "graph_attention_backend": "triton" if device == "cuda" else "pyg",
+    }
     names, nodes = tuple(f"field_{i}" for i in range(half)), graph["data"].num_nodes
-    model = build(graph, make_options(**changes), names, forcings=half - options.fields[1]).to(device)
+    model = build(graph, make_options(**changes), names, forcings=half - options.fields[1]).to(
+        device
+    )
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(1, 2, 1, nodes, half, generator=generator, device=device)
@@ -221,7 +279,9 @@ def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterato
 
     def gradients() -> tuple[Tensor, dict[str, Tensor]]:
         loss, named = loss_backward().cpu(), model.named_parameters()
-        return loss, {name: p.grad.float().cpu() for name, p in named if p.dim() == 2 and "proc" in name}
+        return loss, {
+            name: p.grad.float().cpu() for name, p in named if p.dim() == 2 and "proc" in name
+        }
 
     def split(chunks: int) -> None:
         model.load_state_dict(start)
@@ -236,7 +296,10 @@ def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterato
         name += ", install"
     for compiled in options.compiled:
         for module in model.modules():
-            if type(module).__name__ in ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock"):
+            if type(module).__name__ in (
+                "GraphTransformerProcessorBlock",
+                "GraphTransformerMapperBlock",
+            ):
                 module._compiled_call_impl = None
                 if compiled:
                     module.compile()
@@ -247,13 +310,19 @@ def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterato
                 loss, actual = gradients()
                 found |= difference(actual, expected[1]) | measure(step, options)
                 right = found["off"] < 5e-2 and abs(loss - expected[0]) < 5e-2 * abs(expected[0])
-                yield found | {"outcome": "done" if right else "nonsense", "first_loss": loss.item()}
+                yield found | {
+                    "outcome": "done" if right else "nonsense",
+                    "first_loss": loss.item(),
+                }
             except torch.OutOfMemoryError as error:
                 yield found | {"outcome": "out of memory", "message": str(error).split(". ")[0]}
                 model.zero_grad()
                 break
             except Exception as error:  # the record of how it fails
-                yield found | {"outcome": "failed", "message": f"{type(error).__name__}: {str(error)[-500:]}"}
+                yield found | {
+                    "outcome": "failed",
+                    "message": f"{type(error).__name__}: {str(error)[-500:]}",
+                }
                 break
 
 
@@ -264,7 +333,11 @@ def autocast(precision: str, device: str) -> torch.autocast:
 
 def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict:
     """Return the relative difference of gradients, all together and the worst of a parameter."""
-    off = {name: (actual[name].double() - each).norm() for name, each in expected.items() if NO_GRADIENT not in name}
+    off = {
+        name: (actual[name].double() - each).norm()
+        for name, each in expected.items()
+        if NO_GRADIENT not in name
+    }
     norms = {name: expected[name].double().norm() for name in off}
     total = torch.stack(list(off.values())).norm() / torch.stack(list(norms.values())).norm()
     worst = max(off, key=lambda name: (off[name] / norms[name]).nan_to_num(float("inf")))
@@ -279,10 +352,17 @@ def judge(actual: dict, exact: dict, baseline: dict, dtype: torch.dtype) -> dict
     """
     wrong = []
     for name, each in exact.items():
-        error, lost = ((other[name].double() - each.double()).norm() for other in (actual, baseline))
+        error, lost = (
+            (other[name].double() - each.double()).norm() for other in (actual, baseline)
+        )
         factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
-        if NO_GRADIENT not in name and not error <= factor * lost + torch.finfo(dtype).eps * each.double().norm():
-            wrong.append(f"{name}: {error / each.norm():.2e}, plain PyTorch {lost / each.norm():.2e}")
+        if (
+            NO_GRADIENT not in name
+            and not error <= factor * lost + torch.finfo(dtype).eps * each.double().norm()
+        ):
+            wrong.append(
+                f"{name}: {error / each.norm():.2e}, plain PyTorch {lost / each.norm():.2e}"
+            )
     found = {"outcome": "wrong" if wrong else "right", "tensors": len(exact), "wrong": wrong[:5]}
     return found | difference(actual, exact) | {"off_of_plain": difference(baseline, exact)["off"]}
 
@@ -294,22 +374,34 @@ def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
     many, few = max(options.chunks), min(options.chunks)
 
-    def gradients(backend: str, precision: str, chunks: int, compiled: bool = False) -> dict[str, Tensor]:
+    def gradients(
+        backend: str, precision: str, chunks: int, compiled: bool = False
+    ) -> dict[str, Tensor]:
         for block in blocks:
             block.config = AttentionConfig(backend=backend)
         model.zero_grad()
         with computing(model, chunks, compiled), autocast(precision, options.device):
             loss = (model(batch.inputs) - batch.target).square().mean()
             loss.backward()
-        return {"out": loss.detach()[None]} | {name: p.grad.clone() for name, p in model.named_parameters()}
+        return {"out": loss.detach()[None]} | {
+            name: p.grad.clone() for name, p in model.named_parameters()
+        }
 
     exact = gradients("torch", "32-true", many)
     found = difference(gradients("auto", "32-true", many), exact)
-    yield {"check": "model, 32-true", "outcome": "right" if found["off"] < FLOAT32_ERROR else "wrong", **found}
+    yield {
+        "check": "model, 32-true",
+        "outcome": "right" if found["off"] < FLOAT32_ERROR else "wrong",
+        **found,
+    }
     baseline = gradients("torch", options.precision, many)
     for chunks, compiled in [(few, False), *((many, compiled) for compiled in options.compiled)]:
         actual = gradients("auto", options.precision, chunks, bool(compiled))
-        name = {"check": f"model, {options.precision}", "num_chunks": chunks, "compiled": bool(compiled)}
+        name = {
+            "check": f"model, {options.precision}",
+            "num_chunks": chunks,
+            "compiled": bool(compiled),
+        }
         yield name | judge(actual, exact, baseline, torch.bfloat16)
 
 
@@ -324,13 +416,17 @@ def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path
     problem = setting(options).problem(part, folder)
     problem.mapper.train().gradient_checkpointing = True
     destinations = checked_destinations(problem, CHECKED)
-    leaves = {"edge_attr": problem.edge_attr} | ({"x_src": problem.x[0]} if part == "decoder" else {})
+    leaves = {"edge_attr": problem.edge_attr} | (
+        {"x_src": problem.x[0]} if part == "decoder" else {}
+    )
     for leaf in leaves.values():
         leaf.requires_grad_()
 
     def differentiate(rows: Tensor, mapper: nn.Module) -> dict[str, Tensor]:
         shape = (len(destinations), rows.shape[-1])
-        direction = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(rows)
+        direction = (
+            torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(rows)
+        )
         rows.backward(direction)
         found = {"out": rows.detach()} | {name: p.grad for name, p in mapper.named_parameters()}
         found |= {name: leaf.grad for name, leaf in leaves.items()}
@@ -340,8 +436,12 @@ def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path
 
     exact = differentiate(*plain_mapper(problem, destinations, torch.float64, "cpu"))
     with autocast(options.precision, options.device):
-        baseline = differentiate(*plain_mapper(problem, destinations, torch.float32, options.device))
-    graph = GraphStructure.from_edge_index(problem.edge_index, tuple(side.shape[0] for side in problem.x))
+        baseline = differentiate(
+            *plain_mapper(problem, destinations, torch.float32, options.device)
+        )
+    graph = GraphStructure.from_edge_index(
+        problem.edge_index, tuple(side.shape[0] for side in problem.x)
+    )
     for number in numbers:
         with autocast(options.precision, options.device):
             out = problem.mapper(problem.x, split_destinations(graph, number), problem.edge_attr)
@@ -349,5 +449,10 @@ def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path
         yield {"check": part, "num_chunks": number} | judge(actual, exact, baseline, torch.bfloat16)
 
 
-WORKERS = {"check_model": check_model, "check_mappers": check_mappers, "ours": ours, "anemoi": anemoi}
+WORKERS = {
+    "check_model": check_model,
+    "check_mappers": check_mappers,
+    "ours": ours,
+    "anemoi": anemoi,
+}
 WORKERS |= {"install": partial(anemoi, installed=True), "sharded": sharded}

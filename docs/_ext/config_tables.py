@@ -35,21 +35,34 @@ def group_reference(group: str) -> str:
         values = {name: composed(group, name) for name in names}
         targets = dict.fromkeys(options["_target_"] for options in values.values())
         for target in targets:
-            parts.append(_options_table(target, {n: v for n, v in values.items() if v["_target_"] == target}))
+            parts.append(
+                _options_table(target, {n: v for n, v in values.items() if v["_target_"] == target})
+            )
     return "\n\n".join(parts) + "\n"
 
 
 def groups() -> list[str]:
     """Return the names of all groups, including nested ones."""
-    top = sorted(entry.name for entry in CONFIGS.iterdir() if entry.is_dir() and choices(entry.name))
-    inside = (f"{group}/{entry.name}" for group in top for entry in (CONFIGS / group).iterdir() if entry.is_dir())
+    top = sorted(
+        entry.name for entry in CONFIGS.iterdir() if entry.is_dir() and choices(entry.name)
+    )
+    inside = (
+        f"{group}/{entry.name}"
+        for group in top
+        for entry in (CONFIGS / group).iterdir()
+        if entry.is_dir()
+    )
     return top + sorted(inside)
 
 
 def choices(group: str) -> list[str]:
     """Return the names of a group's options, those that others derive from first."""
     folder = CONFIGS.joinpath(*group.split("/"))
-    names = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    names = sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    )
     return sorted(names, key=lambda name: bool(_parent(group, name)))
 
 
@@ -72,11 +85,18 @@ def _list_of_choices(group: str, names: list[str]) -> str:
 
 def _options_table(target: str, values: dict[str, dict]) -> str:
     described = meanings(target)
-    names = list(dict.fromkeys(name for options in values.values() for name in options if not name.startswith("_")))
+    names = list(
+        dict.fromkeys(
+            name for options in values.values() for name in options if not name.startswith("_")
+        )
+    )
     missing = [name for name in names if name not in described]
     if missing:
         raise LookupError(f"the docstring of {target} does not list {missing}")
-    rows = [["option", *(f"`{choice}`" for choice in values), "meaning"], ["---"] * (len(values) + 2)]
+    rows = [
+        ["option", *(f"`{choice}`" for choice in values), "meaning"],
+        ["---"] * (len(values) + 2),
+    ]
     for name in names:
         cells = [_yaml(options.get(name, ABSENT)) for options in values.values()]
         rows.append([f"`{name}`", *cells, described[name].replace("|", r"\|")])

@@ -62,7 +62,9 @@ def draw(panel: Panel, graph, members: dict[str, Nodes], centre: int) -> str:
     """Return one map as SVG."""
     middle = members[panel.destination][[centre]]
     source, destination = graph[panel.source, "to", panel.destination].edge_index.numpy()
-    ends = project(members[panel.source].xyz[source[destination == centre]], middle, panel.half_width)
+    ends = project(
+        members[panel.source].xyz[source[destination == centre]], middle, panel.half_width
+    )
     arrows = "".join(
         f'<path class="edges" d="M{x:.1f},{y:.1f} L{SIDE / 2},{SIDE / 2}" stroke-width="1.6"/>'
         f'<circle class="edges" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'

@@ -34,7 +34,10 @@ def figure() -> str:
     xyz, edge_index = mesh.nodes.xyz, torch.as_tensor(mesh.edge_index)
     owner, halo = shares(xyz, edge_index)
     middle = above(xyz[owner == RANK])
-    maps = ownership(xyz, owner, middle), neighbourhood(xyz, edge_index.numpy(), owner, halo, middle)
+    maps = (
+        ownership(xyz, owner, middle),
+        neighbourhood(xyz, edge_index.numpy(), owner, halo, middle),
+    )
     return '<div class="figure-svg maps-figure large">\n' + "\n".join(maps) + "\n</div>"
 
 
@@ -56,12 +59,20 @@ def above(xyz: np.ndarray) -> Nodes:
 
 def ownership(xyz: np.ndarray, owner: np.ndarray, middle: Nodes) -> str:
     """Return the map of the owners."""
-    dots = "".join(marks(xyz[owner == rank], middle, f"rank{rank}", rank % len(SHAPES)) for rank in range(RANKS))
+    dots = "".join(
+        marks(xyz[owner == rank], middle, f"rank{rank}", rank % len(SHAPES))
+        for rank in range(RANKS)
+    )
     counts = np.bincount(owner, minlength=RANKS)
-    return map_of(dots, f"{len(xyz)} nodes of an icosphere, {counts.min()} to {counts.max()} for each of {RANKS} ranks")
+    return map_of(
+        dots,
+        f"{len(xyz)} nodes of an icosphere, {counts.min()} to {counts.max()} for each of {RANKS} ranks",
+    )
 
 
-def neighbourhood(xyz: np.ndarray, edge_index: np.ndarray, owner: np.ndarray, halo: np.ndarray, middle: Nodes) -> str:
+def neighbourhood(
+    xyz: np.ndarray, edge_index: np.ndarray, owner: np.ndarray, halo: np.ndarray, middle: Nodes
+) -> str:
     """Return the map of one rank: its own nodes, its halo, and the boundary edges between them."""
     src, dst = edge_index
     own = owner == RANK

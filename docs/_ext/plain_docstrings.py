@@ -66,7 +66,9 @@ def _begin_literal_block(marked: list[str]) -> None:
 
 def _escape(line: str) -> str:
     parts = CODE.split(line)
-    return "".join(part if CODE.fullmatch(part) else re.sub(r"([|*])", r"\\\1", part) for part in parts)
+    return "".join(
+        part if CODE.fullmatch(part) else re.sub(r"([|*])", r"\\\1", part) for part in parts
+    )
 
 
 def _process(app, what, name, thing, options, lines):

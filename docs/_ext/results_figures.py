@@ -77,10 +77,17 @@ class Roofline(ResultsFigure):
 
 def legend(results: dict) -> str:
     """Marks of the roofline with the full names of the baselines, as text of the page, which wraps."""
-    marks = [f'<path class="peer{place}" d="{plot.MARKS[place]}"/>' for place in range(len(results["baselines"]))]
+    marks = [
+        f'<path class="peer{place}" d="{plot.MARKS[place]}"/>'
+        for place in range(len(results["baselines"]))
+    ]
     names = list(results["baselines"].values())
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
-    entries = zip([*marks, '<path class="line" d="M-8,0h16"/>'], [*names, f"copy, {copy:.3g} TB/s"], strict=True)
+    entries = zip(
+        [*marks, '<path class="line" d="M-8,0h16"/>'],
+        [*names, f"copy, {copy:.3g} TB/s"],
+        strict=True,
+    )
     items = "".join(
         f'<span><svg viewBox="-8 -8 16 16" role="img" aria-label="mark of {name}">{mark}</svg>{name}</span>'
         for mark, name in entries

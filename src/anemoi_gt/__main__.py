@@ -28,7 +28,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    info = {"info": "list versions, devices, available attention backends, and what Anemoi's install replaces"}
+    info = {
+        "info": "list versions, devices, available attention backends, and what Anemoi's install replaces"
+    }
     for name, summary in (info | APPLICATIONS).items():
         command = commands.add_parser(name, help=summary)
         if name == "info":

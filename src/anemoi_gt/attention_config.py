@@ -47,7 +47,9 @@ class AttentionConfig:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(map(str, PRECISIONS))}, got {self.precision!r}")
+            raise ValueError(
+                f"precision must be one of {', '.join(map(str, PRECISIONS))}, got {self.precision!r}"
+            )
         if not isinstance(self.stable_sort, bool):
             raise ValueError(f"stable_sort must be True or False, got {self.stable_sort!r}")
 
@@ -55,4 +57,6 @@ class AttentionConfig:
 def check_config(config: object) -> None:
     """Raise ValueError unless `config` is an AttentionConfig."""
     if not isinstance(config, AttentionConfig):
-        raise ValueError(f"config must be an AttentionConfig, as AttentionConfig(backend='torch'), got {config!r}")
+        raise ValueError(
+            f"config must be an AttentionConfig, as AttentionConfig(backend='torch'), got {config!r}"
+        )

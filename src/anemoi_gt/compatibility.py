@@ -11,7 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-TESTED = (("2.10", "3.6"), ("2.11", "3.6"), ("2.13", "3.7"), ("2.15", "3.9"))  # PyTorch, the Triton that it requires
+TESTED = (
+    ("2.10", "3.6"),
+    ("2.11", "3.6"),
+    ("2.13", "3.7"),
+    ("2.15", "3.9"),
+)  # PyTorch, the Triton that it requires
 
 
 class UntestedVersionsWarning(UserWarning):
@@ -40,8 +45,12 @@ def why_untested(torch_release: str, triton_release: str | None) -> str | None:
     known = {pair[0] for pair in TESTED} if triton_release is None else set(TESTED)
     if (torch_release if triton_release is None else (torch_release, triton_release)) in known:
         return None
-    found = f"PyTorch {torch_release}" + ("" if triton_release is None else f" with Triton {triton_release}")
-    return f"{found} has not been tested; tested are " + ", ".join(f"{pair[0]} with {pair[1]}" for pair in TESTED)
+    found = f"PyTorch {torch_release}" + (
+        "" if triton_release is None else f" with Triton {triton_release}"
+    )
+    return f"{found} has not been tested; tested are " + ", ".join(
+        f"{pair[0]} with {pair[1]}" for pair in TESTED
+    )
 
 
 def constant_when_traced(function: Callable) -> Callable:
@@ -62,8 +71,12 @@ def is_exporting() -> bool:
 @cache
 def _warn(backend: str) -> None:
     torch_release, triton_release = installed()
-    if (reason := why_untested(torch_release, triton_release if backend == "triton" else None)) is not None:
-        warnings.warn(f"anemoi_gt, backend {backend}: {reason}", UntestedVersionsWarning, stacklevel=3)
+    if (
+        reason := why_untested(torch_release, triton_release if backend == "triton" else None)
+    ) is not None:
+        warnings.warn(
+            f"anemoi_gt, backend {backend}: {reason}", UntestedVersionsWarning, stacklevel=3
+        )
 
 
 @constant_when_traced  # releases do not change; looking them up cannot be traced

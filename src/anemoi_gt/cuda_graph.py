@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 
 from anemoi_gt.rng import generator_states, set_generator_states
 
-WARM_UP = 3  # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
+WARM_UP = (
+    3  # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
+)
 
 
 class Outputs(NamedTuple):
@@ -99,7 +101,9 @@ class CUDAGraphedStep:
                 f"all batches must have the shapes and dtypes of the first, {_described(self._captured.batch)}, to be "
                 f"replayed from a CUDA graph, got {_described(batch)}: {self.remedy} for batches that differ"
             )
-        for tensor, values in zip(tree_leaves(self._captured.batch), tree_leaves(batch), strict=True):
+        for tensor, values in zip(
+            tree_leaves(self._captured.batch), tree_leaves(batch), strict=True
+        ):
             if isinstance(tensor, Tensor):
                 tensor.copy_(values)
         self._captured.replay()
@@ -117,7 +121,11 @@ class CUDAGraphedStep:
 
     def release_gradients(self) -> None:
         """Remove the gradients that the next replay overwrites from the parameters."""
-        static = set() if self._captured is None else {id(each) for each in self._captured.outputs.gradients}
+        static = (
+            set()
+            if self._captured is None
+            else {id(each) for each in self._captured.outputs.gradients}
+        )
         for parameter in self.parameters:
             if id(parameter.grad) in static:
                 parameter.grad = None
@@ -128,7 +136,9 @@ class CUDAGraphedStep:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 outputs, replay = self.capture(lambda: self._outputs(static))
         except RuntimeError as error:
-            error.add_note(f"while capturing the step in a CUDA graph; {self.remedy} to run without")
+            error.add_note(
+                f"while capturing the step in a CUDA graph; {self.remedy} to run without"
+            )
             raise
         set_generator_states(states, self.device)
         return CapturedPass(static, outputs, replay, self._addresses())
@@ -139,10 +149,18 @@ class CUDAGraphedStep:
         self._assign([None] * len(self.parameters))
 
         def state() -> Tensor | None:
-            return None if torch.cuda.is_current_stream_capturing() else torch.cuda.get_rng_state(self.device)
+            return (
+                None
+                if torch.cuda.is_current_stream_capturing()
+                else torch.cuda.get_rng_state(self.device)
+            )
 
         try:
-            with checkpoints_without_generator(state) if self.device.type == "cuda" else nullcontext():
+            with (
+                checkpoints_without_generator(state)
+                if self.device.type == "cuda"
+                else nullcontext()
+            ):
                 result = self.function(batch)
             return Outputs(result, [parameter.grad for parameter in self.parameters])
         finally:
@@ -153,7 +171,9 @@ class CUDAGraphedStep:
 
     def _assign(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient if parameter.requires_grad else None  # frozen since the capture
+            parameter.grad = (
+                gradient if parameter.requires_grad else None
+            )  # frozen since the capture
 
 
 def capture_cuda_graph(
@@ -176,7 +196,9 @@ def capture_cuda_graph(
             (warm_up or function)()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events meanwhile
+    with torch.cuda.graph(
+        graph, capture_error_mode="thread_local"
+    ):  # NCCL's watchdog queries events meanwhile
         outputs = function()
     return outputs, graph.replay
 
@@ -222,7 +244,9 @@ def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterato
 def _kind(batch: Any) -> list[tuple]:
     """Return name, shape, dtype and device of every tensor, name and value of everything else."""
     return [
-        (_name(path), leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (_name(path), leaf)
+        (_name(path), leaf.shape, leaf.dtype, leaf.device)
+        if isinstance(leaf, Tensor)
+        else (_name(path), leaf)
         for path, leaf in tree_flatten_with_path(batch)[0]
     ]
 

@@ -31,7 +31,10 @@ def flat_arguments(function: Callable) -> Callable:
         fields = get_type_hints(kind) if hasattr(kind, "_fields") else None
         flat = {parameter.name: kind} if fields is None else fields
         groups.append((None if fields is None else kind._make, len(flat)))
-        parameters += [inspect.Parameter(n, parameter.POSITIONAL_OR_KEYWORD, annotation=a) for n, a in flat.items()]
+        parameters += [
+            inspect.Parameter(n, parameter.POSITIONAL_OR_KEYWORD, annotation=a)
+            for n, a in flat.items()
+        ]
     if all(make is None for make, _ in groups):
         return function
 
@@ -82,7 +85,9 @@ def is_transformed() -> bool:
 
 _MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _PROFILES = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, torch.dtype))
+_PLAIN = frozenset(
+    (Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, torch.dtype)
+)
 
 
 def is_plain(*args) -> bool:
@@ -91,12 +96,22 @@ def is_plain(*args) -> bool:
     Not in traced code, transforms of torch.func, dispatch modes and profilers, which look for operators, for tensors of
     other classes or without memory, or without PyTorch's private functions that tell.
     """
-    if torch.compiler.is_compiling() or _HAS_TRANSFORMS() or _MODES() or _PROFILES() or torch.jit.is_tracing():
+    if (
+        torch.compiler.is_compiling()
+        or _HAS_TRANSFORMS()
+        or _MODES()
+        or _PROFILES()
+        or torch.jit.is_tracing()
+    ):
         return False
-    return _PLAIN.issuperset(map(type, args)) and not next(arg.is_meta for arg in args if isinstance(arg, Tensor))
+    return _PLAIN.issuperset(map(type, args)) and not next(
+        arg.is_meta for arg in args if isinstance(arg, Tensor)
+    )
 
 
-_IS_BATCHED = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda tensor: False)
+_IS_BATCHED = getattr(
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda tensor: False
+)
 
 
 def is_batched(*gradients: Tensor | None) -> bool:
@@ -111,7 +126,10 @@ def needs_gradient(*operands: Tensor | None) -> bool:
     """Return whether a gradient of an operand may be asked for; under torch.func, whose wrappers hide it, always."""
     if not torch.is_grad_enabled():
         return False
-    return any(operand is not None and operand.requires_grad for operand in operands) or is_transformed()
+    return (
+        any(operand is not None and operand.requires_grad for operand in operands)
+        or is_transformed()
+    )
 
 
 _ASSERT_ASYNC = getattr(torch, "_assert_async", None)
@@ -142,7 +160,12 @@ def _refuse_second_derivative(ctx, *_):
 
 def refuse_forward_mode(*operands: Tensor | None) -> None:
     """Raise RuntimeError where an operand carries a tangent, which an operator of ours would drop silently."""
-    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:  # nobody asks for tangents
+    if (
+        torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0
+    ):  # nobody asks for tangents
         return
-    if any(operand is not None and forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
+    if any(
+        operand is not None and forward_ad.unpack_dual(operand).tangent is not None
+        for operand in operands
+    ):
         raise RuntimeError(NO_FORWARD_MODE)

@@ -10,4 +10,6 @@ def import_extra(module: str, extra: str) -> ModuleType:
         return import_module(module)
     except ImportError as error:
         remedy = f"pip install 'anemoi-gt[{extra}]'"
-        raise ImportError(f"{module} is needed here and could not be imported ({error}): {remedy}") from error
+        raise ImportError(
+            f"{module} is needed here and could not be imported ({error}): {remedy}"
+        ) from error

@@ -18,7 +18,13 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all global generators, with the GPU's if `device` is one, for a checkpoint."""
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002  a dict
     inner = numpy_state["state"]
-    legacy = ("MT19937", inner["key"].tolist(), inner["pos"], numpy_state["has_gauss"], numpy_state["gauss"])
+    legacy = (
+        "MT19937",
+        inner["key"].tolist(),
+        inner["pos"],
+        numpy_state["has_gauss"],
+        numpy_state["gauss"],
+    )
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": legacy}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

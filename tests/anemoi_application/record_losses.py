@@ -13,7 +13,10 @@ class RecordLosses(pl.Callback):
     """Write those of the first rank to a file at the end."""
 
     def __init__(self, path):
-        self.path, self.report = Path(path), {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0}
+        self.path, self.report = (
+            Path(path),
+            {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0},
+        )
 
     def on_train_start(self, trainer, module):
         ours = sys.modules.get("anemoi_gt.integrations.anemoi.blocks")

@@ -48,7 +48,10 @@ def train(folder):
     def start(config, *overrides, launcher=()):
         key = (config, *overrides, *launcher)
         if key not in done:
-            losses, before = folder / f"{len(done)}.json", set((folder / "out").glob("checkpoint/*"))
+            losses, before = (
+                folder / f"{len(done)}.json",
+                set((folder / "out").glob("checkpoint/*")),
+            )
             arguments = (f"--config-dir={HERE}", f"--config-name={config}", *overrides)
             command = (*launcher, COMMANDS / "anemoi-training", "train", *arguments)
             run(*command, FOLDER=folder, LOSSES=losses)
@@ -62,15 +65,24 @@ def train(folder):
 def test_losses_are_those_of_the_untouched_training(train, capsys):
     theirs, ours = train("untouched"), train("with_us")
     assert theirs["attentions"] == 0 and ours["attentions"] >= 20 * (2 + 1 + 1)
-    assert len(theirs["losses"]) == 20 and ours["losses"] == pytest.approx(theirs["losses"], rel=RELATIVE)
+    assert len(theirs["losses"]) == 20 and ours["losses"] == pytest.approx(
+        theirs["losses"], rel=RELATIVE
+    )
     untouched, with_us = (statistics.median(run["seconds"]) for run in (theirs, ours))
     with capsys.disabled():
-        print(f"\na batch: {untouched:.3f} s untouched, {with_us:.3f} s with us, ratio {untouched / with_us:.2f}")
+        print(
+            f"\na batch: {untouched:.3f} s untouched, {with_us:.3f} s with us, ratio {untouched / with_us:.2f}"
+        )
 
 
 def test_losses_are_the_same_with_anemois_compile(train):
-    compiled = train("with_us", f"model.compile=[{{module: {BLOCK}, options: {{dynamic: false, backend: aot_eager}}}}]")
-    assert 0 < compiled["attentions"] < train("with_us")["attentions"]  # blocks call us only while they are traced
+    compiled = train(
+        "with_us",
+        f"model.compile=[{{module: {BLOCK}, options: {{dynamic: false, backend: aot_eager}}}}]",
+    )
+    assert (
+        0 < compiled["attentions"] < train("with_us")["attentions"]
+    )  # blocks call us only while they are traced
     assert compiled["losses"] == pytest.approx(train("untouched")["losses"], rel=RELATIVE)
 
 
@@ -92,7 +104,9 @@ def test_compiled_code_is_not_taken_for_an_export():
 
 
 @pytest.mark.parametrize(
-    "launcher", ((), ("torchrun", "--nproc-per-node=2", "--no-python")), ids=("Lightning", "torchrun")
+    "launcher",
+    ((), ("torchrun", "--nproc-per-node=2", "--no-python")),
+    ids=("Lightning", "torchrun"),
 )
 def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_one(train, launcher):
     ranks = [f"system.hardware.num_gpus_per_{group}=2" for group in ("node", "model")]
@@ -104,7 +118,10 @@ def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_on
 def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train):
     ranks = [f"system.hardware.num_gpus_per_{group}=2" for group in ("node", "model")]
     two_batches = ("training.accum_grad_batches=2", "training.max_steps=10")
-    replayed, launched = train("replayed", *ranks, *two_batches), train("with_us", *ranks, *two_batches)
+    replayed, launched = (
+        train("replayed", *ranks, *two_batches),
+        train("with_us", *ranks, *two_batches),
+    )
     assert replayed["losses"] == launched["losses"] and len(set(launched["losses"])) == 20
     assert replayed["attentions"] > launched["attentions"] > 0  # in warm-up and capture
 
@@ -128,10 +145,14 @@ def test_the_runner_computes_with_us_says_so_and_gives_the_same_forecast(folder,
     assert said not in log
     ours, log = forecast(folder, checkpoint, f"{config}_ours.nc", "runner=anemoi-gt")
     assert said in log and ours.shape == theirs.shape and ours.shape[0] == 3
-    assert abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1  # kelvin, float32 at 280 K
+    assert (
+        abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1
+    )  # kelvin, float32 at 280 K
 
 
 def test_the_runner_refuses_a_wrong_option(folder, train):
     checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
-    with pytest.raises(AssertionError, match="backend must be one of auto, triton, torch, got 'cuda'"):
+    with pytest.raises(
+        AssertionError, match="backend must be one of auto, triton, torch, got 'cuda'"
+    ):
         forecast(folder, checkpoint, "refused.nc", "runner.anemoi-gt.backend=cuda")

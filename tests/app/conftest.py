@@ -14,8 +14,19 @@ from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.run_files import MetricsFile
 from anemoi_gt.data.graphs import icosphere_graph
 
-NUMBERS = {"steps": 6, "batch_size": 2, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "cpu"}
-SMALL = [*applications.SMALL, "training.warmup_steps=1", "training.device=cpu"]  # options of the application
+NUMBERS = {
+    "steps": 6,
+    "batch_size": 2,
+    "warmup_steps": 2,
+    "valid_every": 2,
+    "log_every": 1,
+    "device": "cpu",
+}
+SMALL = [
+    *applications.SMALL,
+    "training.warmup_steps=1",
+    "training.device=cpu",
+]  # options of the application
 
 
 def fit(trainer):
@@ -26,7 +37,10 @@ def fit(trainer):
 
 def without_speed(records):
     """What must repeat of a run's records: all but how fast it was."""
-    return [{name: value for name, value in record.items() if name != "samples_per_second"} for record in records]
+    return [
+        {name: value for name, value in record.items() if name != "samples_per_second"}
+        for record in records
+    ]
 
 
 def assert_same(actual, expected, name="state"):
@@ -39,7 +53,9 @@ def assert_same(actual, expected, name="state"):
         for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_same(one, other, f"{name}[{i}]")
     else:
-        assert torch.equal(actual, expected) if torch.is_tensor(expected) else actual == expected, name
+        assert torch.equal(actual, expected) if torch.is_tensor(expected) else actual == expected, (
+            name
+        )
 
 
 @pytest.fixture(scope="session")

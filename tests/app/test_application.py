@@ -42,7 +42,15 @@ def refusal(application, error_line):
 def test_a_run_leaves_checkpoints_metrics_scores_and_a_plot(application, capsys):
     folder = application(*SMALL)
     assert folder.parent.name == "sphere"
-    names = {"best.pt", "last.pt", "metrics.jsonl", "scores.json", "forecast.png", "train.log", ".hydra"}
+    names = {
+        "best.pt",
+        "last.pt",
+        "metrics.jsonl",
+        "scores.json",
+        "forecast.png",
+        "train.log",
+        ".hydra",
+    }
     assert {path.name for path in folder.iterdir()} == names
     scores = json.loads((folder / "scores.json").read_text())
     assert [score["forecast"] for score in scores] == ["model", "persistence"]
@@ -52,14 +60,23 @@ def test_a_run_leaves_checkpoints_metrics_scores_and_a_plot(application, capsys)
     assert "samples/s" in output.err and "loss=" in output.err
 
 
-TINY_9_KM = ["graph=o1280", "data=sphere", *SMALL, "graph.grid=O4", "model.channels=16", "model.num_layers=1"]
+TINY_9_KM = [
+    "graph=o1280",
+    "data=sphere",
+    *SMALL,
+    "graph.grid=O4",
+    "model.channels=16",
+    "model.num_layers=1",
+]
 TINY_9_KM += ["model.checkpoint_groups=1", "training.compile=false"]
 
 
 def test_the_recipe_of_9_km_trains_and_tells_the_memory_before(application):
     folder = application(*TINY_9_KM)
     log = (folder / "train.log").read_text()
-    assert re.search(r"memory of a step: about [\d.]+ GB: state .*, working set .*\n(.*\n)*trained", log)
+    assert re.search(
+        r"memory of a step: about [\d.]+ GB: state .*, working set .*\n(.*\n)*trained", log
+    )
     assert (folder / "scores.json").exists()
 
 
@@ -72,7 +89,9 @@ def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monk
     assert refusal(*TINY_9_KM) == "anemoi_gt.train: out of GPU memory: set model.mapper_chunks=32"
 
 
-def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(refusal, monkeypatch, tmp_path):
+def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
+    refusal, monkeypatch, tmp_path
+):
     unable = backends.BACKENDS["triton"]._replace(unsupported_reason=lambda query: "no reason")
     monkeypatch.setitem(backends.BACKENDS, "triton", unable)
     message = "anemoi_gt.train: attention backend 'triton' cannot run here: no reason"
@@ -93,18 +112,33 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(re
         ("data.grid_name=[O4]", "data.grid_name must be str, got ['O4']"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
-        ("model.channels=7", "num_heads must divide the attention channels, got 4 heads and 7 channels"),
+        (
+            "model.channels=7",
+            "num_heads must divide the attention channels, got 4 heads and 7 channels",
+        ),
         ("+model.width=7", "unexpected keyword argument 'width'"),
         ("data.grid_name=X3", "grid must be"),
-        ("training.batch_size=9", "training.batch_size must be at most 8, the number of training samples, got 9"),
+        (
+            "training.batch_size=9",
+            "training.batch_size must be at most 8, the number of training samples, got 9",
+        ),
         ("graph.refinement=5", "the graph must fit the data, 9998 of its 10242 hidden nodes"),
         ("init_from=nowhere.pt", "no checkpoint nowhere.pt"),
-        ("data=era5_uk data.path=nowhere.grib", "no file nowhere.grib: give the data as data.path=FILE"),
+        (
+            "data=era5_uk data.path=nowhere.grib",
+            "no file nowhere.grib: give the data as data.path=FILE",
+        ),
         ("data=xarray", "data.path must be given, as data.path=VALUE"),
         ("data=xarray data.path=5", "no file 5: give the data as data.path=FILE"),
-        ("data=xarray data.path=a data.train=2020", "data.train must be list[str] | None, got 2020"),
+        (
+            "data=xarray data.path=a data.train=2020",
+            "data.train must be list[str] | None, got 2020",
+        ),
         ("data.flows=[shear]", "flows must be one or more of rotation, deformation, got ['shear']"),
-        ("~model", "the config must have the groups attention, data, graph, model, training, got no model"),
+        (
+            "~model",
+            "the config must have the groups attention, data, graph, model, training, got no model",
+        ),
         ("++data._target_=os.system", "Target 'os.system' is blocklisted"),
         ("hydra.run.dir=", "hydra.run.dir must name a folder, got nothing"),
         (
@@ -119,7 +153,9 @@ def test_a_wrong_value_is_one_sentence(refusal, argument, message):
     assert sentence.startswith("anemoi_gt.train: ") and message in sentence
 
 
-@pytest.mark.parametrize("argument", ["training.stpes=3", "model=resnet", "training=null", "attention/backend=cuda"])
+@pytest.mark.parametrize(
+    "argument", ["training.stpes=3", "model=resnet", "training=null", "attention/backend=cuda"]
+)
 def test_an_error_of_hydra_is_followed_by_where_the_options_are(application, capsys, argument):
     with pytest.raises(SystemExit, match="^1$"):
         application(*SMALL, argument)
@@ -133,7 +169,10 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(application, refusal, tmp_
     (tmp_path / "run" / "last.pt").write_bytes(b"a run")
     sentence = refusal(*SMALL, f"hydra.run.dir={tmp_path / 'run'}")
     holds = f"{tmp_path / 'run'} holds a run"
-    assert sentence == f"anemoi_gt.train: {holds}: resume=true continues it, another hydra.run.dir starts a new one"
+    assert (
+        sentence
+        == f"anemoi_gt.train: {holds}: resume=true continues it, another hydra.run.dir starts a new one"
+    )
     assert (tmp_path / "run" / "last.pt").read_bytes() == b"a run"
 
 
@@ -157,33 +196,49 @@ def test_a_bug_keeps_its_traceback(application, monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-BEGUN = {"training": {"steps": 4, "device": "cuda", "compile": False, "cuda_graph": False}, "data": {"path": "a"}}
+BEGUN = {
+    "training": {"steps": 4, "device": "cuda", "compile": False, "cuda_graph": False},
+    "data": {"path": "a"},
+}
 BEGUN["attention"] = {"backend": "triton"}
-FASTER = {"training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True}, "data": {"path": "b"}}
+FASTER = {
+    "training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True},
+    "data": {"path": "b"},
+}
 FASTER["attention"] = {"backend": "torch"}
 
 
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
-    for config, other in ((FASTER, BEGUN), (BEGUN, FASTER)):  # compile and cuda_graph are switched off, and on
+    for config, other in (
+        (FASTER, BEGUN),
+        (BEGUN, FASTER),
+    ):  # compile and cuda_graph are switched off, and on
         save_checkpoint(tmp_path / "last.pt", {"config": config})
         assert train.checkpoint_to_resume(tmp_path, True, other) == {"config": config}
 
 
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
     monkeypatch.delattr("anemoi_gt.app.hydra_app.build")
-    assert "training.cuda_graph must be false on device cpu" in refusal(*SMALL, "training.cuda_graph=true")
+    assert "training.cuda_graph must be false on device cpu" in refusal(
+        *SMALL, "training.cuda_graph=true"
+    )
 
 
 @pytest.mark.parametrize("package", ["hydra", "tqdm", "matplotlib", "scipy"])
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(package, monkeypatch, refusal):
     monkeypatch.setitem(sys.modules, package, None)
-    assert re.fullmatch(rf"anemoi_gt.train: {package} .*pip install 'anemoi-gt\[train\]'", refusal())
+    assert re.fullmatch(
+        rf"anemoi_gt.train: {package} .*pip install 'anemoi-gt\[train\]'", refusal()
+    )
 
 
 def test_a_sweep_leaves_a_folder_for_each_run(application, without_pictures):
     sweep = application("-m", *SMALL, "training.seed=0,1")
-    losses = [json.loads((sweep / run / "metrics.jsonl").read_text().splitlines()[0])["loss"] for run in "01"]
+    losses = [
+        json.loads((sweep / run / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+        for run in "01"
+    ]
     assert losses[0] != losses[1]
 
 
@@ -191,7 +246,9 @@ def test_a_sweep_under_torchrun_is_refused(refusal, monkeypatch):
     monkeypatch.setattr(train, "is_launched", lambda: True)
     monkeypatch.setattr(train, "exit_without_finalization", sys.exit)
     monkeypatch.setenv("RANK", "0")
-    sentence = "--multirun must be left out under torchrun, which trains one run: start torchrun for each"
+    sentence = (
+        "--multirun must be left out under torchrun, which trains one run: start torchrun for each"
+    )
     assert refusal("-m", *SMALL, "training.seed=0,1") == f"[rank0]: anemoi_gt.train: {sentence}"
 
 
@@ -208,21 +265,42 @@ def test_help_explains_every_option_in_a_line(start, capsys):
     assert "attention/backend: auto, torch, triton" in text
     explained = dict(re.findall(r"^([\w.]+)=.*?  +(\S.*)$", text, re.MULTILINE))
     config = composed()
-    options = {f"{group}.{name}" for group in (*GROUPS, "sharding") for name in config[group] if name[0] != "_"}
+    options = {
+        f"{group}.{name}"
+        for group in (*GROUPS, "sharding")
+        for name in config[group]
+        if name[0] != "_"
+    }
     assert set(explained) == options | {"resume", "init_from", "explain", "plots.variables"}
     assert explained["training.steps"] == "int: Optimiser steps"
-    assert explained["model.dropout"] == "float: Probability of dropping an attention weight in training"
-    assert all(" as in anemoi_gt" not in meaning for meaning in explained.values()) and "${" not in text
+    assert (
+        explained["model.dropout"]
+        == "float: Probability of dropping an attention weight in training"
+    )
+    assert (
+        all(" as in anemoi_gt" not in meaning for meaning in explained.values())
+        and "${" not in text
+    )
 
 
-def fields_of(years: list[int], area: tuple[float, float] | None = None, files: str | list[str] = ""):
+def fields_of(
+    years: list[int], area: tuple[float, float] | None = None, files: str | list[str] = ""
+):
     """Options of a data set."""
 
 
 def test_lists_are_checked_and_types_that_omegaconf_does_not_know_are_not(monkeypatch):
     monkeypatch.setattr(train, "fields_of", fields_of, raising=False)
-    values = {"_target_": "anemoi_gt.app.train.fields_of", "years": [1, "2"], "area": [1.0, 2.0], "files": ["a"]}
-    config, wrong = OmegaConf.create({"data": values}), OmegaConf.create({"data": values | {"years": ["two"]}})
+    values = {
+        "_target_": "anemoi_gt.app.train.fields_of",
+        "years": [1, "2"],
+        "area": [1.0, 2.0],
+        "files": ["a"],
+    }
+    config, wrong = (
+        OmegaConf.create({"data": values}),
+        OmegaConf.create({"data": values | {"years": ["two"]}}),
+    )
     check_types(config, "data")
     assert config.data.years == [1, 2]
     with pytest.raises(ValueError, match=r"data.years must be list\[int\], got \['two'\]"):

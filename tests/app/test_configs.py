@@ -20,7 +20,13 @@ from anemoi_gt.data.grids import regional
 from anemoi_gt.nn import GraphTransformerBaseBlock
 
 CONFIGS = files("anemoi_gt.configs")
-TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
+TINY_SPHERE = [
+    "data.grid_name=O4",
+    "data.train_size=2",
+    "data.valid_size=1",
+    "data.test_size=1",
+    "data.lead_time=12",
+]
 COARSE = {  # graphs that fit the tiny grid
     "graph=icosphere": ["graph.refinement=1"], "graph=n320": ["graph.refinement=1", "graph.grid=O4"],
     "graph=o1280": ["graph.refinement=1", "graph.grid=O4"], "graph=era5_uk": ["graph.refinement=2"],
@@ -46,7 +52,10 @@ def options(folder=CONFIGS, group=""):
 
 
 def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and_precision():
-    groups, choices = {option.split("=")[0] for option in options()}, {option.replace("'", "") for option in options()}
+    groups, choices = (
+        {option.split("=")[0] for option in options()},
+        {option.replace("'", "") for option in options()},
+    )
     assert groups == {"attention/backend", "attention/precision", "sharding", *GROUPS}
     assert {f"attention/backend={name}" for name in BACKENDS} <= choices
     assert {f"attention/precision={name or 'null'}" for name in PRECISIONS} <= choices
@@ -54,12 +63,16 @@ def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and
 
 @pytest.mark.parametrize("option", list(options()))
 def test_every_config_builds_its_object(option, monkeypatch):
-    month = hourly_field(nodes=regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3)))  # on every fourth point
+    month = hourly_field(
+        nodes=regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3))
+    )  # on every fourth point
     monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: month)
     needed = ["data=era5_uk"] if "limited" in option else [] if "era5" in option else TINY_SPHERE
     if option in ("data=xarray", "data=anemoi"):
         needed = ["data.path=file"]
-        monkeypatch.setitem(READERS, option.partition("=")[2], lambda path: read_dataset(weather_file()))
+        monkeypatch.setitem(
+            READERS, option.partition("=")[2], lambda path: read_dataset(weather_file())
+        )
     needed = [*needed, *SMALL_MODEL] if "o1280" in option else needed
     config = composed(*needed, option, *COARSE.get(option, []))
     if option == "attention/backend=triton":
@@ -73,7 +86,10 @@ def test_every_config_builds_its_object(option, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        *((same, AttentionConfig()) for same in ("", "attention/precision='null'", "attention.precision=null")),
+        *(
+            (same, AttentionConfig())
+            for same in ("", "attention/precision='null'", "attention.precision=null")
+        ),
         *((f"attention{way}backend=triton", AttentionConfig("triton")) for way in "/."),
         ("attention/backend=torch attention/precision=bf16", AttentionConfig("torch", "bf16")),
         ("attention.precision=fp16", AttentionConfig(precision="fp16")),
@@ -87,13 +103,21 @@ def test_attention_is_chosen_by_group_or_by_value(overrides, expected):
 def test_graph_model_and_training_follow_the_data_unless_chosen():
     config = composed("data=era5_uk")
     assert config.graph._target_.endswith("limited_area_graph")
-    assert config.training == composed("data=era5_uk", "training=era5_uk").training != composed().training
+    assert (
+        config.training
+        == composed("data=era5_uk", "training=era5_uk").training
+        != composed().training
+    )
     assert composed("data=era5_uk", "model=graph_transformer").model.channels == 128
 
 
 def test_a_graph_for_a_grid_brings_the_data_onto_it_and_its_model_and_training_unless_chosen():
     config = composed("graph=o1280")
-    assert (config.data.grid_name, config.model.channels, config.training.batch_size) == ("O1280", 1024, 1)
+    assert (config.data.grid_name, config.model.channels, config.training.batch_size) == (
+        "O1280",
+        1024,
+        1,
+    )
     assert config.training == composed("training=o1280").training != composed("graph=n320").training
     assert composed("graph=o1280", "model=sphere").model == composed().model
     assert composed("graph=n320").data.grid_name == "N320" and composed().data.grid_name == "O16"
@@ -106,7 +130,9 @@ def test_graphs_have_the_options_of_anemoi():
 
 
 def test_a_graph_for_another_grid_is_refused():
-    with pytest.raises(ValueError, match=r"the data must be on grid N320, .* of 542080 nodes, got 208 nodes"):
+    with pytest.raises(
+        ValueError, match=r"the data must be on grid N320, .* of 542080 nodes, got 208 nodes"
+    ):
         build(composed("graph=n320", *TINY_SPHERE))
 
 
@@ -123,19 +149,29 @@ def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_pa
         if text.startswith("# conf/"):
             (tmp_path / text.splitlines()[0].removeprefix("# conf/")).write_text(text)
     config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
-    assert config.data == {**composed("data=xarray", "data.path=a").data, "path": "weather.nc", "diagnostics": ["tp"]}
+    assert config.data == {
+        **composed("data=xarray", "data.path=a").data,
+        "path": "weather.nc",
+        "diagnostics": ["tp"],
+    }
     expected = composed("graph=limited_area", "graph.refinement=5").graph
     assert config.graph == expected and config.model == default.model
 
 
 def test_the_attention_config_reaches_every_layer():
-    model = build(composed(*TINY_SPHERE, "attention/backend=torch", "attention/precision=bf16")).model
+    model = build(
+        composed(*TINY_SPHERE, "attention/backend=torch", "attention/precision=bf16")
+    ).model
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
-    assert len(blocks) > 2 and {block.config for block in blocks} == {AttentionConfig("torch", "bf16")}
+    assert len(blocks) > 2 and {block.config for block in blocks} == {
+        AttentionConfig("torch", "bf16")
+    }
 
 
 def test_the_seed_draws_the_weights():
-    one, same, other = (build(composed(*TINY_SPHERE, f"training.seed={seed}")).model for seed in (1, 1, 2))
+    one, same, other = (
+        build(composed(*TINY_SPHERE, f"training.seed={seed}")).model for seed in (1, 1, 2)
+    )
     weights = [model.encoder["data"].emb_nodes_src.weight for model in (one, same, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
@@ -158,7 +194,14 @@ def test_a_foreign_application_uses_the_groups(tmp_path):
         config = compose("config", ["attention/backend=torch", "graph.refinement=1"])
     attention = instantiate(config.attention)
     assert attention == AttentionConfig(backend="torch")
-    assert config.learning == "fast" and set(config) == {"attention", "networks", "graph", "learning"}
+    assert config.learning == "fast" and set(config) == {
+        "attention",
+        "networks",
+        "graph",
+        "learning",
+    }
     nodes = regional(np.arange(-80.0, 90, 20), np.arange(0.0, 360, 20))
-    model = instantiate(config.networks.small)(instantiate(config.graph)(nodes), 3, 2, config=attention)
+    model = instantiate(config.networks.small)(
+        instantiate(config.graph)(nodes), 3, 2, config=attention
+    )
     assert model(torch.zeros(1, len(nodes), 3)).shape == (1, len(nodes), 2)

@@ -46,7 +46,9 @@ def scores(folder, name="scores.json"):
     return json.loads((folder / name).read_text())
 
 
-def test_scores_and_plot_of_the_best_checkpoint_are_those_of_the_end_of_training(trained, evaluated, capsys):
+def test_scores_and_plot_of_the_best_checkpoint_are_those_of_the_end_of_training(
+    trained, evaluated, capsys
+):
     folder = evaluated(f"checkpoint={trained / 'best.pt'}")
     assert (folder / "scores.json").read_bytes() == (trained / "scores.json").read_bytes()
     assert (folder / "forecast.png").read_bytes() == (trained / "forecast.png").read_bytes()
@@ -67,13 +69,20 @@ def test_weights_are_the_averaged_ones_of_a_checkpoint_that_needs_no_other_file(
 
 
 def test_command_line_overrides_the_config_of_the_run(trained, evaluated, without_pictures):
-    assert scores(evaluated(f"checkpoint={trained / 'best.pt'}", "data.test_size=2"))[0]["samples"] == 2
+    assert (
+        scores(evaluated(f"checkpoint={trained / 'best.pt'}", "data.test_size=2"))[0]["samples"]
+        == 2
+    )
 
 
-def test_rollout_writes_scores_by_lead_time_and_a_plot(trained, evaluated, without_pictures, capsys):
+def test_rollout_writes_scores_by_lead_time_and_a_plot(
+    trained, evaluated, without_pictures, capsys
+):
     folder = evaluated(f"checkpoint={trained / 'best.pt'}", "rollout=3")
     rollout = scores(folder, "rollout.json")
-    expected = [(name, lead_time) for lead_time in (12.0, 24.0, 36.0) for name in ("model", "persistence")]
+    expected = [
+        (name, lead_time) for lead_time in (12.0, 24.0, 36.0) for name in ("model", "persistence")
+    ]
     assert [(s["forecast"], s["lead_time"]) for s in rollout] == expected
     assert rollout[:2] == scores(folder)
     assert f"written: {folder / 'rollout.png'}" in capsys.readouterr().out
@@ -85,11 +94,20 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot(trained, evaluated, witho
         (["checkpoint=nowhere.pt"], "no checkpoint nowhere.pt: give the last.pt or best.pt"),
         (["checkpoint={trained}"], "give the last.pt or best.pt that a run left in its folder"),
         ([], "checkpoint must be given, as checkpoint=VALUE"),
-        (["checkpoint={trained}/scores.json"], "a checkpoint must be a whole file that training wrote, "),
-        *(([f"checkpoint={name}"], f"checkpoint must name one file, got 'checkpoint={name}'") for name in NO_FILES),
+        (
+            ["checkpoint={trained}/scores.json"],
+            "a checkpoint must be a whole file that training wrote, ",
+        ),
+        *(
+            ([f"checkpoint={name}"], f"checkpoint must name one file, got 'checkpoint={name}'")
+            for name in NO_FILES
+        ),
         (["checkpoint={trained}/best.pt", "rollout=0"], "rollout must be at least 1, got 0"),
         (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be an integer, got 'far'"),
-        (["checkpoint={trained}/best.pt", "model.channels=64"], "the checkpoint's weights must be those of the config"),
+        (
+            ["checkpoint={trained}/best.pt", "model.channels=64"],
+            "the checkpoint's weights must be those of the config",
+        ),
     ],
 )
 def test_invalid_arguments_end_with_one_sentence(trained, refusal, arguments, message):
@@ -106,7 +124,9 @@ def test_torchrun_raises(refusal, monkeypatch):
 def test_data_set_without_rollouts_raises_before_scoring(trained, refusal, monkeypatch, tmp_path):
     monkeypatch.setattr(SphereDataset, "advance", ForecastDataset.advance)
     sentence = refusal(f"checkpoint={trained / 'best.pt'}", "rollout=2")
-    assert "a rollout needs a data set that implements advance(), SphereDataset does not" in sentence
+    assert (
+        "a rollout needs a data set that implements advance(), SphereDataset does not" in sentence
+    )
     assert not (tmp_path / "scores.json").exists()
 
 
@@ -118,10 +138,22 @@ def write_sharded(path, trained):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (write_sharded, "the checkpoint must be one file, got the folder {folder}/checkpoint of several ranks"),
-        (lambda path, trained: path.write_bytes((trained / "best.pt").read_bytes()[:-1000]), "must be a whole file"),
-        (lambda path, trained: save_checkpoint(path, {"average": {}}), "must contain the config of its run"),
-        (lambda path, trained: save_checkpoint(path, torch.zeros(2)), "a checkpoint must hold a dict of states"),
+        (
+            write_sharded,
+            "the checkpoint must be one file, got the folder {folder}/checkpoint of several ranks",
+        ),
+        (
+            lambda path, trained: path.write_bytes((trained / "best.pt").read_bytes()[:-1000]),
+            "must be a whole file",
+        ),
+        (
+            lambda path, trained: save_checkpoint(path, {"average": {}}),
+            "must contain the config of its run",
+        ),
+        (
+            lambda path, trained: save_checkpoint(path, torch.zeros(2)),
+            "a checkpoint must hold a dict of states",
+        ),
     ],
     ids=["sharded", "truncated", "without config", "tensor"],
 )

@@ -30,9 +30,18 @@ def test_an_explained_run_has_the_weights_of_another(application):
     plain, explained = application("plain"), application("explained", "explain=kernels.json")
     assert not (plain / "kernels.json").exists()
     layers = json.loads((explained / "kernels.json").read_text())["layers"]
-    assert [layer["name"] for layer in layers] == ["encoder.data.proc", "processor.proc.0", "decoder.data.proc"]
+    assert [layer["name"] for layer in layers] == [
+        "encoder.data.proc",
+        "processor.proc.0",
+        "decoder.data.proc",
+    ]
     assert [pass_["name"] for pass_ in layers[0]["passes"]] == ["forward", "backward"]
-    conftest.assert_same(*(torch.load(folder / "last.pt", weights_only=True)["model"] for folder in (plain, explained)))
+    conftest.assert_same(
+        *(
+            torch.load(folder / "last.pt", weights_only=True)["model"]
+            for folder in (plain, explained)
+        )
+    )
 
 
 def test_the_table_is_printed_before_training_with_the_precision_of_the_run(application, capsys):
@@ -44,7 +53,12 @@ def test_the_table_is_printed_before_training_with_the_precision_of_the_run(appl
 def test_an_evaluation_explains_forecasts(application, start, monkeypatch):
     folder = application("run")
     monkeypatch.setattr(evaluate, "evaluate", lambda *_: None)
-    start(evaluate, f"checkpoint={folder / 'best.pt'}", "explain=kernels.txt", f"hydra.run.dir={folder}_results")
+    start(
+        evaluate,
+        f"checkpoint={folder / 'best.pt'}",
+        "explain=kernels.txt",
+        f"hydra.run.dir={folder}_results",
+    )
     text = folder.with_name("run_results").joinpath("kernels.txt").read_text()
     assert "forward: anemoi_gt::edge_attention_torch" in text and "backward" not in text
 
@@ -52,7 +66,9 @@ def test_an_evaluation_explains_forecasts(application, start, monkeypatch):
 @pytest.mark.parametrize("value", ["true", "3", "''"])
 def test_a_value_that_names_nothing_is_one_sentence(application, error_line, value):
     sentence = error_line(application, "run", f"explain={value}")
-    assert sentence.startswith("anemoi_gt.train: explain must be null, print or the name of a file, got ")
+    assert sentence.startswith(
+        "anemoi_gt.train: explain must be null, print or the name of a file, got "
+    )
 
 
 def test_under_torchrun_it_is_refused(monkeypatch):

@@ -23,7 +23,13 @@ from anemoi_gt.app.training.run_files import save_checkpoint
 EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
 SMALL = [
     *applications.SMALL,
-    *("model.num_layers=1", "model.channels=16", "model.heads=2", "training.device=cpu", "attention.backend=torch"),
+    *(
+        "model.num_layers=1",
+        "model.channels=16",
+        "model.heads=2",
+        "training.device=cpu",
+        "attention.backend=torch",
+    ),
 ]
 
 
@@ -55,7 +61,9 @@ def started(tmp_path_factory):
     def started(*arguments):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", sys.argv[:])
-            command_line.main(["export", *arguments, f"hydra.run.dir={tmp_path_factory.mktemp('export')}"])
+            command_line.main(
+                ["export", *arguments, f"hydra.run.dir={tmp_path_factory.mktemp('export')}"]
+            )
 
     return started
 
@@ -89,10 +97,20 @@ def test_package_runs_in_cpp(package, example, tmp_path):
     fields, forecast, expected = example
     torch_folder, program = Path(torch.__file__).parent, tmp_path / "run_package"
     libraries = torch_folder / "lib"
-    compiler = ["g++", "-std=c++20", "-O0", f"-I{torch_folder / 'include'}", EXAMPLES / "main.cpp", "-o", program]
+    compiler = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        f"-I{torch_folder / 'include'}",
+        EXAMPLES / "main.cpp",
+        "-o",
+        program,
+    ]
     linker = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
     subprocess.run([*compiler, *linker], check=True, capture_output=True, timeout=300)
-    result = subprocess.run([program, package, fields, forecast], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [program, package, fields, forecast], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert "forecast: physical values in, physical values out" in result.stdout
     torch.testing.assert_close(torch.load(forecast), expected)
@@ -102,13 +120,24 @@ def test_metadata_describes_inputs_outputs_and_origin(package, run):
     (splits, *_), _ = run
     metadata = torch._inductor.aoti_load_package(str(package)).get_metadata()
     (inputs,), (outputs,) = (json.loads(metadata[name]) for name in ("inputs", "outputs"))
-    assert inputs["shape"] == ["1 to 4", 208, 5] and inputs["channels"] == list(splits.train.input_names[:5])
+    assert inputs["shape"] == ["1 to 4", 208, 5] and inputs["channels"] == list(
+        splits.train.input_names[:5]
+    )
     assert inputs["units"] == ["kg/kg", "m/s", "m/s", "m/s", "m/s"]
     assert outputs["variables"] == ["tracer"] and outputs["units"] == ["kg/kg"]
     assert json.loads(metadata["normalisation"])["change_std"] == splits.train.statistics.change_std
-    expected = {"lead_time_hours": "12", "backend": "torch", "step": "12", "device": "cpu", "precision": "32-true"}
+    expected = {
+        "lead_time_hours": "12",
+        "backend": "torch",
+        "step": "12",
+        "device": "cpu",
+        "precision": "32-true",
+    }
     assert expected.items() <= metadata.items()
-    assert sorted(path.name for path in package.parent.iterdir()) == ["best.pt", "model.pt2"]  # and no other file
+    assert sorted(path.name for path in package.parent.iterdir()) == [
+        "best.pt",
+        "model.pt2",
+    ]  # and no other file
 
 
 @pytest.fixture
@@ -119,19 +148,33 @@ def error_line(started, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("checkpoint=nowhere.pt out={folder}/m.pt2", "no checkpoint nowhere.pt: give the last.pt or best.pt"),
+        (
+            "checkpoint=nowhere.pt out={folder}/m.pt2",
+            "no checkpoint nowhere.pt: give the last.pt or best.pt",
+        ),
         ("out={folder}/m.pt2", "checkpoint must be given, as checkpoint=VALUE"),
         ("{checkpoint}", "out must be given, as out=VALUE"),
         ("{checkpoint} out=5", "out must be a file name, such as model.pt2, got 5"),
         ("{checkpoint} out=", "out must be a file name, such as model.pt2, got ''"),
         ("{checkpoint} out={folder}/m.so", "must end in .pt2"),
-        ("{checkpoint} out={folder}/none/m.pt2", "could not write {folder}/none/m.pt2: No such file"),
+        (
+            "{checkpoint} out={folder}/none/m.pt2",
+            "could not write {folder}/none/m.pt2: No such file",
+        ),
         ("{checkpoint} out={folder}/m.pt2 max_batch=0", "max_batch must be at least 1, got 0"),
-        ("{checkpoint} out={folder}/m.pt2 precision=fp8", "precision must be one of 32-true, bf16-mixed, "),
-        ("{checkpoint} out={folder}/m.pt2 model.channels=32", "the checkpoint's weights must be those of"),
+        (
+            "{checkpoint} out={folder}/m.pt2 precision=fp8",
+            "precision must be one of 32-true, bf16-mixed, ",
+        ),
+        (
+            "{checkpoint} out={folder}/m.pt2 model.channels=32",
+            "the checkpoint's weights must be those of",
+        ),
     ],
 )
-def test_invalid_arguments_end_with_one_sentence(arguments, message, checkpoint, error_line, tmp_path):
+def test_invalid_arguments_end_with_one_sentence(
+    arguments, message, checkpoint, error_line, tmp_path
+):
     places = {"checkpoint": f"checkpoint={checkpoint}", "folder": tmp_path}
     sentence = error_line(*arguments.format(**places).split())
     assert sentence.startswith("anemoi_gt.export: ") and message.format(**places) in sentence
@@ -139,24 +182,44 @@ def test_invalid_arguments_end_with_one_sentence(arguments, message, checkpoint,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled and run here")
-def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(checkpoint, error_line, tmp_path, monkeypatch):
-    arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "attention.backend=triton")
-    assert "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET" in error_line(*arguments)
+def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(
+    checkpoint, error_line, tmp_path, monkeypatch
+):
+    arguments = (
+        f"checkpoint={checkpoint}",
+        f"out={tmp_path / 'm.pt2'}",
+        "attention.backend=triton",
+    )
+    assert (
+        "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET"
+        in error_line(*arguments)
+    )
     monkeypatch.setattr("anemoi_gt.ops.triton_backend.device.interpreted", lambda: False)
-    assert "attention backend 'triton' cannot run here: its kernels run on a GPU" in error_line(*arguments)
+    assert "attention backend 'triton' cannot run here: its kernels run on a GPU" in error_line(
+        *arguments
+    )
 
 
 def test_package_that_disagrees_with_the_model_is_not_left_behind(run, monkeypatch, tmp_path):
     (splits, model, training), _ = run
     monkeypatch.setattr(application, "export_model", lambda *_: None)
     monkeypatch.setattr(application, "write_package", lambda _, path, __: path.write_bytes(b"any"))
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda _: lambda x: torch.ones(len(x), 208, 1))
+    monkeypatch.setattr(
+        torch._inductor, "aoti_load_package", lambda _: lambda x: torch.ones(len(x), 208, 1)
+    )
     with pytest.raises(FloatingPointError, match="must agree with the model"):
-        application.export(hydra_app.Run(splits, model, training), tmp_path / "model.pt2", 4, {"precision": "32-true"})
+        application.export(
+            hydra_app.Run(splits, model, training),
+            tmp_path / "model.pt2",
+            4,
+            {"precision": "32-true"},
+        )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_data_set_without_physical_inputs_is_refused(checkpoint, error_line, tmp_path, monkeypatch):
+def test_a_data_set_without_physical_inputs_is_refused(
+    checkpoint, error_line, tmp_path, monkeypatch
+):
     monkeypatch.setattr(SphereDataset, "physical_inputs", ForecastDataset.physical_inputs)
     sentence = error_line(f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}")
     assert "a package needs a data set that implements physical_inputs()" in sentence

@@ -26,7 +26,9 @@ RUN = "import runpy, sys\nsys.argv = ['anemoi_gt', 'info']\nrunpy.run_module('an
 
 
 def rows(section):
-    block = next(block for block in info.describe().split("\n\n") if block.startswith(f"{section}\n"))
+    block = next(
+        block for block in info.describe().split("\n\n") if block.startswith(f"{section}\n")
+    )
     return dict(re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in block.splitlines()[1:])
 
 
@@ -50,25 +52,39 @@ def test_with_only_torch_everything_else_is_reported_missing():
     assert result.returncode == 0, result.stderr
     for package, extra in info.PACKAGES.values():
         requirement = "anemoi-gt" if extra is None else rf"anemoi-gt\[{extra}\]"
-        assert re.search(rf"^  {package} +missing: pip install '{requirement}'$", result.stdout, re.MULTILINE), package
+        assert re.search(
+            rf"^  {package} +missing: pip install '{requirement}'$", result.stdout, re.MULTILINE
+        ), package
     assert re.search(r"^  install +not possible: ", result.stdout, re.MULTILINE)
     assert re.search(r"^  cpu torch +runs, auto takes it$", result.stdout, re.MULTILINE)
-    assert re.search(r"^  cpu triton +does not run: the package triton is missing", result.stdout, re.MULTILINE)
+    assert re.search(
+        r"^  cpu triton +does not run: the package triton is missing", result.stdout, re.MULTILINE
+    )
 
 
 def test_every_package_of_an_extra_is_listed_with_it():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {None: project["dependencies"], **project["optional-dependencies"]}
     for extra in (None, "triton", "graphs", "hydra", "train", "xarray", "era5"):
-        names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed[extra]} - {"torch", "anemoi-gt"}
-        assert names == {package for package, its_extra in info.PACKAGES.values() if its_extra == extra}, extra
+        names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed[extra]} - {
+            "torch",
+            "anemoi-gt",
+        }
+        assert names == {
+            package for package, its_extra in info.PACKAGES.values() if its_extra == extra
+        }, extra
 
 
 def test_each_backend_reports_for_itself(monkeypatch):
-    cases = ((False, "does not run: no cpu", "runs, auto takes it"), (True, "runs, auto takes it", "runs"))
+    cases = (
+        (False, "does not run: no cpu", "runs, auto takes it"),
+        (True, "runs, auto takes it", "runs"),
+    )
     for runs, triton, torch_backend in cases:
         reason = lambda query, runs=runs: None if runs else f"no {query.device}"  # noqa: E731
-        stub = backends.BACKENDS["triton"]._replace(unsupported_reason=reason, auto_unsupported_reason=reason)
+        stub = backends.BACKENDS["triton"]._replace(
+            unsupported_reason=reason, auto_unsupported_reason=reason
+        )
         monkeypatch.setitem(backends.BACKENDS, "triton", stub)
         answers = rows("attention backends")
         assert (answers["cpu triton"], answers["cpu torch"]) == (triton, torch_backend)
@@ -77,10 +93,14 @@ def test_each_backend_reports_for_itself(monkeypatch):
 def test_every_device_is_listed_with_every_backend():
     devices = rows("devices")
     assert set(devices) == {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
-    assert set(rows("attention backends")) == {f"{device} {name}" for device in devices for name in backends.BACKENDS}
+    assert set(rows("attention backends")) == {
+        f"{device} {name}" for device in devices for name in backends.BACKENDS
+    }
 
 
-def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not(monkeypatch, anemoi_as_it_is):
+def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not(
+    monkeypatch, anemoi_as_it_is
+):
     listed = rows("anemoi-models")
     assert listed.pop("version") == importlib.metadata.version("anemoi-models")
     assert {"GraphTransformerProcessorBlock.forward", "NoiseConditioning.forward"} <= set(listed)
@@ -91,11 +111,19 @@ def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not
     monkeypatch.setattr(GraphTransformerMapperBlock, "run_node_src_mlp", lambda self: None)
     monkeypatch.delattr(StaticGraphProvider, "_get_edges_impl")
     listed = rows("anemoi-models")
-    processor, mapper = (listed[f"GraphTransformer{kind}Block.forward"] for kind in ("Processor", "Mapper"))
+    processor, mapper = (
+        listed[f"GraphTransformer{kind}Block.forward"] for kind in ("Processor", "Mapper")
+    )
     assert processor.startswith("stays upstream's: it takes (self, x), not (self, x, edge_attr, ")
     assert mapper.startswith("stays upstream's: of its run_node_src_mlp, its source cannot be read")
-    assert listed["StaticGraphProvider._get_edges_impl"] == "stays upstream's: it has no _get_edges_impl"
-    assert listed["NoiseConditioning.forward"] == "stays upstream's: sharding is replaced as a whole, or not at all"
+    assert (
+        listed["StaticGraphProvider._get_edges_impl"]
+        == "stays upstream's: it has no _get_edges_impl"
+    )
+    assert (
+        listed["NoiseConditioning.forward"]
+        == "stays upstream's: sharding is replaced as a whole, or not at all"
+    )
 
 
 def test_a_checkpoint_is_told_of_block_by_block(tmp_path, capsys, anemoi_as_it_is):
@@ -104,10 +132,14 @@ def test_a_checkpoint_is_told_of_block_by_block(tmp_path, capsys, anemoi_as_it_i
     torch.save(model, tmp_path / "inference-last.ckpt")
     command_line.main(["info", "--checkpoint", str(tmp_path / "inference-last.ckpt")])
     section = capsys.readouterr().out.split("\n\n")[-1]
-    listed = dict(re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in section.splitlines()[1:])
+    listed = dict(
+        re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in section.splitlines()[1:]
+    )
     reason = "its conv is support.anemoi_model.OwnConv, which is not Anemoi's attention"
     assert listed["processor.proc.1"] == f"upstream: {reason}"
-    fused = "attention only: sub-layers are fused under 16-bit autocast where backend triton attends"
+    fused = (
+        "attention only: sub-layers are fused under 16-bit autocast where backend triton attends"
+    )
     assert listed["processor.proc.0"] == listed["encoder.encoder.proc"] == fused
     assert f"1 upstream (processor.proc.1: {reason})" in listed["blocks"]
 

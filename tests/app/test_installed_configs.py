@@ -60,7 +60,9 @@ hydra:
 
 
 def execute(*command, cwd):
-    result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -81,21 +83,32 @@ def python(tmp_path):
     """A virtual environment with this one's packages except anemoi_gt."""
     venv.create(tmp_path / "environment", with_pip=False)
     python = tmp_path / "environment" / "bin" / "python"
-    packages = execute(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    packages = execute(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+    ).strip()
     # Folders in a .pth file are searched, but their own .pth files, which make an editable install work, are not read.
-    borrowed = {sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))}
+    borrowed = {
+        sysconfig.get_path("purelib"),
+        *(path for path in sys.path if path.endswith("site-packages")),
+    }
     Path(packages, "borrowed.pth").write_text("\n".join(sorted(borrowed)))
     return python
 
 
 @pytest.mark.parametrize("mode", ["wheel", "editable"])
-def test_another_application_finds_the_configs_of_the_installed_package(mode, source, python, tmp_path):
+def test_another_application_finds_the_configs_of_the_installed_package(
+    mode, source, python, tmp_path
+):
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     target = ["--editable", source] if mode == "editable" else [source]
-    execute(sys.executable, "-m", "pip", "--python", python, "install", *options, *target, cwd=tmp_path)
+    execute(
+        sys.executable, "-m", "pip", "--python", python, "install", *options, *target, cwd=tmp_path
+    )
     (tmp_path / "application.py").write_text(APPLICATION)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    lines = execute(python, "application.py", "+attention/backend@layers.attention=torch", cwd=tmp_path).splitlines()
+    lines = execute(
+        python, "application.py", "+attention/backend@layers.attention=torch", cwd=tmp_path
+    ).splitlines()
     home = source / "src" if mode == "editable" else tmp_path / "environment"
     assert Path(lines[0]).is_relative_to(home)
     assert lines[1:5] == ["torch bf16", "(3, 8) True", "(1, 6114, 2)", "LICENSE NOTICE"]

@@ -15,15 +15,28 @@ from .conftest import SMALL, assert_same, without_speed
 
 STEPS, VALID_EVERY = 30, 10
 RUN = [
-    *(*SMALL, "model.num_layers=1", "model.channels=8", "model.dropout=0.1", f"training.steps={STEPS}"),
-    *(f"training.valid_every={VALID_EVERY}", "training.log_every=1", "training.threads=1", "resume=true"),
+    *(
+        *SMALL,
+        "model.num_layers=1",
+        "model.channels=8",
+        "model.dropout=0.1",
+        f"training.steps={STEPS}",
+    ),
+    *(
+        f"training.valid_every={VALID_EVERY}",
+        "training.log_every=1",
+        "training.threads=1",
+        "resume=true",
+    ),
 ]
 DEADLINE = 120  # s, for a run of a few
 
 
 def start(folder, *arguments):
     """Start the application; runs of one folder are one run."""
-    return Program("-m", "anemoi_gt.train", *RUN, f"hydra.run.dir={folder}", *arguments, folder=folder.parent)
+    return Program(
+        "-m", "anemoi_gt.train", *RUN, f"hydra.run.dir={folder}", *arguments, folder=folder.parent
+    )
 
 
 def finish(process):
@@ -68,10 +81,15 @@ def test_a_terminated_run_saves_and_prints_how_to_continue(terminated):
     folder, status, sentence = terminated
     step = load_checkpoint(folder / "last.pt")["step"]
     assert VALID_EVERY + 5 <= step < STEPS
-    assert step == max(record["step"] for record in records(folder))  # nothing that was done is lost
+    assert step == max(
+        record["step"] for record in records(folder)
+    )  # nothing that was done is lost
     assert status == 128 + signal.SIGTERM
     go_on = f"anemoi-gt train resume=true hydra.run.dir={folder}"
-    assert sentence == f"anemoi_gt.train: stopped by SIGTERM after step {step}, which is saved: {go_on}"
+    assert (
+        sentence
+        == f"anemoi_gt.train: stopped by SIGTERM after step {step}, which is saved: {go_on}"
+    )
 
 
 def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(tmp_path):
@@ -80,17 +98,26 @@ def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(tmp_pa
     process = start(folder)
     send(process, signal.SIGKILL, folder, after=VALID_EVERY + 5)
     assert process.finish(DEADLINE)[0] == -signal.SIGKILL
-    assert load_checkpoint(folder / "last.pt")["step"] < max(record["step"] for record in records(folder)) < STEPS
+    assert (
+        load_checkpoint(folder / "last.pt")["step"]
+        < max(record["step"] for record in records(folder))
+        < STEPS
+    )
     assert finish(start(folder))[0] == 0
     assert_same_run(folder, whole)
 
 
-def test_a_full_disk_ends_the_run_with_one_sentence_and_the_last_checkpoint_whole(terminated, tmp_path):
+def test_a_full_disk_ends_the_run_with_one_sentence_and_the_last_checkpoint_whole(
+    terminated, tmp_path
+):
     folder = shutil.copytree(terminated[0], tmp_path / "run")
     before = (folder / "last.pt").read_bytes()
     (folder / "last.pt.partial").symlink_to("/dev/full")  # where every write finds no space left
     status, sentence = finish(start(folder))
     assert status == 1
-    assert sentence == f"anemoi_gt.train: could not write {folder / 'last.pt'}: No space left on device"
+    assert (
+        sentence
+        == f"anemoi_gt.train: could not write {folder / 'last.pt'}: No space left on device"
+    )
     assert (folder / "last.pt").read_bytes() == before
     assert not (folder / "last.pt.partial").is_symlink()

@@ -21,7 +21,13 @@ from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
 
 SMALL = [
-    *("data=xarray", "data.path=weather.nc", "model.channels=8", "model.num_layers=1", "training.steps=4"),
+    *(
+        "data=xarray",
+        "data.path=weather.nc",
+        "model.channels=8",
+        "model.num_layers=1",
+        "training.steps=4",
+    ),
     *("training.batch_size=2", "training.valid_every=2", "training.device=cpu"),
 ]
 
@@ -54,13 +60,19 @@ def test_a_run_continues_by_its_folder_alone_and_with_more_steps(begun, start, c
     lines = map(json.loads, (begun / "metrics.jsonl").read_text().splitlines())
     rates = {line["step"]: line["learning_rate"] for line in lines if line["split"] == "train"}
     assert rates[6] == pytest.approx(1e-3 * 6 / 7)  # of the longer schedule
-    start(train, *SMALL, "training.steps=6", "resume=true", f"hydra.run.dir={begun}")  # the whole command does as well
+    start(
+        train, *SMALL, "training.steps=6", "resume=true", f"hydra.run.dir={begun}"
+    )  # the whole command does as well
 
 
 def test_a_continued_run_refuses_fewer_steps_and_another_model(begun, start, error_line):
     arguments = ("resume=true", f"hydra.run.dir={begun}")
-    assert "was written with training.steps=4, not 3" in error_line(start, train, *arguments, "training.steps=3")
-    assert "was written with model.channels=8, not 16" in error_line(start, train, *arguments, "model.channels=16")
+    assert "was written with training.steps=4, not 3" in error_line(
+        start, train, *arguments, "training.steps=3"
+    )
+    assert "was written with model.channels=8, not 16" in error_line(
+        start, train, *arguments, "model.channels=16"
+    )
 
 
 @pytest.mark.parametrize("folder", ["runs/a", "runs (1)/it's a=b"])
@@ -69,11 +81,17 @@ def test_the_command_printed_at_a_stop_can_be_pasted(place, start, monkeypatch, 
         trainer._save_checkpoint(trainer.folder / "last.pt", trainer.state_dict())
         raise Stopped(signal.SIGINT, 0)
 
-    (given,) = [word for word in shlex.split(hydra_app.resume_command(place / folder)) if word.startswith("hydra")]
+    (given,) = [
+        word
+        for word in shlex.split(hydra_app.resume_command(place / folder))
+        if word.startswith("hydra")
+    ]
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="^130$"):
         patch.setattr(train, "train", stopped)
         start(train, *SMALL, given)
-    program, application, *arguments = shlex.split(capsys.readouterr().err.splitlines()[-1].rpartition(": ")[2])
+    program, application, *arguments = shlex.split(
+        capsys.readouterr().err.splitlines()[-1].rpartition(": ")[2]
+    )
     assert (program, application) == ("anemoi-gt", "train")
     start(train, *arguments)
     assert state(place / folder)["step"] == 4
@@ -83,14 +101,18 @@ def test_fine_tuning_starts_from_weights_and_names_those_that_do_not_fit(begun, 
     capsys.readouterr()
     start(train, *SMALL, "init_from=runs/a/best.pt", "hydra.run.dir=runs/b", "data.input_steps=1")
     (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("weights loaded from runs/a/best.pt")
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("weights loaded from runs/a/best.pt")
     ]
     assert re.findall(r"([\w.]+) \[8, \d+\], \[8, \d+\] in the file", line) == [
         *("encoder.data.emb_nodes_src.weight", "decoder.data.emb_nodes_dst.weight")
     ]
     before, config = load_checkpoint(begun / "best.pt")["average"], state(Path("runs/b"))["config"]
     config["training"] = config["training"] | {"device": "cpu"}
-    model = hydra_app.build(OmegaConf.create(config | {"init_from": "runs/a/best.pt"})).model.state_dict()
+    model = hydra_app.build(
+        OmegaConf.create(config | {"init_from": "runs/a/best.pt"})
+    ).model.state_dict()
     assert all((model[name] == before[name]).all() for name in before if "emb_nodes" not in name)
 
 
@@ -98,10 +120,15 @@ def test_evaluation_and_rollouts_from_another_folder(begun, start, tmp_path, mon
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     start(evaluate, "checkpoint=../runs/a/best.pt", "hydra.run.dir=scores")
-    assert json.loads(Path("scores/scores.json").read_text()) == json.loads((begun / "scores.json").read_text())
+    assert json.loads(Path("scores/scores.json").read_text()) == json.loads(
+        (begun / "scores.json").read_text()
+    )
     start(rollout, "checkpoint=../runs/a/best.pt", "steps=3", "sample=0", "hydra.run.dir=forecast")
     with xarray.open_dataset("forecast/rollout.nc", engine="netcdf4") as forecast:
-        assert forecast.t2m.dims == ("time", "latitude", "longitude") and forecast.t2m.attrs["units"] == "K"
+        assert (
+            forecast.t2m.dims == ("time", "latitude", "longitude")
+            and forecast.t2m.attrs["units"] == "K"
+        )
         assert forecast.sizes["time"] == 3 and forecast.title.endswith("+ 6 h, 3 steps")
         assert abs(forecast.t2m - 280).max() < 50 and np.isclose(forecast.latitude[0], 58)
 
@@ -109,7 +136,9 @@ def test_evaluation_and_rollouts_from_another_folder(begun, start, tmp_path, mon
 def test_a_rollout_that_cannot_be_made_is_refused(begun, start, error_line):
     arguments = (start, rollout, "checkpoint=runs/a/best.pt")
     assert "steps must be at least 1, got 0" in error_line(*arguments, "steps=0")
-    assert "sample must be one of the 3 test samples, -1 the last, got 9" in error_line(*arguments, "sample=9")
+    assert "sample must be one of the 3 test samples, -1 the last, got 9" in error_line(
+        *arguments, "sample=9"
+    )
 
 
 def test_configs_of_ones_own_and_their_target_are_found(place, start, monkeypatch):
@@ -149,7 +178,9 @@ def test_a_folder_that_cannot_be_created_is_one_sentence(place, start, error_lin
     (place / Path(folder).parts[0]).write_text("a file")
     given = [] if folder == "outputs" else [f"hydra.run.dir={folder}"]
     said = error_line(start, train, *given)
-    assert said.startswith(f"anemoi_gt.train: hydra.run.dir must be a folder that can be created, got {place / folder}")
+    assert said.startswith(
+        f"anemoi_gt.train: hydra.run.dir must be a folder that can be created, got {place / folder}"
+    )
 
 
 def test_more_warmup_than_steps_is_taken_as_steps_with_a_note(capsys, begun):
@@ -174,5 +205,7 @@ main()
 
 def test_an_interrupt_while_packages_are_imported_prints_nothing():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, timeout=60
+    )
     assert ended.returncode == -signal.SIGINT and ended.stderr == b""

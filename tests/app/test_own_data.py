@@ -14,7 +14,13 @@ from anemoi_gt.app import evaluate, rollout, train
 from anemoi_gt.app.training.run_files import load_checkpoint
 
 PAGE = ROOT / "docs" / "own_data.md"
-SMALL = ["model.channels=8", "model.num_layers=1", "training.steps=4", "training.valid_every=2", "training.device=cpu"]
+SMALL = [
+    "model.channels=8",
+    "model.num_layers=1",
+    "training.steps=4",
+    "training.valid_every=2",
+    "training.device=cpu",
+]
 
 
 def cds_file(path):
@@ -22,14 +28,19 @@ def cds_file(path):
     times = np.datetime64("2020-01-01", "ns") + 6 * np.arange(60) * np.timedelta64(1, "h")
     lat, lon = np.arange(60.0, 49.9, -0.5), np.arange(-10.0, 5.1, 0.5)
     weather = weather_file(lat, lon, times)[["t2m", "tp", "lsm"]]
-    lsm = (np.cos(np.deg2rad(40 * lat))[:, None] + np.sin(np.deg2rad(30 * lon)) > 0).astype("float32")
+    lsm = (np.cos(np.deg2rad(40 * lat))[:, None] + np.sin(np.deg2rad(30 * lon)) > 0).astype(
+        "float32"
+    )
     weather["lsm"] = weather.lsm.copy(data=lsm).expand_dims(time=times)
-    weather = weather.rename(time="valid_time").assign_coords(number=0, expver=("valid_time", ["0001"] * len(times)))
+    weather = weather.rename(time="valid_time").assign_coords(
+        number=0, expver=("valid_time", ["0001"] * len(times))
+    )
     weather.t2m.attrs |= {"long_name": "2 metre temperature", "standard_name": "unknown"}
     packed = {"dtype": "int16", "_FillValue": -32767}
     ranges = {"t2m": (273.0, 6e-4), "tp": (0.5, 2e-5), "lsm": (0.5, 2e-5)}
     encoding = {
-        name: packed | {"add_offset": offset, "scale_factor": scale} for name, (offset, scale) in ranges.items()
+        name: packed | {"add_offset": offset, "scale_factor": scale}
+        for name, (offset, scale) in ranges.items()
     }
     weather.to_netcdf(path, encoding=encoding)
     return weather
@@ -41,18 +52,41 @@ def place(tmp_path, monkeypatch, without_pictures):
     return tmp_path
 
 
-def test_a_file_of_the_climate_data_store_becomes_a_forecast_that_xarray_shows_where_it_is(place, start, capsys):
+def test_a_file_of_the_climate_data_store_becomes_a_forecast_that_xarray_shows_where_it_is(
+    place, start, capsys
+):
     source = cds_file("era5.nc")
-    start(train, "data=xarray", "data.path=era5.nc", "data.diagnostics=[tp]", "hydra.run.dir=runs/era5", *SMALL)
+    start(
+        train,
+        "data=xarray",
+        "data.path=era5.nc",
+        "data.diagnostics=[tp]",
+        "hydra.run.dir=runs/era5",
+        *SMALL,
+    )
     said = capsys.readouterr().out
     assert "inputs that never change, taken as forcings without time: lsm" in said
-    assert "6 h forecasts of t2m [K], tp [m], from 2 input times\nof these no inputs: tp\nforcings: lsm\n" in said
+    assert (
+        "6 h forecasts of t2m [K], tp [m], from 2 input times\nof these no inputs: tp\nforcings: lsm\n"
+        in said
+    )
     assert "training samples, starting 2020-01-01 06:00 to 2020-01-12 12:00 UTC\n" in said
     assert re.search(r"graph: 651 data nodes, \d+ hidden nodes; \d+ edges data to hidden, ", said)
     assert re.search(r"memory of a step: about 0\.\d\d GB: state 0\.\d\d, ", said)
-    start(evaluate, "checkpoint=runs/era5/best.pt", "rollout=2", "hydra.run.dir=scores", "plots.variables=[tp]")
-    assert {score["variable"] for score in json.loads(Path("scores/rollout.json").read_text())} == {"t2m", "tp"}
-    start(rollout, "checkpoint=runs/era5/best.pt", "steps=2", "start=latest", "hydra.run.dir=forecast")
+    start(
+        evaluate,
+        "checkpoint=runs/era5/best.pt",
+        "rollout=2",
+        "hydra.run.dir=scores",
+        "plots.variables=[tp]",
+    )
+    assert {score["variable"] for score in json.loads(Path("scores/rollout.json").read_text())} == {
+        "t2m",
+        "tp",
+    }
+    start(
+        rollout, "checkpoint=runs/era5/best.pt", "steps=2", "start=latest", "hydra.run.dir=forecast"
+    )
     with xarray.open_dataset("forecast/rollout.nc") as forecast:
         last = source.t2m.isel(valid_time=-1)
         assert forecast.forecast_reference_time == last.valid_time
@@ -89,4 +123,6 @@ def test_a_global_graph_for_a_region_is_refused_with_the_graph_to_take(place, st
 def test_a_variable_that_is_not_there_cannot_be_plotted(place, start, error_line):
     weather_file().to_netcdf("weather.nc")
     arguments = ("data=xarray", "data.path=weather.nc", "plots.variables=[t2m,q]", *SMALL)
-    assert "plots.variables must be among t2m, z_500, z_850, tp, got q" in error_line(start, train, *arguments)
+    assert "plots.variables must be among t2m, z_500, z_850, tp, got q" in error_line(
+        start, train, *arguments
+    )

@@ -10,16 +10,36 @@ from matplotlib.figure import Figure
 from support.picture import colours, fewest_colours
 
 from anemoi_gt.app.map_image import MapImage
-from anemoi_gt.app.plots import _caption, _draw_loss, chosen_variables, draw_training_plot, lead_time_ticks
+from anemoi_gt.app.plots import (
+    _caption,
+    _draw_loss,
+    chosen_variables,
+    draw_training_plot,
+    lead_time_ticks,
+)
 from anemoi_gt.app.scores import Score, measure
 from anemoi_gt.data.grids import octahedral, regional
 
-RECORDS = [{"split": split, "step": step, "loss": 1 / step} for step in range(1, 20) for split in ("train", "valid")]
+RECORDS = [
+    {"split": split, "step": step, "loss": 1 / step}
+    for step in range(1, 20)
+    for split in ("train", "valid")
+]
 
 
 def test_plot_is_a_png_of_reasonable_size_with_content_in_every_panel(splits, tmp_path):
-    path, forecasts = tmp_path / "forecast.png", {"model": splits.test.truth, **splits.test.baselines()}
-    draw_training_plot(path, splits.test, 1, splits.test.truth(1), measure(forecasts, splits.test).scores(), RECORDS)
+    path, forecasts = (
+        tmp_path / "forecast.png",
+        {"model": splits.test.truth, **splits.test.baselines()},
+    )
+    draw_training_plot(
+        path,
+        splits.test,
+        1,
+        splits.test.truth(1),
+        measure(forecasts, splits.test).scores(),
+        RECORDS,
+    )
     pixels = colours(path)
     height, width = pixels.shape
     assert 1600 <= width <= 2400 and 800 <= height <= 1400
@@ -29,7 +49,10 @@ def test_plot_is_a_png_of_reasonable_size_with_content_in_every_panel(splits, tm
 
 @pytest.mark.parametrize(
     ("nodes", "projection"),
-    [(octahedral(8), "mollweide"), (regional(np.arange(60.0, 50, -1), np.arange(-10.0, 2)), "rectilinear")],
+    [
+        (octahedral(8), "mollweide"),
+        (regional(np.arange(60.0, 50, -1), np.arange(-10.0, 2)), "rectilinear"),
+    ],
     ids=["globe", "region"],
 )
 def test_map_draws_values_at_their_positions(nodes, projection):
@@ -47,12 +70,21 @@ def test_map_draws_values_at_their_positions(nodes, projection):
 def cartopy(monkeypatch):
     """A coast around a square, and one across the date line, in place of Natural Earth."""
     square = SimpleNamespace(coords=[(-5, 52), (0, 52), (0, 57), (-5, 57), (-5, 52)])
-    across = SimpleNamespace(geoms=[SimpleNamespace(coords=[(170, 0), (179, 1), (-179, 2), (-170, 3)])])
-    reader = SimpleNamespace(
-        natural_earth=lambda *_: "", Reader=lambda _: SimpleNamespace(geometries=lambda: [square, across])
+    across = SimpleNamespace(
+        geoms=[SimpleNamespace(coords=[(170, 0), (179, 1), (-179, 2), (-170, 3)])]
     )
-    for name, module in (("cartopy", None), ("cartopy.io", None), ("cartopy.io.shapereader", reader)):
-        monkeypatch.setitem(sys.modules, name, module or SimpleNamespace(shapereader=reader, io=None))
+    reader = SimpleNamespace(
+        natural_earth=lambda *_: "",
+        Reader=lambda _: SimpleNamespace(geometries=lambda: [square, across]),
+    )
+    for name, module in (
+        ("cartopy", None),
+        ("cartopy.io", None),
+        ("cartopy.io.shapereader", reader),
+    ):
+        monkeypatch.setitem(
+            sys.modules, name, module or SimpleNamespace(shapereader=reader, io=None)
+        )
     return reader
 
 
@@ -91,8 +123,17 @@ class TwoVariables:
     """The data set `dataset` with its variable twice, the second in other units."""
 
     def __init__(self, dataset):
-        self.dataset, self.nodes, self.weights, self.lead_time = dataset, dataset.nodes, dataset.weights, 12.0
-        self.variables, self.units, self.attributes = ("q", "w"), ("kg/kg", "g/kg"), {"w": {"long_name": "water"}}
+        self.dataset, self.nodes, self.weights, self.lead_time = (
+            dataset,
+            dataset.nodes,
+            dataset.weights,
+            12.0,
+        )
+        self.variables, self.units, self.attributes = (
+            ("q", "w"),
+            ("kg/kg", "g/kg"),
+            {"w": {"long_name": "water"}},
+        )
 
     def present(self, i):
         return torch.cat([self.dataset.present(i), 1000 * self.dataset.present(i)], dim=1)
@@ -107,7 +148,8 @@ class TwoVariables:
 def test_a_plot_has_a_panel_for_each_chosen_variable(splits, tmp_path):
     data, sizes = TwoVariables(splits.test), {}
     scores = [
-        Score("model", name, units, 12.0, 3, 0.1, 0.0) for name, units in zip(data.variables, data.units, strict=True)
+        Score("model", name, units, 12.0, 3, 0.1, 0.0)
+        for name, units in zip(data.variables, data.units, strict=True)
     ]
     for names in (None, ["w"]):
         draw_training_plot(tmp_path / "a.png", data, 0, data.truth(0), scores, RECORDS, names)
@@ -120,7 +162,10 @@ def test_a_plot_has_a_panel_for_each_chosen_variable(splits, tmp_path):
 
 def test_variables_that_are_plotted_are_the_first_three_unless_chosen():
     data = SimpleNamespace(variables=("a", "b", "c", "d"))
-    assert chosen_variables(data, None) == [0, 1, 2] and chosen_variables(data, ["d", "a"]) == [3, 0]
+    assert chosen_variables(data, None) == [0, 1, 2] and chosen_variables(data, ["d", "a"]) == [
+        3,
+        0,
+    ]
     with pytest.raises(ValueError, match="plots.variables must be among a, b, c, d, got e"):
         chosen_variables(data, ["a", "e"])
 
@@ -129,13 +174,19 @@ def test_variables_that_are_plotted_are_the_first_three_unless_chosen():
 def test_the_axis_of_the_loss_has_labels_whatever_its_range(losses):
     figure = Figure()
     axes = figure.add_subplot()
-    records = [{"split": s, "step": n, "loss": loss} for n, loss in enumerate(losses) for s in ("train", "valid")]
+    records = [
+        {"split": s, "step": n, "loss": loss}
+        for n, loss in enumerate(losses)
+        for s in ("train", "valid")
+    ]
     _draw_loss(axes, records)
     figure.draw_without_rendering()
     low, high = axes.get_ylim()
     ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
     minor = zip(axes.get_yticks(minor=True), axes.get_yticklabels(minor=True), strict=True)
-    assert len([label for y, label in (*ticks, *minor) if low <= y <= high and label.get_text()]) >= 2
+    assert (
+        len([label for y, label in (*ticks, *minor) if low <= y <= high and label.get_text()]) >= 2
+    )
 
 
 def test_ticks_of_lead_time_are_multiples_of_it():

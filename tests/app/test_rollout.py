@@ -45,10 +45,15 @@ def test_forecasts_and_scores_at_the_first_lead_time_are_those_of_training(datas
         first, *_ = roll_out(model, dataset, i, 3)
         assert torch.equal(first.forecast, model_forecast(model, dataset)(i))
         assert torch.equal(first.truth, dataset.truth(i))
-    rollouts = [s for s in score_rollouts(model, dataset, 2).scores if s.lead_time == dataset.lead_time]
+    rollouts = [
+        s for s in score_rollouts(model, dataset, 2).scores if s.lead_time == dataset.lead_time
+    ]
     named = dataset.baselines() | {"model": model_forecast(model, dataset)}
     assert len(rollouts) == 1 + len(dataset.baselines(1))
-    assert rollouts == measure({one.forecast: named[one.forecast] for one in rollouts}, dataset).scores()
+    assert (
+        rollouts
+        == measure({one.forecast: named[one.forecast] for one in rollouts}, dataset).scores()
+    )
 
 
 def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):
@@ -56,7 +61,9 @@ def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):
     case, statistics = dataset.case(1), dataset.statistics
     tracer = dataset.present(1)
     for n, outcome in enumerate(roll_out(model, dataset, 1, 3)):
-        inputs = dataset.inputs(1).clone()  # position is constant, tracer and wind are those of the step
+        inputs = dataset.inputs(
+            1
+        ).clone()  # position is constant, tracer and wind are those of the step
         inputs[:, 0] = (tracer[:, 0] - statistics.tracer_mean) / statistics.tracer_std
         for k in (0, 1):
             wind = case.flow.wind(dataset.nodes.xyz, case.start + (n + k) * dataset.lead_time)
@@ -71,9 +78,14 @@ def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):
 
 def test_rollout_of_weather_equals_forecasts_from_a_field_continued_by_forecasts(weather):
     model, start = InputModel(weather.in_channels), weather.starts[3]
-    outcomes, values = roll_out(model, weather, 3, 30), weather.field.values.clone()  # beyond the 24 h of the inputs
+    outcomes, values = (
+        roll_out(model, weather, 3, 30),
+        weather.field.values.clone(),
+    )  # beyond the 24 h of the inputs
     for n, outcome in enumerate(outcomes, start):
-        continued = type(weather)(HourlyField(weather.nodes, weather.field.times, values), range(n, n + 1), lead_time=1)
+        continued = type(weather)(
+            HourlyField(weather.nodes, weather.field.times, values), range(n, n + 1), lead_time=1
+        )
         torch.testing.assert_close(outcome.forecast, model_forecast(model, continued)(0))
         values[n + 1] = outcome.forecast[:, 0]
 
@@ -93,7 +105,9 @@ def test_error_at_a_lead_time_is_that_of_its_forecasts_and_truths(splits):
     at_end = [roll_out(model, dataset, i, 3)[-1] for i in range(len(dataset))]
     squares = [((o.forecast - o.truth)[:, 0].square() * dataset.weights).mean() for o in at_end]
     rollouts = score_rollouts(model, dataset, 3)
-    (last,) = (s for s in rollouts.scores if (s.forecast, s.lead_time) == ("model", 3 * dataset.lead_time))
+    (last,) = (
+        s for s in rollouts.scores if (s.forecast, s.lead_time) == ("model", 3 * dataset.lead_time)
+    )
     assert last.rmse == pytest.approx(torch.stack(squares).mean().sqrt().item(), rel=1e-5)
     assert squares[rollouts.median_sample] == sorted(squares)[1]
 
@@ -104,24 +118,45 @@ class Growing(InputModel):
 
 
 def test_divergent_rollouts_raise(splits):
-    with pytest.raises(FloatingPointError, match=r"rollouts must stay finite, got an RMSE of (inf|nan) at \d+ h"):
+    with pytest.raises(
+        FloatingPointError, match=r"rollouts must stay finite, got an RMSE of (inf|nan) at \d+ h"
+    ):
         score_rollouts(Growing(splits.test.in_channels), splits.test, 8)
 
 
 @refused(
-    *((lambda *given, i=i: roll_out(*given, i, 1), r"i must be a sample index in \[0, 119\)") for i in (-1, 119)),
+    *(
+        (lambda *given, i=i: roll_out(*given, i, 1), r"i must be a sample index in \[0, 119\)")
+        for i in (-1, 119)
+    ),
     (lambda model, data: roll_out(model, data, 0, 0), "steps must be at least 1, got 0"),
     (lambda model, data: score_rollouts(model, data, 0), "steps must be at least 1, got 0"),
-    (lambda _, data: ForecastDataset.advance(data, 0, []), "implements advance\\(\\), Era5UkDataset does not"),
-    (lambda *_: split(hourly_field(), 6).test.advance(0, []), "needs data.lead_time=1, because inputs include"),
+    (
+        lambda _, data: ForecastDataset.advance(data, 0, []),
+        "implements advance\\(\\), Era5UkDataset does not",
+    ),
+    (
+        lambda *_: split(hourly_field(), 6).test.advance(0, []),
+        "needs data.lead_time=1, because inputs include",
+    ),
 )
 def test_rollout_out_of_range_raises(weather, wrong, message):
     raises(lambda: wrong(InputModel(weather.in_channels), weather), message)
 
 
 def test_table_has_a_row_for_each_lead_time(splits):
-    table = rollout_table(score_rollouts(InputModel(splits.test.in_channels), splits.test, 3).scores).splitlines()
-    assert table[0].split() == ["RMSE", "of", "tracer", "[kg/kg]", "model", "persistence", "samples"]
+    table = rollout_table(
+        score_rollouts(InputModel(splits.test.in_channels), splits.test, 3).scores
+    ).splitlines()
+    assert table[0].split() == [
+        "RMSE",
+        "of",
+        "tracer",
+        "[kg/kg]",
+        "model",
+        "persistence",
+        "samples",
+    ]
     assert [line.split()[:2] for line in table[1:]] == [["12", "h"], ["24", "h"], ["36", "h"]]
     assert len({len(line) for line in table}) == 1
 

@@ -43,7 +43,9 @@ class FiveSamples(TwoNodes):
 
 def test_scores_of_persistence_agree_with_a_computation_by_hand():
     temperature, wind = measure({"persistence": TwoNodes().present}, TwoNodes()).scores()
-    assert temperature.rmse == pytest.approx(math.sqrt((0.75 * 1 + 0.25 * 4 + 0.75 * 4 + 0.25 * 16) / 2))
+    assert temperature.rmse == pytest.approx(
+        math.sqrt((0.75 * 1 + 0.25 * 4 + 0.75 * 4 + 0.25 * 16) / 2)
+    )
     assert temperature.bias == pytest.approx(-(0.75 * 1 + 0.25 * 2 + 0.75 * 2 + 0.25 * 4) / 2)
     assert wind.rmse == pytest.approx(math.sqrt((0.25 * 16 + 0.25 * 64) / 2))
 
@@ -59,7 +61,9 @@ def test_model_forecast_is_in_physical_units():
 
 def test_table_has_every_forecast_variable_and_unit():
     dataset = TwoNodes()
-    table = as_table(measure({"model": dataset.truth, "persistence": dataset.present}, dataset).scores())
+    table = as_table(
+        measure({"model": dataset.truth, "persistence": dataset.present}, dataset).scores()
+    )
     names = [line.split()[0] for line in table.splitlines()]
     assert names == ["temperature", "model", "persistence", "wind", "model", "persistence"]
     assert "temperature [K]" in table and "wind [m/s]" in table
@@ -74,7 +78,9 @@ def test_median_sample_is_that_of_median_error_of_the_first_variable():
 
 
 def test_scores_are_written_as_records_of_plain_values(tmp_path):
-    write_scores(tmp_path / "scores.json", measure({"persistence": TwoNodes().present}, TwoNodes()).scores())
+    write_scores(
+        tmp_path / "scores.json", measure({"persistence": TwoNodes().present}, TwoNodes()).scores()
+    )
     (first, *_) = json.loads((tmp_path / "scores.json").read_text())
     assert list(first) == ["forecast", "variable", "units", "lead_time", "samples", "rmse", "bias"]
     assert [type(value) for value in first.values()] == [str, str, str, float, int, float, float]

@@ -19,16 +19,23 @@ def scores_of_run(without_pictures, tmp_path):
 
     def scores_of_run(*overrides):
         with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
-            config = compose("train", ["training.device=cpu", "training.valid_every=100", *overrides])
+            config = compose(
+                "train", ["training.device=cpu", "training.valid_every=100", *overrides]
+            )
         run = build(config)
         train(Trainer(run.model, run.splits, run.training, tmp_path, {}))
-        return {score["forecast"]: score["rmse"] for score in json.loads((tmp_path / "scores.json").read_text())}
+        return {
+            score["forecast"]: score["rmse"]
+            for score in json.loads((tmp_path / "scores.json").read_text())
+        }
 
     return scores_of_run
 
 
 def test_a_short_run_on_the_sphere_halves_the_error_of_persistence(scores_of_run):
-    rmse = scores_of_run("data.grid_name=O8", "data.train_size=512", "data.valid_size=16", "training.steps=400")
+    rmse = scores_of_run(
+        "data.grid_name=O8", "data.train_size=512", "data.valid_size=16", "training.steps=400"
+    )
     assert rmse["model"] < rmse["persistence"] / 2
 
 

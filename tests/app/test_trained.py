@@ -19,8 +19,19 @@ from anemoi_gt.app.data.sphere_advection import sphere
 from anemoi_gt.app.training.run_files import load_checkpoint, save_checkpoint
 
 SMALL = [
-    *("data=xarray", "data.path=weather.nc", "model.channels=8", "model.num_layers=1", "training.steps=4"),
-    *("training.batch_size=2", "training.valid_every=2", "training.device=cpu", "hydra.run.dir=run"),
+    *(
+        "data=xarray",
+        "data.path=weather.nc",
+        "model.channels=8",
+        "model.num_layers=1",
+        "training.steps=4",
+    ),
+    *(
+        "training.batch_size=2",
+        "training.valid_every=2",
+        "training.device=cpu",
+        "hydra.run.dir=run",
+    ),
 ]
 CHECKPOINT = "checkpoint=run/best.pt"
 
@@ -59,10 +70,15 @@ def test_a_zarr_lists_its_variables_in_one_order_in_every_process(tmp_path):
 
 
 def test_a_forecast_from_a_part_of_the_file_is_that_of_the_whole_file(place, start):
-    weather_file().isel(time=slice(10, None)).to_netcdf("tail.nc")  # the last test sample is the same
+    weather_file().isel(time=slice(10, None)).to_netcdf(
+        "tail.nc"
+    )  # the last test sample is the same
     for path, folder in (("weather.nc", "whole"), ("tail.nc", "tail")):
         start(rollout, CHECKPOINT, f"data.path={path}", "steps=3", f"hydra.run.dir={folder}")
-    with xarray.open_dataset("whole/rollout.nc") as whole, xarray.open_dataset("tail/rollout.nc") as tail:
+    with (
+        xarray.open_dataset("whole/rollout.nc") as whole,
+        xarray.open_dataset("tail/rollout.nc") as tail,
+    ):
         assert whole.attrs["title"] == tail.attrs["title"]
         assert np.array_equal(whole.t2m, tail.t2m) and np.array_equal(whole.z_850, tail.z_850)
 
@@ -78,7 +94,11 @@ def test_a_continued_run_has_the_normalisation_that_it_began_with(place, start):
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        (lambda s: s.drop_vars("tp"), (), "the data must hold the variables of the checkpoint, t2m, .* lacks tp"),
+        (
+            lambda s: s.drop_vars("tp"),
+            (),
+            "the data must hold the variables of the checkpoint, t2m, .* lacks tp",
+        ),
         (lambda s: s.drop_vars("lsm"), (), "weather.nc lacks lsm"),
         (
             lambda s: s.assign(t2m=(s.t2m - 273.15).assign_attrs(units="degC")),
@@ -90,14 +110,26 @@ def test_a_continued_run_has_the_normalisation_that_it_began_with(place, start):
             (),
             "whose node 0 is at 58.00 N -10.00 E, got 50.00 N -10.00 E",
         ),
-        (lambda s: s.isel(latitude=slice(4)), (), "the grid must have the 117 nodes of the checkpoint, got 52 nodes"),
+        (
+            lambda s: s.isel(latitude=slice(4)),
+            (),
+            "the grid must have the 117 nodes of the checkpoint, got 52 nodes",
+        ),
         (
             lambda s: s.isel(time=slice(None, None, 2)),
             (),
             "a truth 6 h apart, got none in the 20 times 12 h apart of .*weather.nc",
         ),
-        (lambda s: s, ("data.lead_time=12",), "the lead time, in hours, must be 6, as in the checkpoint, got 12"),
-        (lambda s: s, ("data.input_steps=1",), "the number of input steps must be 2, as in the checkpoint, got 1"),
+        (
+            lambda s: s,
+            ("data.lead_time=12",),
+            "the lead time, in hours, must be 6, as in the checkpoint, got 12",
+        ),
+        (
+            lambda s: s,
+            ("data.input_steps=1",),
+            "the number of input steps must be 2, as in the checkpoint, got 1",
+        ),
         (
             lambda s: s,
             ("data.variables=[z_500,t2m,tp,z_850]",),
@@ -127,7 +159,9 @@ def as_by_0_2_0(path):
     save_checkpoint(path, state)
 
 
-def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_what_it_lacks(place, start, capsys):
+def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_what_it_lacks(
+    place, start, capsys
+):
     for name in ("best.pt", "last.pt"):
         as_by_0_2_0(place / "run" / name)
     start(evaluate, CHECKPOINT, "hydra.run.dir=scores")
@@ -135,7 +169,12 @@ def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_wha
     assert said in capsys.readouterr().out and rmse("scores") == rmse("run")
     start(train, "resume=true", "hydra.run.dir=run", "training.steps=6")
     assert said in capsys.readouterr().out
-    assert load_checkpoint(Path("run/last.pt"))["schema"]["variables"] == ["t2m", "z_500", "z_850", "tp"]
+    assert load_checkpoint(Path("run/last.pt"))["schema"]["variables"] == [
+        "t2m",
+        "z_500",
+        "z_850",
+        "tp",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["fields", "sphere", "era5_uk"])
@@ -144,12 +183,17 @@ def test_a_schema_survives_a_checkpoint_bit_by_bit(kind, tmp_path):
         weather_file().to_netcdf(tmp_path / "weather.nc")
         data = field_data(str(tmp_path / "weather.nc"), diagnostics=["tp"]).train
     else:
-        data = {"sphere": lambda: sphere("O4", train_size=4), "era5_uk": lambda: split(hourly_field(), 6)}[kind]().train
+        data = {
+            "sphere": lambda: sphere("O4", train_size=4),
+            "era5_uk": lambda: split(hourly_field(), 6),
+        }[kind]().train
     save_checkpoint(tmp_path / "a.pt", {"schema": data.schema().to_dict()})
     schema = DataSchema.from_dict(load_checkpoint(tmp_path / "a.pt")["schema"])
     schema.check_same(data.schema())
     again = data.normalised_by(schema.normalisation)
-    assert torch.equal(again[0].inputs, data[0].inputs) and torch.equal(again[0].target, data[0].target)
+    assert torch.equal(again[0].inputs, data[0].inputs) and torch.equal(
+        again[0].target, data[0].target
+    )
 
 
 def test_statistics_of_generated_data_are_those_of_the_checkpoint():
@@ -163,9 +207,16 @@ def test_a_date_that_is_not_in_the_data_is_refused(tmp_path):
     test = field_data(str(tmp_path / "weather.nc")).test
     latest = test.starting_at("latest")
     assert len(latest) == 1 and latest.start_time(0) == TIMES[-1]
-    with pytest.raises(ValueError, match="start must be a time of the data, which are from 2020-01-01T00:00 to"):
+    with pytest.raises(
+        ValueError, match="start must be a time of the data, which are from 2020-01-01T00:00 to"
+    ):
         test.starting_at("2021-01-01")
-    with pytest.raises(ValueError, match="start must be latest or a date, such as 2020-01-31T18, got soon"):
+    with pytest.raises(
+        ValueError, match="start must be latest or a date, such as 2020-01-31T18, got soon"
+    ):
         test.starting_at("soon")
-    with pytest.raises(ValueError, match="start must have 2 input times in the data, 6 h apart, 2020-01-01 does not"):
+    with pytest.raises(
+        ValueError,
+        match="start must have 2 input times in the data, 6 h apart, 2020-01-01 does not",
+    ):
         test.starting_at("2020-01-01")

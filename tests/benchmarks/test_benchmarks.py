@@ -24,24 +24,53 @@ import train_9km
 from gpu_checks import model
 from suite import baselines, correctness, graphs, operands, problems
 from suite.baselines import compiled, eager
-from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, checked_destinations, compare_with_plain
+from suite.inference import (
+    CONTENDERS,
+    PARTS,
+    Setting,
+    build_graphs,
+    checked_destinations,
+    compare_with_plain,
+)
 from support.corpus import corpus
 from support.forked import PROCESSES, forked_commands, start_server
 
-STEP = shlex.split("--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --device cpu")
-ANEMOI = shlex.split("--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu")
+STEP = shlex.split(
+    "--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --device cpu"
+)
+ANEMOI = shlex.split(
+    "--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu"
+)
 
 
 def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("multiprocessing.get_context", lambda _: PROCESSES)  # its processes need no new imports
+    monkeypatch.setattr(
+        "multiprocessing.get_context", lambda _: PROCESSES
+    )  # its processes need no new imports
     start_server()
     out, page = tmp_path / "r.json", tmp_path / "page.md"
     page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")
     names = ["anemoi_gt", "pyg", "anemoi"]
-    run.main(["--problems", "tiny", "--baselines", *names, "--device", "cpu", "--out", str(out), "--commit", "abc"])
+    run.main(
+        [
+            "--problems",
+            "tiny",
+            "--baselines",
+            *names,
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+            "--commit",
+            "abc",
+        ]
+    )
     found = json.loads(out.read_text())
     timed = {(line["pass"], line["baseline"]) for line in found["results"] if "median_ms" in line}
-    assert timed == {*itertools.product(tiny.passes[:2], names[:2]), *itertools.product(tiny.passes[2:], names[:1])}
+    assert timed == {
+        *itertools.product(tiny.passes[:2], names[:2]),
+        *itertools.product(tiny.passes[2:], names[:1]),
+    }
     report.main([str(out), "--page", str(page), f"--bars={tmp_path / 'bars.svg'}"])
     assert found["environment"]["commit"] == "abc" and "| `encoder-tiny-c8` |" in page.read_text()
     assert all((tmp_path / f"{name}.svg").stat().st_size > 500 for name in ("bars", "bars-dark"))
@@ -51,7 +80,9 @@ def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, mo
 @pytest.mark.parametrize("name", baselines.NAMES)
 def test_every_baseline_is_correct(tiny, tmp_path, monkeypatch, name, batch):
     if name == "compiled":  # traced as a whole, without the minute that a compiler takes
-        monkeypatch.setattr(compiled, "attend", torch.compile(eager.attend, backend="eager", fullgraph=True))
+        monkeypatch.setattr(
+            compiled, "attend", torch.compile(eager.attend, backend="eager", fullgraph=True)
+        )
     if name == "anemoi":
         allow_interpreter()
     problem, baseline = replace(tiny, dtype="bfloat16", batch=batch), baselines.load(name)
@@ -82,10 +113,14 @@ def test_a_wrong_result_fails_the_correctness_check(tiny, tmp_path):
 
 def test_accuracy_measures_errors(monkeypatch, tmp_path):
     monkeypatch.setattr(accuracy, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(accuracy, "corpus", lambda *given: itertools.islice(corpus(*given), 40, 200, 13))
+    monkeypatch.setattr(
+        accuracy, "corpus", lambda *given: itertools.islice(corpus(*given), 40, 200, 13)
+    )
     accuracy.main(["--device", "cpu", "--out", str(tmp_path / "a.json"), "--commit", "abc"])
     errors = json.loads((tmp_path / "a.json").read_text())["errors"]["float32"]
-    assert set(errors) == set(accuracy.TITLES) and all(0 < error["relative"] < 1e-6 for error in errors.values())
+    assert set(errors) == set(accuracy.TITLES) and all(
+        0 < error["relative"] < 1e-6 for error in errors.values()
+    )
 
 
 def test_tiles_are_searched(tiny, tmp_path, monkeypatch, capsys):
@@ -93,42 +128,64 @@ def test_tiles_are_searched(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(problems.PROBLEMS, tiny.name, wide)
     tiles.main(["--problems", "tiny", "--kernels", "forward", "--most", "2", "--output", str(out)])
     found = json.loads(out.read_text())
-    assert [(line["kernel"], line["tiles"], line["failed"]) for line in found["results"]] == [("forward", 2, {})]
+    assert [(line["kernel"], line["tiles"], line["failed"]) for line in found["results"]] == [
+        ("forward", 2, {})
+    ]
     assert found["verdict"] in capsys.readouterr().out
 
 
 @contextmanager
 def doubled(model):
     """Stand in for a variant: another result."""
-    hook = model.processor.proc[0].lin_value.register_forward_hook(lambda module, inputs, out: 2 * out)
+    hook = model.processor.proc[0].lin_value.register_forward_hook(
+        lambda module, inputs, out: 2 * out
+    )
     yield
     hook.remove()
 
 
-def test_steps_of_an_anemoi_model_are_timed_and_profiled_where_they_are_right(tmp_path, monkeypatch):
+def test_steps_of_an_anemoi_model_are_timed_and_profiled_where_they_are_right(
+    tmp_path, monkeypatch
+):
     monkeypatch.setitem(anemoi_step.VARIANTS, "wrong", doubled)
-    options = shlex.split("--rounds 2 --steps 2 --warmup 1 --precision bf16-mixed --variants untouched install wrong")
-    with pytest.raises(SystemExit, match="compare wrong: ValueError: nothing is timed that is not right"):
+    options = shlex.split(
+        "--rounds 2 --steps 2 --warmup 1 --precision bf16-mixed --variants untouched install wrong"
+    )
+    with pytest.raises(
+        SystemExit, match="compare wrong: ValueError: nothing is timed that is not right"
+    ):
         anemoi_step.main([*STEP, *options, "--output", str(tmp_path / "step.json")])
     found = json.loads((tmp_path / "step.json").read_text())
-    assert list(found["variants"]) == ["untouched", "install"] and list(found["problems"]) == ["compare wrong"]
+    assert list(found["variants"]) == ["untouched", "install"] and list(found["problems"]) == [
+        "compare wrong"
+    ]
     assert [sorted(order) for order in found["rounds"]] == [sorted(found["variants"])] * 2
-    assert {"commit", "device", "versions"} <= set(found["environment"]) and found["sizes"]["data"] == 208
+    assert {"commit", "device", "versions"} <= set(found["environment"]) and found["sizes"][
+        "data"
+    ] == 208
     for name, variant in found["variants"].items():
         families = variant["profile"]["families_ms"]
-        assert variant["median_ms"] > 0 and sum(families.values()) == pytest.approx(variant["profile"]["total_ms"])
+        assert variant["median_ms"] > 0 and sum(families.values()) == pytest.approx(
+            variant["profile"]["total_ms"]
+        )
         assert ("attention, ours" in families) == (name == "install")
 
 
 def test_loss_curves_of_an_anemoi_model_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(anemoi_curves, "PRECISIONS", ("32",))
-    found = anemoi_curves.main([*ANEMOI, "--training-steps", "2", "--output", str(tmp_path / "curves.json")])
+    found = anemoi_curves.main(
+        [*ANEMOI, "--training-steps", "2", "--output", str(tmp_path / "curves.json")]
+    )
     assert found["32"]["spread_of_seeds"] > 0 and len(found["32"]["losses"]) == 4
-    assert set(found["32"]["apart"]["install"]) == {0, 1} and found["32"]["within"] == {"install": True}
+    assert set(found["32"]["apart"]["install"]) == {0, 1} and found["32"]["within"] == {
+        "install": True
+    }
 
 
 def test_inference_of_an_anemoi_model_is_timed(tmp_path):
-    small = shlex.split("--grids O4 O4 --refinement 1 --channels 16 --heads 2 --layers 1 --device cpu --repeats 1")
+    small = shlex.split(
+        "--grids O4 O4 --refinement 1 --channels 16 --heads 2 --layers 1 --device cpu --repeats 1"
+    )
     found = anemoi_inference.main([*small, "--output", str(tmp_path / "inference.json")])
     timed = {(line["chunks"], line["contender"]) for line in found["results"]}
     assert timed == {*itertools.product((1, 4, 16), ("untouched", "install"))}
@@ -137,7 +194,10 @@ def test_inference_of_an_anemoi_model_is_timed(tmp_path):
 def test_pyg_models_are_timed(tmp_path):
     small = shlex.split("--nodes 50 --edges 200 --channels 8 --hidden 4 --repeats 1 --device cpu")
     found = pyg_models.main([*small, "--output", str(tmp_path / "pyg.json")])
-    assert all(model["one graph"]["median_ms"] > 0 for model in found["models"].values()) and len(found["models"]) == 3
+    assert (
+        all(model["one graph"]["median_ms"] > 0 for model in found["models"].values())
+        and len(found["models"]) == 3
+    )
 
 
 def test_layers_are_timed_on_a_cpu():
@@ -148,7 +208,9 @@ def test_layers_are_timed_on_a_cpu():
 @pytest.mark.parametrize("contender", CONTENDERS)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_mapper_at_9_km_is_correct_in_small(tmp_path, part, contender):
-    setting = Setting("O4", 1, channels=32, heads=2, fields=5, dtype="bfloat16", repeats=1, device="cpu")
+    setting = Setting(
+        "O4", 1, channels=32, heads=2, fields=5, dtype="bfloat16", repeats=1, device="cpu"
+    )
     build_graphs(setting, [part], tmp_path)
     problem = setting.problem(part, tmp_path)
     result = CONTENDERS[contender](problem, 2)()
@@ -158,32 +220,51 @@ def test_every_mapper_at_9_km_is_correct_in_small(tmp_path, part, contender):
 
 
 def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
-    sizes = "--grid O4 --refinement 1 --channels 32 --heads 2 --fields 5 --dtype float32 --repeats 1"
+    sizes = (
+        "--grid O4 --refinement 1 --channels 32 --heads 2 --fields 5 --dtype float32 --repeats 1"
+    )
     options = f"--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output {tmp_path / 'r.json'}"
     monkeypatch.setattr(sys, "argv", ["inference_9km.py", *shlex.split(f"{sizes} {options}")])
     with forked_commands():
         inference_9km.main()
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
-    assert [(found["num_chunks"], found["outcome"]) for found in runs] == [(1, "right"), (2, "right")]
+    assert [(found["num_chunks"], found["outcome"]) for found in runs] == [
+        (1, "right"),
+        (2, "right"),
+    ]
 
 
 def test_training_at_9_km_checks_and_times_steps(tmp_path):
     sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
-    options = "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
+    options = (
+        "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
+    )
     parts = "--parts check_model check_mappers ours anemoi install sharded"
     with forked_commands():
         train_9km.main(shlex.split(f"{sizes} {parts} {options} {tmp_path / 'r.json'}"))
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 8
     timed = [(run["contender"], run["num_chunks"]) for run in runs if run["outcome"] == "done"]
-    anemoi = [(name, chunks) for name in ("anemoi-models", "anemoi-models, install") for chunks in (2, 1)]
+    anemoi = [
+        (name, chunks) for name in ("anemoi-models", "anemoi-models, install") for chunks in (2, 1)
+    ]
     ours = [("anemoi_gt", 1), ("anemoi_gt", 3)]
     assert timed == [*ours, *anemoi, *ours] and [run.get("ranks") for run in runs][-3:] == [2, 2, 2]
 
 
 def test_gpu_checks_run_in_small(tmp_path):
     log = tmp_path / "check.log"
-    arguments = ["--repeat", "--big", "--norms", "--random", "1", "--processes", "1", "--log", str(log)]
+    arguments = [
+        "--repeat",
+        "--big",
+        "--norms",
+        "--random",
+        "1",
+        "--processes",
+        "1",
+        "--log",
+        str(log),
+    ]
     assert check_gpu.main(arguments) == 0, log.read_text()
     assert log.read_text().count("PASS") == 4
 
@@ -202,10 +283,14 @@ def stale(call):
 
 def test_checks_of_captured_models_pass_and_fail(small):
     assert "2 replays on new fields" in model.forward_in_graph(capture=lambda call: call)
-    assert "2 replays of forward, backward and AdamW" in model.step_in_graph(capture=lambda call: call)
+    assert "2 replays of forward, backward and AdamW" in model.step_in_graph(
+        capture=lambda call: call
+    )
     with pytest.raises(AssertionError, match="output: 1 of 2 tensors differ"):
         model.forward_in_graph(capture=stale)
-    with pytest.raises(AssertionError, match=r"losses and parameters with \{\}: \d+ of \d+ tensors differ"):
+    with pytest.raises(
+        AssertionError, match=r"losses and parameters with \{\}: \d+ of \d+ tensors differ"
+    ):
         model.step_in_graph(capture=stale)
 
 

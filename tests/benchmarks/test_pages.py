@@ -30,28 +30,43 @@ def test_performance_holds_the_tables_of_its_results_files():
     page = (DOCS / "performance.md").read_text()
     files = re.findall(r"<!-- figures of (.*)\.json -->", page)
     named = re.findall(r"(?:figures of|{results-tables}) (.*)\.json", page)
-    assert sorted(named) == sorted(path.stem for path in RESULTS.glob("*.json") if '"baselines": {' in path.read_text())
+    assert sorted(named) == sorted(
+        path.stem for path in RESULTS.glob("*.json") if '"baselines": {' in path.read_text()
+    )
     for name in files:
         expected = table.put_into(page, f"{name}.json", table.summary(load(name)))
-        assert expected == page, f"run python benchmarks/report.py {name}.json --page docs/performance.md"
+        assert expected == page, (
+            f"run python benchmarks/report.py {name}.json --page docs/performance.md"
+        )
 
 
 def test_backends_holds_the_table_of_errors():
     page = (DOCS / "backends.md").read_text()
-    assert table.put_into(page, "accuracy_cpu.json", accuracy.as_table(load("accuracy_cpu"))) == page
+    assert (
+        table.put_into(page, "accuracy_cpu.json", accuracy.as_table(load("accuracy_cpu"))) == page
+    )
 
 
 def test_plots_of_the_readme_are_those_of_the_results():
     for name, theme in (("speed", plot.LIGHT), ("speed-dark", plot.DARK)):
         committed = (DOCS / "_static" / f"{name}.svg").read_text()
-        assert committed == plot.as_file(plot.bars(load("n320_h200")), theme), "run report.py with --bars"
+        assert committed == plot.as_file(plot.bars(load("n320_h200")), theme), (
+            "run report.py with --bars"
+        )
 
 
 @pytest.mark.parametrize("script", [run, report, accuracy])
 def test_commands_on_the_pages_are_understood(script):
-    shown = [words[2:] for page in PAGES for words in commands(page) if f"benchmarks/{script.__name__}.py" in words]
+    shown = [
+        words[2:]
+        for page in PAGES
+        for words in commands(page)
+        if f"benchmarks/{script.__name__}.py" in words
+    ]
     understood = [script.parse(words) for words in shown]
-    assert understood and (script is not run or all(problems.select(options.problems) for options in understood))
+    assert understood and (
+        script is not run or all(problems.select(options.problems) for options in understood)
+    )
 
 
 def test_the_readme_has_the_factors_over_anemoi_models():
@@ -60,9 +75,15 @@ def test_the_readme_has_the_factors_over_anemoi_models():
         lines.setdefault((line["problem"], line["pass"]), {})[line["baseline"]] = line
 
     both, readme = "forward_backward", words_of("README.md")
-    drawn = [found for (name, kind), found in lines.items() if kind == both and re.fullmatch(r"\w+-n320-c64", name)]
+    drawn = [
+        found
+        for (name, kind), found in lines.items()
+        if kind == both and re.fullmatch(r"\w+-n320-c64", name)
+    ]
     faster = [found["anemoi"]["median_ms"] / found["anemoi_gt"]["median_ms"] for found in drawn]
-    memory = [100 * found["anemoi_gt"]["peak_bytes"] / found["anemoi"]["peak_bytes"] for found in drawn]
+    memory = [
+        100 * found["anemoi_gt"]["peak_bytes"] / found["anemoi"]["peak_bytes"] for found in drawn
+    ]
     shown = f"{min(faster):.1f}-{max(faster):.1f}x faster, {min(memory):.0f}-{max(memory):.0f}% of the memory"
     assert shown in readme
     bars = {figure(found[name]["median_ms"]) for found in drawn for name in ("anemoi_gt", "anemoi")}
@@ -73,7 +94,10 @@ def test_performance_has_the_times_of_a_cpu():
     page = (DOCS / "performance.md").read_text()
     for line in load("cpu_attention")["results"]:
         for kind in ("forward", "forward_backward"):
-            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels per head"
+            time, title = (
+                line[kind],
+                f"{kind.replace('_', ' and ')}, {line['channels']} channels per head",
+            )
             pyg = f"{time['pyg']:.0f} ({time['pyg_over_anemoi_gt']:.1f})"
             assert f"| {title} | {time['anemoi_gt']:.0f} | {pyg} |" in page
 
@@ -84,7 +108,10 @@ def test_readme_and_page_have_the_times_of_an_anemoi_step():
         times = [variant["median_ms"], variant["peak_gb"]]
         if variant["profile"]:
             families = variant["profile"]["families_ms"].items()
-            times += [variant["profile"]["total_ms"], sum(ms for name, ms in families if name.startswith("attention"))]
+            times += [
+                variant["profile"]["total_ms"],
+                sum(ms for name, ms in families if name.startswith("attention")),
+            ]
         cells = [f"{time:.1f}" for time in times] + ["\N{EN DASH}"] * (4 - len(times))
         assert f"| {' | '.join(cells)} |" in page
     for suffix in ("", ", no recomputation"):
@@ -112,7 +139,9 @@ def test_the_page_of_anemoi_has_the_distances_of_loss_curves(precision):
     found = load("anemoi_curves_h200")[precision]
     apart = (*(max(seeds.values()) for seeds in found["apart"].values()), found["spread_of_seeds"])
     cells = " | ".join(f"{distance:.1e}".replace("e-0", "e-") for distance in apart)
-    assert f"| {precision} | {cells} |" in (DOCS / "anemoi.md").read_text() and all(found["within"].values())
+    assert f"| {precision} | {cells} |" in (DOCS / "anemoi.md").read_text() and all(
+        found["within"].values()
+    )
 
 
 def test_the_page_of_pyg_has_the_times_of_its_models():
@@ -130,7 +159,9 @@ def test_the_page_of_layers_has_the_figures_of_inference_at_9_km():
     right = [found for found in load("inference_9km_h200")["runs"] if found["outcome"] == "right"]
     for found in right:
         errors = f"{found['rms_error']:.4f} ({found['rms_error_of_plain']:.4f})"
-        cells = f"{found['num_chunks']} | {found['seconds']:.3f} | {found['peak_gib']:.1f} | {errors}"
+        cells = (
+            f"{found['num_chunks']} | {found['seconds']:.3f} | {found['peak_gib']:.1f} | {errors}"
+        )
         assert re.search(rf"\| {found['part']} \| [^|]+ \| {re.escape(cells)} \|", page), found
 
 
@@ -140,7 +171,9 @@ def test_readme_and_page_have_the_figures_of_training_at_9_km():
     compiled = {found["contender"]: f"{found['seconds']:.2f} s, {found['peak_gb']:.1f} GB"
                 for found in timed if found["compiled"]}  # fmt: skip
     assert f"| {compiled['anemoi_gt']} | {compiled['anemoi-models']} |" in words_of("README.md")
-    assert {f"{found['seconds']:.2f}" for found in timed} <= numbers_in(words_of("docs/training.md"))
+    assert {f"{found['seconds']:.2f}" for found in timed} <= numbers_in(
+        words_of("docs/training.md")
+    )
 
 
 def test_readme_and_pages_have_the_figures_of_two_gpus():
@@ -148,27 +181,53 @@ def test_readme_and_pages_have_the_figures_of_two_gpus():
         factor, share = one[time] / two[time], two[memory] / one[memory]
         return rf"{factor:.2f}x faster[^.;]* {100 * share:.0f}%"
 
-    halo = [line for line in load("sharding_h200x2")["results"] if "halo" in line["model"] and line["compiled"]]
-    launched, replayed = ([line for line in halo if line["replayed"] == way] for way in (False, True))
-    one, two = (line | {"peak_gb": held["peak_gb"]} for line, held in zip(replayed, launched, strict=True))
+    halo = [
+        line
+        for line in load("sharding_h200x2")["results"]
+        if "halo" in line["model"] and line["compiled"]
+    ]
+    launched, replayed = (
+        [line for line in halo if line["replayed"] == way] for way in (False, True)
+    )
+    one, two = (
+        line | {"peak_gb": held["peak_gb"]} for line, held in zip(replayed, launched, strict=True)
+    )
     assert re.search(shown(one, two, "ms", "peak_gb"), words_of("README.md"))
-    assert {f"{one['ms']:.1f}", f"{two['ms']:.1f}", f"{two['peak_gb']:.0f}"} <= numbers_in(words_of("docs/anemoi.md"))
+    assert {f"{one['ms']:.1f}", f"{two['ms']:.1f}", f"{two['peak_gb']:.0f}"} <= numbers_in(
+        words_of("docs/anemoi.md")
+    )
     one, two = (line for line in load("train_9km_h200x2")["runs"] if line["outcome"] == "done")
     assert re.search(shown(one, two, "seconds", "peak_gb"), words_of("README.md"))
-    assert {f"{line['seconds']:.2f}" for line in (one, two)} <= numbers_in(words_of("docs/training.md"))
-    own = [line for line in load("sharding_anemoi_h200x2")["results"] if line["model"] == "anemoi-models, edges"]
+    assert {f"{line['seconds']:.2f}" for line in (one, two)} <= numbers_in(
+        words_of("docs/training.md")
+    )
+    own = [
+        line
+        for line in load("sharding_anemoi_h200x2")["results"]
+        if line["model"] == "anemoi-models, edges"
+    ]
     upstream = f"{own[-1]['ms']:.1f}"  # compiled, on two
-    assert all(upstream in numbers_in(words_of(f"docs/{page}.md")) for page in ("anemoi", "distributed"))
+    assert all(
+        upstream in numbers_in(words_of(f"docs/{page}.md")) for page in ("anemoi", "distributed")
+    )
 
 
 def test_readme_and_page_have_the_figures_of_inference_in_anemoi():
     for name in ("anemoi_inference_h200", "anemoi_inference_0.9.3_h200"):
-        found = {(line["part"], line["chunks"], line["contender"]): line for line in load(name)["results"]}
+        found = {
+            (line["part"], line["chunks"], line["contender"]): line
+            for line in load(name)["results"]
+        }
         shown = numbers_in(words_of("docs/anemoi.md"))
-        assert {f"{line['median_ms']:.1f}" for (_, chunks, _), line in found.items() if chunks != 4} <= shown
+        assert {
+            f"{line['median_ms']:.1f}" for (_, chunks, _), line in found.items() if chunks != 4
+        } <= shown
         for part in {"forecast"} & {part for part, *_ in found}:
             ours, theirs = found[part, 1, "install"], found[part, 1, "untouched"]
-            cells = [f"{line['median_ms']:.1f} ms, {line['peak_gib'] * 2**30 / 1e9:.1f} GB" for line in (ours, theirs)]
+            cells = [
+                f"{line['median_ms']:.1f} ms, {line['peak_gib'] * 2**30 / 1e9:.1f} GB"
+                for line in (ours, theirs)
+            ]
             assert f"| {' | '.join(cells)} |" in words_of("README.md")
 
 
@@ -178,7 +237,11 @@ def test_pages_have_the_scores_of_era5_uk():
     line = re.compile(r"^    \S.*? {2,}(-?\d+\.\d{4}) +(-?\d+\.\d{4})$", re.MULTILINE)
     scores = {seed: line.findall(run) for seed, run in runs}
     page = (DOCS / "training.md").read_text()
-    rows = [f"| {float(rmse):.3f} | {float(bias):.3f} |" for run in scores.values() for rmse, bias in run]
+    rows = [
+        f"| {float(rmse):.3f} | {float(bias):.3f} |"
+        for run in scores.values()
+        for rmse, bias in run
+    ]
     assert len(rows) == 10 and [row for row in rows if row not in page] == []
     model = {f"{float(run[0][0]):.2f}" for run in scores.values()}
     assert model <= numbers_in(words_of("README.md"))

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from support.compiled import DIM, SIZES, assert_compiled_is_eager, call, counting, make_edges, make_layer, sample_for
+from support.compiled import (
+    DIM,
+    SIZES,
+    assert_compiled_is_eager,
+    call,
+    counting,
+    make_edges,
+    make_layer,
+    sample_for,
+)
 from torch import nn
 
 from anemoi_gt import GraphStructure
@@ -22,7 +31,9 @@ def from_nonzero(layer, stable=True, as_structure=True):
         attr = leaves["weights"][edge_index[0], edge_index[1]]
         if as_structure:
             sizes = (leaves["src"].shape[-2], leaves["dst"].shape[-2])
-            edge_index = GraphStructure.from_edge_index(edge_index, sizes, stable=stable, validate=False)
+            edge_index = GraphStructure.from_edge_index(
+                edge_index, sizes, stable=stable, validate=False
+            )
         return layer((leaves["src"], leaves["dst"]), edge_index, attr)
 
     return step
@@ -70,7 +81,9 @@ def assert_step_is_eager(layer, step, *draws):
 
 def test_edges_from_nonzero_are_compiled_once_for_any_number():
     layer = make_layer("conv")
-    assert_step_is_eager(layer, from_nonzero(layer), draw_matrix(SIZES[0]), draw_matrix(SIZES[1], 0.0))
+    assert_step_is_eager(
+        layer, from_nonzero(layer), draw_matrix(SIZES[0]), draw_matrix(SIZES[1], 0.0)
+    )
 
 
 def test_edges_from_a_mask_are_compiled_once_for_any_number():
@@ -80,7 +93,9 @@ def test_edges_from_a_mask_are_compiled_once_for_any_number():
 
 def test_kernels_take_edges_that_are_grouped_without_order(kernel_device, unordered):
     layer = make_layer("conv", "triton", kernel_device)
-    assert_step_is_eager(layer, from_nonzero(layer, stable=False), draw_matrix((5, 4, 9, 1), device=kernel_device))
+    assert_step_is_eager(
+        layer, from_nonzero(layer, stable=False), draw_matrix((5, 4, 9, 1), device=kernel_device)
+    )
 
 
 def test_a_layer_takes_an_edge_index_of_unknown_size():
@@ -106,9 +121,13 @@ def test_attributes_of_another_number_of_edges_raise_at_run_time():
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("row", [0, 1])
 def test_indices_out_of_range_raise_at_run_time(row, validate):
-    compiled, _ = compiled_once(lambda e, n: GraphStructure.from_edge_index(e, tuple(n.shape), validate=validate).row)
+    compiled, _ = compiled_once(
+        lambda e, n: GraphStructure.from_edge_index(e, tuple(n.shape), validate=validate).row
+    )
     edge_index, nodes = make_edges(9, 7, 31), torch.empty(9, 7)
-    assert torch.equal(compiled(edge_index, nodes), GraphStructure.from_edge_index(edge_index, (9, 7)).row)
+    assert torch.equal(
+        compiled(edge_index, nodes), GraphStructure.from_edge_index(edge_index, (9, 7)).row
+    )
     edge_index[row, 5] = (9, 7)[row]
     with pytest.raises(RuntimeError, match="must hold values from 0 to below the number of nodes"):
         compiled(edge_index, nodes)
@@ -118,7 +137,9 @@ BREAK = {  # each makes the values of one field wrong, not its metadata
     "colptr must increase": lambda state: state["colptr"][:1].fill_(1),
     "row must hold values": lambda state: state["row"][:1].fill_(9),
     "perm must be a permutation": lambda state: state["perm"][:2].fill_(0),
-    "col must hold the edges of colptr, row": lambda state: state["col"].copy_(state["col"].flip(0)),
+    "col must hold the edges of colptr, row": lambda state: state["col"].copy_(
+        state["col"].flip(0)
+    ),
 }
 
 
@@ -140,7 +161,9 @@ def test_indices_are_64_bit_unless_the_number_of_edges_is_bounded(bounded, dtype
             torch._check(edge_index.shape[1] < 2**31)
         return GraphStructure.from_edge_index(edge_index, (9, 7), validate=False).row
 
-    assert compiled_once(row)[0](torch.ones(31, dtype=torch.bool), make_edges(9, 7, 31)).dtype == dtype
+    assert (
+        compiled_once(row)[0](torch.ones(31, dtype=torch.bool), make_edges(9, 7, 31)).dtype == dtype
+    )
 
 
 class Holding(nn.Module):
@@ -174,5 +197,7 @@ def test_a_missing_reverse_structure_is_built_in_the_compiled_code():
     fields = ("colptr", "row", "sources", "perm")
     state = sample.graph.state_dict()
     bare = GraphStructure.from_state({name: state[name] for name in fields if name in state})
-    functions = [lambda leaves, f=f: call(f, bare, leaves) for f in (compiled_once(layer)[0], layer)]
+    functions = [
+        lambda leaves, f=f: call(f, bare, leaves) for f in (compiled_once(layer)[0], layer)
+    ]
     assert_compiled_is_eager(layer, *functions, sample.tensors)

@@ -8,7 +8,16 @@ from functools import partial
 import pytest
 import torch
 from support import compiled as support
-from support.compiled import DIM, LAYERS, SIZES, assert_compiled_is_eager, call, counting, make_layer, sample_for
+from support.compiled import (
+    DIM,
+    LAYERS,
+    SIZES,
+    assert_compiled_is_eager,
+    call,
+    counting,
+    make_layer,
+    sample_for,
+)
 from support.weather import IN, NODES, OUT, SAMPLES, weather_graph
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +35,9 @@ def make_model(**options):
 
 
 def assert_trains(layer, sample):
-    functions = [lambda leaves, f=f: call(f, sample.graph, leaves) for f in (compile_layer(layer), layer)]
+    functions = [
+        lambda leaves, f=f: call(f, sample.graph, leaves) for f in (compile_layer(layer), layer)
+    ]
     assert_compiled_is_eager(layer, *functions, sample.tensors)
 
 
@@ -43,7 +54,9 @@ def test_a_layer_trains_in_one_graph_with_kernels(kernel_device):
 CONFIGS = [AttentionConfig(), AttentionConfig(precision="bf16"), AttentionConfig("torch", "fp16")]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.backend}-{config.precision}")
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: f"{config.backend}-{config.precision}"
+)
 def test_every_config_compiles(config):
     layer = make_layer("conv")
     layer.config = config
@@ -73,16 +86,29 @@ def test_inference_after_training_records_nothing():
         assert not call(compiled, sample.graph, sample.leaves()).requires_grad
 
 
-@torch._dynamo.config.patch(specialize_float=True)  # as docs/compile.md asks for checkpointed chunks
+@torch._dynamo.config.patch(
+    specialize_float=True
+)  # as docs/compile.md asks for checkpointed chunks
 def test_the_model_in_checkpointed_chunks_compiles_once_for_any_batch_size():
     torch.manual_seed(0)
-    options = {"qk_norm": True, "mlp_implementation": "swiglu", "edge_pre_mlp": True, "dropout": 0.2}
-    model, counter, compilations = make_model(mapper_chunks=2, checkpoint_groups=1, **options), counting(), []
+    options = {
+        "qk_norm": True,
+        "mlp_implementation": "swiglu",
+        "edge_pre_mlp": True,
+        "dropout": 0.2,
+    }
+    model, counter, compilations = (
+        make_model(mapper_chunks=2, checkpoint_groups=1, **options),
+        counting(),
+        [],
+    )
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     for batch in (SAMPLES, 7):
         fields = {"x": torch.randn(batch, NODES["data"], IN)}
         with torch._dynamo.config.patch(error_on_recompile=True):
-            assert_compiled_is_eager(model, lambda t: compiled(t["x"]), lambda t: model(t["x"]), fields)
+            assert_compiled_is_eager(
+                model, lambda t: compiled(t["x"]), lambda t: model(t["x"]), fields
+            )
         compilations.append(counter.frame_count)
     assert compilations[0] == compilations[1]
 
@@ -100,10 +126,14 @@ def test_checkpointing_and_compilation_work_together_with_dropout(where):
     layer, sample = make_layer("processor_block"), sample_for("processor_block", SIZES[0])
 
     def checkpointed(function, leaves):
-        return checkpoint(function, leaves["dst"], sample.graph, leaves["attr"], use_reentrant=False)
+        return checkpoint(
+            function, leaves["dst"], sample.graph, leaves["attr"], use_reentrant=False
+        )
 
     compiled = compiled_with(layer, checkpointed, where)
-    assert_compiled_is_eager(layer, compiled, lambda leaves: call(layer, sample.graph, leaves), sample.tensors)
+    assert_compiled_is_eager(
+        layer, compiled, lambda leaves: call(layer, sample.graph, leaves), sample.tensors
+    )
 
 
 @pytest.mark.parametrize("where", ["around", "inside"])
@@ -115,7 +145,9 @@ def test_autocast_gives_the_bits_of_eager(where):
             return call(function, sample.graph, leaves)
 
     actual = support.differentiate_seeded(layer, compiled_with(layer, cast, where), sample.tensors)
-    expected = support.differentiate_seeded(layer, lambda leaves: cast(layer, leaves), sample.tensors)
+    expected = support.differentiate_seeded(
+        layer, lambda leaves: cast(layer, leaves), sample.tensors
+    )
     present = [name for name, tensor in expected.items() if tensor is not None]
     assert [name for name in present if not torch.equal(actual[name], expected[name])] == []
 
@@ -123,7 +155,9 @@ def test_autocast_gives_the_bits_of_eager(where):
 def test_a_backend_that_cannot_run_says_why_while_compiling():
     layer, sample = make_layer("conv", "triton").double(), sample_for("conv", SIZES[0])
     doubles = {name: tensor.double() for name, tensor in sample.tensors.items()}
-    with pytest.raises(Exception, match="its kernels take float16, bfloat16 or float32, got torch.float64"):
+    with pytest.raises(
+        Exception, match="its kernels take float16, bfloat16 or float32, got torch.float64"
+    ):
         call(compile_layer(layer), sample.graph, doubles)
 
 
@@ -154,7 +188,9 @@ def run_sizes(name, sizes, prepare=lambda graph, leaves: None, **options):
             prepare(graph, leaves)
             return call(function, graph, leaves)
 
-        assert_compiled_is_eager(layer, *(partial(run, function) for function in (compiled, layer)), sample.tensors)
+        assert_compiled_is_eager(
+            layer, *(partial(run, function) for function in (compiled, layer)), sample.tensors
+        )
         compilations.append(counter.frame_count)
     return compilations
 
@@ -191,7 +227,9 @@ LAYOUTS = {
     "padded": padded,
     "transposed": lambda rows: rows.transpose(0, -1).contiguous().transpose(0, -1),
     "every_other_row": lambda rows: rows.repeat_interleave(2, -2)[..., ::2, :],
-    "at_an_odd_address": lambda rows: torch.cat([rows.new_zeros(1), rows.flatten()])[1:].view(rows.shape),
+    "at_an_odd_address": lambda rows: torch.cat([rows.new_zeros(1), rows.flatten()])[1:].view(
+        rows.shape
+    ),
     "expanded_row": lambda rows: rows[..., :1, :].expand(rows.shape),
 }
 
@@ -208,10 +246,21 @@ def test_strides_change_neither_output_nor_gradients(functions, layout):
     sample, results = sample_for("conv", SIZES[0]), []
     for function in functions:
         # leaves of that layout, so that the compiled code is called with it
-        leaves = {name: LAYOUTS[layout](tensor).detach().requires_grad_() for name, tensor in sample.tensors.items()}
+        leaves = {
+            name: LAYOUTS[layout](tensor).detach().requires_grad_()
+            for name, tensor in sample.tensors.items()
+        }
         out = call(function, sample.graph, leaves)
-        weights = torch.linspace(-1, 2, out.numel()).view(out.shape).transpose(0, 1).contiguous().transpose(0, 1)
-        gradients = torch.autograd.grad(out, list(leaves.values()), weights)  # a strided upstream gradient
+        weights = (
+            torch.linspace(-1, 2, out.numel())
+            .view(out.shape)
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(0, 1)
+        )
+        gradients = torch.autograd.grad(
+            out, list(leaves.values()), weights
+        )  # a strided upstream gradient
         results.append({"out": out.detach(), **dict(zip(leaves, gradients, strict=True))})
     torch.testing.assert_close(*results)
 
@@ -220,10 +269,14 @@ def test_attributes_may_differ_within_the_batch(functions):
     sample = sample_for("conv", SIZES[0])
     tensors = sample.tensors | {"attr": torch.randn(SIZES[0][3], SIZES[0][2], DIM)}
     with torch.no_grad():
-        torch.testing.assert_close(*(call(function, sample.graph, tensors) for function in functions))
+        torch.testing.assert_close(
+            *(call(function, sample.graph, tensors) for function in functions)
+        )
 
 
-@pytest.mark.parametrize(("name", "message"), [("attr", "edge_attr must have shape"), ("src", "x_src must have 9")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("attr", "edge_attr must have shape"), ("src", "x_src must have 9")]
+)
 def test_missing_rows_raise_while_compiling(name, message):
     torch.compiler.reset()
     layer, sample = make_layer("conv"), sample_for("conv", SIZES[0])

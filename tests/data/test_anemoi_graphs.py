@@ -14,14 +14,25 @@ from anemoi.graphs.edges.attributes import EdgeDirection, EdgeLength
 from anemoi.graphs.nodes import LatLonNodes, LimitedAreaTriNodes, StretchedTriNodes, TriNodes
 from torch_geometric.data import HeteroData
 
-from anemoi_gt.data.graphs import hierarchical_graph, icosphere_graph, limited_area_graph, stretched_graph
+from anemoi_gt.data.graphs import (
+    hierarchical_graph,
+    icosphere_graph,
+    limited_area_graph,
+    stretched_graph,
+)
 from anemoi_gt.data.grids import grid, regional
 from anemoi_gt.data.nodes import Nodes, unit_vectors
 
-ENCODER, PROCESSOR, DECODER = ("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data")
+ENCODER, PROCESSOR, DECODER = (
+    ("data", "to", "hidden"),
+    ("hidden", "to", "hidden"),
+    ("hidden", "to", "data"),
+)
 EPS = np.finfo(np.float32).eps  # radians; rounding of a longitude or of a unit vector in float32
 EUROPE = (72, -25, 34, 45)
-SCATTERED = Nodes.from_xyz(np.random.default_rng(0).standard_normal((4000, 3)))  # without any symmetry
+SCATTERED = Nodes.from_xyz(
+    np.random.default_rng(0).standard_normal((4000, 3))
+)  # without any symmetry
 DATA = {"O16": grid("O16"), "N32": grid("N32"), "scattered": SCATTERED}
 UK = regional(np.linspace(58, 50, 33), np.linspace(-10, 2, 49))
 
@@ -36,15 +47,21 @@ def anemoi_graph(data, hidden, edges, **data_masks):
     for source, to, destination in graph.edge_types:
         store = graph[source, to, destination]
         for name, attribute in (("edge_length", EdgeLength), ("edge_dirs", EdgeDirection)):
-            store[name] = attribute(norm="unit-std")((graph[source], graph[destination]), store.edge_index)
-            store[f"raw_{name}"] = attribute()((graph[source], graph[destination]), store.edge_index)
+            store[name] = attribute(norm="unit-std")(
+                (graph[source], graph[destination]), store.edge_index
+            )
+            store[f"raw_{name}"] = attribute()(
+                (graph[source], graph[destination]), store.edge_index
+            )
     return graph
 
 
 def node_map(ours, upstream):
     """Our index of each upstream node, by position; fails if a node is in one graph only."""
     order, upstream_order = (np.lexsort(x.numpy().T) for x in (ours.x, upstream.x))
-    np.testing.assert_array_equal(ours.x[order], upstream.x[upstream_order], err_msg="different nodes")
+    np.testing.assert_array_equal(
+        ours.x[order], upstream.x[upstream_order], err_msg="different nodes"
+    )
     return order[np.argsort(upstream_order)]
 
 
@@ -55,13 +72,17 @@ def edge_keys(kind, ours, upstream):
     keys = destination[other[1]] * len(source) + source[other[0]]
     order = np.argsort(keys)
     mine = mine[1] * len(source) + mine[0]
-    assert len(set(keys)) == len(keys) == len(mine) == len(set(mine)), f"{kind}: duplicate edges, or another number"
+    assert len(set(keys)) == len(keys) == len(mine) == len(set(mine)), (
+        f"{kind}: duplicate edges, or another number"
+    )
     return mine, keys[order], order
 
 
 def assert_same_edges(kind, ours, upstream):
     mine, other, _ = edge_keys(kind, ours, upstream)
-    assert not (missing := len(np.setdiff1d(other, mine))), f"{kind}: {missing} of {len(other)} edges differ"
+    assert not (missing := len(np.setdiff1d(other, mine))), (
+        f"{kind}: {missing} of {len(other)} edges differ"
+    )
 
 
 def assert_same_edges_up_to_ties(kind, ours, upstream):
@@ -69,7 +90,9 @@ def assert_same_edges_up_to_ties(kind, ours, upstream):
     mine, other, _ = edge_keys(kind, ours, upstream)
     ends = [unit_vectors(ours[name].x.double().numpy()) for name in kind[::2]]
     distances, expected = (sorted_distances(keys, *ends) for keys in (mine, other))
-    np.testing.assert_allclose(distances, expected, rtol=0, atol=4 * EPS)  # two positions, two coordinates each
+    np.testing.assert_allclose(
+        distances, expected, rtol=0, atol=4 * EPS
+    )  # two positions, two coordinates each
     assert len(np.setdiff1d(mine, other)) < 0.03 * len(mine), "too many for ties"
 
 
@@ -110,14 +133,22 @@ def icospheres(name, r):
 
 
 def limited_area(_):
-    hidden = LimitedAreaTriNodes(6, reference_node_name="data", name="hidden", margin_radius_km=100.0)
-    return limited_area_graph(UK, refinement=6, margin=100.0), anemoi_graph(UK, [hidden], global_edges(6)), {}
+    hidden = LimitedAreaTriNodes(
+        6, reference_node_name="data", name="hidden", margin_radius_km=100.0
+    )
+    return (
+        limited_area_graph(UK, refinement=6, margin=100.0),
+        anemoi_graph(UK, [hidden], global_edges(6)),
+        {},
+    )
 
 
 def stretched(name):
     data = DATA[name]
     ours = stretched_graph(data, refinement=3, area_refinement=5, area=EUROPE, margin=150.0)
-    hidden = StretchedTriNodes(3, 5, "hidden", "data", mask_attr_name="inside", margin_radius_km=150.0)
+    hidden = StretchedTriNodes(
+        3, 5, "hidden", "data", mask_attr_name="inside", margin_radius_km=150.0
+    )
     edges = (KNNEdges("data", "hidden", num_nearest_neighbours=12), *global_edges(5)[1:])
     return ours, anemoi_graph(data, [hidden], edges, inside=data.inside(EUROPE)), {ENCODER, DECODER}
 
@@ -144,7 +175,11 @@ def test_graphs_are_the_same(graphs, kind):
 @pytest.mark.parametrize("factor", [0.3, 1.0, 2.5])
 def test_every_cutoff_gives_the_same_edges(factor):
     ours = icosphere_graph(SCATTERED, refinement=3, cutoff=factor)
-    assert_same_edges(ENCODER, ours, anemoi_graph(SCATTERED, [TriNodes(3, name="hidden")], global_edges(3, factor)))
+    assert_same_edges(
+        ENCODER,
+        ours,
+        anemoi_graph(SCATTERED, [TriNodes(3, name="hidden")], global_edges(3, factor)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +187,13 @@ def hierarchical():
     levels = {"hidden": 4, "hidden_2": 3, "hidden_3": 2}
     edges = [*global_edges(4)[::2], *(MultiScaleEdges(name, name, x_hops=1) for name in levels)]
     for fine, coarse in pairwise(levels):
-        edges += [CutOffEdges(fine, coarse, cutoff_factor=1.5), KNNEdges(coarse, fine, num_nearest_neighbours=5)]
-    upstream = anemoi_graph(SCATTERED, [TriNodes(r, name=name) for name, r in levels.items()], edges)
+        edges += [
+            CutOffEdges(fine, coarse, cutoff_factor=1.5),
+            KNNEdges(coarse, fine, num_nearest_neighbours=5),
+        ]
+    upstream = anemoi_graph(
+        SCATTERED, [TriNodes(r, name=name) for name, r in levels.items()], edges
+    )
     return hierarchical_graph(SCATTERED, refinements=tuple(levels.values())), upstream
 
 
@@ -166,16 +206,24 @@ def test_hierarchical_graphs_have_the_same_edges(hierarchical):
         compare((source, to, destination), ours, upstream)
 
 
-@pytest.mark.parametrize("kind", [("hidden", "to", "hidden_2"), ("hidden_2", "to", "hidden")], ids="-".join)
-def test_edges_between_levels_differ_only_in_the_direction_from_a_vertex_to_itself(hierarchical, kind):
+@pytest.mark.parametrize(
+    "kind", [("hidden", "to", "hidden_2"), ("hidden_2", "to", "hidden")], ids="-".join
+)
+def test_edges_between_levels_differ_only_in_the_direction_from_a_vertex_to_itself(
+    hierarchical, kind
+):
     """It is 0 here and that of a rounding error upstream, so directions are divided by another standard deviation."""
     here, there, length = shared_edges(kind, *hierarchical)
     ours, upstream = (graph[kind] for graph in hierarchical)
     lengths = ours.edge_length[here] * upstream.raw_edge_length.std()
     assert (lengths - length).abs().max() < 8 * EPS
-    error = (torch.nn.functional.normalize(ours.edge_dirs[here]) - upstream.raw_edge_dirs[there]).abs()
+    error = (
+        torch.nn.functional.normalize(ours.edge_dirs[here]) - upstream.raw_edge_dirs[there]
+    ).abs()
     assert (error * length)[length[:, 0] > 10 * EPS].max() < 8 * EPS
-    to_itself, upstream_to_itself = (edges.edge_length[:, 0] < 10 * EPS for edges in (ours, upstream))
+    to_itself, upstream_to_itself = (
+        edges.edge_length[:, 0] < 10 * EPS for edges in (ours, upstream)
+    )
     assert to_itself.sum() == upstream_to_itself.sum() == hierarchical[0]["hidden_2"].num_nodes
     assert not ours.edge_dirs[to_itself].any()
     assert (upstream.raw_edge_dirs[upstream_to_itself].norm(dim=1) > 0.5).any()

@@ -21,8 +21,14 @@ def edges():
 
 def test_length_is_the_haversine_angle(edges):
     source, destination, edge_index = edges
-    (lat1, lon1), (lat2, lon2) = source.radians[edge_index[0]].T, destination.radians[edge_index[1]].T
-    hav = np.sin((lat2 - lat1) / 2) ** 2 + np.cos(lat1) * np.cos(lat2) * np.sin((lon2 - lon1) / 2) ** 2
+    (lat1, lon1), (lat2, lon2) = (
+        source.radians[edge_index[0]].T,
+        destination.radians[edge_index[1]].T,
+    )
+    hav = (
+        np.sin((lat2 - lat1) / 2) ** 2
+        + np.cos(lat1) * np.cos(lat2) * np.sin((lon2 - lon1) / 2) ** 2
+    )
     np.testing.assert_allclose(edge_length(*edges)[:, 0], 2 * np.arcsin(np.sqrt(hav)), rtol=1e-12)
 
 
@@ -32,7 +38,9 @@ def test_length_is_accurate_from_millimetres_to_the_antipode(angle):
     assert edge_length(*ends).item() == pytest.approx(np.deg2rad(angle), rel=1e-7)
 
 
-def test_direction_is_the_horizontal_part_of_the_source_rotated_with_its_destination_to_the_pole(edges):
+def test_direction_is_the_horizontal_part_of_the_source_rotated_with_its_destination_to_the_pole(
+    edges,
+):
     """By Rodrigues' formula, as in anemoi-graphs; this implies length 1."""
     source, destination, edge_index = edges
     pole = np.array([0.0, 0.0, 1.0])
@@ -40,13 +48,19 @@ def test_direction_is_the_horizontal_part_of_the_source_rotated_with_its_destina
         up, x = destination.xyz[d], source.xyz[s]
         axis = np.cross(up, pole) / np.linalg.norm(np.cross(up, pole))
         angle = np.arccos(up @ pole)
-        rotated = x * np.cos(angle) + np.cross(axis, x) * np.sin(angle) + axis * (axis @ x) * (1 - np.cos(angle))
+        rotated = (
+            x * np.cos(angle)
+            + np.cross(axis, x) * np.sin(angle)
+            + axis * (axis @ x) * (1 - np.cos(angle))
+        )
         np.testing.assert_allclose(direction, rotated[:2] / np.hypot(*rotated[:2]), atol=1e-9)
 
 
 def test_edge_to_the_same_point_or_the_antipode_has_direction_zero():
     nodes = Nodes([12.0, -12.0], [34.0, 214.0])
-    np.testing.assert_array_equal(edge_direction(nodes, nodes, np.array([[0, 1], [0, 0]])), np.zeros((2, 2)))
+    np.testing.assert_array_equal(
+        edge_direction(nodes, nodes, np.array([[0, 1], [0, 0]])), np.zeros((2, 2))
+    )
 
 
 def test_unit_std_scales_to_standard_deviation_one_and_keeps_constant_values():

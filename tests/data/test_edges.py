@@ -16,9 +16,13 @@ def random_nodes(n, seed):
 
 def distances(source, destination):
     """Chords between all pairs of positions as a graph stores them, [destinations, sources]."""
-    (s_lat, s_lon), (d_lat, d_lon) = (nodes.stored.astype(np.float64).T for nodes in (source, destination))
+    (s_lat, s_lon), (d_lat, d_lon) = (
+        nodes.stored.astype(np.float64).T for nodes in (source, destination)
+    )
     lat, lon = d_lat[:, None] - s_lat, d_lon[:, None] - s_lon
-    return 2 * np.sqrt(np.sin(lat / 2) ** 2 + np.cos(d_lat[:, None]) * np.cos(s_lat) * np.sin(lon / 2) ** 2)
+    return 2 * np.sqrt(
+        np.sin(lat / 2) ** 2 + np.cos(d_lat[:, None]) * np.cos(s_lat) * np.sin(lon / 2) ** 2
+    )
 
 
 def as_set(edge_index):
@@ -44,7 +48,9 @@ def test_cutoff_connects_every_source_within_the_radius(factor, monkeypatch):
     monkeypatch.setattr("anemoi_gt.data.edges.MAX_NEIGHBOURS", 150)
     source, destination = random_nodes(150, 2), random_nodes(30, 3)
     radius = factor * grid_spacing(destination)
-    assert as_set(cutoff(source, destination, factor)) == brute_force(distances(source, destination) <= radius)
+    assert as_set(cutoff(source, destination, factor)) == brute_force(
+        distances(source, destination) <= radius
+    )
 
 
 def test_grid_spacing_is_the_largest_nearest_neighbour_distance():
@@ -57,14 +63,18 @@ def test_grid_spacing_is_the_largest_nearest_neighbour_distance():
 def test_cutoff_keeps_the_nearest_sources_up_to_a_maximum(monkeypatch):
     source, destination = random_nodes(300, 5), random_nodes(12, 6)
     distance = distances(source, destination)
-    chosen = (distance <= 0.6 * grid_spacing(destination)) & (distance.argsort(axis=1).argsort(axis=1) < 5)
+    chosen = (distance <= 0.6 * grid_spacing(destination)) & (
+        distance.argsort(axis=1).argsort(axis=1) < 5
+    )
     assert np.bincount(cutoff(source, destination, 3.0)[1]).max() == 64
     monkeypatch.setattr("anemoi_gt.data.edges.MAX_NEIGHBOURS", 5)
     assert as_set(cutoff(source, destination, 0.6)) == brute_force(chosen)
 
 
 def test_cutoff_includes_a_source_at_the_radius():
-    assert as_set(cutoff(Nodes([0.0, 0.0], [-10.0, 20.0]), Nodes([0.0, 0.0], [0.0, 10.0]), 1.0)) == {(0, 0), (1, 1)}
+    assert as_set(
+        cutoff(Nodes([0.0, 0.0], [-10.0, 20.0]), Nodes([0.0, 0.0], [0.0, 10.0]), 1.0)
+    ) == {(0, 0), (1, 1)}
 
 
 def test_ties_go_to_the_lower_index():
@@ -108,8 +118,14 @@ def test_within_holds_from_zero_distance_to_the_antipode_and_for_an_empty_refere
 
 
 @refused(
-    *((within, {"margin": x}, f"margin must not be negative, in kilometres, got {x}") for x in (-1.0, np.nan)),
-    *((nearest, {"k": k}, rf"k must be in \[1, 10\], the number of sources, got {k}") for k in (0, 11)),
+    *(
+        (within, {"margin": x}, f"margin must not be negative, in kilometres, got {x}")
+        for x in (-1.0, np.nan)
+    ),
+    *(
+        (nearest, {"k": k}, rf"k must be in \[1, 10\], the number of sources, got {k}")
+        for k in (0, 11)
+    ),
     *((cutoff, {"factor": factor}, "factor must be positive") for factor in (0.0, np.nan)),
 )
 def test_option_out_of_range_raises(wrong, message):

@@ -9,11 +9,20 @@ from support.refusals import raises, refused
 
 from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data import edges, graphs
-from anemoi_gt.data.graphs import hierarchical_graph, icosphere_graph, limited_area_graph, stretched_graph
+from anemoi_gt.data.graphs import (
+    hierarchical_graph,
+    icosphere_graph,
+    limited_area_graph,
+    stretched_graph,
+)
 from anemoi_gt.data.grids import classic, octahedral, regional
 from anemoi_gt.data.meshes import icosphere, stretched_icosphere
 
-ENCODER, PROCESSOR, DECODER = ("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data")
+ENCODER, PROCESSOR, DECODER = (
+    ("data", "to", "hidden"),
+    ("hidden", "to", "hidden"),
+    ("hidden", "to", "data"),
+)
 O8, O16 = octahedral(8), octahedral(16)
 UK = regional(np.linspace(58, 50, 33), np.linspace(-10, 2, 49))
 ALPS = (49.0, 4.0, 43.0, 17.0)
@@ -30,21 +39,33 @@ def graph():
 
 
 def test_layout_is_that_of_anemoi_graphs_with_positions_in_radians(graph):
-    assert graph.metadata() == (["data", "hidden"], [ENCODER, PROCESSOR, DECODER]) and graph.validate()
+    assert (
+        graph.metadata() == (["data", "hidden"], [ENCODER, PROCESSOR, DECODER]) and graph.validate()
+    )
     np.testing.assert_allclose(graph["data"].x, O16.radians, atol=3e-7)
     assert graph["hidden"].x[0, 0] == pytest.approx(np.pi / 2)
     for name, size in (("data", 1600), ("hidden", 642)):
         assert graph[name].x.shape == (size, 2) and graph[name].x.dtype == torch.float32
     for store in graph.edge_stores:
         assert store.edge_index.dtype == torch.int64
-        assert store.edge_index.is_contiguous()  # from others PyTorch's conversion to CSR reads wrong indices
-        assert store.edge_length.shape == (store.num_edges, 1) and store.edge_length.dtype == torch.float32
-        assert store.edge_dirs.shape == (store.num_edges, 2) and store.edge_dirs.dtype == torch.float32
+        assert (
+            store.edge_index.is_contiguous()
+        )  # from others PyTorch's conversion to CSR reads wrong indices
+        assert (
+            store.edge_length.shape == (store.num_edges, 1)
+            and store.edge_length.dtype == torch.float32
+        )
+        assert (
+            store.edge_dirs.shape == (store.num_edges, 2) and store.edge_dirs.dtype == torch.float32
+        )
 
 
 def test_the_benchmark_graph_has_its_published_counts():
     graph = icosphere_graph(classic(320), refinement=6)
-    assert {name: graph[name].num_nodes for name in graph.node_types} == {"data": 542_080, "hidden": 40_962}
+    assert {name: graph[name].num_nodes for name in graph.node_types} == {
+        "data": 542_080,
+        "hidden": 40_962,
+    }
     counts = {kind: graph[kind].num_edges for kind in graph.edge_types}
     assert counts == {ENCODER: 852_840, PROCESSOR: 327_600, DECODER: 1_626_240}
 
@@ -63,28 +84,42 @@ def test_encoder_processor_decoder_accepts_any_mesh():
 
 
 @pytest.mark.parametrize(("encoder_nearest", "nearest"), [(12, 3), (2, 1)])
-def test_stretched_graph_connects_the_grid_to_the_mesh_that_is_finer_over_the_area(encoder_nearest, nearest):
+def test_stretched_graph_connects_the_grid_to_the_mesh_that_is_finer_over_the_area(
+    encoder_nearest, nearest
+):
     data = octahedral(32)
     options = {"margin": 50, "encoder_nearest": encoder_nearest, "nearest": nearest}
     graph = stretched_graph(data, refinement=3, area_refinement=5, area=ALPS, **options)
     mesh = stretched_icosphere(3, 5, data[data.inside(ALPS)], 50)
-    encoder, decoder = edges.nearest(data, mesh.nodes, encoder_nearest), edges.nearest(mesh.nodes, data, nearest)
+    encoder, decoder = (
+        edges.nearest(data, mesh.nodes, encoder_nearest),
+        edges.nearest(mesh.nodes, data, nearest),
+    )
     assert_edges(graph, {ENCODER: encoder, PROCESSOR: mesh.edge_index, DECODER: decoder})
 
 
 @pytest.fixture(scope="module")
 def hierarchy():
-    return hierarchical_graph(O16, refinements=(3, 2, 1), down_cutoff=1.2, up_nearest=4, cutoff=0.7, nearest=2)
+    return hierarchical_graph(
+        O16, refinements=(3, 2, 1), down_cutoff=1.2, up_nearest=4, cutoff=0.7, nearest=2
+    )
 
 
 def test_hierarchy_has_cutoff_edges_down_nearest_edges_up_and_all_coarser_levels_within(hierarchy):
     sizes = {"data": 1600, "hidden": 642, "hidden_2": 162, "hidden_3": 42}
-    assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == sizes and hierarchy.validate()
-    meshes = {name: icosphere(n, tuple(range(n + 1))) for name, n in (("hidden", 3), ("hidden_2", 2), ("hidden_3", 1))}
+    assert {
+        name: hierarchy[name].num_nodes for name in hierarchy.node_types
+    } == sizes and hierarchy.validate()
+    meshes = {
+        name: icosphere(n, tuple(range(n + 1)))
+        for name, n in (("hidden", 3), ("hidden_2", 2), ("hidden_3", 1))
+    }
     finest = meshes["hidden"].nodes
     expected = {(name, "to", name): mesh.edge_index for name, mesh in meshes.items()}
     expected |= {ENCODER: edges.cutoff(O16, finest, 0.7), DECODER: edges.nearest(finest, O16, 2)}
-    for (fine, above), (coarse, below) in pairwise((name, mesh.nodes) for name, mesh in meshes.items()):
+    for (fine, above), (coarse, below) in pairwise(
+        (name, mesh.nodes) for name, mesh in meshes.items()
+    ):
         expected[fine, "to", coarse] = edges.cutoff(above, below, 1.2)
         expected[coarse, "to", fine] = edges.nearest(below, above, 4)
     assert set(hierarchy.edge_types) == set(expected)
@@ -96,23 +131,54 @@ def test_a_model_uses_data_and_the_finest_level_of_a_hierarchy(hierarchy):
     assert model(torch.zeros(1, 1600, 2)).shape == (1, 1600, 1)
 
 
-HIERARCHY, STRETCHED = {"refinements": (3, 2)}, {"refinement": 2, "area_refinement": 3, "area": ALPS}
+HIERARCHY, STRETCHED = (
+    {"refinements": (3, 2)},
+    {"refinement": 2, "area_refinement": 3, "area": ALPS},
+)
 DECREASING = "two or more, decreasing from fine to coarse, got"
 
 
 @refused(
-    (limited_area_graph, UK, {"refinement": 2}, "at least 3 nodes over the region.*raise refinement or margin"),
+    (
+        limited_area_graph,
+        UK,
+        {"refinement": 2},
+        "at least 3 nodes over the region.*raise refinement or margin",
+    ),
     (limited_area_graph, UK, {"refinement": 6, "margin": -1}, "margin must not be negative.*-1"),
-    *((hierarchical_graph, O8, {"refinements": r}, DECREASING) for r in ((), (3,), (2, 3), (3, 3), (4, 2, 3))),
-    (hierarchical_graph, O8, HIERARCHY | {"cutoff": -0.6}, "factor must be positive and finite, .* got -0.6"),
+    *(
+        (hierarchical_graph, O8, {"refinements": r}, DECREASING)
+        for r in ((), (3,), (2, 3), (3, 3), (4, 2, 3))
+    ),
+    (
+        hierarchical_graph,
+        O8,
+        HIERARCHY | {"cutoff": -0.6},
+        "factor must be positive and finite, .* got -0.6",
+    ),
     (hierarchical_graph, O8, HIERARCHY | {"nearest": 0}, r"k must be in \[1, 642\]"),
-    (hierarchical_graph, O8, HIERARCHY | {"down_cutoff": 0}, "factor must be positive and finite, .* got 0"),
+    (
+        hierarchical_graph,
+        O8,
+        HIERARCHY | {"down_cutoff": 0},
+        "factor must be positive and finite, .* got 0",
+    ),
     (hierarchical_graph, O8, HIERARCHY | {"up_nearest": 163}, r"k must be in \[1, 162\].*got 163"),
     (hierarchical_graph, O8, {"refinements": (3, 0)}, "refinement must be at least 1, got 0"),
     (stretched_graph, O16, STRETCHED | {"area": None}, "area must be four numbers.*got None"),
     (stretched_graph, O16, STRETCHED | {"area": (43, 4, 49, 17)}, "north above south"),
-    (stretched_graph, O16, STRETCHED | {"area": (49, 4, 48.9, 4.1)}, r"contain data nodes.*\[49, 4, 48.9, 4.1"),
-    (stretched_graph, O16, STRETCHED | {"area_refinement": 2}, "must be above refinement.*got 2 and 2"),
+    (
+        stretched_graph,
+        O16,
+        STRETCHED | {"area": (49, 4, 48.9, 4.1)},
+        r"contain data nodes.*\[49, 4, 48.9, 4.1",
+    ),
+    (
+        stretched_graph,
+        O16,
+        STRETCHED | {"area_refinement": 2},
+        "must be above refinement.*got 2 and 2",
+    ),
     (stretched_graph, O16, STRETCHED | {"margin": -1}, "margin must not be negative.*-1"),
     (stretched_graph, O16, STRETCHED | {"encoder_nearest": 0}, r"k must be in \[1, 1600\]"),
 )

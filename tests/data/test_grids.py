@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from support.refusals import raises, refused
 
-from anemoi_gt.data.grids import classic, gaussian_latitudes, grid, octahedral, reduced_gaussian, regional
+from anemoi_gt.data.grids import (
+    classic,
+    gaussian_latitudes,
+    grid,
+    octahedral,
+    reduced_gaussian,
+    regional,
+)
 
 CLASSIC = (32, 48, 64, 80, 96, 128, 160, 200, 256, 320, 400, 512, 640, 1024, 1280, 2000)
 
@@ -19,7 +26,9 @@ def test_gaussian_latitudes_are_the_legendre_roots_and_exactly_antisymmetric(n):
     np.testing.assert_array_equal(lat, -lat[::-1])
 
 
-@pytest.mark.parametrize(("n", "points"), [(16, 1600), (32, 5248), (96, 40_320), (320, 421_120), (1280, 6_599_680)])
+@pytest.mark.parametrize(
+    ("n", "points"), [(16, 1600), (32, 5248), (96, 40_320), (320, 421_120), (1280, 6_599_680)]
+)
 def test_octahedral_grid_has_its_published_size(n, points):
     assert len(grid(f"O{n}")) == points
 
@@ -41,7 +50,9 @@ def sample(n, name):
 
 @pytest.mark.parametrize("n", CLASSIC)
 def test_classic_grid_has_the_row_lengths_of_eccodes(n, monkeypatch):
-    monkeypatch.setattr("anemoi_gt.data.grids.reduced_gaussian", np.asarray)  # row lengths, not 20 million points
+    monkeypatch.setattr(
+        "anemoi_gt.data.grids.reduced_gaussian", np.asarray
+    )  # row lengths, not 20 million points
     np.testing.assert_array_equal(classic(n), sample(n, "pl"))
 
 
@@ -54,14 +65,26 @@ def test_classic_grid_has_the_points_of_eccodes(n):
 
 def test_regional_grid_is_ordered_as_a_flattened_field():
     nodes = regional(np.array([58.0, 57.75]), np.array([-10.0, -9.75, -9.5]))
-    assert nodes.lat.tolist() == [58.0] * 3 + [57.75] * 3 and nodes.lon.tolist() == [-10.0, -9.75, -9.5] * 2
+    assert (
+        nodes.lat.tolist() == [58.0] * 3 + [57.75] * 3
+        and nodes.lon.tolist() == [-10.0, -9.75, -9.5] * 2
+    )
 
 
 @refused(
-    *((grid, name, 'such as "O96" or "N320"') for name in ("96", "F320", "N", "O0", "o96", "O96 ", "O-8", "")),
-    *((classic, n, f"N{n} must be one of {', '.join(f'N{size}' for size in CLASSIC)}; for") for n in (0, 33, 321)),
+    *(
+        (grid, name, 'such as "O96" or "N320"')
+        for name in ("96", "F320", "N", "O0", "o96", "O96 ", "O-8", "")
+    ),
+    *(
+        (classic, n, f"N{n} must be one of {', '.join(f'N{size}' for size in CLASSIC)}; for")
+        for n in (0, 33, 321)
+    ),
     *((make, 0, "n must be at least 1.*got 0") for make in (gaussian_latitudes, octahedral)),
-    *((reduced_gaussian, rows, "a vector of positive integers") for rows in ([], [4, 0], [[4, 4]], [4.5, 4.5])),
+    *(
+        (reduced_gaussian, rows, "a vector of positive integers")
+        for rows in ([], [4, 0], [[4, 4]], [4.5, 4.5])
+    ),
     (lambda axis: regional(axis, np.zeros(3)), np.zeros((2, 2)), r"must be vectors.*\(2, 2\)"),
 )
 def test_grid_that_does_not_exist_raises(wrong, message):

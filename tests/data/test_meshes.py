@@ -22,7 +22,11 @@ def test_one_level_is_a_triangulation_of_the_sphere(level):
     degree = np.bincount(mesh.edge_index[1], minlength=len(mesh.nodes))
     vertices = 10 * 4**level + 2
     found = {size: (degree == size).sum() for size in (5, 6, 0)}
-    assert found == {5: 12, 6: vertices - 12, 0: len(mesh.nodes) - vertices}  # 12 corners of the icosahedron
+    assert found == {
+        5: 12,
+        6: vertices - 12,
+        0: len(mesh.nodes) - vertices,
+    }  # 12 corners of the icosahedron
     assert vertices - mesh.edge_index.shape[1] // 2 + 20 * 4**level == 2  # Euler's formula
 
 
@@ -35,11 +39,15 @@ def test_nodes_are_sorted_north_to_south_and_east_to_west():
 def test_edges_are_unique_bidirectional_and_sorted_by_destination_then_source():
     source, destination = icosphere(4).edge_index
     assert (np.diff(destination * 10_000 + source) > 0).all() and (source != destination).all()
-    np.testing.assert_array_equal(np.sort(source * 10_000 + destination), destination * 10_000 + source)
+    np.testing.assert_array_equal(
+        np.sort(source * 10_000 + destination), destination * 10_000 + source
+    )
 
 
 def test_multi_scale_edges_are_those_of_all_levels():
-    single = np.concatenate([icosphere(3, levels=(level,)).edge_index for level in (1, 2, 3)], axis=1)
+    single = np.concatenate(
+        [icosphere(3, levels=(level,)).edge_index for level in (1, 2, 3)], axis=1
+    )
     assert set(map(tuple, single.T)) == set(map(tuple, icosphere(3).edge_index.T))
 
 
@@ -70,7 +78,10 @@ def test_stretched_mesh_has_the_edges_of_all_levels_between_its_nodes():
 
 
 REFINEMENT = "refinement must be at least 1, got 0"
-AREAS = {(NOWHERE,): "at least one node", (BERN, -5): "margin must not be negative, in kilometres, got -5"}
+AREAS = {
+    (NOWHERE,): "at least one node",
+    (BERN, -5): "margin must not be negative, in kilometres, got -5",
+}
 KEEP = np.ones(41, dtype=bool), np.arange(42), np.ones((42, 1), dtype=bool)
 
 

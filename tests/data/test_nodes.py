@@ -21,7 +21,9 @@ def test_vectors_and_angles_are_inverse(nodes):
     np.testing.assert_allclose(again.lon, nodes.lon, atol=1e-12)
 
 
-@pytest.mark.parametrize(("lat", "lon", "xyz"), [(0, 0, [1, 0, 0]), (0, 90, [0, 1, 0]), (90, 17, [0, 0, 1])])
+@pytest.mark.parametrize(
+    ("lat", "lon", "xyz"), [(0, 0, [1, 0, 0]), (0, 90, [0, 1, 0]), (90, 17, [0, 0, 1])]
+)
 def test_xyz_axes_point_to_greenwich_90_east_and_the_north_pole(lat, lon, xyz):
     np.testing.assert_allclose(Nodes([lat], [lon]).xyz, [xyz], atol=1e-15)
 
@@ -31,7 +33,9 @@ def test_east_north_and_up_are_a_right_handed_orthonormal_basis(nodes):
     np.testing.assert_allclose(np.linalg.norm(nodes.north, axis=1), 1)
     step = 1e-6
     np.testing.assert_array_less(nodes.lat, Nodes.from_xyz(nodes.xyz + step * nodes.north).lat)
-    np.testing.assert_allclose(Nodes.from_xyz(nodes.xyz + step * nodes.east).lat, nodes.lat, atol=1e-9)
+    np.testing.assert_allclose(
+        Nodes.from_xyz(nodes.xyz + step * nodes.east).lat, nodes.lat, atol=1e-9
+    )
 
 
 def test_frame_is_rotated_to_x_and_y_by_the_shortest_rotation_to_the_north_pole(nodes):
@@ -89,7 +93,9 @@ def test_invalid_coordinates_and_areas_raise(wrong, message):
     raises(lambda: call(*options), message)
 
 
-@pytest.mark.parametrize("nodes", [octahedral(32), icosphere(4).nodes], ids=["octahedral", "icosphere"])
+@pytest.mark.parametrize(
+    "nodes", [octahedral(32), icosphere(4).nodes], ids=["octahedral", "icosphere"]
+)
 def test_area_weighted_mean_is_the_integral_over_the_globe(nodes):
     weights, (x, y, z) = area_weights(nodes), nodes.xyz.T
     assert weights.min() > 0 and weights.mean() == pytest.approx(1, rel=1e-14)
@@ -103,7 +109,9 @@ def test_area_of_a_gaussian_row_is_its_quadrature_weight():
     _, row = np.unique(-nodes.lat, return_inverse=True)
     _, quadrature = np.polynomial.legendre.leggauss(48)
     share = np.bincount(row, area_weights(nodes)) / len(nodes)
-    np.testing.assert_allclose(share[1:-1], quadrature[1:-1] / 2, rtol=3e-2)  # Voronoi cells differ at the poles
+    np.testing.assert_allclose(
+        share[1:-1], quadrature[1:-1] / 2, rtol=3e-2
+    )  # Voronoi cells differ at the poles
     np.testing.assert_allclose(share.sum(), 1)
 
 

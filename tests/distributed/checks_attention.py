@@ -6,10 +6,26 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from anemoi_gt.distributed import HaloExchange, Partition, PendingExchange, Ranges, shard_edges, shard_graph
+from anemoi_gt.distributed import (
+    HaloExchange,
+    Partition,
+    PendingExchange,
+    Ranges,
+    shard_edges,
+    shard_graph,
+)
 from anemoi_gt.nn import GraphTransformerProcessorBlock
 from distributed import problems
-from distributed.problems import CHANNELS, CONFIG, EDGE_DIM, GRAPHS, HEADS, attend_sharded, attend_whole, make_problem
+from distributed.problems import (
+    CHANNELS,
+    CONFIG,
+    EDGE_DIM,
+    GRAPHS,
+    HEADS,
+    attend_sharded,
+    attend_whole,
+    make_problem,
+)
 from distributed.ranks import on_ranks, seeded, without_default_device
 
 
@@ -46,8 +62,12 @@ def they_are_for_any_partition_of_any_node_order(group, verdict):
     ranks = dist.get_world_size(group)
     problem = make_problem("encoder")
     orders = [torch.randperm(size, generator=seeded(size)) for size in (41, 17)]
-    sources = Partition(Ranges((*(0, 3, 3, 30, 41)[:ranks], 41)), orders[0])  # the second rank owns no source
-    destinations = Partition(Ranges((*(0, 0, 12, 13, 17)[:ranks], 17)), orders[1])  # the first no destination
+    sources = Partition(
+        Ranges((*(0, 3, 3, 30, 41)[:ranks], 41)), orders[0]
+    )  # the second rank owns no source
+    destinations = Partition(
+        Ranges((*(0, 0, 12, 13, 17)[:ranks], 17)), orders[1]
+    )  # the first no destination
     shard = shard_graph(problem.graph, group, sources=sources, destinations=destinations)
     compare(verdict, "encoder", problem, group, shard)
 
@@ -78,7 +98,10 @@ def a_rank_may_hold_only_its_own_edges(group, verdict):
         own = (destinations.ranges.owner(edge_index[1]) == rank).nonzero().flatten()
         shard = shard_edges(edge_index[:, own], group, sources=sources, destinations=destinations)
         whole = problems.run_whole(problem)
-        for values in (vars(problem), whole):  # attributes in the order of ranks, of which `edges` counts the own ones
+        for values in (
+            vars(problem),
+            whole,
+        ):  # attributes in the order of ranks, of which `edges` counts the own ones
             values["edge_attr"] = values["edge_attr"][own]
         found, _ = problems.run_sharded(problem, group, shard)
         for key, expected in problems.part_of(whole, shard).items():
@@ -90,7 +113,10 @@ def edges_may_come_without_attributes_or_embedded(group, verdict):
     problem = make_problem("asymmetric")
     shard = shard_graph(problem.graph, group)
     own = shard.sources.nodes(shard.rank)
-    query, key_value = problem.layer.query(problem.x_dst).unflatten(-1, (HEADS, CHANNELS)), problem.layer.key_value
+    query, key_value = (
+        problem.layer.query(problem.x_dst).unflatten(-1, (HEADS, CHANNELS)),
+        problem.layer.key_value,
+    )
     embedded = torch.randn(problem.graph.num_edges, HEADS, CHANNELS, dtype=torch.float64)
     for whole, part in (((), ()), ((embedded,), (embedded[shard.edges],))):
         expected = attend_whole(problem.graph, query, problem.x_src, key_value, *whole)[own]
@@ -131,12 +157,16 @@ def noting(events, name, function):
 
 
 @on_ranks(3)
-def a_block_computes_query_and_skip_while_the_exchange_is_pending_forward_and_backward(group, verdict):
+def a_block_computes_query_and_skip_while_the_exchange_is_pending_forward_and_backward(
+    group, verdict
+):
     problem, events = make_problem("asymmetric"), []
     shard = shard_graph(problem.graph, group)
     width, own = HEADS * CHANNELS, shard.sources.nodes(shard.rank)
     sizes = {"in_channels": width, "out_channels": width, "hidden_dim": width, "num_heads": HEADS}
-    block = GraphTransformerProcessorBlock(**sizes, edge_dim=EDGE_DIM, config=CONFIG).to(problem.x_src)
+    block = GraphTransformerProcessorBlock(**sizes, edge_dim=EDGE_DIM, config=CONFIG).to(
+        problem.x_src
+    )
 
     def note_both_passes(name, module, inputs, out):
         events.append(name)
@@ -145,13 +175,21 @@ def a_block_computes_query_and_skip_while_the_exchange_is_pending_forward_and_ba
     for name in ("lin_query", "lin_self", "lin_key"):
         getattr(block, name).register_forward_hook(partial(note_both_passes, name))
     names = {"send": "send", "send_reverse": "send gradients", "scatter_add": "add gradients"}
-    changes = {name: noting(events, event, getattr(HaloExchange, name)) for name, event in names.items()}
+    changes = {
+        name: noting(events, event, getattr(HaloExchange, name)) for name, event in names.items()
+    }
     waiting = noting(events, "wait", PendingExchange.wait)
     with patch.multiple(HaloExchange, **changes), patch.object(PendingExchange, "wait", waiting):
         x = torch.randn(problem.graph.num_src, width, generator=seeded(0)).to(problem.x_src)
         block(x[own].requires_grad_(), shard, problem.edge_attr[shard.edges]).sum().backward()
     verdict.same("forward", events[:5], ["send", "lin_query", "lin_self", "wait", "lin_key"])
-    backward = ["lin_key backward", "send gradients", "lin_self backward", "lin_query backward", "add gradients"]
+    backward = [
+        "lin_key backward",
+        "send gradients",
+        "lin_self backward",
+        "lin_query backward",
+        "add gradients",
+    ]
     verdict.same("backward", events[5:], backward)
 
 
@@ -165,9 +203,16 @@ def under_autocast_the_halo_has_its_dtype_and_the_result_is_that_of_one_device(g
         seen.append(rows.dtype)
         return send(exchange, rows)
 
-    with torch.autocast(problem.x_src.device.type, dtype=torch.bfloat16), patch.object(HaloExchange, "send", sending):
-        whole = problem.layer(problem.x_src, problem.x_dst, problem.edge_attr, partial(attend_whole, problem.graph))
-        out = problem.layer(part["x_src"], part["x_dst"], part["edge_attr"], partial(attend_sharded, shard))
+    with (
+        torch.autocast(problem.x_src.device.type, dtype=torch.bfloat16),
+        patch.object(HaloExchange, "send", sending),
+    ):
+        whole = problem.layer(
+            problem.x_src, problem.x_dst, problem.edge_attr, partial(attend_whole, problem.graph)
+        )
+        out = problem.layer(
+            part["x_src"], part["x_dst"], part["edge_attr"], partial(attend_sharded, shard)
+        )
     own = problems.part_of({"out": whole.detach()}, shard)["out"]
     verdict.close("out", out.detach().bfloat16(), own.bfloat16())
     verdict.same("dtypes", seen, [torch.bfloat16])

@@ -51,7 +51,9 @@ def rows_below_the_keys_of_a_wrapper_are_those_of_the_table(group, verdict):
         expected = {key: tensor.clone() for key, tensor in wrapped.state_dict().items()}
         for parameter in wrapped.parameters():
             parameter.data.fill_(-1.0)
-        loaded = load_checkpoint(folder, {"model": wrapped.state_dict()}, shard.tables, group)["model"]
+        loaded = load_checkpoint(folder, {"model": wrapped.state_dict()}, shard.tables, group)[
+            "model"
+        ]
         for key, tensor in expected.items():
             verdict.same(f"{name}: {key}", loaded[key], tensor)
         key = next(key for key in expected if key.endswith(NAME))
@@ -65,7 +67,9 @@ def a_table_is_saved_whole_and_a_layer_of_its_name_inside_stays_shared(group, ve
     class Root(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.arange(34.0).view(17, 2, 1))  # a table of three dimensions
+            self.weight = nn.Parameter(
+                torch.arange(34.0).view(17, 2, 1)
+            )  # a table of three dimensions
             self.linear = nn.Linear(2, 9)  # linear.weight ends in the name of the table
 
     mesh, net = mesh_of_group(group), Root()
@@ -80,7 +84,9 @@ def a_table_is_saved_whole_and_a_layer_of_its_name_inside_stays_shared(group, ve
     verdict.same("shared", whole["module.linear.weight"], net.linear.weight.detach())
     net.weight.data.fill_(-1.0)
     loaded = load_checkpoint(str(folder), wrapped.state_dict(), shard.tables, group)
-    verdict.same("rows", loaded["module.weight"], whole["module.weight"][shard.tables["weight"].index])
+    verdict.same(
+        "rows", loaded["module.weight"], whole["module.weight"][shard.tables["weight"].index]
+    )
 
 
 @on_ranks(2)
@@ -106,9 +112,13 @@ def a_state_in_which_rows_would_be_lost_is_refused_before_anything_is_written(gr
         verdict.raises(ValueError, said, save)
         dist.barrier(group)
         verdict.same(f"files after {said}", list(folder.parent.iterdir()), [])
-    save_checkpoint(folder, {"model": model, "optimizer": by_name, "rank": rank}, shard.tables, group)
+    save_checkpoint(
+        folder, {"model": model, "optimizer": by_name, "rank": rank}, shard.tables, group
+    )
     without = {"optimizer": {"state": {}}}
-    verdict.raises(ValueError, "got none for", partial(load_checkpoint, folder, without, shard.tables, group))
+    verdict.raises(
+        ValueError, "got none for", partial(load_checkpoint, folder, without, shard.tables, group)
+    )
 
 
 @on_ranks(4)

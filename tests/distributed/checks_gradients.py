@@ -36,7 +36,11 @@ class Net(nn.Module):
 def sharded_net(on):
     torch.manual_seed(0)
     net = Net().double()
-    return net, shard_module(net, {KIND: structure("symmetric")}, on, tables={TABLE: "mesh"}), copy.deepcopy(net)
+    return (
+        net,
+        shard_module(net, {KIND: structure("symmetric")}, on, tables={TABLE: "mesh"}),
+        copy.deepcopy(net),
+    )
 
 
 @on_ranks(2)
@@ -44,7 +48,10 @@ def a_table_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(group, v
     on = mesh_of_group(group)
     for lost, max_norm in ((value, norm) for value in LOST for norm in (1.0, math.inf)):
         net, shard, before = sharded_net(on)
-        optimizer, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler(device_type(), init_scale=8.0)
+        optimizer, scaler = (
+            torch.optim.AdamW(net.parameters()),
+            torch.amp.GradScaler(device_type(), init_scale=8.0),
+        )
         shared, own = shard.parameters(net)
         for is_lost in (True, False):
             optimizer.zero_grad()
@@ -53,11 +60,18 @@ def a_table_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(group, v
                 own[0].grad[0, 0] = lost
             norm = optimizer_step(optimizer, shared, own, on, max_norm=max_norm, scaler=scaler)
             said = f"{lost}, max_norm {max_norm}"
-            verdict.same(f"{said}: is finite", everywhere(bool(norm.isfinite()), group), [not is_lost] * 2)
+            verdict.same(
+                f"{said}: is finite", everywhere(bool(norm.isfinite()), group), [not is_lost] * 2
+            )
             verdict.same(f"{said}: scale", everywhere(scaler.get_scale(), group), [4.0] * 2)
-            changed = [not torch.equal(*pair) for pair in zip(net.parameters(), before.parameters(), strict=True)]
+            changed = [
+                not torch.equal(*pair)
+                for pair in zip(net.parameters(), before.parameters(), strict=True)
+            ]
             verdict.same(f"{said}: changed", set(changed), {not is_lost})
-            verdict.that(all(p.isfinite().all() for p in net.parameters()), f"{said}: weights are not finite")
+            verdict.that(
+                all(p.isfinite().all() for p in net.parameters()), f"{said}: weights are not finite"
+            )
 
 
 @on_ranks(2)
@@ -72,7 +86,9 @@ def a_step_with_a_scaler_is_the_step_without_and_needs_a_shared_parameter(group,
         results.append([norm, *(parameter.detach() for parameter in net.parameters())])
     verdict.that(results[0][0] > 0.5, "the gradients must be clipped")
     for n, (without, scaled) in enumerate(zip(*results, strict=True)):
-        verdict.that(torch.allclose(scaled, without, rtol=1e-6), f"result {n} differs")  # 1e-6 beside the norm
+        verdict.that(
+            torch.allclose(scaled, without, rtol=1e-6), f"result {n} differs"
+        )  # 1e-6 beside the norm
     step = partial(optimizer_step, optimizer, [], list(net.parameters()), on, scaler=scaler)
     verdict.raises(ValueError, "shared must have a parameter to train with a scaler", step)
 
@@ -117,4 +133,9 @@ def gradients_that_ddp_or_fully_shard_reduced_over_data_are_those_of_one_device(
         for name, gradient in gradients.items():
             rows = gradient[shard.tables[name].index] if name in shard.tables else gradient
             verdict.close(f"{wrapper}: {name}", reduced[name], rows, terms=size)
-            verdict.close(f"{wrapper}: {name}, clipped", clipped[name], rows * (0.5 / (expected + 1e-6)), terms=size)
+            verdict.close(
+                f"{wrapper}: {name}, clipped",
+                clipped[name],
+                rows * (0.5 / (expected + 1e-6)),
+                terms=size,
+            )

@@ -24,7 +24,9 @@ MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))  # (data, model)
 def graph():
     """The graph of the weather with as many nodes as the problems have, the same on any device."""
     with torch.device("cpu"):
-        graph = weather_graph({"data": len(data), "hidden": len(mesh_points)}, dict.fromkeys(KINDS, 120))
+        graph = weather_graph(
+            {"data": len(data), "hidden": len(mesh_points)}, dict.fromkeys(KINDS, 120)
+        )
     return graph.to(torch.get_default_device())
 
 
@@ -78,14 +80,24 @@ def compare(verdict, label, make, mesh, **options):
         gradient = whole.get_parameter(name).grad
         gradient = gradient[shard.tables[name].index] if name in shard.tables else gradient
         # A bias of the key cancels in the softmax: its gradient is a sum to 0 of terms as large as those of the weight.
-        terms = whole.get_parameter(name.replace("bias", "weight")).grad if "lin_key.bias" in name else None
+        terms = (
+            whole.get_parameter(name.replace("bias", "weight")).grad
+            if "lin_key.bias" in name
+            else None
+        )
         verdict.close(f"{label}: {name}", parameter.grad, gradient, terms)
 
 
 @on_all_ranks
 def outputs_loss_and_gradients_are_those_of_one_device(group, verdict):
     empty_chunks = {"mapper_chunks": 7}  # of 17 nodes on 4 ranks
-    for options in ({}, {"checkpoint_groups": 2, "qk_norm": True}, {"dropout": 0.5}, CHUNKED, empty_chunks):
+    for options in (
+        {},
+        {"checkpoint_groups": 2, "qk_norm": True},
+        {"dropout": 0.5},
+        CHUNKED,
+        empty_chunks,
+    ):
         for shape, mesh in meshes_with_this_rank(*MESHES):
             compare(verdict, f"{shape} {options}", sharded, mesh, **options)
 
@@ -108,7 +120,10 @@ def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edge
     for kind, edges in edges_of_model(model).items():
         here = edges.structure().structure.num_edges
         verdict.same(str(kind), sum(everywhere(here, group)), sizes[kind])
-        verdict.that(here < 2 * sizes[kind] / dist.get_world_size(), f"{kind}: {here} of {sizes[kind]} edges are here")
+        verdict.that(
+            here < 2 * sizes[kind] / dist.get_world_size(),
+            f"{kind}: {here} of {sizes[kind]} edges are here",
+        )
         verdict.same(f"rows of {kind}", (len(edges.edge_attr), len(edges.trainable)), (here, here))
 
 
@@ -119,20 +134,28 @@ def every_trainable_row_has_one_owner(group, verdict):
     for name, table in shard.tables.items():
         rows = [row for there in everywhere(table.index.tolist(), group) for row in there]
         verdict.same(name, sorted(rows), list(range(sizes[name])))
-    verdict.same("own", sorted(shard.tables), sorted(name for name in sizes if name.endswith("trainable")))
+    verdict.same(
+        "own", sorted(shard.tables), sorted(name for name in sizes if name.endswith("trainable"))
+    )
 
 
 @on_all_ranks
 def estimates_of_memory_add_up_to_that_of_one_device(group, verdict):
     (model, shard), whole = sharded(one_model(), **CHUNKED), make_model(**CHUNKED)
-    expected, parts = (estimate_memory(each, TrainingConfig(batch_size=1)) for each in (whole, model))
+    expected, parts = (
+        estimate_memory(each, TrainingConfig(batch_size=1)) for each in (whole, model)
+    )
     parts = everywhere(parts, group)
     for purpose in ("fields", "kept"):
-        verdict.same(purpose, sum(getattr(part, purpose) for part in parts), getattr(expected, purpose))
+        verdict.same(
+            purpose, sum(getattr(part, purpose) for part in parts), getattr(expected, purpose)
+        )
     shared = STATE * sum(parameter.numel() for parameter in shard.parameters(model)[0])
     verdict.same("state", sum(part.state - shared for part in parts), expected.state - shared)
     largest = max(part.working_set for part in parts)
-    verdict.that(largest < expected.working_set, f"working set: {largest} of {expected.working_set}")
+    verdict.that(
+        largest < expected.working_set, f"working set: {largest} of {expected.working_set}"
+    )
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     verdict.that(parts[shard.rank].graph > 2 * buffers, "structures and their chunks must count")
 
@@ -143,16 +166,25 @@ def frozen_parameters_stay_frozen_and_get_no_gradient(group, verdict):
     model.nodes["data"].trainable.requires_grad_(False)
     model.processor.proc[0].lin_query.weight.requires_grad_(False)
     shard = shard_model(model, mesh)
-    model(torch.randn(1, len(data), FIELDS).double()[:, shard.partitions["data"].nodes(shard.rank)]).sum().backward()
+    model(
+        torch.randn(1, len(data), FIELDS).double()[:, shard.partitions["data"].nodes(shard.rank)]
+    ).sum().backward()
     reduce_gradients(*shard.parameters(model), mesh)
     frozen = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    verdict.same("without gradient", sorted(frozen), ["nodes.data.trainable", "processor.proc.0.lin_query.weight"])
+    verdict.same(
+        "without gradient",
+        sorted(frozen),
+        ["nodes.data.trainable", "processor.proc.0.lin_query.weight"],
+    )
 
 
 @on_all_ranks
 def copies_of_a_model_share_its_graphs(group, verdict):
     model, _ = sharded(one_model())
-    verdict.that(copy.deepcopy(model).processor_edges()[0] is model.processor_edges()[0], "the graph was copied")
+    verdict.that(
+        copy.deepcopy(model).processor_edges()[0] is model.processor_edges()[0],
+        "the graph was copied",
+    )
 
 
 @on_all_ranks
@@ -161,17 +193,27 @@ def models_that_cannot_be_sharded_are_refused(group, verdict):
     if dist.get_rank() == dist.get_world_size() - 1:
         next(model.parameters()).data += 1
     for other in (mesh, mesh_of(dist.get_world_size(), 1)):
-        verdict.raises(ValueError, "weights must be the same on all ranks, got", partial(shard_model, model, other))
+        verdict.raises(
+            ValueError,
+            "weights must be the same on all ranks, got",
+            partial(shard_model, model, other),
+        )
     model = make_model()
     if dist.get_rank() == 1:
         model.decoder_edges["data"].edge_attr += 1
-    verdict.raises(ValueError, "graphs must be the same on all ranks, got", partial(shard_model, model, mesh))
+    verdict.raises(
+        ValueError, "graphs must be the same on all ranks, got", partial(shard_model, model, mesh)
+    )
 
 
 @on_all_ranks
 def ranks_whose_layers_differ_beside_their_weights_are_found(group, verdict):
     config = AttentionConfig(backend="torch", precision="bf16")
-    for name, other in ("num_heads", {"heads": 2}), ("dropout", {"dropout": 0.5}), ("config", {"config": config}):
+    for name, other in (
+        ("num_heads", {"heads": 2}),
+        ("dropout", {"dropout": 0.5}),
+        ("config", {"config": config}),
+    ):
         call = partial(sharded, one_model(), **(other if dist.get_rank() == 1 else {}))
         said = f"processor.proc.0.{name} must be the same on all ranks, got "
         verdict.raises(ValueError, said, call)
@@ -180,6 +222,9 @@ def ranks_whose_layers_differ_beside_their_weights_are_found(group, verdict):
 @on_all_ranks
 def a_scattered_model_must_come_from_the_first_rank_only(group, verdict):
     mesh, cpu, first = one_model(), dist.new_group(backend="gloo"), dist.get_rank() == 0
-    said, model = "model must be on the first rank of the mesh", None if first else make_model().cpu()
+    said, model = (
+        "model must be on the first rank of the mesh",
+        None if first else make_model().cpu(),
+    )
     verdict.raises(ValueError, said, lambda: scatter_model(model, mesh, cpu))
     verdict.raises(ValueError, f"rank 0: {said}", lambda: scatter_model(None, mesh, cpu))

@@ -25,7 +25,14 @@ from anemoi_gt.nn import GraphTransformerProcessorBlock as Processor
 from anemoi_gt.ops.triton_backend import attention_steps, sublayer_steps
 from distributed.problems import CONFIG, data, nearest, structure
 from distributed.problems import mesh as points
-from distributed.ranks import everywhere, mesh_of, mesh_of_group, meshes_with_this_rank, on_all_ranks, on_ranks
+from distributed.ranks import (
+    everywhere,
+    mesh_of,
+    mesh_of_group,
+    meshes_with_this_rank,
+    on_all_ranks,
+    on_ranks,
+)
 
 UP, ALONG = ("data", "mesh"), ("mesh", "mesh")
 
@@ -38,10 +45,17 @@ class Net(nn.Module):
         self.embedding = nn.Embedding(len(points), 4)
         edge_index = nearest(points, points, 4)
         sizes = {"trainable": 2, "num_chunks": chunks}
-        self.edges = StaticEdges(edge_index, torch.rand(edge_index.shape[1], 2), (len(points),) * 2, **sizes)
+        self.edges = StaticEdges(
+            edge_index, torch.rand(edge_index.shape[1], 2), (len(points),) * 2, **sizes
+        )
         sizes = {"num_heads": 2, "config": CONFIG}
         self.up = GraphTransformerForwardMapper(
-            in_channels_src=3, in_channels_dst=4, num_channels=8, edge_dim=2, gradient_checkpointing=True, **sizes
+            in_channels_src=3,
+            in_channels_dst=4,
+            num_channels=8,
+            edge_dim=2,
+            gradient_checkpointing=True,
+            **sizes,
         )
         self.conv = GraphTransformerConv(8, 4, heads=2, beta=True, config=CONFIG)
         self.block = Processor(in_channels=8, hidden_dim=8, out_channels=8, edge_dim=4, **sizes)
@@ -56,7 +70,9 @@ class Net(nn.Module):
 def make(chunks=1):
     torch.manual_seed(0)
     edge_index = nearest(data, points, 5)
-    up = GraphStructure.from_edge_index(edge_index[:, torch.randperm(edge_index.shape[1])], (len(data), len(points)))
+    up = GraphStructure.from_edge_index(
+        edge_index[:, torch.randperm(edge_index.shape[1])], (len(data), len(points))
+    )
     net = Net(chunks).double()
     nn.init.normal_(net.edges.trainable)
     x, edge_attr = torch.randn(2, len(data), 3), torch.rand(edge_index.shape[1], 2)
@@ -73,13 +89,18 @@ def any_module_gives_output_and_gradients_of_the_whole(group, verdict):
         expected.square().sum().backward()
         shard = shard_module(net, {UP: up, ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"},
                              positions={"data": data, "mesh": points})  # fmt: skip
-        out = net(shard.nodes("data", x), shard.graphs[UP].split(chunks), shard.edges(UP, edge_attr))
+        out = net(
+            shard.nodes("data", x), shard.graphs[UP].split(chunks), shard.edges(UP, edge_attr)
+        )
         out.square().sum().backward()
         shared, own = shard.parameters(net)
         reduce_gradients(shared, own, mesh)
         verdict.close(f"output on {shape}", out, shard.nodes("mesh", expected))
         gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
-        verdict.that(set(shard.tables) == {"embedding.weight", "edges.trainable"}, f"tables {list(shard.tables)}")
+        verdict.that(
+            set(shard.tables) == {"embedding.weight", "edges.trainable"},
+            f"tables {list(shard.tables)}",
+        )
         size = max(gradient.abs().max() for gradient in gradients.values())
         for name, parameter in net.named_parameters():
             gradient = gradients[name]
@@ -87,7 +108,9 @@ def any_module_gives_output_and_gradients_of_the_whole(group, verdict):
                 gradient = gradient[shard.tables[name].index]
             verdict.close(f"{name} on {shape}", parameter.grad, gradient, terms=size)
         lines = str(shard).splitlines()
-        verdict.that(lines[0] == f"rank {mesh.get_local_rank('model')} of {shape[1]}", f"said {lines[0]}")
+        verdict.that(
+            lines[0] == f"rank {mesh.get_local_rank('model')} of {shape[1]}", f"said {lines[0]}"
+        )
 
 
 @on_all_ranks
@@ -105,19 +128,30 @@ def chunks_of_a_shard_with_few_nodes_or_edges_give_what_the_whole_graph_gives(gr
         leaves = [*x, *cond, edge_attr, *block.parameters()]
         own = [partition.nodes(shard.rank) for partition in (shard.sources, shard.destinations)]
         own_x = tuple(rows[:, index] for rows, index in zip(x, own, strict=True))
-        own_cond = tuple(rows[index] if each else rows for rows, index in zip(cond, own, strict=True))
+        own_cond = tuple(
+            rows[index] if each else rows for rows, index in zip(cond, own, strict=True)
+        )
         block.eval()
         whole = block(x, graph, edge_attr, cond=cond)
         part = block(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)
         for side, index in enumerate(own):  # sources are updated too
-            verdict.close(f"{name}: output {side}", part[side].detach(), whole[side][:, index].detach())
+            verdict.close(
+                f"{name}: output {side}", part[side].detach(), whole[side][:, index].detach()
+            )
         expected, gradients = (
-            torch.autograd.grad(sum(out.square().sum() for out in outputs), leaves, materialize_grads=True)
+            torch.autograd.grad(
+                sum(out.square().sum() for out in outputs), leaves, materialize_grads=True
+            )
             for outputs in (whole, part)
         )
         for n, gradient in enumerate(gradients):
             dist.all_reduce(gradient, group=group)
-            verdict.close(f"{name}: gradient {n}", gradient, expected[n], torch.cat([g.flatten() for g in expected]))
+            verdict.close(
+                f"{name}: gradient {n}",
+                gradient,
+                expected[n],
+                torch.cat([g.flatten() for g in expected]),
+            )
         block.train()(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)
         verdict.same(f"{name}: next draws", len(set(everywhere(float(torch.rand(1)), group))), 1)
 
@@ -135,7 +169,9 @@ def what_does_not_fit_the_module_is_named(group, verdict):
         ({UP: up}, {"embedding.weight": "data"}, "one row for each of the"),
         ({UP: net}, None, "GraphStructures or StaticEdges"),
     ):  # fmt: skip
-        verdict.raises(ValueError, said, lambda g=graphs, t=tables: shard_module(net, g, mesh, tables=t))
+        verdict.raises(
+            ValueError, said, lambda g=graphs, t=tables: shard_module(net, g, mesh, tables=t)
+        )
     verdict.that(net.embedding.weight.shape[0] == len(points), "a refused module was changed")
 
 
@@ -144,15 +180,30 @@ def blocks_of_a_shard_by_fused_sublayers_give_what_they_give_on_the_whole_graph(
     torch.manual_seed(0)
     sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
     attention_steps.PROGRAMS = sublayer_steps.PROGRAMS = 3  # of the interpreter
-    blocks = [kind(**sizes, config=AttentionConfig("triton")) for kind in (Processor, GraphTransformerMapperBlock)]
+    blocks = [
+        kind(**sizes, config=AttentionConfig("triton"))
+        for kind in (Processor, GraphTransformerMapperBlock)
+    ]
     watched = ("two_nodes", 1, True)  # a hook on one rank, whose other ranks use the operator
-    ways = ("two_nodes", 1, False), ("two_nodes", 3, False), ("one_end", 1, False), ("no_edges", 1, False), watched
+    ways = (
+        ("two_nodes", 1, False),
+        ("two_nodes", 3, False),
+        ("one_end", 1, False),
+        ("no_edges", 1, False),
+        watched,
+    )
     for block, (name, chunks, is_watched) in product(blocks, ways):
         graph, is_mapper = structure(name), isinstance(block, GraphTransformerMapperBlock)
         if not is_mapper and graph.num_src != graph.num_dst:
             continue
-        shard, draw = shard_graph(graph, group).split(chunks), partial(torch.randn, requires_grad=True)
-        x, edge_attr = [draw(number, 8) for number in (graph.num_src, graph.num_dst)], draw(graph.num_edges, 3)
+        shard, draw = (
+            shard_graph(graph, group).split(chunks),
+            partial(torch.randn, requires_grad=True),
+        )
+        x, edge_attr = (
+            [draw(number, 8) for number in (graph.num_src, graph.num_dst)],
+            draw(graph.num_edges, 3),
+        )
         own = [partition.nodes(shard.rank) for partition in (shard.sources, shard.destinations)]
         parts = [rows[i] for rows, i in zip(x, own, strict=True)]
         given = [(x, graph, edge_attr), (parts, shard, edge_attr[shard.edges])]
@@ -160,8 +211,14 @@ def blocks_of_a_shard_by_fused_sublayers_give_what_they_give_on_the_whole_graph(
         hook = block.lin_query.register_forward_hook(lambda *_: None) if is_watched else None
         number = 0 if is_watched else 1 + chunks
         with mock.patch.object(fused_block, "pays", lambda *_: True), Operators() as operators:
-            whole, part = (block(*side)[1] if is_mapper else block(side[0][1], *side[1:]) for side in given)
-        verdict.same(f"{name}: operators", operators.names.count("anemoi_gt.attention_sublayer_triton.default"), number)
+            whole, part = (
+                block(*side)[1] if is_mapper else block(side[0][1], *side[1:]) for side in given
+            )
+        verdict.same(
+            f"{name}: operators",
+            operators.names.count("anemoi_gt.attention_sublayer_triton.default"),
+            number,
+        )
         if hook is not None:
             hook.remove()
         verdict.close(f"{name}: output", part.detach(), whole[own[1]].detach())
@@ -193,7 +250,9 @@ def an_optimizer_made_before_sharding_trains_the_rows_and_ties_stay_ties(group, 
         optimizer.step()
     rows = shard.tables["embedding.weight"].index
     verdict.that(alive.requires_grad, "the result must be alive")
-    verdict.close("trained rows", net.embedding.weight.detach(), whole.embedding.weight[rows].detach())
+    verdict.close(
+        "trained rows", net.embedding.weight.detach(), whole.embedding.weight[rows].detach()
+    )
 
 
 @on_ranks(2)
@@ -203,11 +262,15 @@ def one_name_of_a_tied_table_is_enough(group, verdict):
     net.head = nn.Linear(4, len(points), bias=False).double()
     net.head.weight = net.embedding.weight
     number = len(list(net.parameters()))
-    shard = shard_module(net, {ALONG: net.edges}, mesh, tables={"head.weight": "mesh"})  # its second name
+    shard = shard_module(
+        net, {ALONG: net.edges}, mesh, tables={"head.weight": "mesh"}
+    )  # its second name
     names = {"head.weight", "embedding.weight", "edges.trainable"}
     verdict.same("tables", set(shard.tables), names)
     shared, own = shard.parameters(net)
-    verdict.same("own", {id(parameter) for parameter in own}, {id(net.head.weight), id(net.edges.trainable)})
+    verdict.same(
+        "own", {id(parameter) for parameter in own}, {id(net.head.weight), id(net.edges.trainable)}
+    )
     verdict.same("shared", len(shared), number - 2)
 
 
@@ -216,8 +279,14 @@ def a_module_with_gradients_of_the_whole_is_refused(group, verdict):
     mesh = mesh_of_group(group)
     net, _, _, _ = make()
     net.embedding.weight.sum().backward()
-    shard = partial(shard_module, net, {ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"})
-    verdict.raises(ValueError, "must have no gradient when their module is sharded, got one of embedding.weight", shard)
+    shard = partial(
+        shard_module, net, {ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"}
+    )
+    verdict.raises(
+        ValueError,
+        "must have no gradient when their module is sharded, got one of embedding.weight",
+        shard,
+    )
     net.zero_grad()
     shard()
 
@@ -251,6 +320,12 @@ def options_of_any_layer_that_differ_between_ranks_are_named(group, verdict):
         setattr(conv, name, values[is_last])
         net = nn.Sequential(nn.Dropout(0.1), conv)
         shard = partial(shard_module, net, {ALONG: graph}, mesh)
-        verdict.raises(ValueError, f"1.{name} must be the same on all ranks, got {values[1]!r} on rank 1", shard)
+        verdict.raises(
+            ValueError,
+            f"1.{name} must be the same on all ranks, got {values[1]!r} on rank 1",
+            shard,
+        )
     net = nn.Sequential(nn.Dropout(0.1 + is_last / 2), conv)
-    verdict.raises(ValueError, "0.p must be the same", partial(shard_module, net, {ALONG: graph}, mesh))
+    verdict.raises(
+        ValueError, "0.p must be the same", partial(shard_module, net, {ALONG: graph}, mesh)
+    )

@@ -13,7 +13,15 @@ from anemoi_gt.distributed import HaloExchange, Partition, Ranges, shard_edges, 
 from anemoi_gt.distributed.consensus import check_finite, check_same, raise_on_all_ranks
 from anemoi_gt.graph.ordering import morton_order
 from distributed.problems import GRAPHS, structure
-from distributed.ranks import device_type, everywhere, mesh_of, on_all_ranks, on_ranks, seeded, without_default_device
+from distributed.ranks import (
+    device_type,
+    everywhere,
+    mesh_of,
+    on_all_ranks,
+    on_ranks,
+    seeded,
+    without_default_device,
+)
 
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
 
@@ -40,9 +48,13 @@ def the_structure_of_a_rank_holds_its_edges_in_the_order_of_its_attributes(group
         own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
         src, dst = GRAPHS[name][0][:, shard.edges]
         halo = shard.sources.positions(src[~torch.isin(src, own_src)]).unique()
-        order = torch.arange(shard.sources.size) if shard.sources.order is None else shard.sources.order
+        order = (
+            torch.arange(shard.sources.size) if shard.sources.order is None else shard.sources.order
+        )
         graph = shard.structure.validate()
-        verdict.that(graph.perm is None and graph.has_reverse, f"{name}: attributes must not be permuted")
+        verdict.that(
+            graph.perm is None and graph.has_reverse, f"{name}: attributes must not be permuted"
+        )
         verdict.same(f"{name}: sources", torch.cat([own_src, order[halo]])[graph.row.long()], src)
         verdict.same(f"{name}: destinations", own_dst[graph.dst.long()], dst)
         verdict.same(f"{name}: global edge ids", graph.global_edge_id, shard.edges)
@@ -60,7 +72,9 @@ def only_the_halo_is_sent_and_each_row_once(group, verdict):
                 ("to", (other, shard.rank), shard.halo.send_counts[other]),
             ):
                 rows = src[(dst_owner == reader) & (src_owner == owner)].unique()
-                verdict.same(f"{name}: rows {who} rank {other}", count, len(rows) if reader != owner else 0)
+                verdict.same(
+                    f"{name}: rows {who} rank {other}", count, len(rows) if reader != owner else 0
+                )
 
 
 @on_ranks(4)
@@ -68,9 +82,15 @@ def every_rank_has_its_share_of_the_cost_and_at_most_one_node_more(group, verdic
     dst = torch.arange(97).repeat_interleave(torch.randint(0, 300, (97,), generator=seeded(4)))
     graph = GraphStructure.from_edge_index(torch.stack([dst % 5, dst]), (5, 97))
     shard = shard_graph(graph, group)
-    costs = everywhere(int((graph.colptr.diff().long() + 38)[shard.destinations.ranges.of(shard.rank)].sum()), group)
+    costs = everywhere(
+        int((graph.colptr.diff().long() + 38)[shard.destinations.ranges.of(shard.rank)].sum()),
+        group,
+    )
     verdict.that(max(costs) <= sum(costs) / 4 + 300 + 38, f"costs {costs}")
-    verdict.that(len(set(everywhere(len(shard.destinations.nodes(shard.rank)), group))) > 1, "by cost, not by number")
+    verdict.that(
+        len(set(everywhere(len(shard.destinations.nodes(shard.rank)), group))) > 1,
+        "by cost, not by number",
+    )
 
 
 @on_ranks(2)
@@ -101,8 +121,14 @@ def rows_arrive_in_the_order_of_the_request(group, verdict):
         verdict.same(f"{dtype}", exchange(table[ranges.of(rank)]), table[wanted])
     batch = torch.randn(3, 9, 2, generator=seeded(0))
     verdict.same("batch", exchange(batch[:, ranges.of(rank)]), batch[:, wanted])
-    verdict.same("no features", exchange(torch.zeros(ranges.counts[rank], 0)).shape, (len(wanted), 0))
-    for own in (batch[0, ranges.of(rank)], batch[:, ranges.of(rank)], batch[:, ranges.of(rank)].flip(0)):
+    verdict.same(
+        "no features", exchange(torch.zeros(ranges.counts[rank], 0)).shape, (len(wanted), 0)
+    )
+    for own in (
+        batch[0, ranges.of(rank)],
+        batch[:, ranges.of(rank)],
+        batch[:, ranges.of(rank)].flip(0),
+    ):
         rows = own_rows(exchange, own)
         verdict.same("behind local rows", rows, torch.cat([own, exchange(own)], dim=-2))
         verdict.that(rows.is_contiguous(), "rows must be contiguous")
@@ -152,11 +178,15 @@ def an_exchange_is_completed_once_and_double_backward_raises(group, verdict):
         verdict.raises(ValueError, "exchange already completed: start one for each use", again)
     prepared = exchange.start(torch.ones(1, 2), torch.neg)
     verdict.raises(ValueError, "prepared rows must be awaited by wait_halo", prepared.wait)
-    verdict.same("prepared", prepared.wait_halo(), -torch.ones(1, 2).expand(len(exchange.send_rows), 2))
+    verdict.same(
+        "prepared", prepared.wait_halo(), -torch.ones(1, 2).expand(len(exchange.send_rows), 2)
+    )
     x = torch.ones(1, 2, requires_grad=True)
     for rows_of in (exchange, partial(own_rows, exchange)):
         (gradient,) = torch.autograd.grad(rows_of(x).square().sum(), x, create_graph=True)
-        verdict.raises(RuntimeError, "once_differentiable", lambda gradient=gradient: gradient.sum().backward())
+        verdict.raises(
+            RuntimeError, "once_differentiable", lambda gradient=gradient: gradient.sum().backward()
+        )
 
 
 @on_ranks(3)
@@ -168,10 +198,19 @@ def values_that_differ_between_ranks_are_named_on_all(group, verdict):
     for said, call in (
         ("graph must be the same on all ranks, got", partial(shard_graph, other, group)),
         ("on rank 1 and", partial(shard_graph, other, group)),
-        ("destinations must be the same on all ranks", partial(shard_graph, graph, group, destinations=partition)),
+        (
+            "destinations must be the same on all ranks",
+            partial(shard_graph, graph, group, destinations=partition),
+        ),
         ("on ranks 1, 2 and", partial(check_same, config, group)),
-        ("got 1.0 on ranks 1, 2 and 1 on rank 0", partial(check_same, {"rate": 1.0 if rank else 1}, group)),
-        ("None on ranks 1, 2 and no such value on rank 0", partial(check_same, {"a": None} if rank else {}, group)),
+        (
+            "got 1.0 on ranks 1, 2 and 1 on rank 0",
+            partial(check_same, {"rate": 1.0 if rank else 1}, group),
+        ),
+        (
+            "None on ranks 1, 2 and no such value on rank 0",
+            partial(check_same, {"a": None} if rank else {}, group),
+        ),
     ):
         verdict.raises(ValueError, said, call)
     check_same({"seed": 0, "rate": float("nan")}, group)
@@ -179,7 +218,11 @@ def values_that_differ_between_ranks_are_named_on_all(group, verdict):
 
 @on_ranks(3)
 def wrong_graphs_and_partitions_are_refused_on_all_ranks(group, verdict):
-    graph, is_wrong, encoder = structure("asymmetric"), dist.get_rank(group) == 1, structure("encoder")
+    graph, is_wrong, encoder = (
+        structure("asymmetric"),
+        dist.get_rank(group) == 1,
+        structure("encoder"),
+    )
     nodes = Partition(Ranges.even(41, 3))
 
     def refused(said, graph, **partitions):
@@ -187,22 +230,40 @@ def wrong_graphs_and_partitions_are_refused_on_all_ranks(group, verdict):
 
     refused("rank 1: graph must be a GraphStructure, got NoneType", None if is_wrong else graph)
     no_partition = nodes.ranges if is_wrong else nodes
-    refused("rank 1: sources and destinations must be Partitions, got Ranges", graph, destinations=no_partition)
-    refused("divided among 3 ranks, got a partition of 2", encoder, destinations=Partition(Ranges.even(17, 2)))
-    refused("must be a partition of 41 nodes, got one of 18", encoder, sources=Partition(Ranges.even(18, 3)))
+    refused(
+        "rank 1: sources and destinations must be Partitions, got Ranges",
+        graph,
+        destinations=no_partition,
+    )
+    refused(
+        "divided among 3 ranks, got a partition of 2",
+        encoder,
+        destinations=Partition(Ranges.even(17, 2)),
+    )
+    refused(
+        "must be a partition of 41 nodes, got one of 18",
+        encoder,
+        sources=Partition(Ranges.even(18, 3)),
+    )
 
 
 @on_ranks(3)
 def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
     rank = dist.get_rank(group)
-    nodes = {"sources": Partition(Ranges.even(41, 3)), "destinations": Partition(Ranges.even(17, 3))}
+    nodes = {
+        "sources": Partition(Ranges.even(41, 3)),
+        "destinations": Partition(Ranges.even(17, 3)),
+    }
     stray, beyond = torch.tensor([[0, 1], [0, 16]]), torch.tensor([[41], [0]])
 
     def refused(said, edge_index=NO_EDGES, **options):
         verdict.raises(ValueError, said, lambda: shard_edges(edge_index, group, **nodes | options))
 
     strays = stray[:, : 2 - (rank > 0)] if rank < 2 else NO_EDGES
-    refused("ranks 0, 1: every edge must end in a node of this rank, got one into 16, which rank 2 owns", strays)
+    refused(
+        "ranks 0, 1: every edge must end in a node of this rank, got one into 16, which rank 2 owns",
+        strays,
+    )
     refused(
         "rank 0: sources must hold values in 0 .. 40, one for each of 41 nodes, got values from 41 to 41",
         NO_EDGES if rank else beyond,
@@ -213,11 +274,17 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
         "rank 1: edge_index must be a tensor [2, E] (sources, destinations), got list",
         [[], []] if rank == 1 else NO_EDGES,
     )
-    refused("rank 1: global_edge_id must have 0 entries, one", global_edge_id=torch.zeros(int(rank == 1)).long())
+    refused(
+        "rank 1: global_edge_id must have 0 entries, one",
+        global_edge_id=torch.zeros(int(rank == 1)).long(),
+    )
     refused("global_edge_id must be a tensor, got list", global_edge_id=[])
     ids = {"global_edge_id": NO_EDGES[0] if rank == 1 else None}
     refused("presence of global_edge_id must be the same on all ranks, got True on rank 1", **ids)
-    refused("rank 1: sources and destinations must be Partitions", **({"sources": None} if rank == 1 else {}))
+    refused(
+        "rank 1: sources and destinations must be Partitions",
+        **({"sources": None} if rank == 1 else {}),
+    )
 
 
 @on_ranks(2)
@@ -227,14 +294,22 @@ def rows_of_other_ranks_are_refused_before_anything_is_sent(group, verdict):
     rows = f"[.., {own}, F], one row for each source of this rank"
     said = f"x_src must have shape {rows}, got ({own + 1}, 2)"
     verdict.raises(ValueError, said, lambda: shard.start_exchange(torch.ones(own + 1, 2)))
-    verdict.raises(ValueError, f"x_src must be a tensor {rows}, got NoneType", lambda: shard.start_exchange(None))
+    verdict.raises(
+        ValueError,
+        f"x_src must be a tensor {rows}, got NoneType",
+        lambda: shard.start_exchange(None),
+    )
 
 
 @on_all_ranks
 def a_group_without_this_rank_is_refused(group, verdict):
     graph, alone = structure("asymmetric"), dist.new_group([0])
     for wrong in (None, mesh_of(1, 2)) + (() if dist.get_rank() == 0 else (alone,)):
-        verdict.raises(ValueError, "group must be a ProcessGroup that this rank", partial(shard_graph, graph, wrong))
+        verdict.raises(
+            ValueError,
+            "group must be a ProcessGroup that this rank",
+            partial(shard_graph, graph, wrong),
+        )
         call = partial(shard_edges, GRAPHS["asymmetric"][0], wrong, destinations=None, sources=None)
         verdict.raises(ValueError, "group must be a ProcessGroup that this rank", call)
 
@@ -243,14 +318,21 @@ def a_group_without_this_rank_is_refused(group, verdict):
 def one_bad_loss_stops_every_rank(group, verdict):
     rank = dist.get_rank(group)
     check_finite(torch.tensor(1.0), 7, group)
-    check, said = partial(check_finite, torch.tensor(float("nan") if rank == 2 else 1.0), 7, group), "got nan at step 7"
+    check, said = (
+        partial(check_finite, torch.tensor(float("nan") if rank == 2 else 1.0), 7, group),
+        "got nan at step 7",
+    )
     verdict.raises(FloatingPointError, f"rank 2: the loss must stay finite, {said}", check)
     problem = f"trouble on {rank}" if rank in (1, 3) else None
-    verdict.raises(OSError, "ranks 1, 3: trouble on 1", lambda: raise_on_all_ranks(problem, group, OSError))
+    verdict.raises(
+        OSError, "ranks 1, 3: trouble on 1", lambda: raise_on_all_ranks(problem, group, OSError)
+    )
 
 
 @on_ranks(2)
-def what_differs_in_the_first_exchange_of_a_shard_is_named_and_later_ones_cost_nothing(group, verdict):
+def what_differs_in_the_first_exchange_of_a_shard_is_named_and_later_ones_cost_nothing(
+    group, verdict
+):
     graph, is_last = structure("symmetric"), dist.get_rank(group) == 1
     shard = shard_graph(graph, group)
     number, device = shard.sources.ranges.counts[shard.rank], device_type()

@@ -28,7 +28,14 @@ from anemoi_gt.app.training.sharded import (
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.distributed import run_on_rank0, save_checkpoint
 from anemoi_gt.distributed.model_shard import shard_model
-from distributed.ranks import device_type, everywhere, mesh_of, on_all_ranks, shared_folder, without_default_device
+from distributed.ranks import (
+    device_type,
+    everywhere,
+    mesh_of,
+    on_all_ranks,
+    shared_folder,
+    without_default_device,
+)
 
 
 class Records:
@@ -53,13 +60,28 @@ def is_first():
 
 def make_parts(folder, model_options=None, **numbers):
     """A small model on a sphere of 208 points, its data, config, folder and description: the arguments of a trainer."""
-    fixed = {"steps": 6, "batch_size": 4, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": device_type()}
+    fixed = {
+        "steps": 6,
+        "batch_size": 4,
+        "warmup_steps": 2,
+        "valid_every": 2,
+        "log_every": 1,
+        "device": device_type(),
+    }
     splits = small_sphere()
     graph, train = icosphere_graph(splits.train.nodes, refinement=1), splits.train
     torch.manual_seed(0)
-    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": AttentionConfig("torch")} | (model_options or {})
+    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": AttentionConfig("torch")} | (
+        model_options or {}
+    )
     model = EncoderProcessorDecoder(graph, train.in_channels, train.out_channels, **options)
-    return model.to(device_type()), splits, TrainingConfig(**fixed | numbers), folder, {"name": "test"}
+    return (
+        model.to(device_type()),
+        splits,
+        TrainingConfig(**fixed | numbers),
+        folder,
+        {"name": "test"},
+    )
 
 
 def make_sharded(mesh, model, *parts, group=None):
@@ -74,7 +96,9 @@ def losses_of_one_device(**numbers):
 
 
 def same_losses(verdict, label, actual, expected):
-    verdict.same(f"{label}: records", [record[:2] for record in actual], [record[:2] for record in expected])
+    verdict.same(
+        f"{label}: records", [record[:2] for record in actual], [record[:2] for record in expected]
+    )
     for (split, step, loss), (_, _, wanted) in zip(actual, expected, strict=True):
         verdict.close(f"{label}: {split} {step}", torch.tensor(loss), torch.tensor(wanted))
 
@@ -94,8 +118,13 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes
             trainer.fit(records := Records())
             same_losses(verdict, f"{shape}", records.losses, expected)
         shared = shared_folder(group)
-        half, _ = make_sharded(mesh_of(1, world), *make_parts(shared))  # whose losses those that continue it have too
-        half.config, half.batches.steps = replace(half.config, steps=4), 4  # the schedule stays that of all steps
+        half, _ = make_sharded(
+            mesh_of(1, world), *make_parts(shared)
+        )  # whose losses those that continue it have too
+        half.config, half.batches.steps = (
+            replace(half.config, steps=4),
+            4,
+        )  # the schedule stays that of all steps
         with MetricsFile(shared / "metrics.jsonl") if is_first() else nullcontext() as metrics:
             half.fit(metrics)
         for shape in others:
@@ -103,7 +132,9 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes
             if is_first():
                 shutil.copytree(shared, folder)
                 if shape[1] == 2:
-                    (folder / "last").rename(folder / "last.former")  # as if killed between the two renames
+                    (folder / "last").rename(
+                        folder / "last.former"
+                    )  # as if killed between the two renames
             dist.barrier()
             trainer, shard = make_sharded(mesh_of(*shape), *make_parts(folder))
             losses = losses_of(fit_sharded(trainer, shard, resume=True))
@@ -112,7 +143,9 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes
             whole = make_parts(folder)
             best = Trainer(*whole).best_model()
             for name, parameter in best.named_parameters():
-                verdict.same(f"shape of {name}", parameter.shape, whole[0].get_parameter(name).shape)
+                verdict.same(
+                    f"shape of {name}", parameter.shape, whole[0].get_parameter(name).shape
+                )
 
 
 @on_all_ranks
@@ -126,7 +159,9 @@ def models_draw_differently_and_the_ranks_of_one_alike(group, verdict):
         by_model = {}
         for model, number in everywhere((mesh.get_local_rank("data"), drawn), group):
             by_model.setdefault(model, set()).add(number)
-        verdict.same(f"{shape}: draws of a model", {len(numbers) for numbers in by_model.values()}, {1})
+        verdict.same(
+            f"{shape}: draws of a model", {len(numbers) for numbers in by_model.values()}, {1}
+        )
         verdict.same(f"{shape}: draws", len(set.union(*by_model.values())), shape[0])
         verdict.same(f"{shape}: draws after", len(set(everywhere(float(torch.rand(1)), group))), 1)
 
@@ -158,7 +193,9 @@ def a_signal_to_one_rank_stops_all_after_the_same_step_which_is_saved(group, ver
         verdict.same("handler", signal.getsignal(signal.SIGTERM), before)
         trainer, shard = make_sharded(mesh_of(world // 2, 2), *make_parts(shared, **numbers))
         losses = losses_of(fit_sharded(trainer, shard, resume=True))
-        same_losses(verdict, "continued", losses, losses_of_one_device(**numbers) if is_first() else [])
+        same_losses(
+            verdict, "continued", losses, losses_of_one_device(**numbers) if is_first() else []
+        )
 
 
 @on_all_ranks
@@ -167,7 +204,10 @@ def the_checkpoint_to_resume_is_decided_once_for_all_ranks(group, verdict):
         shared = shared_folder(group)
 
         def decide(**changes):
-            description = {"model": {"heads": 4, "flows": ["a", "b"]}, "attention": {"backend": "torch"}} | changes
+            description = {
+                "model": {"heads": 4, "flows": ["a", "b"]},
+                "attention": {"backend": "torch"},
+            } | changes
             return run_on_rank0(partial(resumes_on_ranks, shared, True, description))
 
         verdict.same("an empty folder", decide(), False)
@@ -178,7 +218,11 @@ def the_checkpoint_to_resume_is_decided_once_for_all_ranks(group, verdict):
         said = f"a run is continued with its own config, {shared / 'last'} was written with "
         verdict.raises(ValueError, said + "model.heads=4, not 2; model.layers=None, not 1", changed)
         (shared / "last.pt").write_bytes(b"a run")
-        verdict.raises(ValueError, "holds a run of one process, in last.pt: resume=true without torchrun", decide)
+        verdict.raises(
+            ValueError,
+            "holds a run of one process, in last.pt: resume=true without torchrun",
+            decide,
+        )
 
 
 @on_all_ranks
@@ -189,7 +233,11 @@ def ranks_with_other_data_or_without_the_folder_are_found(group, verdict):
         def splits(grid="O4", size=2, seed=0):
             return sphere(grid, train_size=size, valid_size=1, test_size=1, seed=seed)
 
-        others = {"the nodes": {"grid": "O8"}, "the number of samples": {"size": 3}, "the normalisation": {"seed": 1}}
+        others = {
+            "the nodes": {"grid": "O8"},
+            "the number of samples": {"size": 3},
+            "the normalisation": {"seed": 1},
+        }
         for name, other in others.items():
             own = splits(**other) if rank == dist.get_world_size() - 1 else splits()
             verdict.raises(ValueError, name, partial(check_same_data, own, folder))

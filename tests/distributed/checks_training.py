@@ -89,12 +89,26 @@ def ranks_of_one_model_are_consecutive(group, verdict):
     verdict.same("axes", mesh.mesh_dim_names, ("data", "model"))
     said = "sharding.model must divide the number of ranks 4, got 3"
     verdict.raises(ValueError, said, lambda: make_mesh(device_type(), model=3))
-    verdict.raises(ValueError, "device_type must be one of cuda, cpu, got 'gpu'", lambda: make_mesh("gpu", model=2))
+    verdict.raises(
+        ValueError,
+        "device_type must be one of cuda, cpu, got 'gpu'",
+        lambda: make_mesh("gpu", model=2),
+    )
     other = mesh_of(2, 2, ("model", "data"))
     loss = torch.tensor(1.0)
-    for call in (partial(reduce_gradients, [], []), partial(clip_gradients, [], [], 1.0), partial(sum_loss, loss)):
-        verdict.raises(ValueError, "mesh must have the axes ('data', 'model')", partial(call, other))
-        verdict.raises(ValueError, "mesh must be a DeviceMesh with the axes ('data', 'model')", partial(call, group))
+    for call in (
+        partial(reduce_gradients, [], []),
+        partial(clip_gradients, [], [], 1.0),
+        partial(sum_loss, loss),
+    ):
+        verdict.raises(
+            ValueError, "mesh must have the axes ('data', 'model')", partial(call, other)
+        )
+        verdict.raises(
+            ValueError,
+            "mesh must be a DeviceMesh with the axes ('data', 'model')",
+            partial(call, group),
+        )
     verdict.same("the norm of no gradients", float(clip_gradients([], [], 1.0, mesh)), 0.0)
 
 
@@ -102,13 +116,17 @@ def ranks_of_one_model_are_consecutive(group, verdict):
 def a_missing_gradient_counts_as_zero(group, verdict):
     mesh = make_mesh(device_type(), model=2)
     shared = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
-    own = [nn.Parameter(torch.zeros(2 + mesh.get_local_rank("model"), 0 if dist.get_rank() % 2 else 1))]
+    own = [
+        nn.Parameter(torch.zeros(2 + mesh.get_local_rank("model"), 0 if dist.get_rank() % 2 else 1))
+    ]
     if dist.get_rank() == 3:
         shared[0].grad = torch.full((3,), 8.0)
     shared[1].grad = torch.full((2,), float(dist.get_rank()), dtype=torch.float64)
     own[0].grad = torch.full_like(own[0], float(dist.get_rank()))
     reduce_gradients(shared, own, mesh)
-    verdict.same("float32", shared[0].grad, torch.full((3,), 4.0))  # sum over 4 ranks, mean over 2 models
+    verdict.same(
+        "float32", shared[0].grad, torch.full((3,), 4.0)
+    )  # sum over 4 ranks, mean over 2 models
     verdict.same("float64", shared[1].grad, torch.full((2,), 3.0, dtype=torch.float64))
     mean = (dist.get_rank() % 2 + dist.get_rank() % 2 + 2) / 2
     verdict.same("own", own[0].grad, torch.full_like(own[0], mean))
@@ -122,11 +140,17 @@ def gradients_that_only_one_rank_has_are_clipped_on_all(group, verdict):
     shared.grad = torch.full((1,), 4.0)
     if has_own:
         own.grad = torch.tensor([0.0, 3.0], dtype=torch.float64)
-    verdict.close("norm", clip_gradients([shared], [own], 1.0, mesh), torch.tensor(5.0, dtype=torch.float64))
+    verdict.close(
+        "norm", clip_gradients([shared], [own], 1.0, mesh), torch.tensor(5.0, dtype=torch.float64)
+    )
     verdict.close("shared", shared.grad, torch.full((1,), 0.8))
     if has_own:
-        verdict.close("own", own.grad, torch.tensor([0.0, 3.0 / (5.0 + 1e-6)], dtype=torch.float64))  # as PyTorch clips
-    verdict.close("without own parameters", clip_gradients([shared], [], 9.0, mesh), torch.tensor(0.8))
+        verdict.close(
+            "own", own.grad, torch.tensor([0.0, 3.0 / (5.0 + 1e-6)], dtype=torch.float64)
+        )  # as PyTorch clips
+    verdict.close(
+        "without own parameters", clip_gradients([shared], [], 9.0, mesh), torch.tensor(0.8)
+    )
 
 
 def trained_state(mesh):
@@ -138,12 +162,20 @@ def trained_state(mesh):
     model(x[:, shard.partitions["data"].nodes(shard.rank)]).square().sum().backward()
     reduce_gradients(*shard.parameters(model), mesh)
     optimizer.step()
-    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "step": STEPS}, shard
+    return {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "step": STEPS,
+    }, shard
 
 
 def tensors_of(state):
     """Weights and moments of a state, by kind and name of the parameter."""
-    moments = {("exp_avg", name): of["exp_avg"] for name, of in state["optimizer"]["state"].items() if "exp_avg" in of}
+    moments = {
+        ("exp_avg", name): of["exp_avg"]
+        for name, of in state["optimizer"]["state"].items()
+        if "exp_avg" in of
+    }
     return {("weight", name): weight for name, weight in state["model"].items()} | moments
 
 
@@ -157,10 +189,14 @@ def a_checkpoint_of_all_ranks_is_read_on_any_number(group, verdict):
         save_checkpoint(folder, state, shard.tables, group)
     verdict.same("files", [path.name for path in folder.parent.iterdir()], ["last"])
     whole = {
-        (kind, name): shard.tables[name].to_dtensor(value).full_tensor() if name in shard.tables else value.clone()
+        (kind, name): shard.tables[name].to_dtensor(value).full_tensor()
+        if name in shard.tables
+        else value.clone()
         for (kind, name), value in tensors_of(state).items()
     }
-    verdict.that({("exp_avg", name) for name in shard.tables} < set(whole), "tables must have moments")
+    verdict.that(
+        {("exp_avg", name) for name in shard.tables} < set(whole), "tables must have moments"
+    )
     for shape in fitting((1, 1), (1, 2), (1, 3), (2, 2), (4, 1)):
         mesh, members = mesh_of(*shape), dist.new_group(range(shape[0] * shape[1]))
         if mesh.get_coordinate() is None:

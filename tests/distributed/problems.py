@@ -29,7 +29,9 @@ def sphere_points(size, seed):
 def nearest(src, dst, k):
     """Edges from the k nearest sources to each destination: rarely symmetric."""
     neighbours = torch.cdist(dst, src).topk(k, largest=False).indices  # [dst, k]
-    edge_index = torch.stack([neighbours.flatten(), torch.arange(len(dst), device="cpu").repeat_interleave(k)])
+    edge_index = torch.stack(
+        [neighbours.flatten(), torch.arange(len(dst), device="cpu").repeat_interleave(k)]
+    )
     return edge_index.to(torch.get_default_device())
 
 
@@ -45,8 +47,14 @@ GRAPHS = {  # name: (edge_index, (num_src, num_dst))
     "symmetric": (symmetric(nearest(mesh, mesh, 3)), (17, 17)),
     "encoder": (nearest(data, mesh, 6).flip(1), (41, 17)),
     "decoder": (nearest(mesh, data, 3), (17, 41)),
-    "isolated": (torch.tensor([[0, 9, 9, 3, 0], [8, 1, 8, 1, 1]]), (11, 13)),  # sources and destinations without edge
-    "one_end": (torch.tensor([[7, 6, 5, 4, 0], [0, 0, 0, 0, 0]]), (8, 8)),  # most ranks have no edge
+    "isolated": (
+        torch.tensor([[0, 9, 9, 3, 0], [8, 1, 8, 1, 1]]),
+        (11, 13),
+    ),  # sources and destinations without edge
+    "one_end": (
+        torch.tensor([[7, 6, 5, 4, 0], [0, 0, 0, 0, 0]]),
+        (8, 8),
+    ),  # most ranks have no edge
     "two_nodes": (torch.tensor([[0, 1, 1], [1, 0, 1]]), (2, 2)),  # fewer nodes than ranks
     "no_edges": (torch.zeros(2, 0, dtype=torch.int64), (5, 6)),
     "duplicates": (torch.tensor([[0, 0, 4, 4, 0, 3], [4, 4, 0, 0, 4, 0]]), (5, 5)),
@@ -76,16 +84,22 @@ class Layer(nn.Module):
         return x_dst + self.out(out.flatten(-2))
 
     def key_value(self, x):
-        return tuple(projection(x).unflatten(-1, (HEADS, CHANNELS)) for projection in (self.key, self.value))
+        return tuple(
+            projection(x).unflatten(-1, (HEADS, CHANNELS)) for projection in (self.key, self.value)
+        )
 
 
 def attend_whole(graph, query, x_src, key_value, *edges, **options):
-    return edge_attention(query, *key_value(x_src), graph, *edges, **{"config": CONFIG} | options)[0]
+    return edge_attention(query, *key_value(x_src), graph, *edges, **{"config": CONFIG} | options)[
+        0
+    ]
 
 
 def attend_sharded(shard, query, x_src, *layer, **options):
     """Attention of a layer on the destinations of one rank."""
-    return attend_whole(shard.structure, query, shard.start_exchange(x_src).wait(), *layer, **options)
+    return attend_whole(
+        shard.structure, query, shard.start_exchange(x_src).wait(), *layer, **options
+    )
 
 
 @dataclass
@@ -105,17 +119,25 @@ def make_problem(name, dtype=torch.float64, batch=(), attr_batch=(), same_nodes=
     torch.manual_seed(7)
     edge_index, (num_src, num_dst) = GRAPHS[name]
     layer = Layer(dtype)
-    x_src, x_dst, target = (torch.randn(*batch, size, WIDTH, dtype=dtype) for size in (num_src, num_dst, num_dst))
+    x_src, x_dst, target = (
+        torch.randn(*batch, size, WIDTH, dtype=dtype) for size in (num_src, num_dst, num_dst)
+    )
     edge_attr = torch.randn(*attr_batch, edge_index.shape[1], EDGE_DIM, dtype=dtype)
     return Problem(structure(name), x_src, x_src if same_nodes else x_dst, edge_attr, target, layer)
 
 
 def run(problem, attend, num_dst):
     """Output, loss and gradients of one layer, by name; the loss is the sum of squares over `num_dst`."""
-    names = ("x_src", "edge_attr") if problem.x_dst is problem.x_src else ("x_src", "x_dst", "edge_attr")
+    names = (
+        ("x_src", "edge_attr")
+        if problem.x_dst is problem.x_src
+        else ("x_src", "x_dst", "edge_attr")
+    )
     leaves = {name: getattr(problem, name).clone().requires_grad_() for name in names}
     problem.layer.zero_grad()
-    out = problem.layer(leaves["x_src"], leaves.get("x_dst", leaves["x_src"]), leaves["edge_attr"], attend)
+    out = problem.layer(
+        leaves["x_src"], leaves.get("x_dst", leaves["x_src"]), leaves["edge_attr"], attend
+    )
     loss = (out - problem.target).square().sum() / max(num_dst, 1)
     loss.backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
@@ -143,10 +165,18 @@ def run_sharded(problem, group, shard=None, **options):
 def rows_of(shard):
     """Rows of each tensor of the whole problem that a rank owns."""
     own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
-    return {"out": own_dst, "x_dst": own_dst, "target": own_dst, "x_src": own_src, "edge_attr": shard.edges}
+    return {
+        "out": own_dst,
+        "x_dst": own_dst,
+        "target": own_dst,
+        "x_src": own_src,
+        "edge_attr": shard.edges,
+    }
 
 
 def part_of(whole, shard):
     """What a rank should find of the results on one device."""
     rows = rows_of(shard)
-    return {name: value[..., rows[name], :] if name in rows else value for name, value in whole.items()}
+    return {
+        name: value[..., rows[name], :] if name in rows else value for name, value in whole.items()
+    }

@@ -30,7 +30,11 @@ GPUS = torch.cuda.device_count()
 ON_GPU = GPUS > 1  # NCCL, one GPU per rank; else gloo
 WORLD_SIZE, ALL = min(GPUS, 4) if ON_GPU else 4, 0  # ranks of the tests; marks a check on all ranks
 TIMEOUT = 300  # s, of all checks of a module, on a busy machine
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2}  # of the largest value, whatever its size
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 4e-6,
+    torch.bfloat16: 2e-2,
+}  # of the largest value, whatever its size
 
 
 class Verdict:
@@ -165,7 +169,11 @@ def free_port():
 def run_checks(modules, folder):
     """Run the checks of modules of this folder on all ranks; return problems by rank, by "module-check-ranks"."""
     folder.mkdir()
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD_SIZE)}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(WORLD_SIZE),
+    }
     ranks = []
     for rank in map(str, range(WORLD_SIZE)):
         environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
@@ -173,7 +181,10 @@ def run_checks(modules, folder):
     ended = [rank.finish(TIMEOUT * len(modules)) for rank in ranks]
     reports = [folder / f"{rank}.json" for rank in range(WORLD_SIZE)]
     said = [json.loads(report.read_text()) if report.exists() else {} for report in reports]
-    ends = [f"rank {rank} ended with {end[0]} before: {''.join(end[1:])[-1500:]}" for rank, end in enumerate(ended)]
+    ends = [
+        f"rank {rank} ended with {end[0]} before: {''.join(end[1:])[-1500:]}"
+        for rank, end in enumerate(ended)
+    ]
     found = {}
     for module, name, ranks in checks_of(modules):
         key = f"{module}-{name}-{ranks}"
@@ -191,8 +202,12 @@ def main(folder, *modules):
     else:
         speed_up_interpreter()
     timeout = timedelta(seconds=TIMEOUT)
-    dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timeout, device_id=device if ON_GPU else None)
-    groups = {size: dist.new_group(range(size)) for size in range(1, WORLD_SIZE)} | {WORLD_SIZE: dist.group.WORLD}
+    dist.init_process_group(
+        "nccl" if ON_GPU else "gloo", timeout=timeout, device_id=device if ON_GPU else None
+    )
+    groups = {size: dist.new_group(range(size)) for size in range(1, WORLD_SIZE)} | {
+        WORLD_SIZE: dist.group.WORLD
+    }
     tempfile.tempdir, rank, said = folder, dist.get_rank(), {}
     for module, name, ranks in checks_of(modules):
         if rank < ranks:

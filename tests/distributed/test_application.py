@@ -29,9 +29,25 @@ OF_TWO_RANKS = (
     else ("training.device=cpu",)
 )
 ARGUMENTS = [
-    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=2", "graph.refinement=1"),
-    *("training.steps=16", "training.warmup_steps=1", "training.batch_size=2", f"training.device={DEVICE}"),
-    *("training.valid_every=8", "training.log_every=1", "hydra.run.dir=run", "model.mapper_chunks=3"),
+    *(
+        "data.grid_name=O4",
+        "data.train_size=8",
+        "data.valid_size=2",
+        "data.test_size=2",
+        "graph.refinement=1",
+    ),
+    *(
+        "training.steps=16",
+        "training.warmup_steps=1",
+        "training.batch_size=2",
+        f"training.device={DEVICE}",
+    ),
+    *(
+        "training.valid_every=8",
+        "training.log_every=1",
+        "hydra.run.dir=run",
+        "model.mapper_chunks=3",
+    ),
 ]
 PATIENCE = 120  # s, on a busy machine
 BUSY = 10.0  # s, for processes to end on a busy machine
@@ -57,7 +73,14 @@ def place(tmp_path_factory):
 @contextmanager
 def torchrun(place, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.train")):
     """Start the application on some ranks of a host; yield the process of torchrun, which ends with the block."""
-    command = ["-m", "torch.distributed.run", *host.options, f"--nproc-per-node={ranks}", *script, *ARGUMENTS]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        *host.options,
+        f"--nproc-per-node={ranks}",
+        *script,
+        *ARGUMENTS,
+    ]
     process = Program(*command, *arguments, folder=place, environment=host.variables)
     try:
         yield process
@@ -75,7 +98,10 @@ def two_hosts():
     """Two hosts on this one, with two of its GPUs each if it has them."""
     meeting = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     return [
-        Host((*meeting, f"--node-rank={host}"), {"NCCL_HOSTID": f"host {host}", "CUDA_VISIBLE_DEVICES": gpus})
+        Host(
+            (*meeting, f"--node-rank={host}"),
+            {"NCCL_HOSTID": f"host {host}", "CUDA_VISIBLE_DEVICES": gpus},
+        )
         for host, gpus in enumerate(("0,1", "2,3"))
     ]
 
@@ -108,14 +134,20 @@ def continued(place, stopped):
     before = steps_in(place / "run")
     with ExitStack() as hosts:
         arguments = ("sharding=edges", "sharding.model=2", "resume=true")
-        processes = [hosts.enter_context(torchrun(place, 2, *arguments, host=host)) for host in two_hosts()]
+        processes = [
+            hosts.enter_context(torchrun(place, 2, *arguments, host=host)) for host in two_hosts()
+        ]
         return *zip(*map(finish, processes), strict=True), before
 
 
 def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(place, stopped):
-    messages = re.findall(r"anemoi_gt.train: stopped by SIGTERM after step (\d+), (.*)$", stopped, re.MULTILINE)
+    messages = re.findall(
+        r"anemoi_gt.train: stopped by SIGTERM after step (\d+), (.*)$", stopped, re.MULTILINE
+    )
     assert len(messages) == 1 and steps_in(place / "run")[-1] == int(messages[0][0]), stopped
-    command = "torchrun --nproc-per-node=4 -m anemoi_gt.train sharding=edges sharding.model=4 resume=true"
+    command = (
+        "torchrun --nproc-per-node=4 -m anemoi_gt.train sharding=edges sharding.model=4 resume=true"
+    )
     assert messages[0][1] == f"which is saved: {command} hydra.run.dir={place / 'run'}"
     assert set(re.findall(r"exitcode *: (-?\d+)", stopped)) == {"143"}, stopped  # its status
 
@@ -126,7 +158,16 @@ def test_two_hosts_with_a_model_each_continue_what_one_model_on_four_ranks_began
     assert 0 < len(before) < 16 and steps_in(place / "run") == list(range(1, 17))
     # a run on ranks leaves what one process leaves
     left = {path.name for path in (place / "run").iterdir()}
-    assert left == {"best", "last", "best.pt", "metrics.jsonl", "scores.json", "forecast.png", "train.log", ".hydra"}
+    assert left == {
+        "best",
+        "last",
+        "best.pt",
+        "metrics.jsonl",
+        "scores.json",
+        "forecast.png",
+        "train.log",
+        ".hydra",
+    }
 
 
 def test_the_progress_bar_is_of_one_rank_and_counts_steps(continued):
@@ -142,26 +183,38 @@ SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
     ("arguments", "sentence", "speakers"),
     [
         (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0", 1),
-        ("training.batch_size=3", "batch_size must be a multiple of the 2 ranks of the data axis, got 3", 2),
+        (
+            "training.batch_size=3",
+            "batch_size must be a multiple of the 2 ranks of the data axis, got 3",
+            2,
+        ),
     ],
     ids=["seed", "batch"],
 )
-def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(place, arguments, sentence, speakers):
+def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(
+    place, arguments, sentence, speakers
+):
     # The data set cannot be built either, which no rank reports.
-    with torchrun(place, 2, *arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared") as process:
+    with torchrun(
+        place, 2, *arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared"
+    ) as process:
         status, output = finish(process)
     said = re.findall(r"^\[rank\d\]: anemoi_gt.train: training\.(.*)$", output, re.MULTILINE)
     assert status != 0 and said == [sentence] * speakers, output  # a consensus has one speaker
     last = [line for line in output.splitlines() if line.strip(" =")][-1]
     assert last == f"  ValueError: training.{sentence}", output
-    assert output.count("Traceback") == 1 + speakers, output  # torchrun's own, and two frames of a rank's
+    assert output.count("Traceback") == 1 + speakers, (
+        output
+    )  # torchrun's own, and two frames of a rank's
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     sharding = {"_target_": "anemoi_gt.distributed.ShardingConfig", "strategy": "edges", "model": 2}
-    with pytest.raises(ValueError, match="sharding=edges must be started on several ranks: torchrun"):
+    with pytest.raises(
+        ValueError, match="sharding=edges must be started on several ranks: torchrun"
+    ):
         train.prepare(OmegaConf.create({"sharding": sharding, "explain": None}))
 
 
@@ -170,7 +223,13 @@ def failing(place, kind, restarts, *arguments, rank=1):
     """Start a job of two ranks of which one fails before step 10; yield its process and folder."""
     folder = place / kind
     script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, str(rank), "10"]
-    options = [*OF_TWO_RANKS, "sharding=edges", "sharding.model=2", f"hydra.run.dir={folder}", *arguments]
+    options = [
+        *OF_TWO_RANKS,
+        "sharding=edges",
+        "sharding.model=2",
+        f"hydra.run.dir={folder}",
+        *arguments,
+    ]
     with torchrun(place, 2, *options, script=script) as process:
         yield process, folder
 
@@ -217,7 +276,11 @@ def test_a_run_that_is_resumed_without_sharding_keeps_its_own(place, raised):
         status, output = finish(process)
     assert status == 0 and "2 ranks, 2 of them for a model" in output, output
     assert "sharding changes" not in output, output
-    assert load_values(folder / "last", "config")["sharding"] == {"strategy": "edges", "model": 2, "timeout": 300.0}
+    assert load_values(folder / "last", "config")["sharding"] == {
+        "strategy": "edges",
+        "model": 2,
+        "timeout": 300.0,
+    }
 
 
 def test_the_log_says_that_the_sharding_changes(continued):
@@ -237,7 +300,9 @@ def test_the_log_says_that_the_sharding_changes(continued):
     ],
 )
 def test_the_sharding_of_a_run_is_kept_as_far_as_the_command_does_not_give_it(arguments, kept):
-    assert train.former_sharding({"strategy": "edges", "model": 2, "timeout": 9.0}, arguments) == kept
+    assert (
+        train.former_sharding({"strategy": "edges", "model": 2, "timeout": 9.0}, arguments) == kept
+    )
     assert train.former_sharding({}, arguments) == []  # a checkpoint that does not tell
 
 

@@ -10,7 +10,12 @@ import yaml
 from support.refusals import raises, refused
 
 from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
-from anemoi_gt.distributed.process_group import VARIABLES, drain_threads, exit_without_finalization, local_device
+from anemoi_gt.distributed.process_group import (
+    VARIABLES,
+    drain_threads,
+    exit_without_finalization,
+    local_device,
+)
 from distributed.ranks import ROOT
 
 INF = float("inf")
@@ -18,14 +23,20 @@ INF = float("inf")
 
 def test_the_config_file_has_the_defaults_of_the_class():
     options = yaml.safe_load((ROOT / "configs" / "sharding" / "none.yaml").read_text())
-    assert ShardingConfig(**{name: value for name, value in options.items() if name != "_target_"}) == ShardingConfig()
+    assert (
+        ShardingConfig(**{name: value for name, value in options.items() if name != "_target_"})
+        == ShardingConfig()
+    )
 
 
 @refused(
     ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, got 'nodes'"),
     ({"strategy": "edges", "model": 0}, "sharding.model must be at least 1, got 0"),
     ({"model": 4}, "sharding.model must be 1 without sharding, got 4"),
-    *(({"timeout": s}, f"sharding.timeout must be positive and finite, in seconds, got {s}") for s in (0.0, INF)),
+    *(
+        ({"timeout": s}, f"sharding.timeout must be positive and finite, in seconds, got {s}")
+        for s in (0.0, INF)
+    ),
 )
 def test_options_without_meaning_are_refused(wrong, message):
     raises(lambda: ShardingConfig(**wrong), message)
@@ -34,7 +45,10 @@ def test_options_without_meaning_are_refused(wrong, message):
 def test_a_process_is_launched_if_it_has_all_variables(monkeypatch):
     for name in VARIABLES:
         assert monkeypatch.delenv(name, raising=False) is None and not is_launched()
-    with pytest.raises(ValueError, match="by torchrun, got no RANK, "), init_distributed(ShardingConfig(), "cpu"):
+    with (
+        pytest.raises(ValueError, match="by torchrun, got no RANK, "),
+        init_distributed(ShardingConfig(), "cpu"),
+    ):
         pass
     for name in VARIABLES:
         monkeypatch.setenv(name, "0")
@@ -42,11 +56,18 @@ def test_a_process_is_launched_if_it_has_all_variables(monkeypatch):
 
 
 def test_init_distributed_needs_a_sharding_config():
-    raises(lambda: init_distributed({"model": 2}, "cpu").__enter__(), "must be a ShardingConfig, got {'model': 2}")
+    raises(
+        lambda: init_distributed({"model": 2}, "cpu").__enter__(),
+        "must be a ShardingConfig, got {'model': 2}",
+    )
 
 
-@pytest.mark.parametrize(("device_type", "device"), [("cpu", torch.device("cpu")), ("cuda", torch.device("cuda", 1))])
-def test_a_rank_takes_the_gpu_of_its_local_rank_if_there_is_one_or_the_cpu(monkeypatch, device_type, device):
+@pytest.mark.parametrize(
+    ("device_type", "device"), [("cpu", torch.device("cpu")), ("cuda", torch.device("cuda", 1))]
+)
+def test_a_rank_takes_the_gpu_of_its_local_rank_if_there_is_one_or_the_cpu(
+    monkeypatch, device_type, device
+):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert local_device(device_type) == device
@@ -55,7 +76,9 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_if_there_is_one_or_the_cpu(monke
     raises(lambda: local_device("cuda"), message)
 
 
-@pytest.mark.parametrize("device_type", ["gpu", "cuda:0", torch.device("cuda", 0)])  # the last two: one GPU for all
+@pytest.mark.parametrize(
+    "device_type", ["gpu", "cuda:0", torch.device("cuda", 0)]
+)  # the last two: one GPU for all
 def test_other_types_of_device_are_refused(device_type):
     raises(lambda: local_device(device_type), "^device_type must be one of cuda, cpu, got ")
 

@@ -16,7 +16,13 @@ LINE = re.compile(r"^step (\d+): loss (\S+), forecast of city 7 \[(.*)\]$", re.M
 def run(code, folder, ranks):
     """Run code under torchrun; return its output."""
     (folder / "script.py").write_text(code)
-    options = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "script.py")
+    options = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "script.py",
+    )
     status, output, error = Program(*options, folder=folder).finish(PATIENCE)
     assert status == 0, error
     return output
@@ -38,7 +44,9 @@ def test_the_script_has_at_most_60_lines_of_code():
 
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
-def test_the_script_has_the_numbers_of_one_rank_also_if_another_number_continues_it(ranks, expected, tmp_path):
+def test_the_script_has_the_numbers_of_one_rank_also_if_another_number_continues_it(
+    ranks, expected, tmp_path
+):
     half = SCRIPT.replace("NODES, STEPS, ROADS = 40, 8,", "NODES, STEPS, ROADS = 40, 4,")
     assert numbers(half, tmp_path, ranks)[0] == 4
     step, values = numbers(SCRIPT, tmp_path, 6 - ranks)

@@ -11,7 +11,11 @@ from anemoi_gt.distributed import Partition, Ranges, destination_cost
     ("cost", "num_ranks", "bounds"),
     [
         (torch.ones(12, dtype=torch.int64), 4, (0, 3, 6, 9, 12)),
-        (torch.tensor([1, 1, 100, 1, 1]), 3, (0, 2, 3, 5)),  # a rank of its own for the expensive node
+        (
+            torch.tensor([1, 1, 100, 1, 1]),
+            3,
+            (0, 2, 3, 5),
+        ),  # a rank of its own for the expensive node
         (torch.ones(0, dtype=torch.int64), 3, (0, 0, 0, 0)),
         (torch.tensor([2**53, 1, 2**53 + 1]), 2, (0, 2, 3)),  # beyond the integers of float64
     ],
@@ -28,24 +32,41 @@ def test_ranges_may_be_empty_or_even_and_own_their_positions():
 
 
 def test_a_destination_costs_its_edges_and_a_constant():
-    assert destination_cost(torch.tensor([0, 3])).diff().item() == 3 and destination_cost(torch.tensor([0])).item() > 0
+    assert (
+        destination_cost(torch.tensor([0, 3])).diff().item() == 3
+        and destination_cost(torch.tensor([0])).item() > 0
+    )
 
 
 def test_a_node_order_is_split_by_the_costs_along_it_and_positions_and_nodes_are_inverse():
     cost, order = torch.tensor([9, 1, 1, 9]), torch.tensor([1, 2, 0, 3])
     partition = Partition.balanced(cost, 2, order)
     assert partition.ranges.bounds == (0, 3, 4)
-    assert partition.positions(torch.cat([partition.nodes(rank) for rank in range(2)])).tolist() == [0, 1, 2, 3]
+    assert partition.positions(
+        torch.cat([partition.nodes(rank) for rank in range(2)])
+    ).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        *((lambda b=b: Ranges(b), "bounds must start at 0 and be sorted ascending") for b in ((0,), (1, 2), (0, 3, 2))),
-        *((lambda b=b: Ranges(b), f"bounds must be a tuple of int, got {b}") for b in ([0, 3], (0, 1.5, 3))),
-        (lambda: Ranges.balanced(torch.ones(3), 2), "cost must be integer, so that every rank finds the same bounds"),
+        *(
+            (lambda b=b: Ranges(b), "bounds must start at 0 and be sorted ascending")
+            for b in ((0,), (1, 2), (0, 3, 2))
+        ),
+        *(
+            (lambda b=b: Ranges(b), f"bounds must be a tuple of int, got {b}")
+            for b in ([0, 3], (0, 1.5, 3))
+        ),
+        (
+            lambda: Ranges.balanced(torch.ones(3), 2),
+            "cost must be integer, so that every rank finds the same bounds",
+        ),
         (lambda: Ranges.balanced(torch.tensor([3, -9, 4]), 2), "cost must be at least 0, got -9"),
-        (lambda: Ranges.balanced(torch.ones(3, 2).long(), 2), "cost must have shape [N], got (3, 2)"),
+        (
+            lambda: Ranges.balanced(torch.ones(3, 2).long(), 2),
+            "cost must have shape [N], got (3, 2)",
+        ),
         (lambda: Ranges.even(3, 0), "num_ranks must be at least 1, got 0"),
         (lambda: Partition((0, 3)), "ranges must be Ranges, got tuple"),
     ],

@@ -14,7 +14,10 @@ ROWS = torch.tensor([5, 0, 3])
 
 @pytest.fixture(scope="module")
 def splits():
-    return {"sphere": sphere("O4", train_size=3, valid_size=2, test_size=1), "era5_uk": split(hourly_field(), 6)}
+    return {
+        "sphere": sphere("O4", train_size=3, valid_size=2, test_size=1),
+        "era5_uk": split(hourly_field(), 6),
+    }
 
 
 @pytest.mark.parametrize("name", ["sphere", "era5_uk"])
@@ -30,8 +33,12 @@ def test_a_part_of_the_nodes_has_the_rows_of_the_whole_sample(splits, name):
 
 def test_a_part_computes_its_own_points_only(splits, monkeypatch):
     seen, tracer, wind = [], module.Case.tracer, module.Flow.wind
-    monkeypatch.setattr(module.Case, "tracer", lambda case, xyz, t: seen.append(len(xyz)) or tracer(case, xyz, t))
-    monkeypatch.setattr(module.Flow, "wind", lambda flow, xyz, t: seen.append(len(xyz)) or wind(flow, xyz, t))
+    monkeypatch.setattr(
+        module.Case, "tracer", lambda case, xyz, t: seen.append(len(xyz)) or tracer(case, xyz, t)
+    )
+    monkeypatch.setattr(
+        module.Flow, "wind", lambda flow, xyz, t: seen.append(len(xyz)) or wind(flow, xyz, t)
+    )
     splits["sphere"].train.select_nodes(ROWS)[1]
     assert seen and set(seen) == {len(ROWS)}
 

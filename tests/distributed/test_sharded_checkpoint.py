@@ -14,7 +14,12 @@ from support.refusals import raises
 from anemoi_gt.app import train
 from anemoi_gt.app.training.run_files import load_checkpoint as load_file
 from anemoi_gt.app.training.sharded import write_as_file
-from anemoi_gt.distributed import find_checkpoint, load_checkpoint, save_checkpoint, sharded_checkpoint
+from anemoi_gt.distributed import (
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    sharded_checkpoint,
+)
 from anemoi_gt.distributed.sharded_checkpoint import (
     ONE_PROCESS,
     TORCHRUN,
@@ -24,7 +29,12 @@ from anemoi_gt.distributed.sharded_checkpoint import (
 )
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
-OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]
+OTHERS = [
+    (form, writer)
+    for form, former in FORMS.items()
+    for writer in (ONE_PROCESS, TORCHRUN)
+    if writer != former
+]
 BEGINS = "another hydra.run.dir starts a new one"
 
 
@@ -42,22 +52,32 @@ def folder_with(tmp_path):
 
 @pytest.fixture
 def alone(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("form", "writer"), FORMS.items())
-def test_a_run_is_continued_from_its_own_form_with_resume_and_refused_without(folder_with, form, writer):
+def test_a_run_is_continued_from_its_own_form_with_resume_and_refused_without(
+    folder_with, form, writer
+):
     last = folder_with(form)
-    assert checkpoint_to_continue(last, writer, resume=True) == last.parent / form.removesuffix("/.metadata")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"):
+    assert checkpoint_to_continue(last, writer, resume=True) == last.parent / form.removesuffix(
+        "/.metadata"
+    )
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"
+    ):
         checkpoint_to_continue(last, writer, resume=False)
 
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(("form", "writer"), OTHERS)
-def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(folder_with, form, writer, resume):
+def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(
+    folder_with, form, writer, resume
+):
     last, way = folder_with(form), "without" if writer == TORCHRUN else "with"
     run = f"{last.parent} holds a run of {FORMS[form]}, in {form.removesuffix('/.metadata')}"
     with pytest.raises(ValueError) as refused:
@@ -66,11 +86,19 @@ def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(f
 
 
 def test_incomplete_checkpoints_are_no_run(folder_with):
-    for leftover in ("metrics.jsonl", "best.pt", "last.pt.partial", "last.partial/.metadata", "last/a"):
+    for leftover in (
+        "metrics.jsonl",
+        "best.pt",
+        "last.pt.partial",
+        "last.partial/.metadata",
+        "last/a",
+    ):
         assert find_run(folder_with(leftover)) is None, leftover
 
 
-def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_next(alone, tmp_path, monkeypatch):
+def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_next(
+    alone, tmp_path, monkeypatch
+):
     last, former, replace = tmp_path / "last", tmp_path / "last.former", os.replace
     save_checkpoint(last, {"step": 1}, {}, alone)
     last.rename(former)
@@ -93,11 +121,16 @@ def written(alone, tmp_path):
     return tmp_path / "last"
 
 
-def test_values_are_read_by_their_key_and_an_empty_config_group_is_no_change_though_dropped(written, recwarn):
+def test_values_are_read_by_their_key_and_an_empty_config_group_is_no_change_though_dropped(
+    written, recwarn
+):
     config = load_values(written, "config")
     assert config == {"seed": 1, "model": {"heads": 4}} and not recwarn.list
     train.check_same_config(written, config, config | {"none": {}})
-    raises(lambda: train.check_same_config(written, config, config | {"none": 0}), "written with none=None, not 0$")
+    raises(
+        lambda: train.check_same_config(written, config, config | {"none": 0}),
+        "written with none=None, not 0$",
+    )
 
 
 def test_paths_may_be_strings(alone, tmp_path):
@@ -123,7 +156,9 @@ def test_a_truncated_checkpoint_is_refused_by_name(written, alone, file):
     raises(lambda: load_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone), message)
 
 
-def test_another_model_is_refused_by_name_and_a_lost_rank_is_no_corrupt_checkpoint(written, alone, monkeypatch):
+def test_another_model_is_refused_by_name_and_a_lost_rank_is_no_corrupt_checkpoint(
+    written, alone, monkeypatch
+):
     with pytest.raises(ValueError, match=f"of this model, cannot read {written}: .*bias"):
         load_checkpoint(written, {"bias": torch.zeros(5)}, {}, alone)
 
@@ -137,7 +172,9 @@ def test_another_model_is_refused_by_name_and_a_lost_rank_is_no_corrupt_checkpoi
 
 def test_a_checkpoint_that_cannot_be_written_is_named(written, alone):
     written.with_name("last.partial").write_text("in the way")
-    with pytest.raises(OSError, match="^could not write the checkpoint .*last.partial: FileExistsError"):
+    with pytest.raises(
+        OSError, match="^could not write the checkpoint .*last.partial: FileExistsError"
+    ):
         save_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
     assert load_values(written, "config")["seed"] == 1
 
@@ -160,7 +197,9 @@ def test_best_pt_is_replaced_when_the_new_file_is_complete(alone, form, monkeypa
 
 @pytest.mark.parametrize("asked", ["last.pt", "last"])
 @pytest.mark.parametrize("form", ["last", "last.former"])
-def test_a_folder_in_place_of_a_file_is_refused_with_the_command_to_convert(written, asked, form, capfd, monkeypatch):
+def test_a_folder_in_place_of_a_file_is_refused_with_the_command_to_convert(
+    written, asked, form, capfd, monkeypatch
+):
     written.rename(written.with_name(form))
     message = f"one file, got the folder {written.with_name(form)} of several ranks"
     with pytest.raises(ValueError, match=message) as refused:
@@ -174,5 +213,7 @@ def test_a_folder_in_place_of_a_file_is_refused_with_the_command_to_convert(writ
 
 
 def test_a_missing_best_checkpoint_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"^there must be a checkpoint in {tmp_path / 'best'}, found none$"):
+    with pytest.raises(
+        FileNotFoundError, match=f"^there must be a checkpoint in {tmp_path / 'best'}, found none$"
+    ):
         write_as_file(tmp_path / "best.pt")

@@ -34,28 +34,42 @@ def problem(name, batch):
     """Features, a graph as tensors, and attributes."""
     graph, generator = structure(GRAPHS[name], reverse=False), torch.Generator().manual_seed(batch)
     state = graph.state_dict() | {"perm": graph.edge_order()}
-    x = [torch.randn(batch, n, width, generator=generator) for n, width in ((graph.num_src, 4), (graph.num_dst, 5))]
+    x = [
+        torch.randn(batch, n, width, generator=generator)
+        for n, width in ((graph.num_src, 4), (graph.num_dst, 5))
+    ]
     return tuple(x), state, torch.randn(graph.num_edges, 3, generator=generator)
 
 
 @pytest.fixture(scope="module")
 def layer():
-    conv = GraphTransformerConv((4, 5), 8, heads=2, edge_dim=3, config=AttentionConfig(backend="torch"))
+    conv = GraphTransformerConv(
+        (4, 5), 8, heads=2, edge_dim=3, config=AttentionConfig(backend="torch")
+    )
     return TensorGraphLayer(randomise(conv)).eval()
 
 
 @pytest.fixture(scope="module")
 def package(layer, tmp_path_factory):
     """A package of the layer with all sizes dynamic."""
-    batch, sources, nodes, edges = (Dim(name) for name in ("batch", "sources", "destinations", "edges"))
-    sizes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: sources}, "perm": {0: edges}}
+    batch, sources, nodes, edges = (
+        Dim(name) for name in ("batch", "sources", "destinations", "edges")
+    )
+    sizes = {
+        "colptr": {0: nodes + 1},
+        "row": {0: edges},
+        "sources": {0: sources},
+        "perm": {0: edges},
+    }
     shapes = (({0: batch, 1: sources}, {0: batch, 1: nodes}), sizes, {0: edges})
     path = tmp_path_factory.mktemp("package") / "layer.pt2"
     write_package(export_program(layer, problem("shuffled", 2), shapes), path, {"note": "a layer"})
     return path
 
 
-def test_package_agrees_with_the_layer_on_any_graph_without_this_library(package, layer, run_without_library, tmp_path):
+def test_package_agrees_with_the_layer_on_any_graph_without_this_library(
+    package, layer, run_without_library, tmp_path
+):
     sizes = {"shuffled": 2, "hub": 1, "few_to_many": 5, "isolated": 3, "one_edge": 2}
     problems = [problem(name, batch) for name, batch in sizes.items()]
     script, inputs, outputs = (tmp_path / name for name in ("load.py", "inputs.pt", "outputs.pt"))
@@ -79,22 +93,35 @@ class Doubles(torch.nn.Module):
     [
         (lambda x: x, torch.float32, FloatingPointError, "within 1e-05, its relative error is 0.5"),
         (lambda x: x * torch.nan, torch.float32, FloatingPointError, "its relative error is nan"),
-        (lambda x: 2 * x, torch.float64, ValueError, "dtype must be one of torch.float32, .*, got torch.float64"),
+        (
+            lambda x: 2 * x,
+            torch.float64,
+            ValueError,
+            "dtype must be one of torch.float32, .*, got torch.float64",
+        ),
     ],
 )
-def test_verification_fails_for_another_result_or_an_unknown_dtype(package, dtype, error, message, monkeypatch):
+def test_verification_fails_for_another_result_or_an_unknown_dtype(
+    package, dtype, error, message, monkeypatch
+):
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: package)
     with pytest.raises(error, match=message):
         verify_package(__file__, Doubles(), [torch.ones(1, 3, 2)], dtype)
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: lambda x: x)
-    assert verify_package(__file__, Doubles(), [torch.zeros(1, 3, 2)], torch.float32).error == 0  # equal zeros
+    assert (
+        verify_package(__file__, Doubles(), [torch.zeros(1, 3, 2)], torch.float32).error == 0
+    )  # equal zeros
 
 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
         ("model.so", ValueError, "must end in .pt2"),
-        ("nowhere/model.pt2", OSError, "could not write .*nowhere/model.pt2: No such file or directory"),
+        (
+            "nowhere/model.pt2",
+            OSError,
+            "could not write .*nowhere/model.pt2: No such file or directory",
+        ),
         ("folder.pt2", ValueError, "a package must be a file, .*folder.pt2 is a folder"),
     ],
 )
@@ -124,7 +151,10 @@ def test_missing_compiler_raises_and_says_what_to_install(monkeypatch):
         ('exec {compiler} "$@"', None),  # links libstdc++ dynamically
         ('exec gcc "$@"', None),  # not at all
         # a copy, as g++ does if libstdc++.so is missing: its packages crash in PyTorch's loader
-        ('exec {compiler} "$@" -static-libstdc++', "must share the C.. standard library with PyTorch, .* links a copy"),
+        (
+            'exec {compiler} "$@" -static-libstdc++',
+            "must share the C.. standard library with PyTorch, .* links a copy",
+        ),
         ("echo no space left on device >&2; exit 4", "compiler fails: no space left on device"),
     ],
 )
@@ -141,5 +171,7 @@ def test_missing_cuda_toolkit_raises_for_a_gpu(monkeypatch):
     monkeypatch.setattr(packages.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     check_toolkit(torch.device("cpu"))
-    with pytest.raises(ValueError, match="needs the CUDA toolkit, found none: install it, or set CUDA_HOME"):
+    with pytest.raises(
+        ValueError, match="needs the CUDA toolkit, found none: install it, or set CUDA_HOME"
+    ):
         check_toolkit(torch.device("cuda"))

@@ -15,7 +15,14 @@ from support.weather import weather_graph
 from torch.export import Dim
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerProcessorBlock
-from anemoi_gt.export import Autocast, GraphInputModel, TensorGraphLayer, export_model, export_program, graph_tensors
+from anemoi_gt.export import (
+    Autocast,
+    GraphInputModel,
+    TensorGraphLayer,
+    export_model,
+    export_program,
+    graph_tensors,
+)
 from anemoi_gt.export.program import decomposition_of
 from anemoi_gt.ops.torch_backend.export_decomposition import decompose
 from anemoi_gt.ops.torch_backend.op import edge_attention_torch
@@ -31,12 +38,19 @@ def assert_same(program, inputs, expected):
     torch.testing.assert_close(program.module()(*inputs), expected)
 
 
-def test_a_program_takes_any_batch_size_and_holds_neither_our_operators_nor_a_reverse_structure(make_model, fields):
+def test_a_program_takes_any_batch_size_and_holds_neither_our_operators_nor_a_reverse_structure(
+    make_model, fields
+):
     model = make_model(dropout=0.5, checkpoint_groups=1).train()
     program = export_model(model, fields(1), max_batch=8)
     assert not {name for name in operator_names(program) if "anemoi_gt" in name}
     of_structures = {name.rpartition(".")[2] for name in program.constants}
-    assert "colptr" in of_structures and not of_structures & {"csr_to_csc", "rowptr", "col", "fixed_in_degree"}
+    assert "colptr" in of_structures and not of_structures & {
+        "csr_to_csc",
+        "rowptr",
+        "col",
+        "fixed_in_degree",
+    }
     assert model.training and all(part.training for part in model.modules())
     assert model.processor_edges.structure().has_reverse
     model.eval()
@@ -61,7 +75,10 @@ def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
 def test_a_tensor_graph_layer_takes_any_nodes_and_edges():
     sizes = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
     block = GraphTransformerProcessorBlock(**sizes, config=AttentionConfig(backend="torch"))
-    layer, (batch, nodes, edges) = TensorGraphLayer(randomise(block)), map(Dim, ("batch", "nodes", "edges"))
+    layer, (batch, nodes, edges) = (
+        TensorGraphLayer(randomise(block)),
+        map(Dim, ("batch", "nodes", "edges")),
+    )
 
     def problem(name, size):
         graph = structure(GRAPHS[name])
@@ -69,7 +86,9 @@ def test_a_tensor_graph_layer_takes_any_nodes_and_edges():
         return torch.randn(size, graph.num_src, 8), state, torch.randn(graph.num_edges, 3)
 
     shapes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: nodes}}
-    program = export_program(layer, problem("self_loops", 2), ({0: batch, 1: nodes}, shapes, {0: edges}))
+    program = export_program(
+        layer, problem("self_loops", 2), ({0: batch, 1: nodes}, shapes, {0: edges})
+    )
     with torch.no_grad():
         for name, size in (("self_loops", 1), ("duplicates", 3)):
             inputs = problem(name, size)
@@ -90,44 +109,74 @@ def test_invalid_example_or_batch_size_raises(make_model, fields, wrong, message
     raises(lambda: export_model(make_model(), change(fields(1)), max_batch=max_batch), message)
 
 
-def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_graph_input_model(make_model, fields):
+def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_graph_input_model(
+    make_model, fields
+):
     model = make_model(dropout=0.5).train()
     compiled = torch.compile(model, backend="eager")
     program = export_model(Autocast(compiled, "cpu", torch.bfloat16), fields(1), max_batch=4)
     assert model.training and all(part.training for part in model.modules())
     model.eval()
     with torch.no_grad():
-        assert torch.equal(program.module()(fields(3)), Autocast(model, "cpu", torch.bfloat16)(fields(3)))
-        torch.testing.assert_close(GraphInputModel(compiled)(fields(2), graph_tensors(compiled)), model(fields(2)))
+        assert torch.equal(
+            program.module()(fields(3)), Autocast(model, "cpu", torch.bfloat16)(fields(3))
+        )
+        torch.testing.assert_close(
+            GraphInputModel(compiled)(fields(2), graph_tensors(compiled)), model(fields(2))
+        )
 
 
 def test_data_sets_whose_names_share_an_identifier_have_dynamic_dimensions_of_their_own():
     alike = ("a-b", "a_b")
-    pairs = [pair for name in alike for pair in ((name, "hidden"), ("hidden", name))] + [("hidden", "hidden")]
+    pairs = [pair for name in alike for pair in ((name, "hidden"), ("hidden", name))] + [
+        ("hidden", "hidden")
+    ]
     kinds = {(source, "to", destination): 40 for source, destination in pairs}
-    graph, channels = weather_graph({"a-b": 17, "a_b": 19, "hidden": 23}, kinds), dict.fromkeys(alike, 2)
+    graph, channels = (
+        weather_graph({"a-b": 17, "a_b": 19, "hidden": 23}, kinds),
+        dict.fromkeys(alike, 2),
+    )
     model = EncoderProcessorDecoder(graph, channels, channels, channels=8, heads=2, num_layers=1)
-    with_graph, x = GraphInputModel(model), {name: torch.zeros(2, graph[name].num_nodes, 2) for name in alike}
+    with_graph, x = (
+        GraphInputModel(model),
+        {name: torch.zeros(2, graph[name].num_nodes, 2) for name in alike},
+    )
     program = export_program(with_graph, (x, graph_tensors(model)), with_graph.dynamic_shapes())
-    inputs = [node.meta["val"].shape for node in program.graph.nodes if node.name in ("x_a_b", "x_a_b_1")]
-    assert len({str(shape[1]) for shape in inputs}) == 2 and not any(shape[1].node.is_constant() for shape in inputs)
+    inputs = [
+        node.meta["val"].shape for node in program.graph.nodes if node.name in ("x_a_b", "x_a_b_1")
+    ]
+    assert len({str(shape[1]) for shape in inputs}) == 2 and not any(
+        shape[1].node.is_constant() for shape in inputs
+    )
 
 
-WRONG_MODEL = "model must be an EncoderProcessorDecoder, got Linear; for layers use TensorGraphLayer"
+WRONG_MODEL = (
+    "model must be an EncoderProcessorDecoder, got Linear; for layers use TensorGraphLayer"
+)
 OPS = torch.ops.anemoi_gt
 KERNELS = lambda _: decomposition_of(OPS.edge_attention_triton.default)  # noqa: E731
-INTERPRETED = [] if torch.cuda.is_available() else [(KERNELS, "Triton's interpreter: unset TRITON_INTERPRET")]
+INTERPRETED = (
+    [] if torch.cuda.is_available() else [(KERNELS, "Triton's interpreter: unset TRITON_INTERPRET")]
+)
 
 
 @refused(
     (lambda make_model: GraphInputModel(torch.nn.Linear(2, 2)), WRONG_MODEL),
     (lambda make_model: graph_tensors(torch.nn.Linear(2, 2)), WRONG_MODEL),
-    (lambda make_model: GraphInputModel(make_model(mapper_chunks=3)), "must have mapper_chunks=1, got 3"),
     (
-        lambda make_model: GraphInputModel(make_model())(None, graph_tensors(make_model()) | {"hidden.row": None}),
+        lambda make_model: GraphInputModel(make_model(mapper_chunks=3)),
+        "must have mapper_chunks=1, got 3",
+    ),
+    (
+        lambda make_model: GraphInputModel(make_model())(
+            None, graph_tensors(make_model()) | {"hidden.row": None}
+        ),
         r"graph must have the keys of graph_tensors\(model\), missing \[\], got \['hidden.row'\]",
     ),
-    (lambda _: decomposition_of(OPS.edge_attention_torch_backward.default), "not sort .* calls .*_torch_backward"),
+    (
+        lambda _: decomposition_of(OPS.edge_attention_torch_backward.default),
+        "not sort .* calls .*_torch_backward",
+    ),
     *INTERPRETED,
 )
 def test_module_that_cannot_be_exported_raises(make_model, wrong, message):
@@ -146,9 +195,13 @@ def test_a_gpu_program_holds_kernels_that_compile_and_no_operator_of_this_librar
     lines = lines_of(TRACED, "kernels")
     assert [line["ours"] for line in lines if "ours" in line] == [[], []]
     found = [line for line in lines if "kernel" in line]
-    assert [line["kernel"] for line in found] == list(WRITTEN) * 4  # encoder, processor, decoder; the layer
+    assert [line["kernel"] for line in found] == list(
+        WRITTEN
+    ) * 4  # encoder, processor, decoder; the layer
     for line in found:
-        assert line["written"] == WRITTEN[line["kernel"]], line  # else AOTInductor would copy read-only arguments
+        assert line["written"] == WRITTEN[line["kernel"]], (
+            line
+        )  # else AOTInductor would copy read-only arguments
         assert line["symbolic"] and line["cubin"] > 1000, line
     # 32-bit offsets where ranges of sizes allow it: batch 1 to 64 on a small graph; any sizes
     assert {line["program"]: line["wide"] for line in found} == {"model": False, "layer": True}
@@ -189,5 +242,7 @@ def test_decomposition_agrees_with_the_operator(name, form, dtype, shared):
 
 def test_dropout_raises():
     operands = arguments("shuffled", "raw", torch.float32, True)
-    with pytest.raises(ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"):
+    with pytest.raises(
+        ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"
+    ):
         decompose(*operands[:-4], torch.tensor([1]), 0.3, 0.1, False)

@@ -13,7 +13,16 @@ import sys
 
 import torch
 import triton
-from compile_all import ALIGNED, Call, bare_graph, compile_launch, full_graph, hub_graph, record, run
+from compile_all import (
+    ALIGNED,
+    Call,
+    bare_graph,
+    compile_launch,
+    full_graph,
+    hub_graph,
+    record,
+    run,
+)
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_module
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -55,7 +64,9 @@ class Gpu:
 
     def tensor(self, like, **changes):
         with self.mode:
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cuda", **changes)
+            return torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device="cuda", **changes
+            )
 
     def module(self, module):
         """Replace the tensors of a module by fake ones."""
@@ -82,7 +93,10 @@ def look_into(program):
 def read_kernel(node):
     """Return (kernel, arguments and options, names of written arguments, whether its grid is symbolic)."""
     tuned, kwargs = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]), node.kwargs["kwargs"]
-    args = {name: value.meta["val"] if isinstance(value, torch.fx.Node) else value for name, value in kwargs.items()}
+    args = {
+        name: value.meta["val"] if isinstance(value, torch.fx.Node) else value
+        for name, value in kwargs.items()
+    }
     args |= kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
     options = tuned.configs[0]
     args |= {"num_warps": options.num_warps, "num_stages": options.num_stages}
@@ -98,31 +112,56 @@ def number(value):
 def model_program(gpu):
     """A small default model with batch sizes 1 to 64."""
     graph = icosphere_graph(grid("O4"), refinement=1)
-    model = gpu.module(EncoderProcessorDecoder(graph, 4, 3, channels=32, heads=2, num_layers=1, config=TRITON))
+    model = gpu.module(
+        EncoderProcessorDecoder(graph, 4, 3, channels=32, heads=2, num_layers=1, config=TRITON)
+    )
     return export_model(model, gpu.tensor(torch.empty(1, graph["data"].num_nodes, 4)), max_batch=64)
 
 
 def layer_program(gpu):
     """A tensor-graph layer with dynamic batch, sources, destinations and edges."""
-    layer = gpu.module(TensorGraphLayer(GraphTransformerConv((4, 5), 16, heads=2, edge_dim=3, config=TRITON)))
-    batch, sources, nodes, edges = (Dim(name) for name in ("batch", "sources", "destinations", "edges"))
-    structure = {"colptr": torch.empty(8, dtype=torch.int32), "row": torch.empty(40, dtype=torch.int32)}
+    layer = gpu.module(
+        TensorGraphLayer(GraphTransformerConv((4, 5), 16, heads=2, edge_dim=3, config=TRITON))
+    )
+    batch, sources, nodes, edges = (
+        Dim(name) for name in ("batch", "sources", "destinations", "edges")
+    )
+    structure = {
+        "colptr": torch.empty(8, dtype=torch.int32),
+        "row": torch.empty(40, dtype=torch.int32),
+    }
     structure |= {"sources": torch.empty(9, 0), "perm": torch.empty(40, dtype=torch.int32)}
     x = (torch.empty(2, 9, 4), torch.empty(2, 7, 5))
     inputs = torch.utils._pytree.tree_map(gpu.tensor, (x, structure, torch.empty(40, 3)))
-    sizes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: sources}, "perm": {0: edges}}
-    return export_program(layer, inputs, (({0: batch, 1: sources}, {0: batch, 1: nodes}), sizes, {0: edges}))
+    sizes = {
+        "colptr": {0: nodes + 1},
+        "row": {0: edges},
+        "sources": {0: sources},
+        "perm": {0: edges},
+    }
+    return export_program(
+        layer, inputs, (({0: batch, 1: sources}, {0: batch, 1: nodes}), sizes, {0: edges})
+    )
 
 
 def kernels():
     """Print the library's operators and the compiled kernels of programs."""
     for name, make in (("model", model_program), ("layer", layer_program)):
         operators, found = look_into(make(Gpu()))
-        print(json.dumps({"program": name, "ours": [target for target in operators if NAMESPACE in target]}))
+        print(
+            json.dumps(
+                {"program": name, "ours": [target for target in operators if NAMESPACE in target]}
+            )
+        )
         for kernel, args, written, symbolic in found:
             numbers = {key: number(value) for key, value in args.items()}
             compiled = compile_launch(kernel, numbers, H200, ALIGNED)
-            line = {"program": name, "kernel": kernel.fn.__name__, "written": written, "symbolic": symbolic}
+            line = {
+                "program": name,
+                "kernel": kernel.fn.__name__,
+                "written": written,
+                "symbolic": symbolic,
+            }
             line |= {"wide": args["INT64"], "cubin": len(compiled.asm["cubin"])}
             print(json.dumps(line))
 
@@ -143,11 +182,20 @@ class Attention(nn.Module):
 def eager():
     """Print the compile-time arguments of exported and of eagerly launched kernels."""
     odd = Call(6, 10, 3, form="embedded", dtype=torch.float32, graph=bare_graph())
-    for call in (odd, Call(16, 64, 11, graph=hub_graph()), Call(16, 64, 11, form="raw", graph=full_graph(91))):
+    for call in (
+        odd,
+        Call(16, 64, 11, graph=hub_graph()),
+        Call(16, 64, 11, form="raw", graph=full_graph(91)),
+    ):
         launches = record(lambda call=call: run(call))
-        launched = {kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in reversed(launches)}  # forward
+        launched = {
+            kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in reversed(launches)
+        }  # forward
         gpu, attention = Gpu(), Attention(call)
-        operands = [None if operand is None else gpu.tensor(operand.detach()) for operand in operands_of(call)]
+        operands = [
+            None if operand is None else gpu.tensor(operand.detach())
+            for operand in operands_of(call)
+        ]
         structure = {name: gpu.tensor(tensor) for name, tensor in call.graph.state_dict().items()}
         _, found = look_into(export_program(attention, (*operands, structure)))
         for kernel, args, _, _ in found:
@@ -160,15 +208,24 @@ def eager():
 def operands_of(call):
     """Return the operands of an inference call, on the CPU."""
     heads, channels, graph = call.heads, call.channels, call.graph
-    rows = [torch.empty(1, n, heads, channels, dtype=call.dtype) for n in (graph.num_dst, graph.num_src, graph.num_src)]
+    rows = [
+        torch.empty(1, n, heads, channels, dtype=call.dtype)
+        for n in (graph.num_dst, graph.num_src, graph.num_src)
+    ]
     if call.form == "embedded":
         return *rows, torch.empty(1, graph.num_edges, heads, channels, dtype=call.dtype), None, None
-    edges = ((1, graph.num_edges, call.edge_dim), (heads * channels, call.edge_dim), (heads * channels,))
+    edges = (
+        (1, graph.num_edges, call.edge_dim),
+        (heads * channels, call.edge_dim),
+        (heads * channels,),
+    )
     return *rows, *(torch.empty(*shape, dtype=call.dtype) for shape in edges)
 
 
 def compiled_in(kernel, args):
-    values = {name: str(value.dtype) if torch.is_tensor(value) else value for name, value in args.items()}
+    values = {
+        name: str(value.dtype) if torch.is_tensor(value) else value for name, value in args.items()
+    }
     return {name: value for name, value in values.items() if name not in ("seed", "grid", "warmup")}
 
 

@@ -86,7 +86,10 @@ def test_grouping_both_ends_holds_the_same_edges_of_each_node(named, index_dtype
 
 def test_sums_over_both_ends_beyond_32_bits_change_nothing(named, monkeypatch):
     edge_index, sizes = named
-    assert [edge_grouping._counting_dtype(edges) for edges in (2**30 - 1, 2**30)] == [torch.int32, torch.int64]
+    assert [edge_grouping._counting_dtype(edges) for edges in (2**30 - 1, 2**30)] == [
+        torch.int32,
+        torch.int64,
+    ]
     monkeypatch.setattr(edge_grouping, "_counting_dtype", lambda _: torch.int64)
     as_structure(group_both_ends(edge_index, sizes), sizes[0])
 
@@ -97,9 +100,13 @@ def test_more_edges_than_a_program_holds_and_more_nodes_than_edges_are_grouped(k
         ((30, 20), 2 * edge_grouping.EDGES_PER_PROGRAM + 3),
         ((3 * edge_grouping.EDGES_PER_PROGRAM, 700), 5),
     ):
-        edge_index = torch.stack([torch.randint(nodes, (edges,), generator=generator) for nodes in sizes])
+        edge_index = torch.stack(
+            [torch.randint(nodes, (edges,), generator=generator) for nodes in sizes]
+        )
         edge_index = edge_index.to(kernel_device)
-        assert torch.equal(as_structure(group_both_ends(edge_index, sizes), sizes[0]).edge_index(), edge_index)
+        assert torch.equal(
+            as_structure(group_both_ends(edge_index, sizes), sizes[0]).edge_index(), edge_index
+        )
 
 
 def test_a_strided_edge_index_is_grouped(shuffled):
@@ -115,7 +122,9 @@ def test_unordered_structure_is_complete_and_gives_the_same_attention(named, uno
     assert torch.equal(loose.edge_index(), edge_index)
     graph = (edge_index.cpu(), sizes)
     problem = make_problem(graph, 3, 4, 5, dtype=torch.float64)
-    assert_same(*(attend(problem, each, "torch") for each in (loose.to("cpu"), structure(graph))), 1e-12)
+    assert_same(
+        *(attend(problem, each, "torch") for each in (loose.to("cpu"), structure(graph))), 1e-12
+    )
 
 
 def test_global_edge_ids_follow_their_edges_without_order(shuffled, unordered):
@@ -143,7 +152,9 @@ def test_deterministic_algorithms_use_the_stable_sort(shuffled, reverse):
     torch.use_deterministic_algorithms(True)
     try:
         with Operators() as operators:
-            groups = group_coo(edge_index, num_src, num_dst, torch.int64, stable=False, reverse=reverse)
+            groups = group_coo(
+                edge_index, num_src, num_dst, torch.int64, stable=False, reverse=reverse
+            )
             group_edges(edge_index[1], edge_index[0], num_dst, stable=False)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -158,10 +169,16 @@ def test_construction_in_a_compiled_function_never_recompiles(kernel_device, uno
 
     def build(edge_index, src, dst):
         sizes = (src.shape[0], dst.shape[0])
-        return GraphStructure.from_edge_index(edge_index, sizes, stable=False, validate=False).state_dict()
+        return GraphStructure.from_edge_index(
+            edge_index, sizes, stable=False, validate=False
+        ).state_dict()
 
     build, compilations = torch.compile(build, fullgraph=True, dynamic=True, backend=counter), []
-    for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):  # no two sizes are equal
+    for num_src, num_dst, num_edges in (
+        (7, 11, 29),
+        (13, 5, 37),
+        (19, 17, 23),
+    ):  # no two sizes are equal
         ids = torch.arange(num_edges, device=kernel_device)
         edge_index = torch.stack([ids % num_src, ids * 3 % num_dst])
         src, dst = (torch.empty(nodes, device=kernel_device) for nodes in (num_src, num_dst))
@@ -176,7 +193,13 @@ def test_construction_in_a_compiled_function_never_recompiles(kernel_device, uno
 def test_operators_pass_opcheck(kernel_device, name):
     edge_index, (num_src, num_dst) = GRAPHS[name]
     edge_index, operators = edge_index.to(kernel_device), torch.ops.anemoi_gt
-    both, by_destination = operators.group_both_ends_unordered.default, operators.group_edges_unordered.default
-    utilities = ("test_schema", "test_faketensor")  # the order within a node varies, so outputs may differ
+    both, by_destination = (
+        operators.group_both_ends_unordered.default,
+        operators.group_edges_unordered.default,
+    )
+    utilities = (
+        "test_schema",
+        "test_faketensor",
+    )  # the order within a node varies, so outputs may differ
     torch.library.opcheck(both, (edge_index, num_src, num_dst, torch.int32), test_utils=utilities)
     torch.library.opcheck(by_destination, (edge_index, num_dst, torch.int32), test_utils=utilities)

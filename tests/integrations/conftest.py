@@ -39,7 +39,9 @@ def said(caplog):
     """Return what we logged in this test, Anemoi's own messages apart; nothing counts as said before."""
     report._log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="anemoi_gt")
-    return lambda: [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
+    return lambda: [
+        record.message for record in caplog.records if record.name.startswith("anemoi_gt")
+    ]
 
 
 class Traced(dict):
@@ -48,7 +50,9 @@ class Traced(dict):
     def __init__(self, module):
         super().__init__()
         for submodule in module.modules():  # the body of a checkpoint is a module of its own
-            for node in submodule.graph.nodes if isinstance(submodule, torch.fx.GraphModule) else ():
+            for node in (
+                submodule.graph.nodes if isinstance(submodule, torch.fx.GraphModule) else ()
+            ):
                 self.setdefault(str(node.target), []).append(node)
 
 

@@ -17,7 +17,11 @@ from torch._dynamo.backends.common import aot_autograd
 from anemoi_gt.integrations import anemoi
 
 BLOCKS = ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
-WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTransformerBackwardMapper")
+WHOLE = (
+    "GraphTransformerProcessor",
+    "GraphTransformerForwardMapper",
+    "GraphTransformerBackwardMapper",
+)
 ATTENTION, ACTIVATION = "anemoi_gt.edge_attention_torch.default", "aten.gelu.default"
 MODES = ("none", "full")
 
@@ -80,7 +84,9 @@ def test_hooks_on_saved_tensors_may_copy_what_is_saved(graph, expected, mode):
     assert_same_numbers(flat(found), flat(expected[0]))
 
 
-@pytest.mark.parametrize("switches", [(), ("processor",), ("encoder", "decoder"), ("processor", "encoder", "decoder")])
+@pytest.mark.parametrize(
+    "switches", [(), ("processor",), ("encoder", "decoder"), ("processor", "encoder", "decoder")]
+)
 @pytest.mark.parametrize("modes", [None, {"processor": "none", "decoder": None}], ids=str)
 def test_components_without_a_mode_follow_their_switch(graph, expected, switches, modes):
     options = make_options(channels=16, heads=2)
@@ -90,11 +96,15 @@ def test_components_without_a_mode_follow_their_switch(graph, expected, switches
     with anemoi.install(activation_checkpointing=modes), Operators() as calls:
         differentiate(build(graph, options), draw(graph))
     twice = [name for name in switches if modes is None or modes.get(name) is None]
-    assert expected[1][ATTENTION] == 2 * 3  # two layers of the processor, two chunks of encoder and decoder
+    assert (
+        expected[1][ATTENTION] == 2 * 3
+    )  # two layers of the processor, two chunks of encoder and decoder
     assert counted(calls)[ATTENTION] == 2 * (3 + len(twice))
 
 
-def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_chunks(graph, expected):
+def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_chunks(
+    graph, expected
+):
     torch.compiler.reset()
     numbers, forward, backward = expected[0], Counter(), Counter()
 
@@ -108,13 +118,17 @@ def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_
         model = compiled(make_model(graph), WHOLE, backend=backend)
         assert_same_numbers(flat(differentiate(model, draw(graph))), flat(numbers))
     assert backward[ATTENTION] == forward[ATTENTION] == expected[1][ATTENTION]
-    assert forward["anemoi_gt.chunk_result.default"] == 3  # nodes and edges between the processor's two, last nodes
+    assert (
+        forward["anemoi_gt.chunk_result.default"] == 3
+    )  # nodes and edges between the processor's two, last nodes
 
 
 def test_compiled_fused_sub_layers_are_recomputed_one_chunk_at_a_time(graph):
     model = make_model(graph, layers=4, layer_chunks=2)
     with anemoi.install(backend="triton", blocks=True):
-        found = sublayers_of_backward(lambda backend: compiled(model, WHOLE[:1], backend=backend)(draw(graph)))
+        found = sublayers_of_backward(
+            lambda backend: compiled(model, WHOLE[:1], backend=backend)(draw(graph))
+        )
     attention, feed_forward = "attention_sublayer_triton", "feed_forward_triton"
     recomputed = 2 * [attention, feed_forward]
     backward = 2 * [f"{feed_forward}_backward", f"{attention}_backward"]
@@ -122,7 +136,10 @@ def test_compiled_fused_sub_layers_are_recomputed_one_chunk_at_a_time(graph):
 
 
 def test_a_config_chooses_modes(graph):
-    config = {"_target_": "anemoi_gt.integrations.anemoi.install", "activation_checkpointing": {"processor": "none"}}
+    config = {
+        "_target_": "anemoi_gt.integrations.anemoi.install",
+        "activation_checkpointing": {"processor": "none"},
+    }
     with instantiate(config), Operators() as calls:
         differentiate(make_model(graph), draw(graph))
     assert counted(calls)[ATTENTION] == 2 + 2 * 4
@@ -130,11 +147,15 @@ def test_a_config_chooses_modes(graph):
 
 @pytest.mark.parametrize("choice", ["some", {"mapper": "full"}, {"encoder": "attention"}, True])
 def test_other_modes_and_components_are_refused(choice):
-    with pytest.raises(ValueError, match="activation_checkpointing must be one of none, full, or .* got"):
+    with pytest.raises(
+        ValueError, match="activation_checkpointing must be one of none, full, or .* got"
+    ):
         anemoi.install(activation_checkpointing=choice)
 
 
 @pytest.mark.parametrize("choice", ["selective", {"processor": "selective"}])
 def test_selective_checkpointing_is_refused_with_what_to_use_instead(choice):
-    with pytest.raises(ValueError, match="'selective' was removed, got .*; use 'none', .* or 'full'"):
+    with pytest.raises(
+        ValueError, match="'selective' was removed, got .*; use 'none', .* or 'full'"
+    ):
         anemoi.install(activation_checkpointing=choice)

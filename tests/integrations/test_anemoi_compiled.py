@@ -18,7 +18,12 @@ from anemoi_gt.integrations.anemoi.edge_cache import cached_list
 
 def batch_sizes(graph):
     """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of our attention."""
-    calls = [node for name, nodes in graph.items() if name.startswith("anemoi_gt.edge_attention_") for node in nodes]
+    calls = [
+        node
+        for name, nodes in graph.items()
+        if name.startswith("anemoi_gt.edge_attention_")
+        for node in nodes
+    ]
     queries = [node.args[0].meta["example_value"] for node in calls]
     return [query.shape[0] if query.dim() == 4 else 1 for query in queries]
 
@@ -35,13 +40,26 @@ def assert_ours(names):
 
 
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
-OPTIONS = ({}, {"qk_norm": True}, {"edge_pre_mlp": True}, {"attn_channels": 8}, {"shard_strategy": "heads"})
-CASES = [("install", options) for options in OPTIONS] + [("install, edges embedded", {}), ("swap_layers", {})]
+OPTIONS = (
+    {},
+    {"qk_norm": True},
+    {"edge_pre_mlp": True},
+    {"attn_channels": 8},
+    {"shard_strategy": "heads"},
+)
+CASES = [("install", options) for options in OPTIONS] + [
+    ("install, edges embedded", {}),
+    ("swap_layers", {}),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "make", "switch", "options"),
-    [(kind, make, *case) for case in CASES for kind, make in (("processor", make_block), ("mapper", triton_block))]
+    [
+        (kind, make, *case)
+        for case in CASES
+        for kind, make in (("processor", make_block), ("mapper", triton_block))
+    ]
     + [("processor", triton_block, *CASES[0]), ("mapper", make_block, *CASES[0])],
 )
 def test_a_compiled_block_computes_with_us(kind, make, switch, options, traced):
@@ -60,7 +78,8 @@ def test_a_compiled_block_computes_with_us(kind, make, switch, options, traced):
 
 
 @pytest.mark.parametrize(
-    ("order", "make"), [("checkpoint around compiled", make_block), ("compiled around checkpoint", triton_block)]
+    ("order", "make"),
+    [("checkpoint around compiled", make_block), ("compiled around checkpoint", triton_block)],
 )
 def test_checkpointed_blocks_compute_with_us(order, make, traced):
     backend, graphs = traced
@@ -124,7 +143,9 @@ def compile_parts(model, backend, kinds=BLOCKS):
     ),
     ids=("components", "batch", "chunks across samples", "heads", "ensemble"),
 )  # fmt: skip
-def test_compiled_code_folds_batches_as_eager_and_sort_nothing(graph, traced, sorts, options, shape, forward, folded):
+def test_compiled_code_folds_batches_as_eager_and_sort_nothing(
+    graph, traced, sorts, options, shape, forward, folded
+):
     backend, graphs = traced
     model, x = small.build(graph, options), small.draw(graph, **shape)
     expected = small.differentiate(model, x, **forward)
@@ -142,11 +163,17 @@ def test_compiled_code_folds_batches_as_eager_and_sort_nothing(graph, traced, so
 
 
 @pytest.mark.parametrize(
-    ("kinds", "options"), ((BLOCKS, small.make_options(mapper_chunks=2, layers=4)), (COMPONENTS, WHOLE))
+    ("kinds", "options"),
+    ((BLOCKS, small.make_options(mapper_chunks=2, layers=4)), (COMPONENTS, WHOLE)),
 )
-def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(graph, traced, sorts, kinds, options):
+def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(
+    graph, traced, sorts, kinds, options
+):
     backend, graphs = traced
-    model, x = compile_parts(small.build(graph, options), backend, kinds), small.draw(graph, batch=2)
+    model, x = (
+        compile_parts(small.build(graph, options), backend, kinds),
+        small.draw(graph, batch=2),
+    )
     with integration.install():
         for _ in range(3):
             small.differentiate(model, x)
@@ -176,7 +203,9 @@ def test_compiled_code_tells_lists_of_the_same_sizes_apart(traced):
         compiled = torch.compile(block, fullgraph=True, backend=backend)
         for _ in range(2):
             for each, wanted in zip(cached, expected, strict=True):
-                assert_same_numbers(differentiate_block(block, (x, edge_attr, each, *rest), compiled), wanted)
+                assert_same_numbers(
+                    differentiate_block(block, (x, edge_attr, each, *rest), compiled), wanted
+                )
 
 
 def test_inference_compiled_makes_no_source_side(traced):

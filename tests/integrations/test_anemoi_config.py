@@ -5,7 +5,10 @@ import warnings
 
 import pytest
 from anemoi.models.layers.block import GraphTransformerBaseBlock
-from anemoi.models.layers.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
+from anemoi.models.layers.mapper import (
+    GraphTransformerBackwardMapper,
+    GraphTransformerForwardMapper,
+)
 from anemoi.models.layers.processor import GraphTransformerProcessor
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -61,14 +64,19 @@ def test_the_layer_kernel_takes_the_options_of_install(composed, graph):
     options = (f"{kernel}.backend=torch", f"{kernel}.precision=bf16", f"{kernel}.fuse_edges=false")
     options += (f"{kernel}.sharding=false",)
     build(graph, validated(composed(*options)))
-    assert (SETTINGS.everywhere.config.backend, SETTINGS.everywhere.config.precision) == ("torch", "bf16")
+    assert (SETTINGS.everywhere.config.backend, SETTINGS.everywhere.config.precision) == (
+        "torch",
+        "bf16",
+    )
     assert (SETTINGS.everywhere.fuse_edges, SETTINGS.everywhere.sharding) == (False, False)
 
 
 def test_a_misspelt_option_stops_the_build(composed, graph):
     with pytest.raises(InstantiationException) as caught:
         build(graph, composed("model.layer_kernels.AnemoiGT.install.backend=cuda"))
-    assert "backend must be one of auto, triton, torch, got 'cuda'" in "".join(traceback.format_exception(caught.value))
+    assert "backend must be one of auto, triton, torch, got 'cuda'" in "".join(
+        traceback.format_exception(caught.value)
+    )
 
 
 TARGETS = {
@@ -91,13 +99,17 @@ def test_targets_build_anemois_components_with_our_attention(graph, attentions):
     assert_same_numbers(model(draw(graph))["data"], expected)
     assert len(attentions) == 2 + 2 + 2
     built = {"processor": model.processor, **model.encoder, **model.decoder}
-    assert {name: type(component) for name, component in built.items()} == {n: kind for n, (_, kind) in TARGETS.items()}
+    assert {name: type(component) for name, component in built.items()} == {
+        n: kind for n, (_, kind) in TARGETS.items()
+    }
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_swaps_its_own_blocks_with_its_own_options(graph, name):
     options = make_options()
-    component_of(options, name).update(_target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", precision="bf16")
+    component_of(options, name).update(
+        _target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", precision="bf16"
+    )
     model = build(graph, options)
     swapped = {
         path.partition(".")[0]: SETTINGS.of(block).config.precision

@@ -47,7 +47,10 @@ class Loss(nn.Module):
     def __init__(self, nodes):
         super().__init__()
         self.register_buffer("weights", torch.linspace(0.5, 1.5, nodes)[:, None], persistent=False)
-        self.masks, self.indices_by_layout = {"nan": torch.ones(nodes, 1)}, {"model_output": PREDICTED}
+        self.masks, self.indices_by_layout = (
+            {"nan": torch.ones(nodes, 1)},
+            {"model_output": PREDICTED},
+        )
 
     def forward(self, output, target):
         error = output[..., self.indices_by_layout["model_output"]] - target
@@ -75,7 +78,9 @@ class Forecaster(LightningModule):
         x, loss = batch["data"][:, :2], torch.zeros(1, device=self.device)
         for step in range(self.rollout):
             output = self.model({"data": x})["data"]
-            target = batch["data"][:, 2 + step : 3 + step][..., self.model._internal_input_idx["data"]]
+            target = batch["data"][:, 2 + step : 3 + step][
+                ..., self.model._internal_input_idx["data"]
+            ]
             loss = loss + checkpoint(self.loss, output, target, use_reentrant=False)
             x = torch.cat([x[:, 1:], torch.cat([output, x[:, -1:, ..., -1:]], dim=-1)], dim=1)
         loss = loss / self.rollout
@@ -114,14 +119,21 @@ def batches(graph, count=4, sizes=None):
     drawn = []
     for seed, size in enumerate(sizes or [1] * count):
         parts = [draw(graph, batch=size, seed=10 * seed + part)["data"] for part in range(3)]
-        mask = (torch.rand(1, graph["data"].num_nodes, 1, generator=torch.Generator().manual_seed(seed)) > 0.3).float()
+        mask = (
+            torch.rand(1, graph["data"].num_nodes, 1, generator=torch.Generator().manual_seed(seed))
+            > 0.3
+        ).float()
         drawn.append({"data": torch.cat(parts, dim=1), "mask": mask})
     return drawn
 
 
 def precision(name):
     """The plugin of a precision; Lightning itself has no 16-mixed on a CPU."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=3) if name == "16-mixed" else None
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=3)
+        if name == "16-mixed"
+        else None
+    )
     return [] if name == "32" else [MixedPrecision(name, "cpu", scaler=scaler)]
 
 
@@ -129,10 +141,17 @@ def fit(graph, callbacks=(), data=None, name="32", epochs=2, **options):
     """Train; return the module and the records."""
     torch.manual_seed(0)
     module, records = Forecaster(graph), Records()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
     quiet |= {"enable_model_summary": False, "max_epochs": epochs, "plugins": precision(name)}
     trainer = Trainer(callbacks=[*callbacks, records], **quiet | options)
-    loaders = [torch.utils.data.DataLoader(data or batches(graph), batch_size=None) for _ in range(2)]
+    loaders = [
+        torch.utils.data.DataLoader(data or batches(graph), batch_size=None) for _ in range(2)
+    ]
     trainer.fit(module, *loaders)
     return module, records
 
@@ -153,7 +172,13 @@ def assert_same(replayed, launched):
 
 @pytest.mark.parametrize(
     ("name", "accumulated", "installed"),
-    [("32", 1, False), ("32", 2, True), ("bf16-mixed", 1, True), ("16-mixed", 1, True), ("16-mixed", 2, True)],
+    [
+        ("32", 1, False),
+        ("32", 2, True),
+        ("bf16-mixed", 1, True),
+        ("16-mixed", 1, True),
+        ("16-mixed", 2, True),
+    ],
 )
 def test_a_fit_with_replays_has_the_bits_of_one_without(graph, name, accumulated, installed):
     options = {"name": name, "accumulate_grad_batches": accumulated, "gradient_clip_val": 0.1}
@@ -166,18 +191,31 @@ def test_a_fit_with_replays_has_the_bits_of_one_without(graph, name, accumulated
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captured(graph, accumulated, said):
+def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captured(
+    graph, accumulated, said
+):
     data, capture = batches(graph, sizes=[2, 1, 2, 1, 1, 1]), Mock(side_effect=capture_in_place)
     options = {"data": data, "epochs": 1, "accumulate_grad_batches": accumulated}
-    launched, replayed = fit(graph, **options), fit(graph, [anemoi.CUDAGraphCallback(capture)], **options)
+    launched, replayed = (
+        fit(graph, **options),
+        fit(graph, [anemoi.CUDAGraphCallback(capture)], **options),
+    )
     assert_same(replayed, launched)
     assert capture.call_count == 2 and said().count(UNCAPTURED) == 2
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_one_process_of_ddp_replays_and_launches_single_batches_of_another_shape(graph, accumulated, one_rank):
-    options = {"data": batches(graph, sizes=[2, 2, 1, 2]), "accumulate_grad_batches": accumulated, "devices": 1}
-    runs = [fit(graph, callbacks, strategy=DDPStrategy(), **options) for callbacks in ([], [callback()])]
+def test_one_process_of_ddp_replays_and_launches_single_batches_of_another_shape(
+    graph, accumulated, one_rank
+):
+    options = {
+        "data": batches(graph, sizes=[2, 2, 1, 2]),
+        "accumulate_grad_batches": accumulated,
+        "devices": 1,
+    }
+    runs = [
+        fit(graph, callbacks, strategy=DDPStrategy(), **options) for callbacks in ([], [callback()])
+    ]
     assert_same(*reversed(runs))
     assert runs[1][0].calls > runs[0][0].calls  # in warm-up passes
 
@@ -189,7 +227,9 @@ def test_gradients_that_are_zeroed_in_place_are_those_of_the_batch(graph, monkey
 
 
 def test_a_replay_reads_what_a_loss_holds_from_one_place(graph):
-    replayed, launched = (fit(graph, callbacks, epochs=1)[0].read for callbacks in ([callback()], []))
+    replayed, launched = (
+        fit(graph, callbacks, epochs=1)[0].read for callbacks in ([callback()], [])
+    )
     assert (len(replayed), len(launched)) == (1, 4)
 
 
@@ -200,7 +240,9 @@ def test_a_step_is_captured_again_when_a_weight_has_moved(graph):
             weight.data = weight.data.clone()
 
     moved, capture = LambdaCallback(on_train_batch_start=move), Mock(side_effect=capture_in_place)
-    assert_same(fit(graph, [anemoi.CUDAGraphCallback(capture), moved], epochs=1), fit(graph, epochs=1))
+    assert_same(
+        fit(graph, [anemoi.CUDAGraphCallback(capture), moved], epochs=1), fit(graph, epochs=1)
+    )
     assert capture.call_count == 2
 
 
@@ -217,7 +259,11 @@ def test_an_exception_puts_back_what_was_replaced(graph):
     [
         *((place, {}, "must compute on a GPU, got device cpu") for place in ("capture", "a loop")),
         ("anomaly", {"detect_anomaly": True}, "needs diagnostics.debug.anomaly_detection=false"),
-        ("manual", {}, "needs automatic optimisation, got Forecaster with manual: remove CUDAGraphCallback"),
+        (
+            "manual",
+            {},
+            "needs automatic optimisation, got Forecaster with manual: remove CUDAGraphCallback",
+        ),
         ("none", {}, "training_step must return a loss to be captured, got None"),
     ],
 )
@@ -229,11 +275,19 @@ def test_what_cannot_be_captured_is_refused(graph, monkeypatch, change, options,
     with pytest.raises(ValueError, match=message):
         if change == "a loop":
             anemoi.capture_step(print, build(graph, make_options(**SMALL)))
-        fit(graph, [anemoi.CUDAGraphCallback() if change == "capture" else callback()], epochs=1, **options)
+        fit(
+            graph,
+            [anemoi.CUDAGraphCallback() if change == "capture" else callback()],
+            epochs=1,
+            **options,
+        )
 
 
 def test_a_strategy_that_divides_parameters_is_refused():
-    trainer, message = SimpleNamespace(strategy=FSDPStrategy()), "on one device or DDP, got FSDPStrategy: set training"
+    trainer, message = (
+        SimpleNamespace(strategy=FSDPStrategy()),
+        "on one device or DDP, got FSDPStrategy: set training",
+    )
     raises(lambda: check_capturable(trainer, None, capture_in_place), message)
 
 
@@ -275,7 +329,11 @@ def test_indices_on_the_host_are_found_and_put_back(graph):
     before = [holder[key] for (holder, key), _ in indices]
     found = {id(value) for value in before}
     model = module.model
-    for index in (model._internal_output_idx["data"], model.data_indices["data"].data.input.full, PREDICTED):
+    for index in (
+        model._internal_output_idx["data"],
+        model.data_indices["data"].data.input.full,
+        PREDICTED,
+    ):
         assert id(index) in found
     assert not found & {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
     with held(indices):
@@ -288,7 +346,9 @@ def test_indices_on_the_host_are_found_and_put_back(graph):
 def test_random_numbers_in_a_checkpoint_are_refused_and_before_it_are_not(monkeypatch, place):
     """With a generator that this test keeps, since PyTorch restores the CPU's."""
     drawn = torch.zeros(1)
-    monkeypatch.setattr(torch.cpu, "_initialized", True, raising=False)  # or PyTorch asks for no state of the device
+    monkeypatch.setattr(
+        torch.cpu, "_initialized", True, raising=False
+    )  # or PyTorch asks for no state of the device
 
     def draw_inside(x):
         drawn.add_(place == "inside")

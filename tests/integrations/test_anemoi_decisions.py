@@ -59,7 +59,9 @@ def test_a_recomputation_takes_the_path_of_the_forward_pass(graph, part, blocks,
         assert_same_numbers(differentiate(model, x), expected)
 
 
-@pytest.mark.parametrize("everywhere", (False, True), ids=("hooks of each module", "hooks of all modules"))
+@pytest.mark.parametrize(
+    "everywhere", (False, True), ids=("hooks of each module", "hooks of all modules")
+)
 def test_a_diagnostic_that_watches_does_not_end_a_run_with_a_named_backend(graph, everywhere):
     model, x, seen = build(graph, make_options(channels=16, heads=2)), draw(graph), []
 
@@ -77,7 +79,9 @@ def test_a_diagnostic_that_watches_does_not_end_a_run_with_a_named_backend(graph
         finally:
             for hook in hooks:
                 hook.remove()
-        assert seen.count("GraphTransformerConv") == 6  # two layers, two chunks of encoder and decoder
+        assert (
+            seen.count("GraphTransformerConv") == 6
+        )  # two layers, two chunks of encoder and decoder
         assert {block.outcome for block in integration.installed().computed} == {"upstream"}
         model(x)
         assert {block.outcome for block in integration.installed().computed} == {"attention only"}
@@ -92,26 +96,39 @@ def test_what_was_computed_how_is_told_by_module_path_and_reason(graph, caplog):
             model(x)
         found = {block.path: block for block in integration.installed().computed}
         told = repr(integration.installed())
-    (line,) = [record.message for record in caplog.records if "computes blocks of" in record.message]
+    (line,) = [
+        record.message for record in caplog.records if "computes blocks of" in record.message
+    ]
     assert line.startswith("anemoi_gt computes blocks of AnemoiModelEncProcDec: ")
     assert len(found) == 4 and found["processor.proc.1"].outcome == "upstream"
     assert found["processor.proc.1"].reason == "hooks watch its conv, which would not be called"
-    assert found["processor.proc.0"].outcome == found["encoder.encoder.proc"].outcome == "attention only"
+    assert (
+        found["processor.proc.0"].outcome
+        == found["encoder.encoder.proc"].outcome
+        == "attention only"
+    )
     for text in (line, told):
-        assert "1 upstream (processor.proc.1: hooks watch its conv, which would not be called)" in text
+        assert (
+            "1 upstream (processor.proc.1: hooks watch its conv, which would not be called)" in text
+        )
         assert "GraphTransformerMapperBlock: 2 attention only (" in text
 
 
 def test_a_second_model_is_told_of_with_its_own_blocks(graph, caplog, few_programs):
     x = draw(graph, ensemble=2)
-    models = [build(graph, make_ensemble_options(channels=16, heads=2), seed=seed) for seed in (0, 1)]
+    models = [
+        build(graph, make_ensemble_options(channels=16, heads=2), seed=seed) for seed in (0, 1)
+    ]
     with (
         integration.install(backend="triton", blocks=True, fuse_edges=False) as _,
         caplog.at_level(logging.INFO, logger="anemoi_gt"),
         pytest.raises(ValueError, match="its edges are embedded before the attention"),
     ):
         models[0](x, fcstep=1)
-    with integration.install(backend="triton", blocks=True), caplog.at_level(logging.INFO, logger="anemoi_gt"):
+    with (
+        integration.install(backend="triton", blocks=True),
+        caplog.at_level(logging.INFO, logger="anemoi_gt"),
+    ):
         for model in models:
             model(x, fcstep=1)
     lines = [record.message for record in caplog.records if "computes blocks of" in record.message]
@@ -143,7 +160,9 @@ class Built(AnemoiModelInterface):
 @pytest.fixture
 def interface(monkeypatch):
     """Make an interface of a function that makes a model; upstream's own reads a whole config."""
-    monkeypatch.setattr(AnemoiModelInterface, "_build_model", lambda self: setattr(self, "model", self.make()))
+    monkeypatch.setattr(
+        AnemoiModelInterface, "_build_model", lambda self: setattr(self, "model", self.make())
+    )
     monkeypatch.setattr(AnemoiModelInterface, "_update_metadata", lambda self: None)
     return Built
 
@@ -199,4 +218,8 @@ def test_a_block_outside_of_a_model_is_told_of_by_its_class(inputs):
         module = make_block()
         module(*inputs)
         (block,) = integration.installed().computed
-    assert (block.path, block.kind, block.outcome) == ("", "GraphTransformerProcessorBlock", "attention only")
+    assert (block.path, block.kind, block.outcome) == (
+        "",
+        "GraphTransformerProcessorBlock",
+        "attention only",
+    )

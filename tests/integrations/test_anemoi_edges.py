@@ -30,7 +30,11 @@ def young():
 def cached():
     """All edge lists that have a cache, made since `young`."""
     gc.collect()
-    return [item for item in gc.get_objects() if type(item) is torch.Tensor and hasattr(item, "_anemoi_gt_cache")]
+    return [
+        item
+        for item in gc.get_objects()
+        if type(item) is torch.Tensor and hasattr(item, "_anemoi_gt_cache")
+    ]
 
 
 def train(model, x, steps):
@@ -67,7 +71,9 @@ def test_each_source_side_is_made_once_and_not_for_inference(graph, monkeypatch)
 SYNCHRONISING = ("_local_scalar_dense", "nonzero", "_unique2", "is_nonzero", "equal", "sort")
 
 
-@pytest.mark.parametrize("options", ({}, {"shard_strategy": "heads"}, {"mapper_chunks": 1, "qk_norm": True}), ids=str)
+@pytest.mark.parametrize(
+    "options", ({}, {"shard_strategy": "heads"}, {"mapper_chunks": 1, "qk_norm": True}), ids=str
+)
 def test_a_step_after_the_first_does_not_synchronise_the_device(graph, options, monkeypatch):
     model, x = build(graph, make_options(**options)), draw(graph, batch=2)
     lists, tolist = [], torch.Tensor.tolist
@@ -77,7 +83,9 @@ def test_a_step_after_the_first_does_not_synchronise_the_device(graph, options, 
         lists.clear()
         with Operators() as operators:
             train(model, x, steps=1)
-        return [name for name in operators.names if name.removeprefix("aten.").startswith(SYNCHRONISING)] + lists
+        return [
+            name for name in operators.names if name.removeprefix("aten.").startswith(SYNCHRONISING)
+        ] + lists
 
     assert synchronisations()  # upstream
     with integration.install():
@@ -86,13 +94,17 @@ def test_a_step_after_the_first_does_not_synchronise_the_device(graph, options, 
 
 
 @pytest.mark.parametrize(("batch", "chunks", "folded"), ((3, 1, True), (4, 2, True), (3, 2, False)))
-def test_a_batch_is_folded_where_chunks_hold_whole_samples(graph, attentions, batch, chunks, folded):
+def test_a_batch_is_folded_where_chunks_hold_whole_samples(
+    graph, attentions, batch, chunks, folded
+):
     model = build(graph, make_options(mapper_chunks=chunks))
     with integration.install():
         model(draw(graph, batch=batch))
     samples = [query.shape[:-3] for query, *_ in attentions]
     chunk = (batch // chunks,) if folded else ()
-    assert samples == [chunk] * chunks + [(batch,)] * 2 + [chunk] * chunks  # encoder, two processor layers, decoder
+    assert (
+        samples == [chunk] * chunks + [(batch,)] * 2 + [chunk] * chunks
+    )  # encoder, two processor layers, decoder
 
 
 def test_every_batch_size_and_every_copy_of_a_model_has_its_own(graph, sorts):
@@ -110,7 +122,11 @@ def test_everything_is_freed_with_the_model(graph, young):
     model = build(graph, make_options())
     with integration.install():
         train(model, draw(graph, batch=2), steps=1)
-        structures = [weakref.ref(edges._anemoi_gt_cache.graph) for edges in cached() if edges._anemoi_gt_cache.graph]
+        structures = [
+            weakref.ref(edges._anemoi_gt_cache.graph)
+            for edges in cached()
+            if edges._anemoi_gt_cache.graph
+        ]
         assert len(structures) == 5
         del model
         assert not cached() and not any(structure() for structure in structures)
@@ -159,7 +175,10 @@ def test_edges_declared_sorted_are_sorted_nevertheless(graph, attentions):
     expected = model(x)["data"]
     provider = model.processor_graph_provider
     order = torch.randperm(provider.edge_attr.shape[0], generator=torch.Generator().manual_seed(0))
-    provider.edge_index_base, provider.edge_attr = provider.edge_index_base[:, order], provider.edge_attr[order]
+    provider.edge_index_base, provider.edge_attr = (
+        provider.edge_index_base[:, order],
+        provider.edge_attr[order],
+    )
     with integration.install():
         assert_same_numbers(model(x)["data"], expected)
     assert attentions
@@ -169,7 +188,10 @@ def test_chunks_of_edges_that_are_declared_sorted_and_are_not_are_refused(graph)
     model = build(graph, make_options())
     provider = model.encoder_graph_provider["data"]
     provider.edge_index_base = provider.edge_index_base.flip(1)
-    with integration.install(), pytest.raises(ValueError, match=r"destination .* must hold values in 0 \.\. 80"):
+    with (
+        integration.install(),
+        pytest.raises(ValueError, match=r"destination .* must hold values in 0 \.\. 80"),
+    ):
         model(draw(graph))
 
 
@@ -200,7 +222,9 @@ def test_lists_without_edges_work():
     assert structure_of(edge_index, (3, 2), reverse=True)[0].num_edges == 0
 
 
-@pytest.mark.parametrize(("sources", "batch"), (([0, 1, 2, 3], 2), ([0, 1, 3, 2], 1)), ids=("copies", "others"))
+@pytest.mark.parametrize(
+    ("sources", "batch"), (([0, 1, 2, 3], 2), ([0, 1, 3, 2], 1)), ids=("copies", "others")
+)
 def test_side_by_side_graphs_are_folded_where_they_are_equal(sources, batch):
     edge_index = cached_list(torch.tensor([sources, [0, 1, 2, 3]]), (4, 4), 2)
     graph, found = structure_of(edge_index, (4, 4), reverse=False)
@@ -208,7 +232,9 @@ def test_side_by_side_graphs_are_folded_where_they_are_equal(sources, batch):
 
 
 @pytest.mark.parametrize("reverse", (False, True))
-def test_compiled_code_may_write_into_the_structure_it_got_and_its_operator_keeps_the_rules_of_pytorch(reverse):
+def test_compiled_code_may_write_into_the_structure_it_got_and_its_operator_keeps_the_rules_of_pytorch(
+    reverse,
+):
     edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
     opcheck(torch.ops.anemoi_gt.edge_structure.default, (edge_index, 3, 2, reverse))
     for tensor in edge_cache.edge_structure(edge_index, 3, 2, reverse):
@@ -218,12 +244,27 @@ def test_compiled_code_may_write_into_the_structure_it_got_and_its_operator_keep
 
 def test_model_groups_of_other_sizes_have_lists_of_their_own():
     whole = cached_list(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]), (4, 4))
-    x, shard_info = (torch.zeros(4, 1), torch.zeros(4, 1)), SimpleNamespace(src_nodes=None, dst_nodes=None, edges=None)
+    x, shard_info = (
+        (torch.zeros(4, 1), torch.zeros(4, 1)),
+        SimpleNamespace(src_nodes=None, dst_nodes=None, edges=None),
+    )
 
-    def cut(self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted):
+    def cut(
+        self,
+        x,
+        shard_info,
+        batch_size,
+        edge_attr,
+        edge_index,
+        model_comm_group,
+        cond,
+        edges_are_dst_sorted,
+    ):
         return *x, edge_attr, edge_index[:, : 4 // model_comm_group.size()].clone()
 
     for size in (2, 4):
         group = SimpleNamespace(rank=lambda: 0, size=lambda size=size: size)
-        *_, local = edge_cache.prepare_edge_sharding.of(cut)(None, x, shard_info, 1, None, whole, group)
+        *_, local = edge_cache.prepare_edge_sharding.of(cut)(
+            None, x, shard_info, 1, None, whole, group
+        )
         assert local.shape == (2, 4 // size)

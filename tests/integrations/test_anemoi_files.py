@@ -68,7 +68,11 @@ def test_what_we_trained_runs_without_us_and_without_triton(folder, name):
 @pytest.mark.parametrize("state_dict", (False, True), ids=("whole model", "state dict"))
 def test_what_was_saved_without_us_runs_with_us(folder, graph, attentions, state_dict):
     with integration.install():
-        model = build(graph, make_options()) if state_dict else integration.swap_layers(load(folder, "trained_model"))
+        model = (
+            build(graph, make_options())
+            if state_dict
+            else integration.swap_layers(load(folder, "trained_model"))
+        )
         if state_dict:
             model.load_state_dict(load(folder, "trained_state"))
         assert_same_numbers(model(load(folder, "x"))["data"], load(folder, "trained_out"))

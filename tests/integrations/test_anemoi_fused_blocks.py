@@ -31,14 +31,27 @@ from anemoi_gt.integrations import anemoi as integration
 
 pytestmark = [
     pytest.mark.usefixtures("few_programs"),
-    pytest.mark.filterwarnings("ignore::UserWarning:anemoi"),  # that a gated network has an activation of its own
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning:anemoi"
+    ),  # that a gated network has an activation of its own
 ]
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 SERVED = (
-    *({}, {"edge_pre_mlp": True}, {"attn_channels": 8}, {"shard_strategy": "heads"}, {"bias": False}),
-    *({"qk_norm": True}, *({"mlp_implementation": name} for name in ("glu", "swiglu", "geglu", "reglu"))),
+    *(
+        {},
+        {"edge_pre_mlp": True},
+        {"attn_channels": 8},
+        {"shard_strategy": "heads"},
+        {"bias": False},
+    ),
+    *(
+        {"qk_norm": True},
+        *({"mlp_implementation": name} for name in ("glu", "swiglu", "geglu", "reglu")),
+    ),
 )
-ATTENTION, FEED_FORWARD = (f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "feed_forward"))
+ATTENTION, FEED_FORWARD = (
+    f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "feed_forward")
+)
 BLOCKS = partial(integration.install, backend="triton", blocks=True)
 autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -56,7 +69,9 @@ def block_of(kind, backend="pyg", **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("backend", "options"), (("pyg", {}), *(("triton", each) for each in SERVED)), ids=str)
+@pytest.mark.parametrize(
+    ("backend", "options"), (("pyg", {}), *(("triton", each) for each in SERVED)), ids=str
+)
 def test_a_compiled_block_is_two_operators_with_the_same_numbers(kind, backend, options, traced):
     compiler, graphs = traced
     inputs = block_inputs(KINDS[kind])
@@ -80,13 +95,16 @@ CHANGES = {  # of parts of a block that stays fused
     "tanh GELU": lambda block: block.node_dst_mlp.mlp.__setitem__(1, nn.GELU("tanh")),
     "SiLU": lambda block: block.node_dst_mlp.mlp.__setitem__(1, nn.SiLU()),
     "ReLU": lambda block: block.node_dst_mlp.mlp.__setitem__(1, nn.ReLU()),
-    "a norm without bias": lambda block: block.set_submodule("layer_norm_mlp_dst", nn.LayerNorm(16, bias=False)),
+    "a norm without bias": lambda block: block.set_submodule(
+        "layer_norm_mlp_dst", nn.LayerNorm(16, bias=False)
+    ),
     "norms without parameters": lambda block: [
         block.set_submodule(name, nn.LayerNorm(16, elementwise_affine=False))
         for name in ("layer_norm_attention", "layer_norm_mlp_dst")
     ],
     "linear maps without bias": lambda block: [
-        block.set_submodule(name, nn.Linear(16, 16, bias=False)) for name in ("lin_value", "projection", "lin_key")
+        block.set_submodule(name, nn.Linear(16, 16, bias=False))
+        for name in ("lin_value", "projection", "lin_key")
     ],
 }
 
@@ -114,7 +132,9 @@ CONDITIONED = {
 
 @pytest.mark.parametrize("name", CONDITIONED)
 @pytest.mark.parametrize("way", ("eager", "compiled", "checkpointed"))
-def test_conditional_norms_and_norms_of_queries_and_keys_are_fused_with_anemois_numbers(name, way, traced):
+def test_conditional_norms_and_norms_of_queries_and_keys_are_fused_with_anemois_numbers(
+    name, way, traced
+):
     """The sources of a mapper are updated under their own condition, as in anemoi-models 0.14 and newer."""
     kind, options = CONDITIONED[name]
     compiler, graphs = traced
@@ -167,7 +187,9 @@ def assert_as_accurate(ours, anemoi, exact, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("nodes", "compiler"), ((torch.bfloat16, None), (torch.float16, "aot_eager")), ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "compiler"), ((torch.bfloat16, None), (torch.float16, "aot_eager")), ids=str
+)
 def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, compiler):
     """Against float64, for 16-bit nodes, as Anemoi's embeddings are under autocast."""
     inputs = block_inputs(KINDS[kind])
@@ -185,7 +207,10 @@ def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, comp
 
 def test_a_model_gives_what_anemoi_gives(graph):
     """A batch of two, which chunks of mappers hold as one graph."""
-    model, x = small.build(graph, small.make_options(checkpointing=False, mapper_chunks=3)), small.draw(graph, batch=2)
+    model, x = (
+        small.build(graph, small.make_options(checkpointing=False, mapper_chunks=3)),
+        small.draw(graph, batch=2),
+    )
     expected = small.differentiate(model, x)
     with BLOCKS():
         assert_same_numbers(small.differentiate(model, x), expected)
@@ -198,16 +223,26 @@ COMPILED = (GraphTransformerProcessorBlock, GraphTransformerMapperBlock)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("way", "checkpointing"), (("eager", False), ("eager", True), ("compiled", True)), ids=str)
-def test_ensemble_and_diffusion_models_are_fused_with_anemois_numbers(graph, family, way, checkpointing, traced):
+@pytest.mark.parametrize(
+    ("way", "checkpointing"), (("eager", False), ("eager", True), ("compiled", True)), ids=str
+)
+def test_ensemble_and_diffusion_models_are_fused_with_anemois_numbers(
+    graph, family, way, checkpointing, traced
+):
     """Small ones in the form of Anemoi's configs, with all parameters drawn that begin at zero."""
-    options = small.make_family_options(family, channels=16, heads=2, mapper_chunks=1, checkpointing=checkpointing)
+    options = small.make_family_options(
+        family, channels=16, heads=2, mapper_chunks=1, checkpointing=checkpointing
+    )
     model = small.draw_conditions(small.build(graph, options))
     shape, arguments = FAMILIES[family]
     arguments = small.transport_arguments(graph, **shape) if arguments is None else arguments
     x = small.draw(graph, **shape)
     expected = small.differentiate(model, x, **arguments)
-    assert all(gradient is not None and gradient.any() for name, gradient in expected[1].items() if ".scale." in name)
+    assert all(
+        gradient is not None and gradient.any()
+        for name, gradient in expected[1].items()
+        if ".scale." in name
+    )
     compiler, graphs = traced
     if way == "compiled":
         for module in model.modules():
@@ -216,12 +251,18 @@ def test_ensemble_and_diffusion_models_are_fused_with_anemois_numbers(graph, fam
     with BLOCKS():
         assert_same_numbers(small.differentiate(model, x, **arguments), expected)
         computed = integration.installed().computed
-    assert len(computed) == 4 and {(block.outcome, block.reason) for block in computed} == {("fused", None)}
+    assert len(computed) == 4 and {(block.outcome, block.reason) for block in computed} == {
+        ("fused", None)
+    }
     if way == "compiled":
-        assert graphs and all(len(graph[ATTENTION]) == len(graph[FEED_FORWARD]) == 1 for graph in graphs)
+        assert graphs and all(
+            len(graph[ATTENTION]) == len(graph[FEED_FORWARD]) == 1 for graph in graphs
+        )
 
 
-@pytest.mark.parametrize(("kind", "options"), (("mapper", {"update_src_nodes": True}), ("processor", {})), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), (("mapper", {"update_src_nodes": True}), ("processor", {})), ids=str
+)
 def test_sources_that_are_updated_and_a_block_without_gradients_have_anemois_numbers(kind, options):
     block, inputs = block_of(kind, **options), block_inputs(KINDS[kind])
     expected = block(*inputs)[0]
@@ -282,14 +323,14 @@ def of_tensor_subclass(block):
 
 
 NO_ATTENTION = {  # reason: a change after which the feed-forward sub-layer alone is fused
-    "its lin_query is a support.anemoi_model.OwnLinear, and a torch.nn.Linear is needed": lambda block: setattr(
-        block.lin_query, "__class__", OwnLinear
+    "its lin_query is a support.anemoi_model.OwnLinear, and a torch.nn.Linear is needed": lambda block: (
+        setattr(block.lin_query, "__class__", OwnLinear)
     ),
     "its layer_norm_attention is a torch.nn.modules.normalization.RMSNorm, and a LayerNorm or": with_part(
         "layer_norm_attention", lambda _: nn.RMSNorm(16)
     ),
-    "its lin_value has hooks, which a fused sub-layer skips": lambda block: block.lin_value.register_forward_hook(
-        lambda *_: None
+    "its lin_value has hooks, which a fused sub-layer skips": lambda block: (
+        block.lin_value.register_forward_hook(lambda *_: None)
     ),
     "its lin_query has a forward set on it, which a fused sub-layer skips": lambda block: double(
         block.lin_query, "forward"
@@ -301,20 +342,24 @@ NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alon
     "its node_dst_mlp.mlp.1 is a torch.nn.modules.activation.Tanh, and a GELU, SiLU, ReLU or Sigmoid": with_part(
         "node_dst_mlp.mlp.1", lambda _: nn.Tanh()
     ),
-    "its node_dst_mlp.mlp.1 has hooks, which": lambda block: block.node_dst_mlp.mlp[1].register_full_backward_hook(
-        lambda *_: None
-    ),
+    "its node_dst_mlp.mlp.1 has hooks, which": lambda block: block.node_dst_mlp.mlp[
+        1
+    ].register_full_backward_hook(lambda *_: None),
     "its node_dst_mlp.mlp has 5 layers, and a linear map, an activation and a linear map": with_part(
         "node_dst_mlp.mlp", with_one_more_layer
     ),
     "its layer_norm_mlp_dst is a torch.nn.modules.normalization.RMSNorm, and": with_part(
         "layer_norm_mlp_dst", lambda _: nn.RMSNorm(16)
     ),
-    "OwnUpdate has a run_node_dst_mlp of its own": lambda block: setattr(block, "__class__", OwnUpdate),
+    "OwnUpdate has a run_node_dst_mlp of its own": lambda block: setattr(
+        block, "__class__", OwnUpdate
+    ),
     "its node_dst_mlp is a .*OwnMLP, and an MLP or a torch.nn.Sequential": lambda block: setattr(
         block.node_dst_mlp, "__class__", OwnMLP
     ),
-    "its run_node_dst_mlp was replaced on the instance": lambda block: double(block, "run_node_dst_mlp"),
+    "its run_node_dst_mlp was replaced on the instance": lambda block: double(
+        block, "run_node_dst_mlp"
+    ),
 }
 UNSERVED = NO_ATTENTION | NO_FEED_FORWARD
 
@@ -345,7 +390,9 @@ def test_what_a_sub_layer_cannot_serve_costs_that_sub_layer_alone_and_is_said_on
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
-def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_tool_watches(reason):
+def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_tool_watches(
+    reason,
+):
     block, inputs = block_of("processor"), block_inputs()
     UNSERVED[reason](block)
     if "hooks" in reason:  # which must not end a run
@@ -359,7 +406,9 @@ def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_
         block(*inputs)
 
 
-@pytest.mark.parametrize("reason", [reason for reason in UNSERVED if "tensor subclass" not in reason])
+@pytest.mark.parametrize(
+    "reason", [reason for reason in UNSERVED if "tensor subclass" not in reason]
+)
 def test_compiled_code_has_the_sub_layer_that_can_be_fused(reason, traced):
     compiler, graphs = traced
     block, inputs = block_of("processor"), block_inputs()
@@ -368,10 +417,12 @@ def test_compiled_code_has_the_sub_layer_that_can_be_fused(reason, traced):
         expected = differentiate_block(block, inputs)
         found = differentiate_block(block, inputs, torch.compile(block, backend=compiler))
     for name, value in expected.items():
-        assert (value is None) == (found[name] is None) and (value is None or torch.equal(found[name], value)), name
-    assert Counter({name: len(nodes) for graph in graphs for name, nodes in graph.items()}) >= Counter(
-        {name: count for name, count in remaining(reason).items() if count}
-    )
+        assert (value is None) == (found[name] is None) and (
+            value is None or torch.equal(found[name], value)
+        ), name
+    assert Counter(
+        {name: len(nodes) for graph in graphs for name, nodes in graph.items()}
+    ) >= Counter({name: count for name, count in remaining(reason).items() if count})
     other = ATTENTION if reason in NO_ATTENTION else FEED_FORWARD
     assert not [graph for graph in graphs if other in graph]
 
@@ -408,7 +459,9 @@ def test_only_a_full_checkpoint_computes_sub_layers_again(mode, times, graph):
     expected = small.differentiate(model, x)
     with BLOCKS(activation_checkpointing=mode), Operators() as operators:
         assert_same_numbers(small.differentiate(model, x), expected)
-    blocks = len([module for module in model.modules() if isinstance(module, tuple(KINDS.values()))])
+    blocks = len(
+        [module for module in model.modules() if isinstance(module, tuple(KINDS.values()))]
+    )
     assert counted(operators.names) == dict.fromkeys((ATTENTION, FEED_FORWARD), times * blocks)
 
 
@@ -421,9 +474,14 @@ def test_only_a_full_checkpoint_computes_sub_layers_again(mode, times, graph):
         ({"blocks": True}, None, True),
     ),
 )  # fmt: skip
-def test_fused_sub_layers_are_the_default_under_16_bit_autocast_on_triton(options, dtype, is_fused, traced, said):
+def test_fused_sub_layers_are_the_default_under_16_bit_autocast_on_triton(
+    options, dtype, is_fused, traced, said
+):
     compiler, graphs = traced
-    with integration.install(**({"backend": "triton"} | options)), torch.autocast("cpu", dtype, enabled=bool(dtype)):
+    with (
+        integration.install(**({"backend": "triton"} | options)),
+        torch.autocast("cpu", dtype, enabled=bool(dtype)),
+    ):
         torch.compile(block_of("processor"), fullgraph=True, backend=compiler)(*block_inputs())
     for operator in (ATTENTION, FEED_FORWARD):
         assert sum(len(graph.get(operator, ())) for graph in graphs) == is_fused

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from support.anemoi_model import build, differentiate, draw, graph_of, make_ensemble_options, make_options
+from support.anemoi_model import (
+    build,
+    differentiate,
+    draw,
+    graph_of,
+    make_ensemble_options,
+    make_options,
+)
 from support.same_numbers import assert_same_numbers
 
 from anemoi_gt.integrations import anemoi as integration
@@ -68,7 +75,10 @@ def train(graph, steps, options):
 
 @pytest.mark.parametrize(
     ("name", "refinement", "changes"),
-    (("O32", 3, {"layers": 4}), ("O96", 4, {"channels": 8, "heads": 2, "layers": 1, "layer_chunks": 1})),
+    (
+        ("O32", 3, {"layers": 4}),
+        ("O96", 4, {"channels": 8, "heads": 2, "layers": 1, "layer_chunks": 1}),
+    ),
     ids=("O32", "O96"),
 )
 def test_ten_steps_of_training_with_default_options_are_anemois(name, refinement, changes):
@@ -79,7 +89,9 @@ def test_ten_steps_of_training_with_default_options_are_anemois(name, refinement
     assert_same_numbers(torch.tensor(our_losses), torch.tensor(losses))
     assert losses[-1] < 0.9 * losses[0]
     for name, parameter in parameters.items():
-        if not name.endswith("lin_key.bias"):  # the softmax drops it: AdamW makes a step of rounding
+        if not name.endswith(
+            "lin_key.bias"
+        ):  # the softmax drops it: AdamW makes a step of rounding
             moved = 10 * LEARNING_RATE  # at most
             error = (our_parameters[name] - parameter).abs().max().item()
             assert error <= 2e-3 * moved, f"{name}: off by {error:.1e}"
@@ -93,15 +105,23 @@ def test_mixed_precision_is_as_accurate_as_anemois(graph, dtype):
     def errors():
         with torch.autocast("cpu", dtype):
             out, gradients = differentiate(model, x)
-        named = {"output": (out, exact)} | {name: (gradients[name], g) for name, g in exact_gradients.items()}
-        return {name: (a - b).norm().item() / b.norm().item() for name, (a, b) in named.items() if b is not None}
+        named = {"output": (out, exact)} | {
+            name: (gradients[name], g) for name, g in exact_gradients.items()
+        }
+        return {
+            name: (a - b).norm().item() / b.norm().item()
+            for name, (a, b) in named.items()
+            if b is not None
+        }
 
     theirs = errors()
     with integration.install():
         ours = errors()
     for name in ours:
         if not name.endswith("lin_key.bias"):
-            assert ours[name] <= 2 * theirs[name] + torch.finfo(dtype).eps, f"{name}: {ours[name]}, {theirs[name]}"
+            assert ours[name] <= 2 * theirs[name] + torch.finfo(dtype).eps, (
+                f"{name}: {ours[name]}, {theirs[name]}"
+            )
 
 
 @pytest.fixture

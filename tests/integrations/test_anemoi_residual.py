@@ -8,7 +8,10 @@ from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEnc
 from anemoi_gt.integrations import anemoi as integration
 
 BATCH, TIME, ENSEMBLE, GRID = 2, 2, 3, 5
-INDICES = {"global": ([0, 3, 1], [2, 4, 0]), "regional": ([1], [0])}  # prognostic variables of output and input
+INDICES = {
+    "global": ([0, 3, 1], [2, 4, 0]),
+    "regional": ([1], [0]),
+}  # prognostic variables of output and input
 
 
 def clamp(x):
@@ -23,8 +26,12 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.n_step_output = TIME
-        self._internal_output_idx = {name: torch.tensor(out, dtype=torch.int32) for name, (out, _) in INDICES.items()}
-        self._internal_input_idx = {name: torch.tensor(skip, dtype=torch.int32) for name, (_, skip) in INDICES.items()}
+        self._internal_output_idx = {
+            name: torch.tensor(out, dtype=torch.int32) for name, (out, _) in INDICES.items()
+        }
+        self._internal_input_idx = {
+            name: torch.tensor(skip, dtype=torch.int32) for name, (_, skip) in INDICES.items()
+        }
         self.boundings = {"global": [clamp, lambda x: x * 2], "regional": []}
 
 
@@ -34,10 +41,16 @@ MODEL = Model()
 def assemble(kind, dataset, dtype, with_skip):
     """Output, and gradients of decoder output and residual."""
     generator = torch.Generator().manual_seed(0)
-    x_out = torch.randn(BATCH * ENSEMBLE * GRID, TIME * 4, generator=generator).to(dtype).requires_grad_()
+    x_out = (
+        torch.randn(BATCH * ENSEMBLE * GRID, TIME * 4, generator=generator)
+        .to(dtype)
+        .requires_grad_()
+    )
     skip = torch.randn(BATCH, TIME, ENSEMBLE, GRID, 6, generator=generator, requires_grad=True)
     size = BATCH * ENSEMBLE if kind is AnemoiEnsModelEncProcDec else ENSEMBLE
-    out = kind._assemble_output(MODEL, x_out, skip if with_skip else None, BATCH, size, torch.float32, dataset)
+    out = kind._assemble_output(
+        MODEL, x_out, skip if with_skip else None, BATCH, size, torch.float32, dataset
+    )
     return out, *torch.autograd.grad(out.sin().sum(), (x_out, skip) if with_skip else (x_out,))
 
 
@@ -45,7 +58,11 @@ def assemble(kind, dataset, dtype, with_skip):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
     ("kind", "with_skip"),  # without residual the output is a copy that boundings may write into
-    ((AnemoiModelEncProcDec, True), (AnemoiModelEncProcDec, False), (AnemoiEnsModelEncProcDec, True)),
+    (
+        (AnemoiModelEncProcDec, True),
+        (AnemoiModelEncProcDec, False),
+        (AnemoiEnsModelEncProcDec, True),
+    ),
 )
 def test_the_output_is_upstreams_bit_for_bit(kind, dataset, dtype, with_skip):
     expected = assemble(kind, dataset, dtype, with_skip)

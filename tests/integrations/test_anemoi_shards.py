@@ -37,10 +37,16 @@ def folder(tmp_path_factory):
 
 @cache
 def one_rank(name):
-    return anemoi_shards.run_conditioned(None)[:2] if name == "conditioned" else anemoi_shards.one_rank(CASES[name])
+    return (
+        anemoi_shards.run_conditioned(None)[:2]
+        if name == "conditioned"
+        else anemoi_shards.one_rank(CASES[name])
+    )
 
 
-@pytest.mark.parametrize("name", [*CASES, "conditioned"])  # of meshes, ensembles, ranks without nodes, whole inputs, ..
+@pytest.mark.parametrize(
+    "name", [*CASES, "conditioned"]
+)  # of meshes, ensembles, ranks without nodes, whole inputs, ..
 def test_loss_and_gradients_are_those_of_one_rank(folder, name):
     loss, gradients, _ = torch.load(folder / f"{name}.pt")
     expected, of_one = one_rank(name)
@@ -51,13 +57,17 @@ def test_loss_and_gradients_are_those_of_one_rank(folder, name):
     rounding = 1e-6 if "Anemoi's" in name else 1e-10  # whose own sharding sums gradients in float32
     largest = max(gradient.abs().max() for gradient in of_one.values())
     for parameter, gradient in of_one.items():
-        scale = max(gradient.abs().max(), 1e-6 * largest)  # those that are zero by nature have no scale of their own
+        scale = max(
+            gradient.abs().max(), 1e-6 * largest
+        )  # those that are zero by nature have no scale of their own
         error = (gradients[parameter] - gradient).abs().max()
         assert error <= rounding * scale, f"{parameter}: off by {error:.1e} of {scale:.1e}"
 
 
 SORTS = {
-    "edges": 2 + 2 + 2,  # two chunks of the encoder, two layers with halos of their own, two of the decoder
+    "edges": 2
+    + 2
+    + 2,  # two chunks of the encoder, two layers with halos of their own, two of the decoder
     "heads": 3,  # gathered lists of encoder, processor and decoder, recompute included
 }
 
@@ -70,8 +80,12 @@ def test_with_anemois_sharding_lists_are_sorted_once(folder, ranks, strategy):
 
 
 @pytest.mark.parametrize("name", ["symmetric-3-batch1", "asymmetric-4-batch2"])
-def test_a_step_sorts_nothing_and_exchanges_only_halo_rows_and_gradients_of_trained_attributes(folder, name):
-    alone, counts = (torch.load(folder / f"{each}.pt")[2][1] for each in ("symmetric-1-batch1", name))
+def test_a_step_sorts_nothing_and_exchanges_only_halo_rows_and_gradients_of_trained_attributes(
+    folder, name
+):
+    alone, counts = (
+        torch.load(folder / f"{each}.pt")[2][1] for each in ("symmetric-1-batch1", name)
+    )
     assert not alone
     assert counts.pop("all_reduce") == 1  # of the loss, by the test
     assert counts.pop("send") == EXCHANGES + LAYERS  # once more in checkpointed layers
@@ -95,7 +109,9 @@ def allows(model, group, batch=2, ensemble=1):
 
 
 def test_batches_on_ranks_are_refused_where_a_layer_does_not_divide_them(graph, two_ranks):
-    model, of_heads = (build(graph, make_options(shard_strategy=strategy)) for strategy in ("edges", "heads"))
+    model, of_heads = (
+        build(graph, make_options(shard_strategy=strategy)) for strategy in ("edges", "heads")
+    )
     assert not allows(model, two_ranks)
     with integration.install():
         assert allows(model, two_ranks)
@@ -108,12 +124,16 @@ def test_batches_on_ranks_are_refused_where_a_layer_does_not_divide_them(graph, 
 
 
 @pytest.mark.parametrize(("place", "name"), [*SHARDING, *CALLED], ids=str)
-def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(monkeypatch, said, place, name):
+def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(
+    monkeypatch, said, place, name
+):
     monkeypatch.setattr(find(*place), name, lambda self, everything: everything)
     before = {key: vars(find(*key[0]))[key[1]] for key in SHARDING}
     with integration.install():
         assert not SETTINGS.everywhere.sharding
-        replaced = [key for key, method in before.items() if vars(find(*key[0]))[key[1]] is not method]
+        replaced = [
+            key for key, method in before.items() if vars(find(*key[0]))[key[1]] is not method
+        ]
         assert set(replaced) <= set(PATCHES)
     assert f"this anemoi-models has another {place[-1]}.{name}: its own sharding is kept" in said()
 
@@ -121,7 +141,9 @@ def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(m
 def test_nodes_that_are_not_divided_along_the_grid_are_refused(graph, two_ranks):
     model = build(graph, make_options())
     with integration.install():
-        edge_attr, edge_index, sizes = model.processor_graph_provider.get_edges(2, model_comm_group=two_ranks)
+        edge_attr, edge_index, sizes = model.processor_graph_provider.get_edges(
+            2, model_comm_group=two_ranks
+        )
         for nodes, rows, said in (
             ([162, 162], 162, "162 sources and 162 destinations of one copy"),
             ([80, 82], 160, "divided evenly"),
@@ -129,14 +151,22 @@ def test_nodes_that_are_not_divided_along_the_grid_are_refused(graph, two_ranks)
         ):
             x = torch.randn(rows, 32)
             with pytest.raises(ValueError, match=said):
-                model.processor(x, 2, GraphShardInfo(nodes, sizes), edge_attr, edge_index, two_ranks)
+                model.processor(
+                    x, 2, GraphShardInfo(nodes, sizes), edge_attr, edge_index, two_ranks
+                )
 
 
 def test_edges_of_unknown_origin_run_anemois_own_sharding_which_is_logged(graph, two_ranks, said):
     model = build(graph, make_options())
     with integration.install():
-        edge_attr, edge_index, sizes = model.processor_graph_provider.get_edges(1, model_comm_group=two_ranks)
+        edge_attr, edge_index, sizes = model.processor_graph_provider.get_edges(
+            1, model_comm_group=two_ranks
+        )
         shard_info = GraphShardInfo([81, 81], sizes)
-        model.processor(torch.randn(81, 32), 1, shard_info, edge_attr, edge_index.clone(), two_ranks)
-    assert any("its edges are not a shard of a StaticGraphProvider's" in message for message in said())
+        model.processor(
+            torch.randn(81, 32), 1, shard_info, edge_attr, edge_index.clone(), two_ranks
+        )
+    assert any(
+        "its edges are not a shard of a StaticGraphProvider's" in message for message in said()
+    )
     assert model.processor.proc[0]._cached_halo_info is not None

@@ -29,18 +29,38 @@ from anemoi_gt import AttentionConfig
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 
-LAYERS = (mapper.GraphTransformerBaseMapper, processor.GraphTransformerProcessor, StaticGraphProvider)
+LAYERS = (
+    mapper.GraphTransformerBaseMapper,
+    processor.GraphTransformerProcessor,
+    StaticGraphProvider,
+)
 BLOCKS = (blocks.GraphTransformerProcessorBlock, blocks.GraphTransformerMapperBlock)
 MODELS = (models.AnemoiModelEncProcDec, AnemoiEnsModelEncProcDec)
-CHANGED = (*BLOCKS, AnemoiModelInterface, khop_edges.GraphPartition, *LAYERS, *MODELS, mapper, processor, khop_edges)
-CHANGED += (NoiseConditioning, NamedNodesAttributes, target_features, *(sys.modules[m.__module__] for m in MODELS))
+CHANGED = (
+    *BLOCKS,
+    AnemoiModelInterface,
+    khop_edges.GraphPartition,
+    *LAYERS,
+    *MODELS,
+    mapper,
+    processor,
+    khop_edges,
+)
+CHANGED += (
+    NoiseConditioning,
+    NamedNodesAttributes,
+    target_features,
+    *(sys.modules[m.__module__] for m in MODELS),
+)
 
 
 inputs = pytest.fixture(block_inputs)
 
 
 @pytest.mark.parametrize("variable", ("", "triton"))  # Anemoi's for its backend
-def test_blocks_built_before_and_after_install_or_for_a_gpu_compute_with_us(inputs, attentions, monkeypatch, variable):
+def test_blocks_built_before_and_after_install_or_for_a_gpu_compute_with_us(
+    inputs, attentions, monkeypatch, variable
+):
     before, on_gpu = make_block(), for_gpu(make_block())
     expected = run(before, inputs)
     integration.install()
@@ -61,7 +81,9 @@ def test_uninstall_leaves_anemois_code_as_it_was(owner):
     assert dict(vars(owner)) == before
 
 
-@pytest.mark.parametrize("leave", (lambda: None, integration.uninstall), ids=("left", "uninstalled within"))
+@pytest.mark.parametrize(
+    "leave", (lambda: None, integration.uninstall), ids=("left", "uninstalled within")
+)
 def test_an_inner_context_brings_back_the_outer_one(inputs, attentions, leave):
     with integration.install(backend="torch"):
         with integration.install(precision="bf16", fuse_edges=False):
@@ -76,7 +98,9 @@ def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
     assert integration.installed() is None
     with caplog.at_level(logging.INFO, logger="anemoi_gt"):
         outer = integration.install(backend="torch", fuse_edges=False)
-        integration.install(backend="torch", fuse_edges=False)  # as Anemoi's configs do for each component
+        integration.install(
+            backend="torch", fuse_edges=False
+        )  # as Anemoi's configs do for each component
     (line,) = [record.message for record in caplog.records]
     assert line.startswith(
         f"anemoi_gt computes graph-transformer blocks of anemoi-models {version('anemoi-models')}, where a model has them"
@@ -84,8 +108,15 @@ def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
     assert line.endswith("backend='torch', precision=None, fuse_edges=False, sharding=True")
     with integration.install(precision="bf16") as inner:
         found = integration.installed()
-        assert (found.config, found.fuse_edges, found.sharding) == (AttentionConfig(precision="bf16"), True, True)
-        assert repr(inner) == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True; in force)"
+        assert (found.config, found.fuse_edges, found.sharding) == (
+            AttentionConfig(precision="bf16"),
+            True,
+            True,
+        )
+        assert (
+            repr(inner)
+            == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True; in force)"
+        )
         assert repr(outer).endswith("; ended)")
     assert integration.installed().config.backend == "torch" and repr(outer).endswith("; ended)")
     integration.uninstall()
@@ -129,12 +160,15 @@ def test_a_swapped_block_is_forgotten_when_it_dies():
 
 
 def test_swap_layers_asks_for_blocks_of_anemoi():
-    with pytest.raises(ValueError, match="must have a graph-transformer block of Anemoi, got Linear without one"):
+    with pytest.raises(
+        ValueError, match="must have a graph-transformer block of Anemoi, got Linear without one"
+    ):
         integration.swap_layers(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
-    "switch", (integration.install, lambda **options: integration.swap_layers(make_block(), **options))
+    "switch",
+    (integration.install, lambda **options: integration.swap_layers(make_block(), **options)),
 )
 def test_a_wrong_option_is_refused_before_anything_changes(switch):
     with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'pyg'"):
@@ -183,11 +217,11 @@ def test_a_forward_with_known_parameters_and_another_body_is_left_alone_and_name
 
 @pytest.mark.parametrize("name", ("get_qkve", "apply_gt", "run_node_dst_mlp"))
 def test_a_version_in_whose_blocks_a_method_has_another_body_is_refused(monkeypatch, name):
-    monkeypatch.setattr(GraphTransformerBaseBlock, name, another_body(getattr(GraphTransformerBaseBlock, name)))
-    before = [dict(vars(owner)) for owner in CHANGED]
-    refused = (
-        rf"must have GraphTransformerProcessorBlock\.forward as one of 0\.9\.2 to 0\.19\.0 .*: of its {name}, its body"
+    monkeypatch.setattr(
+        GraphTransformerBaseBlock, name, another_body(getattr(GraphTransformerBaseBlock, name))
     )
+    before = [dict(vars(owner)) for owner in CHANGED]
+    refused = rf"must have GraphTransformerProcessorBlock\.forward as one of 0\.9\.2 to 0\.19\.0 .*: of its {name}, its body"
     with pytest.raises(ImportError, match=refused):
         integration.install()
     assert [dict(vars(owner)) for owner in CHANGED] == before
@@ -210,28 +244,50 @@ class OwnProjection(blocks.GraphTransformerProcessorBlock):
 
     def get_qkve(self, x, edge_attr):
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
-        return self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src), self.lin_edge(edge_attr)
+        return (
+            self.lin_query(x_dst),
+            self.lin_key(x_src),
+            self.lin_value(x_src),
+            self.lin_edge(edge_attr),
+        )
 
 
 UNSERVED = {
-    "OwnSplit has a prepare_qkve_edge_sharding of its own": lambda block: setattr(block, "__class__", OwnSplit),
-    "OwnProjection has a get_qkve of its own": lambda block: setattr(block, "__class__", OwnProjection),
-    "its apply_gt was replaced on the instance": lambda block: setattr(block, "apply_gt", block.apply_gt),
+    "OwnSplit has a prepare_qkve_edge_sharding of its own": lambda block: setattr(
+        block, "__class__", OwnSplit
+    ),
+    "OwnProjection has a get_qkve of its own": lambda block: setattr(
+        block, "__class__", OwnProjection
+    ),
+    "its apply_gt was replaced on the instance": lambda block: setattr(
+        block, "apply_gt", block.apply_gt
+    ),
     "its conv is builtins.function, which is not Anemoi's attention": with_own_function,
-    "its conv is .*OwnConv, which is not Anemoi's attention": lambda block: setattr(block, "conv", OwnConv(block.conv)),
-    "hooks watch its conv, which would not be called": lambda block: block.conv.register_forward_hook(lambda *_: None),
-    "hooks watch its conv, .* not be called": lambda block: block.conv.register_full_backward_pre_hook(lambda *_: None),
+    "its conv is .*OwnConv, which is not Anemoi's attention": lambda block: setattr(
+        block, "conv", OwnConv(block.conv)
+    ),
+    "hooks watch its conv, which would not be called": lambda block: (
+        block.conv.register_forward_hook(lambda *_: None)
+    ),
+    "hooks watch its conv, .* not be called": lambda block: (
+        block.conv.register_full_backward_pre_hook(lambda *_: None)
+    ),
 }
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
 @pytest.mark.parametrize("fuse_edges", (False, True))
-def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attentions, said, reason, fuse_edges):
+def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(
+    inputs, attentions, said, reason, fuse_edges
+):
     torch.compiler.reset()
     block = make_block()
     UNSERVED[reason](block)
     ways = (False, True) if fuse_edges else ()  # fullgraph
-    expected, compiled = run(block, inputs), [torch.compile(block, backend="eager", fullgraph=way) for way in ways]
+    expected, compiled = (
+        run(block, inputs),
+        [torch.compile(block, backend="eager", fullgraph=way) for way in ways],
+    )
     with integration.install(fuse_edges=fuse_edges):
         for forward in (*compiled[:1], block, block):
             assert_same_numbers(run(block, inputs, forward), expected)
@@ -252,7 +308,10 @@ def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attenti
 def test_a_sparse_adjacency_is_named_as_the_reason(inputs):
     x, edge_attr, edge_index, *rest = inputs
     adjacency = torch.sparse_coo_tensor(edge_index, torch.ones(len(edge_attr)), (NODES, NODES))
-    with integration.install(backend="torch"), pytest.raises(ValueError, match="its edges came as a sparse adjacency"):
+    with (
+        integration.install(backend="torch"),
+        pytest.raises(ValueError, match="its edges came as a sparse adjacency"),
+    ):
         make_block()(x, edge_attr, adjacency, *rest)
 
 
@@ -260,7 +319,9 @@ UNFUSED = {
     "its lin_edge is": lambda block: setattr(block.lin_edge, "__class__", OwnLinear),
     "hooks watch its lin_edge": lambda block: block.lin_edge.register_forward_hook(lambda *_: None),
     "its lin_edge has weights that are a tensor subclass": lambda block: setattr(
-        block.lin_edge, "weight", torch.nn.Parameter(TwoTensor(*[block.lin_edge.weight.detach()] * 2))
+        block.lin_edge,
+        "weight",
+        torch.nn.Parameter(TwoTensor(*[block.lin_edge.weight.detach()] * 2)),
     ),
 }
 
@@ -286,7 +347,11 @@ def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, sa
         ("Mapper", None, (False, True, True)),
         ("Processor", OwnLinear, (False,) * 3),
     ),
-    ids=("nodes once for all", "sources of a mapper once", "nothing for a projection of another class"),
+    ids=(
+        "nodes once for all",
+        "sources of a mapper once",
+        "nothing for a projection of another class",
+    ),
 )
 def test_autocast_casts(kind, change, cast):
     kind = getattr(blocks, f"GraphTransformer{kind}Block")
@@ -307,7 +372,9 @@ def test_dropout_of_the_attention_drops_in_training_only(inputs):
     block.conv.dropout = 1.0
     integration.install()
     attended = []
-    block.projection.register_forward_pre_hook(lambda _, args: attended.append(args[0] - block.lin_self(normed)))
+    block.projection.register_forward_pre_hook(
+        lambda _, args: attended.append(args[0] - block.lin_self(normed))
+    )
     normed = block.layer_norm_attention(inputs[0])
     block(*inputs)
     assert attended[0].abs().max() < 1e-6

@@ -89,7 +89,10 @@ def definitions(version):
     found = {}
     for file in (folder_of(version) / "anemoi" / "models").rglob("*.py"):
         tree = ast.parse(file.read_text())
-        owners = [("", tree), *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef))]
+        owners = [
+            ("", tree),
+            *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef)),
+        ]
         for prefix, owner in owners:
             functions = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
             found |= {f"{prefix}{node.name}": node for node in functions}
@@ -139,9 +142,16 @@ def test_install_names_the_methods_that_are_not_as_in_the_versions_we_know(repor
     *methods, sharding = report["said"] or [""]
     if report["version"] in ("0.9.3", "0.11.2"):
         (message,) = methods
-        assert all(name in message for name in SINCE_0_16) and "GraphTransformerBaseBlock" not in message
+        assert (
+            all(name in message for name in SINCE_0_16)
+            and "GraphTransformerBaseBlock" not in message
+        )
         assert message.endswith("expect less speed, not other results")
     else:
         assert not methods, f"anemoi-models {report['version']}: {methods}"
-    named = "target_features.shard_tensor" in sharding and sharding.endswith("its own sharding is kept")
-    assert named is (report["version"] in VERSIONS[:-1]), f"anemoi-models {report['version']}: {sharding}"
+    named = "target_features.shard_tensor" in sharding and sharding.endswith(
+        "its own sharding is kept"
+    )
+    assert named is (report["version"] in VERSIONS[:-1]), (
+        f"anemoi-models {report['version']}: {sharding}"
+    )

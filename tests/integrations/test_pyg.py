@@ -7,7 +7,14 @@ import pickle
 import pytest
 import torch
 from support.differentiate import differentiate
-from support.pyg_models import DIM, MODELS, TextGraphEncoder, TwoLayers, UnifiedMessagePassing, make_hetero
+from support.pyg_models import (
+    DIM,
+    MODELS,
+    TextGraphEncoder,
+    TwoLayers,
+    UnifiedMessagePassing,
+    make_hetero,
+)
 from support.same_numbers import assert_same_numbers
 from torch import nn
 from torch_geometric.data import Batch
@@ -27,7 +34,11 @@ models = pytest.mark.parametrize("make", MODELS, ids=lambda model: model.__name_
 def make_graph(seed=0, nodes=NODES):
     generator = torch.Generator().manual_seed(seed)
     edge_index = torch.randint(nodes, (2, EDGES), generator=generator)
-    return torch.randn(nodes, 6, generator=generator), edge_index, torch.randn(EDGES, DIM, generator=generator)
+    return (
+        torch.randn(nodes, 6, generator=generator),
+        edge_index,
+        torch.randn(EDGES, DIM, generator=generator),
+    )
 
 
 def make_pair(make):
@@ -47,7 +58,9 @@ def layers_of(model, kind):
 
 def assert_same_gradients(ours, theirs, *inputs):
     """Check that output and gradients of two models are the same."""
-    assert_same_numbers(*(differentiate(model, {}, lambda _, m=model: m(*inputs)) for model in (ours, theirs)))
+    assert_same_numbers(
+        *(differentiate(model, {}, lambda _, m=model: m(*inputs)) for model in (ours, theirs))
+    )
 
 
 @models
@@ -58,7 +71,9 @@ def test_a_model_computes_what_it_did_on_a_graph_and_on_mini_batches_of_neighbou
     x, edge_index, edge_attr = make_graph()
     assert_same_gradients(ours, theirs, x, edge_index, edge_attr)
     for seed in ([0], [3, 7], [11]):
-        nodes, edges, _, chosen = k_hop_subgraph(seed, 2, edge_index, relabel_nodes=True, num_nodes=NODES)
+        nodes, edges, _, chosen = k_hop_subgraph(
+            seed, 2, edge_index, relabel_nodes=True, num_nodes=NODES
+        )
         assert_same_gradients(ours, theirs, x[nodes], edges, edge_attr[chosen])
 
 
@@ -100,7 +115,12 @@ def test_what_else_the_layer_was_given_stays_and_nothing_is_drawn_or_allocated(t
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(parameter.is_meta for parameter in ours.parameters())
     assert type(ours) is GraphTransformerConv and list(ours.state_dict()) == keys
-    assert ours.extra is conv.extra and ours.scale is conv.scale and ours.dropped is conv.dropped and ours.number == 3
+    assert (
+        ours.extra is conv.extra
+        and ours.scale is conv.scale
+        and ours.dropped is conv.dropped
+        and ours.number == 3
+    )
     assert ours.training is training
 
 
@@ -122,14 +142,22 @@ def test_a_lazy_layer_takes_its_sizes_afterwards():
 
 
 def sequential(hetero):
-    return Sequential("x, edges", [(TransformerConv(6, 4), "x, edges -> x"), (TransformerConv(4, 2), "x, edges -> x")])
+    return Sequential(
+        "x, edges",
+        [(TransformerConv(6, 4), "x, edges -> x"), (TransformerConv(4, 2), "x, edges -> x")],
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "layers"),
     (
         (lambda hetero: to_hetero(TwoLayers(TransformerConv, (-1, -1)), hetero.metadata()), 2 * 3),
-        (lambda hetero: HeteroConv({kind: TransformerConv((2, 2), 4, edge_dim=DIM) for kind in hetero.edge_types}), 3),
+        (
+            lambda hetero: HeteroConv(
+                {kind: TransformerConv((2, 2), 4, edge_dim=DIM) for kind in hetero.edge_types}
+            ),
+            3,
+        ),
         (sequential, 2),
     ),
     ids=("to_hetero", "HeteroConv", "Sequential"),
@@ -138,7 +166,11 @@ def test_a_model_that_pyg_composes_is_swapped(make, layers):
     hetero = make_hetero()
     torch.manual_seed(1)
     model = make(hetero)
-    inputs = make_graph()[:2] if make is sequential else (hetero.x_dict, hetero.edge_index_dict, hetero.edge_attr_dict)
+    inputs = (
+        make_graph()[:2]
+        if make is sequential
+        else (hetero.x_dict, hetero.edge_index_dict, hetero.edge_attr_dict)
+    )
     expected = model(*inputs)
     assert len(layers_of(swap_layers(model), GraphTransformerConv)) == layers
     assert_same_numbers(model(*inputs), expected)
@@ -153,14 +185,18 @@ def test_a_swapped_model_pickles_and_copies():
 def test_the_options_reach_every_layer_and_so_do_those_of_a_second_call():
     model = swap_layers(TextGraphEncoder(), "torch", "bf16", stable_sort=False)
     first = layers_of(model, GraphTransformerConv)
-    assert {layer.config for layer in first} == {AttentionConfig("torch", "bf16", stable_sort=False)}
+    assert {layer.config for layer in first} == {
+        AttentionConfig("torch", "bf16", stable_sort=False)
+    }
     assert layers_of(swap_layers(model, precision="fp16"), GraphTransformerConv) == first
     assert {layer.config for layer in first} == {AttentionConfig(precision="fp16")}
 
 
 def test_swapping_back_puts_back_the_layers_with_what_their_replacements_hold():
     model, calls = TextGraphEncoder().eval(), []
-    before = [(name, module) for name, module in model.named_modules() if type(module) is TransformerConv]
+    before = [
+        (name, module) for name, module in model.named_modules() if type(module) is TransformerConv
+    ]
     before[0][1].number = 3
     swap_layers(model).train()
     ours = layers_of(model, GraphTransformerConv)
@@ -170,10 +206,17 @@ def test_swapping_back_puts_back_the_layers_with_what_their_replacements_hold():
     model.double()
     names, state = [name for name, _ in model.named_parameters()], model.state_dict()
     assert swap_back(model) is model and [name for name, _ in model.named_parameters()] == names
-    assert [(name, module) for name, module in model.named_modules() if type(module) is TransformerConv] == before
+    assert [
+        (name, module) for name, module in model.named_modules() if type(module) is TransformerConv
+    ] == before
     assert_same_numbers(model.state_dict(), state)
     first = before[0][1]
-    assert (first.number, first.dropout, first.training, first.lin_key.weight.dtype) == (4, 0.0, True, torch.float64)
+    assert (first.number, first.dropout, first.training, first.lin_key.weight.dtype) == (
+        4,
+        0.0,
+        True,
+        torch.float64,
+    )
     x, edge_index, edge_attr = make_graph()
     expected = model.eval()(x.double(), edge_index, edge_attr.double())
     assert calls == [None]
@@ -204,14 +247,18 @@ def test_swapping_back_leaves_layers_that_were_built_as_ours():
     model = nn.ModuleList([GraphTransformerConv(6, 4), TransformerConv(6, 4)])
     swap_back(swap_layers(model))
     assert [type(layer) for layer in model] == [GraphTransformerConv, TransformerConv]
-    with pytest.raises(ValueError, match="model must have a layer of swap_layers, got ModuleList without one"):
+    with pytest.raises(
+        ValueError, match="model must have a layer of swap_layers, got ModuleList without one"
+    ):
         swap_back(model)
 
 
 @pytest.mark.parametrize("swap", (swap_layers, swap_back))
 @pytest.mark.parametrize("layer", (TransformerConv(6, 4), GraphTransformerConv(6, 4)), ids=repr)
 def test_a_bare_layer_is_refused_with_the_remedy(swap, layer):
-    with pytest.raises(ValueError, match=rf"got a bare {type(layer).__name__}, .* torch.nn.ModuleList\(\[layer\]\)"):
+    with pytest.raises(
+        ValueError, match=rf"got a bare {type(layer).__name__}, .* torch.nn.ModuleList\(\[layer\]\)"
+    ):
         swap(layer)
 
 
@@ -226,7 +273,10 @@ class OwnConv(TransformerConv):
 def test_a_subclass_is_swapped_on_request_and_comes_back_as_itself():
     model = nn.ModuleList([OwnConv(6, 4, edge_dim=DIM)]).eval()
     own, expected = model[0], model[0](*make_graph())
-    assert type(swap_layers(model, subclasses=[OwnConv])[0]) is GraphTransformerConv and model[0].name == "own"
+    assert (
+        type(swap_layers(model, subclasses=[OwnConv])[0]) is GraphTransformerConv
+        and model[0].name == "own"
+    )
     assert_same_numbers(model[0](*make_graph()), expected)
     assert swap_back(model)[0] is own
 
@@ -262,8 +312,13 @@ def test_a_layer_that_was_explained_is_swapped():
 def test_a_data_loader_joins_structures(workers):
     theirs, ours = make_pair(UnifiedMessagePassing)
     fields, samples = ("x", "edge_index", "edge_attr"), [make_graph(i, NODES + i) for i in range(4)]
-    graphs = [GraphStructure.from_edge_index(edges, NODES + i) for i, (_, edges, _) in enumerate(samples)]
-    data = [GraphData(**dict(zip(fields, each, strict=True)), graph=g) for each, g in zip(samples, graphs, strict=True)]
+    graphs = [
+        GraphStructure.from_edge_index(edges, NODES + i) for i, (_, edges, _) in enumerate(samples)
+    ]
+    data = [
+        GraphData(**dict(zip(fields, each, strict=True)), graph=g)
+        for each, g in zip(samples, graphs, strict=True)
+    ]
     for number, batch in enumerate(DataLoader(data, batch_size=2, num_workers=workers)):
         assert batch.num_graphs == 2 and batch.graph.has_reverse
         expected = GraphStructure.disjoint(graphs[2 * number : 2 * number + 2])
@@ -314,14 +369,22 @@ UNSERVED = {
     "its lin_query is torch.nn.modules.container.Sequential, and PyG's Linear is needed": {
         "change": adapt("lin_query")
     },
-    "its lin_key is torch.nn.modules.container.Sequential, and PyG's Linear is needed": {"change": adapt("lin_key")},
-    "its forward was replaced on the layer itself": {"change": lambda conv: setattr(conv, "forward", print)},
-    "its propagate was replaced on the layer itself": {"change": lambda conv: setattr(conv, "propagate", print)},
+    "its lin_key is torch.nn.modules.container.Sequential, and PyG's Linear is needed": {
+        "change": adapt("lin_key")
+    },
+    "its forward was replaced on the layer itself": {
+        "change": lambda conv: setattr(conv, "forward", print)
+    },
+    "its propagate was replaced on the layer itself": {
+        "change": lambda conv: setattr(conv, "propagate", print)
+    },
 }
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
-def test_a_named_backend_refuses_what_ours_cannot_stand_for_and_auto_leaves_it_and_the_log_says_why(reason, caplog):
+def test_a_named_backend_refuses_what_ours_cannot_stand_for_and_auto_leaves_it_and_the_log_says_why(
+    reason, caplog
+):
     model = nn.ModuleList([TransformerConv(6, 4), conv_with(**UNSERVED[reason])])
     last = model[1]
     with pytest.raises(ValueError, match=f"attention backend 'torch' cannot serve .*: {reason}"):
@@ -349,10 +412,14 @@ class FirstLayer(nn.Module):
 def test_an_onnx_export_of_a_swapped_model_says_that_swapping_back_helps(tmp_path):
     model = swap_layers(nn.Sequential(TransformerConv(6, 4)))
     forward, (x, edge_index, _) = FirstLayer(model), make_graph()
-    with pytest.raises(RuntimeError, match=r"export PyG's TransformerConv: .*pyg\.swap_back\(model\) puts it back"):
+    with pytest.raises(
+        RuntimeError, match=r"export PyG's TransformerConv: .*pyg\.swap_back\(model\) puts it back"
+    ):
         torch.onnx.export(forward, (x, edge_index), tmp_path / "swapped.onnx", dynamo=False)
 
 
 def test_a_model_without_such_a_layer_is_refused():
-    with pytest.raises(ValueError, match="must have a TransformerConv of PyG, got Linear without one"):
+    with pytest.raises(
+        ValueError, match="must have a TransformerConv of PyG, got Linear without one"
+    ):
         swap_layers(nn.Linear(2, 2))

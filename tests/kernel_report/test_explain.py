@@ -44,7 +44,9 @@ def inputs(graph):
 
 def weather_model(**options):
     torch.manual_seed(0)
-    model = EncoderProcessorDecoder(icosphere_graph(grid("O4"), refinement=1), 2, 1, channels=16, heads=2, **options)
+    model = EncoderProcessorDecoder(
+        icosphere_graph(grid("O4"), refinement=1), 2, 1, channels=16, heads=2, **options
+    )
     return model, torch.randn(1, 208, 2)
 
 
@@ -54,7 +56,12 @@ def operators(layer):
 
 def test_a_layer_has_its_sizes_and_backend_and_without_gradients_no_backward(conv, inputs):
     (layer,) = explain(conv, *inputs).layers
-    assert (layer.name, layer.module, layer.backend, layer.dtype) == ("", "GraphTransformerConv", "torch", "float32")
+    assert (layer.name, layer.module, layer.backend, layer.dtype) == (
+        "",
+        "GraphTransformerConv",
+        "torch",
+        "float32",
+    )
     assert (layer.device, layer.features) == ("cpu", "raw")
     assert list(layer.sizes.values()) == [1, 3, 3, 4, 2, 16, 3]
     assert operators(layer) == TORCH_PASSES
@@ -68,17 +75,25 @@ def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
     able = backends.BACKENDS["triton"]._replace(auto_unsupported_reason=lambda query: None)
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
     conv.config = AttentionConfig(backend="torch")
-    assert explain(conv, *inputs).layers[0].rejected == {"triton": "could serve; the config names 'torch'"}
+    assert explain(conv, *inputs).layers[0].rejected == {
+        "triton": "could serve; the config names 'torch'"
+    }
 
 
 def test_layers_have_the_names_of_their_modules_and_are_listed_once_if_they_differ_by_name_alone():
     model, x = weather_model(num_layers=3, trainable_edges=8)
     found = explain(model, x)
     names = ["encoder.data.proc", *(f"processor.proc.{i}" for i in range(3)), "decoder.data.proc"]
-    assert [layer.name for layer in found.layers] == names and {layer.features for layer in found.layers} == {"raw"}
+    assert [layer.name for layer in found.layers] == names and {
+        layer.features for layer in found.layers
+    } == {"raw"}
     edges = model.encoder_edges["data"], *[model.processor_edges] * 3, model.decoder_edges["data"]
-    assert [layer.sizes["edges"] for layer in found.layers] == [part.structure().num_edges for part in edges]
-    assert "processor.proc.0 .. processor.proc.2: 3 alike GraphTransformerProcessorBlock" in str(found)
+    assert [layer.sizes["edges"] for layer in found.layers] == [
+        part.structure().num_edges for part in edges
+    ]
+    assert "processor.proc.0 .. processor.proc.2: 3 alike GraphTransformerProcessorBlock" in str(
+        found
+    )
     assert str(found).count("backend torch") == 3
 
 
@@ -102,16 +117,25 @@ def test_a_compiled_module_is_explained_by_the_original(conv, inputs):
 
 
 def test_a_function_or_a_model_without_attention_raises(conv, inputs):
-    raises(lambda: explain(lambda *given: conv(*given), *inputs), "model must be a torch.nn.Module, got function")
-    with pytest.raises(ValueError, match="an attention of anemoi_gt on these inputs, Linear computed none"):
+    raises(
+        lambda: explain(lambda *given: conv(*given), *inputs),
+        "model must be a torch.nn.Module, got function",
+    )
+    with pytest.raises(
+        ValueError, match="an attention of anemoi_gt on these inputs, Linear computed none"
+    ):
         explain(nn.Linear(2, 2), torch.randn(1, 2))
 
 
 def test_no_operand_is_kept_while_later_layers_compute(conv, inputs):
     _, graph, edge_attr = inputs
     queries, held, other = [], [], GraphTransformerConv(32, 16, heads=2, edge_dim=3)
-    conv.lin_query.register_forward_hook(lambda _, __, query: queries.append(StorageWeakRef(query.untyped_storage())))
-    other.register_forward_pre_hook(lambda *_: held.append([not query.expired() for query in queries]))
+    conv.lin_query.register_forward_hook(
+        lambda _, __, query: queries.append(StorageWeakRef(query.untyped_storage()))
+    )
+    other.register_forward_pre_hook(
+        lambda *_: held.append([not query.expired() for query in queries])
+    )
     two = nn.ModuleList([conv, other])
     two.forward = lambda x: other(conv(x, graph, edge_attr), graph, edge_attr)
     with torch.no_grad():
@@ -124,7 +148,11 @@ def test_model_hooks_and_generator_are_left_unchanged_after_an_error_too(conv, i
     before, state = copy.deepcopy(conv.__dict__), torch.get_rng_state()
     explain(conv, *inputs)
     assert torch.equal(torch.get_rng_state(), state)
-    assert conv.__dict__.keys() == before.keys() and not conv._forward_hooks and not conv._forward_pre_hooks
+    assert (
+        conv.__dict__.keys() == before.keys()
+        and not conv._forward_hooks
+        and not conv._forward_pre_hooks
+    )
     raises(lambda: explain(conv, *inputs[:2], torch.randn(1, 3)), "edge_attr must")
     assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
 
@@ -153,9 +181,13 @@ def decoder():
     return meta_attention()
 
 
-def test_meta_tensors_are_enough_for_the_names_of_the_kernels_in_the_order_of_their_launches(decoder):
+def test_meta_tensors_are_enough_for_the_names_of_the_kernels_in_the_order_of_their_launches(
+    decoder,
+):
     forward, backward = decoder.layers[0].passes
-    assert forward.kernels == tuple(f"edge_attention_{name}_bf16_h16_c64_d11" for name in ("project", "fwd", "embed"))
+    assert forward.kernels == tuple(
+        f"edge_attention_{name}_bf16_h16_c64_d11" for name in ("project", "fwd", "embed")
+    )
     lines = str(decoder).splitlines()
     at = lines.index("  forward: anemoi_gt::edge_attention_triton")
     assert lines[at + 1 : at + 4] == [f"    {kernel}" for kernel in forward.kernels]
@@ -187,12 +219,17 @@ def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is,
 
 
 @pytest.mark.parametrize("kind", [GraphTransformerProcessorBlock, GraphTransformerMapperBlock])
-def test_a_fused_attention_of_anemoi_is_listed_with_the_kernels_of_its_attention(anemoi_as_it_is, kind):
+def test_a_fused_attention_of_anemoi_is_listed_with_the_kernels_of_its_attention(
+    anemoi_as_it_is, kind
+):
     block, found = make_block(kind), []
     for blocks in (False, True):
         with anemoi.install(backend="triton", blocks=blocks):
             found += explain(block, *block_inputs(kind)).layers
     attention, whole = found
     assert [pass_.operator for pass_ in whole.passes] == [SUBLAYER, f"{SUBLAYER}_backward"]
-    passes = [replace(one, operator=own.operator) for one, own in zip(whole.passes, attention.passes, strict=True)]
+    passes = [
+        replace(one, operator=own.operator)
+        for one, own in zip(whole.passes, attention.passes, strict=True)
+    ]
     assert replace(whole, passes=tuple(passes)) == attention

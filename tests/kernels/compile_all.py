@@ -86,7 +86,10 @@ def run(call):
     if call.form == "embedded":
         attr = draw(1, graph.num_edges, heads, channels)
     elif call.form != "none":
-        attr, weight = draw(1, graph.num_edges, call.edge_dim), draw(heads * channels, call.edge_dim)
+        attr, weight = (
+            draw(1, graph.num_edges, call.edge_dim),
+            draw(heads * channels, call.edge_dim),
+        )
         bias = draw(heads * channels) if call.form == "raw" else None
     seed = torch.tensor([1]) if call.dropout_p else None
     operands = AttentionOperands(query, key, value, attr, weight, bias)
@@ -96,20 +99,34 @@ def run(call):
 
 def run_block(dtype):
     """Forward and backward of both fused sub-layers of a block with norms of queries and keys, from other sources."""
-    sizes = {"in_channels": 64, "hidden_dim": 80, "out_channels": 64, "num_heads": 4, "edge_dim": 3, "qk_norm": True}
+    sizes = {
+        "in_channels": 64,
+        "hidden_dim": 80,
+        "out_channels": 64,
+        "num_heads": 4,
+        "edge_dim": 3,
+        "qk_norm": True,
+    }
     block, graph = GraphTransformerMapperBlock(**sizes), bare_graph()
-    nodes = tuple(torch.zeros(number, 64, dtype=dtype, requires_grad=True) for number in (graph.num_src, graph.num_dst))
+    nodes = tuple(
+        torch.zeros(number, 64, dtype=dtype, requires_grad=True)
+        for number in (graph.num_src, graph.num_dst)
+    )
     attention = sublayers.attention_parts(block)
     feed_forward = sublayers.feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        z = fused_block.attention(attention, nodes, graph, torch.zeros(graph.num_edges, 3), (None, None))
+        z = fused_block.attention(
+            attention, nodes, graph, torch.zeros(graph.num_edges, 3), (None, None)
+        )
         fused_block.feed_forward(feed_forward, z, None).float().sum().backward()
 
 
 def record(work):
     """Every (kernel, arguments) that `work` launches; nothing runs on a device."""
     launches = []
-    with mock.patch.object(JITFunction, "run", lambda kernel, *, grid, warmup, **args: launches.append((kernel, args))):
+    with mock.patch.object(
+        JITFunction, "run", lambda kernel, *, grid, warmup, **args: launches.append((kernel, args))
+    ):
         work()
     return launches
 
@@ -143,7 +160,10 @@ def distinct(launches):
     """Launches that differ in what is compiled."""
     seen = {}
     for kernel, args in launches:
-        key = (kernel.fn.__name__, *((n, str(v.dtype) if torch.is_tensor(v) else v) for n, v in sorted(args.items())))
+        key = (
+            kernel.fn.__name__,
+            *((n, str(v.dtype) if torch.is_tensor(v) else v) for n, v in sorted(args.items())),
+        )
         seen.setdefault(key, (kernel, args))
     return seen.values()
 
@@ -154,24 +174,51 @@ def resources(compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
-        text = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", binary.name], capture_output=True, text=True, check=True
+        ).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
-    return dict(zip(("registers", "stack", "shared", "local"), map(int, usage.groups()), strict=True))
+    return dict(
+        zip(("registers", "stack", "shared", "local"), map(int, usage.groups()), strict=True)
+    )
 
 
 def recorded(*calls):
-    return distinct([launched for call in calls for launched in record(lambda call=call: run(call))])
+    return distinct(
+        [launched for call in calls for launched in record(lambda call=call: run(call))]
+    )
 
 
 def every():
     """All kernels: every form, dtype and option, on standard and odd shapes."""
-    odd, standard = Call(6, 10, 3, graph=bare_graph()), Call(16, 64, 11, graph=full_graph(91), dropout_p=0.1)
-    calls = [odd, replace(odd, form="raw_without_bias", dtype=torch.float16), replace(odd, dtype=torch.float32)]
-    calls += [replace(odd, form="embedded", dtype=torch.float32), replace(odd, form="none", dtype=torch.float16)]
-    calls += [standard, replace(standard, form="embedded"), replace(standard, form="none"), replace(odd, channels=500)]
+    odd, standard = (
+        Call(6, 10, 3, graph=bare_graph()),
+        Call(16, 64, 11, graph=full_graph(91), dropout_p=0.1),
+    )
+    calls = [
+        odd,
+        replace(odd, form="raw_without_bias", dtype=torch.float16),
+        replace(odd, dtype=torch.float32),
+    ]
+    calls += [
+        replace(odd, form="embedded", dtype=torch.float32),
+        replace(odd, form="none", dtype=torch.float16),
+    ]
+    calls += [
+        standard,
+        replace(standard, form="embedded"),
+        replace(standard, form="none"),
+        replace(odd, channels=500),
+    ]
     equal = full_graph(90)
-    calls += [replace(standard, graph=equal), replace(standard, form="none", graph=equal), replace(odd, graph=equal)]
-    calls += [replace(call, graph=hub_graph()) for call in (odd, replace(standard, form="embedded"))]
+    calls += [
+        replace(standard, graph=equal),
+        replace(standard, form="none", graph=equal),
+        replace(odd, graph=equal),
+    ]
+    calls += [
+        replace(call, graph=hub_graph()) for call in (odd, replace(standard, form="embedded"))
+    ]
     launches = list(recorded(*calls))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         launches += distinct(record(lambda dtype=dtype: run_block(dtype)))
@@ -196,7 +243,9 @@ def each():
 def standard():
     """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16; low, high, equal degrees."""
     graphs = (bare_graph(), bare_graph(91), bare_graph(90), hub_graph())
-    for kernel, args in recorded(*(Call(16, channels, 11, graph=graph) for channels in (64, 32) for graph in graphs)):
+    for kernel, args in recorded(
+        *(Call(16, channels, 11, graph=graph) for channels in (64, 32) for graph in graphs)
+    ):
         yield kernel, args, ALIGNED, resources
 
 
@@ -208,14 +257,22 @@ def offsets():
         with new_plans(needs_int64=wide):
             launches = recorded(*calls)
         for kernel, args in launches:
-            yield kernel, args, ALIGNED, lambda compiled, wide=wide: {"wide": wide, "ir": compiled.asm["ttir"]}
+            yield (
+                kernel,
+                args,
+                ALIGNED,
+                lambda compiled, wide=wide: {"wide": wide, "ir": compiled.asm["ttir"]},
+            )
 
 
 def updates():
     """Kernels of rows that a warp holds whole, that it shares with others, and that are not aligned."""
     half, single = torch.bfloat16, torch.float32
     aligned = [(16, 64, half), (4, 256, single), (16, 65, half), (2, 1100, half)]
-    for heads, channels, dtype, alignment in [*((*case, ALIGNED) for case in aligned), (16, 64, half, [])]:
+    for heads, channels, dtype, alignment in [
+        *((*case, ALIGNED) for case in aligned),
+        (16, 64, half, []),
+    ]:
         for kernel, args in recorded(Call(heads, channels, 11, dtype=dtype, graph=hub_graph())):
             walks = kernel.launch_metadata is not None or "hub" in kernel.fn.__name__
             if args["num_warps"] > 1 and walks:
@@ -235,8 +292,12 @@ def main(what, where):
     """Compile the launches named `what` for the target `where`, one JSON line each."""
     backend, _, arch = where.partition(":")
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, WARP[backend])
-    torch.version.hip = "6.0" if backend == "hip" else None  # launches are chosen as PyTorch for that GPU would
-    for kernel, args, alignment, facts in {f.__name__: f for f in (every, each, standard, offsets, updates)}[what]():
+    torch.version.hip = (
+        "6.0" if backend == "hip" else None
+    )  # launches are chosen as PyTorch for that GPU would
+    for kernel, args, alignment, facts in {
+        f.__name__: f for f in (every, each, standard, offsets, updates)
+    }[what]():
         compiled = compile_launch(kernel, args, target, alignment)
         line = {"kernel": kernel.fn.__name__, "name": compiled.metadata.name, **facts(compiled)}
         print(json.dumps(line), flush=True)

@@ -33,14 +33,23 @@ def launches(features, x, half, num_rows=1000):
     head_norm = row_launches.head_norm_forward(num_rows, 16, features // 16, 1e-5, **strides)
     yield head_norm, {"x": half, "scale": SINGLE, "out": half}
     strides = {"x_stride": 2 * features, "grad_stride": 4 * features, "dx_stride": 4 * features}
-    head_norm = row_launches.head_norm_backward(num_rows, 16, features // 16, 1e-5, **strides, **SUMS)
+    head_norm = row_launches.head_norm_backward(
+        num_rows, 16, features // 16, 1e-5, **strides, **SUMS
+    )
     tensors = {"x": half, "grad_normed": half, "scale": SINGLE, "dx": half, "partial": SINGLE}
     yield head_norm, tensors
-    for activation, gated in (("gelu", False), ("gelu_tanh", False), ("gelu", True), ("silu", True)):
+    for activation, gated in (
+        ("gelu", False),
+        ("gelu_tanh", False),
+        ("gelu", True),
+        ("silu", True),
+    ):
         forward = row_launches.activation_forward(num_rows, 4 * features, activation, gated=gated)
         yield forward, {"hidden": half, "out": half}
         names = ("hidden", "grad_activated", "activated", "grad_hidden")
-        backward = row_launches.activation_backward(num_rows, 4 * features, activation, gated=gated, **SUMS)
+        backward = row_launches.activation_backward(
+            num_rows, 4 * features, activation, gated=gated, **SUMS
+        )
         yield backward, dict.fromkeys(names, half) | {"partial": SINGLE}
 
 

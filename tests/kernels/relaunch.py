@@ -27,8 +27,14 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernels import backward, edge_features, forward, jit_launch
 from anemoi_gt.ops.triton_backend import plan
 
-KERNELS = [kernel for module in (edge_features, forward, backward) for kernel in vars(module).values()]
-KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, JITFunction) and "num_warps" not in kernel.arg_names]
+KERNELS = [
+    kernel for module in (edge_features, forward, backward) for kernel in vars(module).values()
+]
+KERNELS = [
+    kernel
+    for kernel in KERNELS
+    if isinstance(kernel, JITFunction) and "num_warps" not in kernel.arg_names
+]
 SMALL = Call(2, 16, 3, graph=bare_graph(100))
 HUBS = Call(2, 16, 3, graph=hub_graph())
 
@@ -61,7 +67,10 @@ DRIVER = Driver()
 
 def plain(arguments):
     """Arguments with each tensor as its address, and an absent one as 0."""
-    return [argument.data_ptr() if torch.is_tensor(argument) else argument or 0 for argument in arguments]
+    return [
+        argument.data_ptr() if torch.is_tensor(argument) else argument or 0
+        for argument in arguments
+    ]
 
 
 def repeated():
@@ -76,7 +85,10 @@ def repeated():
         return make_and_keep
 
     makers = [(torch.Tensor, name) for name in ("new_empty", "contiguous")]
-    makers += [(torch, name) for name in ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones_like")]
+    makers += [
+        (torch, name)
+        for name in ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones_like")
+    ]
     lines = []
     with ExitStack() as stack:
         for owner, name in makers:
@@ -91,7 +103,9 @@ def repeated():
                 numbered = []
                 for argument in plain(arguments):
                     is_address = isinstance(argument, int) and argument > 2**32
-                    numbered.append(numbers.setdefault(argument, len(numbers)) if is_address else argument)
+                    numbered.append(
+                        numbers.setdefault(argument, len(numbers)) if is_address else argument
+                    )
                 launches.append([name, launch, numbered])
                 tensors.append(sum(map(torch.is_tensor, arguments)))
             kept += DRIVER.launches  # with their tensors
@@ -142,7 +156,9 @@ def unaligned():
         run(SMALL)
     for name, _, args in DRIVER.launches:
         tensors = [argument for argument in args if torch.is_tensor(argument)]
-        print(json.dumps({"name": name, "odd": sum(tensor.data_ptr() % 16 > 0 for tensor in tensors)}))
+        print(
+            json.dumps({"name": name, "odd": sum(tensor.data_ptr() % 16 > 0 for tensor in tensors)})
+        )
 
 
 def watched():

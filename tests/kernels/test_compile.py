@@ -13,7 +13,14 @@ from support.ir import narrow_offsets, unordered_updates
 
 ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst", "bwd_dst_hub"}
 GROUPING = {"group_edges_count", "group_edges_place"}
-KERNELS = {"project", "embed", "attribute_bwd", "weight_bwd", "weight_sum", "join_segments"} | GROUPING
+KERNELS = {
+    "project",
+    "embed",
+    "attribute_bwd",
+    "weight_bwd",
+    "weight_sum",
+    "join_segments",
+} | GROUPING
 KERNELS |= {f"edge_attention_{n}" for n in ATTENTION}
 NODE_ROWS = {
     "norm_fwd",
@@ -36,7 +43,13 @@ def compile_kernels(what, *target):
 
 
 # Bytes of shared memory that a program may have.
-SHARED = {"cuda:80": 166912, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx90a": 65536, "hip:gfx942": 65536}
+SHARED = {
+    "cuda:80": 166912,
+    "cuda:90": 232448,
+    "cuda:100": 232448,
+    "hip:gfx90a": 65536,
+    "hip:gfx942": 65536,
+}
 LIKE_ANOTHER = ("cuda:100", "hip:gfx90a")  # of the same compiler and shared memory
 
 
@@ -44,7 +57,10 @@ LIKE_ANOTHER = ("cuda:100", "hip:gfx90a")  # of the same compiler and shared mem
 def test_every_kernel_compiles(target):
     compiled = compile_kernels("each" if target in LIKE_ANOTHER else "every", target)
     assert {line["kernel"] for line in compiled} == KERNELS | NODE_ROWS
-    assert all(line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]] for line in compiled)
+    assert all(
+        line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]]
+        for line in compiled
+    )
     assert max(line["shared"] for line in compiled) <= SHARED[target]
 
 
@@ -67,7 +83,9 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
 
 def test_standard_shapes_spill_nothing():
     compiled = compile_kernels("standard", "cuda:90")
-    assert len({line["name"] for line in compiled}) == 23  # attribute_bwd one, join_segments by dtype: no channels
+    assert (
+        len({line["name"] for line in compiled}) == 23
+    )  # attribute_bwd one, join_segments by dtype: no channels
     for line in compiled:
         assert (line["stack"], line["local"]) == (0, 0), line
 
@@ -80,7 +98,9 @@ def test_offsets_are_64_bit_where_sizes_can_pass_2_to_31_and_32_bit_where_they_c
         narrow = narrow_offsets(line["ir"]) & GROWING
         assert bool(narrow) != line["wide"], f"{line['name']}: {narrow}"
         if not line["wide"]:
-            assert not re.search(r"\bi64\b", line["ir"]), f"{line['name']} computes in 64 bits without need"
+            assert not re.search(r"\bi64\b", line["ir"]), (
+                f"{line['name']} computes in 64 bits without need"
+            )
         seen[line["wide"]].add(line["kernel"])
     assert seen[False] == seen[True] == KERNELS - GROUPING - {"weight_sum"}
 
@@ -116,8 +136,14 @@ def test_an_update_that_races_would_be_seen(warps, between, found):
 
 
 def test_a_profiler_is_told_bytes_and_flops_of_a_launch():
-    told = {(line["name"], line["form"]): (line["bytes"], line["flops16"]) for line in compile_kernels("facts")}
-    row, flops = 2 * 4 * 2, 400 * (2 * 2 * 4) * 2  # bytes of a row; two multiply-adds for each number of an edge
+    told = {
+        (line["name"], line["form"]): (line["bytes"], line["flops16"])
+        for line in compile_kernels("facts")
+    }
+    row, flops = (
+        2 * 4 * 2,
+        400 * (2 * 2 * 4) * 2,
+    )  # bytes of a row; two multiply-adds for each number of an edge
     assert told == {
         ("edge_attention_fwd", "raw"): ((2 * 400 + 2 * 30) * row, flops),  # k, v of edges; q, out
         ("edge_attention_fwd", "embedded"): ((4 * 400 + 2 * 30) * row, flops),  # and x beside k, v
@@ -160,7 +186,9 @@ def test_a_kernel_is_compiled_once_for_all_sizes_of_a_graph():
 def test_unaligned_operands_go_to_a_kernel_compiled_for_them():
     lines = relaunch("unaligned")
     assert len(lines) == LAUNCHES
-    assert all(line["odd"] or "sum_weight" in line["name"] for line in lines), lines  # which reads none of them
+    assert all(line["odd"] or "sum_weight" in line["name"] for line in lines), (
+        lines
+    )  # which reads none of them
 
 
 def test_a_profiler_hears_of_every_launch_and_is_told_its_bytes():

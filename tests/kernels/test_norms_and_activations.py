@@ -64,7 +64,11 @@ def assert_rounded(name, result, reference):
     eps = torch.finfo(result.dtype).eps
     size = max(1.0, reference.abs().max().item()) if reference.numel() else 1.0
     torch.testing.assert_close(
-        result.double(), reference.detach().double(), rtol=eps, atol=FLOAT32 * size, msg=lambda text: f"{name}: {text}"
+        result.double(),
+        reference.detach().double(),
+        rtol=eps,
+        atol=FLOAT32 * size,
+        msg=lambda text: f"{name}: {text}",
     )
 
 
@@ -95,10 +99,15 @@ FORMS = ("scale and shift", "scale", "shift", "neither", "modulated")
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_norm_is_that_of_pytorch(draw, poisoned, num_rows, features, form):
-    x, parameters = draw(num_rows, features), norm_parameters(draw, num_rows, features, form, torch.float32)
+    x, parameters = (
+        draw(num_rows, features),
+        norm_parameters(draw, num_rows, features, form, torch.float32),
+    )
     out = poisoned(num_rows, features)
     row_launches.norm_forward(num_rows, features, EPS)(x=x, out=out, **parameters)
-    assert_rounded("out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()}))
+    assert_rounded(
+        "out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()})
+    )
 
 
 @pytest.mark.parametrize("form", ["scale and shift", "modulated"])
@@ -108,7 +117,9 @@ def test_norm_rounds_once_to_the_dtype_of_its_output(draw, poisoned, form, dtype
     x, parameters = draw(37, 67, dtype=dtype), norm_parameters(draw, 37, 67, form, out_dtype)
     out = poisoned(37, 67, dtype=out_dtype)
     row_launches.norm_forward(37, 67, EPS)(x=x, out=out, **parameters)
-    assert_rounded("out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()}))
+    assert_rounded(
+        "out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()})
+    )
 
 
 def test_norm_of_batch_entries_fills_rows_before_the_halo_and_no_others(draw, poisoned):
@@ -116,7 +127,9 @@ def test_norm_of_batch_entries_fills_rows_before_the_halo_and_no_others(draw, po
     out = poisoned(3, 9, 24)
     launch = row_launches.norm_forward(21, 24, EPS, batch=3, out_entry_rows=9)
     launch(x=x, scale=scale, shift=shift, modulation=None, out=out)
-    assert_rounded("out", out[:, :7].flatten(0, 1), normal(x.double()) * scale.double() + shift.double())
+    assert_rounded(
+        "out", out[:, :7].flatten(0, 1), normal(x.double()) * scale.double() + shift.double()
+    )
     assert out[:, 7:].isnan().all()
 
 
@@ -145,19 +158,33 @@ def norm_gradients(x, grad_normed, grad_total, parameters):
     return results
 
 
-def run_norm_backward(draw, poisoned, make_partial, num_rows, features, form, dtype, residual_dtype, total_dtype):
-    x, grad_normed = draw(num_rows, features, dtype=residual_dtype), draw(num_rows, features, dtype=dtype)
+def run_norm_backward(
+    draw, poisoned, make_partial, num_rows, features, form, dtype, residual_dtype, total_dtype
+):
+    x, grad_normed = (
+        draw(num_rows, features, dtype=residual_dtype),
+        draw(num_rows, features, dtype=dtype),
+    )
     grad_total = None if total_dtype is None else draw(num_rows, features, dtype=total_dtype)
     parameters = norm_parameters(draw, num_rows, features, form, dtype)
     results = {"dx": poisoned(num_rows, features, dtype=residual_dtype)}
-    results |= {name: poisoned(num_rows, features, dtype=dtype) for name in ("normed", "grad_scale")}
+    results |= {
+        name: poisoned(num_rows, features, dtype=dtype) for name in ("normed", "grad_scale")
+    }
     has_total = grad_total is not None
     sums = (3 if has_total else 2) * features
     partial = make_partial(5 + sums + 3)
     launch = row_launches.norm_backward(
         num_rows, features, EPS, programs=PROGRAMS, sums=5 + sums + 3, first_sum=5, total=has_total
     )
-    launch(x=x, grad_normed=grad_normed, grad_total=grad_total, partial=partial, **parameters, **results)
+    launch(
+        x=x,
+        grad_normed=grad_normed,
+        grad_total=grad_total,
+        partial=partial,
+        **parameters,
+        **results,
+    )
     reference = norm_gradients(x, grad_normed, grad_total, parameters)
     for name, result in results.items():
         assert_rounded(name, result, reference[name])
@@ -168,17 +195,25 @@ def run_norm_backward(draw, poisoned, make_partial, num_rows, features, form, dt
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_gradients_of_a_norm_are_those_of_pytorch(draw, poisoned, make_partial, num_rows, features, form):
+def test_gradients_of_a_norm_are_those_of_pytorch(
+    draw, poisoned, make_partial, num_rows, features, form
+):
     float32 = torch.float32
-    run_norm_backward(draw, poisoned, make_partial, num_rows, features, form, float32, float32, float32)
+    run_norm_backward(
+        draw, poisoned, make_partial, num_rows, features, form, float32, float32, float32
+    )
 
 
 @pytest.mark.parametrize("form", ["scale and shift", "modulated"])
 @pytest.mark.parametrize("total_dtype", [None, *DTYPES])
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_a_norm_with_any_dtypes(draw, poisoned, make_partial, form, total_dtype, residual_dtype, dtype):
-    run_norm_backward(draw, poisoned, make_partial, 19, 67, form, dtype, residual_dtype, total_dtype)
+def test_gradients_of_a_norm_with_any_dtypes(
+    draw, poisoned, make_partial, form, total_dtype, residual_dtype, dtype
+):
+    run_norm_backward(
+        draw, poisoned, make_partial, 19, 67, form, dtype, residual_dtype, total_dtype
+    )
 
 
 def test_gradient_of_a_norm_alone_writes_nothing_else(draw, poisoned):
@@ -226,16 +261,25 @@ def test_launches_add_to_the_same_sums(draw, poisoned, make_partial):
 
 @pytest.mark.parametrize("features", [1025, 3000])
 def test_norm_of_more_features_than_a_tile(draw, poisoned, make_partial, features):
-    x, parameters = draw(5, features), norm_parameters(draw, 5, features, "scale and shift", torch.float32)
+    x, parameters = (
+        draw(5, features),
+        norm_parameters(draw, 5, features, "scale and shift", torch.float32),
+    )
     out = poisoned(5, features)
     row_launches.norm_forward(5, features, EPS)(x=x, out=out, **parameters)
-    assert_rounded("out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()}))
+    assert_rounded(
+        "out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()})
+    )
     float32 = torch.float32
-    run_norm_backward(draw, poisoned, make_partial, 5, features, "modulated", float32, float32, float32)
+    run_norm_backward(
+        draw, poisoned, make_partial, 5, features, "modulated", float32, float32, float32
+    )
 
 
 def test_a_norm_of_too_many_features_is_refused_with_the_number():
-    with pytest.raises(ValueError, match="1 to 4096 features, .* got 4097; compute it by the module"):
+    with pytest.raises(
+        ValueError, match="1 to 4096 features, .* got 4097; compute it by the module"
+    ):
         row_launches.norm_forward(3, 4097, EPS)
 
 
@@ -245,12 +289,16 @@ def test_a_norm_of_too_many_features_is_refused_with_the_number():
 @pytest.mark.parametrize("has_scale", [True, False], ids=["scale", "no scale"])
 @pytest.mark.parametrize(("heads", "channels"), [(1, 1), (3, 5), (4, 32), (16, 64), (2, 67)])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_head_norm_and_its_gradients(draw, poisoned, make_partial, num_rows, heads, channels, has_scale):
+def test_head_norm_and_its_gradients(
+    draw, poisoned, make_partial, num_rows, heads, channels, has_scale
+):
     packed = draw(num_rows, 3 * heads * channels)  # query, key, value
     key = packed[:, heads * channels : 2 * heads * channels]
     scale, out = draw(channels) if has_scale else None, poisoned(num_rows, heads, channels)
     stride, width = packed.shape[1], heads * channels
-    forward = row_launches.head_norm_forward(num_rows, heads, channels, EPS, x_stride=stride, out_stride=width)
+    forward = row_launches.head_norm_forward(
+        num_rows, heads, channels, EPS, x_stride=stride, out_stride=width
+    )
     forward(x=key, scale=scale, out=out)
     x = exact(key.unflatten(-1, (heads, channels)))
     n = normal(x)
@@ -264,7 +312,9 @@ def test_head_norm_and_its_gradients(draw, poisoned, make_partial, num_rows, hea
         sums=channels, first_sum=0,
     )  # fmt: skip
     columns = dx[:, width:]
-    backward(x=key, grad_normed=grad, scale=scale, dx=columns, partial=partial if has_scale else None)
+    backward(
+        x=key, grad_normed=grad, scale=scale, dx=columns, partial=partial if has_scale else None
+    )
     (exact_dx,) = torch.autograd.grad(y, x, grad.double())
     assert_rounded("dx", columns, exact_dx.flatten(1))
     assert dx[:, :width].isnan().all()
@@ -273,12 +323,23 @@ def test_head_norm_and_its_gradients(draw, poisoned, make_partial, num_rows, hea
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradient_of_a_head_norm_may_overwrite_the_gradient_that_comes_in(draw, make_partial, dtype):
+def test_gradient_of_a_head_norm_may_overwrite_the_gradient_that_comes_in(
+    draw, make_partial, dtype
+):
     key, scale, grads = draw(37, 4 * 10, dtype=dtype), draw(10), draw(37, 3 * 40, dtype=dtype)
     partial, before = make_partial(10), grads.clone()
     columns = grads[:, 40:80]
     launch = row_launches.head_norm_backward(
-        37, 4, 10, EPS, x_stride=40, grad_stride=120, dx_stride=120, programs=PROGRAMS, sums=10, first_sum=0
+        37,
+        4,
+        10,
+        EPS,
+        x_stride=40,
+        grad_stride=120,
+        dx_stride=120,
+        programs=PROGRAMS,
+        sums=10,
+        first_sum=0,
     )
     launch(x=key, grad_normed=columns, scale=scale, dx=columns, partial=partial)
     x, dy = exact(key.view(37, 4, 10)), before[:, 40:80].reshape(37, 4, 10).double()
@@ -302,7 +363,9 @@ def run_activation(draw, poisoned, make_partial, num_rows, features, activation,
     width = 2 * features if gated else features
     hidden, grad = 3 * draw(num_rows, width, dtype=dtype), draw(num_rows, features, dtype=dtype)
     out = poisoned(num_rows, features, dtype=dtype)
-    row_launches.activation_forward(num_rows, features, activation, gated=gated)(hidden=hidden, out=out)
+    row_launches.activation_forward(num_rows, features, activation, gated=gated)(
+        hidden=hidden, out=out
+    )
     h = exact(hidden)
     reference = activate(h, activation, gated)
     assert_rounded("out", out, reference)
@@ -312,7 +375,13 @@ def run_activation(draw, poisoned, make_partial, num_rows, features, activation,
         num_rows, features, activation, gated=gated, programs=PROGRAMS, sums=width + 4, first_sum=3
     )
     activated = poisoned(num_rows, features, dtype=dtype)
-    launch(hidden=hidden, grad_activated=grad, activated=activated, grad_hidden=grad_hidden, partial=partial)
+    launch(
+        hidden=hidden,
+        grad_activated=grad,
+        activated=activated,
+        grad_hidden=grad_hidden,
+        partial=partial,
+    )
     (dh,) = torch.autograd.grad(reference, h, grad.double())
     assert_rounded("activated", activated, reference)
     assert_rounded("grad_hidden", grad_hidden, dh)
@@ -320,7 +389,13 @@ def run_activation(draw, poisoned, make_partial, num_rows, features, activation,
     assert not partial[:, :3].any() and not partial[:, -1].any()
 
     in_place, grad_hidden = grad.clone(), torch.full_like(hidden, float("nan"))
-    launch(hidden=hidden, grad_activated=in_place, activated=in_place, grad_hidden=grad_hidden, partial=None)
+    launch(
+        hidden=hidden,
+        grad_activated=in_place,
+        activated=in_place,
+        grad_hidden=grad_hidden,
+        partial=None,
+    )
     assert_rounded("activated in place", in_place, reference)
     assert_rounded("grad_hidden in place", grad_hidden, dh)
 
@@ -335,19 +410,29 @@ def test_activation_and_its_gradient(draw, poisoned, make_partial, activation, g
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_activation_of_any_number_of_rows_and_features(draw, poisoned, make_partial, num_rows, features, gated):
+def test_activation_of_any_number_of_rows_and_features(
+    draw, poisoned, make_partial, num_rows, features, gated
+):
     run_activation(draw, poisoned, make_partial, num_rows, features, "silu", gated, torch.float32)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_of_the_largest_finite_numbers_is_finite(poisoned, make_partial, kernel_device, activation):
+def test_activation_of_the_largest_finite_numbers_is_finite(
+    poisoned, make_partial, kernel_device, activation
+):
     most = torch.finfo(torch.float32).max
-    hidden = torch.tensor([[-most, -1e20, -100.0, -0.0, 0.0, 100.0, 1e20, most]], device=kernel_device)
+    hidden = torch.tensor(
+        [[-most, -1e20, -100.0, -0.0, 0.0, 100.0, 1e20, most]], device=kernel_device
+    )
     out, grad_hidden = poisoned(1, 8), poisoned(1, 8)
     row_launches.activation_forward(1, 8, activation, gated=False)(hidden=hidden, out=out)
-    launch = row_launches.activation_backward(1, 8, activation, gated=False, programs=1, sums=0, first_sum=0)
+    launch = row_launches.activation_backward(
+        1, 8, activation, gated=False, programs=1, sums=0, first_sum=0
+    )
     ones = torch.ones_like(hidden)
-    launch(hidden=hidden, grad_activated=ones, activated=None, grad_hidden=grad_hidden, partial=None)
+    launch(
+        hidden=hidden, grad_activated=ones, activated=None, grad_hidden=grad_hidden, partial=None
+    )
     slope = {"sigmoid": [0, 0, 0, 0.25, 0.25, 0, 0, 0], "relu": [0, 0, 0, 0, 0, 1, 1, 1]}
     expected = slope.get(activation, [0, 0, 0, 0.5, 0.5, 1, 1, 1])
     assert torch.isfinite(out).all()
@@ -361,7 +446,9 @@ def test_relu_passes_nan_as_pytorch_does(poisoned, kernel_device):
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="must be one of gelu, gelu_tanh, silu, relu, sigmoid, got 'mish'"):
+    with pytest.raises(
+        ValueError, match="must be one of gelu, gelu_tanh, silu, relu, sigmoid, got 'mish'"
+    ):
         row_launches.activation_forward(3, 8, "mish", gated=False)
 
 
@@ -374,7 +461,9 @@ def all_launches(num_rows):
     yield row_launches.norm_forward(num_rows, 512, EPS)
     yield row_launches.norm_backward(num_rows, 512, EPS, **sums)
     yield row_launches.head_norm_forward(num_rows, 16, 32, EPS, **forward)
-    yield row_launches.head_norm_backward(num_rows, 16, 32, EPS, x_stride=512, grad_stride=512, dx_stride=512, **sums)
+    yield row_launches.head_norm_backward(
+        num_rows, 16, 32, EPS, x_stride=512, grad_stride=512, dx_stride=512, **sums
+    )
     yield row_launches.activation_forward(num_rows, 512, "silu", gated=True)
     yield row_launches.activation_backward(num_rows, 512, "silu", gated=True, **sums)
 
@@ -388,7 +477,11 @@ def test_sizes_of_a_graph_change_nothing_that_is_compiled():
     for few, many in zip(all_launches(1), all_launches(542_080), strict=True):
         assert few.constants == many.constants
         interpreted = getattr(few.kernel, "kwargs", None)
-        names = few.kernel.do_not_specialize if interpreted is None else interpreted["do_not_specialize"]
+        names = (
+            few.kernel.do_not_specialize
+            if interpreted is None
+            else interpreted["do_not_specialize"]
+        )
         assert set(few.scalars) == {*names} | ({"eps"} & set(few.scalars))
 
 
@@ -408,7 +501,14 @@ def test_names_in_a_profile_tell_kernel_dtype_and_sizes():
 # ---------------------------------------------------------------------------------------------- compiled
 
 COMPILE = Path(__file__).with_name("compile_row_kernels.py")
-KERNELS = {"norm_fwd", "norm_bwd", "head_norm_fwd", "head_norm_bwd", "activation_fwd", "activation_bwd"}
+KERNELS = {
+    "norm_fwd",
+    "norm_bwd",
+    "head_norm_fwd",
+    "head_norm_bwd",
+    "activation_fwd",
+    "activation_bwd",
+}
 GROWING = {  # arguments whose size grows with nodes
     "x", "grad_normed", "grad_total", "modulation", "dx", "normed", "grad_scale", "out", "hidden", "grad_activated",
     "activated", "grad_hidden",

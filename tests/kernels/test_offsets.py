@@ -17,7 +17,9 @@ def is_wide(samples, num_src, num_dst, num_edges, heads, channels, form="none", 
     elif form == "raw":
         attr, weight = empty(1, num_edges, edge_dim), empty(heads * channels, edge_dim)
     query, key = empty(samples, num_dst, heads, channels), empty(samples, num_src, heads, channels)
-    colptr, row = (torch.empty(n, dtype=torch.int32, device="meta") for n in (num_dst + 1, num_edges))
+    colptr, row = (
+        torch.empty(n, dtype=torch.int32, device="meta") for n in (num_dst + 1, num_edges)
+    )
     operands = AttentionOperands(query, key, key, attr, weight)
     return sizes_of(operands, IndexTensors(colptr, row)).needs_int64
 

@@ -19,7 +19,9 @@ GRAPHS = {  # N320 and icosphere 6: sources, destinations, edges
 SWEEP = json.loads((ROOT / "benchmarks" / "results" / "row_tiles_h200.json").read_text())
 MEASURED = {}  # kernel, graph, channels: ms of each tile with all 16 heads on an H200
 for graph, width, kind, num_warps, unroll, nodes, pairs, ms in SWEEP["rows"]:
-    MEASURED.setdefault((kind, graph, width), {})[tiles.RowTile(16, width, unroll, num_warps, nodes, pairs)] = ms
+    MEASURED.setdefault((kind, graph, width), {})[
+        tiles.RowTile(16, width, unroll, num_warps, nodes, pairs)
+    ] = ms
 
 
 def shape_of(kernel, graph, channels):
@@ -32,12 +34,19 @@ def shape_of(kernel, graph, channels):
 @pytest.mark.parametrize(("kernel", "graph", "channels"), MEASURED)
 def test_the_chosen_tile_is_within_2_percent_of_the_fastest_measured(kernel, graph, channels):
     times = MEASURED[kernel, graph, channels]
-    assert times[ROW_KERNELS[kernel](shape_of(kernel, graph, channels))] <= 1.02 * min(times.values())
+    assert times[ROW_KERNELS[kernel](shape_of(kernel, graph, channels))] <= 1.02 * min(
+        times.values()
+    )
 
 
 @pytest.mark.parametrize("kernel", ROW_KERNELS)
 def test_every_time_in_a_docstring_is_in_the_results(kernel):
-    known = {f"{ms:.3f}" for case, times in MEASURED.items() if case[0] == kernel for ms in times.values()}
+    known = {
+        f"{ms:.3f}"
+        for case, times in MEASURED.items()
+        if case[0] == kernel
+        for ms in times.values()
+    }
     quoted = set(re.findall(r"\d\.\d{3}", ROW_KERNELS[kernel].__doc__))
     assert len(quoted) > 8 and quoted <= known
 
@@ -60,11 +69,15 @@ def test_rows_in_flight_fit_the_registers_of_a_warp(choose, itemsize, channels):
 
 @pytest.mark.parametrize("kernel", ROW_KERNELS)
 def test_every_tile_holds_a_row_of_powers_of_two(kernel):
-    sizes = product((1, 2, 6, 16, 24), (1, 10, 64, 65, 500, 2000), (0, 3, 200), (1, 1.6, 3, 21), (2, 4))
+    sizes = product(
+        (1, 2, 6, 16, 24), (1, 10, 64, 65, 500, 2000), (0, 3, 200), (1, 1.6, 3, 21), (2, 4)
+    )
     for heads, channels, attributes, degree, itemsize in sizes:
         shape = Shape(heads, channels, 0 if kernel == "sources" else attributes, degree, itemsize)
         tile = ROW_KERNELS[kernel](shape)
-        assert tile.channels >= channels and tile.heads.bit_count() == tile.channels.bit_count() == 1, shape
+        assert (
+            tile.channels >= channels and tile.heads.bit_count() == tile.channels.bit_count() == 1
+        ), shape
         assert tile.num_warps in (1, 2, 4, 8), shape
 
 
@@ -73,7 +86,9 @@ def test_candidates_begin_with_the_chosen_tile_and_hold_what_a_thread_can(kernel
     shape = Shape(16, 64, 0, 8, 2, pairs_possible=kernel != "sources")
     found = candidates(kernel, shape)
     assert found[0] == ROW_KERNELS[kernel](shape) and len(set(found)) == len(found) > 20
-    assert all(MIN_HELD <= tile.heads * tile.channels / (32 * tile.num_warps) <= MAX_HELD for tile in found)
+    assert all(
+        MIN_HELD <= tile.heads * tile.channels / (32 * tile.num_warps) <= MAX_HELD for tile in found
+    )
 
 
 def test_candidates_of_a_contraction_fit_the_shared_memory():

@@ -20,7 +20,9 @@ def reads(monkeypatch):
 
 def run(x, capturing, monkeypatch, draws):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    return checkpoint_activations(lambda x: x.sin() * x, x, device=torch.device("cuda"), draws=draws)
+    return checkpoint_activations(
+        lambda x: x.sin() * x, x, device=torch.device("cuda"), draws=draws
+    )
 
 
 @pytest.mark.parametrize(("capturing", "draws"), [(False, False), (False, True), (True, True)])
@@ -29,7 +31,9 @@ def test_the_generator_state_is_kept(reads, monkeypatch, capturing, draws):
     assert reads
 
 
-def test_a_captured_pass_without_draws_does_not_read_the_generator_state_and_has_the_gradient(reads, monkeypatch):
+def test_a_captured_pass_without_draws_does_not_read_the_generator_state_and_has_the_gradient(
+    reads, monkeypatch
+):
     x = torch.randn(3, requires_grad=True)
     run(x, True, monkeypatch, draws=False).sum().backward()
     assert not reads
@@ -37,7 +41,9 @@ def test_a_captured_pass_without_draws_does_not_read_the_generator_state_and_has
 
 
 def test_capture_is_not_queried_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("there is none"))
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("there is none")
+    )
     x = torch.randn(3, requires_grad=True)
     checkpoint_activations(torch.sin, x, device=torch.device("cpu"), draws=False).sum().backward()
 
@@ -68,6 +74,8 @@ def test_the_condition_reaches_every_layer_of_a_checkpointed_processor(inputs):
             return super().forward(x)
 
     kernels, cond = LayerKernels(LayerNorm=Norm), torch.ones(1, 4)
-    processor = GraphTransformerProcessor(num_layers=2, **SIZES, layer_kernels=kernels, checkpoint_groups=2)
+    processor = GraphTransformerProcessor(
+        num_layers=2, **SIZES, layer_kernels=kernels, checkpoint_groups=2
+    )
     processor(*inputs, cond=cond)
     assert len(seen) == 4 and all(passed is cond for passed in seen)

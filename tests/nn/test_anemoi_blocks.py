@@ -15,17 +15,31 @@ from support.same_numbers import assert_same
 from anemoi_gt import GraphStructure, nn
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # theirs says that a gate needs no activation
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:mlp_implementation="
+)  # theirs says that a gate needs no activation
 
 CHANNELS, HEADS, HIDDEN, DIM, CONDITION = 12, 3, 20, 5, 4
 SRC, DST, EDGES, SAMPLES = 9, 7, 40, 2
 KINDS = {"processor": "GraphTransformerProcessorBlock", "mapper": "GraphTransformerMapperBlock"}
 # What a column's value means as keywords of their `load_layer_kernels` and of our `LayerKernels`.
-CONDITIONAL = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": CONDITION}
-THEIR_KERNELS = {"conditional": {"LayerNorm": CONDITIONAL}, "silu": {"Activation": {"_target_": "torch.nn.SiLU"}}}
+CONDITIONAL = {
+    "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
+    "condition_shape": CONDITION,
+}
+THEIR_KERNELS = {
+    "conditional": {"LayerNorm": CONDITIONAL},
+    "silu": {"Activation": {"_target_": "torch.nn.SiLU"}},
+}
 OUR_NORM = partial(ConditionalLayerNorm, condition_shape=CONDITION)
 OUR_KERNELS = {"conditional": {"LayerNorm": OUR_NORM}, "silu": {"Activation": torch.nn.SiLU}}
-PLAIN = {"mlp_implementation": "mlp", "qk_norm": False, "edge_pre_mlp": False, "bias": True, "attn_channels": None}
+PLAIN = {
+    "mlp_implementation": "mlp",
+    "qk_norm": False,
+    "edge_pre_mlp": False,
+    "bias": True,
+    "attn_channels": None,
+}
 PLAIN |= {"update_src_nodes": False, "norm": "plain", "activation": "gelu"}
 ROWS = pairwise(
     kind=tuple(KINDS), mlp_implementation=("mlp", "glu", "swiglu", "geglu", "reglu"), qk_norm=(False, True),
@@ -38,13 +52,18 @@ ROWS = pairwise(
 
 
 def name_of(row):
-    return "-".join(value if isinstance(value, str) else f"{name}={value}" for name, value in sorted(row.items()))
+    return "-".join(
+        value if isinstance(value, str) else f"{name}={value}"
+        for name, value in sorted(row.items())
+    )
 
 
 def options_of(row):
     sizes = {"in_channels": CHANNELS, "out_channels": CHANNELS, "hidden_dim": HIDDEN}
     sizes |= {"num_heads": HEADS, "edge_dim": DIM}
-    left_out = {"kind", "norm", "activation"} | ({"update_src_nodes"} if row["kind"] == "processor" else set())
+    left_out = {"kind", "norm", "activation"} | (
+        {"update_src_nodes"} if row["kind"] == "processor" else set()
+    )
     return sizes | {name: value for name, value in row.items() if name not in left_out}
 
 
@@ -54,7 +73,9 @@ def kernels_of(row, table):
 
 def make_theirs(row):
     kernels = load_layer_kernels(kernels_of(row, THEIR_KERNELS))
-    return getattr(block, KINDS[row["kind"]])(**options_of(row), layer_kernels=kernels, graph_attention_backend="pyg")
+    return getattr(block, KINDS[row["kind"]])(
+        **options_of(row), layer_kernels=kernels, graph_attention_backend="pyg"
+    )
 
 
 def make_ours(row):
@@ -107,11 +128,26 @@ def run_theirs(layer, row, dtype=torch.float64):
     def call(tensors):
         parts = []
         for i in range(SAMPLES):
-            x, cond = arguments(row, {n: t if n == "edge_attr" else t[i] for n, t in tensors.items()})
+            x, cond = arguments(
+                row, {n: t if n == "edge_attr" else t[i] for n, t in tensors.items()}
+            )
             size = (num_src, DST)
-            out, _ = layer(x, tensors["edge_attr"], edge_index, shards, 1, size, edges_are_dst_sorted=False, **cond)
+            out, _ = layer(
+                x,
+                tensors["edge_attr"],
+                edge_index,
+                shards,
+                1,
+                size,
+                edges_are_dst_sorted=False,
+                **cond,
+            )
             parts.append(out)
-        return torch.stack(parts) if row["kind"] == "processor" else tuple(map(torch.stack, zip(*parts, strict=True)))
+        return (
+            torch.stack(parts)
+            if row["kind"] == "processor"
+            else tuple(map(torch.stack, zip(*parts, strict=True)))
+        )
 
     return differentiate(layer, inputs, call)
 
@@ -140,8 +176,12 @@ def test_float32_loses_no_more_than_theirs_over_all_options():
         baseline = run_theirs(theirs.float(), row, torch.float32)
         result = run_ours(ours.float(), row, torch.float32)
         assert all(value.dtype == torch.float32 for value in result.values() if value is not None)
-        learnt = [name for name in exact if exact[name] is not None and not name.endswith("lin_key.bias")]
-        corpus.add_errors(*({name: side[name] for name in learnt} for side in (result, exact, baseline)))
+        learnt = [
+            name for name in exact if exact[name] is not None and not name.endswith("lin_key.bias")
+        ]
+        corpus.add_errors(
+            *({name: side[name] for name in learnt} for side in (result, exact, baseline))
+        )
     assert len(corpus.ours) > 40
     corpus.assert_accurate()
 

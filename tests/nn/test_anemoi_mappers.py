@@ -16,11 +16,20 @@ from anemoi_gt import GraphStructure, nn
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, split_destinations
 
 SRC, DST, EDGES, DIM, CONDITION = 13, 11, 50, 5, 4
-SIZES = {"num_channels": 12, "num_heads": 3, "mlp_hidden_ratio": 1.3, "edge_dim": DIM, "qk_norm": True}
+SIZES = {
+    "num_channels": 12,
+    "num_heads": 3,
+    "mlp_hidden_ratio": 1.3,
+    "edge_dim": DIM,
+    "qk_norm": True,
+}
 KINDS = {  # class, channels
     "forward": ("GraphTransformerForwardMapper", {"in_channels_src": 6}),
     "backward": ("GraphTransformerBackwardMapper", {"in_channels_src": 12, "out_channels_dst": 3}),
-    "backward from other channels": ("GraphTransformerBackwardMapper", {"in_channels_src": 8, "out_channels_dst": 3}),
+    "backward from other channels": (
+        "GraphTransformerBackwardMapper",
+        {"in_channels_src": 8, "out_channels_dst": 3},
+    ),
 }
 THEIRS = {"layer_kernels": {}, "graph_attention_backend": "pyg", "gradient_checkpointing": False}
 
@@ -35,17 +44,30 @@ def make_edges(num_src):
 def make_pair(kind, conditional=False, num_chunks=1):
     name, channels = KINDS[kind]
     sizes = SIZES | channels | {"in_channels_dst": 4}
-    condition = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": CONDITION}
+    condition = {
+        "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
+        "condition_shape": CONDITION,
+    }
     kernels = {"layer_kernels": {"LayerNorm": condition}} if conditional else {}
-    theirs = randomise(getattr(their_mappers, name)(**sizes, **THEIRS | kernels, num_chunks=num_chunks).double())
-    norm = partial(ConditionalLayerNorm, condition_shape=CONDITION) if conditional else torch.nn.LayerNorm
+    theirs = randomise(
+        getattr(their_mappers, name)(**sizes, **THEIRS | kernels, num_chunks=num_chunks).double()
+    )
+    norm = (
+        partial(ConditionalLayerNorm, condition_shape=CONDITION)
+        if conditional
+        else torch.nn.LayerNorm
+    )
     ours = getattr(nn, name)(**sizes, layer_kernels=LayerKernels(LayerNorm=norm))
     ours.double().load_state_dict(theirs.state_dict())
     return theirs, ours
 
 
 def make_inputs(kind, conditional=False):
-    inputs = {"src": draw(SRC, KINDS[kind][1]["in_channels_src"]), "dst": draw(DST, 4), "edge_attr": draw(EDGES, DIM)}
+    inputs = {
+        "src": draw(SRC, KINDS[kind][1]["in_channels_src"]),
+        "dst": draw(DST, 4),
+        "edge_attr": draw(EDGES, DIM),
+    }
     if conditional:
         inputs |= {"cond_src": draw(SRC, CONDITION), "cond_dst": draw(DST, CONDITION)}
     return inputs
@@ -65,10 +87,14 @@ def run_theirs(mapper, inputs):
 
 
 def run_ours(mapper, inputs, num_chunks=1):
-    chunks = split_destinations(GraphStructure.from_edge_index(make_edges(SRC), (SRC, DST)), num_chunks)
+    chunks = split_destinations(
+        GraphStructure.from_edge_index(make_edges(SRC), (SRC, DST)), num_chunks
+    )
 
     def call(tensors):
-        return mapper((tensors["src"], tensors["dst"]), chunks, tensors["edge_attr"], **cond_of(tensors))
+        return mapper(
+            (tensors["src"], tensors["dst"]), chunks, tensors["edge_attr"], **cond_of(tensors)
+        )
 
     return differentiate(mapper, inputs, call)
 
@@ -76,7 +102,9 @@ def run_ours(mapper, inputs, num_chunks=1):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("conditional", (False, True))
 @pytest.mark.parametrize("num_chunks", (1, 3))
-def test_mapper_gives_their_output_and_all_their_gradients_and_loads_both_ways(kind, conditional, num_chunks):
+def test_mapper_gives_their_output_and_all_their_gradients_and_loads_both_ways(
+    kind, conditional, num_chunks
+):
     theirs, ours = make_pair(kind, conditional, num_chunks)
     inputs = make_inputs(kind, conditional)
     assert_same(run_ours(ours, inputs, num_chunks), run_theirs(theirs, inputs))
@@ -95,8 +123,12 @@ def test_processor_gives_their_output_and_all_their_gradients_and_state_dicts_lo
     ours.load_state_dict(randomise(theirs).state_dict())
     graph, shards = GraphStructure.from_edge_index(edge_index, DST), GraphShardInfo()
     inputs = {"x": draw(DST, 12), "edge_attr": draw(EDGES, DIM)}
-    expected = differentiate(theirs, inputs, lambda t: theirs(t["x"], 1, shards, t["edge_attr"], edge_index))
-    assert_same(differentiate(ours, inputs, lambda t: ours(t["x"], graph, t["edge_attr"])), expected)
+    expected = differentiate(
+        theirs, inputs, lambda t: theirs(t["x"], 1, shards, t["edge_attr"], edge_index)
+    )
+    assert_same(
+        differentiate(ours, inputs, lambda t: ours(t["x"], graph, t["edge_attr"])), expected
+    )
     assert_state_loads_back(theirs, ours)
 
 

@@ -9,11 +9,22 @@ from support.differentiate import draw, randomise
 from support.refusals import raises, refused
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi_gt import (
+    AttentionConfig,
+    GraphStructure,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessorBlock,
+)
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels
 
 CHANNELS, HEADS, DIM = 12, 3, 4
-SIZES = {"in_channels": CHANNELS, "hidden_dim": 20, "out_channels": CHANNELS, "num_heads": HEADS, "edge_dim": DIM}
+SIZES = {
+    "in_channels": CHANNELS,
+    "hidden_dim": 20,
+    "out_channels": CHANNELS,
+    "num_heads": HEADS,
+    "edge_dim": DIM,
+}
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -24,7 +35,9 @@ def make_block(kind, **options):
 
 def make_edges(num_src, num_dst, edges=30):
     generator = torch.Generator().manual_seed(1)
-    edge_index = torch.stack([torch.randint(n, (edges,), generator=generator) for n in (num_src, num_dst)])
+    edge_index = torch.stack(
+        [torch.randint(n, (edges,), generator=generator) for n in (num_src, num_dst)]
+    )
     return edge_index, torch.randn(edges, DIM, generator=generator, dtype=torch.float64)
 
 
@@ -37,11 +50,15 @@ def run(block, x, edge_index, edge_attr, **options):
 
 
 @every_kind
-@pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per batch element"))
+@pytest.mark.parametrize(
+    "shared", (True, False), ids=("one edge_attr", "edge_attr per batch element")
+)
 def test_a_batch_on_one_graph_gives_what_each_element_gives_alone(kind, shared):
     block, (edge_index, _), x = make_block(kind), make_edges(8, 8), draw(2, 8, CHANNELS)
     edge_attr = draw(30, DIM) if shared else draw(2, 30, DIM)
-    expected = [run(block, x[i], edge_index, edge_attr if shared else edge_attr[i]) for i in range(2)]
+    expected = [
+        run(block, x[i], edge_index, edge_attr if shared else edge_attr[i]) for i in range(2)
+    ]
     assert_same(run(block, x, edge_index, edge_attr), torch.stack(expected), 1e-12)
 
 
@@ -85,15 +102,23 @@ def test_wrong_option_is_refused(kind, wrong, message):
 
 @every_kind
 def test_conditional_norms_without_a_condition_are_refused(kind):
-    block = make_block(kind, layer_kernels=LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2)))
-    with pytest.raises(ValueError, match="cond must be a tensor .* ConditionalLayerNorm require a condition, got None"):
+    block = make_block(
+        kind, layer_kernels=LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
+    )
+    with pytest.raises(
+        ValueError,
+        match="cond must be a tensor .* ConditionalLayerNorm require a condition, got None",
+    ):
         run(block, draw(8, CHANNELS), *make_edges(8, 8))
 
 
 @every_kind
 def test_a_condition_for_norms_that_take_none_is_refused(kind):
     cond = draw(8, 2) if kind == "processor" else (draw(8, 2), draw(8, 2))
-    with pytest.raises(ValueError, match=r"cond must be None .* class LayerNorm take no condition, got \(8, 2\); make"):
+    with pytest.raises(
+        ValueError,
+        match=r"cond must be None .* class LayerNorm take no condition, got \(8, 2\); make",
+    ):
         run(make_block(kind), draw(8, CHANNELS), *make_edges(8, 8), cond=cond)
 
 
@@ -103,4 +128,8 @@ def test_an_error_within_a_norm_is_not_rewritten():
             return super().forward(x) + None
 
     with pytest.raises(TypeError, match="unsupported operand"):
-        run(make_block("processor", layer_kernels=LayerKernels(LayerNorm=Norm)), draw(8, CHANNELS), *make_edges(8, 8))
+        run(
+            make_block("processor", layer_kernels=LayerKernels(LayerNorm=Norm)),
+            draw(8, CHANNELS),
+            *make_edges(8, 8),
+        )

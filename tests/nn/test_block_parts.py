@@ -9,7 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import layer_norm
 from torch.testing._internal.two_tensor import TwoTensor
 
-from anemoi_gt import GraphStructure, GraphTransformerConv, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi_gt import (
+    GraphStructure,
+    GraphTransformerConv,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessorBlock,
+)
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.nn.norm import norm_in_chunks, overflows
@@ -69,7 +74,9 @@ def test_width_of_the_hidden_layer_is_rounded_with_halves_up(ratio, width):
 
 @pytest.mark.parametrize("ratio", (0.01, 0, -1, float("inf"), float("nan")))
 def test_an_empty_hidden_layer_is_refused(ratio):
-    with pytest.raises(ValueError, match=r"mlp_ratio \* channels must be finite and at least 1/2, got .* \* 12"):
+    with pytest.raises(
+        ValueError, match=r"mlp_ratio \* channels must be finite and at least 1/2, got .* \* 12"
+    ):
         hidden_width(12, ratio)
 
 
@@ -81,7 +88,9 @@ def read_by_projections(block, x):
     """Return the input of each projection of nodes, by name, in bfloat16 autocast."""
     seen = {}
     for name in ("lin_query", "lin_key", "lin_value", "lin_self"):
-        getattr(block, name).register_forward_pre_hook(lambda _, rows, name=name: seen.update({name: rows[0]}))
+        getattr(block, name).register_forward_pre_hook(
+            lambda _, rows, name=name: seen.update({name: rows[0]})
+        )
     with torch.autocast("cpu", torch.bfloat16):
         block(x, GRAPH, draw(4, 3))
     return seen
@@ -89,7 +98,9 @@ def read_by_projections(block, x):
 
 def test_autocast_casts_the_nodes_of_a_processor_block_once_for_all_projections():
     seen = read_by_projections(GraphTransformerProcessorBlock(**SIZES), draw(5, 8))
-    assert len({id(rows) for rows in seen.values()}) == 1 and seen["lin_query"].dtype == torch.bfloat16
+    assert (
+        len({id(rows) for rows in seen.values()}) == 1 and seen["lin_query"].dtype == torch.bfloat16
+    )
 
 
 def test_autocast_casts_each_side_of_a_mapper_block_once():
@@ -118,14 +129,21 @@ def hook(layer):
 
 
 def add_bias(layer):
-    bias = torch.zeros_like(layer.lin_edge.weight[:, 0]) if layer.lin_edge.bias is None else layer.lin_edge.bias.data
+    bias = (
+        torch.zeros_like(layer.lin_edge.weight[:, 0])
+        if layer.lin_edge.bias is None
+        else layer.lin_edge.bias.data
+    )
     layer.lin_edge.weight.data.mul_(2)
     layer.lin_edge.bias = torch.nn.Parameter(2 * bias)
 
 
 @pytest.fixture(params=("conv", "block"))
 def layer(request):
-    conv, block = GraphTransformerConv(8, 4, heads=2, edge_dim=3), GraphTransformerProcessorBlock(**SIZES)
+    conv, block = (
+        GraphTransformerConv(8, 4, heads=2, edge_dim=3),
+        GraphTransformerProcessorBlock(**SIZES),
+    )
     return randomise(conv if request.param == "conv" else block)
 
 
@@ -156,4 +174,6 @@ def test_projections_of_another_class_read_nodes_as_they_are():
         pass
 
     block = GraphTransformerProcessorBlock(**SIZES, layer_kernels=LayerKernels(Linear=Linear))
-    assert {rows.dtype for rows in read_by_projections(block, draw(5, 8)).values()} == {torch.float32}
+    assert {rows.dtype for rows in read_by_projections(block, draw(5, 8)).values()} == {
+        torch.float32
+    }

@@ -13,21 +13,46 @@ from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, nn
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, split_destinations
 
 SRC, DST, EDGES, DIM = 13, 11, 50, 3
-BLOCK = {"in_channels": 12, "out_channels": 12, "hidden_dim": 20, "num_heads": 3, "edge_dim": DIM, "qk_norm": True}
+BLOCK = {
+    "in_channels": 12,
+    "out_channels": 12,
+    "hidden_dim": 20,
+    "num_heads": 3,
+    "edge_dim": DIM,
+    "qk_norm": True,
+}
 SIZES = {"num_channels": 12, "num_heads": 3, "edge_dim": DIM}
 MAPPER = {"in_channels_dst": 4, "edge_pre_mlp": True} | SIZES
 UP = {"out_channels_dst": 2, **MAPPER}
 LAYERS = {  # constructor, features of sources (None: one set of nodes) and destinations
     "conv": (partial(nn.GraphTransformerConv, (6, 4), 8, heads=2, edge_dim=DIM, beta=True), 6, 4),
-    "conv in one set": (partial(nn.GraphTransformerConv, 12, 4, heads=3, edge_dim=DIM, concat=False), None, 12),
-    "mapper block": (partial(nn.GraphTransformerMapperBlock, update_src_nodes=True, **BLOCK), 12, 12),
+    "conv in one set": (
+        partial(nn.GraphTransformerConv, 12, 4, heads=3, edge_dim=DIM, concat=False),
+        None,
+        12,
+    ),
+    "mapper block": (
+        partial(nn.GraphTransformerMapperBlock, update_src_nodes=True, **BLOCK),
+        12,
+        12,
+    ),
     "processor block": (partial(nn.GraphTransformerProcessorBlock, **BLOCK), None, 12),
     "processor": (partial(nn.GraphTransformerProcessor, num_layers=2, **SIZES), None, 12),
-    "forward mapper": (partial(nn.GraphTransformerForwardMapper, in_channels_src=6, **MAPPER), 6, 4),
-    "backward mapper": (partial(nn.GraphTransformerBackwardMapper, in_channels_src=12, **UP), 12, 4),
+    "forward mapper": (
+        partial(nn.GraphTransformerForwardMapper, in_channels_src=6, **MAPPER),
+        6,
+        4,
+    ),
+    "backward mapper": (
+        partial(nn.GraphTransformerBackwardMapper, in_channels_src=12, **UP),
+        12,
+        4,
+    ),
 }
 MAPPERS = ("forward mapper", "backward mapper")
-CONDITIONAL = {"layer_kernels": LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=5))}
+CONDITIONAL = {
+    "layer_kernels": LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=5))
+}
 every_layer = pytest.mark.parametrize("kind", LAYERS)
 
 
@@ -58,7 +83,9 @@ def run(layer, tensors, graph, **options):
 
 
 @pytest.mark.parametrize("number", (1, 2, 4, 11))
-def test_chunks_hold_every_destination_and_every_edge_once_and_only_sources_that_they_read(graph, number):
+def test_chunks_hold_every_destination_and_every_edge_once_and_only_sources_that_they_read(
+    graph, number
+):
     chunks = split_destinations(graph, number)
     sources, edge_index = torch.arange(SRC)[:, None], graph.edge_index()
     found = []
@@ -82,7 +109,9 @@ def test_one_chunk_is_the_graph_itself(graph):
 def test_chunks_keep_the_fixed_in_degree_of_their_graph(graph):
     ends = torch.arange(12)
     fixed = GraphStructure.from_edge_index(torch.stack([ends % SRC, ends // 3]), (SRC, 4))
-    assert [chunk.graph.fixed_in_degree.shape for chunk in split_destinations(fixed, 3)] == [(3, 0)] * 3
+    assert [chunk.graph.fixed_in_degree.shape for chunk in split_destinations(fixed, 3)] == [
+        (3, 0)
+    ] * 3
     assert [chunk.graph.fixed_in_degree for chunk in split_destinations(graph, 3)] == [None] * 3
 
 
@@ -95,18 +124,27 @@ def test_chunks_keep_the_destination_schedule(graph):
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("number", (2, 4, 11))
-def test_attention_of_a_destination_is_bitwise_that_on_the_whole_graph(graph, number, backend, kernel_device):
+def test_attention_of_a_destination_is_bitwise_that_on_the_whole_graph(
+    graph, number, backend, kernel_device
+):
     tensors = (draw(DST, 12), draw(SRC, 12), draw(SRC, 12), draw(EDGES, 12))
     query, key, value, embedded = (tensor.float().to(kernel_device) for tensor in tensors)
     graph, config = graph.to(kernel_device), AttentionConfig(backend)
 
     def attend(chunk):
-        rows = chunk.destinations(query), chunk.sources(key), chunk.sources(value), chunk.attributes(embedded)
+        rows = (
+            chunk.destinations(query),
+            chunk.sources(key),
+            chunk.sources(value),
+            chunk.attributes(embedded),
+        )
         query_, key_, value_, edges = (side.unflatten(-1, (3, 4)) for side in rows)
         return edge_attention(query_, key_, value_, chunk.graph, edges, config=config)[0]
 
     (expected,) = (attend(chunk) for chunk in split_destinations(graph, 1))
-    assert torch.equal(torch.cat([attend(chunk) for chunk in split_destinations(graph, number)]), expected)
+    assert torch.equal(
+        torch.cat([attend(chunk) for chunk in split_destinations(graph, number)]), expected
+    )
 
 
 @pytest.mark.parametrize(("number", "batch"), [(1, ()), (3, (2,)), (DST, ())])
@@ -121,10 +159,14 @@ def test_layer_gives_the_same_output_and_gradients_in_chunks(kind, number, batch
 @pytest.mark.parametrize("dropout", (0.0, 0.4))
 @pytest.mark.parametrize("number", (1, 4))
 @pytest.mark.parametrize("kind", MAPPERS)
-def test_activation_checkpointing_of_chunks_changes_no_output_and_no_gradient(kind, number, dropout):
+def test_activation_checkpointing_of_chunks_changes_no_output_and_no_gradient(
+    kind, number, dropout
+):
     results = []
     for checkpointing in (False, True):
-        layer, inputs, graph = make(kind, (2,), dropout=dropout, gradient_checkpointing=checkpointing)
+        layer, inputs, graph = make(
+            kind, (2,), dropout=dropout, gradient_checkpointing=checkpointing
+        )
         chunks = split_destinations(graph, number)
         results.append(differentiate(layer, inputs, lambda tensors: run(layer, tensors, chunks)))  # noqa: B023
     assert_same(*results)
@@ -149,13 +191,19 @@ def test_condition_of_every_node_or_of_all_gives_the_same_in_chunks(kind, rows, 
 
 @pytest.mark.parametrize("kind", ("conv", "mapper block", "processor block", *MAPPERS))
 def test_features_exist_for_one_chunk_at_a_time(kind):
-    layer, inputs, graph = make(kind, **({"update_src_nodes": False} if kind == "mapper block" else {}))
+    layer, inputs, graph = make(
+        kind, **({"update_src_nodes": False} if kind == "mapper block" else {})
+    )
     chunks, rows = split_destinations(graph, DST), set()
     for name, module in layer.named_modules():
-        if hasattr(module, "weight") and module.weight.dim() == 2 and not name.endswith("lin_edge"):  # is not called
+        if (
+            hasattr(module, "weight") and module.weight.dim() == 2 and not name.endswith("lin_edge")
+        ):  # is not called
             module.register_forward_hook(lambda module, args, out: rows.add(out.shape[-2]))
     run(layer, inputs, chunks)
-    assert max(rows) <= max(max(chunk.graph.num_src, chunk.graph.num_edges) for chunk in chunks) < SRC
+    assert (
+        max(rows) <= max(max(chunk.graph.num_src, chunk.graph.num_edges) for chunk in chunks) < SRC
+    )
 
 
 @pytest.mark.parametrize("number", (0, -1, 12))
@@ -166,7 +214,10 @@ def test_number_of_chunks_beyond_that_of_destinations_is_refused(graph, number):
 
 def test_graph_whose_edges_are_not_sorted_is_not_split():
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
-    raises(lambda: split_destinations(graph, 2), "must have its edges sorted by destination: build it from a sorted")
+    raises(
+        lambda: split_destinations(graph, 2),
+        "must have its edges sorted by destination: build it from a sorted",
+    )
 
 
 @pytest.mark.parametrize("change", (-1, 4))
@@ -193,18 +244,26 @@ def test_rows_that_do_not_fit_the_whole_graph_are_refused(graph, name, message, 
 @every_layer
 def test_what_is_not_a_chunk_is_refused(kind, chunks, got):
     layer, inputs, _ = make(kind)
-    raises(lambda: run(layer, inputs, chunks), f"graph must be a GraphStructure, or its chunks .* got {got}")
+    raises(
+        lambda: run(layer, inputs, chunks),
+        f"graph must be a GraphStructure, or its chunks .* got {got}",
+    )
 
 
 def test_attention_weights_of_chunks_are_refused(graph):
     layer, inputs, _ = make("conv")
-    with pytest.raises(ValueError, match="return_attention_weights must be None with chunks, got True"):
+    with pytest.raises(
+        ValueError, match="return_attention_weights must be None with chunks, got True"
+    ):
         run(layer, inputs, split_destinations(graph, 2), return_attention_weights=True)
 
 
 @pytest.mark.parametrize("kind", MAPPERS)
 def test_mapper_that_would_update_its_sources_is_refused(kind):
-    raises(partial(make, kind, update_src_nodes=True), "update_src_nodes must be False in a mapper, which returns")
+    raises(
+        partial(make, kind, update_src_nodes=True),
+        "update_src_nodes must be False in a mapper, which returns",
+    )
 
 
 def test_static_edges_have_one_state_dict_for_any_number_of_chunks(graph):
@@ -214,5 +273,11 @@ def test_static_edges_have_one_state_dict_for_any_number_of_chunks(graph):
     (structure, edge_attr), (chunks, same_attr) = whole(), edges()
     assert torch.equal(edge_attr, same_attr) and torch.equal(structure.row, graph.row)
     for chunk, expected in zip(chunks, split_destinations(graph, 3), strict=True):
-        assert (chunk.dst, chunk.edges, chunk.sizes) == (expected.dst, expected.edges, expected.sizes)
-        assert torch.equal(chunk.graph.row, expected.graph.row) and torch.equal(chunk.src, expected.src)
+        assert (chunk.dst, chunk.edges, chunk.sizes) == (
+            expected.dst,
+            expected.edges,
+            expected.sizes,
+        )
+        assert torch.equal(chunk.graph.row, expected.graph.row) and torch.equal(
+            chunk.src, expected.src
+        )

@@ -23,7 +23,9 @@ def conv():
 @pytest.fixture
 def x():
     generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(n, f, generator=generator, dtype=torch.float64) for n, f in ((SRC, 6), (DST, 4)))
+    return tuple(
+        torch.randn(n, f, generator=generator, dtype=torch.float64) for n, f in ((SRC, 6), (DST, 4))
+    )
 
 
 @pytest.fixture
@@ -62,8 +64,15 @@ class FakeSparseTensor:
 
 
 def make_adj_t(layout, edge_index, values):
-    coo = torch.sparse_coo_tensor(edge_index.flip(0), values, (DST, SRC, *values.shape[1:]), check_invariants=True)
-    convert = {"COO": coo.coalesce, "uncoalesced COO": lambda: coo, "CSR": coo.to_sparse_csr, "CSC": coo.to_sparse_csc}
+    coo = torch.sparse_coo_tensor(
+        edge_index.flip(0), values, (DST, SRC, *values.shape[1:]), check_invariants=True
+    )
+    convert = {
+        "COO": coo.coalesce,
+        "uncoalesced COO": lambda: coo,
+        "CSR": coo.to_sparse_csr,
+        "CSC": coo.to_sparse_csc,
+    }
     return convert[layout]()
 
 
@@ -83,10 +92,14 @@ def test_edge_index_of_pyg_gives_what_a_tensor_gives(conv, x, edge_index, edge_a
 
 def test_edge_index_of_pyg_with_other_sizes_than_x_is_refused(conv, x, edge_index, edge_attr):
     edges = EdgeIndex(edge_index, sparse_size=(12, DST))
-    raises(lambda: conv(x, edges, edge_attr), "num_src must be 12, the size of the EdgeIndex, got 9")
+    raises(
+        lambda: conv(x, edges, edge_attr), "num_src must be 12, the size of the EdgeIndex, got 9"
+    )
 
 
-def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_order(conv, x, edge_index, edge_attr):
+def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_order(
+    conv, x, edge_index, edge_attr
+):
     expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
     for reverse in (True, False):
         structure = GraphStructure.from_edge_index(edge_index, (SRC, DST), reverse=reverse)
@@ -102,7 +115,9 @@ def test_sparse_adjacency_gives_what_a_tensor_gives(conv, x, edge_index, edge_at
 
 
 @pytest.mark.parametrize("layout", ("COO", "uncoalesced COO", "CSR"))
-def test_values_of_a_sparse_adjacency_are_its_edge_attributes(conv, x, edge_index, edge_attr, layout):
+def test_values_of_a_sparse_adjacency_are_its_edge_attributes(
+    conv, x, edge_index, edge_attr, layout
+):
     assert_same(conv(x, make_adj_t(layout, edge_index, edge_attr)), conv(x, edge_index, edge_attr))
 
 
@@ -113,7 +128,9 @@ def test_weights_of_a_sparse_adjacency_are_not_attributes_as_in_pyg(x, edge_inde
     assert_same(ours(x, adj_t), theirs(x, adj_t))
 
 
-def test_attention_weights_of_a_sparse_adjacency_come_in_its_order_as_in_pyg(x, edge_index, edge_attr):
+def test_attention_weights_of_a_sparse_adjacency_come_in_its_order_as_in_pyg(
+    x, edge_index, edge_attr
+):
     layers = (TransformerConv, GraphTransformerConv)
     theirs, ours = (layer((6, 4), 8, heads=3, edge_dim=DIM).double() for layer in layers)
     ours.load_state_dict(theirs.state_dict())
@@ -124,12 +141,16 @@ def test_attention_weights_of_a_sparse_adjacency_come_in_its_order_as_in_pyg(x, 
     assert_same(weights, expected)
 
 
-def test_sparse_tensor_gives_what_a_tensor_gives_and_holds_the_weights(conv, x, edge_index, edge_attr):
+def test_sparse_tensor_gives_what_a_tensor_gives_and_holds_the_weights(
+    conv, x, edge_index, edge_attr
+):
     adj_t = FakeSparseTensor(edge_index, edge_attr, (DST, SRC))
     out, weights = conv(x, adj_t, return_attention_weights=True)
     expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
     assert_same((out, weights), (expected, expected_weights[adj_t.order]))
-    assert_same(conv(x, FakeSparseTensor(edge_index, None, (DST, SRC)), edge_attr[adj_t.order]), expected)
+    assert_same(
+        conv(x, FakeSparseTensor(edge_index, None, (DST, SRC)), edge_attr[adj_t.order]), expected
+    )
 
 
 @pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per element"))
@@ -137,16 +158,23 @@ def test_a_batch_on_one_graph_gives_what_each_element_gives_alone(conv, edge_ind
     x = (torch.randn(3, SRC, 6, dtype=torch.float64), torch.randn(3, DST, 4, dtype=torch.float64))
     edge_attr = torch.randn(3, EDGES, DIM, dtype=torch.float64)
     edge_attr = edge_attr[:1].expand(3, -1, -1) if shared else edge_attr
-    out, (_, weights) = conv(x, edge_index, edge_attr[0] if shared else edge_attr, return_attention_weights=True)
+    out, (_, weights) = conv(
+        x, edge_index, edge_attr[0] if shared else edge_attr, return_attention_weights=True
+    )
     for b in range(3):
-        alone, (_, alone_weights) = conv((x[0][b], x[1][b]), edge_index, edge_attr[b], return_attention_weights=True)
+        alone, (_, alone_weights) = conv(
+            (x[0][b], x[1][b]), edge_index, edge_attr[b], return_attention_weights=True
+        )
         assert_same((out[b], weights[b]), (alone, alone_weights))
 
 
 def make_graphs(*sizes):
     torch.manual_seed(6)
     edge_lists = [torch.randint(nodes, (2, edges)) for nodes, edges in sizes]
-    return [Data(draw(n, 6), edge_index, draw(e, DIM)) for (n, e), edge_index in zip(sizes, edge_lists, strict=True)]
+    return [
+        Data(draw(n, 6), edge_index, draw(e, DIM))
+        for (n, e), edge_index in zip(sizes, edge_lists, strict=True)
+    ]
 
 
 def test_a_pyg_batch_of_different_graphs_gives_what_each_gives_alone():
@@ -155,7 +183,9 @@ def test_a_pyg_batch_of_different_graphs_gives_what_each_gives_alone():
     batch = Batch.from_data_list(graphs)
     out = conv(batch.x, batch.edge_index, batch.edge_attr)
     assert_same(out, torch.cat([conv(data.x, data.edge_index, data.edge_attr) for data in graphs]))
-    structure = GraphStructure.disjoint([GraphStructure.from_edge_index(g.edge_index, g.num_nodes) for g in graphs])
+    structure = GraphStructure.disjoint(
+        [GraphStructure.from_edge_index(g.edge_index, g.num_nodes) for g in graphs]
+    )
     from_structure = conv(batch.x, structure, batch.edge_attr)
     sorted_once = GraphStructure.from_edge_index(batch.edge_index, 23)
     assert torch.equal(from_structure, conv(batch.x, sorted_once, batch.edge_attr))
@@ -167,17 +197,38 @@ def test_wrong_inputs_are_refused(conv, x, edge_index, edge_attr):
     plain = GraphTransformerConv((6, 4), 8).double()
     reverse = GraphTransformerConv((6, 4), 8, flow="target_to_source").double()
     cases = [
-        (lambda: conv((x[0], None), edge_index, edge_attr), r"tensors \(x_src, x_dst\), got \(Tensor, NoneType\)"),
-        (lambda: conv((x[0], x[1], x[1]), edge_index, edge_attr), r"got \(Tensor, Tensor, Tensor\)"),
-        (lambda: conv((x[0][0], x[1]), edge_index, edge_attr), r"x_src must have shape .* got \(6,\)"),
-        (lambda: conv(x, edge_index), "edge_attr must be passed if and only if .* got none and edge_dim=5"),
+        (
+            lambda: conv((x[0], None), edge_index, edge_attr),
+            r"tensors \(x_src, x_dst\), got \(Tensor, NoneType\)",
+        ),
+        (
+            lambda: conv((x[0], x[1], x[1]), edge_index, edge_attr),
+            r"got \(Tensor, Tensor, Tensor\)",
+        ),
+        (
+            lambda: conv((x[0][0], x[1]), edge_index, edge_attr),
+            r"x_src must have shape .* got \(6,\)",
+        ),
+        (
+            lambda: conv(x, edge_index),
+            "edge_attr must be passed if and only if .* got none and edge_dim=5",
+        ),
         (lambda: plain(x, edge_index, edge_attr), r"got shape \(30, 5\) and edge_dim=None"),
         (lambda: conv(x, edge_index, edge_attr[1:]), r"edge_attr must have shape .* got \(29, 5\)"),
         (lambda: conv(x, graph, edge_attr[:, 1:]), r"edge_attr must have shape .* got \(30, 4\)"),
-        (lambda: conv(x, edge_index[0], edge_attr), r"edge_index must have shape \[2, E\] .* got \(30,\)"),
-        (lambda: conv(x, edge_index.float(), edge_attr), "edge_index must have dtype int32 or int64, got .*float32"),
+        (
+            lambda: conv(x, edge_index[0], edge_attr),
+            r"edge_index must have shape \[2, E\] .* got \(30,\)",
+        ),
+        (
+            lambda: conv(x, edge_index.float(), edge_attr),
+            "edge_index must have dtype int32 or int64, got .*float32",
+        ),
         (lambda: conv(x, "edges", edge_attr), "edge_index must be a GraphStructure, .* got str"),
-        (lambda: reverse(x, graph), "'target_to_source' must be used with an edge_index .* got GraphStructure"),
+        (
+            lambda: reverse(x, graph),
+            "'target_to_source' must be used with an edge_index .* got GraphStructure",
+        ),
     ]
     for wrong, message in cases:
         raises(wrong, message)

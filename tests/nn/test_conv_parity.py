@@ -48,10 +48,14 @@ def make_pair(bipartite, options):
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_output_and_gradients_are_those_of_pyg(options, bipartite):
     x, edge_index, edge_attr = make_inputs(bipartite, options["edge_dim"])
-    inputs = dict(enumerate(x if bipartite else (x,))) | ({} if edge_attr is None else {"edge_attr": edge_attr})
+    inputs = dict(enumerate(x if bipartite else (x,))) | (
+        {} if edge_attr is None else {"edge_attr": edge_attr}
+    )
     results = []
     for layer in make_pair(bipartite, options):
-        call = lambda t, layer=layer: layer((t[0], t[1]) if bipartite else t[0], edge_index, t.get("edge_attr"))  # noqa: E731
+        call = lambda t, layer=layer: layer(
+            (t[0], t[1]) if bipartite else t[0], edge_index, t.get("edge_attr")
+        )  # noqa: E731
         results.append(differentiate(layer, inputs, call))
     assert_same(*reversed(results))
 
@@ -76,7 +80,10 @@ def test_attention_weights_and_their_gradient_are_those_of_pyg(edge_dim, asked):
     assert_same(out, expected_out)
     assert_same(weights, expected)
     ramp = torch.linspace(0, 1, weights.numel(), dtype=weights.dtype).reshape(weights.shape)
-    assert_same(torch.autograd.grad((weights * ramp).sum(), x), torch.autograd.grad((expected * ramp).sum(), x))
+    assert_same(
+        torch.autograd.grad((weights * ramp).sum(), x),
+        torch.autograd.grad((expected * ramp).sum(), x),
+    )
 
 
 def test_one_seed_gives_both_layers_the_same_parameters():
@@ -100,7 +107,10 @@ def test_options_have_the_names_places_and_defaults_of_pyg():
 def test_lazy_sizes_are_taken_from_the_first_input_as_in_pyg(bipartite):
     x, edge_index, edge_attr = make_inputs(bipartite, 5)
     lazy = (-1, -1) if bipartite else -1
-    theirs, ours = (layer(lazy, 8, heads=3, edge_dim=-1).double() for layer in (TransformerConv, GraphTransformerConv))
+    theirs, ours = (
+        layer(lazy, 8, heads=3, edge_dim=-1).double()
+        for layer in (TransformerConv, GraphTransformerConv)
+    )
     expected = theirs(x, edge_index, edge_attr)
     ours.load_state_dict(theirs.state_dict())
     assert_same(ours(x, edge_index, edge_attr), expected)
@@ -115,13 +125,19 @@ def test_dropout_drops_weights_at_its_rate_and_scales_the_others(rate):
     nodes, heads = 50_000, 4
     conv = GraphTransformerConv(1, 1, heads=heads, dropout=rate, root_weight=False)
     torch.nn.init.zeros_(conv.lin_value.weight)
-    torch.nn.init.ones_(conv.lin_value.bias)  # each value is 1 and each node has one in-edge: out is the kept weight
+    torch.nn.init.ones_(
+        conv.lin_value.bias
+    )  # each value is 1 and each node has one in-edge: out is the kept weight
     loops = torch.arange(nodes).expand(2, -1)
     torch.manual_seed(0)
     out = conv(torch.randn(nodes, 1), loops)
     dropped = out == 0
-    deviations = abs(int(dropped.sum()) - rate * out.numel()) / max((out.numel() * rate * (1 - rate)) ** 0.5, 1)
-    assert deviations < 5, f"the binomial count of dropped weights is {deviations:.1f} standard deviations off"
+    deviations = abs(int(dropped.sum()) - rate * out.numel()) / max(
+        (out.numel() * rate * (1 - rate)) ** 0.5, 1
+    )
+    assert deviations < 5, (
+        f"the binomial count of dropped weights is {deviations:.1f} standard deviations off"
+    )
     kept = out[~dropped]
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate) if rate < 1 else 0))
 

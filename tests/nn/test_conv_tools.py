@@ -20,14 +20,23 @@ from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
 def data():
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(8, (2, 25), generator=generator)
-    return torch.randn(8, 6, generator=generator), edge_index, torch.randn(25, DIM, generator=generator)
+    return (
+        torch.randn(8, 6, generator=generator),
+        edge_index,
+        torch.randn(25, DIM, generator=generator),
+    )
 
 
 def test_pygs_sequential_runs_it(data):
     x, edge_index, edge_attr = data
-    first, second = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM), GraphTransformerConv(8, 2, edge_dim=DIM)
+    first, second = (
+        GraphTransformerConv(6, 4, heads=2, edge_dim=DIM),
+        GraphTransformerConv(8, 2, edge_dim=DIM),
+    )
     names = "x, edge_index, edge_attr"
-    model = Sequential(names, [(first, f"{names} -> x"), torch.nn.ReLU(), (second, f"{names} -> x")])
+    model = Sequential(
+        names, [(first, f"{names} -> x"), torch.nn.ReLU(), (second, f"{names} -> x")]
+    )
     graph = GraphStructure.from_edge_index(edge_index, 8)
     expected = second(first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
     assert torch.equal(model(x, edge_index, edge_attr), expected)
@@ -46,10 +55,14 @@ def test_to_hetero_makes_of_it_what_it_makes_of_pygs_layer():
 
 def test_hetero_conv_runs_it_on_structures():
     graph = make_hetero()
-    conv = HeteroConv({kind: GraphTransformerConv((-1, -1), 4, edge_dim=DIM) for kind in graph.edge_types})
+    conv = HeteroConv(
+        {kind: GraphTransformerConv((-1, -1), 4, edge_dim=DIM) for kind in graph.edge_types}
+    )
     expected = conv(graph.x_dict, graph.edge_index_dict, edge_attr_dict=graph.edge_attr_dict)
     structures = {
-        kind: GraphStructure.from_edge_index(edges, tuple(graph[name].num_nodes for name in (kind[0], kind[2])))
+        kind: GraphStructure.from_edge_index(
+            edges, tuple(graph[name].num_nodes for name in (kind[0], kind[2]))
+        )
         for kind, edges in graph.edge_index_dict.items()
     }
     actual = conv(graph.x_dict, structures, edge_attr_dict=graph.edge_attr_dict)
@@ -57,7 +70,9 @@ def test_hetero_conv_runs_it_on_structures():
 
 
 def test_summary_names_it(data, monkeypatch):
-    writer = types.SimpleNamespace(tabulate=lambda rows, **_: rows)  # the package that PyG draws its table with
+    writer = types.SimpleNamespace(
+        tabulate=lambda rows, **_: rows
+    )  # the package that PyG draws its table with
     monkeypatch.setitem(sys.modules, "tabulate", writer)
     rows = summary(TwoLayers(GraphTransformerConv), *data)
     first = next(row for row in rows if "(first)GraphTransformerConv" in row[0])
@@ -67,7 +82,9 @@ def test_summary_names_it(data, monkeypatch):
 def explain(model, algorithm, data, **masks):
     x, edge_index, edge_attr = data
     mode = {"mode": "regression", "task_level": "node", "return_type": "raw"}
-    explainer = Explainer(model.eval(), algorithm, explanation_type="model", model_config=mode, **masks)
+    explainer = Explainer(
+        model.eval(), algorithm, explanation_type="model", model_config=mode, **masks
+    )
     torch.manual_seed(3)
     return explainer(x, edge_index, edge_attr=edge_attr, index=2)
 
@@ -118,7 +135,9 @@ def test_layer_takes_every_form_of_edges_while_a_hook_is_active(data):
     for layer in (conv, reverse):
         layer.register_propagate_forward_hook(lambda *_: None)
     torch.testing.assert_close(conv(sides, edge_index, edge_attr), expected)
-    torch.testing.assert_close(conv(sides, GraphStructure.from_edge_index(edge_index, (8, 5)), edge_attr), expected)
+    torch.testing.assert_close(
+        conv(sides, GraphStructure.from_edge_index(edge_index, (8, 5)), edge_attr), expected
+    )
     torch.testing.assert_close(reverse(sides, edge_index.flip(0), edge_attr), expected)
 
 
@@ -126,7 +145,10 @@ def test_layer_refuses_a_batch_while_a_hook_is_active(data):
     x, edge_index, edge_attr = data
     conv = GraphTransformerConv(6, 4, edge_dim=DIM)
     conv.register_message_forward_hook(lambda *_: None)
-    raises(lambda: conv(x.expand(3, -1, -1), edge_index, edge_attr), r"shape \[N, F\] while .* got a batch of 3")
+    raises(
+        lambda: conv(x.expand(3, -1, -1), edge_index, edge_attr),
+        r"shape \[N, F\] while .* got a batch of 3",
+    )
 
 
 @pytest.mark.parametrize("smallest", [None, 0])

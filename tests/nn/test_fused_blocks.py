@@ -34,7 +34,11 @@ autocast = partial(torch.autocast, "cuda" if torch.cuda.is_available() else "cpu
 def operators_of_ours(names):
     """Return the operators of this library among names, without their namespace."""
     prefix = "anemoi_gt."
-    return [name.removeprefix(prefix).removesuffix(".default") for name in names if name.startswith(prefix)]
+    return [
+        name.removeprefix(prefix).removesuffix(".default")
+        for name in names
+        if name.startswith(prefix)
+    ]
 
 
 @pytest.fixture
@@ -63,15 +67,25 @@ def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
     out = (block if forward is None else forward)(x[0] if len(x) == 1 else tuple(x), graph, attr)
     out = out[1] if isinstance(out, tuple) else out
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    wanted = {f"x {i}": each for i, each in enumerate(x)} | {"attr": attr} | dict(block.named_parameters())
-    gradients = torch.autograd.grad(out.double().mul(weight).sum(), list(wanted.values()), allow_unused=True)
-    return {"out": out.detach()} | {name: x for name, x in zip(wanted, gradients, strict=True) if x is not None}
+    wanted = (
+        {f"x {i}": each for i, each in enumerate(x)}
+        | {"attr": attr}
+        | dict(block.named_parameters())
+    )
+    gradients = torch.autograd.grad(
+        out.double().mul(weight).sum(), list(wanted.values()), allow_unused=True
+    )
+    return {"out": out.detach()} | {
+        name: x for name, x in zip(wanted, gradients, strict=True) if x is not None
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", (False, True))
 @pytest.mark.parametrize(("batch", "num_chunks"), (((1,), 3), ((2,), 1), ((2,), 3)))
-def test_errors_are_at_most_three_times_those_of_separate_operators(kind, batch, num_chunks, shared):
+def test_errors_are_at_most_three_times_those_of_separate_operators(
+    kind, batch, num_chunks, shared
+):
     block, *given = make(kind, batch, num_chunks, shared, config=AttentionConfig("torch"))
     exact = differentiate(copy.deepcopy(block).double(), *given, torch.float64)
     results = []
@@ -79,12 +93,16 @@ def test_errors_are_at_most_three_times_those_of_separate_operators(kind, batch,
         block.config = config
         with autocast(), Operators() as operators:
             results.append(differentiate(block, *given))
-        forward = [name for name in operators_of_ours(operators.names) if not name.endswith("_backward")]
+        forward = [
+            name for name in operators_of_ours(operators.names) if not name.endswith("_backward")
+        ]
         fused = [name for name in forward if name in (ATTENTION, FEED_FORWARD)]
         assert fused == calls * [ATTENTION, FEED_FORWARD]
     for name, expected in exact.items():
         plain, ours = ((found[name] - expected).square().mean().sqrt().item() for found in results)
-        allowed = 3 * plain + 4 * torch.finfo(torch.bfloat16).eps * expected.square().mean().sqrt().item()
+        allowed = (
+            3 * plain + 4 * torch.finfo(torch.bfloat16).eps * expected.square().mean().sqrt().item()
+        )
         assert ours <= allowed, f"{name}: RMS error {ours:.1e}, of separate operators {plain:.1e}"
 
 
@@ -96,14 +114,21 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
     recorder = EagerAndRecordGraphs()
     compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=recorder)
     with autocast():
-        eager, again = (differentiate(block, *given, forward=forward) for forward in (block, compiled))
+        eager, again = (
+            differentiate(block, *given, forward=forward) for forward in (block, compiled)
+        )
     (traced,) = recorder.graphs
-    assert operators_of_ours(str(node.target) for node in traced.graph.nodes) == [ATTENTION, FEED_FORWARD]
+    assert operators_of_ours(str(node.target) for node in traced.graph.nodes) == [
+        ATTENTION,
+        FEED_FORWARD,
+    ]
     assert all(torch.equal(again[name], expected) for name, expected in eager.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("batch", "shape"), (((), (30, 3)), ((), (1, 31, 3)), ((2,), (1, 31, 3)), ((2,), (3, 31, 3))))
+@pytest.mark.parametrize(
+    ("batch", "shape"), (((), (30, 3)), ((), (1, 31, 3)), ((2,), (1, 31, 3)), ((2,), (3, 31, 3)))
+)
 def test_attributes_of_another_shape_are_refused_as_by_the_attention(kind, batch, shape):
     block, x, graph, _ = make(kind, batch)
     with autocast(), pytest.raises(ValueError, match=r"edge_attr must have shape \[E, D\]"):
@@ -130,7 +155,9 @@ def with_hook(name):
     return hook
 
 
-CONDITIONAL = {"layer_kernels": LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4))}
+CONDITIONAL = {
+    "layer_kernels": LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4))
+}
 
 
 def operators_of(kind, options, change=None, cond=None):
@@ -143,18 +170,27 @@ def operators_of(kind, options, change=None, cond=None):
     return operators_of_ours(operators.names)
 
 
-@pytest.mark.parametrize("options", ({"qk_norm": True}, {"mlp_implementation": "glu"}, {"edge_pre_mlp": True}), ids=str)
+@pytest.mark.parametrize(
+    "options", ({"qk_norm": True}, {"mlp_implementation": "glu"}, {"edge_pre_mlp": True}), ids=str
+)
 def test_norms_of_queries_gated_networks_and_networks_of_edges_are_fused(options):
     assert operators_of("processor", options) == [ATTENTION, FEED_FORWARD]
 
 
 @pytest.mark.parametrize("rows", (1, 9))
 def test_conditional_norms_are_fused_with_a_condition_of_each_node_or_of_all(rows):
-    assert operators_of("processor", CONDITIONAL, cond=torch.randn(rows, 4)) == [ATTENTION, FEED_FORWARD]
+    assert operators_of("processor", CONDITIONAL, cond=torch.randn(rows, 4)) == [
+        ATTENTION,
+        FEED_FORWARD,
+    ]
 
 
 def test_a_mapper_that_updates_its_sources_is_three_sublayers():
-    assert operators_of("mapper", {"update_src_nodes": True}) == [ATTENTION, FEED_FORWARD, FEED_FORWARD]
+    assert operators_of("mapper", {"update_src_nodes": True}) == [
+        ATTENTION,
+        FEED_FORWARD,
+        FEED_FORWARD,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -179,13 +215,26 @@ def test_a_mapper_whose_norm_has_two_modules_keeps_its_attention():
 
 def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
     _, (x,), *given = make("processor")
-    sizes = {"num_layers": 4, "num_channels": 24, "num_heads": 2, "edge_dim": 3, "checkpoint_groups": 2}
+    sizes = {
+        "num_layers": 4,
+        "num_channels": 24,
+        "num_heads": 2,
+        "edge_dim": 3,
+        "checkpoint_groups": 2,
+    }
     processor = GraphTransformerProcessor(**sizes, config=TRITON)
     with autocast():
-        names = sublayers_of_backward(lambda backend: torch.compile(processor, backend=backend)(x, *given))
+        names = sublayers_of_backward(
+            lambda backend: torch.compile(processor, backend=backend)(x, *given)
+        )
     layers = 2 * [f"{FEED_FORWARD}_backward", f"{ATTENTION}_backward"]
     backward = [name for name in names if name.endswith("_backward")]
     assert backward == 2 * layers
-    second_group = names.index(f"{ATTENTION}_backward", names.index(f"{ATTENTION}_backward") + 1) + 1
-    for recomputed in (names[: names.index(layers[0])], names[second_group : names.index(layers[0], second_group)]):
+    second_group = (
+        names.index(f"{ATTENTION}_backward", names.index(f"{ATTENTION}_backward") + 1) + 1
+    )
+    for recomputed in (
+        names[: names.index(layers[0])],
+        names[second_group : names.index(layers[0], second_group)],
+    ):
         assert recomputed[:3] == [ATTENTION, FEED_FORWARD, ATTENTION]

@@ -22,7 +22,9 @@ def x():
 
 def make_model(graph, seed=2, **options):
     torch.manual_seed(seed)
-    return EncoderProcessorDecoder(graph, IN, OUT, **{"channels": 16, "heads": 4, "num_layers": 2, **options})
+    return EncoderProcessorDecoder(
+        graph, IN, OUT, **{"channels": 16, "heads": 4, "num_layers": 2, **options}
+    )
 
 
 def train_step(model, x):
@@ -44,11 +46,15 @@ def test_forward_is_encoder_processor_decoder(graph, x):
 
     def nodes(name):
         sin_cos_lat_lon = torch.cat([graph[name].x.sin(), graph[name].x.cos()], dim=1).double()
-        return torch.cat([sin_cos_lat_lon, model.nodes[name].trainable], dim=1).expand(SAMPLES, -1, -1)
+        return torch.cat([sin_cos_lat_lon, model.nodes[name].trainable], dim=1).expand(
+            SAMPLES, -1, -1
+        )
 
     down, across, up = KINDS
     data = torch.cat([x, nodes("data")], dim=2)
-    hidden = model.encoder["data"]((data, nodes("hidden")), *edges(model.encoder_edges["data"], down))
+    hidden = model.encoder["data"](
+        (data, nodes("hidden")), *edges(model.encoder_edges["data"], down)
+    )
     for block in model.processor.proc:
         hidden = block(hidden, *edges(model.processor_edges, across))
     expected = model.decoder["data"]((hidden, data), *edges(model.decoder_edges["data"], up))
@@ -56,9 +62,12 @@ def test_forward_is_encoder_processor_decoder(graph, x):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "groups", "dropout"), [(None, 1, 0.0), (None, 2, 0.3), (2, None, 0.0), (11, None, 0.0), (3, 2, 0.0)]
+    ("chunks", "groups", "dropout"),
+    [(None, 1, 0.0), (None, 2, 0.3), (2, None, 0.0), (11, None, 0.0), (3, 2, 0.0)],
 )
-def test_options_that_save_memory_change_no_output_and_no_gradient(graph, x, chunks, groups, dropout):
+def test_options_that_save_memory_change_no_output_and_no_gradient(
+    graph, x, chunks, groups, dropout
+):
     options = ({}, {"checkpoint_groups": groups} | ({"mapper_chunks": chunks} if chunks else {}))
     models = (randomise(make_model(graph, dropout=dropout, **each).double()) for each in options)
     expected, actual = (train_step(model, x.double()) for model in models)
@@ -86,13 +95,20 @@ def test_residual_adds_the_prognostic_input_to_its_output(graph, x, mapping):
 
 
 def test_options_of_a_block_reach_every_block(graph, x):
-    same = {"mlp_implementation": "swiglu", "dropout": 0.25, "config": AttentionConfig("torch", "bf16")}
+    same = {
+        "mlp_implementation": "swiglu",
+        "dropout": 0.25,
+        "config": AttentionConfig("torch", "bf16"),
+    }
     model = make_model(graph, attn_channels=8, qk_norm=True, edge_pre_mlp=True, **same)
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
     assert len(blocks) == 4  # encoder, two layers, decoder
     for block in blocks:
         assert {name: getattr(block, name) for name in same} == same
-        assert block.q_norm.normalized_shape == block.k_norm.normalized_shape == (2,) and len(block.edge_pre_mlp) == 2
+        assert (
+            block.q_norm.normalized_shape == block.k_norm.normalized_shape == (2,)
+            and len(block.edge_pre_mlp) == 2
+        )
         assert block.lin_query.weight.shape == (8, 16)
     assert model(x).shape == (SAMPLES, NODES["data"], OUT)
 
@@ -119,7 +135,10 @@ def test_chunks_of_fields_are_embedded_one_at_a_time(graph, x):
                 self.widest = max(self.widest, out.shape[-1])
             return out
 
-    for chunks, widest in ((1, 64), (2, 8)):  # hidden layers; trainable features, above fields and outputs
+    for chunks, widest in (
+        (1, 64),
+        (2, 8),
+    ):  # hidden layers; trainable features, above fields and outputs
         with Widest() as mode:
             train_step(make_model(graph, mapper_chunks=chunks, checkpoint_groups=1), x)
         assert mode.widest == widest
@@ -140,7 +159,9 @@ def test_model_with_its_graph_moves_to_a_device(graph, chunks):
 
 @pytest.mark.parametrize("option", ({"trainable_nodes": 0}, {"trainable_edges": 0}))
 def test_trainable_features_and_attributes_are_optional(graph, x, option):
-    assert not any(gradient is None for gradient in train_step(make_model(graph, **option), x).values())
+    assert not any(
+        gradient is None for gradient in train_step(make_model(graph, **option), x).values()
+    )
 
 
 def change(graph, kind, **fields):
@@ -153,12 +174,27 @@ DOWN = ("data", "to", "hidden")
 
 
 @refused(
-    (lambda graph: change(graph, "hidden", x=None), "graph must have nodes 'hidden' with positions x"),
-    (lambda graph: graph.edge_type_subgraph([DOWN]), r"graph must have edges \('hidden', 'to', 'hidden'\), got edges"),
-    (lambda graph: change(graph, DOWN, edge_dirs=None), "edge_length and edge_dirs, missing edge_dirs"),
+    (
+        lambda graph: change(graph, "hidden", x=None),
+        "graph must have nodes 'hidden' with positions x",
+    ),
+    (
+        lambda graph: graph.edge_type_subgraph([DOWN]),
+        r"graph must have edges \('hidden', 'to', 'hidden'\), got edges",
+    ),
+    (
+        lambda graph: change(graph, DOWN, edge_dirs=None),
+        "edge_length and edge_dirs, missing edge_dirs",
+    ),
     (lambda graph: change(graph, "data", x=torch.full((30, 2), 57.0)), "convert degrees"),
-    (lambda graph: change(graph, DOWN, edge_index=torch.full((2, 60), 11)), "must hold values in 0 .. 10"),
-    (lambda graph: change(graph, DOWN, edge_length=torch.ones(59, 1)), r"edge_length .*\[60, feat.*got \(59, 1\)"),
+    (
+        lambda graph: change(graph, DOWN, edge_index=torch.full((2, 60), 11)),
+        "must hold values in 0 .. 10",
+    ),
+    (
+        lambda graph: change(graph, DOWN, edge_length=torch.ones(59, 1)),
+        r"edge_length .*\[60, feat.*got \(59, 1\)",
+    ),
 )
 def test_wrong_graph_is_refused(graph, wrong, message):
     raises(lambda: make_model(wrong(graph)), message)
@@ -170,7 +206,10 @@ def test_wrong_graph_is_refused(graph, wrong, message):
     ({"mlp_ratio": 0}, r"mlp_ratio \* channels must be finite and at least 1/2, got 0 \* 16"),
     ({"residual": {3: 0}}, r"residual must name output channels in 0 .. 2, got \[3\]"),
     ({"residual": {0: -1}}, r"residual must name input channels in 0 .. 4, got \[-1\]"),
-    ({"residual": 3}, r"residual must map output channels to input channels, both integers, .* got 3"),
+    (
+        {"residual": 3},
+        r"residual must map output channels to input channels, both integers, .* got 3",
+    ),
     ({"residual": {0: 1.5}}, r"residual must map output channels .* got \{0: 1.5\}"),
     ({"residual": {"0": 1}}, r"residual must map output channels .* got \{'0': 1\}"),
     ({"residual": {True: 1}}, r"residual must map output channels .* got \{True: 1\}"),

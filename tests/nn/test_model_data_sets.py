@@ -12,26 +12,36 @@ from anemoi_gt import EncoderProcessorDecoder
 
 SETS = {"global": 30, "region": 17, "stations": 8}
 EDGES = {"global": 60, "region": 40, "stations": 20}
-IN, OUT = {"global": 5, "region": 4}, {"region": 2, "stations": 3}  # one in only, one both, one out only
+IN, OUT = (
+    {"global": 5, "region": 4},
+    {"region": 2, "stations": 3},
+)  # one in only, one both, one out only
 SAMPLES = 2
 
 
 @pytest.fixture
 def graph():
     kinds = {(name, "to", "hidden"): edges for name, edges in EDGES.items()}
-    kinds |= {("hidden", "to", name): edges for name, edges in EDGES.items()} | {("hidden", "to", "hidden"): 50}
+    kinds |= {("hidden", "to", name): edges for name, edges in EDGES.items()} | {
+        ("hidden", "to", "hidden"): 50
+    }
     return weather_graph(SETS | {"hidden": 11}, kinds)
 
 
 @pytest.fixture
 def x():
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(SAMPLES, SETS[name], size, generator=generator) for name, size in IN.items()}
+    return {
+        name: torch.randn(SAMPLES, SETS[name], size, generator=generator)
+        for name, size in IN.items()
+    }
 
 
 def make_model(graph, in_channels=IN, out_channels=OUT, **options):
     torch.manual_seed(2)
-    return EncoderProcessorDecoder(graph, in_channels, out_channels, channels=16, heads=4, num_layers=1, **options)
+    return EncoderProcessorDecoder(
+        graph, in_channels, out_channels, channels=16, heads=4, num_layers=1, **options
+    )
 
 
 def test_every_data_set_that_comes_out_has_its_own_fields_on_its_own_nodes(graph, x):
@@ -110,7 +120,10 @@ def test_data_set_without_edges_to_the_mesh_is_refused():
 @refused(
     (3, "residual must map data sets to channels, .* got 3"),
     ({"region": 3}, "residual must map output channels to input channels, both integers, .* got 3"),
-    ({"global": {0: 0}}, r"residual must name data sets that are input and output, \['region'\], got \['global'\]"),
+    (
+        {"global": {0: 0}},
+        r"residual must name data sets that are input and output, \['region'\], got \['global'\]",
+    ),
 )
 def test_wrong_residual_is_refused(graph, wrong, message):
     raises(lambda: make_model(graph, residual=wrong), message)
@@ -119,17 +132,30 @@ def test_wrong_residual_is_refused(graph, wrong, message):
 @pytest.mark.parametrize("name", ("train", "values", "era5.uk", "", 5))
 @pytest.mark.parametrize("side", ("in_channels", "out_channels"))
 def test_a_name_that_a_module_cannot_have_is_refused(graph, side, name):
-    channels = {"in_channels": {"region": 4}, "out_channels": {"region": 2}} | {side: {"region": 2, name: 2}}
-    message = f"{side} must have names that torch.nn.ModuleDict accepts, .* got .{re.escape(repr(name))}"
+    channels = {"in_channels": {"region": 4}, "out_channels": {"region": 2}} | {
+        side: {"region": 2, name: 2}
+    }
+    message = (
+        f"{side} must have names that torch.nn.ModuleDict accepts, .* got .{re.escape(repr(name))}"
+    )
     raises(lambda: make_model(graph, **channels), message)
 
 
 @refused(
-    (lambda x: x["global"], r"x must map each of the data sets \['global', 'region'\] .* got Tensor"),
+    (
+        lambda x: x["global"],
+        r"x must map each of the data sets \['global', 'region'\] .* got Tensor",
+    ),
     (lambda x: {"global": x["global"]}, r"x must map each of the data sets .* got \['global'\]"),
     (lambda x: x | {"stations": x["region"]}, r"got \['global', 'region', 'stations'\]"),
-    (lambda x: x | {"region": x["region"][:, 1:]}, r"x\['region'\] must have shape \[B, 17, 4\], got \(2, 16, 4\)"),
-    (lambda x: x | {"region": x["region"][:1]}, r"x\['region'\] must have the batch size 2 of .* got 1"),
+    (
+        lambda x: x | {"region": x["region"][:, 1:]},
+        r"x\['region'\] must have shape \[B, 17, 4\], got \(2, 16, 4\)",
+    ),
+    (
+        lambda x: x | {"region": x["region"][:1]},
+        r"x\['region'\] must have the batch size 2 of .* got 1",
+    ),
 )
 def test_wrong_input_is_refused(graph, x, wrong, message):
     raises(lambda: make_model(graph)(wrong(x)), message)

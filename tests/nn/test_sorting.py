@@ -38,7 +38,9 @@ def test_a_graph_is_sorted_once_a_side_where_it_is_built_and_never_in_training()
 
 def as_adjacency(edge_index):
     src, dst = edge_index
-    return torch.sparse_coo_tensor(torch.stack([dst, src]), torch.ones(src.shape[0]), (NODES, NODES))
+    return torch.sparse_coo_tensor(
+        torch.stack([dst, src]), torch.ones(src.shape[0]), (NODES, NODES)
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,8 +52,12 @@ def as_adjacency(edge_index):
     ),
     ids=("edge_index", "COO", "CSR", "structure without reverse"),
 )  # fmt: skip
-def test_raw_edges_are_grouped_without_sorting_on_request(edges, expected, unordered, kernel_device):
-    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(kernel_device)
+def test_raw_edges_are_grouped_without_sorting_on_request(
+    edges, expected, unordered, kernel_device
+):
+    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(
+        kernel_device
+    )
     edges = edges.to(kernel_device)
     with Operators() as operators:
         result = train([layer], edges)
@@ -63,7 +69,9 @@ def test_raw_edges_are_grouped_without_sorting_on_request(edges, expected, unord
 
 
 def test_raw_edges_are_grouped_by_destination_alone_without_gradients(unordered, kernel_device):
-    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(kernel_device)
+    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(
+        kernel_device
+    )
     with torch.no_grad(), Operators() as operators:
         layer(torch.ones(NODES, 4, device=kernel_device), EDGE_INDEX.to(kernel_device))
     assert groupings(operators) == ["group_edges_unordered"]
@@ -82,4 +90,7 @@ def test_raw_edges_on_a_cpu_are_sorted_once_a_side_in_every_call(dtype):
 def test_an_index_that_is_no_node_is_refused(wrong):
     layer, edge_index = GraphTransformerConv(4, 4), EDGE_INDEX.clone()
     edge_index[1, -1] = wrong
-    raises(lambda: train([layer], edge_index), r"destination \(row 1 of edge_index\) must hold values in 0 .. ")
+    raises(
+        lambda: train([layer], edge_index),
+        r"destination \(row 1 of edge_index\) must hold values in 0 .. ",
+    )

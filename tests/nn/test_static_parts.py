@@ -32,7 +32,9 @@ def test_trainable_attributes_are_optional():
     assert torch.equal(edges()[1], edges.edge_attr)
 
 
-@pytest.mark.parametrize("part", (make_edges(), StaticNodes(torch.zeros(4, 2), 8)), ids=("edges", "nodes"))
+@pytest.mark.parametrize(
+    "part", (make_edges(), StaticNodes(torch.zeros(4, 2), 8)), ids=("edges", "nodes")
+)
 def test_state_dict_holds_only_trainable_features(part):
     assert list(part.state_dict()) == ["trainable"]
 
@@ -46,13 +48,19 @@ def test_dtype_of_the_module_leaves_indices_alone():
 def test_nodes_give_sine_and_cosine_of_latitude_and_longitude():
     lat, lon = torch.tensor([0.5, -1.0]), torch.tensor([3.0, 6.0])
     features = StaticNodes(torch.stack([lat, lon], dim=1), trainable=2)()
-    expected = torch.stack([lat.sin(), lon.sin(), lat.cos(), lon.cos(), torch.zeros(2), torch.zeros(2)], dim=1)
+    expected = torch.stack(
+        [lat.sin(), lon.sin(), lat.cos(), lon.cos(), torch.zeros(2), torch.zeros(2)], dim=1
+    )
     torch.testing.assert_close(features, expected)
 
 
 def test_fixed_features_are_cast_to_the_default_dtype():
     edges = StaticEdges(EDGE_INDEX, torch.zeros(4, 3, dtype=torch.float64), (3, 2))
-    assert edges()[1].dtype == StaticNodes(torch.zeros(4, 2, dtype=torch.float64))().dtype == torch.float32
+    assert (
+        edges()[1].dtype
+        == StaticNodes(torch.zeros(4, 2, dtype=torch.float64))().dtype
+        == torch.float32
+    )
 
 
 def test_poles_rounded_to_float32_are_accepted():
@@ -60,16 +68,37 @@ def test_poles_rounded_to_float32_are_accepted():
 
 
 @refused(
-    (lambda: StaticNodes(torch.tensor([[50.0, 10.0]])), "within .* radians, got up to 50; convert degrees"),
+    (
+        lambda: StaticNodes(torch.tensor([[50.0, 10.0]])),
+        "within .* radians, got up to 50; convert degrees",
+    ),
     (lambda: StaticNodes(torch.tensor([[math.nan, 0.0]])), "positions must be finite, got NaN"),
-    (lambda: StaticNodes(torch.tensor([[0.0, math.inf]])), "positions must be finite, got NaN or infinity"),
+    (
+        lambda: StaticNodes(torch.tensor([[0.0, math.inf]])),
+        "positions must be finite, got NaN or infinity",
+    ),
     (lambda: StaticNodes(torch.zeros(4, 3)), r"shape \[N, 2\], .* got \(4, 3\)"),
-    (lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)), "positions must be floating point, got torch.int64"),
-    (lambda: StaticNodes(torch.zeros(4, 2), -1), "trainable must be at least 0, .* features of a node, got -1"),
-    (lambda: make_edges(-1), "trainable must be at least 0, the number of trainable attributes of an edge, got -1"),
-    (lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)), r"shape \[4, D\], .* got \(5, 3\)"),
+    (
+        lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)),
+        "positions must be floating point, got torch.int64",
+    ),
+    (
+        lambda: StaticNodes(torch.zeros(4, 2), -1),
+        "trainable must be at least 0, .* features of a node, got -1",
+    ),
+    (
+        lambda: make_edges(-1),
+        "trainable must be at least 0, the number of trainable attributes of an edge, got -1",
+    ),
+    (
+        lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)),
+        r"shape \[4, D\], .* got \(5, 3\)",
+    ),
     (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4), (3, 2)), r"got \(4,\)"),
-    (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4, 3), (2, 3)), "source .* must hold values in 0 .. 1"),
+    (
+        lambda: StaticEdges(EDGE_INDEX, torch.zeros(4, 3), (2, 3)),
+        "source .* must hold values in 0 .. 1",
+    ),
 )
 def test_wrong_static_graph_is_refused(wrong, message):
     raises(wrong, message)

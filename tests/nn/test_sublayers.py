@@ -68,9 +68,13 @@ def make(kind="processor", library="anemoi_gt", norm="plain", **options):
     options = sizes | {"num_heads": HEADS, "edge_dim": DIM} | options
     if library == "anemoi":
         kernels = load_layer_kernels({"LayerNorm": THEIR_NORMS[norm]})
-        made = getattr(anemoi_block, KINDS[kind])(**options, layer_kernels=kernels, graph_attention_backend="pyg")
+        made = getattr(anemoi_block, KINDS[kind])(
+            **options, layer_kernels=kernels, graph_attention_backend="pyg"
+        )
     else:
-        made = getattr(anemoi_gt_nn, KINDS[kind])(**options, layer_kernels=LayerKernels(LayerNorm=NORMS[norm]))
+        made = getattr(anemoi_gt_nn, KINDS[kind])(
+            **options, layer_kernels=LayerKernels(LayerNorm=NORMS[norm])
+        )
     for parameter in made.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return made
@@ -93,13 +97,22 @@ def normed(x, scale, shift, scale_bias, shift_bias, condition, eps):
 
 def feed_forward(t, options):
     """Return what a fused sub-layer computes from its tensors."""
-    norm = (t.norm_scale, t.norm_shift, t.norm_scale_bias, t.norm_shift_bias, t.condition, options.eps)
+    norm = (
+        t.norm_scale,
+        t.norm_shift,
+        t.norm_scale_bias,
+        t.norm_shift_bias,
+        t.condition,
+        options.eps,
+    )
     n = normed(t.x, *norm)
     hidden = functional.linear(n, t.weight_in, t.bias_in)
     if t.weight_gate is None:
         activated = FUNCTIONS[options.activation](hidden)
     else:
-        activated = FUNCTIONS[options.activation](functional.linear(n, t.weight_gate, t.bias_gate)) * hidden
+        activated = (
+            FUNCTIONS[options.activation](functional.linear(n, t.weight_gate, t.bias_gate)) * hidden
+        )
     return t.x + functional.linear(activated, t.weight_out, t.bias_out)
 
 
@@ -138,7 +151,9 @@ def test_parts_of_a_network_compute_what_its_modules_compute(library, norm, impl
 )  # fmt: skip
 @pytest.mark.parametrize("bias", [True, False])
 def test_parts_of_a_sequential_as_old_versions_of_anemoi_have_it(activation, name, bias):
-    mlp = nn.Sequential(nn.Linear(CHANNELS, 7, bias=bias), activation, nn.Linear(7, CHANNELS, bias=bias))
+    mlp = nn.Sequential(
+        nn.Linear(CHANNELS, 7, bias=bias), activation, nn.Linear(7, CHANNELS, bias=bias)
+    )
     norm = nn.LayerNorm(CHANNELS, eps=0.1)
     parts = feed_forward_parts(norm, mlp)
     assert_parts_compute(parts, norm, mlp)
@@ -146,11 +161,22 @@ def test_parts_of_a_sequential_as_old_versions_of_anemoi_have_it(activation, nam
 
 
 def test_parts_of_networks_of_anemoi_transformer_blocks():
-    options = {"num_channels": CHANNELS, "hidden_dim": HIDDEN, "num_heads": HEADS, "window_size": None}
-    options |= {"layer_kernels": load_layer_kernels({}), "attention_implementation": "scaled_dot_product_attention"}
+    options = {
+        "num_channels": CHANNELS,
+        "hidden_dim": HIDDEN,
+        "num_heads": HEADS,
+        "window_size": None,
+    }
+    options |= {
+        "layer_kernels": load_layer_kernels({}),
+        "attention_implementation": "scaled_dot_product_attention",
+    }
     processor = anemoi_block.TransformerProcessorBlock(**options)
     mapper = anemoi_block.TransformerMapperBlock(**options, mlp_implementation="swiglu")
-    for norm, mlp in ((processor.layer_norm_mlp, processor.mlp), (mapper.layer_norm_mpl, mapper.mlp)):
+    for norm, mlp in (
+        (processor.layer_norm_mlp, processor.mlp),
+        (mapper.layer_norm_mpl, mapper.mlp),
+    ):
         assert_parts_compute(feed_forward_parts(norm, mlp), norm, mlp)
 
 
@@ -159,7 +185,9 @@ def test_a_pointwise_block_of_anemoi_has_no_residual_network_to_fuse():
         num_channels=CHANNELS, hidden_dim=HIDDEN, layer_kernels=load_layer_kernels({})
     )
     reason = feed_forward_parts(nn.LayerNorm(CHANNELS), block.mlp, mlp_name="mlp")
-    assert reason.startswith("its mlp has 4 layers, and a linear map, an activation and a linear map, or")
+    assert reason.startswith(
+        "its mlp has 4 layers, and a linear map, an activation and a linear map, or"
+    )
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -174,17 +202,24 @@ def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind,
     attr, halo, condition, condition_src = (torch.empty(0) for _ in range(4))
     t = parts.tensors(x_src, halo, x_dst, attr, condition, condition_src)
     given = (t.x_src, t.halo, t.x_dst, t.edge_attr, t.condition, t.condition_src)
-    assert all(a is b for a, b in zip(given, (x_src, halo, x_dst, attr, condition, condition_src), strict=True))
+    assert all(
+        a is b
+        for a, b in zip(given, (x_src, halo, x_dst, attr, condition, condition_src), strict=True)
+    )
     for name in ("query", "self", "key", "value", "edge"):
         assert getattr(t, f"{name}_weight") is getattr(block, f"lin_{name}").weight
         assert getattr(t, f"{name}_bias") is getattr(block, f"lin_{name}").bias
-    assert t.projection_weight is block.projection.weight and t.projection_bias is block.projection.bias
+    assert (
+        t.projection_weight is block.projection.weight
+        and t.projection_bias is block.projection.bias
+    )
 
     dst = block.layer_norm_attention
     src = block.layer_norm_attention_src if kind == "mapper" else dst
     for prefix, module in (("norm", dst), ("norm_src", src)):
         scale, shift, scale_bias, shift_bias = (
-            getattr(t, f"{prefix}_{name}") for name in ("scale", "shift", "scale_bias", "shift_bias")
+            getattr(t, f"{prefix}_{name}")
+            for name in ("scale", "shift", "scale_bias", "shift_bias")
         )
         if norm == "conditional":
             assert scale is module.scale.weight and shift is module.bias.weight
@@ -203,14 +238,21 @@ def test_options_of_the_attention_are_those_of_its_modules(library):
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
     parts = attention_parts(block)
     assert parts.options(3, torch.bfloat16) == (HEADS, 3, 0.5, 0.25, 0.125, 0.0625, torch.bfloat16)
-    assert parts.query_norm_scale is block.q_norm.weight and parts.key_norm_scale is block.k_norm.weight
+    assert (
+        parts.query_norm_scale is block.q_norm.weight
+        and parts.key_norm_scale is block.k_norm.weight
+    )
     assert parts.self_bias is None
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_without_norms_of_heads_their_eps_is_zero(library):
     parts = attention_parts(make(library=library))
-    assert (parts.query_norm_scale, parts.query_norm_eps) == (parts.key_norm_scale, parts.key_norm_eps) == (None, 0.0)
+    assert (
+        (parts.query_norm_scale, parts.query_norm_eps)
+        == (parts.key_norm_scale, parts.key_norm_eps)
+        == (None, 0.0)
+    )
 
 
 def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
@@ -227,7 +269,9 @@ def test_blocks_of_other_versions_of_anemoi(version):
     assert folder.is_dir(), f"{folder} is missing: make test installs it"
     script = Path(__file__).parents[1] / "support" / "anemoi_sublayers.py"
     environment = os.environ | {"PYTHONPATH": str(folder)}
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, env=environment
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(result.stdout)
     assert report.pop("version") == version or version == "newest"
@@ -236,7 +280,10 @@ def test_blocks_of_other_versions_of_anemoi(version):
         kind, norm, implementation = name.split()
         condition = " condition" if norm == "conditional" else ""
         gated = " gated" if implementation == "swiglu" and has_gates else ""
-        expected = {"attention": f"parts{condition} qk-norm", "feed_forward": f"parts{condition}{gated}"}
+        expected = {
+            "attention": f"parts{condition} qk-norm",
+            "feed_forward": f"parts{condition}{gated}",
+        }
         if kind == "Mapper":
             expected["sources"] = expected["feed_forward"]
         assert told == expected, name
@@ -244,9 +291,23 @@ def test_blocks_of_other_versions_of_anemoi(version):
 
 # ---------------------------------------------------------------------------------------------- what is not
 
-ATTENTION_MODULES = ("lin_query", "lin_key", "lin_value", "lin_self", "lin_edge", "projection", "layer_norm_attention")
+ATTENTION_MODULES = (
+    "lin_query",
+    "lin_key",
+    "lin_value",
+    "lin_self",
+    "lin_edge",
+    "projection",
+    "layer_norm_attention",
+)
 ATTENTION_MODULES += ("layer_norm_attention_src", "q_norm", "k_norm")
-NETWORK_MODULES = ("layer_norm_mlp_dst", "node_dst_mlp", "node_dst_mlp.mlp", "node_dst_mlp.mlp.0", "node_dst_mlp.mlp.1")
+NETWORK_MODULES = (
+    "layer_norm_mlp_dst",
+    "node_dst_mlp",
+    "node_dst_mlp.mlp",
+    "node_dst_mlp.mlp.0",
+    "node_dst_mlp.mlp.1",
+)
 NETWORK_MODULES += ("node_dst_mlp.mlp.2",)
 GATE_MODULES = tuple(f"node_dst_mlp.mlp.0.{name}" for name in ("gating", "gate_proj", "value_proj"))
 CONDITION_MODULES = ("norm", "scale", "bias")
@@ -317,7 +378,9 @@ def test_a_forward_set_on_an_instance_costs_its_own_sub_layer(name):
     module = block.get_submodule(name)
     module.forward = type(module).forward.__get__(module)
     which = "attention" if name in ATTENTION_MODULES else "feed_forward"
-    assert_one_reason(block, which, f"its {name} has a forward set on it, which a fused sub-layer skips")
+    assert_one_reason(
+        block, which, f"its {name} has a forward set on it, which a fused sub-layer skips"
+    )
     del module.forward
     assert_fused(block)
 
@@ -368,10 +431,14 @@ def test_a_module_that_is_missing():
 def test_a_parametrised_module():
     block = make()
     parametrize.register_parametrization(block.lin_value, "weight", nn.Identity())
-    assert "its lin_value is a torch.nn.utils.parametrize.ParametrizedLinear" in attention_parts(block)
+    assert "its lin_value is a torch.nn.utils.parametrize.ParametrizedLinear" in attention_parts(
+        block
+    )
 
 
-@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, partial(prune.l1_unstructured, name="weight", amount=1)])
+@pytest.mark.parametrize(
+    "wrap", [nn.utils.spectral_norm, partial(prune.l1_unstructured, name="weight", amount=1)]
+)
 def test_hooks_of_pytorch_that_make_a_weight(wrap):
     block = make()
     wrap(block.lin_value)
@@ -383,7 +450,9 @@ class Quantised(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -515,7 +584,9 @@ def test_a_norm_with_a_condition_and_parameters_of_its_own():
 def test_a_norm_with_a_condition_whose_map_has_no_bias(name):
     block = make(norm="conditional")
     setattr(block.layer_norm_mlp_dst, name, nn.Linear(CONDITION, CHANNELS, bias=False))
-    assert_one_reason(block, "feed_forward", "its layer_norm_mlp_dst has linear maps without a bias")
+    assert_one_reason(
+        block, "feed_forward", "its layer_norm_mlp_dst has linear maps without a bias"
+    )
 
 
 @pytest.mark.parametrize("name", ["layer_norm_attention", "q_norm"])
@@ -523,7 +594,9 @@ def test_a_norm_with_a_weight_of_another_shape(name):
     block = make(qk_norm=True)
     norm = block.get_submodule(name)
     norm.weight = nn.Parameter(torch.ones(3))
-    reason = f"its {name} has a parameter (3,), and its normalized_shape needs {norm.normalized_shape}"
+    reason = (
+        f"its {name} has a parameter (3,), and its normalized_shape needs {norm.normalized_shape}"
+    )
     assert_one_reason(block, "attention", reason)
 
 
@@ -538,10 +611,18 @@ def test_a_norm_with_two_conditions():
 def test_more_features_than_a_program_holds(library):
     wide = {"in_channels": 1026, "out_channels": 1026}
     block = make(library=library, **wide)
-    assert attention_parts(block) == "its layer_norm_attention has 1026 features, and at most 1024 are possible"
-    assert network_parts(block) == "its layer_norm_mlp_dst has 1026 features, and at most 1024 are possible"
+    assert (
+        attention_parts(block)
+        == "its layer_norm_attention has 1026 features, and at most 1024 are possible"
+    )
+    assert (
+        network_parts(block)
+        == "its layer_norm_mlp_dst has 1026 features, and at most 1024 are possible"
+    )
     block = make(library=library, attn_channels=1026)
-    assert_one_reason(block, "attention", "its queries have 1026 features, and at most 1024 are possible")
+    assert_one_reason(
+        block, "attention", "its queries have 1026 features, and at most 1024 are possible"
+    )
 
 
 def test_a_network_of_anemoi_with_more_layers_or_a_norm():
@@ -550,7 +631,9 @@ def test_a_network_of_anemoi_with_more_layers_or_a_norm():
     norm = nn.LayerNorm(CHANNELS)
     assert feed_forward_parts(norm, anemoi_mlp.MLP(**sizes)) == "its node_dst_mlp ends with a norm"
     longer = anemoi_mlp.MLP(**sizes, layer_norm=False, n_extra_layers=1)
-    assert feed_forward_parts(norm, longer, mlp_name="mlp").startswith("its mlp.mlp has 5 layers, and")
+    assert feed_forward_parts(norm, longer, mlp_name="mlp").startswith(
+        "its mlp.mlp has 5 layers, and"
+    )
 
 
 def test_an_unregistered_class_of_another_library_is_named(monkeypatch):
@@ -619,7 +702,10 @@ class Asked(nn.Module):
         tensors, options = network.tensors(x, None), network.options(x.dtype)
         heads = attention.options(1, x.dtype).heads
         query = attention.tensors(None, None, x, x, None, None).query_weight
-        return functional.linear(x, query) * heads + functional.linear(tensors.x, tensors.weight_in).sum() * options.eps
+        return (
+            functional.linear(x, query) * heads
+            + functional.linear(tensors.x, tensors.weight_in).sum() * options.eps
+        )
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

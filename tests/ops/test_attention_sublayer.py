@@ -20,7 +20,9 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import (
 )
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 FEATURES, WIDTH, HEADS, EDGE_DIM, EDGES = 24, 16, 2, 3, 29
 EPS = 1e-5
 BIASES = ("query", "self", "key", "value", "edge", "projection")
@@ -73,12 +75,22 @@ def draw(
         source = sublayers.draw_norm("norm_src", norm, FEATURES, batch * num_src, generator)
         named |= source
     ends = torch.randint(num_src + halo, (EDGES,), generator=generator)
-    edge_index = torch.stack([ends, torch.randint(num_dst - 1, (EDGES,), generator=generator)]).to(device)
-    graph = with_hubs(GraphStructure.from_edge_index(edge_index, (num_src + halo, num_dst)), segment)
+    edge_index = torch.stack([ends, torch.randint(num_dst - 1, (EDGES,), generator=generator)]).to(
+        device
+    )
+    graph = with_hubs(
+        GraphStructure.from_edge_index(edge_index, (num_src + halo, num_dst)), segment
+    )
     grad = torch.randn(batch * num_dst, FEATURES, generator=generator)
     head_eps = 0.0 if qk_norm == "none" else EPS
     options = AttentionOptions(HEADS, batch, EPS, EPS, head_eps, head_eps, dtype)
-    return {name: tensor.to(device) for name, tensor in named.items()}, grad.to(device), graph, edge_index, options
+    return (
+        {name: tensor.to(device) for name, tensor in named.items()},
+        grad.to(device),
+        graph,
+        edge_index,
+        options,
+    )
 
 
 def by_operator(named, graph, options):
@@ -100,7 +112,9 @@ def errors_over(cases, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
-def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pytorch(dtype, kernel_device):
+def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pytorch(
+    dtype, kernel_device
+):
     corpus = errors_over(CASES, dtype, kernel_device)
     assert len(corpus.ours) == 1 + len(AttentionTensors._fields)
     corpus.assert_accurate()
@@ -108,13 +122,17 @@ def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pyto
 
 @pytest.mark.parametrize(("norm", "nodes", "halo"), [("both", "one set", 0), (4, "two sets", 3)])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(norm, nodes, halo, dynamic, kernel_device):
+def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
+    norm, nodes, halo, dynamic, kernel_device
+):
     torch.compiler.reset()
     compiled = torch.compile(by_operator, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     named, grad, graph, _, options = draw(kernel_device, norm, nodes, 2, halo)
     graph = graph.with_reverse()
     eager, again, traced = (
-        sublayers.results_of(partial(call, graph=graph, options=options), named, grad, torch.float32)
+        sublayers.results_of(
+            partial(call, graph=graph, options=options), named, grad, torch.float32
+        )
         for call in (by_operator, by_operator, compiled)
     )
     for name, expected in eager.items():
@@ -128,13 +146,17 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(norm
         ("bare", "two sets", 0, "bare", BIASES, torch.bfloat16),
     ],
 )  # fmt: skip
-def test_forward_and_backward_operators_pass_opcheck(norm, nodes, halo, qk_norm, biases, dtype, kernel_device):
+def test_forward_and_backward_operators_pass_opcheck(
+    norm, nodes, halo, qk_norm, biases, dtype, kernel_device
+):
     named, grad, graph, _, options = draw(
         kernel_device, norm, nodes, 2, halo, qk_norm=qk_norm, biases=biases, dtype=dtype
     )
     index = IndexTensors.of(graph.with_reverse())
     detached = sublayers.fill(AttentionTensors, named)
-    leaves = AttentionTensors(*(None if x is None else x.clone().requires_grad_() for x in detached))
+    leaves = AttentionTensors(
+        *(None if x is None else x.clone().requires_grad_() for x in detached)
+    )
     torch.library.opcheck(attention_sublayer_triton, (*leaves, *index, *options, True))
     _, *saved = attention_sublayer_triton(*detached, *index, *options, True)
     for needs in ([True, norm == 4, norm == 4], [False] * 3):
@@ -143,7 +165,9 @@ def test_forward_and_backward_operators_pass_opcheck(norm, nodes, halo, qk_norm,
 
 
 @pytest.mark.parametrize("norm", ["both", 4])
-def test_rows_of_the_attention_and_cast_weights_are_kept_and_no_rows_of_scale_and_shift(norm, kernel_device):
+def test_rows_of_the_attention_and_cast_weights_are_kept_and_no_rows_of_scale_and_shift(
+    norm, kernel_device
+):
     named, _, graph, _, options = draw(kernel_device, norm, dtype=torch.bfloat16)
     graph = graph.with_reverse()
     leaves = {name: tensor.requires_grad_() for name, tensor in named.items()}
@@ -167,7 +191,9 @@ def test_rows_of_the_attention_and_cast_weights_are_kept_and_no_rows_of_scale_an
     ]
 
 
-def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_refused(kernel_device):
+def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_refused(
+    kernel_device,
+):
     named, _, graph, _, options = draw(kernel_device)
     x = named["x_dst"].requires_grad_()
     out = by_operator(named, graph, options)

@@ -13,7 +13,9 @@ F64 = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def weights(problem):
-    edges = {name: operand for name, operand in problem.operands().items() if name.startswith("edge")}
+    edges = {
+        name: operand for name, operand in problem.operands().items() if name.startswith("edge")
+    }
     return attention_weights(problem.query, problem.key, GRAPH, **edges)
 
 
@@ -23,7 +25,9 @@ def test_they_reproduce_the_output_in_the_callers_edge_order(form):
     src, dst = problem.edge_index
     value = problem.value[src]
     if form == "raw":
-        value = value + (problem.edge_attr @ problem.edge_weight.T + problem.edge_bias).view_as(value)
+        value = value + (problem.edge_attr @ problem.edge_weight.T + problem.edge_bias).view_as(
+            value
+        )
     elif form == "embedded":
         value = value + problem.edge_attr
     out = torch.zeros_like(problem.query).index_add(0, dst, weights(problem)[..., None] * value)

@@ -18,7 +18,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = dict(zip(("fp32", "bf16", "fp16"), DTYPES, strict=True))
 pytestmark = [
     pytest.mark.parametrize("backend", ["torch", "triton"]),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"),  # of the interpreter
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
+    ),  # of the interpreter
 ]
 
 
@@ -26,7 +28,9 @@ def test_isolated_destination_gets_zero_and_minus_infinity(problem_and_graph, ba
     problem, graph = problem_and_graph("isolated")
     result, isolated = attend(problem, graph, backend), (graph.colptr.diff() == 0).cpu()
     assert int(isolated.sum()) == 4
-    assert not bool(result["out"][isolated].any()) and bool(torch.isneginf(result["lse"][isolated]).all())
+    assert not bool(result["out"][isolated].any()) and bool(
+        torch.isneginf(result["lse"][isolated]).all()
+    )
     assert not bool(result["dquery"][isolated].any())
     assert bool(torch.isfinite(result["lse"][~isolated]).all())
 
@@ -40,17 +44,29 @@ def test_same_inputs_give_the_same_bits(problem_and_graph, backend):
 
 @pytest.mark.parametrize("form", ["raw", "embedded", "none"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-def test_chunks_of_the_edges_merge_into_the_whole_with_gradients(problem_and_graph, backend, form, dropout_p):
+def test_chunks_of_the_edges_merge_into_the_whole_with_gradients(
+    problem_and_graph, backend, form, dropout_p
+):
     dtype = torch.float64 if backend == "torch" else torch.float32
     problem, graph = problem_and_graph("self_loops", form, dtype)
-    numbers, sizes, leaves = torch.arange(graph.num_edges), (graph.num_src, graph.num_dst), leaves_of(problem, graph)
+    numbers, sizes, leaves = (
+        torch.arange(graph.num_edges),
+        (graph.num_src, graph.num_dst),
+        leaves_of(problem, graph),
+    )
 
     def chunk(ids):
         ids = ids.to(graph.device)
-        chunk = GraphStructure.from_edge_index(problem.edge_index.to(graph.device)[:, ids], sizes, global_edge_id=ids)
-        operands = leaves | ({"edge_attr": leaves["edge_attr"][ids]} if "edge_attr" in leaves else {})
+        chunk = GraphStructure.from_edge_index(
+            problem.edge_index.to(graph.device)[:, ids], sizes, global_edge_id=ids
+        )
+        operands = leaves | (
+            {"edge_attr": leaves["edge_attr"][ids]} if "edge_attr" in leaves else {}
+        )
         torch.manual_seed(7)
-        return edge_attention(**operands, graph=chunk, dropout_p=dropout_p, config=AttentionConfig(backend))
+        return edge_attention(
+            **operands, graph=chunk, dropout_p=dropout_p, config=AttentionConfig(backend)
+        )
 
     out, lse = merge(*chunk(numbers[numbers % 3 == 0]), *chunk(numbers[numbers % 3 != 0]))
     problem.keep = keep_of(graph, 3, dropout_p, manual_seed=7) if dropout_p else None
@@ -66,12 +82,17 @@ def test_dropout_of_rate_one_drops_everything_and_never_touches_lse(problem_and_
 def test_activation_checkpointing_gives_the_same_bits_with_dropout(problem_and_graph, backend):
     problem, graph = problem_and_graph()
     graph, gradients, config = graph.with_reverse(), [], AttentionConfig(backend)
-    for use in (lambda f, *a: f(*a), lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False)):
+    for use in (
+        lambda f, *a: f(*a),
+        lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False),
+    ):
         torch.manual_seed(11)
         leaves = leaves_of(problem, graph)
 
         def run(*values, names=tuple(leaves)):
-            return edge_attention(**dict(zip(names, values, strict=True)), graph=graph, dropout_p=0.5, config=config)[0]
+            return edge_attention(
+                **dict(zip(names, values, strict=True)), graph=graph, dropout_p=0.5, config=config
+            )[0]
 
         use(run, *leaves.values()).backward(problem.grad_out.to(graph.device))
         gradients.append([leaf.grad for leaf in leaves.values()])
@@ -92,7 +113,10 @@ def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_gra
     problem, graph = problem_and_graph(form=form)
     expected, config = attend(problem, graph, backend), AttentionConfig(backend)
     for wanted in problem.operands():
-        leaves = {name: leaf.requires_grad_(name == wanted) for name, leaf in leaves_of(problem, graph).items()}
+        leaves = {
+            name: leaf.requires_grad_(name == wanted)
+            for name, leaf in leaves_of(problem, graph).items()
+        }
         out, lse = edge_attention(**leaves, graph=graph, scale=problem.scale, config=config)
         scalar(problem, out, lse).backward()
         assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [wanted]
@@ -102,17 +126,27 @@ def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_gra
 @pytest.mark.parametrize("form", ["raw", "none"])
 def test_compiled_attention_equals_eager_and_never_recompiles(form, backend, kernel_device):
     cases = []
-    for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):  # no two sizes are equal
-        edge_index = torch.stack([torch.arange(num_edges) % num_src, torch.arange(num_edges) * 3 % num_dst])
+    for num_src, num_dst, num_edges in (
+        (7, 11, 29),
+        (13, 5, 37),
+        (19, 17, 23),
+    ):  # no two sizes are equal
+        edge_index = torch.stack(
+            [torch.arange(num_edges) % num_src, torch.arange(num_edges) * 3 % num_dst]
+        )
         edges = (edge_index, (num_src, num_dst))
-        cases.append((make_problem(edges, 2, 13, 4, form), structure(edges, kernel_device).with_reverse()))
+        cases.append(
+            (make_problem(edges, 2, 13, 4, form), structure(edges, kernel_device).with_reverse())
+        )
     assert_compiled_attention_is_eager(AttentionConfig(backend), cases)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_precision_casts_inputs_and_casts_the_output_back(problem_and_graph, backend, precision):
     problem, graph = problem_and_graph("shuffled")
-    out, lse = edge_attention(**leaves_of(problem, graph), graph=graph, config=AttentionConfig(backend, precision))
+    out, lse = edge_attention(
+        **leaves_of(problem, graph), graph=graph, config=AttentionConfig(backend, precision)
+    )
     cast = leaves_of(problem.to(PRECISIONS[precision]), graph)
     cast_out, cast_lse = edge_attention(**cast, graph=graph, config=AttentionConfig(backend))
     assert out.dtype == lse.dtype == torch.float32
@@ -120,11 +154,15 @@ def test_precision_casts_inputs_and_casts_the_output_back(problem_and_graph, bac
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_decides_the_dtype_and_gradients_have_that_of_the_leaves(problem_and_graph, backend, dtype):
+def test_autocast_decides_the_dtype_and_gradients_have_that_of_the_leaves(
+    problem_and_graph, backend, dtype
+):
     problem, graph = problem_and_graph()
     leaves, cast = leaves_of(problem, graph), replace(problem.to(dtype), grad_lse=problem.grad_lse)
     with torch.autocast(graph.device.type, dtype=dtype):
-        out, lse = edge_attention(**leaves, graph=graph, scale=problem.scale, config=AttentionConfig(backend))
+        out, lse = edge_attention(
+            **leaves, graph=graph, scale=problem.scale, config=AttentionConfig(backend)
+        )
     assert out.dtype == dtype and lse.dtype == torch.float32
     result = result_of(problem, out, lse, leaves)
     assert all(result[f"d{name}"].dtype == torch.float32 for name in leaves)
@@ -136,10 +174,19 @@ def test_mixed_dtypes_follow_query(problem_and_graph, backend):
     problem, graph = problem_and_graph()
     cast = problem.to(torch.bfloat16)
     same = attend(cast, graph, backend)
-    mixed = replace(cast, edge_attr=cast.edge_attr.double(), key=cast.key.half(), edge_weight=cast.edge_weight.float())
+    mixed = replace(
+        cast,
+        edge_attr=cast.edge_attr.double(),
+        key=cast.key.half(),
+        edge_weight=cast.edge_weight.float(),
+    )
     result = attend(mixed, graph, backend)
     assert result["out"].dtype == torch.bfloat16 and torch.equal(result["out"], same["out"])
-    for name, dtype in {"dedge_attr": torch.float64, "dkey": torch.float16, "dedge_weight": torch.float32}.items():
+    for name, dtype in {
+        "dedge_attr": torch.float64,
+        "dkey": torch.float16,
+        "dedge_weight": torch.float32,
+    }.items():
         assert result[name].dtype == dtype and torch.equal(result[name], same[name].to(dtype)), name
 
 
@@ -173,9 +220,13 @@ def test_logits_of_minus_infinity_give_zero_like_no_edge(problem_and_graph, back
     assert not bool(result["out"].any()) and not bool(result["dvalue"].any())
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("raw", DTYPES[0]), ("raw", DTYPES[1]), ("none", DTYPES[0])], ids=str)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("raw", DTYPES[0]), ("raw", DTYPES[1]), ("none", DTYPES[0])], ids=str
+)
 @pytest.mark.parametrize("logit", [1e2, 1e4, 1e6])
-def test_gradients_of_sharp_softmax_over_equal_values_are_of_rounding_size(logit, form, dtype, backend, kernel_device):
+def test_gradients_of_sharp_softmax_over_equal_values_are_of_rounding_size(
+    logit, form, dtype, backend, kernel_device
+):
     problem = make_problem(GRAPHS["hub"], 2, 8, 3, form, dtype)
     problem.query *= logit
     problem.value[:] = problem.value[0]
@@ -186,8 +237,12 @@ def test_gradients_of_sharp_softmax_over_equal_values_are_of_rounding_size(logit
         terms.append((problem.edge_attr @ problem.edge_weight.T)[0].view(1, 2, 8))
         terms.append(problem.edge_bias.view(1, 2, 8))
     result = attend(problem, structure(GRAPHS["hub"], kernel_device), backend)
-    dp = problem.scale * sum((problem.grad_out[2].abs() * term[0].abs()).sum(-1).max() for term in terms)
-    bound = 16 * torch.finfo(torch.float32).eps * dp * 40  # 40 edges arrive; whatever the dtype, ds is made in float32
+    dp = problem.scale * sum(
+        (problem.grad_out[2].abs() * term[0].abs()).sum(-1).max() for term in terms
+    )
+    bound = (
+        16 * torch.finfo(torch.float32).eps * dp * 40
+    )  # 40 edges arrive; whatever the dtype, ds is made in float32
     key = problem.key.abs().max() + sum(term.abs().max() for term in terms[1:])
     assert result["dquery"].abs().max() <= bound * key
     assert result["dkey"].abs().max() <= bound * problem.query.abs().max()
@@ -195,7 +250,10 @@ def test_gradients_of_sharp_softmax_over_equal_values_are_of_rounding_size(logit
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_offset_in_all_logits_moves_lse_and_nothing_else(dtype, backend, kernel_device):
-    problem, graph = make_problem(GRAPHS["hub"], 2, 4, 3, "none", dtype), structure(GRAPHS["hub"], kernel_device)
+    problem, graph = (
+        make_problem(GRAPHS["hub"], 2, 4, 3, "none", dtype),
+        structure(GRAPHS["hub"], kernel_device),
+    )
     problem.scale = 1.0
     problem.query[..., 0] = 1.0
     problem.key[..., 0] = 0.0
@@ -204,7 +262,9 @@ def test_large_offset_in_all_logits_moves_lse_and_nothing_else(dtype, backend, k
     moved = attend(problem, graph, backend)
     finite = torch.isfinite(base["lse"])
     rounding = 1024.0 * torch.finfo(torch.float32).eps
-    torch.testing.assert_close(moved["lse"][finite], base["lse"][finite] + 1024.0, rtol=0, atol=4 * rounding)
+    torch.testing.assert_close(
+        moved["lse"][finite], base["lse"][finite] + 1024.0, rtol=0, atol=4 * rounding
+    )
     for name in ("out", "dvalue"):  # p moves by the rounding of the logits
         size = base[name].abs().max().item()
         atol = 16 * size * (rounding + torch.finfo(dtype).eps)
@@ -215,13 +275,21 @@ def test_large_offset_in_all_logits_moves_lse_and_nothing_else(dtype, backend, k
 def test_sharp_softmax_is_as_accurate_as_plain_pytorch(dtype, backend, kernel_device):
     problem = make_problem(GRAPHS["many_to_few"], 2, 8, 3, "raw", dtype)
     problem.query *= 30.0
-    assert_accurate(attend(problem, structure(GRAPHS["many_to_few"], kernel_device), backend), problem, dtype)
+    assert_accurate(
+        attend(problem, structure(GRAPHS["many_to_few"], kernel_device), backend), problem, dtype
+    )
 
 
 def test_nan_in_a_key_reaches_the_destinations_that_read_it_and_no_other(backend, kernel_device):
-    problem, graph = make_problem(GRAPHS["shuffled"], 3, 4, 5), structure(GRAPHS["shuffled"], kernel_device)
+    problem, graph = (
+        make_problem(GRAPHS["shuffled"], 3, 4, 5),
+        structure(GRAPHS["shuffled"], kernel_device),
+    )
     problem.key[2, 1, 3] = torch.nan
     out = attend(problem, graph, backend)["out"]
     reads = torch.zeros(graph.num_dst, dtype=torch.bool)
     reads[problem.edge_index[1, problem.edge_index[0] == 2]] = True
-    assert torch.equal(out.isnan().any(-1), torch.stack([torch.zeros_like(reads), reads, torch.zeros_like(reads)], 1))
+    assert torch.equal(
+        out.isnan().any(-1),
+        torch.stack([torch.zeros_like(reads), reads, torch.zeros_like(reads)], 1),
+    )

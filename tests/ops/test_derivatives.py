@@ -12,33 +12,45 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import AttentionConfig, edge_attention
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 
 
 @pytest.fixture(params=["torch", "triton"])
 def attend(request, kernel_device):
     """Attention over the graph "isolated" on each backend, of operands by name."""
-    graph, config = structure(GRAPHS["isolated"], kernel_device), AttentionConfig(backend=request.param)
+    graph, config = (
+        structure(GRAPHS["isolated"], kernel_device),
+        AttentionConfig(backend=request.param),
+    )
     return lambda operands: edge_attention(**operands, graph=graph, config=config)
 
 
 @pytest.fixture
 def operands(kernel_device):
     problem = make_problem(GRAPHS["isolated"], 2, 4, 3)
-    return {name: operand.to(kernel_device).requires_grad_() for name, operand in problem.operands().items()}
+    return {
+        name: operand.to(kernel_device).requires_grad_()
+        for name, operand in problem.operands().items()
+    }
 
 
 def test_nan_that_arrives_at_an_isolated_destination_reaches_nothing(attend, operands):
     def gradients(arriving):
         _, lse = attend(operands)
-        return torch.autograd.grad(lse, list(operands.values()), arriving.where(lse.isfinite(), missing))
+        return torch.autograd.grad(
+            lse, list(operands.values()), arriving.where(lse.isfinite(), missing)
+        )
 
     _, lse = attend(operands)
     arriving = torch.ones_like(lse)
     assert bool(lse.isneginf().any())
     missing = torch.tensor(0.0, device=lse.device)
     expected = gradients(arriving)
-    missing = torch.tensor(torch.nan, device=lse.device)  # as the gradient of torch.where(lse.isfinite(), lse * lse, 0)
+    missing = torch.tensor(
+        torch.nan, device=lse.device
+    )  # as the gradient of torch.where(lse.isfinite(), lse * lse, 0)
     for name, gradient, without in zip(operands, gradients(arriving), expected, strict=True):
         assert torch.equal(gradient, without), name
 
@@ -51,11 +63,15 @@ def test_vmap_of_a_forward_computes_each(attend, operands, name):
         return attend(operands | {name: operand})[0]
 
     two = torch.stack([operands[name], 2 * operands[name]])
-    torch.testing.assert_close(torch.func.vmap(of_one)(two), torch.stack([of_one(each) for each in two]))
+    torch.testing.assert_close(
+        torch.func.vmap(of_one)(two), torch.stack([of_one(each) for each in two])
+    )
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
-def test_a_gradient_by_torch_func_is_pytorchs_error_and_no_wrong_result(attend, operands, transform):
+def test_a_gradient_by_torch_func_is_pytorchs_error_and_no_wrong_result(
+    attend, operands, transform
+):
     operands = {each: operand.detach() for each, operand in operands.items()}
 
     def of_query(query):
@@ -66,7 +82,9 @@ def test_a_gradient_by_torch_func_is_pytorchs_error_and_no_wrong_result(attend, 
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "recomputed"])
-def test_a_batch_of_incoming_gradients_gives_the_gradients_of_each(attend, operands, is_checkpointed):
+def test_a_batch_of_incoming_gradients_gives_the_gradients_of_each(
+    attend, operands, is_checkpointed
+):
     """PyTorch's vmap is around the backward pass alone, as `jacobian(vectorize=True)` has it."""
     forward = partial(checkpoint, attend, use_reentrant=False) if is_checkpointed else attend
     out, leaves = forward(operands)[0], list(operands.values())

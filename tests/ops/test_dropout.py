@@ -14,7 +14,10 @@ def keep(seed, ids, batch=0, head=0):
 
 @pytest.mark.parametrize(
     ("counter", "seed", "words"),
-    [(0, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"), (0xFFFFFFFF, -1, "408f276d 41c83b0e a20bc7c6 6d5451fd")],
+    [
+        (0, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (0xFFFFFFFF, -1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ],
 )
 def test_philox_gives_the_published_values(counter, seed, words):
     found = philox((torch.tensor([counter]),) * 4, torch.tensor([seed]))
@@ -23,6 +26,9 @@ def test_philox_gives_the_published_values(counter, seed, words):
 
 def test_masks_of_seeds_batch_indices_heads_and_edges_beyond_32_bits_differ():
     ids = torch.arange(1000)
-    masks = [keep(seed, ids, batch=b, head=h) for seed, b, h in itertools.product((0, 1, 2**40), (0, 1), (0, 1))]
+    masks = [
+        keep(seed, ids, batch=b, head=h)
+        for seed, b, h in itertools.product((0, 1, 2**40), (0, 1), (0, 1))
+    ]
     for left, right in itertools.combinations([*masks, keep(0, ids + 2**32)], 2):
         assert 0.4 < (left == right).double().mean() < 0.6

@@ -20,8 +20,12 @@ F64 = 1e-12
 FORMS = ("raw", "embedded", "none")
 
 
-def problem_and_graph(name="shuffled", form="raw", dtype=torch.float64, heads=3, channels=4, edge_dim=5):
-    return make_problem(GRAPHS[name], heads, channels, edge_dim, form, dtype), structure(GRAPHS[name])
+def problem_and_graph(
+    name="shuffled", form="raw", dtype=torch.float64, heads=3, channels=4, edge_dim=5
+):
+    return make_problem(GRAPHS[name], heads, channels, edge_dim, form, dtype), structure(
+        GRAPHS[name]
+    )
 
 
 def run(problem, graph, config=TORCH, **options):
@@ -29,11 +33,17 @@ def run(problem, graph, config=TORCH, **options):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shared", [("edge_weight", "edge_bias"), ("edge_weight", "edge_bias", "edge_attr")], ids=len)
+@pytest.mark.parametrize(
+    "shared", [("edge_weight", "edge_bias"), ("edge_weight", "edge_bias", "edge_attr")], ids=len
+)
 def test_a_batch_equals_its_elements(form, shared):
-    elements = [make_problem(GRAPHS["shuffled"], 3, 4, 5, form, torch.float64, seed) for seed in range(3)]
+    elements = [
+        make_problem(GRAPHS["shuffled"], 3, 4, 5, form, torch.float64, seed) for seed in range(3)
+    ]
     elements, graph = share(elements, *shared), structure(GRAPHS["shuffled"])
-    expected = combine([attend(element, graph, "torch") for element in elements], shared_names(elements))
+    expected = combine(
+        [attend(element, graph, "torch") for element in elements], shared_names(elements)
+    )
     assert_same(attend(stack(elements), graph, "torch"), expected, F64)
 
 
@@ -59,12 +69,18 @@ def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dropout_p": 0.5}, {"scale": 2.0}, {"config": AttentionConfig("torch")}], ids=str
+    "options",
+    [{}, {"dropout_p": 0.5}, {"scale": 2.0}, {"config": AttentionConfig("torch")}],
+    ids=str,
 )
 def test_an_edge_index_is_refused_before_anything_else(options, monkeypatch):
-    monkeypatch.setattr("anemoi_gt.ops.attention.draw_seed", lambda device: pytest.fail("a seed was drawn"))
+    monkeypatch.setattr(
+        "anemoi_gt.ops.attention.draw_seed", lambda device: pytest.fail("a seed was drawn")
+    )
     rows, edge_index = torch.zeros(3, 2, 4, requires_grad=True), torch.tensor([[0, 1], [1, 2]])
-    with pytest.raises(ValueError, match="graph must be a GraphStructure, got Tensor; build it once"):
+    with pytest.raises(
+        ValueError, match="graph must be a GraphStructure, got Tensor; build it once"
+    ):
         edge_attention(rows, rows, rows, edge_index, **options)
 
 
@@ -84,7 +100,9 @@ def test_strided_and_expanded_inputs_equal_contiguous_ones():
     assert_same(attend(problem, graph, "torch"), expected, 0)
     expanded = problem.query[:1].expand_as(problem.query)
     rows = (problem.key, problem.value, graph)
-    strided, contiguous = (edge_attention(query, *rows, config=TORCH)[0] for query in (expanded, expanded.clone()))
+    strided, contiguous = (
+        edge_attention(query, *rows, config=TORCH)[0] for query in (expanded, expanded.clone())
+    )
     torch.testing.assert_close(strided, contiguous)
 
 
@@ -120,7 +138,9 @@ def test_no_tensor_of_edges_by_heads_by_channels_is_made_in_training():
     edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
     problem = make_problem((edge_index, (nodes, nodes)), heads, channels, 11)
     graph = structure((edge_index, nodes)).with_reverse()
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         attend(problem, graph, "torch")
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest < edges * heads * channels * 4 / 4, f"one operator allocated {largest} bytes"
@@ -147,28 +167,52 @@ EMPTY = {"query": zeros(13, 0, 4), "key": zeros(11, 0, 4), "value": zeros(11, 0,
 
 @refused(
     (lambda: changed(query=zeros(13, 12)), r"query must have shape \[N_dst, H, C\]"),
-    (lambda: changed(query=zeros(12, 3, 4)), "query must have 13 rows, one per destination node, got"),
+    (
+        lambda: changed(query=zeros(12, 3, 4)),
+        "query must have 13 rows, one per destination node, got",
+    ),
     (lambda: changed(key=zeros(13, 3, 4)), "key must have 11 rows, one per source node, got"),
-    (lambda: changed(value=zeros(11, 2, 4)), "value must have the batch, heads and channels of query"),
+    (
+        lambda: changed(value=zeros(11, 2, 4)),
+        "value must have the batch, heads and channels of query",
+    ),
     (lambda: changed(value=zeros(1, 11, 3, 4)), "value must have the 3 dimensions of query"),
     (lambda: changed(**EMPTY), "heads and channels must be at least 1"),
     (lambda: changed(key=zeros(11, 3, 4).long()), "key must be floating point, got torch.int64"),
     (lambda: changed(key=[1.0]), "key must be a tensor, got list"),
     (lambda: changed(query=None), "query must be a tensor, got NoneType"),
     (lambda: changed(value=None), "value must be a tensor, got NoneType"),
-    (lambda: changed(value=zeros(11, 3, 4).to("meta")), "value must be on the device of the graph, cpu, got meta"),
-    (lambda: changed(edge_attr=zeros(64, 4)), r"edge_attr must have shape \[E, D\].*= \(64, 5\), got \(64, 4\)"),
+    (
+        lambda: changed(value=zeros(11, 3, 4).to("meta")),
+        "value must be on the device of the graph, cpu, got meta",
+    ),
+    (
+        lambda: changed(edge_attr=zeros(64, 4)),
+        r"edge_attr must have shape \[E, D\].*= \(64, 5\), got \(64, 4\)",
+    ),
     (lambda: changed(edge_attr=zeros(2, 64, 5)), "edge_attr must have shape"),
     (lambda: changed(edge_attr=None), "edge_weight must come with edge_attr"),
     (lambda: changed(edge_weight=None), "edge_bias must come with edge_weight"),
-    (lambda: changed(edge_weight=None, edge_bias=None), r"raw attributes \[E, D\] need edge_weight"),
-    (lambda: changed(edge_weight=zeros(5, 12)), r"edge_weight must have shape .* = \[12, D >= 1\], got \(5, 12\)"),
+    (
+        lambda: changed(edge_weight=None, edge_bias=None),
+        r"raw attributes \[E, D\] need edge_weight",
+    ),
+    (
+        lambda: changed(edge_weight=zeros(5, 12)),
+        r"edge_weight must have shape .* = \[12, D >= 1\], got \(5, 12\)",
+    ),
     (lambda: changed(edge_bias=zeros(3, 4)), r"edge_bias must have shape \[12\], got \(3, 4\)"),
     (lambda: changed(dropout_p=1.5), "dropout_p must be a probability in 0 .. 1, got 1.5"),
-    (lambda: changed(config=AttentionConfig("triton")), "attention backend 'triton' cannot run here: "),
+    (
+        lambda: changed(config=AttentionConfig("triton")),
+        "attention backend 'triton' cannot run here: ",
+    ),
     (lambda: AttentionConfig(stable_sort=None), "stable_sort must be True or False, got None"),
     (lambda: AttentionConfig("cuda"), "backend must be one of auto, triton, torch, got 'cuda'"),
-    (lambda: AttentionConfig(precision="bf32"), "precision must be one of None, fp32, bf16, fp16, got 'bf32'"),
+    (
+        lambda: AttentionConfig(precision="bf32"),
+        "precision must be one of None, fp32, bf16, fp16, got 'bf32'",
+    ),
 )
 def test_wrong_operands_and_options_are_refused_with_the_reason(wrong, message):
     raises(wrong, message)
@@ -188,5 +232,14 @@ def test_over_the_corpus_the_error_is_at_most_twice_that_of_plain_pytorch(dtype)
     judged = Corpus()
     for problem, graph in corpus(dtype):
         judged.add(attend(problem, graph, "torch"), problem)
-    assert set(judged.ours) >= {"out", "lse", "dquery", "dkey", "dvalue", "dedge_attr", "dedge_weight", "dedge_bias"}
+    assert set(judged.ours) >= {
+        "out",
+        "lse",
+        "dquery",
+        "dkey",
+        "dvalue",
+        "dedge_attr",
+        "dedge_weight",
+        "dedge_bias",
+    }
     judged.assert_accurate()

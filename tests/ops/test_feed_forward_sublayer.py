@@ -17,7 +17,9 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
     feed_forward_triton_backward,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 ROWS, FEATURES, HIDDEN = 13, 24, 40
 EPS = 1e-5
 CASES = pairwise(
@@ -39,7 +41,11 @@ def small_chunks(few_programs, monkeypatch):
 def draw(device, norm="both", gated=False, bias=True, rows=ROWS, seed=0, **_):
     """Tensors by name, and a gradient of the output."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"x": (rows, FEATURES), "weight_in": (HIDDEN, FEATURES), "weight_out": (FEATURES, HIDDEN)}
+    shapes = {
+        "x": (rows, FEATURES),
+        "weight_in": (HIDDEN, FEATURES),
+        "weight_out": (FEATURES, HIDDEN),
+    }
     if bias:
         shapes |= {"bias_in": (HIDDEN,), "bias_out": (FEATURES,)}
     if gated:
@@ -53,11 +59,15 @@ def draw(device, norm="both", gated=False, bias=True, rows=ROWS, seed=0, **_):
 
 
 def by_operator(named, activation="gelu", dtype=torch.float32):
-    return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), FeedForwardOptions(EPS, activation, dtype))
+    return feed_forward_sublayer(
+        sublayers.fill(FeedForwardTensors, named), FeedForwardOptions(EPS, activation, dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
-def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pytorch(dtype, kernel_device):
+def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pytorch(
+    dtype, kernel_device
+):
     corpus = Corpus()
     for seed, case in enumerate(CASES):
         named, grad = draw(kernel_device, seed=seed, **case)
@@ -73,13 +83,16 @@ def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pyto
 
 @pytest.mark.parametrize("norm", ["both", 4])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(norm, dynamic, kernel_device):
+def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
+    norm, dynamic, kernel_device
+):
     torch.compiler.reset()
     compiled = torch.compile(by_operator, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (ROWS, 9):
         named, grad = draw(kernel_device, norm, gated=True, rows=rows)
         eager, again, traced = (
-            sublayers.results_of(call, named, grad, torch.float32) for call in (by_operator, by_operator, compiled)
+            sublayers.results_of(call, named, grad, torch.float32)
+            for call in (by_operator, by_operator, compiled)
         )
         for name, expected in eager.items():
             assert torch.equal(again[name], expected) and torch.equal(traced[name], expected), name
@@ -100,10 +113,14 @@ def test_forward_and_backward_operators_pass_opcheck(norm, gated, kernel_device)
     named, grad = draw(kernel_device, norm, gated)
     options = FeedForwardOptions(EPS, "silu", torch.float32)
     detached = sublayers.fill(FeedForwardTensors, named)
-    leaves = FeedForwardTensors(*(None if x is None else x.clone().requires_grad_() for x in detached))
+    leaves = FeedForwardTensors(
+        *(None if x is None else x.clone().requires_grad_() for x in detached)
+    )
     torch.library.opcheck(feed_forward_triton, (*leaves, *options, True))
     _, hidden, packed = feed_forward_triton(*detached, *options, True)
-    torch.library.opcheck(feed_forward_triton_backward, (*detached, *options, hidden, packed, grad, norm == 4))
+    torch.library.opcheck(
+        feed_forward_triton_backward, (*detached, *options, hidden, packed, grad, norm == 4)
+    )
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -114,14 +131,18 @@ def test_x_hidden_features_and_cast_weights_are_kept_and_nothing_else(gated, ker
     inputs = {tensor.data_ptr() for tensor in leaves.values()}
     kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.data_ptr() not in inputs]
     width = (1 + gated) * HIDDEN
-    weights = width * FEATURES + width + HIDDEN * FEATURES + FEATURES + 2 * FEATURES * 4 + 2 * FEATURES
+    weights = (
+        width * FEATURES + width + HIDDEN * FEATURES + FEATURES + 2 * FEATURES * 4 + 2 * FEATURES
+    )
     assert [(tuple(x.shape), x.dtype) for x in kept] == [
         ((ROWS, width), torch.bfloat16),
         ((weights,), torch.bfloat16),
     ]
 
 
-def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_refused(kernel_device):
+def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_refused(
+    kernel_device,
+):
     named, _ = draw(kernel_device)
     x = named["x"].requires_grad_()
     out = by_operator(named)

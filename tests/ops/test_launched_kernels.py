@@ -20,7 +20,11 @@ def operands_of(form, batch_size=1):
         return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
 
     batch = () if batch_size == 1 else (batch_size,)
-    operands = {"query": draw(*batch, 4, 2, 8), "key": draw(*batch, 5, 2, 8), "value": draw(*batch, 5, 2, 8)}
+    operands = {
+        "query": draw(*batch, 4, 2, 8),
+        "key": draw(*batch, 5, 2, 8),
+        "value": draw(*batch, 5, 2, 8),
+    }
     if form == "embedded":
         return operands | {"edge_attr": draw(12, 2, 8), "edge_weight": None, "edge_bias": None}
     if form == "none":
@@ -50,12 +54,18 @@ def compare(launched, operands, graph):
 @pytest.fixture(params=["three in-edges each", "different in-degrees"])
 def graph(request):
     numbers = torch.arange(12)
-    dst = numbers // 3 if request.param == "three in-edges each" else (numbers + 2).clamp_min(4) // 4
+    dst = (
+        numbers // 3 if request.param == "three in-edges each" else (numbers + 2).clamp_min(4) // 4
+    )
     return GraphStructure.from_edge_index(torch.stack([numbers % 5, dst]), (5, 4))
 
 
-@pytest.mark.parametrize(("form", "batch_size"), [("raw", 1), ("raw_without_bias", 3), ("embedded", 3), ("none", 1)])
-def test_the_listed_kernels_are_those_of_a_forward_and_a_backward(launched, graph, form, batch_size):
+@pytest.mark.parametrize(
+    ("form", "batch_size"), [("raw", 1), ("raw_without_bias", 3), ("embedded", 3), ("none", 1)]
+)
+def test_the_listed_kernels_are_those_of_a_forward_and_a_backward(
+    launched, graph, form, batch_size
+):
     names = compare(launched, operands_of(form, batch_size), graph)
     fixed_degree = sum("_fixed_degree_" in name for name in names)
     assert fixed_degree == (2 if graph.fixed_in_degree is not None and form != "embedded" else 0)
@@ -98,23 +108,40 @@ def test_the_listed_kernels_are_those_of_a_call_with_hubs(launched, graph, form,
     names = compare(launched, operands, with_hubs(graph, 4))
     joined = sum("join_segments" in name for name in names)
     is_fixed = graph.fixed_in_degree is not None and form != "embedded"
-    over_destinations = 0 if is_fixed else 2 + (wanted != "value") + (form == "raw" and wanted != "value")
+    over_destinations = (
+        0 if is_fixed else 2 + (wanted != "value") + (form == "raw" and wanted != "value")
+    )
     assert joined == over_destinations + (wanted != "query")
 
 
 @pytest.mark.parametrize(
     ("dtype", "channels", "pairs"),
-    [(torch.bfloat16, 8, True), (torch.bfloat16, 7, False), (torch.float16, 8, True), (torch.float32, 8, False)],
+    [
+        (torch.bfloat16, 8, True),
+        (torch.bfloat16, 7, False),
+        (torch.float16, 8, True),
+        (torch.float32, 8, False),
+    ],
 )
-def test_kernels_over_destinations_read_even_16_bit_rows_as_packed_pairs(launched, dtype, channels, pairs):
+def test_kernels_over_destinations_read_even_16_bit_rows_as_packed_pairs(
+    launched, dtype, channels, pairs
+):
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 1]]), (3, 2))
-    packed = packed_in(launched, graph, *(torch.zeros(nodes, 2, channels, dtype=dtype) for nodes in (2, 3)))
+    packed = packed_in(
+        launched, graph, *(torch.zeros(nodes, 2, channels, dtype=dtype) for nodes in (2, 3))
+    )
     assert packed == {"fwd": pairs, "bwd_dst": pairs}
 
 
-@pytest.mark.parametrize(("channels", "pairs"), [(32, True), (64, False)])  # 16 and 32 elements of a row in each thread
-def test_fixed_degree_backward_reads_pairs_where_threads_hold_few_elements(launched, channels, pairs):
-    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2, 1, 2, 0], [0, 0, 0, 1, 1, 1]]), (3, 2))
+@pytest.mark.parametrize(
+    ("channels", "pairs"), [(32, True), (64, False)]
+)  # 16 and 32 elements of a row in each thread
+def test_fixed_degree_backward_reads_pairs_where_threads_hold_few_elements(
+    launched, channels, pairs
+):
+    graph = GraphStructure.from_edge_index(
+        torch.tensor([[0, 1, 2, 1, 2, 0], [0, 0, 0, 1, 1, 1]]), (3, 2)
+    )
     rows = (torch.zeros(count, 16, channels, dtype=torch.bfloat16) for count in (2, 3))
     packed = packed_in(launched, graph, *rows)
     assert packed == {"fixed_degree_fwd": False, "fixed_degree_bwd_dst": pairs}

@@ -19,10 +19,16 @@ def test_a_result_with_a_logit_that_is_not_finite_is_not_treated_as_empty(logit,
 
 
 def test_two_empty_results_are_empty_with_finite_gradients():
-    out, lse = torch.zeros(2, 1, 3, requires_grad=True), torch.full((2, 1), -torch.inf, requires_grad=True)
+    out, lse = (
+        torch.zeros(2, 1, 3, requires_grad=True),
+        torch.full((2, 1), -torch.inf, requires_grad=True),
+    )
     merged, merged_lse = merge(out, lse, out, lse)
     assert bool((merged == 0).all()) and bool(torch.isneginf(merged_lse).all())
-    assert all(bool(gradient.isfinite().all()) for gradient in torch.autograd.grad(merged.sum(), (out, lse)))
+    assert all(
+        bool(gradient.isfinite().all())
+        for gradient in torch.autograd.grad(merged.sum(), (out, lse))
+    )
 
 
 DTYPES = [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2]
@@ -39,8 +45,13 @@ def test_dtypes_are_those_of_the_first_result(dtypes):
 def test_first_and_second_derivatives_are_right():
     generator = torch.Generator().manual_seed(0)
     shapes = ((3, 2, 2), (3, 2)) * 2
-    operands = [torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
-    assert torch.autograd.gradcheck(merge, operands) and torch.autograd.gradgradcheck(merge, operands)
+    operands = [
+        torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
+    assert torch.autograd.gradcheck(merge, operands) and torch.autograd.gradgradcheck(
+        merge, operands
+    )
 
 
 def test_it_compiles_for_any_sizes():

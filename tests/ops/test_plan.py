@@ -10,7 +10,9 @@ from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend.plan import SCRATCH_ALIGNMENT, PlanBuilder
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 SIZE = 1024  # bytes of a buffer, a multiple of the alignment
 DTYPES = (torch.int64, torch.int32, torch.int16)
 
@@ -68,7 +70,9 @@ def test_scratch_of_a_common_step_never_overlaps(seed):
     assert all(end <= plan.scratch_bytes for _, end in spans.values())
     for block, (begin, end) in spans.items():
         for other, (other_begin, other_end) in spans.items():
-            are_apart = max(lifetimes[block]) < min(lifetimes[other]) or max(lifetimes[other]) < min(lifetimes[block])
+            are_apart = max(lifetimes[block]) < min(lifetimes[other]) or max(
+                lifetimes[other]
+            ) < min(lifetimes[block])
             assert block == other or are_apart or end <= other_begin or other_end <= begin
 
 
@@ -120,9 +124,13 @@ def test_a_view_of_a_buffer_is_that_of_a_tensor(name, where):
     builder = PlanBuilder([(x.shape, x.dtype)])
     base = builder.inputs[0]
     if where in ("scratch", "result"):
-        before = builder.empty((5,), torch.int64)  # so that the scratch block does not begin the allocation
+        before = builder.empty(
+            (5,), torch.int64
+        )  # so that the scratch block does not begin the allocation
         base = builder.empty(x.shape, x.dtype)
-        builder.compute(lambda _, source, target: target.copy_(source), before, builder.inputs[0], base)
+        builder.compute(
+            lambda _, source, target: target.copy_(source), before, builder.inputs[0], base
+        )
     view = of_buffer(base)
     expected = of_tensor(x)
     out = builder.empty(view.shape, x.dtype)
@@ -169,7 +177,9 @@ def test_launches_of_no_program_are_left_out():
 )
 @pytest.mark.parametrize("form", ["raw", "embedded", "none"])
 def test_an_empty_graph_runs_again_and_again(edges, num_src, num_dst, form, kernel_device):
-    graph = GraphStructure.from_edge_index(torch.zeros(2, edges, dtype=torch.int64), (num_src, num_dst))
+    graph = GraphStructure.from_edge_index(
+        torch.zeros(2, edges, dtype=torch.int64), (num_src, num_dst)
+    )
     graph = graph.to(kernel_device)
     query = torch.randn(num_dst, 2, 4, device=kernel_device, requires_grad=True)
     key = torch.randn(num_src, 2, 4, device=kernel_device, requires_grad=True)
@@ -182,7 +192,11 @@ def test_an_empty_graph_runs_again_and_again(edges, num_src, num_dst, form, kern
         features["edge_attr"] = torch.randn(edges, 2, 4, device=kernel_device, requires_grad=True)
     operands += features.values()
     for _ in range(4):
-        out, lse = edge_attention(query, key, key, graph, **features, config=AttentionConfig("triton"))
+        out, lse = edge_attention(
+            query, key, key, graph, **features, config=AttentionConfig("triton")
+        )
         assert torch.equal(out, torch.zeros_like(query)) and bool(lse.isneginf().all())
-        for gradient, operand in zip(torch.autograd.grad(out.sum(), operands), operands, strict=True):
+        for gradient, operand in zip(
+            torch.autograd.grad(out.sum(), operands), operands, strict=True
+        ):
             assert torch.equal(gradient, torch.zeros_like(operand))

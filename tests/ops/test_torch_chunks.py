@@ -18,12 +18,16 @@ class Attention(torch.nn.Module):
     def __init__(self, dropout_p=0.0):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.graph = GraphStructure.from_edge_index(torch.randint(NODES - 1, (2, EDGES), generator=generator), NODES)
+        self.graph = GraphStructure.from_edge_index(
+            torch.randint(NODES - 1, (2, EDGES), generator=generator), NODES
+        )
         self.dropout_p = dropout_p
 
     def forward(self, tensors):
         torch.manual_seed(1)
-        out, lse = edge_attention(**tensors, graph=self.graph, dropout_p=self.dropout_p, config=TORCH)
+        out, lse = edge_attention(
+            **tensors, graph=self.graph, dropout_p=self.dropout_p, config=TORCH
+        )
         return torch.cat([out, lse.where(lse.isfinite(), 0.0).unsqueeze(-1)], dim=-1)
 
 
@@ -34,8 +38,15 @@ def operands(edge_dim):
         shapes["edge_attr"] = (BATCH, EDGES, HEADS, CHANNELS)
     else:
         width = HEADS * CHANNELS
-        shapes |= {"edge_attr": (EDGES, edge_dim), "edge_weight": (width, edge_dim), "edge_bias": (width,)}
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+        shapes |= {
+            "edge_attr": (EDGES, edge_dim),
+            "edge_weight": (width, edge_dim),
+            "edge_bias": (width,),
+        }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
 HEAD_GROUPS = [{"MAX_EDGE_HEADS": heads * EDGES} for heads in (1, 2, 3)]
@@ -43,7 +54,9 @@ CHUNKS = {"CHUNK": 7 * HEADS * CHANNELS, "NODE_CHUNK": 4}
 
 
 @pytest.mark.parametrize("dropout_p", (0.0, 0.4))
-@pytest.mark.parametrize("edge_dim", (0, 2, 5), ids=("embedded", "fewer than channels", "more than channels"))
+@pytest.mark.parametrize(
+    "edge_dim", (0, 2, 5), ids=("embedded", "fewer than channels", "more than channels")
+)
 @pytest.mark.parametrize("sizes", [*HEAD_GROUPS, CHUNKS], ids=str)
 def test_result_and_gradients_do_not_depend_on_the_sizes(monkeypatch, sizes, edge_dim, dropout_p):
     attention, inputs = Attention(dropout_p), operands(edge_dim)
@@ -58,13 +71,17 @@ def test_logits_that_overflow_leave_no_nan():
     query, key = torch.full((3, 1, 4), 1e30, requires_grad=True), torch.full((2, 1, 4), -1e30)
     out, lse = edge_attention(query, key, torch.ones(2, 1, 4), graph, config=TORCH)
     assert bool(lse.isneginf().all()) and not bool(out.isnan().any())
-    (gradient,) = torch.autograd.grad([out, lse], query, [torch.ones_like(out), torch.full_like(lse, torch.nan)])
+    (gradient,) = torch.autograd.grad(
+        [out, lse], query, [torch.ones_like(out), torch.full_like(lse, torch.nan)]
+    )
     assert not bool(gradient.isnan().any())
 
 
 MOST = op.MAX_EDGE_HEADS
 
 
-@pytest.mark.parametrize(("edges", "size"), [(MOST // 6, 6), (MOST // 6 + 1, 3), (MOST // 2, 2), (MOST, 1), (10**9, 1)])
+@pytest.mark.parametrize(
+    ("edges", "size"), [(MOST // 6, 6), (MOST // 6 + 1, 3), (MOST // 2, 2), (MOST, 1), (10**9, 1)]
+)
 def test_head_groups_divide_all_heads_within_the_limit(edges, size):
     assert op.head_group_size(HEADS, edges) == size

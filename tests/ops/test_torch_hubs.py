@@ -24,14 +24,18 @@ def hubs(seed=0):
 def test_a_graph_with_hubs_gives_what_the_definition_gives(monkeypatch, form, heads_at_a_time):
     monkeypatch.setattr(op, "MAX_EDGE_HEADS", heads_at_a_time * EDGES)
     problem = make_problem(hubs(), 3, 4, 5, form, torch.float64)
-    assert_same(attend(problem, GraphStructure.from_edge_index(*hubs()), "torch"), oracle(problem), 1e-12)
+    assert_same(
+        attend(problem, GraphStructure.from_edge_index(*hubs()), "torch"), oracle(problem), 1e-12
+    )
 
 
 def test_hubs_give_the_same_bits_again_and_with_other_threads():
     threads, graph = torch.get_num_threads(), GraphStructure.from_edge_index(*hubs())
     problem = make_problem(hubs(), 4, 16, 5, "raw", torch.float32)
     try:
-        results = [torch.set_num_threads(number) or attend(problem, graph, "torch") for number in (1, 1, 2)]
+        results = [
+            torch.set_num_threads(number) or attend(problem, graph, "torch") for number in (1, 1, 2)
+        ]
     finally:
         torch.set_num_threads(threads)
     assert_same(results[1], results[0], 0)

@@ -17,19 +17,30 @@ from support.run import attend, structure, with_hubs
 from support.same_numbers import assert_same
 
 SUMMED = [  # gradients of features that samples share are float32, though rows are read as pairs of bfloat16
-    Case(shape, 1, torch.bfloat16, "embedded", "batch_shares_attributes", "shuffled") for shape in ((4, 16), (6, 10))
+    Case(shape, 1, torch.bfloat16, "embedded", "batch_shares_attributes", "shuffled")
+    for shape in ((4, 16), (6, 10))
 ]
 CASES = full_cases() if torch.cuda.is_available() else pairwise_cases() + SUMMED
-judged = run if torch.cuda.is_available() else cache(run)  # the corpus of a CPU has the same cases again
+judged = (
+    run if torch.cuda.is_available() else cache(run)
+)  # the corpus of a CPU has the same cases again
 FORMS, SHAPES = COLUMNS["form"], COLUMNS["shape"]
 BEYOND_A_TILE = (  # graph, dtype; heads, channels, edge_dim
     ("isolated", torch.bfloat16, (20, 64, 3)),  # heads in two programs, the second not full
-    ("isolated", torch.bfloat16, (3, 130, 5)),  # channels of the contractions in three pieces, the last not full
+    (
+        "isolated",
+        torch.bfloat16,
+        (3, 130, 5),
+    ),  # channels of the contractions in three pieces, the last not full
     ("isolated", torch.bfloat16, (1, 1100, 2)),  # a row longer than a program of one warp holds
     ("isolated", torch.bfloat16, (2, 4, 70)),  # attributes that outnumber the channels
-    *(("many_to_few", torch.float32, (2, 8, n)) for n in (255, 256, 300)),  # with the bias: all a program holds, more
+    *(
+        ("many_to_few", torch.float32, (2, 8, n)) for n in (255, 256, 300)
+    ),  # with the bias: all a program holds, more
 )
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -58,28 +69,52 @@ def test_the_pairwise_table_holds_every_pair_and_every_graph_twice():
 @pytest.mark.parametrize("dtype", COLUMNS["dtype"], ids=str)
 def test_over_the_corpus_the_error_is_at_most_twice_that_of_plain_pytorch(dtype, kernel_device):
     corpus = Corpus()
-    plain = [Case(shape, 11, dtype, form, "plain", graph) for graph, form, shape in product(GRAPHS, FORMS, SHAPES)]
-    for case in plain if kernel_device.type == "cuda" else [case for case in CASES if case.dtype == dtype]:
+    plain = [
+        Case(shape, 11, dtype, form, "plain", graph)
+        for graph, form, shape in product(GRAPHS, FORMS, SHAPES)
+    ]
+    for case in (
+        plain if kernel_device.type == "cuda" else [case for case in CASES if case.dtype == dtype]
+    ):
         corpus.add_errors(*judged(case, "triton", kernel_device)[:3])
-    assert set(corpus.ours) >= {"out", "lse", "dquery", "dkey", "dvalue", "dedge_attr", "dedge_weight", "dedge_bias"}
+    assert set(corpus.ours) >= {
+        "out",
+        "lse",
+        "dquery",
+        "dkey",
+        "dvalue",
+        "dedge_attr",
+        "dedge_weight",
+        "dedge_bias",
+    }
     corpus.assert_accurate()
 
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), BEYOND_A_TILE, ids=str)
 def test_shapes_beyond_one_tile_are_as_accurate(name, dtype, shape, kernel_device):
     problem = make_problem(GRAPHS[name], *shape, dtype=dtype)
-    assert_accurate(attend(problem, structure(GRAPHS[name], kernel_device), "triton"), problem, dtype)
+    assert_accurate(
+        attend(problem, structure(GRAPHS[name], kernel_device), "triton"), problem, dtype
+    )
 
 
 @pytest.mark.parametrize(("name", "segment"), [("isolated", None), ("both", 4)])
 @pytest.mark.parametrize("form", ["raw", "embedded"])
-def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(name, segment, form, kernel_device):
+def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(
+    name, segment, form, kernel_device
+):
     edges = (GRAPHS | HUBS)[name]
-    problem, graph = make_problem(edges, 3, 5, 4, form), structure(edges, kernel_device).with_reverse()
+    problem, graph = (
+        make_problem(edges, 3, 5, 4, form),
+        structure(edges, kernel_device).with_reverse(),
+    )
     graph = with_hubs(graph, segment)
     expected = attend(problem, graph, "triton")
     assert_same(attend(problem, graph, "triton"), expected, 0)
-    long = replace(graph, **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"})
+    long = replace(
+        graph,
+        **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"},
+    )
     assert_same(attend(problem, long, "triton"), expected, 0)
     with new_plans(needs_int64=True):
         for structured in (graph, long):
@@ -88,7 +123,9 @@ def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(name, seg
 
 @pytest.mark.parametrize("form", ["raw", "none"])
 @pytest.mark.parametrize("name", ["hub", "isolated", "nearest"])
-def test_float16_gradients_are_accurate_at_every_loss_scale_at_which_plain_pytorch_is_finite(name, form, kernel_device):
+def test_float16_gradients_are_accurate_at_every_loss_scale_at_which_plain_pytorch_is_finite(
+    name, form, kernel_device
+):
     base = make_problem(GRAPHS[name], 2, 16, 11, form)
 
     def scaled(loss_scale):
@@ -96,7 +133,11 @@ def test_float16_gradients_are_accurate_at_every_loss_scale_at_which_plain_pytor
         return replace(problem, grad_lse=base.grad_lse * loss_scale)
 
     def overflows(problem):
-        return not all(bool(tensor.isfinite().all()) for name, tensor in plain(problem).items() if name != "lse")
+        return not all(
+            bool(tensor.isfinite().all())
+            for name, tensor in plain(problem).items()
+            if name != "lse"
+        )
 
     largest = max(scale for scale in (2.0**n for n in range(8, 18)) if not overflows(scaled(scale)))
     assert overflows(scaled(2 * largest))

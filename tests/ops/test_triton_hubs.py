@@ -22,11 +22,18 @@ from anemoi_gt.ops.triton_backend import tiles
 
 SEGMENT, SMALL = HUB_DEGREE // 2, 4  # edges of a segment, and of the small ones here
 TRITON = AttentionConfig("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 
 COLUMNS = {
     "graph": tuple(HUBS),
-    "shape": ((1, 1, 1), (2, 8, 3), (3, 5, 17), (20, 64, 2)),  # heads, channels, edge_dim; the last in two programs
+    "shape": (
+        (1, 1, 1),
+        (2, 8, 3),
+        (3, 5, 17),
+        (20, 64, 2),
+    ),  # heads, channels, edge_dim; the last in two programs
     "form": ("raw", "raw_without_bias", "embedded", "none"),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
     "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "dst_schedule"),
@@ -44,17 +51,27 @@ def test_hubs_are_as_accurate_as_plain_pytorch(case, kernel_device):
 
 
 def test_destinations_that_are_no_hubs_keep_their_bits(kernel_device):
-    problem, graph = make_problem(HUBS["destination"], 3, 8, 5), structure(HUBS["destination"], kernel_device)
+    problem, graph = (
+        make_problem(HUBS["destination"], 3, 8, 5),
+        structure(HUBS["destination"], kernel_device),
+    )
     others = (graph.colptr.diff() <= 8).cpu()
-    divided, whole = attend(problem, with_hubs(graph, SMALL), TRITON), attend(problem, graph, TRITON)
+    divided, whole = (
+        attend(problem, with_hubs(graph, SMALL), TRITON),
+        attend(problem, graph, TRITON),
+    )
     assert 0 < int(others.sum()) < graph.num_dst
     for name in ("out", "lse", "dquery"):
         assert torch.equal(divided[name][others], whole[name][others]), name
-    assert not torch.equal(divided["out"][~others], whole["out"][~others]), "the hub was not divided"
+    assert not torch.equal(divided["out"][~others], whole["out"][~others]), (
+        "the hub was not divided"
+    )
 
 
 @pytest.mark.parametrize("logit", [1e4, torch.inf])
-def test_large_and_infinite_logits_of_a_segment_reach_the_whole_hub_and_no_other(logit, kernel_device):
+def test_large_and_infinite_logits_of_a_segment_reach_the_whole_hub_and_no_other(
+    logit, kernel_device
+):
     problem = make_problem(HUBS["destination"], 1, 2, 3, "none")
     graph = with_hubs(structure(HUBS["destination"], kernel_device), SMALL)
     edge = (problem.edge_index[1] == 3).nonzero()[-1]
@@ -83,14 +100,26 @@ def launches_of(graph):
     }
 
 
-TODAY = {"project", "fwd", "embed", "bwd_dst", "bwd_attributes", "bwd_weight", "sum_weight", "bwd_src"}
+TODAY = {
+    "project",
+    "fwd",
+    "embed",
+    "bwd_dst",
+    "bwd_attributes",
+    "bwd_weight",
+    "sum_weight",
+    "bwd_src",
+}
 
 
 @pytest.mark.parametrize(("to", "of"), [(None, None), (3, None), (None, 2), (3, 2)])
 def test_only_graphs_with_hubs_launch_more_than_before(to, of, kernel_device):
     edges = 2 * HUB_DEGREE
     graph = structure(crowd(5, 6, to, of, edges), kernel_device).with_reverse()
-    assert (graph.dst_hubs is not None, graph.src_hubs is not None) == (to is not None, of is not None)
+    assert (graph.dst_hubs is not None, graph.src_hubs is not None) == (
+        to is not None,
+        of is not None,
+    )
     found, blocks = launches_of(graph), edges // SEGMENT
     joined = set() if to is None and of is None else {"join_segments"}
     assert set(found) == TODAY | joined | (set() if to is None else {"bwd_dst_hub"})
@@ -99,7 +128,9 @@ def test_only_graphs_with_hubs_launch_more_than_before(to, of, kernel_device):
 
 
 @pytest.mark.parametrize("edges", [HUB_DEGREE, HUB_DEGREE + 1])
-def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_edges(edges, kernel_device):
+def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_edges(
+    edges, kernel_device
+):
     graph = structure(crowd(5, 6, edges=edges), kernel_device, validate=False).with_reverse()
     expected = (6, 0) if edges == HUB_DEGREE else (6 + 3, SEGMENT)
     assert graph.dst_hubs is not None and launches_of(graph)["fwd"] == expected
@@ -126,8 +157,13 @@ def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_dev
 
 class TestStructure:
     def test_hubs_survive_what_keeps_edges_and_one_hub_is_enough_for_disjoint_graphs(self):
-        hubs, calm = (GraphStructure.from_edge_index(*crowd(5, 6, to=to, edges=600)) for to in (3, None))
-        assert GraphStructure.from_state(hubs.with_reverse().state_dict()).dst_hubs.shape == (HUB_DEGREE + 1, 0)
+        hubs, calm = (
+            GraphStructure.from_edge_index(*crowd(5, 6, to=to, edges=600)) for to in (3, None)
+        )
+        assert GraphStructure.from_state(hubs.with_reverse().state_dict()).dst_hubs.shape == (
+            HUB_DEGREE + 1,
+            0,
+        )
         assert calm.dst_hubs is None and calm.src_hubs is None
         assert GraphStructure.disjoint([calm, hubs]).dst_hubs is not None
         assert GraphStructure.disjoint([calm, calm]).dst_hubs is None

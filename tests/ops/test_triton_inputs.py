@@ -19,7 +19,9 @@ from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
 TRITON = AttentionConfig(backend="triton")
 op = import_module("anemoi_gt.ops.triton_backend.op")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 
 
 def at_an_odd_address(rows):
@@ -29,16 +31,27 @@ def at_an_odd_address(rows):
 ODD = [(at_an_odd_address, name, torch.bfloat16) for name in ("nearest", "shuffled")]
 
 
-@pytest.mark.parametrize(("layout", "name", "dtype"), [(head_major, "isolated", torch.float32), *ODD])
-def test_operands_and_gradients_in_another_layout_give_the_same_bits(problem_and_graph, layout, name, dtype):
+@pytest.mark.parametrize(
+    ("layout", "name", "dtype"), [(head_major, "isolated", torch.float32), *ODD]
+)
+def test_operands_and_gradients_in_another_layout_give_the_same_bits(
+    problem_and_graph, layout, name, dtype
+):
     problem, graph = problem_and_graph(name, dtype=dtype)
     graph, laid_out = graph.with_reverse(), layout(problem.query)
 
     def run(layout):
-        leaves = {name: layout(leaf.detach()).requires_grad_() for name, leaf in leaves_of(problem, graph).items()}
+        leaves = {
+            name: layout(leaf.detach()).requires_grad_()
+            for name, leaf in leaves_of(problem, graph).items()
+        }
         out, lse = edge_attention(**leaves, graph=graph, config=TRITON)
-        arriving = [layout(gradient.to(graph.device)) for gradient in (problem.grad_out, problem.grad_lse)]
-        gradients = torch.autograd.grad((out, lse.where(lse.isfinite(), 0.0)), list(leaves.values()), arriving)
+        arriving = [
+            layout(gradient.to(graph.device)) for gradient in (problem.grad_out, problem.grad_lse)
+        ]
+        gradients = torch.autograd.grad(
+            (out, lse.where(lse.isfinite(), 0.0)), list(leaves.values()), arriving
+        )
         return {"out": out, "lse": lse} | dict(zip(leaves, gradients, strict=True))
 
     assert laid_out.stride() == (4, 24, 1) if layout is head_major else laid_out.data_ptr() % 4 == 2
@@ -49,9 +62,13 @@ def test_a_structure_of_strided_tensors_is_read_as_it_is(problem_and_graph):
     problem, graph = problem_and_graph("self_loops")
     graph = scheduled(graph.with_reverse())
     state = {name: tensor for name, tensor in graph.state_dict().items() if tensor.dim() == 1}
-    strided = {name: torch.stack([tensor, tensor + 2**30], 1)[:, 0] for name, tensor in state.items()}
+    strided = {
+        name: torch.stack([tensor, tensor + 2**30], 1)[:, 0] for name, tensor in state.items()
+    }
     assert {"rowptr", "col", "csr_to_csc", "perm", "dst_schedule"} <= strided.keys()
-    assert_same(attend(problem, replace(graph, **strided), "triton"), attend(problem, graph, "triton"), 0)
+    assert_same(
+        attend(problem, replace(graph, **strided), "triton"), attend(problem, graph, "triton"), 0
+    )
 
 
 def test_expanded_inputs_get_the_summed_gradient(problem_and_graph):
@@ -60,7 +77,11 @@ def test_expanded_inputs_get_the_summed_gradient(problem_and_graph):
         setattr(problem, name, getattr(problem, name)[:1].expand_as(getattr(problem, name)))
     expected = attend(problem, graph, "triton")  # of copies
     leaves = {name: operand.to(graph.device) for name, operand in problem.operands().items()}
-    narrow = {name: leaf[:1].clone().requires_grad_() for name, leaf in leaves.items() if name != "edge_weight"}
+    narrow = {
+        name: leaf[:1].clone().requires_grad_()
+        for name, leaf in leaves.items()
+        if name != "edge_weight"
+    }
     expanded = leaves | {name: leaf.expand_as(leaves[name]) for name, leaf in narrow.items()}
     out, lse = edge_attention(**expanded, graph=graph, scale=problem.scale, config=TRITON)
     assert torch.equal(out.cpu(), expected["out"])
@@ -75,7 +96,9 @@ def test_a_batch_over_graphs_side_by_side_equals_the_oracle(kernel_device, dropo
     joined = GraphStructure.disjoint([structure(GRAPHS[name], kernel_device) for name in names])
     assert joined.perm is not None
     edges = (joined.edge_index().cpu(), (joined.num_src, joined.num_dst))
-    samples = share([make_problem(edges, 2, 4, 3, seed=seed) for seed in range(2)], "edge_weight", "edge_bias")
+    samples = share(
+        [make_problem(edges, 2, 4, 3, seed=seed) for seed in range(2)], "edge_weight", "edge_bias"
+    )
     assert_within(*run_batch(samples, joined, "triton", dropout_p=dropout_p, seed=3), torch.float32)
 
 
@@ -112,7 +135,9 @@ CHOICE = {  # degree, heads, channels, edge_dim, bias: whether attributes are em
 
 @pytest.mark.parametrize("case", CHOICE)
 @pytest.mark.parametrize("training", [True, False])
-def test_attributes_reach_the_operator_embedded_where_that_moves_fewer_bytes(case, training, kernel_device):
+def test_attributes_reach_the_operator_embedded_where_that_moves_fewer_bytes(
+    case, training, kernel_device
+):
     (degree, heads, channels, edge_dim, bias), expected = CHOICE[case]
     numbers = torch.arange(3 * degree)
     edges = (torch.stack([numbers % 3, numbers % 3]), (3, 3))
@@ -128,7 +153,10 @@ def test_attributes_reach_the_operator_embedded_where_that_moves_fewer_bytes(cas
 
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias"])
 def test_embedded_and_factored_attributes_give_the_same(form, kernel_device, monkeypatch):
-    problem, graph = make_problem(GRAPHS["nearest"], 2, 3, 20, form), structure(GRAPHS["nearest"], kernel_device)
+    problem, graph = (
+        make_problem(GRAPHS["nearest"], 2, 3, 20, form),
+        structure(GRAPHS["nearest"], kernel_device),
+    )
     results = []
     for first in (True, False):
         monkeypatch.setattr(op, "embeds_first", lambda *_, first=first: first)
@@ -151,7 +179,9 @@ class TestAvailability:
 
     def test_tensors_on_a_cpu_are_refused_where_kernels_are_compiled(self, monkeypatch):
         monkeypatch.setattr(device, "interpreted", lambda: False)
-        assert unsupported_reason("triton", self.query()).startswith("its kernels run on a GPU, got tensors on cpu")
+        assert unsupported_reason("triton", self.query()).startswith(
+            "its kernels run on a GPU, got tensors on cpu"
+        )
 
     def test_the_interpreter_must_be_asked_for(self, monkeypatch):
         monkeypatch.setattr(device, "interpreted", lambda: True)

@@ -15,16 +15,29 @@ from torch.utils.checkpoint import checkpoint
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 
 TRITON = AttentionConfig(backend="triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 
 
 def operator_arguments(problem, graph):
     """Arguments of the forward operator, from the problem's operands as they are laid out in memory."""
     operands = [getattr(problem, name) for name in problem.names]
-    batched = [None if operand is None else operand.to(graph.device)[None] for operand in operands[:4]]
+    batched = [
+        None if operand is None else operand.to(graph.device)[None] for operand in operands[:4]
+    ]
     embedding = [None if operand is None else operand.to(graph.device) for operand in operands[4:]]
-    leaves = [None if operand is None else operand.requires_grad_() for operand in (*batched, *embedding)]
-    index = [graph.colptr, graph.row, graph.perm, graph.global_edge_id, graph.dst_schedule, graph.fixed_in_degree]
+    leaves = [
+        None if operand is None else operand.requires_grad_() for operand in (*batched, *embedding)
+    ]
+    index = [
+        graph.colptr,
+        graph.row,
+        graph.perm,
+        graph.global_edge_id,
+        graph.dst_schedule,
+        graph.fixed_in_degree,
+    ]
     seed = torch.tensor([3], device=graph.device)
     reverse = [graph.rowptr, graph.col, graph.csr_to_csc, graph.dst_hubs, graph.src_hubs]
     return [*leaves, *index, *reverse, seed, 0.5, 0.2, True]
@@ -59,7 +72,9 @@ def test_operators_of_one_sample_without_its_dimension_pass_opcheck(problem_and_
 def check_operators(arguments, grad_out, grad_lse):
     """opcheck of the forward operator, and of its backward with what it saves."""
     torch.library.opcheck(torch.ops.anemoi_gt.edge_attention_triton.default, arguments)
-    detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments]
+    detached = [
+        argument.detach() if torch.is_tensor(argument) else argument for argument in arguments
+    ]
     _, _, *saved = torch.ops.anemoi_gt.edge_attention_triton.default(*detached)
     *given, _ = detached
     needs = [operand is not None for operand in arguments[:6]]
@@ -76,10 +91,16 @@ def test_one_sample_costs_autograd_no_node_but_the_operator(problem_and_graph):
 
 
 @pytest.mark.parametrize("why", ["no_grad", "no leaf needs it"])
-def test_nothing_is_kept_and_no_source_side_is_made_without_a_gradient(problem_and_graph, monkeypatch, why):
+def test_nothing_is_kept_and_no_source_side_is_made_without_a_gradient(
+    problem_and_graph, monkeypatch, why
+):
     problem, graph = problem_and_graph()
-    graph = GraphStructure.from_edge_index(graph.edge_index(), (graph.num_src, graph.num_dst), reverse=False)
-    monkeypatch.setattr(GraphStructure, "with_reverse", lambda *_, **__: pytest.fail("the source side was made"))
+    graph = GraphStructure.from_edge_index(
+        graph.edge_index(), (graph.num_src, graph.num_dst), reverse=False
+    )
+    monkeypatch.setattr(
+        GraphStructure, "with_reverse", lambda *_, **__: pytest.fail("the source side was made")
+    )
     leaves = leaves_of(problem, graph)
     if why == "no_grad":
         with torch.no_grad():
@@ -95,18 +116,29 @@ def test_a_dispatch_mode_sees_both_operators(problem_and_graph):
     with Operators() as operators:
         edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)[0].sum().backward()
     ours = [name for name in operators.names if name.startswith("anemoi_gt.")]
-    assert ours == ["anemoi_gt.edge_attention_triton.default", "anemoi_gt.edge_attention_triton_backward.default"]
+    assert ours == [
+        "anemoi_gt.edge_attention_triton.default",
+        "anemoi_gt.edge_attention_triton_backward.default",
+    ]
 
 
 @pytest.mark.parametrize("form", ["raw", "embedded", "none"])
-def test_a_checkpointed_pass_may_be_watched_or_recorded_in_one_direction_alone(problem_and_graph, form):
+def test_a_checkpointed_pass_may_be_watched_or_recorded_in_one_direction_alone(
+    problem_and_graph, form
+):
     problem, graph = problem_and_graph("one_edge", form)
     leaves, results = leaves_of(problem, graph), []
     for watch, create_graph in ((nullcontext, False), (Operators, False), (nullcontext, True)):
-        out, _ = checkpoint(partial(edge_attention, **leaves, graph=graph, config=TRITON), use_reentrant=False)
+        out, _ = checkpoint(
+            partial(edge_attention, **leaves, graph=graph, config=TRITON), use_reentrant=False
+        )
         with watch():
-            results.append(torch.autograd.grad(out.sum(), list(leaves.values()), create_graph=create_graph))
-    assert all(torch.equal(*each) for found in results[1:] for each in zip(found, results[0], strict=True))
+            results.append(
+                torch.autograd.grad(out.sum(), list(leaves.values()), create_graph=create_graph)
+            )
+    assert all(
+        torch.equal(*each) for found in results[1:] for each in zip(found, results[0], strict=True)
+    )
 
 
 def test_what_is_kept_between_calls_holds_no_tensor(problem_and_graph):
@@ -121,19 +153,27 @@ def test_what_is_kept_between_calls_holds_no_tensor(problem_and_graph):
 
 def test_extra_outputs_take_no_gradient(problem_and_graph):
     problem, graph = problem_and_graph("one_edge")
-    outputs = torch.ops.anemoi_gt.edge_attention_triton(*operator_arguments(problem, graph.with_reverse()))
-    assert [output.requires_grad for output in outputs] == [True, True] + [False] * (len(outputs) - 2)
+    outputs = torch.ops.anemoi_gt.edge_attention_triton(
+        *operator_arguments(problem, graph.with_reverse())
+    )
+    assert [output.requires_grad for output in outputs] == [True, True] + [False] * (
+        len(outputs) - 2
+    )
 
 
 @pytest.mark.parametrize("form", ["raw", "embedded"])
 def test_no_tensor_of_edges_by_heads_by_channels_is_made_from_raw_attributes(form, kernel_device):
-    nodes, edges, heads, channels = (3, 100, 4, 64) if kernel_device.type == "cpu" else (200, 40_000, 16, 64)
+    nodes, edges, heads, channels = (
+        (3, 100, 4, 64) if kernel_device.type == "cpu" else (200, 40_000, 16, 64)
+    )
     edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
     problem = make_problem((edge_index, (nodes, nodes)), heads, channels, 3, form, torch.bfloat16)
     graph = structure((edge_index, (nodes, nodes)), kernel_device).with_reverse()
     bound = edges * heads * channels * 2 / 2
     if kernel_device.type == "cpu":
-        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(
+            profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+        ) as profile:
             attend(problem, graph, "triton")
         held = max(event.cpu_memory_usage for event in profile.events())
     else:

@@ -10,8 +10,15 @@ from support.oracle import make_problem
 from support.poison import poisoned_memory
 from support.run import structure, with_hubs
 
-SHAPES = ((1, 1, 1), (2, 3, 4), (3, 8, 2), (5, 2, 16))  # heads, channels, edge_dim; few, for each is compiled on a GPU
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+SHAPES = (
+    (1, 1, 1),
+    (2, 3, 4),
+    (3, 8, 2),
+    (5, 2, 16),
+)  # heads, channels, edge_dim; few, for each is compiled on a GPU
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy's, of the interpreter
 
 
 @st.composite
@@ -22,9 +29,15 @@ def graphs(draw):
     degree = draw(st.sampled_from([None, None, 1, 2, 3]))
     if degree is None or num_src == 0 or degree * num_dst > 10:
         most = draw(st.sampled_from([10, 24])) if num_src and num_dst else 0
-        pairs = draw(st.lists(st.tuples(source, destination), min_size=most * 9 // 10 * (most > 10), max_size=most))
+        pairs = draw(
+            st.lists(
+                st.tuples(source, destination), min_size=most * 9 // 10 * (most > 10), max_size=most
+            )
+        )
     else:
-        pairs = [(draw(source), i) for i in draw(st.permutations(sorted([*range(num_dst)] * degree)))]
+        pairs = [
+            (draw(source), i) for i in draw(st.permutations(sorted([*range(num_dst)] * degree)))
+        ]
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous(), (num_src, num_dst)
 
 
@@ -36,7 +49,9 @@ def graphs(draw):
     segment=st.sampled_from([None, 4]),  # nodes with more than 8 edges are hubs
     seed=st.integers(0, 2**32),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_random_graphs_are_as_accurate_as_plain_torch(
     kernel_device, edges, shape, form, dtype, count, dropout_p, segment, seed
 ):

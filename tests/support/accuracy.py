@@ -36,10 +36,15 @@ def assert_within(result, exact, baseline, size, dtype):
     assert set(result) == set(exact), f"results must be {sorted(exact)}, got {sorted(result)}"
     for name in exact:
         assert result[name].shape == exact[name].shape, f"{name}: shape {tuple(result[name].shape)}"
-        error, lost = _rms(_errors(result[name], exact[name])), _rms(_errors(baseline[name], exact[name]))
+        error, lost = (
+            _rms(_errors(result[name], exact[name])),
+            _rms(_errors(baseline[name], exact[name])),
+        )
         floor = FLOOR * torch.finfo(dtype).eps * _rms(size[name])
         allowed = FACTOR.get(name, GRADIENT_FACTOR) * lost + floor
-        assert error <= allowed, f"{name}: RMS error {error:.2e}, plain PyTorch {lost:.2e}, floor {floor:.2e}"
+        assert error <= allowed, (
+            f"{name}: RMS error {error:.2e}, plain PyTorch {lost:.2e}, floor {floor:.2e}"
+        )
 
 
 class Corpus:
@@ -56,7 +61,10 @@ class Corpus:
         """Add one case with its exact values and plain PyTorch's."""
         for name in exact:
             for sums, tensor in ((self.ours, result[name]), (self.plain, baseline[name])):
-                sums[name] = sums.get(name, 0.0) + _errors(tensor, exact[name]).double().square().sum().item()
+                sums[name] = (
+                    sums.get(name, 0.0)
+                    + _errors(tensor, exact[name]).double().square().sum().item()
+                )
             size = exact[name][torch.isfinite(exact[name])].square().sum().item()
             self.exact[name] = self.exact.get(name, 0.0) + size
 
@@ -74,4 +82,6 @@ class Corpus:
         for name in self.ours:
             ratio = self.over_plain(name)
             limit = FACTOR.get(name, GRADIENT_FACTOR)
-            assert ratio <= limit, f"{name}: RMS error is {ratio:.2f} times that of plain PyTorch, allowed {limit}"
+            assert ratio <= limit, (
+                f"{name}: RMS error is {ratio:.2f} times that of plain PyTorch, allowed {limit}"
+            )

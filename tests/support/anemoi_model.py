@@ -18,7 +18,12 @@ from anemoi_gt.data.grids import grid
 
 CONFIG = Path(__file__).parent / "anemoi_model.yaml"
 FAMILIES = CONFIG.with_name("anemoi_families.yaml")
-VARIABLES = ("temperature", "wind", "humidity", "insolation")  # the last is a forcing, which is not predicted
+VARIABLES = (
+    "temperature",
+    "wind",
+    "humidity",
+    "insolation",
+)  # the last is a forcing, which is not predicted
 NOISE = 4  # channels of the noise that conditions an ensemble
 
 
@@ -46,11 +51,18 @@ def make_family_options(family, **changes):
 def make_ensemble_options(**changes):
     """Options of an ensemble whose processor's layer norms are conditioned on noise."""
     options = make_options(**changes)
-    norm = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": NOISE}
+    norm = {
+        "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
+        "condition_shape": NOISE,
+    }
     norm |= {"zero_init": False}
     options["processor"]["layer_kernels"] = options["layer_kernels"] | {"LayerNorm": norm}
     injector = {"_target_": "anemoi.models.layers.ensemble.NoiseConditioning", "noise_std": 1}
-    injector |= {"layer_kernels": options["layer_kernels"], "noise_channels_dim": NOISE, "noise_mlp_hidden_dim": 8}
+    injector |= {
+        "layer_kernels": options["layer_kernels"],
+        "noise_channels_dim": NOISE,
+        "noise_mlp_hidden_dim": 8,
+    }
     options |= {"noise_injector": injector, "condition_on_residual": False}
     options["model"]["_target_"] = "anemoi.models.models.AnemoiEnsModelEncProcDec"
     return options
@@ -147,14 +159,19 @@ def block_inputs(kind=GraphTransformerProcessorBlock):
 
 def conditional_kernels(**options):
     """Layer kernels whose norms take a condition of `NOISE` channels."""
-    norm = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": NOISE}
+    norm = {
+        "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
+        "condition_shape": NOISE,
+    }
     return load_layer_kernels({"LayerNorm": norm | {"zero_init": False} | options})
 
 
 def conditioned_inputs(kind=GraphTransformerProcessorBlock):
     """Inputs of a block with a condition of each node, in a mapper of each source and each destination."""
     generator = torch.Generator().manual_seed(7)
-    sources, destinations = (torch.randn(NODES, NOISE, generator=generator, requires_grad=True) for _ in range(2))
+    sources, destinations = (
+        torch.randn(NODES, NOISE, generator=generator, requires_grad=True) for _ in range(2)
+    )
     is_processor = kind is GraphTransformerProcessorBlock
     return (*block_inputs(kind), None, destinations if is_processor else (sources, destinations))
 

@@ -54,15 +54,28 @@ class Case:
     compiled: bool = False
     counted: bool = False
     fused: bool = False  # blocks by fused sub-layers, in float32
-    family: str | None = None  # of `make_family_options`, fused, and on one rank in float32 too, with the same noise
+    family: str | None = (
+        None  # of `make_family_options`, fused, and on one rank in float32 too, with the same noise
+    )
     watched: bool = False  # on the first rank, hooks watch what our attention does not call
 
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (2, 2)}
-OPTIONS = {"channels": 16, "heads": 2, "layers": LAYERS, "qk_norm": True}  # with qk_norm no gradient is zero by nature
-ONE_LAYER = {"layers": 1, "layer_chunks": 1}  # of what takes seconds: interpreted kernels, compiled blocks
+OPTIONS = {
+    "channels": 16,
+    "heads": 2,
+    "layers": LAYERS,
+    "qk_norm": True,
+}  # with qk_norm no gradient is zero by nature
+ONE_LAYER = {
+    "layers": 1,
+    "layer_chunks": 1,
+}  # of what takes seconds: interpreted kernels, compiled blocks
 FUSED = {"fused": True, "options": ONE_LAYER | {"mapper_chunks": 1}}
-WITHOUT_OURS = {"counted": True, "install": {"sharding": False}}  # by Anemoi, for which a rank must have two heads
+WITHOUT_OURS = {
+    "counted": True,
+    "install": {"sharding": False},
+}  # by Anemoi, for which a rank must have two heads
 COUNTED = {("symmetric", "1", 1), ("symmetric", "3", 1), ("asymmetric", "4", 2)}
 CASES = {
     **{
@@ -109,8 +122,12 @@ def graph(name):
         moved = points + 0.1 * torch.randn(points.shape, generator=generator)
         edges = graph["hidden", "to", "hidden"]
         sources = torch.cdist(moved, points).topk(6, largest=False).indices
-        edges.edge_index = torch.stack([sources.flatten(), torch.arange(len(x)).repeat_interleave(6)])
-        edges.edge_length, edges.edge_dirs = (torch.rand(6 * len(x), n, generator=generator) for n in (1, 2))
+        edges.edge_index = torch.stack(
+            [sources.flatten(), torch.arange(len(x)).repeat_interleave(6)]
+        )
+        edges.edge_length, edges.edge_dirs = (
+            torch.rand(6 * len(x), n, generator=generator) for n in (1, 2)
+        )
     return graph
 
 
@@ -150,7 +167,9 @@ def fields(case, model):
     generator = torch.Generator().manual_seed(model)
     grid = graph(case.graph)["data"].x.shape[0]
     x = torch.randn(case.batch, 2, case.ensemble, grid, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randn(case.batch, 1, case.ensemble, grid, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randn(
+        case.batch, 1, case.ensemble, grid, 3, generator=generator, dtype=torch.float64
+    )
 
 
 def run(model, case, index, group):
@@ -183,7 +202,9 @@ def gradients_of_strategy(model, group, everyone):
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        is_whole = "trainable" in name or "no_gradscaling" in name  # as Anemoi names what every rank sees whole
+        is_whole = (
+            "trainable" in name or "no_gradscaling" in name
+        )  # as Anemoi names what every rank sees whole
         dist.all_reduce(grad if is_whole else grad.mul_(group.size()), group=everyone)
         gradients[name] = grad / everyone.size()
     return gradients
@@ -204,7 +225,10 @@ def one_rank(case):
 def conditioned_model():
     """A model whose encoder's norms are conditioned on four numbers of each node, as in Anemoi's diffusion models."""
     options = make_options(**OPTIONS)
-    norm = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": 4}
+    norm = {
+        "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
+        "condition_shape": 4,
+    }
     kernels = options["layer_kernels"] | {"LayerNorm": norm | {"zero_init": False}}
     options["encoders"]["encoder"]["mapper"]["layer_kernels"] = kernels
     return build(graph("asymmetric"), options).double()
@@ -214,23 +238,36 @@ def run_conditioned(group):
     """A sum over the output of the encoder for a batch of two; gradients of parameters and conditions."""
     model, generator = conditioned_model(), torch.Generator().manual_seed(0)
     model.zero_grad(set_to_none=True)
-    mapper, counts = model.encoder["encoder"], [len(graph("asymmetric")[name].x) for name in ("data", "hidden")]
+    mapper, counts = (
+        model.encoder["encoder"],
+        [len(graph("asymmetric")[name].x) for name in ("data", "hidden")],
+    )
     widths = (mapper.in_channels_src, mapper.in_channels_dst, 4, 4, mapper.hidden_dim)
     rows = [
-        torch.randn(2, n, c, generator=generator).double() for n, c in zip(2 * counts + counts[1:], widths, strict=True)
+        torch.randn(2, n, c, generator=generator).double()
+        for n, c in zip(2 * counts + counts[1:], widths, strict=True)
     ]
     conditions = {"sources": rows[2].requires_grad_(), "destinations": rows[3].requires_grad_()}
     sizes = [None, None]
     if group is not None:
         sizes = [get_shard_sizes(rows[side], 1, group) for side in (0, 1)]
-        rows = [whole.split(sizes[i % 2 if i < 4 else 1], 1)[group.rank()] for i, whole in enumerate(rows)]
+        rows = [
+            whole.split(sizes[i % 2 if i < 4 else 1], 1)[group.rank()]
+            for i, whole in enumerate(rows)
+        ]
     x_src, x_dst, c_src, c_dst, direction = (own.flatten(0, 1) for own in rows)
-    edge_attr, edge_index, edges = model.encoder_graph_provider["data"].get_edges(2, model_comm_group=group)
+    edge_attr, edge_index, edges = model.encoder_graph_provider["data"].get_edges(
+        2, model_comm_group=group
+    )
     shards = BipartiteGraphShardInfo(*sizes, edges)
-    _, out = mapper((x_src, x_dst), 2, shards, edge_attr, edge_index, group, True, cond=(c_src, c_dst))
+    _, out = mapper(
+        (x_src, x_dst), 2, shards, edge_attr, edge_index, group, True, cond=(c_src, c_dst)
+    )
     loss = (out * direction).sum()
     loss.backward()
-    gradients = {name: p.grad for name, p in mapper.named_parameters()} | {k: c.grad for k, c in conditions.items()}
+    gradients = {name: p.grad for name, p in mapper.named_parameters()} | {
+        k: c.grad for k, c in conditions.items()
+    }
     if group is not None:
         for value in (loss := loss.detach(), *gradients.values()):
             dist.all_reduce(value, group=group)
@@ -257,7 +294,14 @@ def run_case(case, group, index, everyone):
     return loss / everyone.size(), gradients, counts
 
 
-COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "all_reduce", "isend")
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "all_reduce",
+    "isend",
+)
 
 
 @contextmanager
@@ -280,7 +324,9 @@ def counting():
 
 
 def work(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     logging.disable(logging.WARNING)
     groups = {k: dist.new_group(range(k)) for k in range(1, RANKS + 1)}
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

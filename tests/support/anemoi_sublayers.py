@@ -13,9 +13,19 @@ from anemoi.models.layers.utils import load_layer_kernels
 
 from anemoi_gt.nn.sublayers import attention_parts, feed_forward_parts, register
 
-SIZES = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3, "qk_norm": True}
+SIZES = {
+    "in_channels": 24,
+    "hidden_dim": 40,
+    "out_channels": 24,
+    "num_heads": 2,
+    "edge_dim": 3,
+    "qk_norm": True,
+}
 SIZES |= {"num_chunks": 1, "graph_attention_backend": "pyg", "update_src_nodes": True}
-CONDITIONAL = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": 4}
+CONDITIONAL = {
+    "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
+    "condition_shape": 4,
+}
 
 
 def build(kind, kernels, **options):
@@ -46,7 +56,9 @@ def main():
     for kind in ("Processor", "Mapper"):
         for name, kernels in (("plain", {}), ("conditional", {"LayerNorm": CONDITIONAL})):
             for implementation in ("mlp", "swiglu"):
-                one = build(f"GraphTransformer{kind}Block", kernels, mlp_implementation=implementation)
+                one = build(
+                    f"GraphTransformer{kind}Block", kernels, mlp_implementation=implementation
+                )
                 parts = {
                     "attention": attention_parts(one),
                     "feed_forward": feed_forward_parts(one.layer_norm_mlp_dst, one.node_dst_mlp),

@@ -29,7 +29,13 @@ VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
 GRAPH = icosphere_graph(grid("O4"), refinement=1)
 VARIABLES = {name: i for i, name in enumerate(("temperature", "wind", "humidity", "insolation"))}
 EDGES = {"sub_graph_edge_attributes": ["edge_length", "edge_dirs"], "trainable_size": 8}
-SIZES = {"num_heads": 4, "mlp_hidden_ratio": 4, "num_channels": 32, "cpu_offload": False, "layer_kernels": {}}
+SIZES = {
+    "num_heads": 4,
+    "mlp_hidden_ratio": 4,
+    "num_channels": 32,
+    "cpu_offload": False,
+    "layer_kernels": {},
+}
 
 
 def build(kind="Transformer", chunks=4, **changes):
@@ -40,12 +46,23 @@ def build(kind="Transformer", chunks=4, **changes):
         return small.build(GRAPH.clone(), small.make_options())
     torch.manual_seed(0)
     sizes = SIZES | ({} if VERSION < (0, 11) else {"graph_attention_backend": "pyg"}) | changes
-    layers = {"_target_": f"anemoi.models.layers.processor.{kind}Processor", "num_layers": 2, "num_chunks": 2}
+    layers = {
+        "_target_": f"anemoi.models.layers.processor.{kind}Processor",
+        "num_layers": 2,
+        "num_chunks": 2,
+    }
     layers |= sizes | EDGES | {"attention_implementation": "scaled_dot_product_attention"}
     mappers = {
-        name: {"_target_": f"anemoi.models.layers.mapper.GraphTransformer{which}Mapper", "num_chunks": chunks}
+        name: {
+            "_target_": f"anemoi.models.layers.mapper.GraphTransformer{which}Mapper",
+            "num_chunks": chunks,
+        }
         | EDGES
-        | {key: value for key, value in sizes.items() if VERSION >= (0, 12) or key != "num_channels"}
+        | {
+            key: value
+            for key, value in sizes.items()
+            if VERSION >= (0, 12) or key != "num_channels"
+        }
         for name, which in (("encoder", "Forward"), ("decoder", "Backward"))
     }
     names = {"data": 8, "hidden": 8}
@@ -53,7 +70,10 @@ def build(kind="Transformer", chunks=4, **changes):
         "graph": {"data": "data", "hidden": "hidden"},
         "training": {"multistep_input": 2},
         "model": {"num_channels": 32, "processor": layers, "bounding": [], **mappers}
-        | {"trainable_parameters": names, "model": {"hidden_nodes_name": "hidden", "latent_skip": True}}
+        | {
+            "trainable_parameters": names,
+            "model": {"hidden_nodes_name": "hidden", "latent_skip": True},
+        }
         | {"residual": {"_target_": "anemoi.models.layers.residual.SkipConnection"}},
     }
     kinds = {"forcing": ["insolation"], "diagnostic": [], "target": []}
@@ -63,7 +83,10 @@ def build(kind="Transformer", chunks=4, **changes):
     if VERSION < (0, 12):
         indices = IndexCollection(DictConfig({"data": kinds}), VARIABLES)
     else:
-        indices, statistics = {"data": IndexCollection(DictConfig(kinds), VARIABLES)}, {"data": statistics}
+        indices, statistics = (
+            {"data": IndexCollection(DictConfig(kinds), VARIABLES)},
+            {"data": statistics},
+        )
         if VERSION >= (0, 14):
             rest = {"n_step_input": 2, "n_step_output": 1}
         elif VERSION < (0, 13):
@@ -75,12 +98,16 @@ def build(kind="Transformer", chunks=4, **changes):
 
 def differentiate(model, batch=2):
     """Output and gradients by name."""
-    x = torch.randn(batch, 2, 1, GRAPH["data"].x.shape[0], 4, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(
+        batch, 2, 1, GRAPH["data"].x.shape[0], 4, generator=torch.Generator().manual_seed(1)
+    )
     model.zero_grad()
     out = model(x if VERSION < (0, 12) else {"data": x})
     out = out if VERSION < (0, 12) else out["data"]
     out.sin().mean().backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    gradients = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     return {"out": out.detach()} | gradients
 
 
@@ -109,7 +136,9 @@ def compare(model):
         same = pickle.dumps(model) == pickled and list(model.state_dict()) == keys
     attending.edge_attention = attend
     again = differentiate(model)
-    assert all(torch.equal(again[name], theirs[name]) for name in theirs), "uninstalled, it computes something else"
+    assert all(torch.equal(again[name], theirs[name]) for name in theirs), (
+        "uninstalled, it computes something else"
+    )
     return {"error": errors(ours, theirs), "raw": raw, "same": same}
 
 
@@ -119,14 +148,22 @@ def block(kind, triton=False):
     sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
     if VERSION < (0, 11) and kind == "Processor":
         sizes["num_chunks"] = 3
-    kernels = mapper.load_layer_kernels() if hasattr(mapper, "load_layer_kernels") else processor.load_layer_kernels()
+    kernels = (
+        mapper.load_layer_kernels()
+        if hasattr(mapper, "load_layer_kernels")
+        else processor.load_layer_kernels()
+    )
     options = {} if VERSION < (0, 11) else {"graph_attention_backend": "pyg"}
-    made = getattr(blocks, f"GraphTransformer{kind}Block")(**sizes, layer_kernels=kernels, **options)
+    made = getattr(blocks, f"GraphTransformer{kind}Block")(
+        **sizes, layer_kernels=kernels, **options
+    )
     x, edge_attr, edge_index = torch.randn(30, 16), torch.randn(150, 5), torch.randint(30, (2, 150))
     if VERSION >= (0, 15):
         from anemoi.models.distributed import shapes
 
-        shards = getattr(shapes, "GraphShardInfo" if kind == "Processor" else "BipartiteGraphShardInfo")()
+        shards = getattr(
+            shapes, "GraphShardInfo" if kind == "Processor" else "BipartiteGraphShardInfo"
+        )()
     else:
         shards = (None, None, None)
     nodes, size = (x, 30) if kind == "Processor" else ((x, x + 1), (30, 30))
@@ -138,7 +175,9 @@ def updated_sources():
 
     Returns its error with us, and how it was computed where backend `triton` was asked for, or the refusal.
     """
-    made = anemoi_sublayers.build("GraphTransformerMapperBlock", {"LayerNorm": anemoi_sublayers.CONDITIONAL})
+    made = anemoi_sublayers.build(
+        "GraphTransformerMapperBlock", {"LayerNorm": anemoi_sublayers.CONDITIONAL}
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -150,7 +189,9 @@ def updated_sources():
     edge_index = torch.randint(30, (2, 90), generator=generator)
 
     def call():
-        sources, destinations = made(tuple(rows[:2]), edge_attr, edge_index, shards, *sizes, cond=tuple(rows[2:]))[0]
+        sources, destinations = made(
+            tuple(rows[:2]), edge_attr, edge_index, shards, *sizes, cond=tuple(rows[2:])
+        )[0]
         return {"sources": sources, "destinations": destinations}
 
     with torch.no_grad():
@@ -173,7 +214,9 @@ def compiled(kind):
     seen = []
 
     def record(graph, example):
-        seen.extend(str(node.target) for node in graph.graph.nodes if "anemoi_gt" in str(node.target))
+        seen.extend(
+            str(node.target) for node in graph.graph.nodes if "anemoi_gt" in str(node.target)
+        )
         return graph
 
     def call(function):
@@ -196,7 +239,10 @@ def triton():
         return None
     del made.conv
     function = getattr(gt, "graph_transformer_attention_conv", None)
-    made.conv, made.graph_attention_backend = function or gt.GraphTransformerFunction.apply, "triton"
+    made.conv, made.graph_attention_backend = (
+        function or gt.GraphTransformerFunction.apply,
+        "triton",
+    )
     with integration.install(backend="torch"):
         return errors({"out": made(*inputs)[0]}, {"out": theirs})
 
@@ -208,7 +254,10 @@ def main():
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("anemoi_gt").addHandler(handler)
     with torch.no_grad():
-        report = {"compiled": {kind: compiled(kind) for kind in ("Processor", "Mapper")}, "triton": triton()}
+        report = {
+            "compiled": {kind: compiled(kind) for kind in ("Processor", "Mapper")},
+            "triton": triton(),
+        }
     report |= {"version": version("anemoi-models"), "said": list(dict.fromkeys(said))}
     report["updated sources"] = updated_sources()
     if VERSION < (0, 19):

@@ -5,7 +5,13 @@ from contextlib import contextmanager
 
 import pytest
 
-SMALL = ["data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"]
+SMALL = [
+    "data.grid_name=O4",
+    "data.train_size=8",
+    "data.valid_size=2",
+    "data.test_size=3",
+    "graph.refinement=1",
+]
 
 
 @contextmanager

@@ -16,7 +16,10 @@ from support.pairwise import pairwise
 from support.run import scheduled, structure, with_hubs
 
 BATCHES = ("batch_shares_attributes", "batch_of_attributes")
-GRADIENTS = {"only_out_has_a_gradient": ["grad_out"], "only_lse_has_a_gradient": ["grad_lse"]}  # that arrive
+GRADIENTS = {
+    "only_out_has_a_gradient": ["grad_out"],
+    "only_lse_has_a_gradient": ["grad_lse"],
+}  # that arrive
 COLUMNS = {
     "shape": ((1, 1), (4, 16), (6, 10), (16, 64), (3, 40)),  # heads, channels
     "edge_dim": (1, 3, 11, 17),
@@ -58,7 +61,9 @@ def full_cases():
     names, cases = cycle(GRAPHS), []
     for values in product(*COLUMNS.values()):
         row = dict(zip(COLUMNS, values, strict=True))
-        if row["form"].startswith("raw") or row["edge_dim"] == COLUMNS["edge_dim"][0]:  # other forms have no attributes
+        if (
+            row["form"].startswith("raw") or row["edge_dim"] == COLUMNS["edge_dim"][0]
+        ):  # other forms have no attributes
             cases.append(Case(**row, graph=next(names)))
     for graph, form, dtype in product(GRAPHS, COLUMNS["form"], COLUMNS["dtype"]):
         cases.append(Case((6, 10), 11, dtype, form, "plain", graph))
@@ -72,7 +77,9 @@ def run(case, backend, device):
         graph = scheduled(graph)
     arriving = GRADIENTS.get(case.option, ["grad_out", "grad_lse"])
     dropout_p = DROPOUT if case.option == "dropout" else 0.0
-    return run_batch(problems(case), graph, backend, seed=SEED, dropout_p=dropout_p, arriving=arriving)
+    return run_batch(
+        problems(case), graph, backend, seed=SEED, dropout_p=dropout_p, arriving=arriving
+    )
 
 
 def judge(case, judged):

@@ -28,25 +28,53 @@ class Sample:
 
     def leaves(self) -> dict[str, Tensor]:
         """Return copies that require gradients."""
-        return {name: tensor.detach().clone().requires_grad_() for name, tensor in self.tensors.items()}
+        return {
+            name: tensor.detach().clone().requires_grad_() for name, tensor in self.tensors.items()
+        }
 
 
 def make_edges(num_src, num_dst, num_edges):
     """Return edge_index [2, E]."""
     generator = torch.Generator().manual_seed(num_edges)
-    return torch.stack([torch.randint(nodes, (num_edges,), generator=generator) for nodes in (num_src, num_dst)])
+    return torch.stack(
+        [torch.randint(nodes, (num_edges,), generator=generator) for nodes in (num_src, num_dst)]
+    )
 
 
-BLOCK = {"in_channels": CHANNELS, "out_channels": CHANNELS, "hidden_dim": 12, "num_heads": HEADS, "edge_dim": DIM}
-STACK = {"num_channels": CHANNELS, "num_heads": HEADS, "edge_dim": DIM, "mlp_hidden_ratio": 1, "dropout": 0.3}
-MAPPER = STACK | {"in_channels_src": CHANNELS, "in_channels_dst": CHANNELS, "gradient_checkpointing": True}
+BLOCK = {
+    "in_channels": CHANNELS,
+    "out_channels": CHANNELS,
+    "hidden_dim": 12,
+    "num_heads": HEADS,
+    "edge_dim": DIM,
+}
+STACK = {
+    "num_channels": CHANNELS,
+    "num_heads": HEADS,
+    "edge_dim": DIM,
+    "mlp_hidden_ratio": 1,
+    "dropout": 0.3,
+}
+MAPPER = STACK | {
+    "in_channels_src": CHANNELS,
+    "in_channels_dst": CHANNELS,
+    "gradient_checkpointing": True,
+}
 LAYERS = {  # makers by name
-    "conv": partial(nn.GraphTransformerConv, CHANNELS, CHANNELS, heads=HEADS, edge_dim=DIM, beta=True),
-    "processor_block": partial(nn.GraphTransformerProcessorBlock, **BLOCK, qk_norm=True, dropout=0.3),
+    "conv": partial(
+        nn.GraphTransformerConv, CHANNELS, CHANNELS, heads=HEADS, edge_dim=DIM, beta=True
+    ),
+    "processor_block": partial(
+        nn.GraphTransformerProcessorBlock, **BLOCK, qk_norm=True, dropout=0.3
+    ),
     "mapper_block": partial(nn.GraphTransformerMapperBlock, **BLOCK, update_src_nodes=True),
-    "processor_in_groups": partial(nn.GraphTransformerProcessor, **STACK, num_layers=2, checkpoint_groups=1),
+    "processor_in_groups": partial(
+        nn.GraphTransformerProcessor, **STACK, num_layers=2, checkpoint_groups=1
+    ),
     "forward_mapper_in_chunks": partial(nn.GraphTransformerForwardMapper, **MAPPER),
-    "backward_mapper_in_chunks": partial(nn.GraphTransformerBackwardMapper, **MAPPER, out_channels_dst=5),
+    "backward_mapper_in_chunks": partial(
+        nn.GraphTransformerBackwardMapper, **MAPPER, out_channels_dst=5
+    ),
 }
 
 
@@ -68,13 +96,21 @@ def sample_for(name, sizes, device="cpu"):
     is_square = name.startswith("processor")
     num_src = num_dst if is_square else num_src
     edge_index = make_edges(num_src, num_dst, num_edges)
-    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]  # sorted, so that it can be split into chunks
+    edge_index = edge_index[
+        :, edge_index[1].argsort(stable=True)
+    ]  # sorted, so that it can be split into chunks
     graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst))
     generator = torch.Generator().manual_seed(num_edges)
-    shapes = {"src": (samples, num_src, CHANNELS), "dst": (samples, num_dst, CHANNELS), "attr": (num_edges, DIM)}
+    shapes = {
+        "src": (samples, num_src, CHANNELS),
+        "dst": (samples, num_dst, CHANNELS),
+        "attr": (num_edges, DIM),
+    }
     if is_square:
         del shapes["src"]
-    tensors = {part: torch.randn(shape, generator=generator).to(device) for part, shape in shapes.items()}
+    tensors = {
+        part: torch.randn(shape, generator=generator).to(device) for part, shape in shapes.items()
+    }
     return Sample(split_destinations(graph, 2) if name.endswith("chunks") else graph, tensors)
 
 
@@ -113,4 +149,6 @@ def differentiate_seeded(module, function, tensors) -> dict[str, Tensor | None]:
 
 def assert_compiled_is_eager(module, compiled, eager, tensors) -> None:
     """Assert that two functions of named tensors give the same output and gradients."""
-    torch.testing.assert_close(*(differentiate_seeded(module, function, tensors) for function in (compiled, eager)))
+    torch.testing.assert_close(
+        *(differentiate_seeded(module, function, tensors) for function in (compiled, eager))
+    )

@@ -31,7 +31,9 @@ def start():
     """Start the process that is forked; it ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [Path(anemoi_gt.__file__).parents[1], KERNELS, KERNELS.parent]
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [*map(str, paths), environment.get("PYTHONPATH", "")]
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
 

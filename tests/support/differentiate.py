@@ -12,14 +12,21 @@ def differentiate(module, inputs, call):
     out = call(leaves)
     out = out if torch.is_tensor(out) else torch.cat([part.flatten() for part in out])
     wanted = {**dict(module.named_parameters()), **leaves}
-    loss = (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)).sum()
+    loss = (
+        out
+        * torch.linspace(-1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
+    ).sum()
     gradients = torch.autograd.grad(loss, wanted.values(), allow_unused=True)
-    return {"out": out.detach()} | {f"d{name}": grad for name, grad in zip(wanted, gradients, strict=True)}
+    return {"out": out.detach()} | {
+        f"d{name}": grad for name, grad in zip(wanted, gradients, strict=True)
+    }
 
 
 def draw(*shape):
     """Return normally distributed float64, the same for the same shape."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 def randomise(module, seed=0):

@@ -50,13 +50,18 @@ class Program(PROCESSES.Process):
 
     def __init__(self, *arguments, folder, environment=(), files=None):
         super().__init__(args=(list(map(str, arguments)), dict(environment)))
-        self.folder, self.files = folder, files or [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")]
+        self.folder, self.files = (
+            folder,
+            files or [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")],
+        )
         start_server()
         self.start()
 
     def run(self):
         """Be the program, in the new process."""
-        for number, (file, stream) in enumerate(zip(self.files, (sys.stdout, sys.stderr), strict=True), 1):
+        for number, (file, stream) in enumerate(
+            zip(self.files, (sys.stdout, sys.stderr), strict=True), 1
+        ):
             os.dup2(os.open(file, os.O_WRONLY), number)
             stream.reconfigure(line_buffering=True)
         os.chdir(self.folder)
@@ -92,7 +97,9 @@ def forked_commands():
     def fork(command, *, stdout=None, stderr=None, **options):
         if command[0] != sys.executable:
             return popen(command, stdout=stdout, stderr=stderr, **options)
-        program = Program(*command[1:], folder=Path.cwd(), files=[Path(file.name) for file in (stdout, stderr)])
+        program = Program(
+            *command[1:], folder=Path.cwd(), files=[Path(file.name) for file in (stdout, stderr)]
+        )
         return SimpleNamespace(wait=lambda timeout: program.finish(timeout)[0])
 
     with patch("subprocess.run", fork_and_wait), patch("subprocess.Popen", fork):

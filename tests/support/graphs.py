@@ -8,7 +8,10 @@ SEED = 20190301
 def _random(num_src, num_dst, num_edges):
     generator = torch.Generator().manual_seed(SEED)
     src = torch.randint(num_src, (num_edges,), generator=generator)
-    return torch.stack([src, torch.randint(num_dst, (num_edges,), generator=generator)]), (num_src, num_dst)
+    return torch.stack([src, torch.randint(num_dst, (num_edges,), generator=generator)]), (
+        num_src,
+        num_dst,
+    )
 
 
 def _edges(pairs, num_src, num_dst):

@@ -21,13 +21,20 @@ def speed_up_interpreter() -> None:
     assert not builder.options.debug  # else overflows would raise
     builder.options = replace(builder.options, sanitize_overflow=False)
     look_up, known = interpreter._get_np_dtype, {}
-    interpreter._get_np_dtype = lambda dtype: known.get(dtype.name) or known.setdefault(dtype.name, look_up(dtype))
+    interpreter._get_np_dtype = lambda dtype: (
+        known.get(dtype.name) or known.setdefault(dtype.name, look_up(dtype))
+    )
 
 
 def call_directly(owner, name, builtin, builder, scope) -> None:
     """Exchange a function for what the interpreter calls in the end, which has neither checks nor copies between."""
-    function, semantic = getattr(builtin, "__wrapped__", builtin), {"_semantic": interpreter.interpreter_semantic}
-    scope.set_attr(owner, name, lambda *arguments, **options: function(*arguments, **options | semantic))
+    function, semantic = (
+        getattr(builtin, "__wrapped__", builtin),
+        {"_semantic": interpreter.interpreter_semantic},
+    )
+    scope.set_attr(
+        owner, name, lambda *arguments, **options: function(*arguments, **options | semantic)
+    )
 
 
 def keep_shapes() -> None:

@@ -8,7 +8,12 @@ import re
 from dataclasses import dataclass
 
 SHAPING = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "ttg.convert_layout"}
-SUMMING = SHAPING | {"tt.addptr", "arith.addi", "arith.subi", "arith.muli"}  # as unbounded as what they are made of
+SUMMING = SHAPING | {
+    "tt.addptr",
+    "arith.addi",
+    "arith.subi",
+    "arith.muli",
+}  # as unbounded as what they are made of
 
 
 @dataclass(frozen=True)
@@ -23,14 +28,23 @@ class Value:
     @classmethod
     def of(cls, name, operation, operands, line):
         """The value that an operation makes."""
-        first_axis = operation == "tt.get_program_id" and " x " in line  # the others count heads and channels
-        unbounded = first_axis or operation in ("tt.load", "arith.divsi")  # remainders stay below the number of nodes
+        first_axis = (
+            operation == "tt.get_program_id" and " x " in line
+        )  # the others count heads and channels
+        unbounded = first_axis or operation in (
+            "tt.load",
+            "arith.divsi",
+        )  # remainders stay below the number of nodes
         if operation in SUMMING or operation == "arith.extsi":
             unbounded = any(operand.unbounded for operand in operands)
         narrow = operation != "tt.load" and any(operand.narrow for operand in operands)
         if operation == "arith.muli" and re.search(r": (tensor<\d+x(1x)?i32|i32)", line):
             narrow |= unbounded
-        base = operands[0].base if operands and (operation in SHAPING or operation == "tt.addptr") else name.lstrip("%")
+        base = (
+            operands[0].base
+            if operands and (operation in SHAPING or operation == "tt.addptr")
+            else name.lstrip("%")
+        )
         return cls(base, operation == "arith.constant", unbounded, narrow)
 
 
@@ -82,14 +96,21 @@ def _shared_by_warps(load, layouts):
     tensor = re.search(pattern, load.split(" loc(")[0])
     if tensor is None:
         return True  # a scalar, which every thread reads
-    sizes, sliced, layout = [int(size) for size in tensor[1].split("x")[:-1]], tensor[2], layouts[tensor[3]]
+    sizes, sliced, layout = (
+        [int(size) for size in tensor[1].split("x")[:-1]],
+        tensor[2],
+        layouts[tensor[3]],
+    )
     if not re.search("ttg.blocked|ttg.nvidia_mma", layout):
         return True  # nothing is known of it
     warps, per_warp = _tiling(layout)
     if sliced is not None and warps[int(sliced)] > 1:
         return True
     axes = [axis for axis in range(len(warps)) if str(axis) != sliced]
-    return any(warps[axis] > 1 and size < warps[axis] * per_warp[axis] for axis, size in zip(axes, sizes, strict=True))
+    return any(
+        warps[axis] > 1 and size < warps[axis] * per_warp[axis]
+        for axis, size in zip(axes, sizes, strict=True)
+    )
 
 
 def _tiling(layout):
@@ -99,6 +120,8 @@ def _tiling(layout):
         return [int(size) for size in re.search(rf"{name} = \[([\d, ]+)\]", layout)[1].split(",")]
 
     if "nvidia_mma" in layout:
-        return read("warpsPerCTA"), read("instrShape")[:2]  # rows and columns, and perhaps the inner size
+        return read("warpsPerCTA"), read("instrShape")[
+            :2
+        ]  # rows and columns, and perhaps the inner size
     lanes, numbers = read("threadsPerWarp"), read("sizePerThread")
     return read("warpsPerCTA"), [lane * number for lane, number in zip(lanes, numbers, strict=True)]

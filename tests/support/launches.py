@@ -26,7 +26,9 @@ def noted_launches():
     launches = []
 
     def note(launch, ordered):
-        tensors = {name: x for name, x in zip(launch.tensors, ordered, strict=True) if x is not None}
+        tensors = {
+            name: x for name, x in zip(launch.tensors, ordered, strict=True) if x is not None
+        }
         name = launch.name({name: DTYPES.get(x.dtype) for name, x in tensors.items()})
         launches.append(Launched(name, launch.grid, launch.constants, frozenset(tensors)))
 

@@ -32,8 +32,12 @@ class Problem:
 
     def to(self, dtype):
         """Return the problem with all floating-point tensors in `dtype`."""
-        tensors = {f.name: value for f in fields(self) if torch.is_tensor(value := getattr(self, f.name))}
-        return replace(self, **{name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()})
+        tensors = {
+            f.name: value for f in fields(self) if torch.is_tensor(value := getattr(self, f.name))
+        }
+        return replace(
+            self, **{name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()}
+        )
 
 
 def make_problem(graph, heads, channels, edge_dim, form="raw", dtype=torch.float32, seed=0):
@@ -45,10 +49,15 @@ def make_problem(graph, heads, channels, edge_dim, form="raw", dtype=torch.float
         return (torch.randn(*shape, generator=generator, dtype=torch.float64) * size).to(dtype)
 
     edges = edge_index.shape[1]
-    nodes = {name: draw(n, heads, channels) for name, n in (("query", num_dst), ("key", num_src), ("value", num_src))}
+    nodes = {
+        name: draw(n, heads, channels)
+        for name, n in (("query", num_dst), ("key", num_src), ("value", num_src))
+    }
     grad_out, grad_lse = draw(num_dst, heads, channels), draw(num_dst, heads)
     grad_lse = grad_lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    problem = Problem(edge_index, **nodes, grad_out=grad_out, grad_lse=grad_lse, scale=channels**-0.5)
+    problem = Problem(
+        edge_index, **nodes, grad_out=grad_out, grad_lse=grad_lse, scale=channels**-0.5
+    )
     if form == "embedded":
         problem.edge_attr = draw(edges, heads, channels)
     elif form != "none":
@@ -95,7 +104,9 @@ def _attend_plainly(problem):
     score = (q * k).sum(-1) * problem.scale
     index = dst[:, None].expand_as(score)
     shape = (problem.query.shape[0], score.shape[1])
-    high = torch.full(shape, -torch.inf, dtype=score.dtype).scatter_reduce(0, index, score.detach(), "amax")
+    high = torch.full(shape, -torch.inf, dtype=score.dtype).scatter_reduce(
+        0, index, score.detach(), "amax"
+    )
     p = torch.exp(score - high[dst])
     total = torch.zeros(shape, dtype=score.dtype).index_add(0, dst, p)
     lse = high + torch.log(total)
@@ -107,10 +118,15 @@ def _attend_plainly(problem):
 
 def _differentiate(attend, problem):
     """Outputs and gradients by autograd, by name."""
-    leaves = {name: operand.detach().clone().requires_grad_() for name, operand in problem.operands().items()}
+    leaves = {
+        name: operand.detach().clone().requires_grad_()
+        for name, operand in problem.operands().items()
+    }
     out, lse = attend(replace(problem, **leaves))
     finite = torch.isfinite(lse)
-    loss = (out * problem.grad_out).sum() + (lse[finite] * problem.grad_lse.to(lse.dtype)[finite]).sum()
+    loss = (out * problem.grad_out).sum() + (
+        lse[finite] * problem.grad_lse.to(lse.dtype)[finite]
+    ).sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     result = {"out": out.detach(), "lse": lse.detach()}
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
@@ -140,22 +156,30 @@ def magnitude(problem):
     score_size = (absolute.query[dst] * k).sum(-1) * abs(problem.scale)  # [E, H]
     exact, x = oracle(problem), _embed(p64)
     key = p64.key[src] if x is None else p64.key[src] + x
-    p = torch.exp((p64.query[dst] * key).sum(-1) * problem.scale - exact["lse"][dst]) * (1 + score_size)
+    p = torch.exp((p64.query[dst] * key).sum(-1) * problem.scale - exact["lse"][dst]) * (
+        1 + score_size
+    )
     m = 1.0 if problem.keep is None else p64.keep
     grad_out, grad_lse = p64.grad_out.abs(), p64.grad_lse.abs()
 
     def into(rows):
-        return torch.zeros(problem.query.shape[0], *rows.shape[1:], dtype=torch.float64).index_add(0, dst, rows)
+        return torch.zeros(problem.query.shape[0], *rows.shape[1:], dtype=torch.float64).index_add(
+            0, dst, rows
+        )
 
     def out_of(rows):
-        return torch.zeros(problem.key.shape[0], *rows.shape[1:], dtype=torch.float64).index_add(0, src, rows)
+        return torch.zeros(problem.key.shape[0], *rows.shape[1:], dtype=torch.float64).index_add(
+            0, src, rows
+        )
 
     dp = m * (grad_out[dst] * v).sum(-1)
     ds = p * (dp + into(p * dp)[dst] + grad_lse[dst]) * abs(problem.scale)
     w = m * p
     sizes = {
         "out": into(w[..., None] * v),
-        "lse": 1 + torch.where(torch.isfinite(exact["lse"]), exact["lse"].abs(), 0.0) + into(p * score_size),
+        "lse": 1
+        + torch.where(torch.isfinite(exact["lse"]), exact["lse"].abs(), 0.0)
+        + into(p * score_size),
         "dquery": into(ds[..., None] * k),
         "dkey": out_of(ds[..., None] * absolute.query[dst]),
         "dvalue": out_of(w[..., None] * grad_out[dst]),

@@ -13,7 +13,10 @@ def fewest_colours(pixels, rows, columns, across):
     """Return the smallest number of colours of a panel in these rows and the first columns of `across`."""
     height, width = pixels.shape
     panels = (
-        pixels[row * height // rows : (row + 1) * height // rows, at * width // across : (at + 1) * width // across]
+        pixels[
+            row * height // rows : (row + 1) * height // rows,
+            at * width // across : (at + 1) * width // across,
+        ]
         for row, at in np.ndindex(rows, columns)
     )
     return min(len(np.unique(panel)) for panel in panels)

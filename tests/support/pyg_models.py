@@ -16,7 +16,9 @@ class UnifiedMessagePassing(nn.Module):
         super().__init__()
         self.labels = nn.Embedding(classes + 1, channels)  # the last is the unknown one
         widths = [channels] + [hidden * heads] * (layers - 1)
-        layers = (TransformerConv(width, hidden, heads, beta=True, dropout=0.2) for width in widths[:-1])
+        layers = (
+            TransformerConv(width, hidden, heads, beta=True, dropout=0.2) for width in widths[:-1]
+        )
         self.layers = nn.ModuleList(layers)
         self.last = TransformerConv(widths[-1], classes, heads, concat=False, beta=True)
         self.norms = nn.ModuleList(nn.LayerNorm(hidden * heads) for _ in self.layers)
@@ -50,10 +52,14 @@ class TextGraphEncoder(nn.Module):
         super().__init__()
         self.first = TransformerConv(channels, hidden, heads, edge_dim=DIM, bias=False)
         self.norm = nn.BatchNorm1d(hidden * heads)
-        self.second = TransformerConv(hidden * heads, hidden, heads, edge_dim=DIM, root_weight=False)
+        self.second = TransformerConv(
+            hidden * heads, hidden, heads, edge_dim=DIM, root_weight=False
+        )
 
     def forward(self, x, edge_index, edge_attr):
-        x = nn.functional.dropout(self.norm(self.first(x, edge_index, edge_attr)).relu(), 0.3, self.training)
+        x = nn.functional.dropout(
+            self.norm(self.first(x, edge_index, edge_attr)).relu(), 0.3, self.training
+        )
         return self.second(x, edge_index, edge_attr)
 
 

@@ -45,7 +45,10 @@ def attend(problem, graph, backend, **options):
 
 def leaves_of(problem, graph):
     """Return copies of the operands that require gradients, by name, on the device of `graph`."""
-    operands = {name: operand.detach().to(graph.device, copy=True) for name, operand in problem.operands().items()}
+    operands = {
+        name: operand.detach().to(graph.device, copy=True)
+        for name, operand in problem.operands().items()
+    }
     return {name: operand.requires_grad_() for name, operand in operands.items()}
 
 
@@ -53,7 +56,10 @@ def result_of(problem, out, lse, leaves):
     """Return out, lse and the gradients of the leaves by name, on the CPU."""
     gradients = torch.autograd.grad(scalar(problem, out, lse), list(leaves.values()))
     names = ("out", "lse", *(f"d{name}" for name in leaves))
-    return {name: tensor.detach().cpu() for name, tensor in zip(names, (out, lse, *gradients), strict=True)}
+    return {
+        name: tensor.detach().cpu()
+        for name, tensor in zip(names, (out, lse, *gradients), strict=True)
+    }
 
 
 def scalar(problem, out, lse):

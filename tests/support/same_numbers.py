@@ -17,7 +17,11 @@ def assert_same_numbers(actual, expected, dtype=None):
     __tracebackhide__ = True
     actual, expected = dict(_named(actual)), dict(_named(expected))
     assert actual.keys() == expected.keys()
-    sizes = {name: each.abs().max().item() for name, each in expected.items() if each is not None and each.numel()}
+    sizes = {
+        name: each.abs().max().item()
+        for name, each in expected.items()
+        if each is not None and each.numel()
+    }
     largest = max((size for name, size in sizes.items() if name != "out"), default=0.0)
     for name, tensor in expected.items():
         assert (tensor is None) == (actual[name] is None), f"{name}: only one of the two is None"

@@ -3,7 +3,15 @@
 import torch
 from torch.nn import functional
 
-NORMS = ("bare", "scale", "shift", "both", 1, 4, 16)  # a number is that of the channels of a condition
+NORMS = (
+    "bare",
+    "scale",
+    "shift",
+    "both",
+    1,
+    4,
+    16,
+)  # a number is that of the channels of a condition
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -22,7 +30,9 @@ def draw_norm(prefix, norm, features, rows, generator):
         drawn |= {"scale_bias": (features,), "shift_bias": (features,)}
     else:
         drawn = {name: (features,) for name in ("scale", "shift") if norm in (name, "both")}
-    named = {f"{prefix}_{name}": torch.randn(shape, generator=generator) for name, shape in drawn.items()}
+    named = {
+        f"{prefix}_{name}": torch.randn(shape, generator=generator) for name, shape in drawn.items()
+    }
     if isinstance(norm, int):
         named[prefix.replace("norm", "condition")] = torch.randn(rows, norm, generator=generator)
     return named
@@ -38,7 +48,9 @@ def results_of(compute, named, grad, dtype):
     leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in named.items()}
     out = compute(leaves)
     gradients = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
-    return {"out": out.detach()} | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {"out": out.detach()} | {
+        f"d{name}": x for name, x in zip(leaves, gradients, strict=True)
+    }
 
 
 def normed(x, named, prefix, eps):
@@ -88,13 +100,19 @@ def attention(named, edge_index, options):
     if "halo" in named:
         src = torch.cat([src, entries(named["halo"])], 1)
     query, key, value = (
-        mapped(rows, name).unflatten(-1, (heads, -1)) for rows, name in ((dst, "query"), (src, "key"), (src, "value"))
+        mapped(rows, name).unflatten(-1, (heads, -1))
+        for rows, name in ((dst, "query"), (src, "key"), (src, "value"))
     )
-    query, key = head_norm(query, "query", options.query_norm_eps), head_norm(key, "key", options.key_norm_eps)
+    query, key = (
+        head_norm(query, "query", options.query_norm_eps),
+        head_norm(key, "key", options.key_norm_eps),
+    )
     edges = mapped(named["edge_attr"], "edge").unflatten(-1, (heads, -1))
     source, destination = edge_index.to(query.device)
     scores = (query[:, destination] * (key[:, source] + edges)).sum(-1) / query.shape[-1] ** 0.5
-    belongs = (torch.arange(dst.shape[1], device=query.device)[:, None] == destination)[None, :, :, None]
+    belongs = (torch.arange(dst.shape[1], device=query.device)[:, None] == destination)[
+        None, :, :, None
+    ]
     weights = torch.where(belongs, scores[:, None], -1e4).softmax(2) * belongs
     out = (weights[..., None] * (value[:, source] + edges)[:, None]).sum(2).flatten(-2)
     return named["x_dst"] + mapped(out + mapped(dst, "self"), "projection").flatten(0, 1)

@@ -17,9 +17,13 @@ def weather_graph(nodes=NODES, kinds=KINDS):
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     for name, size in nodes.items():
-        graph[name].x = torch.rand(size, 2, generator=generator) * torch.tensor([3.0, 6.0]) - torch.tensor([1.5, 0.0])
+        graph[name].x = torch.rand(size, 2, generator=generator) * torch.tensor(
+            [3.0, 6.0]
+        ) - torch.tensor([1.5, 0.0])
     for kind, edges in kinds.items():
-        ends = [torch.randint(nodes[name], (edges,), generator=generator) for name in (kind[0], kind[2])]
+        ends = [
+            torch.randint(nodes[name], (edges,), generator=generator) for name in (kind[0], kind[2])
+        ]
         graph[kind].edge_index = torch.stack(ends)
         graph[kind].edge_length = torch.rand(edges, 1, generator=generator)
         graph[kind].edge_dirs = torch.randn(edges, 2, generator=generator)
@@ -34,4 +38,6 @@ def hourly_field(changed_from=HOURS, hours=HOURS, nodes=POINTS):
     size, generators = (HOURS, len(nodes)), [torch.Generator().manual_seed(seed) for seed in (0, 1)]
     before, after = (280 + 5 * torch.randn(size, generator=generator) for generator in generators)
     times = np.datetime64("2019-03-01T00") + np.arange(hours)
-    return HourlyField(nodes, times, torch.cat([before[:changed_from], after[changed_from:]])[:hours])
+    return HourlyField(
+        nodes, times, torch.cat([before[:changed_from], after[changed_from:]])[:hours]
+    )

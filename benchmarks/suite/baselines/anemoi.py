@@ -38,15 +38,21 @@ def attend(operands: Operands, csc: tuple, reverse: tuple) -> Tensor:
     from anemoi.models.triton.gt import graph_transformer_attention_conv
 
     query, key, value = operands.nodes()
-    edges = linear(operands.attributes(), operands.edge_weight, operands.edge_bias).view(-1, *query.shape[1:])
-    return graph_transformer_attention_conv(query, key, value, edges, csc, reverse).view(operands.grad_out.shape)
+    edges = linear(operands.attributes(), operands.edge_weight, operands.edge_bias).view(
+        -1, *query.shape[1:]
+    )
+    return graph_transformer_attention_conv(query, key, value, edges, csc, reverse).view(
+        operands.grad_out.shape
+    )
 
 
 def convert(coo: Coo) -> tuple[tuple, tuple]:
     """Both sides of a graph in the form that the operator takes."""
     from anemoi.models.triton.utils import edge_index_to_csc
 
-    csc, _, reverse = edge_index_to_csc(coo.edge_index, num_nodes=coo.sizes, reverse=True, edges_are_dst_sorted=True)
+    csc, _, reverse = edge_index_to_csc(
+        coo.edge_index, num_nodes=coo.sizes, reverse=True, edges_are_dst_sorted=True
+    )
     return csc, reverse
 
 

@@ -22,7 +22,9 @@ def unsupported_reason(problem: Problem, device: str) -> str | None:
 def attention(operands: Operands) -> Callable[[], Tensor]:
     """Bind the operation."""
     o, graph = operands, GraphStructure.from_edge_index(*operands.coo)
-    return lambda: edge_attention(o.query, o.key, o.value, graph, o.edge_attr, o.edge_weight, o.edge_bias)[0]
+    return lambda: edge_attention(
+        o.query, o.key, o.value, graph, o.edge_attr, o.edge_weight, o.edge_bias
+    )[0]
 
 
 def structure(coo: Coo, kind: str) -> Callable[[], Sides]:

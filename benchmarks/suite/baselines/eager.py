@@ -23,7 +23,13 @@ def unsupported_reason(problem: Problem, device: str) -> str | None:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, attributes: Tensor, weight: Tensor, bias: Tensor, edge_index: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attributes: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    edge_index: Tensor,
 ) -> Tensor:
     """Attention of every destination over its in-edges, edge by edge."""
     src, dst = edge_index
@@ -31,7 +37,11 @@ def attend(
     x = linear(attributes, weight, bias).view(-1, heads, channels)
     score = (query[dst] * (key[src] + x)).sum(-1) * channels**-0.5  # [E, H]
     into = dst[:, None].expand_as(score)
-    high = score.detach().new_full((nodes, heads), -torch.inf).scatter_reduce(0, into, score.detach(), "amax")
+    high = (
+        score.detach()
+        .new_full((nodes, heads), -torch.inf)
+        .scatter_reduce(0, into, score.detach(), "amax")
+    )
     p = (score - high[dst]).exp()
     total = p.new_zeros(nodes, heads).index_add(0, dst, p)
     p = p / total[dst]

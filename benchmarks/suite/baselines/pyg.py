@@ -42,12 +42,16 @@ def attention(operands: Operands) -> Callable[[], Tensor]:
 
     o, edge_index = operands, operands.side_by_side().coo.edge_index
     heads, channels = o.query.shape[-2:]
-    conv = TransformerConv(1, channels, heads=heads, edge_dim=o.edge_attr.shape[1], root_weight=False)
+    conv = TransformerConv(
+        1, channels, heads=heads, edge_dim=o.edge_attr.shape[1], root_weight=False
+    )
     conv.lin_edge = Embedding(o.edge_weight, o.edge_bias)
 
     def call() -> Tensor:
         query, key, value = o.nodes()
-        out = conv.propagate(edge_index, query=query, key=key, value=value, edge_attr=o.attributes())
+        out = conv.propagate(
+            edge_index, query=query, key=key, value=value, edge_attr=o.attributes()
+        )
         return out.view(o.grad_out.shape)
 
     return call

@@ -17,7 +17,15 @@ from torch import nn
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.data.forecast_dataset import ForecastDataset
 from anemoi_gt.app.plots import chosen_variables, draw_rollout_plot, draw_training_plot
-from anemoi_gt.app.scores import Score, as_table, measure, model_forecast, roll_out, rollout_table, score_rollouts
+from anemoi_gt.app.scores import (
+    Score,
+    as_table,
+    measure,
+    model_forecast,
+    roll_out,
+    rollout_table,
+    score_rollouts,
+)
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.app.training.run_files import atomic_write, read_metrics
 from anemoi_gt.option_checks import check_integer
@@ -31,7 +39,9 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     hydra_app.check_explain(config.explain)
     run, step = hydra_app.build_trained(config)
     run.splits.test.require_samples()
-    chosen_variables(run.splits.test, config.plots.variables)  # raise before scoring if one is unknown
+    chosen_variables(
+        run.splits.test, config.plots.variables
+    )  # raise before scoring if one is unknown
     if config.rollout > 1:
         run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
     log.info("%s, after step %s", config.checkpoint, step)
@@ -43,7 +53,11 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
 
 
 def evaluate(
-    run: hydra_app.Run, checkpoint: Path, folder: Path, steps: int, variables: Sequence[str] | None = None
+    run: hydra_app.Run,
+    checkpoint: Path,
+    folder: Path,
+    steps: int,
+    variables: Sequence[str] | None = None,
 ) -> None:
     """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
 
@@ -73,12 +87,18 @@ def write_report(
     scores, sample = errors.scores(), errors.median_sample("model")
     write_scores(folder / "scores.json", scores)
     log.info("scores of %d test forecasts, %g h:\n%s", len(test), test.lead_time, as_table(scores))
-    draw_training_plot(folder / "forecast.png", test, sample, forecast(sample), scores, records, variables)
+    draw_training_plot(
+        folder / "forecast.png", test, sample, forecast(sample), scores, records, variables
+    )
     log.info("written: %s\nwritten: %s", folder / "forecast.png", folder / "scores.json")
 
 
 def write_rollout_report(
-    folder: Path, model: nn.Module, test: ForecastDataset, steps: int, variables: Sequence[str] | None = None
+    folder: Path,
+    model: nn.Module,
+    test: ForecastDataset,
+    steps: int,
+    variables: Sequence[str] | None = None,
 ) -> None:
     """Score rollouts of `steps` steps from the test samples, and plot the one of median error.
 
@@ -87,7 +107,9 @@ def write_rollout_report(
     """
     scores, sample = score_rollouts(model, test, steps)
     write_scores(folder / "rollout.json", scores)
-    log.info("rollouts of %d steps from %d test samples:\n%s", steps, len(test), rollout_table(scores))
+    log.info(
+        "rollouts of %d steps from %d test samples:\n%s", steps, len(test), rollout_table(scores)
+    )
     outcomes = roll_out(model, test, sample, len({score.lead_time for score in scores}))
     draw_rollout_plot(folder / "rollout.png", test, sample, outcomes, scores, variables)
     log.info("written: %s\nwritten: %s", folder / "rollout.png", folder / "rollout.json")

@@ -58,16 +58,30 @@ def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]
     The run is from `build_trained`; `origin` is metadata on checkpoint, step, precision and backend. Raises
     FloatingPointError if the package does not agree with the model, OSError if it cannot be written; no file is left.
     """
-    device, dtype, data = next(run.model.parameters()).device, AUTOCAST[origin["precision"]], run.splits.test
+    device, dtype, data = (
+        next(run.model.parameters()).device,
+        AUTOCAST[origin["precision"]],
+        run.splits.test,
+    )
     network = run.model if dtype is None else Autocast(run.model, device.type, dtype)
-    model = PhysicalModel(data.physical_inputs(), network, data.change_mean, data.change_std).to(device).eval()
-    with cpu_threads(run.training.threads), TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}-") as folder:
+    model = (
+        PhysicalModel(data.physical_inputs(), network, data.change_mean, data.change_std)
+        .to(device)
+        .eval()
+    )
+    with (
+        cpu_threads(run.training.threads),
+        TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}-") as folder,
+    ):
         temporary = Path(folder) / out.name
         batch_size = min(len(data), max_batch, VERIFIED_BATCH)
         samples = [data.physical_sample(i) for i in range(batch_size)]
         batch = tuple(torch.stack(parts).to(device) for parts in zip(*samples, strict=True))
         first = tuple(part[:1] for part in batch)
-        log.info("exporting a model of %d parameters", sum(parameter.numel() for parameter in model.parameters()))
+        log.info(
+            "exporting a model of %d parameters",
+            sum(parameter.numel() for parameter in model.parameters()),
+        )
         program = export_model(model, first, max_batch)
         write_package(program, temporary, origin | describe(data, model, max_batch, device))
         batches = [first] if batch_size == 1 else [first, batch]
@@ -83,13 +97,19 @@ def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]
         )
         os.replace(temporary, out)
     sizes = " and ".join(str(len(inputs[0])) for inputs in batches)
-    log.info("verified: relative error %.1e from the model, for batch sizes %s", report.error, sizes)
-    log.info("batch size 1: package %.2f ms, eager PyTorch %.2f ms", report.package_ms, report.model_ms)
+    log.info(
+        "verified: relative error %.1e from the model, for batch sizes %s", report.error, sizes
+    )
+    log.info(
+        "batch size 1: package %.2f ms, eager PyTorch %.2f ms", report.package_ms, report.model_ms
+    )
     log.info("written: %s, %.1f MB", out, report.size / 1e6)
     return report
 
 
-def describe(data: ForecastDataset, model: PhysicalModel, max_batch: int, device: torch.device) -> dict[str, str]:
+def describe(
+    data: ForecastDataset, model: PhysicalModel, max_batch: int, device: torch.device
+) -> dict[str, str]:
     """Return the metadata on inputs, outputs and versions; structured values are JSON."""
     batch = 1 if max_batch == 1 else f"1 to {max_batch}"
     nodes, physical = len(data.nodes), model.inputs
@@ -97,11 +117,20 @@ def describe(data: ForecastDataset, model: PhysicalModel, max_batch: int, device
     fields |= {"channels": physical.names, "units": physical.units}
     inputs = [fields]
     if physical.needs_time:
-        time = {"name": "time", "shape": [batch], "dtype": "float64", "meaning": "start of the forecast, UTC"}
+        time = {
+            "name": "time",
+            "shape": [batch],
+            "dtype": "float64",
+            "meaning": "start of the forecast, UTC",
+        }
         inputs.append(time | {"units": "seconds since 1970-01-01 00:00:00"})
     output = {"name": "forecast", "shape": [batch, nodes, data.out_channels], "dtype": "float32"}
     output |= {"variables": data.variables, "units": data.units}
-    normalisation = {name: tensor.tolist() for name, tensor in data.normalisation().items() if tensor.numel() < nodes}
+    normalisation = {
+        name: tensor.tolist()
+        for name, tensor in data.normalisation().items()
+        if tensor.numel() < nodes
+    }
 
     def place(i: int) -> str:
         return f"{data.nodes.lat[i]:g} N {data.nodes.lon[i]:g} E"

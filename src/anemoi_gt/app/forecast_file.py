@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 SUFFIXES = (".nc", ".zarr")
 LATITUDE = {"standard_name": "latitude", "long_name": "latitude", "units": "degrees_north"}
 LONGITUDE = {"standard_name": "longitude", "long_name": "longitude", "units": "degrees_east"}
-LEAD_TIME = {"standard_name": "forecast_period", "long_name": "time since the start of the forecast", "units": "hours"}
+LEAD_TIME = {
+    "standard_name": "forecast_period",
+    "long_name": "time since the start of the forecast",
+    "units": "hours",
+}
 
 
 def check_forecast_path(path: Path) -> None:
@@ -42,7 +46,9 @@ def write_forecast(path: Path, forecast: "xarray.Dataset") -> None:
             forecast.to_netcdf(path, engine="netcdf4")
 
 
-def describe_forecast(dataset: ForecastDataset, sample: int, states: np.ndarray) -> "xarray.Dataset":
+def describe_forecast(
+    dataset: ForecastDataset, sample: int, states: np.ndarray
+) -> "xarray.Dataset":
     """Return a forecast with its coordinates and attributes.
 
     Parameters
@@ -80,7 +86,9 @@ def describe_forecast(dataset: ForecastDataset, sample: int, states: np.ndarray)
     return forecast
 
 
-def _time_coordinates(dataset: ForecastDataset, sample: int, steps: int) -> tuple[str, dict[str, tuple]]:
+def _time_coordinates(
+    dataset: ForecastDataset, sample: int, steps: int
+) -> tuple[str, dict[str, tuple]]:
     """Return the dimension of the steps, and the coordinates that say when they are valid."""
     hours = np.arange(1, steps + 1) * float(dataset.lead_time)
     start = dataset.start_time(sample)
@@ -90,7 +98,10 @@ def _time_coordinates(dataset: ForecastDataset, sample: int, steps: int) -> tupl
     units = f"hours since {np.datetime_as_string(start, unit='s').replace('T', ' ')}"
     calendar = {"units": units, "calendar": "standard"}
     time = {"standard_name": "time", "long_name": "valid time", "axis": "T"} | calendar
-    reference = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast"} | calendar
+    reference = {
+        "standard_name": "forecast_reference_time",
+        "long_name": "start of the forecast",
+    } | calendar
     return "time", {
         "time": ("time", hours, time),
         "lead_time": ("time", hours, LEAD_TIME),
@@ -102,7 +113,10 @@ def _grid_coordinates(nodes: Nodes) -> tuple[tuple[str, ...], tuple[int, ...], d
     """Return the dimensions of a grid, their sizes, and its coordinates."""
     axes = regular_axes(nodes)
     if axes is None:
-        positions = {"latitude": ("node", nodes.lat, LATITUDE), "longitude": ("node", nodes.lon, LONGITUDE)}
+        positions = {
+            "latitude": ("node", nodes.lat, LATITUDE),
+            "longitude": ("node", nodes.lon, LONGITUDE),
+        }
         return ("node",), (len(nodes),), positions
     lat, lon = axes
     positions = {

@@ -47,7 +47,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEEDED = ("hydra", "tqdm", "matplotlib", "scipy")  # imported at the start, not after an hour of training
+NEEDED = (
+    "hydra",
+    "tqdm",
+    "matplotlib",
+    "scipy",
+)  # imported at the start, not after an hour of training
 GROUPS = ("attention", "data", "graph", "model", "training")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
 ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
@@ -75,7 +80,9 @@ def build(config: "DictConfig", schema: DataSchema | None = None) -> Run:
     return Run(splits, build_model(config, splits.train), training)
 
 
-def build_data(config: "DictConfig", schema: DataSchema | None = None) -> tuple[Splits, TrainingConfig]:
+def build_data(
+    config: "DictConfig", schema: DataSchema | None = None
+) -> tuple[Splits, TrainingConfig]:
     """Check a config and build its data set and training config, which every rank has. Raises as `build` does."""
     check_types(config, *GROUPS)
     training = instantiate(config.training)
@@ -103,17 +110,25 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     log.info("graph: %s", describe_graph(graph))
     torch.manual_seed(config.training.seed)
     make_model = instantiate(config.model)
-    model = make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
+    model = make_model(
+        graph, train.in_channels, train.out_channels, config=instantiate(config.attention)
+    )
     if (path := config.get("init_from")) is not None:
         unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
-        log.info("weights loaded from %s; initialised, as they do not fit: %s", path, "; ".join(unfit) or "none")
+        log.info(
+            "weights loaded from %s; initialised, as they do not fit: %s",
+            path,
+            "; ".join(unfit) or "none",
+        )
     return model
 
 
 def describe_graph(graph: "HeteroData") -> str:
     """Return the numbers of nodes and edges, for the log."""
     nodes = ", ".join(f"{graph[name].num_nodes} {name} nodes" for name in graph.node_types)
-    edges = ", ".join(f"{graph[kind].num_edges} edges {kind[0]} to {kind[2]}" for kind in graph.edge_types)
+    edges = ", ".join(
+        f"{graph[kind].num_edges} edges {kind[0]} to {kind[2]}" for kind in graph.edge_types
+    )
     return f"{nodes}; {edges}"
 
 
@@ -128,7 +143,9 @@ def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
     state = load_checkpoint(path)
     run = build(config, schema_of(state.get("schema"), path))
     load_weights(run.model, state)
-    check_same_network(current_config(state["config"]), OmegaConf.to_container(config, resolve=True))
+    check_same_network(
+        current_config(state["config"]), OmegaConf.to_container(config, resolve=True)
+    )
     run.model.to(choose_device(run.training.device)).eval()
     return run, state.get("step")
 
@@ -139,7 +156,9 @@ def store_config(config: Any, checkpoint: Path) -> None:
 
     if not isinstance(config, dict):
         raise ValueError(f"a checkpoint must contain the config of its run, {checkpoint} does not")
-    ConfigStore.instance().store("of_checkpoint", current_config(config), group="run", package="_global_")
+    ConfigStore.instance().store(
+        "of_checkpoint", current_config(config), group="run", package="_global_"
+    )
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
@@ -184,7 +203,9 @@ def argument_value(arguments: list[str], key: str) -> Any:
 def check_folder(arguments: list[str]) -> Path:
     """Return the existing folder in which Hydra will create that of the run; raise a ValueError if it cannot."""
     if (given := argument_value(arguments, "hydra.run.dir")) == "":
-        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
+        raise ValueError(
+            "hydra.run.dir must name a folder, got nothing: the run would write to the working directory"
+        )
     folder = Path(str(given or "outputs")).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -217,7 +238,9 @@ def check_types(config: "DictConfig", *groups: str) -> None:
     from omegaconf.errors import OmegaConfBaseException, ValidationError
 
     if missing := [group for group in groups if group not in config]:
-        raise ValueError(f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}")
+        raise ValueError(
+            f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}"
+        )
     for group in groups:
         config[group]["_target_"] = current_target(config[group]["_target_"])
         target = get_object(config[group]["_target_"])
@@ -259,7 +282,9 @@ def check_explain(target: Any) -> None:
         raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
 
 
-def write_explanation(model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str) -> None:
+def write_explanation(
+    model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str
+) -> None:
     """Log which kernels serve a model on its device for the first batch (target "print"), or write it to a file.
 
     A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else text.
@@ -272,7 +297,11 @@ def write_explanation(model: nn.Module, dataset: ForecastDataset, training: Trai
         return
     path = output_folder() / target
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(explanation.to_dict(), indent=1) if path.suffix == ".json" else f"{explanation}\n")
+    path.write_text(
+        json.dumps(explanation.to_dict(), indent=1)
+        if path.suffix == ".json"
+        else f"{explanation}\n"
+    )
     log.info("kernels of each layer: %s", path)
 
 
@@ -291,7 +320,11 @@ def output_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choose_config: Callable[[], str]) -> None:
+def launch(
+    name: str,
+    prepare: Callable[["DictConfig"], Callable[[], Any]],
+    choose_config: Callable[[], str],
+) -> None:
     """Run a Hydra application with the arguments of the command line.
 
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
@@ -318,7 +351,9 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choo
         try:
             return prepare_job(prepare, config)()
         except Stopped as stopped:
-            exit_with_error(module, f"{stopped}: {resume_command(output_folder())}", stopped.exit_status)
+            exit_with_error(
+                module, f"{stopped}: {resume_command(output_folder())}", stopped.exit_status
+            )
         except torch.OutOfMemoryError:
             error = out_of_memory(config)
         except (Refused, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
@@ -335,12 +370,16 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choo
     if interrupt == signal.SIG_DFL:  # while packages were imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name)(run)()
+        hydra.main(
+            version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
+        )(run)()
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)
     except SystemExit as ended:
         if ended.code == 1 and not composed:  # Hydra has printed what it cannot read
-            exit_with_error(module, f"nothing was started; anemoi-gt {name} --help lists all groups and options")
+            exit_with_error(
+                module, f"nothing was started; anemoi-gt {name} --help lists all groups and options"
+            )
         raise
     finally:
         if interrupt == signal.SIG_DFL:
@@ -369,7 +408,9 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
     launch(name, prepare, choose_config)
 
 
-def prepare_job(prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig") -> Callable[[], Any]:
+def prepare_job(
+    prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
+) -> Callable[[], Any]:
     """Return the job for a config; raise Refused, with one sentence, for what the user can fix."""
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -400,7 +441,11 @@ def resume_command(folder: Path) -> str:
 def out_of_memory(config: "DictConfig") -> str:
     """Return a sentence with advice for a run that does not fit into the memory of its GPU."""
     properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
-    size = "" if properties is None else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
+    size = (
+        ""
+        if properties is None
+        else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
+    )
     return f"out of GPU memory{size}: {advice(config.get('model', {}), config.get('training', {}))}"
 
 
@@ -409,7 +454,9 @@ def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoR
     log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
     error = " ".join(str(error).split()) if isinstance(error, Exception) else error
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
-    sys.stderr.write(f"{rank}{module}: {error}\n")  # in one call, so that lines of several ranks do not mix
+    sys.stderr.write(
+        f"{rank}{module}: {error}\n"
+    )  # in one call, so that lines of several ranks do not mix
     sys.exit(status)
 
 
@@ -446,10 +493,16 @@ def options_help(*, _root_: "DictConfig") -> str:
     text = files("anemoi_gt.configs").joinpath(f"{_root_.hydra.job.name}.yaml").read_text()
     rows = re.findall(r"^(\w+: \S+)  # (.*)$", text, re.MULTILINE)
     rows = [(option.replace(": ", "=", 1), meaning) for option, meaning in rows]
-    for group, option, meaning in re.findall(r"^(plots):\n  (\w+: \S+)  # (.*)$", text, re.MULTILINE):
+    for group, option, meaning in re.findall(
+        r"^(plots):\n  (\w+: \S+)  # (.*)$", text, re.MULTILINE
+    ):
         rows.append((f"{group}.{option.replace(': ', '=', 1)}", meaning))
     for group in _root_:
-        if group == "hydra" or OmegaConf.is_missing(_root_, group) or not OmegaConf.is_dict(_root_[group]):
+        if (
+            group == "hydra"
+            or OmegaConf.is_missing(_root_, group)
+            or not OmegaConf.is_dict(_root_[group])
+        ):
             continue
         values = OmegaConf.to_container(_root_[group], resolve=True)
         if "_target_" not in values:

@@ -36,7 +36,12 @@ def describe(checkpoint: str | None = None) -> str:
     With a checkpoint of a whole Anemoi model, such as Anemoi's for inference: how `install` would compute its blocks.
     It is unpickled, which runs what is in it.
     """
-    sections = {"versions": versions(), "packages": packages(), "devices": devices(), "attention backends": backends()}
+    sections = {
+        "versions": versions(),
+        "packages": packages(),
+        "devices": devices(),
+        "attention backends": backends(),
+    }
     sections["anemoi-models"] = anemoi_models()
     if checkpoint is not None:
         sections["checkpoint"] = blocks_of_checkpoint(checkpoint)
@@ -48,7 +53,9 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "anemoi_gt", __version__
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     platforms = {"for CUDA": torch.version.cuda, "for ROCm": torch.version.hip}
-    built = next((f"{name} {number}" for name, number in platforms.items() if number), "without CUDA")
+    built = next(
+        (f"{name} {number}" for name, number in platforms.items() if number), "without CUDA"
+    )
     yield "torch", f"{torch.__version__}, built {built}"
     yield "tested", why_untested(*installed()) or "yes, these releases of PyTorch and Triton are"
 
@@ -57,7 +64,10 @@ def packages() -> Iterator[tuple[str, str]]:
     """Yield the packages that parts of the library need, with version or install command."""
     for module, (package, extra) in PACKAGES.items():
         requirement = f"anemoi-gt[{extra}]" if extra else "anemoi-gt"
-        yield package, _version_of(package) if find_spec(module) else f"missing: pip install '{requirement}'"
+        yield (
+            package,
+            _version_of(package) if find_spec(module) else f"missing: pip install '{requirement}'",
+        )
 
 
 def devices() -> Iterator[tuple[str, str]]:
@@ -65,7 +75,10 @@ def devices() -> Iterator[tuple[str, str]]:
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     for device in _gpus():
         properties = torch.cuda.get_device_properties(device)
-        memory, capability = f"{properties.total_memory / 2**30:.0f} GiB", f"{properties.major}.{properties.minor}"
+        memory, capability = (
+            f"{properties.total_memory / 2**30:.0f} GiB",
+            f"{properties.major}.{properties.minor}",
+        )
         yield str(device), f"{properties.name}, {memory}, compute capability {capability}"
 
 
@@ -107,13 +120,23 @@ def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
             f"got {type(model).__name__} in {path}"
         )
     computed = examine(model)
-    yield "blocks", report.summary(computed) if computed else "none: the model has no graph-transformer block"
+    yield (
+        "blocks",
+        report.summary(computed) if computed else "none: the model has no graph-transformer block",
+    )
     for block in computed:
-        yield block.path, block.outcome if block.reason is None else f"{block.outcome}: {block.reason}"
+        yield (
+            block.path,
+            block.outcome if block.reason is None else f"{block.outcome}: {block.reason}",
+        )
 
 
 def _gpus() -> list[torch.device]:
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return (
+        [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
 
 
 def _version_of(package: str, otherwise: str = "version unknown") -> str:

@@ -38,7 +38,9 @@ class MapImage:
 
     def draw(self, axes, values: np.ndarray, **style):
         """Draw values [N] on axes of this projection by `pcolormesh(**style)`, and return the mesh."""
-        image = (values[self._node] * self._weight).sum(axis=1).reshape(len(self._lat), len(self._lon))
+        image = (
+            (values[self._node] * self._weight).sum(axis=1).reshape(len(self._lat), len(self._lon))
+        )
         if self._is_global:
             axes.grid(color="white", alpha=0.35, linewidth=0.5)
             axes.set_xticklabels([])
@@ -50,7 +52,9 @@ class MapImage:
             axes.set(xlim=self._lon[[0, -1]], ylim=self._lat[[0, -1]])
         line_collection = import_extra("matplotlib.collections", "train").LineCollection
         axes.add_collection(line_collection(self._coastlines, **COAST_STYLE))
-        return axes.pcolormesh(self._lon, self._lat, image, shading="nearest", rasterized=True, **style)
+        return axes.pcolormesh(
+            self._lon, self._lat, image, shading="nearest", rasterized=True, **style
+        )
 
 
 def coastlines(resolution: str) -> list[np.ndarray]:
@@ -63,12 +67,20 @@ def coastlines(resolution: str) -> list[np.ndarray]:
         from cartopy.io import shapereader
 
         path = shapereader.natural_earth(resolution, "physical", "coastline")
-        shapes = [part for shape in shapereader.Reader(path).geometries() for part in getattr(shape, "geoms", [shape])]
+        shapes = [
+            part
+            for shape in shapereader.Reader(path).geometries()
+            for part in getattr(shape, "geoms", [shape])
+        ]
     except (ImportError, OSError) as error:
         log.debug("no coastlines: %s", error)
         return []
     lines = (np.array(shape.coords)[:, :2] for shape in shapes)
-    return [part for line in lines for part in np.split(line, np.flatnonzero(abs(np.diff(line[:, 0])) > 180) + 1)]
+    return [
+        part
+        for line in lines
+        for part in np.split(line, np.flatnonzero(abs(np.diff(line[:, 0])) > 180) + 1)
+    ]
 
 
 def _pixels(nodes: Nodes, is_global: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,11 @@ from anemoi_gt.app.scores import Outcome, Score
 from anemoi_gt.app.training.run_files import atomic_write, curve
 from anemoi_gt.extras import import_extra
 
-COLOURS = {"training": "#0072B2", "model": "#D55E00", "persistence": "#888888"}  # Okabe and Ito, colour-blind safe
+COLOURS = {
+    "training": "#0072B2",
+    "model": "#D55E00",
+    "persistence": "#888888",
+}  # Okabe and Ito, colour-blind safe
 LINES = ("-", "--", ":", "-.")
 FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches, of the plot of a run
 MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in the plot of a rollout
@@ -81,7 +85,9 @@ def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, recor
     _draw_maps(axes[3:], image, label, errors, **_error_style(*errors.values()))
     corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
     _draw_loss(figure.add_subplot(corner[0]), records)
-    _draw_scores(figure.add_subplot(corner[1]), [s for s in scores if s.variable == dataset.variables[v]])
+    _draw_scores(
+        figure.add_subplot(corner[1]), [s for s in scores if s.variable == dataset.variables[v]]
+    )
     title = f"{_caption(dataset, v)}, {dataset.title(sample)} (test sample of median error)"
     figure.suptitle(title, fontsize=13)
 
@@ -113,14 +119,18 @@ def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
     """Draw one variable: rows of truth, forecast and error by lead time, and the growth of the error."""
     steps = drawn_steps(len(outcomes))
     grid = figure.add_gridspec(3, len(steps) + 1, width_ratios=[*([1] * len(steps)), 1.2])
-    axes = [figure.add_subplot(grid[p], projection=image.projection) for p in np.ndindex(3, len(steps))]
+    axes = [
+        figure.add_subplot(grid[p], projection=image.projection) for p in np.ndindex(3, len(steps))
+    ]
     fields, errors = {}, {}
     for n in steps:
         fields[f"truth, {n * dataset.lead_time:g} h"] = outcomes[n - 1].truth[:, v].numpy()
     for n in steps:
         forecast = outcomes[n - 1].forecast[:, v].numpy()
         fields[f"forecast, {n * dataset.lead_time:g} h"] = forecast
-        errors[f"error, {n * dataset.lead_time:g} h"] = forecast - outcomes[n - 1].truth[:, v].numpy()
+        errors[f"error, {n * dataset.lead_time:g} h"] = (
+            forecast - outcomes[n - 1].truth[:, v].numpy()
+        )
     label = f"{dataset.variables[v]} [{dataset.units[v]}]"
     _draw_maps(axes[: len(fields)], image, label, fields, **_field_style(*fields.values()))
     _draw_maps(axes[len(fields) :], image, label, errors, **_error_style(*errors.values()))
@@ -149,7 +159,9 @@ def drawn_steps(steps: int) -> list[int]:
 @contextmanager
 def _png(path: Path, size: tuple[float, float]) -> Iterator:
     """Yield a figure of a size in inches, and write it to a PNG file."""
-    figure = import_extra("matplotlib.figure", "train").Figure(figsize=size, dpi=150, layout="constrained")
+    figure = import_extra("matplotlib.figure", "train").Figure(
+        figsize=size, dpi=150, layout="constrained"
+    )
     yield figure
     with atomic_write(path) as file:
         figure.savefig(file, format="png")
@@ -173,8 +185,20 @@ def _draw_maps(axes, image, label, fields, **style):
 
 
 def _draw_loss(axes, records):
-    axes.plot(*curve(records, "train"), color=COLOURS["training"], alpha=0.6, linewidth=0.8, label="training")
-    axes.plot(*curve(records, "valid"), color=COLOURS["model"], marker="o", markersize=3, label="validation")
+    axes.plot(
+        *curve(records, "train"),
+        color=COLOURS["training"],
+        alpha=0.6,
+        linewidth=0.8,
+        label="training",
+    )
+    axes.plot(
+        *curve(records, "valid"),
+        color=COLOURS["model"],
+        marker="o",
+        markersize=3,
+        label="validation",
+    )
     axes.set(yscale="log", xlabel="step", ylabel="normalised", title="loss: mean squared error")
     _label_log_axis(axes)
     axes.legend(frameon=False)
@@ -193,7 +217,9 @@ def _label_log_axis(axes):
 
 def _draw_scores(axes, scores):
     names, values = [score.forecast for score in scores], [score.rmse for score in scores]
-    bars = axes.barh(names, values, color=[COLOURS["model"]] + [COLOURS["persistence"]] * (len(scores) - 1))
+    bars = axes.barh(
+        names, values, color=[COLOURS["model"]] + [COLOURS["persistence"]] * (len(scores) - 1)
+    )
     axes.bar_label(bars, fmt=" %.3g")
     axes.invert_yaxis()  # the model on top
     axes.margins(x=0.2)
@@ -203,10 +229,19 @@ def _draw_scores(axes, scores):
 def _draw_growth(axes, dataset, scores, v):
     names = dict.fromkeys(score.forecast for score in scores)
     for name, line in zip(names, cycle(LINES)):
-        selected = [score for score in scores if (score.forecast, score.variable) == (name, dataset.variables[v])]
-        lead_times, errors = [score.lead_time for score in selected], [score.rmse for score in selected]
+        selected = [
+            score
+            for score in scores
+            if (score.forecast, score.variable) == (name, dataset.variables[v])
+        ]
+        lead_times, errors = (
+            [score.lead_time for score in selected],
+            [score.rmse for score in selected],
+        )
         color = COLOURS["model" if name == "model" else "persistence"]
-        axes.plot(lead_times, errors, color=color, linestyle=line, marker="o", markersize=4, label=name)
+        axes.plot(
+            lead_times, errors, color=color, linestyle=line, marker="o", markersize=4, label=name
+        )
     axes.set_ylim(bottom=0)
     axes.set_xticks(lead_time_ticks([score.lead_time for score in scores]))
     axes.set(xlabel="lead time [h]", ylabel=f"RMSE [{dataset.units[v]}]", title="all test samples")

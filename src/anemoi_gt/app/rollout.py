@@ -37,13 +37,17 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
         dataset = run.splits.test
         dataset.require_samples()
         if not -len(dataset) <= config.sample < len(dataset):
-            raise ValueError(f"sample must be one of the {len(dataset)} test samples, -1 the last, got {config.sample}")
+            raise ValueError(
+                f"sample must be one of the {len(dataset)} test samples, -1 the last, got {config.sample}"
+            )
         samples = range(config.sample % len(dataset), config.sample % len(dataset) + 1)
     dataset.advance(samples[0], [])  # raise if there are no rollouts
     return partial(rollout, run, dataset, samples, config.steps, path)
 
 
-def rollout(run: hydra_app.Run, dataset: ForecastDataset, samples: range, steps: int, path: Path) -> None:
+def rollout(
+    run: hydra_app.Run, dataset: ForecastDataset, samples: range, steps: int, path: Path
+) -> None:
     """Write the forecasts of `steps` steps from samples of a data set, which are the members of an ensemble."""
     members = []
     with cpu_threads(run.training.threads):

@@ -66,12 +66,16 @@ class Errors:
 
     def __init__(self, dataset: ForecastDataset, lead_time: float):
         self._dataset, self._lead_time = dataset, lead_time
-        self._moments: dict[str, dict[int, Tensor]] = {}  # by sample [2, V]: weighted means of error^2 and error
+        self._moments: dict[
+            str, dict[int, Tensor]
+        ] = {}  # by sample [2, V]: weighted means of error^2 and error
 
     def add(self, name: str, i: int, forecast: Tensor, truth: Tensor) -> None:
         """Add the forecast [N, V] of sample i by method `name`."""
         error = (forecast - truth).double()
-        moments = (torch.stack([error.square(), error]) * self._dataset.weights[:, None]).mean(dim=1)
+        moments = (torch.stack([error.square(), error]) * self._dataset.weights[:, None]).mean(
+            dim=1
+        )
         self._moments.setdefault(name, {})[i] = moments
 
     def median_sample(self, name: str) -> int:
@@ -81,14 +85,19 @@ class Errors:
 
     def scores(self) -> list[Score]:
         """Return the scores over the samples, variable by variable, in the order in which names were added."""
-        means = {name: torch.stack([*samples.values()]).mean(dim=0) for name, samples in self._moments.items()}
+        means = {
+            name: torch.stack([*samples.values()]).mean(dim=0)
+            for name, samples in self._moments.items()
+        }
         return [
             Score(
                 *(name, variable, units, self._lead_time, len(self._moments[name])),
                 rmse=mean[0, v].sqrt().item(),
                 bias=mean[1, v].item(),
             )
-            for v, (variable, units) in enumerate(zip(self._dataset.variables, self._dataset.units, strict=True))
+            for v, (variable, units) in enumerate(
+                zip(self._dataset.variables, self._dataset.units, strict=True)
+            )
             for name, mean in means.items()
         ]
 
@@ -105,7 +114,11 @@ def as_table(scores: list[Score]) -> str:
     model                0.0100      0.0000
     persistence          0.1000     -0.0020
     """
-    width = max(len(name) for score in scores for name in (score.forecast, f"{score.variable} [{score.units}]"))
+    width = max(
+        len(name)
+        for score in scores
+        for name in (score.forecast, f"{score.variable} [{score.units}]")
+    )
     lines, variable = [], None
     for score in scores:
         if score.variable != variable:
@@ -171,7 +184,9 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
             for name, baseline in baselines[n].items():
                 errors[n].add(name, i, baseline(i), truth)
     scores = [score for each in errors for score in each.scores()]
-    if (diverged := next((score for score in scores if not math.isfinite(score.rmse)), None)) is not None:
+    if (
+        diverged := next((score for score in scores if not math.isfinite(score.rmse)), None)
+    ) is not None:
         raise FloatingPointError(
             f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} h: take fewer steps"
         )
@@ -186,7 +201,9 @@ def rollout_table(scores: list[Score]) -> str:
     lines = []
     for variable, units in dict.fromkeys((score.variable, score.units) for score in scores):
         heading = f"RMSE of {variable} [{units}]"
-        lines.append("".join([heading, *(f" {name:>{width}}" for name in names), f" {'samples':>8}"]))
+        lines.append(
+            "".join([heading, *(f" {name:>{width}}" for name in names), f" {'samples':>8}"])
+        )
         for lead_time in dict.fromkeys(score.lead_time for score in scores):
             row = [cells[variable, lead_time, name] for name in names]
             figures = "".join(f" {score.rmse:{width}.4f}" for score in row)

@@ -33,10 +33,20 @@ from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, load_
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.app.training.step import autocast
 from anemoi_gt.app.training.trainer import BEST, LAST
-from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, init_distributed, is_launched, run_on_rank0
+from anemoi_gt.distributed import (
+    ShardingConfig,
+    broadcast_from_rank0,
+    init_distributed,
+    is_launched,
+    run_on_rank0,
+)
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.model_shard import scatter_model
-from anemoi_gt.distributed.process_group import exit_without_finalization, local_device, make_cpu_group
+from anemoi_gt.distributed.process_group import (
+    exit_without_finalization,
+    local_device,
+    make_cpu_group,
+)
 from anemoi_gt.distributed.sharded_checkpoint import (
     ONE_PROCESS,
     TORCHRUN,
@@ -62,7 +72,9 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     hydra_app.check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
-            raise ValueError("explain must be null under torchrun: one process explains the layers of the whole graph")
+            raise ValueError(
+                "explain must be null under torchrun: one process explains the layers of the whole graph"
+            )
         if hydra_app.is_multirun():
             raise ValueError(
                 "--multirun must be left out under torchrun, which trains one run: start torchrun for each"
@@ -84,14 +96,18 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
         part.require_samples()
     if run.training.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
-    chosen_variables(run.splits.test, config.plots.variables)  # raise before training if one is unknown
+    chosen_variables(
+        run.splits.test, config.plots.variables
+    )  # raise before training if one is unknown
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
     if state is not None:
         trainer.load_state_dict({"schema": trainer.schema.to_dict()} | state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
         with autocast(run.training.precision, trainer.device):
-            hydra_app.write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
+            hydra_app.write_explanation(
+                trainer.step.model.train(), run.splits.train, run.training, config.explain
+            )
     return partial(train, trainer, config.plots.variables)
 
 
@@ -115,8 +131,12 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
     if before.get("training.steps", math.inf) < now.get("training.steps", 0):  # a run may grow
         now["training.steps"] = before["training.steps"]
     changed = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
-    if changes := [f"{k}={before.get(k)}, not {now.get(k)}" for k in changed if not k.startswith(MAY_DIFFER)]:
-        raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
+    if changes := [
+        f"{k}={before.get(k)}, not {now.get(k)}" for k in changed if not k.startswith(MAY_DIFFER)
+    ]:
+        raise ValueError(
+            f"a run is continued with its own config, {path} was written with {'; '.join(changes)}"
+        )
 
 
 def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
@@ -141,18 +161,26 @@ def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
 def describe_data(splits: Splits) -> str:
     """Describe the training for the log: variables and forcings, lead time, and the samples of each split."""
     data = splits.train
-    variables = ", ".join(f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True))
+    variables = ", ".join(
+        f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True)
+    )
     steps = f"{data.input_steps} input time{'s' if data.input_steps > 1 else ''}"
     lines = [f"{data.lead_time:g} h forecasts of {variables}, from {steps}"]
     if data.diagnostics:
         lines.append(f"of these no inputs: {', '.join(data.diagnostics)}")
     if data.forcings:
         lines.append(f"forcings: {', '.join(data.forcings)}")
-    for name, part in (("training", splits.train), ("validation", splits.valid), ("test", splits.test)):
+    for name, part in (
+        ("training", splits.train),
+        ("validation", splits.valid),
+        ("test", splits.test),
+    ):
         line = f"{len(part)} {name} samples"
         first, last = part.start_time(0), part.start_time(len(part) - 1)
         if first is not None and last is not None:
-            dates = [np.datetime_as_string(time, unit="m").replace("T", " ") for time in (first, last)]
+            dates = [
+                np.datetime_as_string(time, unit="m").replace("T", " ") for time in (first, last)
+            ]
             line += f", starting {dates[0]} to {dates[1]} UTC"
         lines.append(line)
     return "\n".join(lines)
@@ -167,7 +195,10 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
 
     @record  # for torchrun, which reports the first error last, with its traceback
     def run() -> float | None:
-        sharding, device_type = hydra_app.instantiate(config.sharding), choose_device(config.training.device).type
+        sharding, device_type = (
+            hydra_app.instantiate(config.sharding),
+            choose_device(config.training.device).type,
+        )
         try:
             return _train_on_ranks(config, sharding, device_type)
         except hydra_app.ERRORS_OF_PREPARATION as error:
@@ -180,7 +211,9 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
         raise hydra_app.Refused(error) from error
 
 
-def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
+def _train_on_ranks(
+    config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str
+) -> float | None:
     whole: Any = None  # the model of all nodes, on the first rank
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
@@ -192,13 +225,17 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
         schema = None
         if resume:
             config.init_from = None
-            schema = schema_of(run_on_rank0(partial(load_values, sharded(folder / LAST), "schema")), folder / LAST)
+            schema = schema_of(
+                run_on_rank0(partial(load_values, sharded(folder / LAST), "schema")), folder / LAST
+            )
         splits, training = hydra_app.build_data(config, schema)
         check_same_data(splits, folder)
         if mesh.get_rank() == 0:
             whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
-        trainer = make_sharded_trainer(model, shard, splits, training, folder, description, mesh=mesh, group=group)
+        trainer = make_sharded_trainer(
+            model, shard, splits, training, folder, description, mesh=mesh, group=group
+        )
         chosen_variables(splits.test, config.plots.variables)
         log.info("%s", describe_data(splits))
         log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
@@ -210,7 +247,9 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
         try:
             records = fit_sharded(trainer, shard, resume=resume)
         except Stopped as error:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank has exited
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # torchrun sends it when the first rank has exited
             stopped = error
     if stopped is not None:
         if whole is not None:
@@ -241,7 +280,9 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
     """Collect the values that all ranks must share, by name: config, attention backend and PyTorch's version."""
     values = flatten(hydra_app.describe(config) | {"resume": config.resume})
     shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
-    backend = hydra_app.check_backend(hydra_app.instantiate(config.attention), local_device(mesh.device_type))
+    backend = hydra_app.check_backend(
+        hydra_app.instantiate(config.attention), local_device(mesh.device_type)
+    )
     return shared | {"the attention backend": backend, "the version of torch": torch.__version__}
 
 
@@ -256,10 +297,15 @@ def primary_config(arguments: list[str]) -> str:
         return "train"
     if (found := find_run(Path(folder) / LAST)) is None:
         return "train"
-    config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+    config = (
+        load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+    )
     if is_launched() and isinstance(config, dict):
         sys.argv += former_sharding(config.get("sharding", {}), arguments)
-    if any(argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS for argument in arguments):
+    if any(
+        argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS
+        for argument in arguments
+    ):
         return "train"
     hydra_app.store_config(config, found)
     return "resume"
@@ -271,7 +317,10 @@ def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]
     if not sharding or given & {"sharding", "sharding.strategy"}:
         return []
     values = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
-    return [f"sharding={sharding['strategy']}", *(value for value in values if value.split("=")[0] not in given)]
+    return [
+        f"sharding={sharding['strategy']}",
+        *(value for value in values if value.split("=")[0] not in given),
+    ]
 
 
 def _in_words(sharding: dict[str, Any] | None) -> str:

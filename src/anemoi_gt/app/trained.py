@@ -32,7 +32,9 @@ def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
     current = {}
     for group, values in config.items():
         if isinstance(values, Mapping):
-            values = {name: value for name, value in values.items() if name not in REMOVED.get(group, ())}
+            values = {
+                name: value for name, value in values.items() if name not in REMOVED.get(group, ())
+            }
             if isinstance(values.get("_target_"), str):
                 values["_target_"] = current_target(values["_target_"])
         current[group] = values
@@ -59,7 +61,9 @@ def check_same_network(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
 
     Weights of the same shapes may load nonetheless: other heads, or another radius of the edges.
     """
-    before = dict(flatten({group: before[group] for group in ("graph", "model") if group in before}))
+    before = dict(
+        flatten({group: before[group] for group in ("graph", "model") if group in before})
+    )
     now = dict(flatten({group: now[group] for group in ("graph", "model")}))
     for key, value in now.items():
         if key in before and before[key] != value and key not in CHANGE_NO_FORECAST:

@@ -51,12 +51,16 @@ def unit_std(values: np.ndarray) -> np.ndarray:
 def _check_edges(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> None:
     check_nodes(source=source, destination=destination)
     if not isinstance(edge_index, np.ndarray):
-        raise ValueError(f"edge_index must be a NumPy array [2, E], got {type(edge_index).__name__}")
+        raise ValueError(
+            f"edge_index must be a NumPy array [2, E], got {type(edge_index).__name__}"
+        )
     if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
         raise ValueError(
             f"edge_index must be integers [2, E], sources and destinations, got {edge_index.dtype} {edge_index.shape}"
         )
-    for name, nodes, index in zip(("source", "destination"), (source, destination), edge_index, strict=True):
+    for name, nodes, index in zip(
+        ("source", "destination"), (source, destination), edge_index, strict=True
+    ):
         if index.size and not 0 <= index.min() <= index.max() < len(nodes):
             raise ValueError(
                 f"edge_index must hold {name} nodes in [0, {len(nodes)}), got {index.min()} to {index.max()}"

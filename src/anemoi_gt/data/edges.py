@@ -29,7 +29,9 @@ MOST_TIES = 8  # a vertex of a triangular mesh has at most six equally far neigh
 def sort_by_destination(edge_index: np.ndarray) -> np.ndarray:
     """Return the edges [2, E] sorted by destination, then source, contiguous in memory."""
     source, destination = edge_index
-    return np.take(edge_index, np.lexsort((source, destination)), axis=1)  # indexing would return column-major memory
+    return np.take(
+        edge_index, np.lexsort((source, destination)), axis=1
+    )  # indexing would return column-major memory
 
 
 def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
@@ -42,7 +44,9 @@ def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
     if not 1 <= k <= len(source):
         raise ValueError(f"k must be in [1, {len(source)}], the number of sources, got {k}")
     _, neighbours = _neighbours(source, destination, k, radius=np.inf)
-    return sort_by_destination(np.stack([neighbours.ravel(), np.repeat(np.arange(len(destination)), k)]))
+    return sort_by_destination(
+        np.stack([neighbours.ravel(), np.repeat(np.arange(len(destination)), k)])
+    )
 
 
 def cutoff(source: Nodes, destination: Nodes, factor: float) -> np.ndarray:
@@ -97,7 +101,9 @@ def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
     return np.isfinite(distance)
 
 
-def _neighbours(source: Nodes, destination: Nodes, k: int, radius: float) -> tuple[np.ndarray, np.ndarray]:
+def _neighbours(
+    source: Nodes, destination: Nodes, k: int, radius: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Return distance and index of the k nearest sources within `radius`, both [destinations, k], padded with infinity.
 
     On regular grids many sources are equally far: ties go to the lower index, independent of rounding.
@@ -107,7 +113,9 @@ def _neighbours(source: Nodes, destination: Nodes, k: int, radius: float) -> tup
         _points(destination), k=candidates, distance_upper_bound=radius * (1 + TIE), workers=-1
     )
     order = np.lexsort((neighbours, np.round(distance / TIE)), axis=-1)[:, :k]
-    return np.take_along_axis(distance, order, axis=1), np.take_along_axis(neighbours, order, axis=1)
+    return np.take_along_axis(distance, order, axis=1), np.take_along_axis(
+        neighbours, order, axis=1
+    )
 
 
 def _points(nodes: Nodes) -> np.ndarray:

@@ -64,7 +64,11 @@ def icosphere_graph(
     ...  for (source, _, destination), edges in zip(graph.edge_types, graph.edge_stores)}
     {'data to hidden': 62980, 'hidden to hidden': 81840, 'hidden to data': 120960}
     """
-    if grid is not None and isinstance(nodes, Nodes) and len(nodes) != (expected := len(grids.grid(grid))):
+    if (
+        grid is not None
+        and isinstance(nodes, Nodes)
+        and len(nodes) != (expected := len(grids.grid(grid)))
+    ):
         raise ValueError(
             f"the data must be on grid {grid}, which this graph is for, of {expected} nodes, got {len(nodes)} nodes: "
             "take graph=icosphere with a graph.refinement for your grid"
@@ -89,7 +93,12 @@ def check_fit(graph: HeteroData) -> None:
 
 
 def limited_area_graph(
-    nodes: Nodes, *, refinement: int | None = None, margin: float | None = 100.0, cutoff: float = 0.6, nearest: int = 3
+    nodes: Nodes,
+    *,
+    refinement: int | None = None,
+    margin: float | None = 100.0,
+    cutoff: float = 0.6,
+    nearest: int = 3,
 ) -> HeteroData:
     """Return the graph of a grid, regional or global, and the part of an icosphere over it.
 
@@ -171,7 +180,9 @@ def stretched_graph(
     check_nodes(nodes=nodes)
     inside = nodes.inside(area)
     if not inside.any():
-        raise ValueError(f"area must contain data nodes, which locate the fine mesh, {list(area)} contains none")
+        raise ValueError(
+            f"area must contain data nodes, which locate the fine mesh, {list(area)} contains none"
+        )
     mesh = stretched_icosphere(refinement, area_refinement, nodes[inside], margin)
     return _connect(
         {DATA: nodes, HIDDEN: mesh.nodes},
@@ -220,9 +231,13 @@ def hierarchical_graph(
     for refinement in refinements:
         check_integer("refinement", refinement)
     if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):
-        raise ValueError(f"refinements must be two or more, decreasing from fine to coarse, got {list(refinements)}")
+        raise ValueError(
+            f"refinements must be two or more, decreasing from fine to coarse, got {list(refinements)}"
+        )
     names = [HIDDEN, *(f"{HIDDEN}_{level}" for level in range(2, len(refinements) + 1))]
-    meshes = {name: icosphere(r, tuple(range(r + 1))) for name, r in zip(names, refinements, strict=True)}
+    meshes = {
+        name: icosphere(r, tuple(range(r + 1))) for name, r in zip(names, refinements, strict=True)
+    }
     sets = {DATA: nodes} | {name: mesh.nodes for name, mesh in meshes.items()}
     edge_indices = _edges_with_data(nodes, meshes[HIDDEN], cutoff, nearest)
     for fine, coarse in pairwise(names):
@@ -234,7 +249,9 @@ def hierarchical_graph(
     return _connect(sets, edge_indices)
 
 
-def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
+def encoder_processor_decoder(
+    nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3
+) -> HeteroData:
     """Return the graph of data nodes and any hidden mesh, whose edges are those of the processor.
 
     `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if mesh is not a Mesh, or an option is out of
@@ -242,10 +259,14 @@ def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, 
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a Mesh, such as icosphere(5), got {type(mesh).__name__}")
-    return _connect({DATA: nodes, HIDDEN: mesh.nodes}, _edges_with_data(nodes, mesh, cutoff, nearest))
+    return _connect(
+        {DATA: nodes, HIDDEN: mesh.nodes}, _edges_with_data(nodes, mesh, cutoff, nearest)
+    )
 
 
-def _edges_with_data(nodes: Nodes, mesh: Mesh, cutoff: float, nearest: int) -> dict[tuple[str, str], np.ndarray]:
+def _edges_with_data(
+    nodes: Nodes, mesh: Mesh, cutoff: float, nearest: int
+) -> dict[tuple[str, str], np.ndarray]:
     encoder = edges.cutoff(nodes, mesh.nodes, cutoff)
     if encoder.shape[1] == 0:
         raise ValueError(

@@ -44,11 +44,21 @@ def reduced_gaussian(lengths: ArrayLike) -> Nodes:
     is not a positive integer.
     """
     lengths = np.asarray(lengths)
-    if lengths.ndim != 1 or len(lengths) == 0 or lengths.dtype.kind not in "iu" or lengths.min() < 1:
-        raise ValueError(f"lengths must be a vector of positive integers, the points in each row, got {lengths}")
+    if (
+        lengths.ndim != 1
+        or len(lengths) == 0
+        or lengths.dtype.kind not in "iu"
+        or lengths.min() < 1
+    ):
+        raise ValueError(
+            f"lengths must be a vector of positive integers, the points in each row, got {lengths}"
+        )
     row_starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     position = np.arange(lengths.sum()) - row_starts
-    return Nodes(np.repeat(gaussian_latitudes(len(lengths)), lengths), 360 * position / np.repeat(lengths, lengths))
+    return Nodes(
+        np.repeat(gaussian_latitudes(len(lengths)), lengths),
+        360 * position / np.repeat(lengths, lengths),
+    )
 
 
 def octahedral(n: int) -> Nodes:
@@ -80,13 +90,17 @@ def classic(n: int) -> Nodes:
     """
     check_integer("n", n, least=None, note=", the number of rows between a pole and the equator")
     text = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text()
-    table = {int(name): runs.split() for name, runs in re.findall(r"^N(\d+):([^N]*)", text, re.MULTILINE)}
+    table = {
+        int(name): runs.split() for name, runs in re.findall(r"^N(\d+):([^N]*)", text, re.MULTILINE)
+    }
     if n not in table:
         raise ValueError(
             f"N{n} must be one of {', '.join(f'N{known}' for known in table)}; "
             "for another grid pass its row lengths to reduced_gaussian"
         )
-    runs = (run.partition("x") for run in table[n])  # LENGTHxROWS from pole to equator, or LENGTH of a single row
+    runs = (
+        run.partition("x") for run in table[n]
+    )  # LENGTHxROWS from pole to equator, or LENGTH of a single row
     half = np.concatenate([np.full(int(rows or 1), int(length)) for length, _, rows in runs])
     return reduced_gaussian(np.concatenate([half, half[::-1]]))
 
@@ -98,7 +112,9 @@ def grid(name: str) -> Nodes:
     """
     match = re.fullmatch(r"([ON])([1-9]\d*)", name) if isinstance(name, str) else None
     if match is None:
-        raise ValueError(f'grid must be "O" or "N" followed by a number of rows, such as "O96" or "N320", got {name!r}')
+        raise ValueError(
+            f'grid must be "O" or "N" followed by a number of rows, such as "O96" or "N320", got {name!r}'
+        )
     family = {"O": octahedral, "N": classic}[match[1]]
     return family(int(match[2]))
 
@@ -110,6 +126,8 @@ def regional(lat: ArrayLike, lon: ArrayLike) -> Nodes:
     """
     lat, lon = np.asarray(lat), np.asarray(lon)
     if lat.ndim != 1 or lon.ndim != 1:
-        raise ValueError(f"lat and lon must be vectors, the axes of the grid, got {lat.shape} and {lon.shape}")
+        raise ValueError(
+            f"lat and lon must be vectors, the axes of the grid, got {lat.shape} and {lon.shape}"
+        )
     lat2d, lon2d = np.meshgrid(lat, lon, indexing="ij")
     return Nodes(lat2d.ravel(), lon2d.ravel())

@@ -38,7 +38,9 @@ class Mesh:
         """
         keep = np.asarray(keep)
         if keep.shape != (len(self.nodes),) or keep.dtype != bool:
-            raise ValueError(f"keep must be bool [{len(self.nodes)}], one per vertex, got {keep.dtype} {keep.shape}")
+            raise ValueError(
+                f"keep must be bool [{len(self.nodes)}], one per vertex, got {keep.dtype} {keep.shape}"
+            )
         new_index = np.cumsum(keep) - 1
         inside = keep[self.edge_index].all(axis=0)
         return Mesh(self.nodes[keep], new_index[self.edge_index[:, inside]])
@@ -76,7 +78,9 @@ def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) 
     return mesh.restrict(_over(area, mesh.nodes, margin))
 
 
-def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
+def stretched_icosphere(
+    refinement: int, area_refinement: int, area: Nodes, margin: float = 100.0
+) -> Mesh:
     """Return a multi-scale icosphere that is finer over a region.
 
     It has the vertices of the icosphere of `refinement` and, over the region, those of `area_refinement`, with the
@@ -93,7 +97,9 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
     check_integer("refinement", refinement)
     check_integer("area_refinement", area_refinement)
     if area_refinement <= refinement:
-        raise ValueError(f"area_refinement must be above refinement, got {area_refinement} and {refinement}")
+        raise ValueError(
+            f"area_refinement must be above refinement, got {area_refinement} and {refinement}"
+        )
     mesh, index = _refine(area_refinement, range(1, area_refinement + 1))
     coarse = index < 10 * 4**refinement + 2
     return mesh.restrict(coarse | _over(area, mesh.nodes, margin))
@@ -109,7 +115,11 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     """Return the icosphere, and each vertex's index in the order of splitting: level l has the first 10 * 4^l + 2."""
-    if not isinstance(levels, Sequence) or not levels or any(level not in range(refinement + 1) for level in levels):
+    if (
+        not isinstance(levels, Sequence)
+        or not levels
+        or any(level not in range(refinement + 1) for level in levels)
+    ):
         got = f"the refinement, such as (1, 2), got {levels!r}"
         raise ValueError(f"levels must be one or more of 0 to {refinement}, {got}")
     xyz, faces = _icosahedron()
@@ -139,7 +149,9 @@ def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
 def _sides(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the unique sides [U, 2] of triangles [F, 3], and the indices of each triangle's sides, [F, 3]."""
     ends = np.sort(faces[:, [[0, 1], [1, 2], [2, 0]]], axis=-1).reshape(-1, 2)
-    _, first, side = np.unique(ends[:, 0] << 32 | ends[:, 1], return_index=True, return_inverse=True)
+    _, first, side = np.unique(
+        ends[:, 0] << 32 | ends[:, 1], return_index=True, return_inverse=True
+    )
     return ends[first], side.reshape(-1, 3)
 
 
@@ -151,4 +163,6 @@ def _split(xyz: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ab, bc, ca = (len(xyz) + side_of_face).T
     a, b, c = faces.T
     quarters = [(a, ab, ca), (ab, b, bc), (ca, bc, c), (ab, bc, ca)]
-    return np.concatenate([xyz, middle]), np.concatenate([np.stack(quarter, axis=1) for quarter in quarters])
+    return np.concatenate([xyz, middle]), np.concatenate(
+        [np.stack(quarter, axis=1) for quarter in quarters]
+    )

@@ -47,15 +47,21 @@ class Nodes:
             try:
                 values = np.array(axis, dtype=np.float64)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{name} must be a vector of numbers, in degrees, got {axis!r}") from error
+                raise ValueError(
+                    f"{name} must be a vector of numbers, in degrees, got {axis!r}"
+                ) from error
             values.flags.writeable = False
             object.__setattr__(self, name, values)
         if self.lat.ndim != 1 or self.lat.shape != self.lon.shape:
-            raise ValueError(f"lat and lon must be vectors of equal length, got {self.lat.shape} and {self.lon.shape}")
+            raise ValueError(
+                f"lat and lon must be vectors of equal length, got {self.lat.shape} and {self.lon.shape}"
+            )
         if not (np.isfinite(self.lat).all() and np.isfinite(self.lon).all()):
             raise ValueError("lat and lon must be finite, got NaN or infinity")
         if len(self) and np.abs(self.lat).max() > 90:
-            raise ValueError(f"lat must lie in [-90, 90] degrees, got {self.lat.min()} to {self.lat.max()}")
+            raise ValueError(
+                f"lat must lie in [-90, 90] degrees, got {self.lat.min()} to {self.lat.max()}"
+            )
 
     def __len__(self):
         return len(self.lat)
@@ -103,7 +109,9 @@ class Nodes:
     def north(self) -> np.ndarray:
         """Unit vectors [N, 3] float64 to the north; at a pole, the north of the node's longitude."""
         lat, lon = self.radians.T
-        return np.stack([-np.sin(lat) * np.cos(lon), -np.sin(lat) * np.sin(lon), np.cos(lat)], axis=-1)
+        return np.stack(
+            [-np.sin(lat) * np.cos(lon), -np.sin(lat) * np.sin(lon), np.cos(lat)], axis=-1
+        )
 
     @property
     def frame(self) -> np.ndarray:
@@ -113,7 +121,9 @@ class Nodes:
         north they are continuous across the north pole; at the south pole they depend on the node's longitude.
         """
         sin, cos = np.sin(self.radians[:, 1, None]), np.cos(self.radians[:, 1, None])
-        return np.stack([-self.east * sin - self.north * cos, self.east * cos - self.north * sin], axis=1)
+        return np.stack(
+            [-self.east * sin - self.north * cos, self.east * cos - self.north * sin], axis=1
+        )
 
     def inside(self, area: Sequence[float]) -> np.ndarray:
         """Return a mask [N] of the nodes between two parallels and two meridians, boundaries included.
@@ -132,10 +142,14 @@ class Nodes:
         except (TypeError, ValueError):
             bounds = np.empty(0)  # a string, or a list of lists
         if bounds.shape != (4,) or not np.isfinite(bounds).all():
-            raise ValueError(f"area must be four numbers, north, west, south and east in degrees, got {area}")
+            raise ValueError(
+                f"area must be four numbers, north, west, south and east in degrees, got {area}"
+            )
         north, west, south, east = bounds
         if north <= south:
-            raise ValueError(f"area must be north, west, south, east with north above south, got {area}")
+            raise ValueError(
+                f"area must be north, west, south, east with north above south, got {area}"
+            )
         width = (east - west) % 360 or 360.0
         return (self.lat <= north) & (self.lat >= south) & ((self.lon - west) % 360 <= width)
 

@@ -8,13 +8,23 @@ from anemoi_gt.distributed.consensus import (
     raise_on_all_ranks,
     run_on_rank0,
 )
-from anemoi_gt.distributed.grad_sync import clip_gradients, optimizer_step, reduce_gradients, sum_loss
+from anemoi_gt.distributed.grad_sync import (
+    clip_gradients,
+    optimizer_step,
+    reduce_gradients,
+    sum_loss,
+)
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges, shard_graph
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.model_shard import scatter_model, shard_model
 from anemoi_gt.distributed.module_shard import ModuleShard, shard_module
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
-from anemoi_gt.distributed.process_group import ShardingConfig, init_distributed, is_launched, make_mesh
+from anemoi_gt.distributed.process_group import (
+    ShardingConfig,
+    init_distributed,
+    is_launched,
+    make_mesh,
+)
 from anemoi_gt.distributed.sharded_checkpoint import (
     ShardedTable,
     find_checkpoint,

@@ -16,7 +16,9 @@ LOST_PEER = (  # in messages of gloo and NCCL (torch 2.13)
 )
 
 
-def raise_on_all_ranks(problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError) -> None:
+def raise_on_all_ranks(
+    problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError
+) -> None:
     """Raise the same `error` on all ranks, with the ranks that have a problem and the first problem. Collective.
 
     `problem` is this rank's; None: it has none.
@@ -47,10 +49,14 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     dist.all_gather_object(of_ranks, dict(values), group=group)
     for name in dict.fromkeys(name for values in of_ranks for name in values):
         # Compared as text: 1 is not 1.0, and NaN is NaN.
-        first, *others = (repr(values[name]) if name in values else "no such value" for values in of_ranks)
+        first, *others = (
+            repr(values[name]) if name in values else "no such value" for values in of_ranks
+        )
         if wrong := [rank for rank, other in enumerate(others, 1) if other != first]:
             got = f"{others[wrong[0] - 1]} on {_ranks(wrong)} and {first} on rank 0"
-            raise _of_all_ranks(ValueError(f"{name} must be the same on all ranks, got {got}"), group)
+            raise _of_all_ranks(
+                ValueError(f"{name} must be the same on all ranks, got {got}"), group
+            )
 
 
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
@@ -59,7 +65,9 @@ def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
     `loss` is this rank's scalar. The FloatingPointError has the `step` and the ranks whose loss is not finite.
     """
     value = float(loss)
-    problem = None if math.isfinite(value) else f"the loss must stay finite, got {value} at step {step}"
+    problem = (
+        None if math.isfinite(value) else f"the loss must stay finite, got {value} at step {step}"
+    )
     raise_on_all_ranks(problem, group, FloatingPointError)
 
 
@@ -101,7 +109,9 @@ def fingerprint(*tensors: Tensor) -> str:
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
-        flat = flat.as_strided(flat.shape, (1,))  # to be viewed as bytes: a single element may have any stride
+        flat = flat.as_strided(
+            flat.shape, (1,)
+        )  # to be viewed as bytes: a single element may have any stride
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 

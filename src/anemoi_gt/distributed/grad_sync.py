@@ -31,7 +31,9 @@ from anemoi_gt.distributed.process_group import AXES, check_mesh, world_group
 BUCKET_BYTES = 64 * 2**20
 
 
-def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh: DeviceMesh) -> None:
+def reduce_gradients(
+    shared: Iterable[Parameter], own: Iterable[Parameter], mesh: DeviceMesh
+) -> None:
     """Reduce the gradients of all ranks, in place. Collective; call it once, between backward and the optimiser's step.
 
     `shared` and `own` are in the same order on all ranks. A missing gradient counts as zero; with requires_grad=False
@@ -48,10 +50,16 @@ def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh
 
 def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> None:
     """Replace gradients by their mean over the ranks of a group; a missing one counts as zero. Collective."""
-    _reduce([parameter for parameter in parameters if parameter.requires_grad], [group], factor=1.0 / group.size())
+    _reduce(
+        [parameter for parameter in parameters if parameter.requires_grad],
+        [group],
+        factor=1.0 / group.size(),
+    )
 
 
-def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_norm: float, mesh: DeviceMesh) -> Tensor:
+def clip_gradients(
+    shared: Iterable[Parameter], own: Iterable[Parameter], max_norm: float, mesh: DeviceMesh
+) -> Tensor:
     """Clip the gradient norm of a whole model, as `torch.nn.utils.clip_grad_norm_` does on one device. Collective.
 
     Call it after `reduce_gradients`; shared parameters count once. Return the norm before clipping, a scalar: NaN when
@@ -112,7 +120,9 @@ def optimizer_step(
         optimizer.step()
         return norm
     if not any(parameter.requires_grad for parameter in shared):
-        raise ValueError("shared must have a parameter to train with a scaler, which agrees by its gradients, got none")
+        raise ValueError(
+            "shared must have a parameter to train with a scaler, which agrees by its gradients, got none"
+        )
     # Before unscaling: gradients that are not finite on one rank become NaN on all, and every rank's scaler finds them.
     scale = scaler.get_scale()
     norm = clip_gradients(shared, own, max_norm * scale, mesh) / scale
@@ -167,7 +177,9 @@ def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
     """Return the sum of squares of gradients, float64 on the mesh's device, also on ranks without any."""
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for same_layout in _by_layout(parameters):
-        norm = get_total_norm([parameter.grad for parameter in same_layout if parameter.grad is not None])
+        norm = get_total_norm(
+            [parameter.grad for parameter in same_layout if parameter.grad is not None]
+        )
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # collective over data
         squares += norm.to(squares).square()
     return squares

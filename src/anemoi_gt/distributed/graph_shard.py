@@ -59,7 +59,10 @@ class GraphShard:
         """
         check_integer("num_chunks", num_chunks)
         num_local = self.sources.ranges.counts[self.rank]
-        return replace(self, chunks=make_chunks(self.structure, num_chunks, num_local) if num_chunks > 1 else ())
+        return replace(
+            self,
+            chunks=make_chunks(self.structure, num_chunks, num_local) if num_chunks > 1 else (),
+        )
 
     def exchange(self, x_src: Tensor) -> Tensor | RowsWithHalo:
         """Return rows of local sources and the halo, sent uncast, or on one rank the rows. As `start_exchange`."""
@@ -70,7 +73,10 @@ class GraphShard:
         return RowsWithHalo(pending.own, pending.wait_halo())
 
     def start_exchange(
-        self, x_src: Tensor, prepare: Callable[..., Tensor] | None = None, cond: Tensor | None = None
+        self,
+        x_src: Tensor,
+        prepare: Callable[..., Tensor] | None = None,
+        cond: Tensor | None = None,
     ) -> "PendingExchange | LocalRows":
         """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
 
@@ -150,10 +156,14 @@ def shard_graph(
     with consensus(group):
         check_structure(graph)
         partitions = {"destinations": destinations, "sources": sources}
-        found = {name: None if nodes is None else _signature(nodes) for name, nodes in partitions.items()}
+        found = {
+            name: None if nodes is None else _signature(nodes) for name, nodes in partitions.items()
+        }
     check_same({"graph": fingerprint(*graph.state_dict().values())} | found, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    destinations = destinations or Partition.balanced(destination_cost(graph.colptr.diff()), num_ranks)
+    destinations = destinations or Partition.balanced(
+        destination_cost(graph.colptr.diff()), num_ranks
+    )
     if sources is None:
         is_one_set = graph.num_src == destinations.size
         sources = destinations if is_one_set else Partition(Ranges.even(graph.num_src, num_ranks))
@@ -164,7 +174,9 @@ def shard_graph(
     schedule = None
     if graph.dst_schedule is not None:
         schedule = destinations.positions(graph.dst_schedule)
-        schedule = schedule[destinations.ranges.owns(rank, schedule)] - destinations.ranges.of(rank).start
+        schedule = (
+            schedule[destinations.ranges.owns(rank, schedule)] - destinations.ranges.of(rank).start
+        )
         schedule = schedule.to(graph.colptr.dtype)
     edges = graph.edge_order().long()[own][shard.edges]
     return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
@@ -174,7 +186,9 @@ def in_edges(graph: GraphStructure, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the edges [2, E_own], int64, into `nodes` of a graph, in the order of these, and their CSC positions."""
     degree = graph.colptr.diff()[nodes]
     begin = graph.colptr[nodes] - (degree.cumsum(0) - degree)
-    positions = begin.repeat_interleave(degree) + torch.arange(int(degree.sum()), device=graph.device)
+    positions = begin.repeat_interleave(degree) + torch.arange(
+        int(degree.sum()), device=graph.device
+    )
     return torch.stack([graph.row[positions].long(), nodes.repeat_interleave(degree)]), positions
 
 
@@ -219,7 +233,9 @@ def shard_edges(
     if global_edge_id is None:
         counts = [0] * num_ranks
         dist.all_gather_object(counts, edge_index.shape[1], group=group)
-        global_edge_id = torch.arange(edge_index.shape[1], device=edge_index.device) + sum(counts[:rank])
+        global_edge_id = torch.arange(edge_index.shape[1], device=edge_index.device) + sum(
+            counts[:rank]
+        )
     src, dst = sources.positions(edge_index[0]), destinations.positions(edge_index[1])
     num_src, is_local = sources.ranges.counts[rank], sources.ranges.owns(rank, src)
     halo, halo_row = torch.unique(src[~is_local], return_inverse=True)
@@ -236,7 +252,9 @@ def shard_edges(
 def _signature(partition: Partition) -> str:
     """Return a short text that is equal on two ranks when their partitions are."""
     if not isinstance(partition, Partition):
-        raise ValueError(f"sources and destinations must be Partitions, got {type(partition).__name__}")
+        raise ValueError(
+            f"sources and destinations must be Partitions, got {type(partition).__name__}"
+        )
     order = "by number" if partition.order is None else f"order {fingerprint(partition.order)}"
     return f"{order}, bounds {partition.ranges.bounds}"
 
@@ -249,21 +267,35 @@ def _check_member(group: dist.ProcessGroup) -> None:
         )
 
 
-def _check_partitions(sources: Partition, destinations: Partition, sizes: tuple[int, int], num_ranks: int) -> None:
-    for name, partition, size in zip(("sources", "destinations"), (sources, destinations), sizes, strict=True):
+def _check_partitions(
+    sources: Partition, destinations: Partition, sizes: tuple[int, int], num_ranks: int
+) -> None:
+    for name, partition, size in zip(
+        ("sources", "destinations"), (sources, destinations), sizes, strict=True
+    ):
         if (got := partition.ranges.num_ranks) != num_ranks:
-            raise ValueError(f"{name} must be divided among {num_ranks} ranks, got a partition of {got}")
+            raise ValueError(
+                f"{name} must be divided among {num_ranks} ranks, got a partition of {got}"
+            )
         if partition.size != size:
-            raise ValueError(f"{name} must be a partition of {size} nodes, got one of {partition.size}")
+            raise ValueError(
+                f"{name} must be a partition of {size} nodes, got one of {partition.size}"
+            )
 
 
-def _check_own_edges(edge_index: Tensor, sources: Partition, destinations: Partition, rank: int) -> None:
+def _check_own_edges(
+    edge_index: Tensor, sources: Partition, destinations: Partition, rank: int
+) -> None:
     """Raise unless `edge_index` [2, E] holds edges between existing nodes that all end in nodes of `rank`."""
     check_edge_index(edge_index)
-    for index, (name, nodes) in zip(edge_index, (("sources", sources), ("destinations", destinations)), strict=True):
+    for index, (name, nodes) in zip(
+        edge_index, (("sources", sources), ("destinations", destinations)), strict=True
+    ):
         check_range(name, index, nodes.size)
     owner = destinations.ranges.owner(destinations.positions(edge_index[1]))
     stray = (owner != rank).nonzero()
     if stray.shape[0]:
         node, other = int(edge_index[1, stray[0, 0]]), int(owner[stray[0, 0]])
-        raise ValueError(f"every edge must end in a node of this rank, got one into {node}, which rank {other} owns")
+        raise ValueError(
+            f"every edge must end in a node of this rank, got one into {node}, which rank {other} owns"
+        )

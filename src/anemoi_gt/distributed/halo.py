@@ -37,7 +37,10 @@ class MessageConsensus:
         self.group, self.is_reached = group, False
 
     def __getstate__(self) -> dict:
-        return {"group": None, "is_reached": True}  # process groups are not pickled; copies do not ask again
+        return {
+            "group": None,
+            "is_reached": True,
+        }  # process groups are not pickled; copies do not ask again
 
     def reach(self, sent: Tensor) -> None:
         """Raise ValueError on all ranks unless rows [S, .., F] have the same form. Collective the first time."""
@@ -49,7 +52,10 @@ class MessageConsensus:
             "dtype (of the input, or by autocast)": sent.dtype,
             "requires_grad": sent.requires_grad,  # else the backward of one rank waits for that of another
         }
-        check_same({f"{name} of the rows that ranks exchange": value for name, value in message.items()}, self.group)
+        check_same(
+            {f"{name} of the rows that ranks exchange": value for name, value in message.items()},
+            self.group,
+        )
         self.is_reached = True
 
 
@@ -80,7 +86,9 @@ class HaloExchange:
     consensus: MessageConsensus | None = None
 
     @classmethod
-    def of_requests(cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> "HaloExchange":
+    def of_requests(
+        cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup
+    ) -> "HaloExchange":
         """Set up an exchange that delivers the wanted rows in their order, by telling their owners. Collective.
 
         `wanted` [R], int64, are the positions of the rows that this rank reads, sorted ascending, on a device that the
@@ -95,10 +103,14 @@ class HaloExchange:
         own = ranges.of(dist.get_rank(group))
         rows = requested - own.start
         positions = _sent_position(rows, sends, own.stop - own.start)
-        return cls(group.group_name, rows, tuple(sends), tuple(recvs), positions, MessageConsensus(group))
+        return cls(
+            group.group_name, rows, tuple(sends), tuple(recvs), positions, MessageConsensus(group)
+        )
 
     @classmethod
-    def of_all_requests(cls, wanted: Sequence[Tensor], ranges: Ranges, rank: int, group_name: str) -> "HaloExchange":
+    def of_all_requests(
+        cls, wanted: Sequence[Tensor], ranges: Ranges, rank: int, group_name: str
+    ) -> "HaloExchange":
         """Set up an exchange where every rank knows the requests of all ranks; nothing is sent.
 
         `wanted` are for each rank the positions [R], int64, that it reads and does not own, sorted ascending.
@@ -107,7 +119,13 @@ class HaloExchange:
         sent = [rows[ranges.owns(rank, rows)] - own.start for rows in wanted]
         counts, rows = [len(part) for part in sent], torch.cat(sent)
         recvs = torch.bincount(ranges.owner(wanted[rank]), minlength=ranges.num_ranks).tolist()
-        return cls(group_name, rows, tuple(counts), tuple(recvs), _sent_position(rows, counts, own.stop - own.start))
+        return cls(
+            group_name,
+            rows,
+            tuple(counts),
+            tuple(recvs),
+            _sent_position(rows, counts, own.stop - own.start),
+        )
 
     @property
     def num_sent(self) -> int:
@@ -140,15 +158,21 @@ class HaloExchange:
             sent = prepare(sent)
         if not torch.compiler.is_compiling() and self.consensus is not None:
             self.consensus.reach(sent)
-        return PendingExchange(own, sent, self.send(sent.detach()), self, is_prepared=prepare is not None)
+        return PendingExchange(
+            own, sent, self.send(sent.detach()), self, is_prepared=prepare is not None
+        )
 
     def send(self, sent: Tensor) -> Tensor:
         """Start to send rows [S, ...]; return [R, ...], not to be read before `functional.wait_tensor`."""
-        return functional.all_to_all_single(sent.contiguous(), self.recv_counts, self.send_counts, self.group_name)
+        return functional.all_to_all_single(
+            sent.contiguous(), self.recv_counts, self.send_counts, self.group_name
+        )
 
     def send_reverse(self, y: Tensor) -> Tensor:
         """Start to return rows [R, ...] to their owners; return [S, ...], to be awaited by `scatter_add`."""
-        return functional.all_to_all_single(y.contiguous(), self.send_counts, self.recv_counts, self.group_name)
+        return functional.all_to_all_single(
+            y.contiguous(), self.send_counts, self.recv_counts, self.group_name
+        )
 
     def scatter_add(self, returned: Tensor, total: Tensor) -> Tensor:
         """Return `total` [N, ...] plus awaited rows [S, ...] of `send_reverse`, rank 0 first; may modify `total`."""
@@ -159,7 +183,9 @@ class HaloExchange:
                 # A gather fuses with the kernel that makes total, a scatter would not. At -1 the last row is read.
                 total = total + torch.where(is_sent, received[position], 0)
             return total
-        for rows, part in zip(self.send_rows.split(self.send_counts), received.split(self.send_counts), strict=True):
+        for rows, part in zip(
+            self.send_rows.split(self.send_counts), received.split(self.send_counts), strict=True
+        ):
             if rows.shape[0]:
                 total.index_add_(0, rows, part)  # no row twice: one addition each
         return total
@@ -174,7 +200,9 @@ class PendingExchange:
         The local rows, to be read in place of what was sent: then their gradients meet in one sum.
     """
 
-    def __init__(self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: HaloExchange, is_prepared: bool):
+    def __init__(
+        self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: HaloExchange, is_prepared: bool
+    ):
         self.own, self.exchange, self.is_prepared = own, exchange, is_prepared
         self._in_flight: tuple[Tensor, Tensor] | None = (sent, arriving)
 
@@ -228,14 +256,18 @@ class _ReceiveRows(torch.autograd.Function):
     def backward(ctx, grad):
         returned = ctx.exchange.send_reverse(grad)
         if ctx.is_prepared or (not torch.compiler.is_compiling() and torch.is_anomaly_enabled()):
-            returned = functional.wait_tensor(returned)  # backward of `prepare` or anomaly detection reads it next
+            returned = functional.wait_tensor(
+                returned
+            )  # backward of `prepare` or anomaly detection reads it next
         return returned, None, None, None
 
 
 def check_unprepared(is_prepared: bool) -> None:
     """Raise ValueError for `wait` after `prepare`."""
     if is_prepared:
-        raise ValueError("prepared rows must be awaited by wait_halo(), got wait(): local rows are not prepared")
+        raise ValueError(
+            "prepared rows must be awaited by wait_halo(), got wait(): local rows are not prepared"
+        )
 
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:

@@ -88,9 +88,14 @@ def scatter_model(
     received: list[Any] = [None]
     if model is not None and plan is not None:
         bare = strip_sharded_rows(model)
-        for other, rank in reversed([*enumerate(ranks[0])]):  # the first rank holds one shard beside the whole
+        for other, rank in reversed(
+            [*enumerate(ranks[0])]
+        ):  # the first rank holds one shard beside the whole
             nodes = {name: partition.nodes(other) for name, partition in plan.partitions.items()}
-            edges = {kind: in_edges(structure, nodes[kind[1]]) for kind, structure in plan.structures.items()}
+            edges = {
+                kind: in_edges(structure, nodes[kind[1]])
+                for kind, structure in plan.structures.items()
+            }
             rows = plan.rows(other, {kind: ids for kind, (_, ids) in edges.items()})
             rows.cut(model, bare)
             received = [(bare, rows, edges)]  # one object: what they share is sent once
@@ -114,8 +119,12 @@ def scatter_model(
 def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
     """Return the shard plan of a whole model."""
     rows = (*model.nodes.named_buffers(), *model.nodes.named_parameters())
-    tables = {f"nodes.{path}": path.partition(".")[0] for path, _ in rows}  # names of sets have no dot
-    positions = {name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()}
+    tables = {
+        f"nodes.{path}": path.partition(".")[0] for path, _ in rows
+    }  # names of sets have no dot
+    positions = {
+        name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()
+    }
     num_layers = {(HIDDEN, HIDDEN): len(model.processor.proc)}
     return ShardPlan(model, edges_of_model(model), num_ranks, tables, positions, num_layers)
 

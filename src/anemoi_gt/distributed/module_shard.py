@@ -28,7 +28,11 @@ from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.nn import GraphTransformerBaseBlock, GraphTransformerConv, StaticEdges
 
 EDGE_ROWS = ("edge_attr", "trainable")
-LIBRARIES = ("anemoi_gt", "torch", "torch_geometric")  # whose layers keep no value of one rank in an attribute
+LIBRARIES = (
+    "anemoi_gt",
+    "torch",
+    "torch_geometric",
+)  # whose layers keep no value of one rank in an attribute
 Kind = tuple[str, str]  # sets of sources and of destinations
 Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
@@ -79,7 +83,10 @@ class ModuleShard:
         for (source, destination), graph in self.graphs.items():
             halo = f"halo of {graph.halo.num_received} rows, {graph.halo.num_sent} rows sent"
             lines.append(f"{len(graph.edges)} edges {source} to {destination}, {halo}")
-        lines += [f"{len(table.index)} of {table.size} rows of {name}" for name, table in self.tables.items()]
+        lines += [
+            f"{len(table.index)} of {table.size} rows of {name}"
+            for name, table in self.tables.items()
+        ]
         return "\n".join(lines)
 
 
@@ -152,19 +159,32 @@ class ShardPlan:
         rows: dict[Any, int] = dict(sizes)
         for kind, structure in self.structures.items():
             rows[kind] = structure.num_edges
-        self.tables = {name: (of, _table_size(module, name, of, rows)) for name, of in tables.items()}
-        costs = {name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
+        self.tables = {
+            name: (of, _table_size(module, name, of, rows)) for name, of in tables.items()
+        }
+        costs = {
+            name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()
+        }
         for kind, structure in self.structures.items():
-            costs[kind[1]] += (num_layers or {}).get(kind, 1) * destination_cost(structure.colptr.diff().cpu())
+            costs[kind[1]] += (num_layers or {}).get(kind, 1) * destination_cost(
+                structure.colptr.diff().cpu()
+            )
         orders = {name: morton_order(points.cpu()) for name, points in positions.items()}
-        self.partitions = {name: Partition.balanced(cost, num_ranks, orders.get(name)) for name, cost in costs.items()}
+        self.partitions = {
+            name: Partition.balanced(cost, num_ranks, orders.get(name))
+            for name, cost in costs.items()
+        }
 
     def apply(self, mesh: DeviceMesh) -> ModuleShard:
         """Reduce the module, which all ranks hold, to this rank's rows, in place. Collective.
 
         Raise ValueError on all ranks when they do not hold the same.
         """
-        structures = (tensor for structure in self.structures.values() for tensor in structure.state_dict().values())
+        structures = (
+            tensor
+            for structure in self.structures.values()
+            for tensor in structure.state_dict().values()
+        )
         same = {
             "weights": fingerprint(*self.module.state_dict().values()),
             "graphs": fingerprint(*structures, *self.module.buffers()),
@@ -178,7 +198,9 @@ class ShardPlan:
         for (src, dst), structure in self.structures.items():
             owners = {"sources": self.partitions[src], "destinations": self.partitions[dst]}
             shards[src, dst] = shard_graph(structure, group, **owners)
-        rows = self.rows(mesh.get_local_rank("model"), {kind: graph.edges for kind, graph in shards.items()})
+        rows = self.rows(
+            mesh.get_local_rank("model"), {kind: graph.edges for kind, graph in shards.items()}
+        )
         rows.cut(self.module, self.module)
         return rows.attach(self.module, self.graphs, shards, mesh)
 
@@ -187,7 +209,11 @@ class ShardPlan:
         nodes = {name: partition.nodes(rank).clone() for name, partition in self.partitions.items()}
         own: dict[Any, Tensor] = dict(nodes)  # clones: a view is sent with its whole storage
         own.update(edges)
-        return OwnRows(rank, self.partitions, {name: (own[of], size) for name, (of, size) in self.tables.items()})
+        return OwnRows(
+            rank,
+            self.partitions,
+            {name: (own[of], size) for name, (of, size) in self.tables.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -196,7 +222,9 @@ class OwnRows:
 
     rank: int
     partitions: dict[str, Partition]  # they stay on the CPU
-    tables: dict[str, tuple[Tensor, int]]  # rows of each table [n], int64, and how many the whole has
+    tables: dict[
+        str, tuple[Tensor, int]
+    ]  # rows of each table [n], int64, and how many the whole has
 
     def cut(self, whole: nn.Module, module: nn.Module) -> None:
         """Give a module these rows of the tables of the whole; both may be the same.
@@ -245,12 +273,20 @@ class FixedGraph(nn.Module):
 
 def _structure(kind: Kind, edges: GraphStructure | StaticEdges) -> GraphStructure:
     """Return the structure of the edges of a graph, checked."""
-    if not isinstance(kind, tuple) or len(kind) != 2 or not all(isinstance(name, str) for name in kind):
-        raise ValueError(f"graphs must have keys (sources, destinations), names of sets of nodes, got {kind!r}")
+    if (
+        not isinstance(kind, tuple)
+        or len(kind) != 2
+        or not all(isinstance(name, str) for name in kind)
+    ):
+        raise ValueError(
+            f"graphs must have keys (sources, destinations), names of sets of nodes, got {kind!r}"
+        )
     if isinstance(edges, StaticEdges):
         edges = edges.structure()
     if not isinstance(edges, GraphStructure):
-        raise ValueError(f"graphs must be GraphStructures or StaticEdges, got {type(edges).__name__} for {kind}")
+        raise ValueError(
+            f"graphs must be GraphStructures or StaticEdges, got {type(edges).__name__} for {kind}"
+        )
     return edges
 
 
@@ -277,7 +313,9 @@ def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
             if id(edges) not in paths:
                 raise ValueError(f"StaticEdges must be part of the module, got others for {kind}")
             prefix = f"{paths[id(edges)]}." if paths[id(edges)] else ""
-            found |= {f"{prefix}{name}": kind for name in EDGE_ROWS if getattr(edges, name) is not None}
+            found |= {
+                f"{prefix}{name}": kind for name in EDGE_ROWS if getattr(edges, name) is not None
+            }
     return found
 
 
@@ -292,7 +330,9 @@ def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dic
     for name, of in tables.items():
         for other in names[id(tensors[name])] if name in tensors else [name]:
             if tied.setdefault(other, of) != of:
-                raise ValueError(f"tied tables must have the same rows, got {tied[other]!r} and {of!r} for {other}")
+                raise ValueError(
+                    f"tied tables must have the same rows, got {tied[other]!r} and {of!r} for {other}"
+                )
     return tied
 
 
@@ -324,20 +364,28 @@ def _options(module: nn.Module) -> dict[str, Any]:
         is_ours = isinstance(layer, (GraphTransformerBaseBlock, GraphTransformerConv))
         if is_ours or type(layer).__module__.partition(".")[0] in LIBRARIES:
             for name, value in vars(layer).items():
-                if not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple, AttentionConfig)):
+                if not name.startswith("_") and isinstance(
+                    value, (bool, int, float, str, tuple, AttentionConfig)
+                ):
                     options[f"{path}.{name}" if path else name] = value
     return options
 
 
-def _table_size(module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]) -> int:
+def _table_size(
+    module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]
+) -> int:
     """Return the number of rows of a table, that of its set of nodes or graph, checked."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     if name not in tensors:
         raise ValueError(f"tables must name parameters or buffers of the module, got {name!r}")
     if of not in rows:
-        raise ValueError(f"tables must name a set of nodes or a graph, one of {[*rows]}, got {of!r}")
+        raise ValueError(
+            f"tables must name a set of nodes or a graph, one of {[*rows]}, got {of!r}"
+        )
     shape = tuple(tensors[name].shape)
     if shape[:1] != (rows[of],):
-        raise ValueError(f"{name} must have one row for each of the {rows[of]} of {of}, got {shape}")
+        raise ValueError(
+            f"{name} must have one row for each of the {rows[of]} of {of}, got {shape}"
+        )
     return rows[of]

@@ -44,10 +44,14 @@ class Ranges:
     bounds: tuple[int, ...]
 
     def __post_init__(self):
-        if not isinstance(self.bounds, tuple) or not all(isinstance(bound, int) for bound in self.bounds):
+        if not isinstance(self.bounds, tuple) or not all(
+            isinstance(bound, int) for bound in self.bounds
+        ):
             raise ValueError(f"bounds must be a tuple of int, got {self.bounds!r}")
         if len(self.bounds) < 2 or self.bounds[0] != 0 or list(self.bounds) != sorted(self.bounds):
-            raise ValueError(f"bounds must start at 0 and be sorted ascending, one more than ranks, got {self.bounds}")
+            raise ValueError(
+                f"bounds must start at 0 and be sorted ascending, one more than ranks, got {self.bounds}"
+            )
 
     @classmethod
     def balanced(cls, cost: Tensor, num_ranks: int) -> "Ranges":
@@ -59,7 +63,9 @@ class Ranges:
         check_integer("num_ranks", num_ranks)
         check_shape("cost", cost, "[N]", lambda x: x.dim() == 1)
         if cost.is_floating_point():
-            raise ValueError(f"cost must be integer, so that every rank finds the same bounds, got {cost.dtype}")
+            raise ValueError(
+                f"cost must be integer, so that every rank finds the same bounds, got {cost.dtype}"
+            )
         if bool((cost < 0).any()):
             raise ValueError(f"cost must be at least 0, got {int(cost.min())}")
         before = torch.nn.functional.pad(cost.cumsum(0), (1, 0))
@@ -139,10 +145,17 @@ class Partition:
         if self.order is None:
             return
         size = self.ranges.size
-        check_shape("order", self.order, f"[{size}], one node per position", lambda x: tuple(x.shape) == (size,))
+        check_shape(
+            "order",
+            self.order,
+            f"[{size}], one node per position",
+            lambda x: tuple(x.shape) == (size,),
+        )
         if self.order.dtype != torch.int64:
             raise ValueError(f"order must have dtype int64, got {self.order.dtype}")
-        ascending = self.order.sort().values  # a node listed twice would leave another without owner, and ranks hang
+        ascending = (
+            self.order.sort().values
+        )  # a node listed twice would leave another without owner, and ranks hang
         if len(wrong := (ascending != torch.arange(size, device=ascending.device)).nonzero()):
             i = int(wrong[0])
             raise ValueError(

@@ -30,7 +30,9 @@ DEVICE_TYPES = ("cuda", "cpu")
 STRATEGIES = ("none", "edges")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 DRAIN_SECONDS = 0.2
-CONSEQUENCE_SECONDS = 5.0  # torchrun compares errors by whole seconds, and needs some to notice that a rank has ended
+CONSEQUENCE_SECONDS = (
+    5.0  # torchrun compares errors by whole seconds, and needs some to notice that a rank has ended
+)
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,14 @@ class ShardingConfig:
 
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
-            raise ValueError(f"sharding.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
+            raise ValueError(
+                f"sharding.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}"
+            )
         check_integer("sharding.model", self.model)
         if self.model > 1 and self.strategy == "none":
-            raise ValueError(f"sharding.model must be 1 without sharding, got {self.model}: choose sharding=edges")
+            raise ValueError(
+                f"sharding.model must be 1 without sharding, got {self.model}: choose sharding=edges"
+            )
         check_positive("sharding.timeout", self.timeout, ", in seconds")
 
 
@@ -82,7 +88,9 @@ def local_device(device_type: str) -> torch.device:
         return torch.device(device_type)
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
-        raise ValueError(f"every rank of a host must have a GPU of its own, got local rank {local} and {count} GPUs")
+        raise ValueError(
+            f"every rank of a host must have a GPU of its own, got local rank {local} and {count} GPUs"
+        )
     return torch.device("cuda", local)
 
 
@@ -114,7 +122,9 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     if not isinstance(config, ShardingConfig):
         raise ValueError(f"config must be a ShardingConfig, got {config!r}")
     if missing := [name for name in VARIABLES if name not in os.environ]:
-        raise ValueError(f"several ranks must be started by torchrun, got no {', '.join(missing)} in the environment")
+        raise ValueError(
+            f"several ranks must be started by torchrun, got no {', '.join(missing)} in the environment"
+        )
     timeout, device = timedelta(seconds=config.timeout), local_device(device_type)
     # torchrun may keep the store when it restarts the ranks, with addresses of the former ones
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -126,7 +136,9 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     else:
         dist.init_process_group("gloo", **options)
     with _recorded_error():
-        check_same({f"sharding.{name}": value for name, value in asdict(config).items()}, world_group())
+        check_same(
+            {f"sharding.{name}": value for name, value in asdict(config).items()}, world_group()
+        )
         yield make_mesh(device_type, config.model, timeout)
     dist.destroy_process_group()
     drain_threads()
@@ -141,7 +153,9 @@ def _recorded_error() -> Iterator[None]:
         yield
     except Exception as error:
         if is_consequence(error):
-            error.add_note("This error follows from that of another rank, which ended or raised it first.")
+            error.add_note(
+                "This error follows from that of another rank, which ended or raised it first."
+            )
             _wait_for_end()
         handler.record_exception(error)
         raise
@@ -158,7 +172,9 @@ def world_group() -> dist.ProcessGroup:
     """Return the group of all ranks; raise RuntimeError before `torch.distributed` is initialised."""
     group = dist.group.WORLD
     if group is None:
-        raise RuntimeError("torch.distributed must be initialised, got no process group; see init_distributed")
+        raise RuntimeError(
+            "torch.distributed must be initialised, got no process group; see init_distributed"
+        )
     return group
 
 
@@ -185,14 +201,19 @@ def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) ->
     if model < 1 or world % model:
         raise ValueError(f"sharding.model must divide the number of ranks {world}, got {model}")
     ranks = torch.arange(world).view(-1, model)
-    groups = [_group_along(axis, among.tolist(), timeout) for axis, among in zip(AXES, (ranks.T, ranks), strict=True)]
+    groups = [
+        _group_along(axis, among.tolist(), timeout)
+        for axis, among in zip(AXES, (ranks.T, ranks), strict=True)
+    ]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raise unless `mesh` is a DeviceMesh with axes (data, model)."""
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh with the axes {AXES}, from make_mesh, got {type(mesh).__name__}")
+        raise ValueError(
+            f"mesh must be a DeviceMesh with the axes {AXES}, from make_mesh, got {type(mesh).__name__}"
+        )
     if mesh.mesh_dim_names != AXES:
         raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
 
@@ -200,7 +221,9 @@ def check_mesh(mesh: DeviceMesh) -> None:
 def check_device_type(device_type: object) -> None:
     """Raise unless it is a device type; an indexed device would be the same one for all ranks."""
     if device_type not in DEVICE_TYPES:
-        raise ValueError(f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
+        raise ValueError(
+            f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}"
+        )
 
 
 def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:

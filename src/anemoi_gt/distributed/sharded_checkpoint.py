@@ -63,7 +63,9 @@ class ShardedTable:
         rows = rows.detach()
         rows = rows.full_tensor() if isinstance(rows, DTensor) else rows
         rows = rows[self.order]
-        chunk = self.exchange.scatter_add(self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:]))
+        chunk = self.exchange.scatter_add(
+            self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:])
+        )
         table = torch.empty((self.size, *rows.shape[1:]), device="meta")
         return DTensor.from_local(
             chunk,
@@ -83,7 +85,10 @@ class ShardedTable:
 
 
 def save_checkpoint(
-    folder: str | Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
+    folder: str | Path,
+    state: dict[str, Any],
+    tables: Mapping[str, ShardedTable],
+    group: dist.ProcessGroup,
 ) -> None:
     """Write a checkpoint so that `folder` always holds a complete one, the former or this one. Collective.
 
@@ -121,8 +126,12 @@ def save_checkpoint(
         raise OSError(f"could not write the checkpoint {partial}: {_reason(error)}") from error
     if is_first:
         if folder.exists():
-            shutil.rmtree(former, ignore_errors=True)  # not before: without `folder` it is the only complete one
-            os.replace(folder, former)  # a folder cannot be replaced atomically: `find_checkpoint` looks here too
+            shutil.rmtree(
+                former, ignore_errors=True
+            )  # not before: without `folder` it is the only complete one
+            os.replace(
+                folder, former
+            )  # a folder cannot be replaced atomically: `find_checkpoint` looks here too
         os.replace(partial, folder)
         shutil.rmtree(former, ignore_errors=True)
     dist.barrier(group)
@@ -131,7 +140,9 @@ def save_checkpoint(
 def find_checkpoint(folder: str | Path) -> Path | None:
     """Return `folder` of `save_checkpoint`, the former one if the job was interrupted between the renames, or None."""
     folder = Path(folder)
-    return next((place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None)
+    return next(
+        (place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None
+    )
 
 
 def require_checkpoint(folder: str | Path) -> Path:
@@ -142,7 +153,10 @@ def require_checkpoint(folder: str | Path) -> Path:
 
 
 def load_checkpoint(
-    folder: str | Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
+    folder: str | Path,
+    state: dict[str, Any],
+    tables: Mapping[str, ShardedTable],
+    group: dist.ProcessGroup,
 ) -> dict[str, Any]:
     """Return the state in a checkpoint, written on any number of ranks, with this rank's rows. Collective.
 
@@ -178,7 +192,9 @@ def load_values(folder: str | Path, key: str) -> Any:
     """
     found = require_checkpoint(folder)
     with _reading(found, Exception), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one rank reads
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled"
+        )  # intended: one rank reads
         state = _without_values(found, key)
         dcp.load(state, checkpoint_id=found, no_dist=True)
     return state[key]
@@ -207,7 +223,9 @@ def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         why = _reason(error)
-        raise ValueError(f"a checkpoint must be complete and of this model, cannot read {found}: {why}") from error
+        raise ValueError(
+            f"a checkpoint must be complete and of this model, cannot read {found}: {why}"
+        ) from error
 
 
 def _reason(error: BaseException) -> str:
@@ -221,12 +239,16 @@ def _former(folder: Path) -> Path:
     return folder.with_name(folder.name + ".former")
 
 
-def _check_saves_all(state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup) -> None:
+def _check_saves_all(
+    state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
+) -> None:
     """Raise ValueError on all ranks unless every tensor has rows of a table or is the same on all ranks. Collective."""
     same = {}
     with consensus(group):
         for key, name, tensor in _check_tables(state, tables):
-            if name is None and not isinstance(tensor, DTensor):  # of which each rank writes what it holds
+            if name is None and not isinstance(
+                tensor, DTensor
+            ):  # of which each rank writes what it holds
                 same[key] = fingerprint(tensor)
     try:
         check_same(same, group)
@@ -237,7 +259,9 @@ def _check_saves_all(state: dict[str, Any], tables: Mapping[str, ShardedTable], 
         ) from None
 
 
-def _check_tables(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> list[tuple[str, str | None, Tensor]]:
+def _check_tables(
+    state: dict[str, Any], tables: Mapping[str, ShardedTable]
+) -> list[tuple[str, str | None, Tensor]]:
     """Return key, name of table or None, and tensor of all tensors; raise ValueError unless each table's rows occur."""
     tensors: list[tuple[str, str | None, Tensor]] = []
 
@@ -269,7 +293,9 @@ def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> d
     return _map_tensors(state, tables, to_dtensor)
 
 
-def _from_dtensors(whole: dict[str, Any], state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> dict[str, Any]:
+def _from_dtensors(
+    whole: dict[str, Any], state: dict[str, Any], tables: Mapping[str, ShardedTable]
+) -> dict[str, Any]:
     """Return a state of `_to_dtensors` with this rank's rows, each in the layout that it has in `state`. Collective."""
     layouts = {key: tensor for key, _, tensor in _check_tables(state, tables)}
 
@@ -278,7 +304,9 @@ def _from_dtensors(whole: dict[str, Any], state: dict[str, Any], tables: Mapping
             return tensor
         rows, layout = tables[name].from_dtensor(tensor), layouts[key]
         if isinstance(layout, DTensor):  # of fully_shard; all ranks have the rows: nothing is sent
-            return distribute_tensor(rows, layout.device_mesh, layout.placements, src_data_rank=None)
+            return distribute_tensor(
+                rows, layout.device_mesh, layout.placements, src_data_rank=None
+            )
         return rows
 
     return _map_tensors(whole, tables, from_dtensor)
@@ -301,11 +329,18 @@ def _map_tensors(
             key: _map_tensors(part, tables, function, (*path, str(key)), names.get(key, name))
             for key, part in value.items()
         }
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):  # a named tuple is a plain value
-        parts = (_map_tensors(part, tables, function, (*path, str(n)), name) for n, part in enumerate(value))
+    if isinstance(value, (list, tuple)) and not hasattr(
+        value, "_fields"
+    ):  # a named tuple is a plain value
+        parts = (
+            _map_tensors(part, tables, function, (*path, str(n)), name)
+            for n, part in enumerate(value)
+        )
         return type(value)(parts)
     if isinstance(value, Tensor):
-        return function(".".join(path), name if value.dim() else None, value)  # 0-dim: the steps of an optimiser
+        return function(
+            ".".join(path), name if value.dim() else None, value
+        )  # 0-dim: the steps of an optimiser
     return value
 
 
@@ -364,4 +399,6 @@ def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Pa
     of, remedy = "", "resume=true"
     if writer != former_writer:
         of, remedy = f" of {former_writer}, in {found.name}", REMEDY[former_writer]
-    raise ValueError(f"{last.parent} holds a run{of}: {remedy} continues it, another hydra.run.dir starts a new one")
+    raise ValueError(
+        f"{last.parent} holds a run{of}: {remedy} continues it, another hydra.run.dir starts a new one"
+    )

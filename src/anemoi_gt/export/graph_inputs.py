@@ -52,13 +52,17 @@ class GraphInputModel(nn.Module):
         for edges in (*model.encoder_edges.values(), *model.decoder_edges.values()):
             chunks = max(chunks, len(edges.chunks))
         if chunks > 0:
-            raise ValueError(f"a model with its graph as input must have mapper_chunks=1, got {chunks}")
+            raise ValueError(
+                f"a model with its graph as input must have mapper_chunks=1, got {chunks}"
+            )
         self.model = model
         tensors = graph_tensors(model)
         self._names = frozenset(tensors)
         _replace_by_empty(model, tensors)
 
-    def forward(self, x: Tensor | dict[str, Tensor], graph: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    def forward(
+        self, x: Tensor | dict[str, Tensor], graph: dict[str, Tensor]
+    ) -> Tensor | dict[str, Tensor]:
         """Map fields to fields on a graph.
 
         Raises ValueError if a tensor is missing or unexpected, or the model rejects its input.
@@ -71,8 +75,13 @@ class GraphInputModel(nn.Module):
             `graph_tensors` of the model, or of one with the same layers on another graph.
         """
         if graph.keys() != self._names:
-            missing, unexpected = sorted(self._names - graph.keys()), sorted(graph.keys() - self._names)
-            raise ValueError(f"graph must have the keys of graph_tensors(model), missing {missing}, got {unexpected}")
+            missing, unexpected = (
+                sorted(self._names - graph.keys()),
+                sorted(graph.keys() - self._names),
+            )
+            raise ValueError(
+                f"graph must have the keys of graph_tensors(model), missing {missing}, got {unexpected}"
+            )
         return functional_call(self.model, graph, (x,))
 
     def dynamic_shapes(self, batch: Dim | None = None) -> tuple:
@@ -81,7 +90,9 @@ class GraphInputModel(nn.Module):
         A `batch` of None allows any size. A program takes at least two nodes of each kind and two edges between them.
         """
         shapes = {name: {0: Dim.DYNAMIC} for name in self._names}
-        fields = {name: {0: batch or Dim("batch"), 1: Dim.DYNAMIC} for name in self.model.in_channels}
+        fields = {
+            name: {0: batch or Dim("batch"), 1: Dim.DYNAMIC} for name in self.model.in_channels
+        }
         return next(iter(fields.values())) if self.model.has_one_data_set else fields, shapes
 
 
@@ -101,11 +112,18 @@ def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
 'processor_edges.structure.sources': (42, 0)}
     """
     model = _checked(for_inference(model))
-    tensors = {f"nodes.{name}.{field}": tensor for name, nodes in model.nodes.items() for field, tensor in _own(nodes)}
+    tensors = {
+        f"nodes.{name}.{field}": tensor
+        for name, nodes in model.nodes.items()
+        for field, tensor in _own(nodes)
+    }
     for path, edges in model.named_modules():
         if isinstance(edges, StaticEdges):
             tensors |= {f"{path}.{field}": tensor for field, tensor in _own(edges)}
-            tensors |= {f"{path}.structure.{field}": tensor for field, tensor in edges.structure.named_buffers()}
+            tensors |= {
+                f"{path}.structure.{field}": tensor
+                for field, tensor in edges.structure.named_buffers()
+            }
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -116,10 +134,18 @@ def _replace_by_empty(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         owner, _, field = path.rpartition(".")
         tensor = getattr(model.get_submodule(owner), field)
         nothing = torch.empty_like(tensor[:0], requires_grad=False)
-        empty[tensor] = nn.Parameter(nothing, requires_grad=False) if isinstance(tensor, nn.Parameter) else nothing
+        empty[tensor] = (
+            nn.Parameter(nothing, requires_grad=False)
+            if isinstance(tensor, nn.Parameter)
+            else nothing
+        )
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
-            kind |= {name: empty[tensor] for name, tensor in kind.items() if tensor is not None and tensor in empty}
+            kind |= {
+                name: empty[tensor]
+                for name, tensor in kind.items()
+                if tensor is not None and tensor in empty
+            }
 
 
 def _checked(model: nn.Module) -> EncoderProcessorDecoder:

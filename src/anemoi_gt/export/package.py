@@ -19,7 +19,11 @@ from torch.utils.benchmark import Timer
 SUFFIX = ".pt2"
 PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
 COPY = b"_S_create_c_locale name not valid"  # a string in every binary that contains libstdc++'s locale
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative error: about 80, 4 and 5 eps
+LIMITS = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 5e-3,
+}  # relative error: about 80, 4 and 5 eps
 TIMED = 0.1  # s, of calls of a package and of its model
 
 
@@ -32,19 +36,25 @@ def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[
     """
     check_path(Path(path))
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise ValueError(f"metadata must map str to str (use JSON for other values), got {dict(metadata)}")
+        raise ValueError(
+            f"metadata must map str to str (use JSON for other values), got {dict(metadata)}"
+        )
     check_compiler()
     options: dict[str, object] = {"aot_inductor.metadata": dict(metadata)}
     if hasattr(config, "_use_fp64_for_unbacked_floats"):  # float32 scalars, as in eager launches
         options["_use_fp64_for_unbacked_floats"] = False
     with torch.no_grad():
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs=options
+        )
 
 
 def check_path(path: Path) -> None:
     """Raise ValueError if `path` is no name for a package, OSError if its folder is not writable."""
     if path.suffix != SUFFIX:
-        raise ValueError(f"the name of a package must end in {SUFFIX}, which PyTorch's loader requires, got {path}")
+        raise ValueError(
+            f"the name of a package must end in {SUFFIX}, which PyTorch's loader requires, got {path}"
+        )
     if path.is_dir():
         raise ValueError(f"a package must be a file, {path} is a folder")
     try:
@@ -62,7 +72,9 @@ def check_compiler() -> None:
     try:
         compiler = get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        raise ValueError("a package needs a C++ compiler, found none: install g++, or set CXX") from error
+        raise ValueError(
+            "a package needs a C++ compiler, found none: install g++, or set CXX"
+        ) from error
     if sys.platform == "linux" and _copies_standard_library(compiler):
         raise ValueError(
             f"a package must share the C++ standard library with PyTorch, but {compiler} links a copy, which crashes "
@@ -73,7 +85,9 @@ def check_compiler() -> None:
 def check_toolkit(device: torch.device) -> None:
     """Raise ValueError if a package for `device` needs the CUDA toolkit and it is missing."""
     if device.type == "cuda" and torch.version.cuda and cpp_extension.CUDA_HOME is None:
-        raise ValueError("a package for a GPU needs the CUDA toolkit, found none: install it, or set CUDA_HOME")
+        raise ValueError(
+            "a package for a GPU needs the CUDA toolkit, found none: install it, or set CUDA_HOME"
+        )
 
 
 def _copies_standard_library(compiler: str) -> bool:
@@ -83,7 +97,9 @@ def _copies_standard_library(compiler: str) -> bool:
         command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
         result = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
         if result.returncode:
-            raise ValueError(f"a package needs a C++ compiler, {compiler} fails: {result.stderr.strip()}")
+            raise ValueError(
+                f"a package needs a C++ compiler, {compiler} fails: {result.stderr.strip()}"
+            )
         return COPY in library.read_bytes()
 
 
@@ -147,8 +163,12 @@ def verify_package(
                 )
             error = max(error, batch_error)
         calls = ({"call": call, "x": batches[0]} for call in (package, model))
-        timers = [Timer("call(*x)", globals=names, num_threads=torch.get_num_threads()) for names in calls]
-        package_ms, model_ms = (1e3 * timer.blocked_autorange(min_run_time=TIMED).median for timer in timers)
+        timers = [
+            Timer("call(*x)", globals=names, num_threads=torch.get_num_threads()) for names in calls
+        ]
+        package_ms, model_ms = (
+            1e3 * timer.blocked_autorange(min_run_time=TIMED).median for timer in timers
+        )
     return PackageReport(error, Path(path).stat().st_size, package_ms, model_ms)
 
 

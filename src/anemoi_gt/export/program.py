@@ -60,7 +60,9 @@ def export_model(
         tree_map(_check_example, x)
     batch = Dim("batch", min=1, max=max_batch) if max_batch > 1 else None
     size = 1 if batch is None else 2  # a dynamic size of 1 would specialise
-    example = tree_map(lambda field: field.narrow(0, 0, 1).repeat(size, *[1] * (field.dim() - 1)), arguments)
+    example = tree_map(
+        lambda field: field.narrow(0, 0, 1).repeat(size, *[1] * (field.dim() - 1)), arguments
+    )
     # A module with *args takes its arguments under one name.
     shapes = tree_map(lambda _: None if batch is None else {0: batch}, arguments)
     return export_program(model, example, (shapes,) if isinstance(x, tuple) else shapes)
@@ -102,8 +104,12 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
     torch.Size([7, 2, 16])
     """
     with torch.no_grad():
-        program = torch.export.export(for_inference(module), inputs, dynamic_shapes=dynamic_shapes, strict=False)
-        return program.run_decompositions({operator: decomposition_of(operator) for operator in _custom_ops(program)})
+        program = torch.export.export(
+            for_inference(module), inputs, dynamic_shapes=dynamic_shapes, strict=False
+        )
+        return program.run_decompositions(
+            {operator: decomposition_of(operator) for operator in _custom_ops(program)}
+        )
 
 
 def for_inference(module: nn.Module) -> nn.Module:
@@ -124,7 +130,9 @@ def check_kernels() -> None:
 
 def _shallow_copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return one copy of each module, even if it has several names."""
-    module = getattr(module, "_orig_mod", module)  # attributes set on torch.compile's wrapper land on the module inside
+    module = getattr(
+        module, "_orig_mod", module
+    )  # attributes set on torch.compile's wrapper land on the module inside
     if module in copies:
         return copies[module]
     copied = copies[module] = copy.copy(module)
@@ -133,14 +141,18 @@ def _shallow_copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.M
     if isinstance(copied, StaticStructure):
         copied.keep_for_inference()
     children = copied._modules.items()
-    copied._modules = {name: None if child is None else _shallow_copy(child, copies) for name, child in children}
+    copied._modules = {
+        name: None if child is None else _shallow_copy(child, copies) for name, child in children
+    }
     copied.training = False
     return copied
 
 
 def _custom_ops(program: ExportedProgram) -> set[torch._ops.OpOverload]:
     """Return this library's operators in a program."""
-    graphs = (part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule))
+    graphs = (
+        part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)
+    )
     targets = (node.target for part in graphs for node in part.graph.nodes)
     return {target for target in targets if getattr(target, "namespace", None) == NAMESPACE}
 

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from anemoi_gt.custom_ops import define_operator, on_device
 
-EDGES_PER_PROGRAM, WARPS = 256, 8  # one edge per thread: most atomics in flight, and whole memory sectors
+EDGES_PER_PROGRAM, WARPS = (
+    256,
+    8,
+)  # one edge per thread: most atomics in flight, and whole memory sectors
 CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
 
 
@@ -25,7 +28,13 @@ class GroupedEdges(NamedTuple):
 
 
 def group_coo(
-    edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype, *, stable: bool, reverse: bool
+    edge_index: Tensor,
+    num_src: int,
+    num_dst: int,
+    dtype: torch.dtype,
+    *,
+    stable: bool,
+    reverse: bool,
 ) -> GroupedEdges:
     """Group edges [2, E] by destination, and with `reverse` by source too where that costs no second sweep.
 
@@ -41,7 +50,9 @@ def group_coo(
     return GroupedEdges(*group_edges_unordered(edge_index, num_dst, dtype))
 
 
-def group_edges(node: Tensor, neighbour: Tensor, num_nodes: int, *, stable: bool) -> tuple[Tensor, Tensor, Tensor]:
+def group_edges(
+    node: Tensor, neighbour: Tensor, num_nodes: int, *, stable: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Group edges by `node` [E]; `neighbour` [E] is their other end. `stable` as in `group_coo`.
 
     Return pointers [num_nodes + 1], the edge at each position [E] and its other end [E]. Edges of node n are at
@@ -69,7 +80,9 @@ def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor
 
 
 @define_operator
-def group_edges_unordered(edge_index: Tensor, num_dst: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def group_edges_unordered(
+    edge_index: Tensor, num_dst: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return colptr, perm and row, unordered within a destination, without synchronising with the device."""
     edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
     count, place = _launches(num_edges, num_dst, None)
@@ -104,7 +117,12 @@ def group_both_ends_unordered(
         number = edge_index.new_zeros(1 + num_dst + num_src, dtype=counting)
         count(edge_index=edge_index, number=number, **ranks)
         begin = number.cumsum(0, dtype=counting)
-        place(edge_index=edge_index, begin=begin, **ranks, **dict(zip(GroupedEdges._fields, grouped, strict=True)))
+        place(
+            edge_index=edge_index,
+            begin=begin,
+            **ranks,
+            **dict(zip(GroupedEdges._fields, grouped, strict=True)),
+        )
     return grouped
 
 
@@ -114,16 +132,25 @@ def _(edge_index, num_src, num_dst, dtype):
 
 
 @lru_cache(CACHED_LAUNCHES)
-def _launches(num_edges: int, num_dst: int, num_src: int | None) -> tuple[Callable[..., None], Callable[..., None]]:
+def _launches(
+    num_edges: int, num_dst: int, num_src: int | None
+) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the launches of count and place; `num_src` None groups by destination only."""
     from anemoi_gt.kernels import edge_grouping
     from anemoi_gt.kernels.jit_launch import Launch
 
-    sizes, constants = {"num_edges": num_edges, "num_dst": num_dst}, {"EDGES": EDGES_PER_PROGRAM, "num_warps": WARPS}
+    sizes, constants = (
+        {"num_edges": num_edges, "num_dst": num_dst},
+        {"EDGES": EDGES_PER_PROGRAM, "num_warps": WARPS},
+    )
     positions = num_edges if num_src is None else max(num_edges, num_dst + 1, num_src + 1)
-    count = Launch(edge_grouping.group_edges_count, (-(-num_edges // EDGES_PER_PROGRAM),), sizes, constants)
+    count = Launch(
+        edge_grouping.group_edges_count, (-(-num_edges // EDGES_PER_PROGRAM),), sizes, constants
+    )
     sizes = sizes | {"num_src": num_src or 0}
-    return count, Launch(edge_grouping.group_edges_place, (-(-positions // EDGES_PER_PROGRAM),), sizes, constants)
+    return count, Launch(
+        edge_grouping.group_edges_place, (-(-positions // EDGES_PER_PROGRAM),), sizes, constants
+    )
 
 
 def _counting_dtype(num_edges: int) -> torch.dtype:

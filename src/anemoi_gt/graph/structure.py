@@ -128,27 +128,50 @@ class GraphStructure:
                 "rowptr, col, csr_to_csc must come together: pass all three, or none and call with_reverse()"
             )
         lengths = dict.fromkeys(("perm", "global_edge_id", "col", "csr_to_csc"), self.num_edges)
-        for name, length in (lengths | {"rowptr": self.num_src + 1, "dst_schedule": self.num_dst}).items():
+        for name, length in (
+            lengths | {"rowptr": self.num_src + 1, "dst_schedule": self.num_dst}
+        ).items():
             if (index := getattr(self, name)) is not None:
-                check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "global_edge_id" else None)
+                check_index(
+                    name,
+                    index,
+                    like=self.colptr,
+                    dtypes=(torch.int64,) if name == "global_edge_id" else None,
+                )
                 if not have_size(index.shape[0], length):
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
         if (degree := self.fixed_in_degree) is not None:
-            check_shape("fixed_in_degree", degree, "[K, 0], K the in-edges of every destination", is_size)
-            if not torch.compiler.is_compiling() and degree.shape[0] * self.num_dst != self.num_edges:
+            check_shape(
+                "fixed_in_degree", degree, "[K, 0], K the in-edges of every destination", is_size
+            )
+            if (
+                not torch.compiler.is_compiling()
+                and degree.shape[0] * self.num_dst != self.num_edges
+            ):
                 raise ValueError(
                     f"fixed_in_degree must have shape [K, 0] with K * {self.num_dst} destinations = {self.num_edges} "
                     f"edges, got K = {degree.shape[0]}"
                 )
         for name in HUBS:  # their size is not looked at, so that it may be a symbol
             if (hubs := getattr(self, name)) is not None:
-                check_shape(name, hubs, f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges", is_size)
+                check_shape(
+                    name,
+                    hubs,
+                    f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges",
+                    is_size,
+                )
 
     def __repr__(self) -> str:
         state = self.state_dict()
-        if not all(isinstance(leaf, Tensor) for leaf in state.values()):  # unflattened with other leaves
+        if not all(
+            isinstance(leaf, Tensor) for leaf in state.values()
+        ):  # unflattened with other leaves
             return f"GraphStructure({state})"
-        degree = "" if self.fixed_in_degree is None else f", fixed_in_degree={self.fixed_in_degree.shape[0]}"
+        degree = (
+            ""
+            if self.fixed_in_degree is None
+            else f", fixed_in_degree={self.fixed_in_degree.shape[0]}"
+        )
         return (
             f"GraphStructure(num_src={self.num_src}, num_dst={self.num_dst}, num_edges={self.num_edges}, "
             f"reverse={self.has_reverse}{degree}, {str(self.row.dtype).removeprefix('torch.')}, {self.device})"
@@ -247,7 +270,9 @@ class GraphStructure:
             groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)
         if global_edge_id is not None:
             check_edge_ids(global_edge_id, edge_index)
-            global_edge_id = global_edge_id.clone() if groups.perm is None else global_edge_id[groups.perm]
+            global_edge_id = (
+                global_edge_id.clone() if groups.perm is None else global_edge_id[groups.perm]
+            )
         graph = cls(
             groups.colptr,
             groups.row,
@@ -258,7 +283,9 @@ class GraphStructure:
             groups.col,
             groups.csr_to_csc,
         )
-        return (graph.with_reverse(stable=stable) if reverse else graph)._with_degrees(is_known=validate)
+        return (graph.with_reverse(stable=stable) if reverse else graph)._with_degrees(
+            is_known=validate
+        )
 
     @classmethod
     def from_csc(
@@ -295,7 +322,12 @@ class GraphStructure:
         if perm is not None:
             check_index("perm", perm, like=colptr, dtypes=INDEX_DTYPES)
             perm = _copy(perm, dtype)
-        graph = cls(_copy(colptr, dtype), _copy(row, dtype), torch.empty(num_src, 0, device=colptr.device), perm=perm)
+        graph = cls(
+            _copy(colptr, dtype),
+            _copy(row, dtype),
+            torch.empty(num_src, 0, device=colptr.device),
+            perm=perm,
+        )
         if validate:
             graph.validate()
         else:
@@ -304,7 +336,9 @@ class GraphStructure:
         return (graph.with_reverse() if reverse else graph)._with_degrees(is_known=validate)
 
     @classmethod
-    def from_adj_t(cls, adj_t, *, stable: bool = True, validate: bool = True, reverse: bool = True) -> "GraphStructure":
+    def from_adj_t(
+        cls, adj_t, *, stable: bool = True, validate: bool = True, reverse: bool = True
+    ) -> "GraphStructure":
         """Convert PyG's transposed adjacency matrix: row i holds the in-edges of destination i.
 
         Parameters
@@ -320,14 +354,18 @@ class GraphStructure:
             For another layout or other dimensions, and as in `from_csc` and `from_edge_index`.
         """
         csr = None
-        if hasattr(adj_t, "sparse_sizes"):  # torch_sparse.SparseTensor; torch_sparse is not a dependency
+        if hasattr(
+            adj_t, "sparse_sizes"
+        ):  # torch_sparse.SparseTensor; torch_sparse is not a dependency
             csr = (*adj_t.csr()[:2], adj_t.sparse_size(1))
         elif not isinstance(adj_t, Tensor):
             raise ValueError(
                 "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
                 f"{type(adj_t).__name__}; use from_edge_index or from_csc for others"
             )
-        elif adj_t.layout != torch.strided and (adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2):
+        elif adj_t.layout != torch.strided and (
+            adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2
+        ):
             raise ValueError(
                 "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense dimensions of its values if "
                 f"any, got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense "
@@ -341,14 +379,20 @@ class GraphStructure:
         num_dst, num_src = adj_t.shape[:2]  # dense dimensions of the values may follow
         if adj_t.layout == torch.sparse_csc:
             dst, lengths = adj_t.row_indices(), adj_t.ccol_indices().diff()
-            src = torch.arange(num_src, device=dst.device).repeat_interleave(lengths, output_size=dst.shape[0])
+            src = torch.arange(num_src, device=dst.device).repeat_interleave(
+                lengths, output_size=dst.shape[0]
+            )
         elif adj_t.layout == torch.sparse_coo:
             dst, src = adj_t._indices()
         else:
             layout = adj_t.layout
-            raise ValueError(f"adj_t must have a sparse COO, CSR or CSC layout, got {layout}; use from_edge_index")
+            raise ValueError(
+                f"adj_t must have a sparse COO, CSR or CSC layout, got {layout}; use from_edge_index"
+            )
         edge_index = torch.stack([src, dst.to(src.dtype)])
-        return cls.from_edge_index(edge_index, (num_src, num_dst), stable=stable, validate=validate, reverse=reverse)
+        return cls.from_edge_index(
+            edge_index, (num_src, num_dst), stable=stable, validate=validate, reverse=reverse
+        )
 
     @classmethod
     def disjoint(cls, graphs: Sequence["GraphStructure"]) -> "GraphStructure":
@@ -371,23 +415,38 @@ class GraphStructure:
             For no graph, graphs on several devices, or a shard or chunk of a graph (one with `global_edge_id`).
         """
         graphs = tuple(graphs) if isinstance(graphs, Iterable) else graphs
-        if not isinstance(graphs, tuple) or not all(isinstance(graph, GraphStructure) for graph in graphs):
-            kinds = {type(graph).__name__ for graph in (graphs if isinstance(graphs, tuple) else [graphs])}
-            raise ValueError(f"disjoint must get a sequence of GraphStructures, got {', '.join(sorted(kinds))}")
+        if not isinstance(graphs, tuple) or not all(
+            isinstance(graph, GraphStructure) for graph in graphs
+        ):
+            kinds = {
+                type(graph).__name__
+                for graph in (graphs if isinstance(graphs, tuple) else [graphs])
+            }
+            raise ValueError(
+                f"disjoint must get a sequence of GraphStructures, got {', '.join(sorted(kinds))}"
+            )
         if not graphs:
             raise ValueError("disjoint must get at least one graph, got none")
         if len({graph.device for graph in graphs}) > 1:
-            raise ValueError(f"graphs must be on one device, got {[str(graph.device) for graph in graphs]}")
+            raise ValueError(
+                f"graphs must be on one device, got {[str(graph.device) for graph in graphs]}"
+            )
         if any(graph.global_edge_id is not None for graph in graphs):
-            raise ValueError("graphs must be whole, got one with global_edge_id: merge its shards or chunks first")
-        sizes = zip(*((graph.num_src, graph.num_dst, graph.num_edges) for graph in graphs), strict=True)
+            raise ValueError(
+                "graphs must be whole, got one with global_edge_id: merge its shards or chunks first"
+            )
+        sizes = zip(
+            *((graph.num_src, graph.num_dst, graph.num_edges) for graph in graphs), strict=True
+        )
         src_begin, dst_begin, edge_begin = ([0, *accumulate(each)] for each in sizes)
         dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
         kept = {"row": ([graph.row for graph in graphs], src_begin)}
         if any(graph.perm is not None for graph in graphs):
             kept["perm"] = [graph.edge_order() for graph in graphs], edge_begin
         if any(graph.dst_schedule is not None for graph in graphs):
-            schedules = [g._numbers(g.num_dst) if g.dst_schedule is None else g.dst_schedule for g in graphs]
+            schedules = [
+                g._numbers(g.num_dst) if g.dst_schedule is None else g.dst_schedule for g in graphs
+            ]
             kept["dst_schedule"] = schedules, dst_begin
         pointers = ["colptr"]
         if all(graph.has_reverse for graph in graphs):
@@ -398,11 +457,18 @@ class GraphStructure:
             name: _concatenate(indices, offsets, dtype) for name, (indices, offsets) in kept.items()
         }
         for name in pointers:  # which number the edges of all graphs
-            begins = _concatenate([getattr(graph, name)[:-1] for graph in graphs], edge_begin, dtype)
+            begins = _concatenate(
+                [getattr(graph, name)[:-1] for graph in graphs], edge_begin, dtype
+            )
             joined[name] = torch.cat([begins, begins.new_full((1,), edge_begin[-1])])
         for name in HUBS:
-            joined[name] = next((hubs for graph in graphs if (hubs := getattr(graph, name)) is not None), None)
-        degrees = {None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0] for graph in graphs}
+            joined[name] = next(
+                (hubs for graph in graphs if (hubs := getattr(graph, name)) is not None), None
+            )
+        degrees = {
+            None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0]
+            for graph in graphs
+        }
         joined["fixed_in_degree"] = graphs[0].fixed_in_degree if len(degrees) == 1 else None
         return cls(**joined, sources=torch.empty(src_begin[-1], 0, device=graphs[0].device))
 
@@ -425,7 +491,10 @@ class GraphStructure:
         sizes = [(self.num_dst, axes) for axes in (1, 2, 3)]
         wanted = f"[{self.num_dst}, 1 to 3], one row per destination"
         check_shape("positions", positions, wanted, lambda x: tuple(x.shape) in sizes)
-        return replace(self, dst_schedule=morton_order(positions).to(device=self.device, dtype=self.colptr.dtype))
+        return replace(
+            self,
+            dst_schedule=morton_order(positions).to(device=self.device, dtype=self.colptr.dtype),
+        )
 
     @property
     def dst(self) -> Tensor:
@@ -435,7 +504,11 @@ class GraphStructure:
     def edge_index(self) -> Tensor:
         """Return the edges as COO [2, E], int64, in the caller's order."""
         coo = torch.stack([self.row, self.dst]).long()
-        return coo if self.perm is None else torch.empty_like(coo).index_copy_(1, self.perm.long(), coo)
+        return (
+            coo
+            if self.perm is None
+            else torch.empty_like(coo).index_copy_(1, self.perm.long(), coo)
+        )
 
     def global_edge_ids(self) -> Tensor:
         """Return the id of each edge in the whole graph [E], int64, CSC order."""
@@ -444,7 +517,9 @@ class GraphStructure:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
         """Return this structure on `device`, as a PyG `Data` that holds it does. Raise ValueError for a dtype."""
         if isinstance(device, torch.dtype):
-            raise ValueError(f"device must be a device, got {device}: index dtypes follow from the sizes")
+            raise ValueError(
+                f"device must be a device, got {device}: index dtypes follow from the sizes"
+            )
         return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def validate(self) -> "GraphStructure":
@@ -456,7 +531,11 @@ class GraphStructure:
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
         is_readable = not torch.compiler.is_compiling()
-        if is_readable and self.fixed_in_degree is not None and not self._has_fixed_in_degree(max_degree(self.colptr)):
+        if (
+            is_readable
+            and self.fixed_in_degree is not None
+            and not self._has_fixed_in_degree(max_degree(self.colptr))
+        ):
             raise ValueError(
                 f"fixed_in_degree must be the in-degree of every destination, got {self.fixed_in_degree.shape[0]} "
                 "and other in-degrees in colptr; leave it out"
@@ -491,11 +570,17 @@ class GraphStructure:
         Raise ValueError for unknown or missing fields, or tensors that do not fit together.
         """
         if not isinstance(state, Mapping):
-            raise ValueError(f"state must be a dict of tensors from state_dict(), got {type(state).__name__}")
+            raise ValueError(
+                f"state must be a dict of tensors from state_dict(), got {type(state).__name__}"
+            )
         if unknown := set(state) - set(FIELDS):
-            raise ValueError(f"state must hold only fields of a GraphStructure, got also {sorted(unknown)}")
+            raise ValueError(
+                f"state must hold only fields of a GraphStructure, got also {sorted(unknown)}"
+            )
         if missing := {"colptr", "row", "sources"} - set(state):
-            raise ValueError(f"state must hold colptr, row and sources, got no {', '.join(sorted(missing))}")
+            raise ValueError(
+                f"state must hold colptr, row and sources, got no {', '.join(sorted(missing))}"
+            )
         return cls(**state)
 
     def edge_order(self) -> Tensor:
@@ -511,7 +596,9 @@ class GraphStructure:
         if self.num_edges <= HUB_DEGREE:
             return replace(self, fixed_in_degree=fixed, dst_hubs=None, src_hubs=None)
         rowptr = pointers(self.row, self.num_src) if self.rowptr is None else self.rowptr
-        dst_hubs, src_hubs = (self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr)))
+        dst_hubs, src_hubs = (
+            self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr))
+        )
         return replace(self, fixed_in_degree=fixed, dst_hubs=dst_hubs, src_hubs=src_hubs)
 
     def _has_fixed_in_degree(self, most: int) -> bool:
@@ -537,12 +624,16 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
         known_src, known_dst = edge_index.sparse_size()
     if num_nodes is None:
         if known_src is None or known_dst is None:
-            raise ValueError("num_nodes must be (num_src, num_dst), got None and an edge_index without sizes")
+            raise ValueError(
+                "num_nodes must be (num_src, num_dst), got None and an edge_index without sizes"
+            )
         num_src, num_dst = known_src, known_dst
     elif isinstance(num_nodes, Iterable) and not isinstance(num_nodes, Tensor):
         pair = tuple(num_nodes)
         if len(pair) != 2:
-            raise ValueError(f"num_nodes must be (num_src, num_dst) or one number for both, got {num_nodes!r}")
+            raise ValueError(
+                f"num_nodes must be (num_src, num_dst) or one number for both, got {num_nodes!r}"
+            )
         num_src, num_dst = pair
     else:
         num_src = num_dst = num_nodes
@@ -564,7 +655,9 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 
 def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Concatenate indices of several graphs, each shifted by its offset; the last offset is the total."""
-    return torch.cat([index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)])
+    return torch.cat(
+        [index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)]
+    )
 
 
 def _copy(index: Tensor, dtype: torch.dtype) -> Tensor:

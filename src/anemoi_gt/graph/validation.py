@@ -26,7 +26,9 @@ def check_shape(name: str, value: object, wanted: str, fits: Callable[[Tensor], 
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
 
 
-def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
+def check_index(
+    name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None
+) -> None:
     """Raise ValueError unless `index` is 1-D, of one of `dtypes` (default: that of `like`), on the device of `like`."""
     if not isinstance(index, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(index).__name__}")
@@ -34,14 +36,23 @@ def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtyp
         raise ValueError(f"{name} must be one-dimensional, got shape {tuple(index.shape)}")
     dtypes = dtypes or ((like.dtype,) if like.dtype in INDEX_DTYPES else INDEX_DTYPES)
     if index.dtype not in dtypes:
-        raise ValueError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {index.dtype}")
+        raise ValueError(
+            f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {index.dtype}"
+        )
     if index.device != like.device:
-        raise ValueError(f"all tensors must be on one device, got {name} on {index.device} and others on {like.device}")
+        raise ValueError(
+            f"all tensors must be on one device, got {name} on {index.device} and others on {like.device}"
+        )
 
 
 def check_edge_index(edge_index: Tensor) -> None:
     """Raise ValueError unless `edge_index` is an int32 or int64 tensor [2, E]."""
-    check_shape("edge_index", edge_index, "[2, E] (sources, destinations)", lambda e: e.dim() == 2 and e.shape[0] == 2)
+    check_shape(
+        "edge_index",
+        edge_index,
+        "[2, E] (sources, destinations)",
+        lambda e: e.dim() == 2 and e.shape[0] == 2,
+    )
     if edge_index.dtype not in INDEX_DTYPES:
         raise ValueError(f"edge_index must have dtype int32 or int64, got {edge_index.dtype}")
 
@@ -93,7 +104,9 @@ def assert_range(name: str, index: Tensor, size: int) -> None:
 
 def check_ends(edge_index: Tensor, *num_nodes: int, check: Callable = check_range) -> None:
     """Call `check` with the sources and the destinations of edges [2, E], and with their numbers of nodes."""
-    for name, index, size in zip(("source (row 0", "destination (row 1"), edge_index, num_nodes, strict=True):
+    for name, index, size in zip(
+        ("source (row 0", "destination (row 1"), edge_index, num_nodes, strict=True
+    ):
         check(f"{name} of edge_index)", index, size)
 
 
@@ -110,10 +123,14 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
         return
     first, last = int(pointers[0]), int(pointers[-1])
     if first != 0 or last != num_edges:
-        raise ValueError(f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and {last}")
+        raise ValueError(
+            f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and {last}"
+        )
     if len(decreases := (pointers.diff() < 0).nonzero()):
         at = int(decreases[0])
-        raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
+        raise ValueError(
+            f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}"
+        )
 
 
 def is_size(tensor: Tensor) -> bool:
@@ -129,8 +146,12 @@ def max_degree(pointers: Tensor) -> int:
 def check_permutation(name: str, index: Tensor, size: int) -> None:
     """Raise ValueError unless `index` holds each of 0 .. size - 1 once; synchronises with the device."""
     check_range(name, index, size)
-    found = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(0, index.long(), True)
+    found = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(
+        0, index.long(), True
+    )
     if torch.compiler.is_compiling():
         assert_async(found.all(), f"{name} must be a permutation")
     elif missing := size - int(found.sum()):
-        raise ValueError(f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing")
+        raise ValueError(
+            f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing"
+        )

@@ -18,8 +18,27 @@ from anemoi_gt.nn.layer_kernels import class_path, hooks_of
 log = logging.getLogger(__name__)
 
 KINDS = (TransformerConv, GraphTransformerConv)
-COMPUTING = "__call__", "forward", "propagate", "message", "message_and_aggregate", "aggregate", "update", "edge_update"
-SAME_OPTIONS = ("heads", "concat", "beta", "dropout", "edge_dim", "root_weight", "aggr", "flow", "decomposed_layers")
+COMPUTING = (
+    "__call__",
+    "forward",
+    "propagate",
+    "message",
+    "message_and_aggregate",
+    "aggregate",
+    "update",
+    "edge_update",
+)
+SAME_OPTIONS = (
+    "heads",
+    "concat",
+    "beta",
+    "dropout",
+    "edge_dim",
+    "root_weight",
+    "aggr",
+    "flow",
+    "decomposed_layers",
+)
 
 
 def swap_layers(
@@ -66,7 +85,9 @@ def swap_layers(
     subclasses = _checked_subclasses(subclasses)
     layers = _layers_of(model, "a TransformerConv of PyG", lambda layer: isinstance(layer, KINDS))
     upstream = {id(layer): layer for layer in layers if isinstance(layer, TransformerConv)}
-    ours = {key: _replacement(layer, config, subclasses) for key, layer in upstream.items()}  # before the model changes
+    ours = {
+        key: _replacement(layer, config, subclasses) for key, layer in upstream.items()
+    }  # before the model changes
     _replace(model, ours)
     for layer in layers:
         if isinstance(layer, GraphTransformerConv):
@@ -87,7 +108,9 @@ def swap_back(model: nn.Module) -> nn.Module:
     ValueError
         For a model without a layer of `swap_layers`, or that is itself a layer.
     """
-    swapped = _layers_of(model, "a layer of swap_layers", lambda layer: getattr(layer, "_upstream", None) is not None)
+    swapped = _layers_of(
+        model, "a layer of swap_layers", lambda layer: getattr(layer, "_upstream", None) is not None
+    )
     _replace(model, {id(layer): _restored(layer) for layer in swapped})
     return model
 
@@ -120,17 +143,28 @@ class _GraphStorage(GlobalStorage):
     """Attributes of a `GraphData`, where PyG's collate puts a list for what it does not know."""
 
     def __setitem__(self, key, value):
-        are_graphs = isinstance(value, list) and value and all(isinstance(each, GraphStructure) for each in value)
+        are_graphs = (
+            isinstance(value, list)
+            and value
+            and all(isinstance(each, GraphStructure) for each in value)
+        )
         parent = self.__dict__.get("_parent", lambda: None)()
-        super().__setitem__(key, GraphStructure.disjoint(value) if are_graphs and isinstance(parent, Batch) else value)
+        super().__setitem__(
+            key,
+            GraphStructure.disjoint(value) if are_graphs and isinstance(parent, Batch) else value,
+        )
 
 
-def _checked_subclasses(subclasses: Sequence[type[TransformerConv]]) -> tuple[type[TransformerConv], ...]:
+def _checked_subclasses(
+    subclasses: Sequence[type[TransformerConv]],
+) -> tuple[type[TransformerConv], ...]:
     """Return the subclasses as a tuple; raise ValueError unless all are, and compute as TransformerConv does."""
     kinds = tuple(subclasses) if isinstance(subclasses, (tuple, list)) else (subclasses,)
     for kind in kinds:
         if not isinstance(kind, type) or not issubclass(kind, TransformerConv):
-            raise ValueError(f"subclasses must be classes that inherit from TransformerConv, got {kind!r}")
+            raise ValueError(
+                f"subclasses must be classes that inherit from TransformerConv, got {kind!r}"
+            )
         between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
         if own := [name for name in COMPUTING if any(_defines(each, name) for each in between)]:
             raise ValueError(
@@ -142,10 +176,14 @@ def _checked_subclasses(subclasses: Sequence[type[TransformerConv]]) -> tuple[ty
 
 def _defines(kind: type, name: str) -> bool:
     """Return whether a class has a method of its own; PyG writes a compiled `propagate` on classes."""
-    return name in vars(kind) and not getattr(vars(kind)[name], "__module__", "").endswith("_propagate")
+    return name in vars(kind) and not getattr(vars(kind)[name], "__module__", "").endswith(
+        "_propagate"
+    )
 
 
-def _layers_of(model: nn.Module, wanted: str, accepts: Callable[[nn.Module], bool]) -> list[nn.Module]:
+def _layers_of(
+    model: nn.Module, wanted: str, accepts: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
     """Return the layers of a module that are `wanted`; raise ValueError for none, or if `model` is itself a layer."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
@@ -167,7 +205,9 @@ def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
                 parent.register_module(name, replacements[id(child)])
 
 
-def _replacement(upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]) -> nn.Module:
+def _replacement(
+    upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]
+) -> nn.Module:
     """Return our layer with the parameters of `upstream`, or `upstream` itself if `config` allows that."""
     if (reason := _unsupported_reason(upstream, subclasses)) is None:
         try:
@@ -206,15 +246,24 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         return f"its lin_edge is {kind}, and PyG's Linear is needed, whose weight is all it does"
     if embed.bias is not None:
         return "its lin_edge has a bias, which PyG's does not have and ours would leave out"
-    if any(getattr(hook, "__func__", None) is not Linear.initialize_parameters for hook in hooks_of(embed)):
+    if any(
+        getattr(hook, "__func__", None) is not Linear.initialize_parameters
+        for hook in hooks_of(embed)
+    ):
         return "hooks watch its lin_edge, which would not be called"  # that of a lazy Linear apart, which ours runs
     return None
 
 
 def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> GraphTransformerConv:
-    with torch.device("meta"):  # parameters that are replaced at once: neither memory nor random numbers
-        options = {name: getattr(upstream, name) for name in SAME_OPTIONS} | {"bias": upstream.lin_key.bias is not None}
-        ours = GraphTransformerConv(upstream.in_channels, upstream.out_channels, **options, config=config)
+    with torch.device(
+        "meta"
+    ):  # parameters that are replaced at once: neither memory nor random numbers
+        options = {name: getattr(upstream, name) for name in SAME_OPTIONS} | {
+            "bias": upstream.lin_key.bias is not None
+        }
+        ours = GraphTransformerConv(
+            upstream.in_channels, upstream.out_channels, **options, config=config
+        )
     added = [name for name in vars(upstream) if "_hooks" in name or not hasattr(ours, name)]
     _move(upstream, ours, added)
     ours._upstream = (upstream, added)  # in a tuple, so that it is no submodule
@@ -239,8 +288,12 @@ def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> No
     for name, state in (target._modules | target._parameters | target._buffers).items():
         if state is not None and name not in held:
             delattr(target, name)
-    for name, part in (source._modules | source._parameters).items():  # what else somebody has put there, too
+    for name, part in (
+        source._modules | source._parameters
+    ).items():  # what else somebody has put there, too
         setattr(target, name, part)
     for name, buffer in source._buffers.items():
-        target.register_buffer(name, buffer, persistent=name not in source._non_persistent_buffers_set)
+        target.register_buffer(
+            name, buffer, persistent=name not in source._non_persistent_buffers_set
+        )
     target.training, target.explain = source.training, source.explain

@@ -86,7 +86,9 @@ def explain_attention(
 
     Takes the arguments of `edge_attention`, and raises ValueError as it does.
     """
-    return _explain(lambda: edge_attention(query, key, value, graph, *edges, **options), {}, _gpus_of(query))
+    return _explain(
+        lambda: edge_attention(query, key, value, graph, *edges, **options), {}, _gpus_of(query)
+    )
 
 
 def _explain(compute: Callable, names: dict, gpus: list[torch.device]) -> Explanation:
@@ -106,7 +108,9 @@ def _explain(compute: Callable, names: dict, gpus: list[torch.device]) -> Explan
 def _gpus_of(*tensors) -> list[torch.device]:
     """GPUs that hold tensors, in any containers: the state of their generators is restored."""
     devices = {leaf.device for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
-    return sorted((device for device in devices if device.type == "cuda"), key=lambda device: device.index)
+    return sorted(
+        (device for device in devices if device.type == "cuda"), key=lambda device: device.index
+    )
 
 
 class Call(NamedTuple):
@@ -227,11 +231,18 @@ def _attention_in_sublayer(arguments: dict[str, Any]) -> dict[str, Any]:
     halo = arguments["halo"]
     num_src = x_src.shape[0] + (0 if halo is None else halo.shape[0])
     key = split_heads(x_src, num_src)
-    attention: dict[str, Tensor | None] = {"query": split_heads(x_dst, x_dst.shape[0]), "key": key, "value": key}
+    attention: dict[str, Tensor | None] = {
+        "query": split_heads(x_dst, x_dst.shape[0]),
+        "key": key,
+        "value": key,
+    }
     shape = attr.shape
     if batch > 1 and attr.dim() == 2:
         shape = (1, *shape)
     attention["edge_attr"] = rows(attr, *shape, needs_grad=attr.requires_grad)
     has_bias = arguments["edge_bias"] is not None or arguments["value_bias"] is not None
-    attention |= {"edge_weight": rows(weight, *weight.shape), "edge_bias": rows(weight, width) if has_bias else None}
+    attention |= {
+        "edge_weight": rows(weight, *weight.shape),
+        "edge_bias": rows(weight, width) if has_bias else None,
+    }
     return arguments | attention | {"scale": (width // heads) ** -0.5, "dropout_p": 0.0}

@@ -80,13 +80,19 @@ class Explanation:
 def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     """Yield the lines of layers that differ by name alone."""
     first, sizes = layers[0], layers[0].sizes
-    edges = {"none": "no attributes", "raw": f"attributes {sizes['attributes']}", "embedded": "embedded edges"}
+    edges = {
+        "none": "no attributes",
+        "raw": f"attributes {sizes['attributes']}",
+        "embedded": "embedded edges",
+    }
     yield _title(layers) or "attention"
     yield (
         f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, batch {sizes['batch']}, "
         f"heads {sizes['heads']} x {sizes['channels']}, {edges[first.features]}, {first.dtype}, {first.device}"
     )
-    yield f"  backend {first.backend}" + "".join(f"; {name}: {why}" for name, why in first.rejected.items())
+    yield f"  backend {first.backend}" + "".join(
+        f"; {name}: {why}" for name, why in first.rejected.items()
+    )
     for pass_ in first.passes:
         yield f"  {pass_.name}: {pass_.operator}"
         for kernel in pass_.kernels:

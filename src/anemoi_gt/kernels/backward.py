@@ -53,7 +53,9 @@ from anemoi_gt.kernels.primitives import (
 
 
 @triton.jit(
-    repr=row_kernel_name("edge_attention_bwd_dst", "query"), launch_metadata=launch_facts, do_not_specialize=SIZES
+    repr=row_kernel_name("edge_attention_bwd_dst", "query"),
+    launch_metadata=launch_facts,
+    do_not_specialize=SIZES,
 )
 def edge_attention_bwd_dst(
     query,  # [B, N_dst, H, C], read for embedded features only
@@ -91,7 +93,9 @@ def edge_attention_bwd_dst(
     a segment writes its dp and its parts of the sums of p and p dp.
     """
     if SEGMENT > 0:
-        b, i, begin, end, slot = row_or_segment(colptr, dst_schedule, num_dst, num_edges, SEGMENT, INT64)
+        b, i, begin, end, slot = row_or_segment(
+            colptr, dst_schedule, num_dst, num_edges, SEGMENT, INT64
+        )
         node = b * num_dst + i
     else:
         b, i, node = destination(dst_schedule, num_dst, INT64)
@@ -112,7 +116,13 @@ def edge_attention_bwd_dst(
         tl.debug_barrier()
 
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
-    edges = ((perm, global_edge_id, seed, b, h, drop_below, survivor), source, layout, heads, first_edge)
+    edges = (
+        (perm, global_edge_id, seed, b, h, drop_below, survivor),
+        source,
+        layout,
+        heads,
+        first_edge,
+    )
     main_end = end - (end - begin) % UNROLL
     do = load_unpacked(grad_out, node * GRADIENT, layout, PACKED)
     place = node
@@ -122,8 +132,12 @@ def edge_attention_bwd_dst(
     p_sum = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
     weights = (do, inverse, value, attr_dp if D > 0 else None, exp_scores, dp)
-    p_sum, delta = _differentiate_weights(p_sum, delta, begin, main_end, *weights, *edges, H, WIDTH, PACKED, UNROLL)
-    p_sum, delta = _differentiate_weights(p_sum, delta, main_end, end, *weights, *edges, H, WIDTH, PACKED, 1)
+    p_sum, delta = _differentiate_weights(
+        p_sum, delta, begin, main_end, *weights, *edges, H, WIDTH, PACKED, UNROLL
+    )
+    p_sum, delta = _differentiate_weights(
+        p_sum, delta, main_end, end, *weights, *edges, H, WIDTH, PACKED, 1
+    )
     if SEGMENT > 0 and slot >= 0:
         store_heads(segment_p, slot, heads, p_sum, H)
         store_heads(segment_p_dp, slot, heads, delta, H)
@@ -135,7 +149,18 @@ def edge_attention_bwd_dst(
 
     dq = zero_row(HEADS, CHANNELS, PACKED)
     q = load_unpacked(query, node * WIDTH, layout, PACKED) if EMBEDDED else do
-    scores = (delta, do, q, inverse, scale, key if dquery is not None else None, exp_scores, dp, p_ds, dedge_attr)
+    scores = (
+        delta,
+        do,
+        q,
+        inverse,
+        scale,
+        key if dquery is not None else None,
+        exp_scores,
+        dp,
+        p_ds,
+        dedge_attr,
+    )
     dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, WIDTH, PACKED, UNROLL)
     dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, WIDTH, PACKED, 1)
     if dquery is not None:
@@ -180,7 +205,13 @@ def edge_attention_bwd_dst_hub(
     layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
-    edges = ((perm, global_edge_id, seed, b, h, drop_below, survivor), source, layout, heads, first_edge)
+    edges = (
+        (perm, global_edge_id, seed, b, h, drop_below, survivor),
+        source,
+        layout,
+        heads,
+        first_edge,
+    )
     main_end = end - (end - begin) % UNROLL
     total = load_heads(p_sum, node, heads, H)
     delta = load_heads(p_dp_sum, node, heads, H) / tl.where(total == 0.0, 1.0, total)
@@ -190,7 +221,9 @@ def edge_attention_bwd_dst_hub(
     dq = zero_row(HEADS, CHANNELS, PACKED)
     do = load_unpacked(grad_out, node * WIDTH, layout, PACKED) if EMBEDDED else dq
     q = load_unpacked(query, node * WIDTH, layout, PACKED) if EMBEDDED else dq
-    inverse = load_heads(inv_denominator, segment_row(slot, num_blocks(num_edges, SEGMENT), num_dst), heads, H)
+    inverse = load_heads(
+        inv_denominator, segment_row(slot, num_blocks(num_edges, SEGMENT), num_dst), heads, H
+    )
     read = key if segment_dquery is not None else None
     scores = (delta, do, q, inverse, scale, read, exp_scores, dp, p_ds, dedge_attr)
     dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, WIDTH, PACKED, UNROLL)
@@ -285,13 +318,28 @@ def edge_attention_bwd_src(
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
     # With these 64-bit products inside the loop, ptxas would load one edge after the other.
-    operands = (query, grad_out, p_ds, col, csr_to_csc, b * num_dst, b * num_edges, h, offsets, mask)
+    operands = (
+        query,
+        grad_out,
+        p_ds,
+        col,
+        csr_to_csc,
+        b * num_dst,
+        b * num_edges,
+        h,
+        offsets,
+        mask,
+    )
     if SEGMENT > 0:
         block = as_index(tl.program_id(0) % programs, INT64)
         if block < blocks:
             _, begin, end, _, _ = hub_segment(rowptr, block, num_src, SEGMENT)
-            sums = _sum_over_edges(dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE)
-            _store_rows(segment_dkey, segment_dvalue, (b * blocks + block) * (H * C), offsets, mask, sums)
+            sums = _sum_over_edges(
+                dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE
+            )
+            _store_rows(
+                segment_dkey, segment_dvalue, (b * blocks + block) * (H * C), offsets, mask, sums
+            )
             return
         first -= blocks * NODES
     for n in range(NODES):
@@ -300,7 +348,9 @@ def edge_attention_bwd_src(
             begin, end = tl.load(rowptr + j), tl.load(rowptr + j + 1)
             if SEGMENT > 0:
                 end = tl.where(end - begin > 2 * SEGMENT, begin, end)
-            sums = _sum_over_edges(dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE)
+            sums = _sum_over_edges(
+                dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE
+            )
             _store_rows(dkey, dvalue, (b * num_src + j) * STRIDE, offsets, mask, sums)
 
 

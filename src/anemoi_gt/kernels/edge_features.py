@@ -51,7 +51,14 @@ def _load_weight(
 
 @triton.jit
 def _tile_offsets(
-    node, head, column, num_nodes, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr = 0
+    node,
+    head,
+    column,
+    num_nodes,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr = 0,
 ):
     """Return offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on.
 
@@ -88,7 +95,9 @@ def project(
             offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
             x = tl.load(rows + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
             if CHANNELS < C:
-                w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
+                w = _load_weight(
+                    edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES
+                )
             u = product(x, w, u, PRECISION)
         at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
         tl.store(projected + at, u.to(projected.dtype.element_ty), mask=inside)
@@ -120,7 +129,9 @@ def embed(
         s = tl.load(sums + at, mask=inside, other=0.0)  # [NODES, ATTRIBUTES]
         for channel in tl.static_range(0, C, CHANNELS):
             if CHANNELS < C:
-                w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
+                w = _load_weight(
+                    edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES
+                )
             offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
             x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
             if skip is not None:
@@ -190,11 +201,21 @@ def attribute_bwd(
         tl.store(segment_attr_sums + slot * (H * ATTRIBUTES) + offsets, value_sums, mask=mask)
         tl.store(segment_dscore_sums + slot * (H * ATTRIBUTES) + offsets, score_sums, mask=mask)
         return
-    tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
-    tl.store(dscore_sums + node * (H * ATTRIBUTES) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
+    tl.store(
+        attr_sums + node * (H * ATTRIBUTES) + offsets,
+        value_sums.to(attr_sums.dtype.element_ty),
+        mask=mask,
+    )
+    tl.store(
+        dscore_sums + node * (H * ATTRIBUTES) + offsets,
+        score_sums.to(dscore_sums.dtype.element_ty),
+        mask=mask,
+    )
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_bwd_weight", "query"), do_not_specialize=["num_nodes"])
+@triton.jit(
+    repr=row_kernel_name("edge_attention_bwd_weight", "query"), do_not_specialize=["num_nodes"]
+)
 def weight_bwd(
     query,  # [N, H, C], N destinations of the whole batch
     grad_out,  # [N, H, C]
@@ -231,7 +252,9 @@ def weight_bwd(
     tl.store(partial + at, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_sum_weight", "partial"), do_not_specialize=["num_parts"])
+@triton.jit(
+    repr=row_kernel_name("edge_attention_sum_weight", "partial"), do_not_specialize=["num_parts"]
+)
 def weight_sum(
     partial,  # [P, H * C, D + BIAS] float32
     dweight,  # [H * C, D] or None
@@ -248,7 +271,10 @@ def weight_sum(
     for first in range(0, num_parts, PARTS):
         part = first + tl.arange(0, PARTS)[:, None, None]
         known = (part < num_parts) & inside[None, :, :]
-        total += tl.sum(tl.load(partial + part * (H * C * (D + BIAS)) + at[None, :, :], mask=known, other=0.0), 0)
+        total += tl.sum(
+            tl.load(partial + part * (H * C * (D + BIAS)) + at[None, :, :], mask=known, other=0.0),
+            0,
+        )
     if dweight is not None:
         at, inside = tile_offsets(row, row < H * C, d, D, D)
         tl.store(dweight + at, total.to(dweight.dtype.element_ty), mask=inside)

@@ -68,9 +68,13 @@ def group_edges_place(
     inside = e < num_edges
     src = tl.load(edge_index + e, mask=inside, other=0).to(tl.int64)
     dst = tl.load(edge_index + num_edges + e, mask=inside, other=0).to(tl.int64)
-    in_csc = tl.load(begin + dst, mask=inside, other=0) + tl.load(rank_dst + e, mask=inside, other=0)
+    in_csc = tl.load(begin + dst, mask=inside, other=0) + tl.load(
+        rank_dst + e, mask=inside, other=0
+    )
     if rank_src is not None:
-        in_csr = tl.load(begin + num_dst + src, mask=inside, other=0) + tl.load(rank_src + e, mask=inside, other=0)
+        in_csr = tl.load(begin + num_dst + src, mask=inside, other=0) + tl.load(
+            rank_src + e, mask=inside, other=0
+        )
         in_csr -= num_edges
         node = e
         to_csc = tl.load(begin + node, mask=node <= num_dst, other=0)

@@ -31,7 +31,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _load_attributes(edge_attr, edge, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr):
+def _load_attributes(
+    edge_attr, edge, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr
+):
     """Return a_e of one edge as float32 [1, ATTRIBUTES], 1 after the last with BIAS; it broadcasts over heads."""
     d = tl.arange(0, ATTRIBUTES)[None, :]
     a = tl.load(edge_attr + edge * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -148,7 +150,11 @@ def edge_attention_fixed_degree_fwd(
     store_heads(lse, node, heads, (row_max + tl.log2(denominator)) * LN_2, H)
     store_heads(inv_denominator, node, heads, tl.where(denominator == 0.0, 0.0, inverse), H)
     if D > 0:
-        tl.store(attr_sums + node * (H * ATTRIBUTES) + sums_at, sums.to(attr_sums.dtype.element_ty), mask=known)
+        tl.store(
+            attr_sums + node * (H * ATTRIBUTES) + sums_at,
+            sums.to(attr_sums.dtype.element_ty),
+            mask=known,
+        )
 
 
 @triton.jit(

@@ -60,7 +60,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 SIZES = ["num_dst", "num_src", "num_edges", "attr_stride", "drop_below"]  # never specialised
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_fwd", "query"), launch_metadata=launch_facts, do_not_specialize=SIZES)
+@triton.jit(
+    repr=row_kernel_name("edge_attention_fwd", "query"),
+    launch_metadata=launch_facts,
+    do_not_specialize=SIZES,
+)
 def edge_attention_fwd(
     query,  # [B, N_dst, H, C]
     key,  # [B, N_src, H, C]
@@ -102,7 +106,9 @@ def edge_attention_fwd(
     is (B * (blocks + N_dst), ..), and the program of a segment writes exp_scores and its rows of the partial results.
     """
     if SEGMENT > 0:
-        b, i, begin, end, slot = row_or_segment(colptr, dst_schedule, num_dst, num_edges, SEGMENT, INT64)
+        b, i, begin, end, slot = row_or_segment(
+            colptr, dst_schedule, num_dst, num_edges, SEGMENT, INT64
+        )
         node = b * num_dst + i
     else:
         b, i, node = destination(dst_schedule, num_dst, INT64)
@@ -126,7 +132,17 @@ def edge_attention_fwd(
     main_end = end - (end - begin) % UNROLL
     q = load_unpacked(query, node * WIDTH, layout, PACKED)
     row_max = tl.full((HEADS,), -float("inf"), tl.float32)
-    score = (q, key, exp_scores if D > 0 else None, scores, score_scale, source, layout, heads, first_edge)
+    score = (
+        q,
+        key,
+        exp_scores if D > 0 else None,
+        scores,
+        score_scale,
+        source,
+        layout,
+        heads,
+        first_edge,
+    )
     row_max = _score(row_max, begin, main_end, *score, H, WIDTH, PACKED, UNROLL)
     row_max = _score(row_max, main_end, end, *score, H, WIDTH, PACKED, 1)
     if SEGMENT > 0 and slot >= 0:
@@ -217,7 +233,11 @@ def _sum_attributes(
         at, known = tile_offsets(first_edge + e, inside, h, H, H)
         r = tl.load(exp_scores + at, mask=known, other=0.0)  # [EDGES, HEADS]
         if seed is not None:
-            edge_id = edge if global_edge_id is None else tl.load(global_edge_id + e, mask=inside, other=0)
+            edge_id = (
+                edge
+                if global_edge_id is None
+                else tl.load(global_edge_id + e, mask=inside, other=0)
+            )
             r *= keep_factor(edge_id[:, None], seed, b, h[None, :], drop_below, survivor)
         if EDGES == 1:
             sums += tl.sum(r[:, :, None] * a[:, None, :], axis=0)
@@ -225,4 +245,8 @@ def _sum_attributes(
             sums = product(tl.trans(r), a, sums, PRECISION)
     if inv_denominator is not None:
         sums *= tl.load(inv_denominator + node * H + h, mask=h < H, other=0.0)[:, None]
-    tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, sums.to(attr_sums.dtype.element_ty), mask=mask)
+    tl.store(
+        attr_sums + node * (H * ATTRIBUTES) + offsets,
+        sums.to(attr_sums.dtype.element_ty),
+        mask=mask,
+    )

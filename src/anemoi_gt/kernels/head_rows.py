@@ -17,7 +17,12 @@ from anemoi_gt.kernels.primitives import caller_edge, keep_factor, row_offsets
 
 @triton.jit
 def raw_offsets(
-    head, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr
+    head,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Return offsets and mask of a raw row of heads head .. head + HEADS - 1."""
     if PACKED is not None:
@@ -30,7 +35,9 @@ def raw_offsets(
 def load_raw(rows, start, layout, PACKED: tl.constexpr):
     """Return the raw row that begins `start` raw elements behind `rows`."""
     if PACKED is not None:
-        return tl.load(rows.to(tl.pointer_type(tl.int32)) + start + layout[0], mask=layout[1], other=0)
+        return tl.load(
+            rows.to(tl.pointer_type(tl.int32)) + start + layout[0], mask=layout[1], other=0
+        )
     else:
         return tl.load(rows + start + layout[0], mask=layout[1], other=0.0)
 
@@ -42,7 +49,9 @@ def unpack(raw, PACKED: tl.constexpr):
         return (raw << 16).to(tl.float32, bitcast=True), (raw & -65536).to(tl.float32, bitcast=True)
     elif PACKED == "fp16":
         even, odd = raw.to(tl.int16), (raw >> 16).to(tl.int16)
-        return even.to(tl.float16, bitcast=True).to(tl.float32), odd.to(tl.float16, bitcast=True).to(tl.float32)
+        return even.to(tl.float16, bitcast=True).to(tl.float32), odd.to(
+            tl.float16, bitcast=True
+        ).to(tl.float32)
     else:
         return (raw.to(tl.float32),)
 
@@ -61,7 +70,9 @@ def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
         if rows.dtype.element_ty == dtype:
             even = row[0].to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 65535
             odd = row[1].to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
-            tl.store(rows.to(tl.pointer_type(tl.int32)) + start + layout[0], even | odd, mask=layout[1])
+            tl.store(
+                rows.to(tl.pointer_type(tl.int32)) + start + layout[0], even | odd, mask=layout[1]
+            )
         else:
             at = rows + start * 2 + layout[0] * 2
             tl.store(at, row[0].to(rows.dtype.element_ty), mask=layout[1])
@@ -74,7 +85,9 @@ def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
 def zero_row(HEADS: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr):
     """Return an unpacked row of zeros."""
     if PACKED is not None:
-        return tl.zeros((HEADS, CHANNELS // 2), tl.float32), tl.zeros((HEADS, CHANNELS // 2), tl.float32)
+        return tl.zeros((HEADS, CHANNELS // 2), tl.float32), tl.zeros(
+            (HEADS, CHANNELS // 2), tl.float32
+        )
     else:
         return (tl.zeros((HEADS, CHANNELS), tl.float32),)
 

@@ -24,18 +24,31 @@ def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
     def name(specialization) -> str:
         dtype = str(specialization.signature[tensor]).lstrip("*")
         sizes = {key.lower(): specialization.constants.get(key) for key in ("H", "C", "D")}
-        return "_".join([base, dtype, *(f"{key}{size}" for key, size in sizes.items() if size is not None)])
+        return "_".join(
+            [base, dtype, *(f"{key}{size}" for key, size in sizes.items() if size is not None)]
+        )
 
     return name
 
 
 def launch_facts(grid, kernel, args) -> dict:
     """Return launch metadata: the name, the bytes of all rows [H, C] read or written, and the flops on them."""
-    size, elements = args["query"].element_size(), prod(args["query"].shape[:-3]) * args["H"] * args["C"]
-    nodes = args["num_src"] if "csr_to_csc" in args else args["num_dst"]  # two rows in or out at each
-    edges = args["num_edges"]  # two rows gathered for each, and with embedded features its own beside either
+    size, elements = (
+        args["query"].element_size(),
+        prod(args["query"].shape[:-3]) * args["H"] * args["C"],
+    )
+    nodes = (
+        args["num_src"] if "csr_to_csc" in args else args["num_dst"]
+    )  # two rows in or out at each
+    edges = args[
+        "num_edges"
+    ]  # two rows gathered for each, and with embedded features its own beside either
     rows = 2 * (edges * (2 if args.get("EMBEDDED") else 1) + nodes)
-    return {"name": kernel.name, "bytes": rows * elements * size, f"flops{8 * size}": 4 * edges * elements}
+    return {
+        "name": kernel.name,
+        "bytes": rows * elements * size,
+        f"flops{8 * size}": 4 * edges * elements,
+    }
 
 
 class Repeat(NamedTuple):
@@ -69,7 +82,9 @@ class Launch:
 
     def name(self, dtypes: Mapping[str, str]) -> str:
         """Return the name in a profile of a launch on tensors of these dtypes, such as "bf16"; nothing is compiled."""
-        make = getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]  # the latter under the interpreter
+        make = (
+            getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]
+        )  # the latter under the interpreter
         return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
     def compiled_for(self, dtypes: tuple) -> dict[int, Repeat]:
@@ -77,7 +92,9 @@ class Launch:
 
         Triton compiles for the width of each integer too; a float is passed as it is.
         """
-        widths = tuple(scalar.bit_length() < 32 for scalar in self.scalars.values() if isinstance(scalar, int))
+        widths = tuple(
+            scalar.bit_length() < 32 for scalar in self.scalars.values() if isinstance(scalar, int)
+        )
         of_kernel = _COMPILED.setdefault(self.kernel, {})
         return of_kernel.setdefault((widths, *self.constants.items(), dtypes), {})
 
@@ -92,11 +109,15 @@ class Launch:
         named = dict(zip(self.tensors, ordered, strict=True))
         compiled = self.kernel[self.grid](**named, **self.scalars, **self.constants)
         device = repeating_device()
-        if device is None or any(tensor.data_ptr() % ALIGNMENT for tensor in ordered if tensor is not None):
+        if device is None or any(
+            tensor.data_ptr() % ALIGNMENT for tensor in ordered if tensor is not None
+        ):
             return
         repeat = repeat_launch(compiled)
         if repeat is not None:
-            self.compiled_for(tuple(None if tensor is None else tensor.dtype for tensor in ordered))[device] = repeat
+            self.compiled_for(
+                tuple(None if tensor is None else tensor.dtype for tensor in ordered)
+            )[device] = repeat
 
 
 def repeating_device() -> int | None:
@@ -111,7 +132,11 @@ def repeating_device() -> int | None:
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             return None
         return driver.active.get_current_device()
-    except (ImportError, AttributeError, RuntimeError):  # RuntimeError: no driver, as under the interpreter
+    except (
+        ImportError,
+        AttributeError,
+        RuntimeError,
+    ):  # RuntimeError: no driver, as under the interpreter
         return None
 
 

@@ -25,7 +25,10 @@ from anemoi_gt.kernels.jit_launch import row_kernel_name
 from anemoi_gt.kernels.primitives import num_blocks, segment_of_program, segment_row
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_join_segments", "rows"), do_not_specialize=["num_nodes", "num_edges"])
+@triton.jit(
+    repr=row_kernel_name("edge_attention_join_segments", "rows"),
+    do_not_specialize=["num_nodes", "num_edges"],
+)
 def join_segments(
     segment_rows,  # [B, blocks, H, WIDTH] float32
     segment_others,  # [B, blocks, H, OTHERS] float32, or None
@@ -47,7 +50,9 @@ def join_segments(
     Write the hub's rows of the results, SEGMENTS segments and COLUMNS columns at a time. One warp each: most programs
     do nothing but look for their hub, and the more of them there are at a time, the less its latency counts.
     """
-    b, i, begin, end, slot, first, count = segment_of_program(pointers, num_nodes, num_edges, SEGMENT, INT64)
+    b, i, begin, end, slot, first, count = segment_of_program(
+        pointers, num_nodes, num_edges, SEGMENT, INT64
+    )
     if begin == end:
         return
     node = b * num_nodes + i
@@ -58,12 +63,16 @@ def join_segments(
         head, tile = task // EACH, task % EACH
         statistics = (None, 0.0, 1.0)
         if segment_denominator is not None:
-            row_max, denominator = _statistics(segment_max, segment_denominator, first, count, head, H, STATISTICS)
+            row_max, denominator = _statistics(
+                segment_max, segment_denominator, first, count, head, H, STATISTICS
+            )
             inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
             statistics = (segment_max, row_max, inverse)
             if tile == 0:
                 tl.store(lse + node * H + head, (row_max + tl.log2(denominator)) * LN_2)
-                tl.store(inv_denominator + node * H + head, tl.where(denominator == 0.0, 0.0, inverse))
+                tl.store(
+                    inv_denominator + node * H + head, tl.where(denominator == 0.0, 0.0, inverse)
+                )
                 for k in range(0, count, STATISTICS):
                     n = k + tl.arange(0, STATISTICS)
                     part = (first + n) * H + head
@@ -71,12 +80,38 @@ def join_segments(
                     tl.store(inv_denominator + weights + part, weight, mask=n < count)
         if tile < TILES:
             at = node * STRIDE + head * WIDTH
-            _join(segment_rows, rows, at, tile, first, count, head, statistics, H, WIDTH, COLUMNS, SEGMENTS)
+            _join(
+                segment_rows,
+                rows,
+                at,
+                tile,
+                first,
+                count,
+                head,
+                statistics,
+                H,
+                WIDTH,
+                COLUMNS,
+                SEGMENTS,
+            )
         elif segment_others is not None:
             ROW: tl.constexpr = STRIDE if OTHERS == WIDTH else H * OTHERS
             tile -= TILES
             at = node * ROW + head * OTHERS
-            _join(segment_others, others, at, tile, first, count, head, statistics, H, OTHERS, COLUMNS, SEGMENTS)
+            _join(
+                segment_others,
+                others,
+                at,
+                tile,
+                first,
+                count,
+                head,
+                statistics,
+                H,
+                OTHERS,
+                COLUMNS,
+                SEGMENTS,
+            )
 
 
 @triton.jit
@@ -103,7 +138,9 @@ def _statistics(
 def _weight(statistics, part, inside):
     """Return the weights of the segments whose statistics are at `part`, 0 where they are not `inside`."""
     segment_max, row_max, inverse = statistics
-    return tl.exp2(tl.load(segment_max + part, mask=inside, other=-float("inf")) - row_max) * inverse
+    return (
+        tl.exp2(tl.load(segment_max + part, mask=inside, other=-float("inf")) - row_max) * inverse
+    )
 
 
 @triton.jit

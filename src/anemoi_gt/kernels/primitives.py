@@ -55,7 +55,9 @@ def num_blocks(num_edges, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def row_or_segment(pointers, schedule, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr):
+def row_or_segment(
+    pointers, schedule, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr
+):
     """Return b, i, begin, end and slot of a program of a grid (B * (blocks + N), ..).
 
     Segments come first, and `slot` is their row in partial results [B * blocks, ..]. It is -1 for a row, which has no
@@ -71,7 +73,10 @@ def row_or_segment(pointers, schedule, num_rows, num_edges, SEGMENT: tl.constexp
         i = place - blocks
         if schedule is not None:
             i = tl.load(schedule + i).to(place.dtype)
-        begin, end = tl.load(pointers + i).to(place.dtype), tl.load(pointers + i + 1).to(place.dtype)
+        begin, end = (
+            tl.load(pointers + i).to(place.dtype),
+            tl.load(pointers + i + 1).to(place.dtype),
+        )
         end = tl.where(end - begin > 2 * SEGMENT, begin, end)
         slot = place * 0 - 1
     return b, i, begin, end, slot
@@ -81,7 +86,10 @@ def row_or_segment(pointers, schedule, num_rows, num_edges, SEGMENT: tl.constexp
 def segment_of_program(pointers, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr):
     """Return b, i, begin, end, slot, the first slot and the number of slots of its row: grid (B * blocks, ..)."""
     blocks = num_blocks(num_edges, SEGMENT)
-    b, block = as_index(tl.program_id(0) // blocks, INT64), as_index(tl.program_id(0) % blocks, INT64)
+    b, block = (
+        as_index(tl.program_id(0) // blocks, INT64),
+        as_index(tl.program_id(0) % blocks, INT64),
+    )
     i, begin, end, first, count = hub_segment(pointers, block, num_rows, SEGMENT)
     return b, i, begin, end, b * blocks + block, b * blocks + first, count
 
@@ -104,11 +112,15 @@ def product(x, y, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(head, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
+def row_offsets(
+    head, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr
+):
     """Return offsets and mask [HEADS, CHANNELS] of heads head .. head + HEADS - 1 in a row [H, C]."""
     h = head + tl.arange(0, HEADS)
     c = tl.arange(0, CHANNELS)
-    if H % HEADS == 0 and C == CHANNELS:  # known when compiled: nothing to mask, and loads need no zeros
+    if (
+        H % HEADS == 0 and C == CHANNELS
+    ):  # known when compiled: nothing to mask, and loads need no zeros
         mask = tl.full((HEADS, CHANNELS), 1, tl.int1)
     else:
         mask = (h < H)[:, None] & (c < C)[None, :]
@@ -140,7 +152,9 @@ def caller_edges(perm, e, inside):
 
 
 @triton.jit
-def load_attributes(edge_attr, edge, inside, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr):
+def load_attributes(
+    edge_attr, edge, inside, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr
+):
     """Return a_e as float32 [EDGES, ATTRIBUTES] of the caller's edges `edge` [EDGES], zero where not `inside`.
 
     With BIAS the attribute after the last is 1, so that its weight is the bias.
@@ -167,7 +181,11 @@ def keep_factor(edge_id, seed, b, h, drop_below, survivor):
     low = (edge_id & 0xFFFFFFFF).to(tl.uint32) + zero
     high = (edge_id >> 32).to(tl.uint32) + zero
     bits, _, _, _ = tl.philox(
-        tl.load(seed), low, high, zero + (b + zero.to(tl.int32)).to(tl.uint32), zero + h.to(tl.uint32)
+        tl.load(seed),
+        low,
+        high,
+        zero + (b + zero.to(tl.int32)).to(tl.uint32),
+        zero + h.to(tl.uint32),
     )
     return tl.where(bits.to(tl.int64) >= drop_below, survivor, 0.0)
 
@@ -185,7 +203,9 @@ def project_edges(
     for start in range(begin, end, EDGES):
         e = start + tl.arange(0, EDGES)
         inside = e < end
-        a = load_attributes(edge_attr, first_attr + caller_edges(perm, e, inside), inside, D, BIAS, ATTRIBUTES)
+        a = load_attributes(
+            edge_attr, first_attr + caller_edges(perm, e, inside), inside, D, BIAS, ATTRIBUTES
+        )
         if EDGES == 1:
             t = tl.sum(u[None, :, :] * a[:, None, :], axis=2)  # [EDGES, HEADS]
         else:

@@ -9,15 +9,23 @@ from torch.utils.checkpoint import checkpoint
 from anemoi_gt.custom_ops import define_operator
 
 
-def checkpoint_activations(function: Callable[..., Tensor], *inputs, device: torch.device, draws: bool) -> Tensor:
+def checkpoint_activations(
+    function: Callable[..., Tensor], *inputs, device: torch.device, draws: bool
+) -> Tensor:
     """Return `function(*inputs)`, keeping only the inputs for the backward pass, which calls the function again.
 
     `device` is that of the computation. If the function `draws` random numbers, as dropout does, backward must restore
     the generator state to draw the same. PyTorch cannot read that state while a CUDA graph is captured, and raises;
     without draws the state is not read during capture.
     """
-    captured = not torch.compiler.is_compiling() and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=draws or not captured)
+    captured = (
+        not torch.compiler.is_compiling()
+        and device.type == "cuda"
+        and torch.cuda.is_current_stream_capturing()
+    )
+    return checkpoint(
+        function, *inputs, use_reentrant=False, preserve_rng_state=draws or not captured
+    )
 
 
 @define_operator

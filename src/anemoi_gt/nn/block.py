@@ -32,7 +32,12 @@ from anemoi_gt.nn.input_validation import (
     check_sides,
     check_structure,
 )
-from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels, must_be_called
+from anemoi_gt.nn.layer_kernels import (
+    LayerKernels,
+    cast_for_projections,
+    check_kernels,
+    must_be_called,
+)
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts
@@ -67,7 +72,10 @@ class ShardedGraph(Protocol):
     structure: GraphStructure
 
     def start_exchange(
-        self, x_src: Tensor, prepare: Callable[..., Tensor] | None = None, cond: Tensor | None = None
+        self,
+        x_src: Tensor,
+        prepare: Callable[..., Tensor] | None = None,
+        cond: Tensor | None = None,
     ) -> PendingRows:
         """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective.
 
@@ -159,7 +167,9 @@ class GraphTransformerBaseBlock(nn.Module):
         mixing = (Linear(edge_dim, edge_dim), layer_kernels.Activation()) if edge_pre_mlp else ()
         self.edge_pre_mlp = nn.Sequential(*mixing)
 
-    def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor) -> Tensor:
+    def attend(
+        self, src: Tensor, dst: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor
+    ) -> Tensor:
         """Return what the residual connection adds [.., N_dst, out_channels]: destinations attend to their sources.
 
         Parameters
@@ -175,7 +185,9 @@ class GraphTransformerBaseBlock(nn.Module):
         edges = self.edge_operands(edge_attr)
         options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
         if isinstance(graph, GraphStructure):
-            out, _ = edge_attention(self.make_query(dst), *self.key_value(src), graph, *edges, **options)
+            out, _ = edge_attention(
+                self.make_query(dst), *self.key_value(src), graph, *edges, **options
+            )
             return self.combine(out, self.lin_self(dst))
         pending = graph.start_exchange(src)
         query, skip = self.make_query(dst), self.lin_self(dst)
@@ -186,14 +198,21 @@ class GraphTransformerBaseBlock(nn.Module):
     def path(self, x_dst: Tensor, cond: Tensor | None) -> BlockPath:
         """Return what computes each sub-layer in a call on destinations like x_dst; asked once per call."""
         if type(self) not in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock):
-            return BlockPath.by_modules(f"{type(self).__qualname__} may override what a fused sub-layer would skip")
+            return BlockPath.by_modules(
+                f"{type(self).__qualname__} may override what a fused sub-layer would skip"
+            )
         replaced = [name for name in METHODS if name in self.__dict__]
         if replaced:
             return BlockPath.by_modules(f"its {replaced[0]} was replaced on the instance")
         return BlockPath.of(self, x_dst, cond, self.config)
 
     def update_destinations(
-        self, path: BlockPath, x: Pair, graph: GraphStructure | ShardedGraph, edge_attr: Tensor, cond: Pair
+        self,
+        path: BlockPath,
+        x: Pair,
+        graph: GraphStructure | ShardedGraph,
+        edge_attr: Tensor,
+        cond: Pair,
     ) -> Tensor:
         """Return destinations [.., N_dst, out_channels] after attention and feed-forward network, both residual.
 
@@ -234,7 +253,9 @@ class GraphTransformerBaseBlock(nn.Module):
         nodes = (None, x_src) if is_one_set else (x_src, x_dst)
         return fused_block.attention(parts, nodes, graph, edge_attr, cond, halo)
 
-    def _feed_forward(self, parts: FeedForwardParts | str, side: str, x: Tensor, cond: Tensor | None) -> Tensor:
+    def _feed_forward(
+        self, parts: FeedForwardParts | str, side: str, x: Tensor, cond: Tensor | None
+    ) -> Tensor:
         """Return rows x after the feed-forward sub-layer of `side`, "dst" or "src"."""
         if isinstance(parts, str):
             norm, mlp = getattr(self, f"layer_norm_mlp_{side}"), getattr(self, f"node_{side}_mlp")
@@ -263,11 +284,15 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value [..., heads, C] of the normed features [..., in_channels] of sources."""
-        return apply_norm(self.k_norm, self._split_heads(self.lin_key(src))), self._split_heads(self.lin_value(src))
+        return apply_norm(self.k_norm, self._split_heads(self.lin_key(src))), self._split_heads(
+            self.lin_value(src)
+        )
 
     def combine(self, out: Tensor, skip: Tensor) -> Tensor:
         """Project the result of the attention [..., heads, C] plus `skip`, the `lin_self` of the destinations."""
-        return self.projection(rearrange(out, "... nodes heads channels -> ... nodes (heads channels)") + skip)
+        return self.projection(
+            rearrange(out, "... nodes heads channels -> ... nodes (heads channels)") + skip
+        )
 
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the edge operands of the attention: attributes [.., E, edge_dim], embedding weight and bias.
@@ -290,7 +315,9 @@ class GraphTransformerBaseBlock(nn.Module):
         return MLP(self.channels, self.hidden_dim, self.mlp_implementation, self.layer_kernels)
 
     def _split_heads(self, features: Tensor) -> Tensor:
-        return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.num_heads)
+        return rearrange(
+            features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.num_heads
+        )
 
 
 def _is_empty_batch(x: Tensor) -> bool:
@@ -298,7 +325,9 @@ def _is_empty_batch(x: Tensor) -> bool:
     return x.dim() == 3 and x.shape[0] == 0
 
 
-METHODS = tuple(name for name, method in vars(GraphTransformerBaseBlock).items() if callable(method))
+METHODS = tuple(
+    name for name, method in vars(GraphTransformerBaseBlock).items() if callable(method)
+)
 
 
 class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
@@ -421,12 +450,21 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         return x_src, x_dst
 
 
-def _check_sizes(in_channels: int, out_channels: int, width: int, num_heads: int, edge_dim: int) -> None:
-    sizes = {"in_channels": in_channels, "out_channels": out_channels, "attn_channels": width, "num_heads": num_heads}
+def _check_sizes(
+    in_channels: int, out_channels: int, width: int, num_heads: int, edge_dim: int
+) -> None:
+    sizes = {
+        "in_channels": in_channels,
+        "out_channels": out_channels,
+        "attn_channels": width,
+        "num_heads": num_heads,
+    }
     for name, size in (sizes | {"edge_dim": edge_dim}).items():
         check_integer(name, size)
     if in_channels != out_channels:
         got = f"{in_channels} and {out_channels}"
         raise ValueError(f"in_channels must equal out_channels (residual connection), got {got}")
     if width % num_heads:
-        raise ValueError(f"num_heads must divide the attention channels, got {num_heads} heads and {width} channels")
+        raise ValueError(
+            f"num_heads must divide the attention channels, got {num_heads} heads and {width} channels"
+        )

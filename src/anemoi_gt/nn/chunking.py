@@ -33,7 +33,9 @@ class RowsWithHalo:
     halo: Tensor
 
 
-Rows = Tensor | tuple[Tensor, ...] | None  # several tensors are columns of one, concatenated in each chunk
+Rows = (
+    Tensor | tuple[Tensor, ...] | None
+)  # several tensors are columns of one, concatenated in each chunk
 Pair = tuple[Rows, Rows]  # of sources, of destinations
 SourceRows = Rows | RowsWithHalo | tuple[RowsWithHalo, ...]
 Conditions = tuple[Tensor | None, Tensor | None]  # of sources, of destinations
@@ -82,7 +84,9 @@ class Chunk:
 
     def attributes(self, edge_attr: Tensor | None) -> Tensor | None:
         """Return the attributes of the chunk's edges from those of all edges [..., E, D]."""
-        return edge_attr if self.sizes is None or edge_attr is None else edge_attr[..., self.edges, :]
+        return (
+            edge_attr if self.sizes is None or edge_attr is None else edge_attr[..., self.edges, :]
+        )
 
     def apply(
         self,
@@ -137,9 +141,13 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
     if num_chunks == 1:
         return (Chunk(graph, None, slice(None), slice(None), None),)
     if not 1 <= num_chunks <= graph.num_dst:
-        raise ValueError(f"num_chunks must be in 1 .. {graph.num_dst}, the number of destinations, got {num_chunks}")
+        raise ValueError(
+            f"num_chunks must be in 1 .. {graph.num_dst}, the number of destinations, got {num_chunks}"
+        )
     if graph.perm is not None:
-        raise ValueError("graph must have its edges sorted by destination: build it from a sorted edge_index")
+        raise ValueError(
+            "graph must have its edges sorted by destination: build it from a sorted edge_index"
+        )
     return make_chunks(graph, num_chunks, graph.num_src)
 
 
@@ -231,7 +239,11 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
         are_all = len(chunks) == 1
     else:
         starts, ends = zip(*bounds, strict=True)
-        are_all = starts == (0, *ends[:-1]) and ends[-1] == sizes[1] and all(chunk.sizes == sizes for chunk in chunks)
+        are_all = (
+            starts == (0, *ends[:-1])
+            and ends[-1] == sizes[1]
+            and all(chunk.sizes == sizes for chunk in chunks)
+        )
     if not are_all:
         raise ValueError(
             "graph must hold all chunks of one split_destinations, in order, "
@@ -244,7 +256,9 @@ def _select(rows: SourceRows, select: Callable) -> Any:
     return tuple(map(select, rows)) if isinstance(rows, tuple) else select(rows)
 
 
-def _select_cond(cond: Tensor | RowsWithHalo | None, select: Callable[[Any], Tensor]) -> Tensor | None:
+def _select_cond(
+    cond: Tensor | RowsWithHalo | None, select: Callable[[Any], Tensor]
+) -> Tensor | None:
     """Return the rows of a condition that has one per node; one row is that of every node."""
     if cond is None or (isinstance(cond, Tensor) and cond.shape[-2] == 1):
         return cond

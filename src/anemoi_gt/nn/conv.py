@@ -101,7 +101,12 @@ class GraphTransformerConv(MessagePassing):
     ):
         kwargs.setdefault("aggr", "add")
         super().__init__(node_dim=0, **kwargs)
-        self.in_channels, self.out_channels, self.heads, self.edge_dim = in_channels, out_channels, heads, edge_dim
+        self.in_channels, self.out_channels, self.heads, self.edge_dim = (
+            in_channels,
+            out_channels,
+            heads,
+            edge_dim,
+        )
         self.concat, self.beta, self.root_weight = concat, beta and root_weight, root_weight
         self.dropout, self.config = dropout, config
         self._alpha: Tensor | None = (
@@ -115,14 +120,23 @@ class GraphTransformerConv(MessagePassing):
         self.lin_query = Linear(dst_channels, inner, bias=bias)
         self.lin_value = Linear(src_channels, inner, bias=bias)
         self.lin_edge = None if edge_dim is None else Linear(edge_dim, inner, bias=False)
-        self.lin_skip = Linear(dst_channels, outer, bias=bias)  # without root_weight too: PyG's state dict has it
+        self.lin_skip = Linear(
+            dst_channels, outer, bias=bias
+        )  # without root_weight too: PyG's state dict has it
         self.lin_beta = Linear(3 * outer, 1, bias=False) if self.beta else None
         self.reset_parameters()
 
     def reset_parameters(self):
         """Reinitialise all parameters in PyG's order, so that one seed gives both layers the same parameters."""
         super().reset_parameters()
-        for linear in (self.lin_key, self.lin_query, self.lin_value, self.lin_edge, self.lin_skip, self.lin_beta):
+        for linear in (
+            self.lin_key,
+            self.lin_query,
+            self.lin_value,
+            self.lin_edge,
+            self.lin_skip,
+            self.lin_beta,
+        ):
             if linear is not None:
                 linear.reset_parameters()
 
@@ -171,10 +185,16 @@ class GraphTransformerConv(MessagePassing):
         x_src, x_dst = x = self._sides(x)
         if is_chunked(edge_index):
             if return_attention_weights is not None:
-                raise ValueError(f"return_attention_weights must be None with chunks, got {return_attention_weights}")
-            return map_chunks(lambda x, graph, attr, _: self.forward(x, graph, attr), edge_index, x, edge_attr)
+                raise ValueError(
+                    f"return_attention_weights must be None with chunks, got {return_attention_weights}"
+                )
+            return map_chunks(
+                lambda x, graph, attr, _: self.forward(x, graph, attr), edge_index, x, edge_attr
+            )
         edges, pending = edge_index, None
-        if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(edge_index, ShardedGraph):
+        if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
+            edge_index, ShardedGraph
+        ):
             pending, edges = edge_index.start_exchange(x_src), edge_index.structure
         query = self._split_heads(self.lin_query(x_dst))
         x_src = x_src if pending is None else pending.wait()
@@ -188,13 +208,23 @@ class GraphTransformerConv(MessagePassing):
             attr, weight, bias = self._edge_operands(edge_attr)
             dropout_p = self.dropout if self.training else 0.0
             out, _ = edge_attention(
-                query, key, value, graph, attr, weight, bias, dropout_p=dropout_p, config=self.config
+                query,
+                key,
+                value,
+                graph,
+                attr,
+                weight,
+                bias,
+                dropout_p=dropout_p,
+                config=self.config,
             )
         out = self._add_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
 
         if return_attention_weights is None:
             return out
-        alpha = attention_weights(query, key, graph, *self._edge_operands(edge_attr)[:2], config=self.config)
+        alpha = attention_weights(
+            query, key, graph, *self._edge_operands(edge_attr)[:2], config=self.config
+        )
         if is_sparse_tensor(edge_index):
             return out, edge_index.set_value(alpha, layout="coo")
         return out, (edge_index, alpha)
@@ -230,17 +260,27 @@ class GraphTransformerConv(MessagePassing):
         if self.aggr not in ("add", "sum"):
             raise ValueError(f"aggr must be 'add', attention is a weighted sum, got {self.aggr!r}")
         if self.decomposed_layers != 1:
-            raise ValueError(f"decomposed_layers must be 1, heads cannot be split, got {self.decomposed_layers}")
+            raise ValueError(
+                f"decomposed_layers must be 1, heads cannot be split, got {self.decomposed_layers}"
+            )
 
     def _sides(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (x_src, x_dst), checked."""
         sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
         if len(sides) != 2 or not all(isinstance(side, Tensor) for side in sides):
-            got = ", ".join(type(side).__name__ for side in sides) if isinstance(x, (tuple, list)) else type(x).__name__
+            got = (
+                ", ".join(type(side).__name__ for side in sides)
+                if isinstance(x, (tuple, list))
+                else type(x).__name__
+            )
             raise ValueError(f"x must be a tensor or a pair of tensors (x_src, x_dst), got ({got})")
-        for name, side, linear in zip(("x_src", "x_dst"), sides, (self.lin_key, self.lin_query), strict=True):
+        for name, side, linear in zip(
+            ("x_src", "x_dst"), sides, (self.lin_key, self.lin_query), strict=True
+        ):
             if side.dim() not in (2, 3):
-                raise ValueError(f"{name} must have shape [N, F] or [B, N, F], got {tuple(side.shape)}")
+                raise ValueError(
+                    f"{name} must have shape [N, F] or [B, N, F], got {tuple(side.shape)}"
+                )
             if linear.in_channels != LAZY:
                 check_features(name, side, linear.in_channels, like=linear.weight)
             elif side.shape[-1] == 0:
@@ -253,7 +293,9 @@ class GraphTransformerConv(MessagePassing):
         self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
     ) -> tuple[GraphStructure, Tensor | None]:
         """Return the edges as a structure, and the attributes in the caller's edge order."""
-        graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes, self.config)
+        graph, edge_attr = read_edges(
+            self._along_flow(edge_index), edge_attr, num_nodes, self.config
+        )
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(
@@ -273,11 +315,15 @@ class GraphTransformerConv(MessagePassing):
             )
         return edge_index.flip(0)
 
-    def _edge_operands(self, edge_attr: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _edge_operands(
+        self, edge_attr: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return attributes, W_edge [heads * C, D] and a bias that somebody has added, or embedded edges."""
         if self.lin_edge is None:
             return None, None, None
-        if isinstance(self.lin_edge.weight, UninitializedParameter):  # lin_edge is not called, nor its lazy hook
+        if isinstance(
+            self.lin_edge.weight, UninitializedParameter
+        ):  # lin_edge is not called, nor its lazy hook
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
         if must_be_called(self.lin_edge, Linear):
             return self._split_heads(self.lin_edge(edge_attr)), None, None
@@ -308,7 +354,12 @@ class GraphTransformerConv(MessagePassing):
         return self.explain is True or any(hooks)
 
     def _attend_by_messages(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: GraphStructure, edge_attr: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: GraphStructure,
+        edge_attr: Tensor | None,
     ) -> Tensor:
         if query.dim() == 4:
             raise ValueError(
@@ -329,16 +380,22 @@ class GraphTransformerConv(MessagePassing):
         if self.flow == "target_to_source":
             size, edge_index = size[::-1], edge_index.flip(0)
         # propagate_type: (query: Tensor, key: Tensor, value: Tensor, edge_attr: OptTensor)
-        out = self.propagate(edge_index, size=size, query=query, key=key, value=value, edge_attr=edge_attr)
+        out = self.propagate(
+            edge_index, size=size, query=query, key=key, value=value, edge_attr=edge_attr
+        )
         self._alpha = None
         return out
 
 
 def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
     """Return the features of a source and of a destination, checked."""
-    sides = tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
+    sides = (
+        tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
+    )
     if len(sides) != 2:
-        raise ValueError(f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}")
+        raise ValueError(
+            f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}"
+        )
     for side in sides:
         if side != LAZY:
             check_integer("in_channels", side, note=f", or {LAZY} to infer it from the first input")

@@ -13,7 +13,12 @@ from torch import Tensor
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts, attention_parts, feed_forward_parts
+from anemoi_gt.nn.sublayers import (
+    AttentionParts,
+    FeedForwardParts,
+    attention_parts,
+    feed_forward_parts,
+)
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.operands import AttentionOperands, check_operands
@@ -23,16 +28,24 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_subl
 
 def pays(x: Tensor, config: AttentionConfig) -> bool:
     """Return whether fused sub-layers are faster for rows like x: under 16-bit autocast on backend `triton`."""
-    is_16_bit = autocast_is_active(x.device.type) and autocast_dtype(x) in (torch.float16, torch.bfloat16)
+    is_16_bit = autocast_is_active(x.device.type) and autocast_dtype(x) in (
+        torch.float16,
+        torch.bfloat16,
+    )
     return is_16_bit and runs_on_triton(x, config)
 
 
 def runs_on_triton(x: Tensor, config: AttentionConfig) -> bool:
     """Return whether backend `triton` computes attention over rows like x; raise ValueError as `edge_attention`."""
-    return choose_backend(config.backend, x.new_empty(0, dtype=autocast_dtype(x))) is BACKENDS["triton"]
+    return (
+        choose_backend(config.backend, x.new_empty(0, dtype=autocast_dtype(x)))
+        is BACKENDS["triton"]
+    )
 
 
-Nodes = tuple[Tensor | None, Tensor]  # sources, None where they are the destinations, and destinations
+Nodes = tuple[
+    Tensor | None, Tensor
+]  # sources, None where they are the destinations, and destinations
 Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinations
 
 
@@ -80,7 +93,9 @@ def attention_path(
     return _dtype_mismatch(x, parts.query_weight) or parts
 
 
-def feed_forward_path(parts: FeedForwardParts | str, x: Tensor, cond: Tensor | tuple | None) -> FeedForwardParts | str:
+def feed_forward_path(
+    parts: FeedForwardParts | str, x: Tensor, cond: Tensor | tuple | None
+) -> FeedForwardParts | str:
     """Return the parts, or why a call on rows like x with this condition cannot use them."""
     if isinstance(parts, str):
         return parts
@@ -153,7 +168,9 @@ def _source_conditions(x: Nodes, cond: Conditions) -> Tensor | None:
     return None if x[0] is None else row_conditions(cond[0], x[0])
 
 
-def _check(parts: AttentionParts, x: Nodes, graph: GraphStructure, edge_attr: Tensor, halo: Tensor | None) -> None:
+def _check(
+    parts: AttentionParts, x: Nodes, graph: GraphStructure, edge_attr: Tensor, halo: Tensor | None
+) -> None:
     """Raise ValueError as `edge_attention` would, for stand-ins of query and key without memory."""
     x_src, x_dst = x
     num_src = (x_dst if x_src is None else x_src).shape[-2]
@@ -164,4 +181,6 @@ def _check(parts: AttentionParts, x: Nodes, graph: GraphStructure, edge_attr: Te
     query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)
     key = x_dst.new_empty(()).expand(*x_dst.shape[:-2], num_src, *heads)
     edge_bias = parts.edge_bias
-    check_operands(AttentionOperands(query, key, key, edge_attr, parts.edge_weight, edge_bias), graph)
+    check_operands(
+        AttentionOperands(query, key, key, edge_attr, parts.edge_weight, edge_bias), graph
+    )

@@ -38,11 +38,17 @@ def check_sides(x: tuple, channels: tuple[int, int], like: Tensor) -> tuple:
 
 def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: Tensor) -> None:
     """Raise unless `columns` are tensors [N, F] or [B, N, F] of the same nodes with `channels` features in all."""
-    shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in columns]
+    shapes = [
+        tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in columns
+    ]
     fit = all(isinstance(part, Tensor) and part.dim() in (2, 3) for part in columns)
-    fit = fit and all(shape[:-1] == shapes[0][:-1] for shape in shapes)  # sizes may be symbols, which have no hash
+    fit = fit and all(
+        shape[:-1] == shapes[0][:-1] for shape in shapes
+    )  # sizes may be symbols, which have no hash
     if not fit or sum(shape[-1] for shape in shapes) != channels:
-        raise ValueError(f"{name} must be tensors of the same nodes with {channels} features in all, got {shapes}")
+        raise ValueError(
+            f"{name} must be tensors of the same nodes with {channels} features in all, got {shapes}"
+        )
     for part in columns:
         check_dtype(name, part, like)
 
@@ -54,7 +60,9 @@ def check_nodes(graph: GraphStructure, x_src: Tensor, x_dst: Tensor) -> None:
     sizes = ("source", graph.num_src), ("destination", graph.num_dst)
     for name, x, (kind, number) in zip(names, (x_src, x_dst), sizes, strict=True):
         if not have_size(x.shape[-2], number):
-            raise ValueError(f"{name} must have {number} rows, one per {kind} of the graph, got {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must have {number} rows, one per {kind} of the graph, got {tuple(x.shape)}"
+            )
 
 
 def check_batch(x_src: Tensor, x_dst: Tensor) -> None:
@@ -86,7 +94,9 @@ def _check_pair(message: str, pair: object) -> None:
 def check_attributes(edge_attr: object, edge_dim: int) -> None:
     """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge; the attention checks its rows."""
     wanted = f"[E, {edge_dim}] or [B, E, {edge_dim}], raw attributes"
-    check_shape("edge_attr", edge_attr, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == edge_dim)
+    check_shape(
+        "edge_attr", edge_attr, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == edge_dim
+    )
 
 
 def check_structure(graph: object) -> None:
@@ -104,7 +114,13 @@ def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] 
     PyTorch slices and gathers from tensors with too many rows silently, which would drop the others. `sizes` are the
     sources, destinations and edges of the whole graph; `rows` are [..., rows, features] or None.
     """
-    kinds = dict(zip(("src", "dst", "attr"), zip(("source", "destination", "edge"), sizes, strict=True), strict=True))
+    kinds = dict(
+        zip(
+            ("src", "dst", "attr"),
+            zip(("source", "destination", "edge"), sizes, strict=True),
+            strict=True,
+        )
+    )
     for name, tensor in rows.items():
         kind, number = kinds[name.rpartition("_")[2]]
         is_cond = name.startswith("cond")

@@ -49,7 +49,11 @@ class LayerKernels:
 
 def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
     """Return `x` in autocast's dtype if all projections are `nn.Linear`; other classes cast for themselves."""
-    return cast_for_autocast(x) if all(type(projection) is nn.Linear for projection in projections) else x
+    return (
+        cast_for_autocast(x)
+        if all(type(projection) is nn.Linear for projection in projections)
+        else x
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -72,13 +76,17 @@ def hooks_of(module: nn.Module) -> list:
 
 def has_global_hooks() -> bool:
     """Return whether hooks are registered for all modules, as by `register_module_forward_hook`; our own only watch."""
-    hooks = [hook for name in HOOKS for hook in getattr(nn.modules.module, f"_global{name}", {}).values()]
+    hooks = [
+        hook for name in HOOKS for hook in getattr(nn.modules.module, f"_global{name}", {}).values()
+    ]
     return any(not getattr(hook, "__module__", "").startswith("anemoi_gt.") for hook in hooks)
 
 
 def has_wrapped_weights(module: nn.Module) -> bool:
     """Return whether weight or bias is a tensor subclass that computes for itself: distributed, quantised."""
-    return hasattr(module.weight, "__tensor_flatten__") or hasattr(module.bias, "__tensor_flatten__")
+    return hasattr(module.weight, "__tensor_flatten__") or hasattr(
+        module.bias, "__tensor_flatten__"
+    )
 
 
 def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
@@ -87,7 +95,11 @@ def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
     The attention reads the weight and bias of an edge embedding instead of calling it. `kind` is the class whose
     `forward` needs nothing else.
     """
-    if type(linear).forward is kind.forward and not hooks_of(linear) and not has_wrapped_weights(linear):
+    if (
+        type(linear).forward is kind.forward
+        and not hooks_of(linear)
+        and not has_wrapped_weights(linear)
+    ):
         return False
     _warn_of_call(type(linear))
     return True

@@ -137,7 +137,9 @@ class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.emb_nodes_src = self.proc.layer_kernels.Linear(self.in_channels_src, self.proc.channels)
+        self.emb_nodes_src = self.proc.layer_kernels.Linear(
+            self.in_channels_src, self.proc.channels
+        )
 
 
 class FieldExtractor(nn.Sequential):
@@ -175,7 +177,9 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         channels = self.proc.channels
         embed = nn.Identity if self.in_channels_src == channels else self.proc.layer_kernels.Linear
         self.emb_nodes_src = embed(self.in_channels_src, channels)
-        self.node_data_extractor = FieldExtractor(nn.LayerNorm(channels), nn.Linear(channels, out_channels_dst))
+        self.node_data_extractor = FieldExtractor(
+            nn.LayerNorm(channels), nn.Linear(channels, out_channels_dst)
+        )
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return fields of the destinations [..., N_dst, out_channels_dst] of a graph or of one chunk."""

@@ -39,7 +39,9 @@ class MLP(nn.Module):
     def __init__(self, channels: int, hidden_dim: int, implementation: str, kernels: LayerKernels):
         super().__init__()
         if implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"mlp_implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+            raise ValueError(
+                f"mlp_implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+            )
         check_integer("hidden_dim", hidden_dim)
         if implementation == "mlp":
             hidden = [kernels.Linear(channels, hidden_dim), kernels.Activation()]
@@ -61,5 +63,7 @@ def hidden_width(channels: int, ratio: float) -> int:
     check_number("mlp_ratio", ratio)
     width = math.floor(ratio * channels + 0.5) if math.isfinite(ratio) else 0
     if width < 1:
-        raise ValueError(f"mlp_ratio * channels must be finite and at least 1/2, got {ratio} * {channels}")
+        raise ValueError(
+            f"mlp_ratio * channels must be finite and at least 1/2, got {ratio} * {channels}"
+        )
     return width

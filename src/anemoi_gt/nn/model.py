@@ -121,20 +121,40 @@ class EncoderProcessorDecoder(nn.Module):
         self.has_one_data_set = not isinstance(in_channels, Mapping)
         self.in_channels, self.out_channels = _by_data_set(in_channels, out_channels)
         names = list(dict.fromkeys([*self.in_channels, *self.out_channels]))
-        self.nodes = nn.ModuleDict({name: nodes_of(graph, name, trainable_nodes) for name in (*names, HIDDEN)})
+        self.nodes = nn.ModuleDict(
+            {name: nodes_of(graph, name, trainable_nodes) for name in (*names, HIDDEN)}
+        )
         sizes = trainable_edges, mapper_chunks
-        self.encoder_edges = nn.ModuleDict({d: edges_of(graph, d, HIDDEN, *sizes) for d in self.in_channels})
+        self.encoder_edges = nn.ModuleDict(
+            {d: edges_of(graph, d, HIDDEN, *sizes) for d in self.in_channels}
+        )
         self.processor_edges = edges_of(graph, HIDDEN, HIDDEN, trainable_edges)
-        self.decoder_edges = nn.ModuleDict({d: edges_of(graph, HIDDEN, d, *sizes) for d in self.out_channels})
+        self.decoder_edges = nn.ModuleDict(
+            {d: edges_of(graph, HIDDEN, d, *sizes) for d in self.out_channels}
+        )
 
-        options: dict[str, Any] = {"num_channels": channels, "num_heads": heads, "mlp_hidden_ratio": mlp_ratio}
-        options |= {"attn_channels": attn_channels, "qk_norm": qk_norm, "mlp_implementation": mlp_implementation}
+        options: dict[str, Any] = {
+            "num_channels": channels,
+            "num_heads": heads,
+            "mlp_hidden_ratio": mlp_ratio,
+        }
+        options |= {
+            "attn_channels": attn_channels,
+            "qk_norm": qk_norm,
+            "mlp_implementation": mlp_implementation,
+        }
         options |= {"edge_pre_mlp": edge_pre_mlp, "dropout": dropout, "config": config}
         layers: dict[str, Any] = {"num_layers": num_layers, "checkpoint_groups": checkpoint_groups}
-        self.processor = GraphTransformerProcessor(edge_dim=self.processor_edges.edge_dim, **layers, **options)
+        self.processor = GraphTransformerProcessor(
+            edge_dim=self.processor_edges.edge_dim, **layers, **options
+        )
         options["gradient_checkpointing"] = checkpoint_groups is not None
-        self.encoder = nn.ModuleDict({name: self._make_encoder(name, options) for name in self.in_channels})
-        self.decoder = nn.ModuleDict({name: self._make_decoder(name, options) for name in self.out_channels})
+        self.encoder = nn.ModuleDict(
+            {name: self._make_encoder(name, options) for name in self.in_channels}
+        )
+        self.decoder = nn.ModuleDict(
+            {name: self._make_decoder(name, options) for name in self.out_channels}
+        )
         self.residual = nn.ModuleDict(self._make_residuals(residual))
 
     def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
@@ -158,16 +178,27 @@ class EncoderProcessorDecoder(nn.Module):
         fields: Any = {DATA: x} if self.has_one_data_set else x
         self._check_input(fields)
         batch = next(iter(fields.values())).shape[0]
-        columns = {name: [part.expand(batch, -1, -1) for part in nodes.columns()] for name, nodes in self.nodes.items()}
+        columns = {
+            name: [part.expand(batch, -1, -1) for part in nodes.columns()]
+            for name, nodes in self.nodes.items()
+        }
         mesh = tuple(columns.pop(HIDDEN))
-        data = {name: (fields[name], *parts) if name in fields else tuple(parts) for name, parts in columns.items()}
+        data = {
+            name: (fields[name], *parts) if name in fields else tuple(parts)
+            for name, parts in columns.items()
+        }
 
-        encoded = (encoder((data[name], mesh), *self.encoder_edges[name]()) for name, encoder in self.encoder.items())
+        encoded = (
+            encoder((data[name], mesh), *self.encoder_edges[name]())
+            for name, encoder in self.encoder.items()
+        )
         hidden = self.processor(reduce(add, encoded), *self.processor_edges())
         out = {name: self._decode(name, hidden, data[name], fields) for name in self.decoder}
         return out[DATA] if self.has_one_data_set else out
 
-    def _decode(self, name: str, hidden: Tensor, data: tuple[Tensor, ...], fields: Mapping[str, Tensor]) -> Tensor:
+    def _decode(
+        self, name: str, hidden: Tensor, data: tuple[Tensor, ...], fields: Mapping[str, Tensor]
+    ) -> Tensor:
         """Return the fields of one data set in the dtype of the input: 16 bits are too few for a residual."""
         out = self.decoder[name]((hidden, data), *self.decoder_edges[name]())
         out = out.to(next(iter(fields.values())).dtype)
@@ -176,7 +207,9 @@ class EncoderProcessorDecoder(nn.Module):
     def _check_input(self, fields: Mapping[str, Tensor]) -> None:
         if not isinstance(fields, Mapping) or set(fields) != set(self.in_channels):
             got = list(fields) if isinstance(fields, Mapping) else type(fields).__name__
-            raise ValueError(f"x must map each of the data sets {list(self.in_channels)} to its fields, got {got}")
+            raise ValueError(
+                f"x must map each of the data sets {list(self.in_channels)} to its fields, got {got}"
+            )
         batch = None
         for name, x in fields.items():
             shape = (self.nodes[name].num_nodes, self.in_channels[name])
@@ -184,7 +217,9 @@ class EncoderProcessorDecoder(nn.Module):
             check_shape(label, x, f"[B, {shape[0]}, {shape[1]}]", partial(_is_batch_of, shape))
             check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
             if batch not in (None, x.shape[0]):
-                raise ValueError(f"{label} must have the batch size {batch} of the other data sets, got {x.shape[0]}")
+                raise ValueError(
+                    f"{label} must have the batch size {batch} of the other data sets, got {x.shape[0]}"
+                )
             batch = x.shape[0]
 
     def _make_encoder(self, name: str, options: dict) -> GraphTransformerForwardMapper:
@@ -215,8 +250,13 @@ class EncoderProcessorDecoder(nn.Module):
             )
         both = [name for name in self.in_channels if name in self.out_channels]
         if not set(residual) <= set(both):
-            raise ValueError(f"residual must name data sets that are input and output, {both}, got {list(residual)}")
-        return {d: Residual(pairs, self.in_channels[d], self.out_channels[d]) for d, pairs in residual.items()}
+            raise ValueError(
+                f"residual must name data sets that are input and output, {both}, got {list(residual)}"
+            )
+        return {
+            d: Residual(pairs, self.in_channels[d], self.out_channels[d])
+            for d, pairs in residual.items()
+        }
 
 
 def _is_batch_of(shape: tuple[int, int], x: Tensor) -> bool:
@@ -229,17 +269,25 @@ def _by_data_set(
     """Return input and output fields by data set, checked; a single data set is called "data"."""
     sides = {"in_channels": in_channels, "out_channels": out_channels}
     if len({isinstance(side, Mapping) for side in sides.values()}) > 1:
-        raise ValueError(f"in_channels and out_channels must both be integers or both be mappings, got {sides}")
+        raise ValueError(
+            f"in_channels and out_channels must both be integers or both be mappings, got {sides}"
+        )
     named: dict[str, dict[str, int]] = {}
     for name, side in sides.items():
         named[name] = dict(side) if isinstance(side, Mapping) else {DATA: side}
     for name, side in named.items():
         for data_set, size in side.items():
-            check_integer(f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size)
+            check_integer(
+                f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size
+            )
         if not side or HIDDEN in side:
-            raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
+            raise ValueError(
+                f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}"
+            )
         modules = nn.ModuleDict()  # names become part of the keys of the state dict
-        if refused := [d for d in side if not isinstance(d, str) or d == "" or "." in d or hasattr(modules, d)]:
+        if refused := [
+            d for d in side if not isinstance(d, str) or d == "" or "." in d or hasattr(modules, d)
+        ]:
             raise ValueError(
                 f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a dot, and not an "
                 f"attribute such as 'train', got {refused}; rename these nodes of the graph"

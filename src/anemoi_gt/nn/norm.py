@@ -80,11 +80,16 @@ class ConditionalLayerNorm(nn.Module):
         when features or condition have the wrong shape or dtype.
         """
         channels, features = self.scale.out_features, self.scale.in_features
-        check_shape("x", x, f"[..., N, {channels}]", lambda x: x.dim() >= 2 and x.shape[-1] == channels)
+        check_shape(
+            "x", x, f"[..., N, {channels}]", lambda x: x.dim() >= 2 and x.shape[-1] == channels
+        )
         rows = x.shape[-2]
         wanted = f"[..., {rows} or 1, {features}]"
         check_shape(
-            "cond", cond, wanted, lambda c: c.dim() >= 2 and c.shape[-1] == features and c.shape[-2] in (1, rows)
+            "cond",
+            cond,
+            wanted,
+            lambda c: c.dim() >= 2 and c.shape[-1] == features and c.shape[-2] in (1, rows),
         )
         batches = zip(cond.shape[:-2][::-1], x.shape[:-2][::-1], strict=False)
         if not all(1 in sizes or sizes[0] == sizes[1] for sizes in batches):
@@ -100,7 +105,11 @@ def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor
 
     `norm` must treat each row of `x` [..., F] by itself. Raise ValueError when it takes no condition, or requires one.
     """
-    return norm_in_chunks(norm, x, cond, OVERFLOW_NUMEL // 2) if overflows(norm, x) else _norm(norm, x, cond)
+    return (
+        norm_in_chunks(norm, x, cond, OVERFLOW_NUMEL // 2)
+        if overflows(norm, x)
+        else _norm(norm, x, cond)
+    )
 
 
 def overflows(norm: nn.Module, x: Tensor) -> bool:
@@ -129,7 +138,9 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
             raise
         kind = type(norm).__name__
         if cond is None:
-            message = f"cond must be a tensor because norms of class {kind} require a condition, got None"
+            message = (
+                f"cond must be a tensor because norms of class {kind} require a condition, got None"
+            )
             raise ValueError(message) from error
         got = tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
         raise ValueError(

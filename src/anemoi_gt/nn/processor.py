@@ -80,7 +80,12 @@ class GraphTransformerProcessor(nn.Module):
             self.proc.append(block)
 
     def forward(
-        self, x: Tensor, graph: GraphStructure | Sequence[Chunk], edge_attr: Tensor, *, cond: Tensor | None = None
+        self,
+        x: Tensor,
+        graph: GraphStructure | Sequence[Chunk],
+        edge_attr: Tensor,
+        *,
+        cond: Tensor | None = None,
     ) -> Tensor:
         """Return the nodes [N, num_channels] or [B, N, num_channels] after all blocks.
 
@@ -94,14 +99,18 @@ class GraphTransformerProcessor(nn.Module):
             Condition of conditional norms.
         """
         first = self.proc[0]
-        check_features("x", x, first.channels, like=first.lin_query.weight)  # its device is needed below
+        check_features(
+            "x", x, first.channels, like=first.lin_query.weight
+        )  # its device is needed below
         if self.checkpoint_groups is None:
             return _run(self.proc, x, graph, edge_attr, cond)
         layers, groups = len(self.proc), self.checkpoint_groups
         for i in range(groups):
             group = self.proc[layers * i // groups : layers * (i + 1) // groups]
             draws = self.training and any(block.dropout > 0 for block in group)
-            x = checkpoint_activations(_run_group, group, x, graph, edge_attr, cond, device=x.device, draws=draws)
+            x = checkpoint_activations(
+                _run_group, group, x, graph, edge_attr, cond, device=x.device, draws=draws
+            )
         return x
 
 
@@ -111,7 +120,11 @@ def _run_group(*inputs) -> Tensor:
 
 
 def _run(
-    blocks: nn.ModuleList, x: Tensor, graph: GraphStructure | Sequence[Chunk], edge_attr: Tensor, cond: Tensor | None
+    blocks: nn.ModuleList,
+    x: Tensor,
+    graph: GraphStructure | Sequence[Chunk],
+    edge_attr: Tensor,
+    cond: Tensor | None,
 ) -> Tensor:
     for block in blocks:
         x = block(x, graph, edge_attr, cond=cond)

@@ -28,7 +28,9 @@ class Residual(nn.Module):
 
     def __init__(self, channels: Mapping[int, int], in_channels: int, out_channels: int):
         super().__init__()
-        if not isinstance(channels, Mapping) or not all(map(is_integer, [*channels.keys(), *channels.values()])):
+        if not isinstance(channels, Mapping) or not all(
+            map(is_integer, [*channels.keys(), *channels.values()])
+        ):
             raise ValueError(
                 f"residual must map output channels to input channels, both integers, as in {{0: 2}}, got {channels!r}"
             )
@@ -36,7 +38,9 @@ class Residual(nn.Module):
         sides = {"output": (outputs, out_channels), "input": (inputs, in_channels)}
         for side, (numbers, size) in sides.items():
             if wrong := [number for number in numbers if not 0 <= number < size]:
-                raise ValueError(f"residual must name {side} channels in 0 .. {size - 1}, got {wrong}")
+                raise ValueError(
+                    f"residual must name {side} channels in 0 .. {size - 1}, got {wrong}"
+                )
         self.register_buffer("outputs", torch.tensor(outputs, dtype=torch.int64), persistent=False)
         self.register_buffer("inputs", torch.tensor(inputs, dtype=torch.int64), persistent=False)
 

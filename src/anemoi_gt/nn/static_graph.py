@@ -53,15 +53,23 @@ class StaticNodes(nn.Module):
         wanted = "[N, 2], latitude and longitude in radians"
         check_shape("positions", positions, wanted, lambda x: x.dim() == 2 and x.shape[1] == 2)
         _check_finite("positions", positions)
-        if not bool((positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()):  # float32 may round a pole to beyond pi / 2
+        if not bool(
+            (positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()
+        ):  # float32 may round a pole to beyond pi / 2
             raise ValueError(
                 f"latitudes must lie within +-pi/2 radians, got up to {float(positions[:, 0].abs().max()):g}; "
                 "convert degrees with torch.deg2rad"
             )
-        check_integer("trainable", trainable, least=0, note=", the number of trainable features of a node")
-        sin_cos_lat_lon = torch.cat([positions.sin(), positions.cos()], dim=-1).to(torch.get_default_dtype())
+        check_integer(
+            "trainable", trainable, least=0, note=", the number of trainable features of a node"
+        )
+        sin_cos_lat_lon = torch.cat([positions.sin(), positions.cos()], dim=-1).to(
+            torch.get_default_dtype()
+        )
         self.register_buffer("sin_cos_lat_lon", sin_cos_lat_lon, persistent=False)
-        self.trainable = nn.Parameter(torch.zeros(positions.shape[0], trainable)) if trainable else None
+        self.trainable = (
+            nn.Parameter(torch.zeros(positions.shape[0], trainable)) if trainable else None
+        )
 
     def __len__(self) -> int:
         return self.num_nodes
@@ -74,7 +82,9 @@ class StaticNodes(nn.Module):
     @property
     def channels(self) -> int:
         """Number of features of each node, fixed and trainable."""
-        return self.sin_cos_lat_lon.shape[1] + (0 if self.trainable is None else self.trainable.shape[1])
+        return self.sin_cos_lat_lon.shape[1] + (
+            0 if self.trainable is None else self.trainable.shape[1]
+        )
 
     def forward(self) -> Tensor:
         """Return the features [N, channels]: sin lat, sin lon, cos lat, cos lon, trainable features."""
@@ -82,7 +92,11 @@ class StaticNodes(nn.Module):
 
     def columns(self) -> tuple[Tensor, ...]:
         """Return fixed and trainable features, [N, F] each, which `forward` concatenates."""
-        return (self.sin_cos_lat_lon,) if self.trainable is None else (self.sin_cos_lat_lon, self.trainable)
+        return (
+            (self.sin_cos_lat_lon,)
+            if self.trainable is None
+            else (self.sin_cos_lat_lon, self.trainable)
+        )
 
 
 class StaticStructure(nn.Module):
@@ -155,14 +169,20 @@ class StaticEdges(nn.Module):
         super().__init__()
         graph = GraphStructure.from_edge_index(edge_index, num_nodes)
         wanted = f"[{graph.num_edges}, D], one row per edge"
-        check_shape("edge_attr", edge_attr, wanted, lambda x: x.dim() == 2 and len(x) == graph.num_edges)
+        check_shape(
+            "edge_attr", edge_attr, wanted, lambda x: x.dim() == 2 and len(x) == graph.num_edges
+        )
         _check_finite("edge_attr", edge_attr)
-        check_integer("trainable", trainable, least=0, note=", the number of trainable attributes of an edge")
+        check_integer(
+            "trainable", trainable, least=0, note=", the number of trainable attributes of an edge"
+        )
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
         self.structure = StaticStructure(replace(graph, perm=None))
         self.split(num_chunks)
         self.register_buffer("edge_attr", edge_attr, persistent=False)
-        self.trainable = nn.Parameter(torch.zeros(graph.num_edges, trainable)) if trainable else None
+        self.trainable = (
+            nn.Parameter(torch.zeros(graph.num_edges, trainable)) if trainable else None
+        )
 
     @property
     def edge_dim(self) -> int:
@@ -176,7 +196,11 @@ class StaticEdges(nn.Module):
 
     def attributes(self) -> Tensor:
         """Return the attributes [E, edge_dim], sorted by destination."""
-        return self.edge_attr if self.trainable is None else torch.cat([self.edge_attr, self.trainable], dim=-1)
+        return (
+            self.edge_attr
+            if self.trainable is None
+            else torch.cat([self.edge_attr, self.trainable], dim=-1)
+        )
 
     def forward(self) -> tuple[GraphStructure | tuple[Chunk, ...], Tensor]:
         """Return the structure with its reverse, or its chunks, and the attributes [E, edge_dim] of all edges."""
@@ -211,13 +235,19 @@ def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
     Raise ValueError when the graph does not have these nodes, or they have no positions.
     """
     if not isinstance(graph, HeteroData):
-        raise ValueError(f"graph must be a HeteroData, as anemoi_gt.data.graphs makes it, got {type(graph).__name__}")
+        raise ValueError(
+            f"graph must be a HeteroData, as anemoi_gt.data.graphs makes it, got {type(graph).__name__}"
+        )
     if name not in graph.node_types or "x" not in graph[name]:
-        raise ValueError(f"graph must have nodes {name!r} with positions x [N, 2], got nodes {graph.node_types}")
+        raise ValueError(
+            f"graph must have nodes {name!r} with positions x [N, 2], got nodes {graph.node_types}"
+        )
     return StaticNodes(graph[name].x, trainable)
 
 
-def edges_of(graph: HeteroData, source: str, destination: str, trainable: int, num_chunks: int = 1) -> StaticEdges:
+def edges_of(
+    graph: HeteroData, source: str, destination: str, trainable: int, num_chunks: int = 1
+) -> StaticEdges:
     """Return the edges between two sets of nodes with `trainable` trainable attributes each, in chunks of destinations.
 
     Raise ValueError when the graph does not have these edges, or a field is missing or has the wrong shape.
@@ -227,13 +257,25 @@ def edges_of(graph: HeteroData, source: str, destination: str, trainable: int, n
         raise ValueError(f"graph must have edges {kind}, got edges {graph.edge_types}")
     edges = graph[kind]
     if missing := [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]:
-        raise ValueError(f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {', '.join(missing)}")
+        raise ValueError(
+            f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {', '.join(missing)}"
+        )
     wanted = "[2, E], sources and destinations"
-    check_shape(f"edge_index of edges {kind}", edges.edge_index, wanted, lambda x: x.dim() == 2 and len(x) == 2)
+    check_shape(
+        f"edge_index of edges {kind}",
+        edges.edge_index,
+        wanted,
+        lambda x: x.dim() == 2 and len(x) == 2,
+    )
     num_edges = edges.edge_index.shape[1]
     for name in EDGE_ATTRIBUTES:
         wanted = f"[{num_edges}, features], one row per edge"
-        check_shape(f"{name} of edges {kind}", edges[name], wanted, lambda x: x.dim() == 2 and len(x) == num_edges)
+        check_shape(
+            f"{name} of edges {kind}",
+            edges[name],
+            wanted,
+            lambda x: x.dim() == 2 and len(x) == num_edges,
+        )
     edge_attr = torch.cat([edges[name] for name in EDGE_ATTRIBUTES], dim=-1)
     sizes = graph[source].x.shape[0], graph[destination].x.shape[0]
     return StaticEdges(edges.edge_index, edge_attr, sizes, trainable, num_chunks=num_chunks)

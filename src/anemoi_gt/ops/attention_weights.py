@@ -46,7 +46,9 @@ def attention_weights(
     """
     check_config(config)
     check_scale(scale)
-    operands = AttentionOperands(query, key, key, edge_attr, edge_weight, edge_bias)  # key has the shape of a value
+    operands = AttentionOperands(
+        query, key, key, edge_attr, edge_weight, edge_bias
+    )  # key has the shape of a value
     check_operands(operands, graph)
     operands, _ = cast_operands(config.precision, operands)
     dtype = accumulator_dtype(operands.query.dtype)
@@ -71,6 +73,8 @@ def _softmax(score: Tensor, dst: Tensor, num_dst: int) -> Tensor:
     row_max = row_max.scatter_reduce(-2, index, score.detach(), "amax")
     p = torch.exp(score - torch.where(torch.isneginf(row_max), 0.0, row_max)[..., dst, :])
     by_edge = p.movedim(-2, 0)  # index_put sums in a fixed order on a GPU too; index_add does not
-    denominator = by_edge.new_zeros(num_dst, *by_edge.shape[1:]).index_put((dst,), by_edge, accumulate=True)
+    denominator = by_edge.new_zeros(num_dst, *by_edge.shape[1:]).index_put(
+        (dst,), by_edge, accumulate=True
+    )
     denominator = denominator.movedim(0, -2)
     return p / torch.where(denominator == 0, 1.0, denominator)[..., dst, :]

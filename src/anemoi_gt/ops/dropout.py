@@ -23,7 +23,9 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**62, (1,), device=device)
 
 
-def keep_factor(seed: Tensor, batch: int, global_edge_id: Tensor, head: int, rate: float, dtype: torch.dtype) -> Tensor:
+def keep_factor(
+    seed: Tensor, batch: int, global_edge_id: Tensor, head: int, rate: float, dtype: torch.dtype
+) -> Tensor:
     """Return dropout factors, 0 if dropped, else 1 / (1 - rate), rate in 0 .. 1.
 
     `seed` [1] and `global_edge_id` [E] are int64. The result [E] is `dtype`.

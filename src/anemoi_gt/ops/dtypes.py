@@ -7,13 +7,19 @@ from torch import Tensor
 
 from anemoi_gt.ops.operands import AttentionOperands
 
-AUTOCAST_DEVICES = frozenset(  # at import: torch.compile cannot trace is_autocast_available before torch 2.12
-    name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name)
+AUTOCAST_DEVICES = (
+    frozenset(  # at import: torch.compile cannot trace is_autocast_available before torch 2.12
+        name
+        for name in ("cpu", "cuda", "mps", "xpu", "hpu")
+        if torch.amp.is_autocast_available(name)
+    )
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def cast_operands(precision: str | None, operands: AttentionOperands) -> tuple[AttentionOperands, torch.dtype]:
+def cast_operands(
+    precision: str | None, operands: AttentionOperands
+) -> tuple[AttentionOperands, torch.dtype]:
     """Return all operands in one dtype, and the dtype of the output: that of query, or autocast's if that decided."""
     query = operands.query
     dtype = autocast_dtype(query) if precision is None else DTYPES[precision]
@@ -36,7 +42,11 @@ def autocast_is_active(device_type: str) -> bool:
 
 def without_autocast(device_type: str) -> AbstractContextManager:
     """Return a context in which autocast does not round the operands of matrix products."""
-    return torch.autocast(device_type, enabled=False) if autocast_is_active(device_type) else nullcontext()
+    return (
+        torch.autocast(device_type, enabled=False)
+        if autocast_is_active(device_type)
+        else nullcontext()
+    )
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     occupied = denominator != 0  # also where an infinite logit makes it NaN
     denominator = torch.where(occupied, denominator, torch.ones_like(denominator))
     out = (exp1 / denominator).unsqueeze(-1) * out1 + (exp2 / denominator).unsqueeze(-1) * out2
-    lse = torch.where(occupied, row_max + torch.log(denominator), torch.full_like(row_max, -torch.inf))
+    lse = torch.where(
+        occupied, row_max + torch.log(denominator), torch.full_like(row_max, -torch.inf)
+    )
     return out.to(out1.dtype), lse.to(lse1.dtype)
 
 
@@ -53,8 +55,12 @@ def _check_partial_results(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
         device = tensors["out1"].device
         if tensor.device != device:
-            raise ValueError(f"all tensors must be on one device, got {name} on {tensor.device} and out1 on {device}")
+            raise ValueError(
+                f"all tensors must be on one device, got {name} on {tensor.device} and out1 on {device}"
+            )
     out1, lse1, out2, lse2 = (tensor.shape for tensor in tensors.values())
     if not (out1 == out2 and lse1 == lse2 == out1[:-1]):
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"both out must have shape [..., H, C] and both lse [..., H], got {shapes}")
+        raise ValueError(
+            f"both out must have shape [..., H, C] and both lse [..., H], got {shapes}"
+        )

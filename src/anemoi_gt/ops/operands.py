@@ -56,7 +56,11 @@ def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
     for name, operand in zip(AttentionOperands._fields, operands, strict=True):
         if operand is None and name.startswith("edge"):
             continue
-        if not isinstance(operand, Tensor) or not operand.is_floating_point() or operand.device != device:
+        if (
+            not isinstance(operand, Tensor)
+            or not operand.is_floating_point()
+            or operand.device != device
+        ):
             _refuse_tensor(name, operand, device)
     _check_nodes(query, key, value, graph)
     _check_edges(query, graph, *edges)
@@ -93,21 +97,33 @@ def _check_nodes(query: Tensor, key: Tensor, value: Tensor, graph: GraphStructur
             raise ValueError(f"{name} must have the {len(shape)} dimensions of query, got {got}")
         *its_batch, num_src, its_heads, its_channels = got
         if its_channels != channels or its_heads != heads or its_batch != batch:
-            raise ValueError(f"{name} must have the batch, heads and channels of query {shape}, got {got}")
+            raise ValueError(
+                f"{name} must have the batch, heads and channels of query {shape}, got {got}"
+            )
         if not have_size(num_src, graph.num_src):
-            raise ValueError(f"{name} must have {graph.num_src} rows, one per source node, got {got}")
+            raise ValueError(
+                f"{name} must have {graph.num_src} rows, one per source node, got {got}"
+            )
     if not have_size(num_dst, graph.num_dst):
-        raise ValueError(f"query must have {graph.num_dst} rows, one per destination node, got {shape}")
+        raise ValueError(
+            f"query must have {graph.num_dst} rows, one per destination node, got {shape}"
+        )
     if heads == 0 or channels == 0:
         raise ValueError(f"heads and channels must be at least 1, got query of shape {shape}")
 
 
 def _check_edges(
-    query: Tensor, graph: GraphStructure, edge_attr: Tensor | None, edge_weight: Tensor | None, edge_bias: Tensor | None
+    query: Tensor,
+    graph: GraphStructure,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
 ) -> None:
     *batch, _, heads, channels = query.shape
     if edge_bias is not None and edge_weight is None:
-        raise ValueError("edge_bias must come with edge_weight: embedded edge features include their bias")
+        raise ValueError(
+            "edge_bias must come with edge_weight: embedded edge features include their bias"
+        )
     if edge_attr is None:
         if edge_weight is not None:
             raise ValueError("edge_weight must come with edge_attr [E, D], got edge_attr None")
@@ -116,7 +132,11 @@ def _check_edges(
     expected = "[E, H, C] or [B, E, H, C]"
     remedy = "raw attributes [E, D] need edge_weight"
     if edge_weight is not None:
-        if edge_weight.dim() != 2 or edge_weight.shape[0] != heads * channels or edge_weight.shape[1] == 0:
+        if (
+            edge_weight.dim() != 2
+            or edge_weight.shape[0] != heads * channels
+            or edge_weight.shape[1] == 0
+        ):
             raise ValueError(
                 f"edge_weight must have shape [heads * channels, D] = [{heads * channels}, D >= 1], "
                 f"got {tuple(edge_weight.shape)}"
@@ -126,9 +146,13 @@ def _check_edges(
         remedy = "D is edge_weight.shape[1]"
     shared = (graph.num_edges, *feature)
     if not (_has_shape(edge_attr, shared) or _has_shape(edge_attr, (*batch, *shared))):
-        raise ValueError(f"edge_attr must have shape {expected} = {shared}, got {tuple(edge_attr.shape)}; {remedy}")
+        raise ValueError(
+            f"edge_attr must have shape {expected} = {shared}, got {tuple(edge_attr.shape)}; {remedy}"
+        )
     if edge_bias is not None and tuple(edge_bias.shape) != (heads * channels,):
-        raise ValueError(f"edge_bias must have shape [{heads * channels}], got {tuple(edge_bias.shape)}")
+        raise ValueError(
+            f"edge_bias must have shape [{heads * channels}], got {tuple(edge_bias.shape)}"
+        )
 
 
 def _has_shape(operand: Tensor, shape: tuple[int, ...]) -> bool:

@@ -41,7 +41,9 @@ class FeedForwardOptions(NamedTuple):
     """Options of a feed-forward sub-layer."""
 
     eps: float
-    activation: str  # of the hidden layer, or of the gate: "gelu", "gelu_tanh", "silu", "relu", "sigmoid"
+    activation: (
+        str  # of the hidden layer, or of the gate: "gelu", "gelu_tanh", "silu", "relu", "sigmoid"
+    )
     dtype: torch.dtype  # of the products
 
 

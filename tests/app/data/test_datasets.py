@@ -53,12 +53,16 @@ def test_forecast_from_the_target_is_the_truth(dataset):
 
 
 def test_forecast_from_zeros_is_the_reference_plus_the_mean_change(dataset):
-    torch.testing.assert_close(dataset.forecast(1, torch.zeros(NODES, 2)), dataset.reference(1) + dataset.change_mean)
+    torch.testing.assert_close(
+        dataset.forecast(1, torch.zeros(NODES, 2)), dataset.reference(1) + dataset.change_mean
+    )
 
 
 def test_bfloat16_output_gives_a_float32_forecast(dataset):
     output = draw(2, seed=5).bfloat16()
-    torch.testing.assert_close(dataset.forecast(0, output), dataset.forecast(0, output.float()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        dataset.forecast(0, output), dataset.forecast(0, output.float()), rtol=0, atol=0
+    )
 
 
 def test_samples_have_the_named_channels_and_end_after_the_last(dataset):

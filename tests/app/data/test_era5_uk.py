@@ -11,7 +11,14 @@ import xarray
 from support.refusals import raises, refused
 from support.weather import HOURS, POINTS, hourly_field
 
-from anemoi_gt.app.data.era5_uk import FIRST_TEST_HOUR, FIRST_VALID_HOUR, HourlyField, era5_uk, fit_ridge, split
+from anemoi_gt.app.data.era5_uk import (
+    FIRST_TEST_HOUR,
+    FIRST_VALID_HOUR,
+    HourlyField,
+    era5_uk,
+    fit_ridge,
+    split,
+)
 from anemoi_gt.app.data.forecast_dataset import Splits
 
 LEAD = 6
@@ -41,7 +48,9 @@ def starts_and_truths(part):
 
 @pytest.mark.parametrize("lead_time", [1, 6, 24])
 def test_each_split_stays_within_its_days(lead_time):
-    for part, (first, end) in zip(split(hourly_field(), lead_time), [(0, 24), (24, 26), (26, 31)], strict=True):
+    for part, (first, end) in zip(
+        split(hourly_field(), lead_time), [(0, 24), (24, 26), (26, 31)], strict=True
+    ):
         starts, truths = starts_and_truths(part)
         assert starts == list(range(max(24 * first, 24), 24 * end - lead_time))
         assert truths[-1] == 24 * end - 1  # the last hour is forecast
@@ -53,7 +62,9 @@ def test_truth_is_the_field_after_the_lead_time_and_scores_are_unweighted(splits
     values = hourly_field().values
     assert torch.equal(splits.test.truth(5)[:, 0], values[truths[5]])
     assert torch.equal(splits.test.present(5)[:, 0], values[starts[5]])
-    assert torch.equal(splits.test.baselines()["same hour yesterday"](5)[:, 0], values[truths[5] - 24])
+    assert torch.equal(
+        splits.test.baselines()["same hour yesterday"](5)[:, 0], values[truths[5] - 24]
+    )
 
 
 @pytest.mark.parametrize(("hour", "earlier"), [(FIRST_VALID_HOUR, 1), (FIRST_TEST_HOUR, 2)])
@@ -73,13 +84,19 @@ def test_inputs_reference_and_baselines_do_not_depend_on_the_future(splits):
     assert torch.equal(blind.reference(i), part.reference(i))
     for name, forecast in part.baselines().items():
         assert torch.equal(blind.baselines()[name](i), forecast(i)), name
-    assert not torch.equal(split(hourly_field(changed_from=start), LEAD).test.inputs(i), part.inputs(i))
+    assert not torch.equal(
+        split(hourly_field(changed_from=start), LEAD).test.inputs(i), part.inputs(i)
+    )
 
 
 def test_only_the_longer_ridge_regression_depends_on_the_validation_days(splits):
     changed = split(hourly_field(changed_from=FIRST_VALID_HOUR), LEAD)
     before, after = (part.train.baselines() for part in (splits, changed))
-    same = {name: torch.equal(before[name](3), after[name](3)) for name in before if name.startswith("ridge")}
+    same = {
+        name: torch.equal(before[name](3), after[name](3))
+        for name in before
+        if name.startswith("ridge")
+    }
     assert same == {"ridge per point, 24 days": True, "ridge per point, 26 days": False}
 
 
@@ -91,7 +108,9 @@ def test_ridge_minimises_squared_error_plus_penalty_at_each_point(penalty):
     for n in range(points):
         a, b = x[:, n].double().numpy(), y[:, n].double().numpy()
         rows = np.concatenate([a - a.mean(0), np.sqrt(penalty) * np.eye(features)])
-        slope, *_ = np.linalg.lstsq(rows, np.concatenate([b - b.mean(), np.zeros(features)]), rcond=None)
+        slope, *_ = np.linalg.lstsq(
+            rows, np.concatenate([b - b.mean(), np.zeros(features)]), rcond=None
+        )
         np.testing.assert_allclose(prediction[:, n], b.mean() + (a - a.mean(0)) @ slope, atol=1e-5)
 
 
@@ -99,7 +118,10 @@ def test_ridge_minimises_squared_error_plus_penalty_at_each_point(penalty):
 def test_channels_are_named_and_normalised(lead_time):
     train = split(hourly_field(), lead_time).train
     inputs, target = (torch.stack(fields) for fields in zip(*train, strict=True))
-    assert inputs.shape[1:] == (6, len(train.input_names)) and len(set(train.input_names)) == train.in_channels
+    assert (
+        inputs.shape[1:] == (6, len(train.input_names))
+        and len(set(train.input_names)) == train.in_channels
+    )
     std = inputs[..., :-6].flatten(0, 1).std(0)
     torch.testing.assert_close(std, torch.ones(train.in_channels - 6), rtol=0.05, atol=0)
     assert target.std().item() == pytest.approx(1, rel=0.02) and abs(target.mean().item()) < 0.02
@@ -118,11 +140,19 @@ def test_real_field_is_the_month_of_hours_over_the_uk(real):
 
 def test_baselines_have_their_known_errors(real):
     def rmse(forecast):
-        return torch.stack([forecast(i) - real.test.truth(i) for i in range(114)]).square().mean().sqrt().item()
+        return (
+            torch.stack([forecast(i) - real.test.truth(i) for i in range(114)])
+            .square()
+            .mean()
+            .sqrt()
+            .item()
+        )
 
     known = {"persistence": 2.790, "same hour yesterday": 1.541}  # kelvin
     known |= {"ridge per point, 26 days": 1.484, "ridge per point, 24 days": 1.649}
-    assert {name: rmse(forecast) for name, forecast in real.test.baselines().items()} == pytest.approx(known, abs=1e-3)
+    assert {
+        name: rmse(forecast) for name, forecast in real.test.baselines().items()
+    } == pytest.approx(known, abs=1e-3)
 
 
 def test_file_is_read_without_leaving_an_index_beside_it(real, era5_path, tmp_path):
@@ -144,7 +174,9 @@ def test_null_path_downloads_with_xarrays_tutorial(era5_path, real, monkeypatch)
 
 
 def test_missing_file_or_package_raises_and_says_how_to_get_it(monkeypatch, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file .*no\.grib: give the data as data.path=FILE"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no file .*no\.grib: give the data as data.path=FILE"
+    ):
         era5_uk(tmp_path / "no.grib")
     monkeypatch.setitem(sys.modules, "cfgrib", None)  # as if not installed
     with pytest.raises(ImportError, match=r"cfgrib is needed.*pip install 'anemoi-gt\[era5\]'"):
@@ -166,12 +198,18 @@ PRESENT = np.arange(HOURS) != 100
 
 
 @refused(
-    *((lambda hours=hours: split(hourly_field(), hours), f"1 to 24 hours, got {hours}") for hours in (0, 25)),
+    *(
+        (lambda hours=hours: split(hourly_field(), hours), f"1 to 24 hours, got {hours}")
+        for hours in (0, 25)
+    ),
     (lambda: split(hourly_field(), 6.5), "lead_time must be an integer, got 6.5"),
     (lambda: split(hourly_field(hours=630), LEAD), "more than 630 hours, got 630"),
     (lambda: HourlyField(POINTS, TIMES[PRESENT], VALUES[PRESENT]), "an hour apart"),
     (lambda: HourlyField(POINTS, TIMES, VALUES.where(VALUES[3, 2] != VALUES, torch.nan)), "finite"),
-    (lambda: HourlyField(POINTS, TIMES, VALUES[:, :5]), r"\[744, 6\], times by nodes, got \(744, 5\)"),
+    (
+        lambda: HourlyField(POINTS, TIMES, VALUES[:, :5]),
+        r"\[744, 6\], times by nodes, got \(744, 5\)",
+    ),
 )
 def test_invalid_field_or_lead_time_raises(wrong, message):
     raises(lambda: wrong(), message)

@@ -46,7 +46,11 @@ def write(source, folder, kind):
     parts["variables"] = [source[["t2m", "tp"]], source[["z"]], source[["lsm"]]]
     for n, part in enumerate(parts[kind]):
         part.to_netcdf(folder / f"part_{n}.nc")
-    return str(folder / "part_*.nc") if kind == "times" else [str(folder / f"part_{n}.nc") for n in range(3)]
+    return (
+        str(folder / "part_*.nc")
+        if kind == "times"
+        else [str(folder / f"part_{n}.nc") for n in range(3)]
+    )
 
 
 @pytest.mark.parametrize("kind", ["zarr", "times", "variables"])
@@ -69,11 +73,22 @@ def write_grib(path, sample, states, **keys):
 
 def test_grib_on_regular_and_reduced_grids_is_read(tmp_path):
     rng = np.random.default_rng(0)
-    grid = {"Ni": 4, "Nj": 3, "iDirectionIncrementInDegrees": 2.0, "jDirectionIncrementInDegrees": 2.0}
+    grid = {
+        "Ni": 4,
+        "Nj": 3,
+        "iDirectionIncrementInDegrees": 2.0,
+        "jDirectionIncrementInDegrees": 2.0,
+    }
     for which, lat, lon in (("First", 58.0, 350.0), ("Last", 54.0, 356.0)):
-        grid |= {f"{axis}Of{which}GridPointInDegrees": x for axis, x in (("latitude", lat), ("longitude", lon))}
+        grid |= {
+            f"{axis}Of{which}GridPointInDegrees": x
+            for axis, x in (("latitude", lat), ("longitude", lon))
+        }
     cases = {
-        "regular_ll_sfc_grib2": (regional([58, 56, 54], [350, 352, 354, 356]), grid | {"shortName": "2t"}),
+        "regular_ll_sfc_grib2": (
+            regional([58, 56, 54], [350, 352, 354, 356]),
+            grid | {"shortName": "2t"},
+        ),
         "reduced_gg_pl_32_grib2": (classic(32), {"shortName": "t", "level": 850}),
     }
     for sample, (nodes, keys) in cases.items():
@@ -92,12 +107,19 @@ def test_reduced_and_curvilinear_grids_have_the_nodes_of_their_coordinates(kind)
     if kind == "reduced":
         dims, lat, lon = ("values",), grid.lat, grid.lon
     else:
-        dims, (lat, lon) = ("y", "x"), np.meshgrid(np.linspace(50, 58, 4), np.linspace(0, 5, 6), indexing="ij")
+        dims, (lat, lon) = (
+            ("y", "x"),
+            np.meshgrid(np.linspace(50, 58, 4), np.linspace(0, 5, 6), indexing="ij"),
+        )
     state = np.random.default_rng(0).random((3, *lat.shape))
     attrs = [{"units": units} for units in ("degrees_north", "degrees_east")]
-    source = xarray.Dataset({"t": (("time", *dims), state)}, {"time": TIMES[:3], "nav": (dims, lat, attrs[0])})
+    source = xarray.Dataset(
+        {"t": (("time", *dims), state)}, {"time": TIMES[:3], "nav": (dims, lat, attrs[0])}
+    )
     fields = read_dataset(source.assign_coords(other=(dims, lon, attrs[1])))
-    assert np.array_equal(fields.nodes.lat, lat.ravel()) and np.array_equal(fields.nodes.lon, lon.ravel())
+    assert np.array_equal(fields.nodes.lat, lat.ravel()) and np.array_equal(
+        fields.nodes.lon, lon.ravel()
+    )
     assert np.array_equal(values(fields, ["t"])[:, 0], state.reshape(3, -1).astype("float32"))
 
 
@@ -105,10 +127,16 @@ def test_a_zarr_of_anemoi_datasets_is_read_without_its_missing_dates(tmp_path):
     fields = read_dataset(weather_file())
     names = sorted(fields.readers)
     store = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
-    arrays = {"data": values(fields, names)[:, :, None], "latitudes": fields.nodes.lat, "longitudes": fields.nodes.lon}
+    arrays = {
+        "data": values(fields, names)[:, :, None],
+        "latitudes": fields.nodes.lat,
+        "longitudes": fields.nodes.lon,
+    }
     for name, array in (arrays | {"dates": TIMES.astype("datetime64[s]").astype("int64")}).items():
         store.create_array(name, data=array)
-    store.attrs.update({"variables": names, "missing_dates": [str(TIMES[5].astype("datetime64[s]"))]})
+    store.attrs.update(
+        {"variables": names, "missing_dates": [str(TIMES[5].astype("datetime64[s]"))]}
+    )
     read = read_anemoi(tmp_path / "a.zarr")
     assert np.array_equal(read.times, np.delete(TIMES, 5)) and list(read.readers) == names
     assert np.array_equal(values(read, names), np.delete(values(fields, names), 5, axis=0))
@@ -117,14 +145,23 @@ def test_a_zarr_of_anemoi_datasets_is_read_without_its_missing_dates(tmp_path):
 def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_present(file):
     splits = field_data(file, diagnostics=["tp"], input_steps=3, lead_time=12)
     train, (fields, state) = splits.train, (read_xarray(file), weather_file())
-    assert train.variables == ("t2m", "z_500", "z_850", "tp") and train.units == ("K", "m", "m", "m")
-    channels = [f"{name}{step}" for step in (" -24 h", " -12 h", "") for name in train.variables[:3]]
+    assert train.variables == ("t2m", "z_500", "z_850", "tp") and train.units == (
+        "K",
+        "m",
+        "m",
+        "m",
+    )
+    channels = [
+        f"{name}{step}" for step in (" -24 h", " -12 h", "") for name in train.variables[:3]
+    ]
     assert train.input_names[:10] == (*channels, "lsm")
     assert train.title(0) == "2020-01-02 00:00 UTC + 12 h"  # four times after the first
     target = state.t2m.values[6].ravel() - state.t2m.values[4].ravel()
     change = train[0].target * train.change_std + train.change_mean
     np.testing.assert_allclose(change[:, 0], target, atol=1e-4)
-    np.testing.assert_allclose(change[:, 3], fields.readers["tp"](6), atol=1e-5)  # a diagnostic is no change
+    np.testing.assert_allclose(
+        change[:, 3], fields.readers["tp"](6), atol=1e-5
+    )  # a diagnostic is no change
     inputs = torch.stack([train[i].inputs for i in range(len(train))])
     std = (inputs - inputs.mean(dim=(0, 1))).square().mean(dim=(0, 1)).sqrt()[:10]
     torch.testing.assert_close(std, torch.ones(10), atol=0.15, rtol=0)
@@ -153,7 +190,9 @@ def test_a_rollout_of_the_truth_has_the_inputs_of_later_samples_and_needs_its_fo
     assert torch.equal(step.reference, test.reference(2))
     last = len(test) - 1
     assert test.advance(last, [test.truth(last)]).truth is None
-    with pytest.raises(ValueError, match="needs the forcings of every step, the data end before step 2"):
+    with pytest.raises(
+        ValueError, match="needs the forcings of every step, the data end before step 2"
+    ):
         test.advance(last, [test.truth(last)] * 2)
     model = torch.nn.Linear(test.in_channels, test.out_channels)
     scores = score_rollouts(model, test, 30).scores
@@ -161,20 +200,28 @@ def test_a_rollout_of_the_truth_has_the_inputs_of_later_samples_and_needs_its_fo
     assert max(score.lead_time for score in scores) == 6 * len(test)
 
 
-@pytest.mark.parametrize("nodes", [octahedral(16), regional(np.linspace(85, -85, 18), np.arange(0, 360, 10.0))])
+@pytest.mark.parametrize(
+    "nodes", [octahedral(16), regional(np.linspace(85, -85, 18), np.arange(0, 360, 10.0))]
+)
 def test_weights_of_rows_are_the_areas_of_cells(nodes):
     np.testing.assert_allclose(cell_weights(nodes), area_weights(nodes), atol=0.02)
 
 
 def test_weights_are_one_on_an_irregular_region():
     rng = np.random.default_rng(0)
-    assert torch.equal(cell_weights(Nodes(rng.uniform(50, 60, 9), rng.uniform(0, 9, 9))), torch.ones(9))
+    assert torch.equal(
+        cell_weights(Nodes(rng.uniform(50, 60, 9), rng.uniform(0, 9, 9))), torch.ones(9)
+    )
 
 
-@pytest.mark.parametrize("nodes", [octahedral(8), regional(np.linspace(58, 50, 9), np.linspace(-10, 2, 13))])
+@pytest.mark.parametrize(
+    "nodes", [octahedral(8), regional(np.linspace(58, 50, 9), np.linspace(-10, 2, 13))]
+)
 def test_the_default_graph_fits_any_grid_and_a_global_one_does_not_fit_a_region(nodes):
     check_fit(limited_area_graph(nodes, margin=None))
-    with pytest.raises(ValueError, match=r"the graph must fit the data, \d+ of its 10242 hidden nodes have no data"):
+    with pytest.raises(
+        ValueError, match=r"the graph must fit the data, \d+ of its 10242 hidden nodes have no data"
+    ):
         check_fit(icosphere_graph(nodes, refinement=5))
 
 
@@ -190,8 +237,14 @@ def test_the_default_graph_fits_any_grid_and_a_global_one_does_not_fit_a_region(
             r"must have 2 inputs and a truth 5 h apart, got none in the 40 times 6 h apart of .*weather.nc",
         ),
         ({"lead_time": 0}, "lead_time must be positive"),
-        ({"train": ["2020-01-01", "2020-01-05"]}, "valid must be a first and a last date, .*in all splits or in none"),
-        ({key: ["2020-01-01", "2020-01-05"] for key in ("train", "valid", "test")}, "must not share times, got 20 in"),
+        (
+            {"train": ["2020-01-01", "2020-01-05"]},
+            "valid must be a first and a last date, .*in all splits or in none",
+        ),
+        (
+            {key: ["2020-01-01", "2020-01-05"] for key in ("train", "valid", "test")},
+            "must not share times, got 20 in",
+        ),
         ({"path": "nowhere.nc"}, "no file nowhere.nc: give the data as data.path=FILE"),
         ({"path": __file__}, "must be a NetCDF, zarr or GRIB file, and cannot be read"),
     ],
@@ -209,8 +262,16 @@ def test_what_does_not_fit_the_file_is_named(file, options, message):
             FloatingPointError,
             "must be finite, got NaN or infinity at 2020-01-01T18",
         ),
-        (lambda s: s[["t2m"]] * 0, ValueError, "must be among t2m, .* got none that changes with time"),
-        (lambda s: s.rename(latitude="row"), ValueError, "must have the coordinates latitude and longitude, got"),
+        (
+            lambda s: s[["t2m"]] * 0,
+            ValueError,
+            "must be among t2m, .* got none that changes with time",
+        ),
+        (
+            lambda s: s.rename(latitude="row"),
+            ValueError,
+            "must have the coordinates latitude and longitude, got",
+        ),
         (lambda s: s.isel(time=0, drop=True), ValueError, "must have a time coordinate"),
     ],
 )
@@ -223,7 +284,9 @@ def test_a_file_that_cannot_train_a_model_is_refused(tmp_path, change, error, me
 @pytest.mark.parametrize("content", [b"GRIB" + bytes(range(256)) * 9, b"no message"])
 def test_a_damaged_grib_file_is_refused_without_a_traceback(tmp_path, capfd, content):
     (tmp_path / "bad.grib").write_bytes(content)
-    with pytest.raises(ValueError, match=r"bad.grib must be a NetCDF, zarr or GRIB file, and cannot be read: \w+"):
+    with pytest.raises(
+        ValueError, match=r"bad.grib must be a NetCDF, zarr or GRIB file, and cannot be read: \w+"
+    ):
         read_xarray(tmp_path / "bad.grib")
     assert "Traceback" not in capfd.readouterr().err
 
@@ -274,7 +337,9 @@ def test_a_constant_that_is_to_be_forecast_is_refused_with_the_remedy(tmp_path):
 
 
 def test_a_dimension_of_steps_is_named_in_hours(tmp_path):
-    source = weather_file()[["t2m"]].expand_dims(step=np.array([0, 6], "timedelta64[h]").astype("timedelta64[ns]"))
+    source = weather_file()[["t2m"]].expand_dims(
+        step=np.array([0, 6], "timedelta64[h]").astype("timedelta64[ns]")
+    )
     assert list(read_dataset(source).readers) == ["t2m_0h", "t2m_6h"]
 
 
@@ -285,16 +350,18 @@ def test_a_level_has_its_units(tmp_path):
 
 
 def test_a_time_that_comes_twice_is_refused(tmp_path):
-    twice = xarray.concat([weather_file()[["t2m"]].isel(time=slice(0, 3)), weather_file()[["t2m"]]], "time")
-    with pytest.raises(ValueError, match="a.nc must hold each time once, got 2020-01-01T00:00 twice: keep one"):
+    twice = xarray.concat(
+        [weather_file()[["t2m"]].isel(time=slice(0, 3)), weather_file()[["t2m"]]], "time"
+    )
+    with pytest.raises(
+        ValueError, match="a.nc must hold each time once, got 2020-01-01T00:00 twice: keep one"
+    ):
         read_dataset(twice, "a.nc")
 
 
 def test_another_calendar_is_refused_with_the_remedy(tmp_path):
     weather_file().convert_calendar("noleap").to_netcdf(tmp_path / "model.nc")
-    message = (
-        r"model.nc must have dates in the standard calendar, got noleap: convert it .*convert_calendar\('standard'\)"
-    )
+    message = r"model.nc must have dates in the standard calendar, got noleap: convert it .*convert_calendar\('standard'\)"
     with pytest.raises(ValueError, match=message):
         read_xarray(str(tmp_path / "model.nc"))
 
@@ -309,14 +376,17 @@ def test_packed_integers_on_descending_latitudes_are_read_as_their_values(tmp_pa
 def test_files_that_do_not_fit_each_other_are_refused(file, tmp_path):
     shutil.copy(file, tmp_path / "same.nc")
     with pytest.raises(
-        ValueError, match=r"must not overlap in time, .*weather.nc begins at 2020-01-01T00:00 and .*same.nc"
+        ValueError,
+        match=r"must not overlap in time, .*weather.nc begins at 2020-01-01T00:00 and .*same.nc",
     ):
         read_xarray(str(tmp_path / "*.nc"))
     weather_file(lat=np.linspace(50, 40, 9)).drop_vars("tp").to_netcdf(tmp_path / "same.nc")
     with pytest.raises(ValueError, match="files must be on one grid"):
         read_xarray(str(tmp_path / "*.nc"))
     weather_file(times=TIMES[1:]).drop_vars("tp").to_netcdf(tmp_path / "same.nc")
-    with pytest.raises(ValueError, match="must have the same times, got 40, 39 times|got 39, 40 times"):
+    with pytest.raises(
+        ValueError, match="must have the same times, got 40, 39 times|got 39, 40 times"
+    ):
         read_xarray(str(tmp_path / "*.nc"))
 
 

@@ -12,7 +12,9 @@ from anemoi_gt.app.data.physical import PhysicalModel, year_angle
 from anemoi_gt.app.data.sphere_advection import sphere
 
 
-@pytest.fixture(params=["sphere", "era5_uk 1 h", "era5_uk 24 h", "fields", "fields with diagnostics"])
+@pytest.fixture(
+    params=["sphere", "era5_uk 1 h", "era5_uk 24 h", "fields", "fields with diagnostics"]
+)
 def dataset(request, tmp_path):
     if request.param == "sphere":
         return sphere("O4", train_size=4).test
@@ -27,7 +29,10 @@ def test_physical_inputs_give_the_channels_and_the_reference_of_the_data_set(dat
     inputs = dataset.physical_inputs()
     sample = tuple(part[None] for part in dataset.physical_sample(1))
     channels, reference = inputs(*sample)
-    assert sample[0].shape[2] == len(inputs.names) == len(inputs.units) and len(sample) == 1 + inputs.needs_time
+    assert (
+        sample[0].shape[2] == len(inputs.names) == len(inputs.units)
+        and len(sample) == 1 + inputs.needs_time
+    )
     torch.testing.assert_close(channels[0], dataset.inputs(1))
     torch.testing.assert_close(reference[0], dataset.reference(1))
 
@@ -35,7 +40,9 @@ def test_physical_inputs_give_the_channels_and_the_reference_of_the_data_set(dat
 def test_a_physical_model_forecasts_what_the_data_set_makes_of_the_output(dataset):
     torch.manual_seed(0)
     network = torch.nn.Linear(dataset.in_channels, dataset.out_channels)
-    model = PhysicalModel(dataset.physical_inputs(), network, dataset.change_mean, dataset.change_std)
+    model = PhysicalModel(
+        dataset.physical_inputs(), network, dataset.change_mean, dataset.change_std
+    )
     sample = tuple(part[None] for part in dataset.physical_sample(1))
     with torch.no_grad():
         forecast, output = model(*sample), network(dataset.inputs(1))
@@ -44,7 +51,15 @@ def test_a_physical_model_forecasts_what_the_data_set_makes_of_the_output(datase
         assert error <= 4 * model.rounding(forecast) + 1e-5
 
 
-DATES = ["1970-01-01", "1999-12-31T23", "2000-02-29T12", "2000-03-01", "2024-12-31T18", "2100-02-28", "2100-03-01"]
+DATES = [
+    "1970-01-01",
+    "1999-12-31T23",
+    "2000-02-29T12",
+    "2000-03-01",
+    "2024-12-31T18",
+    "2100-02-28",
+    "2100-03-01",
+]
 
 
 def test_the_angle_of_the_year_is_that_of_the_calendar():

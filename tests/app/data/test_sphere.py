@@ -56,7 +56,9 @@ def test_wind_is_the_published_one(xyz, deformation, time):
     np.testing.assert_allclose(Flow(Z, Y, deformation).wind(xyz, time), expected, atol=1e-11)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0.0, 24.0), (200.0, 224.0), (120.0, 60.0), (0.0, 288.0)])
+@pytest.mark.parametrize(
+    ("start", "end"), [(0.0, 24.0), (200.0, 224.0), (120.0, 60.0), (0.0, 288.0)]
+)
 def test_closed_form_trajectories_are_those_of_the_published_wind(xyz, start, end):
     expected = integrate(xyz, start, end, 10 / PERIOD, steps=round(abs(end - start) * 4))
     np.testing.assert_allclose(Flow(Z, Y).transport(xyz, start, end), expected, atol=1e-6)
@@ -65,7 +67,9 @@ def test_closed_form_trajectories_are_those_of_the_published_wind(xyz, start, en
 @pytest.mark.parametrize("deformation", [0.0, 10.0])
 def test_wind_is_horizontal_and_the_derivative_of_the_trajectory(xyz, deformation):
     flow, time, dt = random_flow(deformation=deformation), 77.0, 1e-3
-    derivative = (flow.transport(xyz, time, time + dt) - flow.transport(xyz, time, time - dt)) / (2 * dt)
+    derivative = (flow.transport(xyz, time, time + dt) - flow.transport(xyz, time, time - dt)) / (
+        2 * dt
+    )
     np.testing.assert_allclose(derivative, flow.wind(xyz, time) * RADIANS_PER_HOUR, atol=1e-9)
     np.testing.assert_allclose((flow.wind(xyz, time) * xyz).sum(axis=1), 0, atol=1e-12)
 
@@ -92,18 +96,27 @@ def test_divergence_free_wind_conserves_mass_and_bounds_of_a_tracer(hours):
     nodes, quadrature = gaussian_grid(120)
     hills = Hills(np.stack([X, -Y]), np.array([1.0, 0.5]), np.array([5.0, 10.0]))
     start, end = (hills(random_flow().transport(nodes.xyz, time, 0)) for time in (0.0, hours))
-    assert np.average(end, weights=quadrature) == pytest.approx(np.average(start, weights=quadrature), rel=1e-9)
-    assert np.average(end**2, weights=quadrature) == pytest.approx(np.average(start**2, weights=quadrature), rel=1e-9)
+    assert np.average(end, weights=quadrature) == pytest.approx(
+        np.average(start, weights=quadrature), rel=1e-9
+    )
+    assert np.average(end**2, weights=quadrature) == pytest.approx(
+        np.average(start**2, weights=quadrature), rel=1e-9
+    )
     assert end.min() > 0 and end.max() <= hills(np.stack([X, -Y])).max()
 
 
 def test_rotation_is_anticlockwise_seen_from_the_tip_of_the_axis():
     np.testing.assert_allclose(rotate(X[None], Z, np.pi / 2), [Y], atol=1e-15)
-    np.testing.assert_allclose(rotate(np.stack([X, X]), Z, np.array([0, np.pi])), [X, -X], atol=1e-15)
+    np.testing.assert_allclose(
+        rotate(np.stack([X, X]), Z, np.array([0, np.pi])), [X, -X], atol=1e-15
+    )
 
 
 @refused(
-    *((pair, PERIOD, "orthogonal unit vectors") for pair in ((2 * Z, Y), (Z, Z), (Z, (Y + Z) / np.sqrt(2)))),
+    *(
+        (pair, PERIOD, "orthogonal unit vectors")
+        for pair in ((2 * Z, Y), (Z, Z), (Z, (Y + Z) / np.sqrt(2)))
+    ),
     *(((Z, Y), period, "period must be positive") for period in (0.0, -1.0, np.nan)),
 )
 def test_invalid_flow_raises(wrong, message):
@@ -125,10 +138,14 @@ def splits():
 
 
 def test_samples_follow_from_seed_and_index_alone(splits):
-    for part, same in zip(splits, sphere("O12", train_size=24, valid_size=9, test_size=9), strict=True):
+    for part, same in zip(
+        splits, sphere("O12", train_size=24, valid_size=9, test_size=9), strict=True
+    ):
         for i in (3, 0):
             torch.testing.assert_close(part[i], same[i], rtol=0, atol=0)
-    assert not torch.allclose(splits.train[0].inputs, sphere("O12", **SIZES, seed=1).train[0].inputs, atol=0.1)
+    assert not torch.allclose(
+        splits.train[0].inputs, sphere("O12", **SIZES, seed=1).train[0].inputs, atol=0.1
+    )
 
 
 def test_samples_in_blocks_have_the_same_bits(splits, monkeypatch):
@@ -150,16 +167,26 @@ def test_no_two_samples_share_a_flow(splits):
 def test_flows_are_drawn_from_the_given_kinds_and_named_in_the_title(flows, deformations):
     part = sphere("O8", flows=flows, lead_time=36, **SIZES).train
     assert {part.case(i).flow.deformation for i in range(len(part))} == deformations
-    assert part.title(0) == f"{'deformational flow' if part.case(0).flow.deformation else 'solid-body rotation'}, 36 h"
+    assert (
+        part.title(0)
+        == f"{'deformational flow' if part.case(0).flow.deformation else 'solid-body rotation'}, 36 h"
+    )
 
 
 def test_inputs_are_of_order_one_and_as_named(splits):
     inputs = torch.stack([sample.inputs for sample in splits.train])
-    assert inputs.shape == (24, len(octahedral(12)), splits.train.in_channels) and inputs.dtype == torch.float32
+    assert (
+        inputs.shape == (24, len(octahedral(12)), splits.train.in_channels)
+        and inputs.dtype == torch.float32
+    )
     std = inputs[..., :5].flatten(0, 1).std(dim=0)
     assert ((std > 0.5) & (std < 2)).all()
-    np.testing.assert_allclose(inputs[3, :, 5:7].square().sum(-1), 1, rtol=1e-6)  # sine and cosine of latitude
-    tracer = inputs[2, :, 0] * splits.train.statistics.tracer_std + splits.train.statistics.tracer_mean
+    np.testing.assert_allclose(
+        inputs[3, :, 5:7].square().sum(-1), 1, rtol=1e-6
+    )  # sine and cosine of latitude
+    tracer = (
+        inputs[2, :, 0] * splits.train.statistics.tracer_std + splits.train.statistics.tracer_mean
+    )
     torch.testing.assert_close(tracer[:, None], splits.train.present(2), rtol=1e-5, atol=1e-6)
 
 
@@ -168,7 +195,9 @@ def test_wind_channels_are_the_wind_in_the_frame_of_the_edges(splits, channel, h
     train = splits.train
     i = next(i for i in range(len(train)) if train.case(i).flow.deformation)  # a wind that changes
     case = train.case(i)
-    components = train.inputs(i)[:, channel : channel + 2].double().numpy() * train.statistics.wind_std
+    components = (
+        train.inputs(i)[:, channel : channel + 2].double().numpy() * train.statistics.wind_std
+    )
     wind = np.einsum("ni,nid->nd", components, train.nodes.frame)
     np.testing.assert_allclose(wind, case.flow.wind(train.nodes.xyz, case.start + hours), atol=1e-4)
 

@@ -86,21 +86,27 @@ def test_copies_are_not_compiled_and_names_stay(make_step):
 
 def test_validation_and_the_best_model_are_not_compiled(run, compiled_graphs):
     trainer, _ = run(compile=True)
-    assert compiled_graphs() == 4  # each kind of block and the decoder's end in training, none without gradients
+    assert (
+        compiled_graphs() == 4
+    )  # each kind of block and the decoder's end in training, none without gradients
     best = trainer.best_model()
     assert not compiled_parts(best) and compiled_parts(trainer.step.model)
     assert_same(best.state_dict(), load_checkpoint(trainer.folder / "best.pt")["average"])
 
 
 @pytest.mark.parametrize(("precision", "checkpointed"), [("32-true", False), ("bf16-mixed", True)])
-def test_compiled_steps_agree_with_eager_ones_to_rounding(make_step, trained, precision, checkpointed):
+def test_compiled_steps_agree_with_eager_ones_to_rounding(
+    make_step, trained, precision, checkpointed
+):
     options = {"num_layers": 2, "precision": precision}
     options |= {"checkpoint_groups": 1, "dropout": 0.0} if checkpointed else {}
     compiled, eager = (trained(make_step(compile=way, **options)) for way in (True, False))
     torch.testing.assert_close(compiled, eager)
 
 
-def test_blocks_are_compiled_with_overlapped_messages_by_options_that_inductor_has(make_model, monkeypatch):
+def test_blocks_are_compiled_with_overlapped_messages_by_options_that_inductor_has(
+    make_model, monkeypatch
+):
     assert set(OVERLAP_MESSAGES) <= set(torch._inductor.list_options())
     assert all(hasattr(torch._inductor.comms, name) for name in OVERLAP_MESSAGES[f"{MOVES}_passes"])
     calls = []
@@ -120,8 +126,13 @@ def test_a_state_goes_from_a_compiled_step_to_another_and_back(make_step, traine
 
 
 def test_layers_of_a_kind_share_what_was_compiled(make_step, splits, compiled_graphs):
-    for layers, graphs in ((3, 4), (5, 0)):  # of the encoder, the processor, the decoder and its end, then none
-        make_step(compile=True, num_layers=layers, dropout=0.0).training_step(next(batches_of(splits)))
+    for layers, graphs in (
+        (3, 4),
+        (5, 0),
+    ):  # of the encoder, the processor, the decoder and its end, then none
+        make_step(compile=True, num_layers=layers, dropout=0.0).training_step(
+            next(batches_of(splits))
+        )
         assert compiled_graphs() == graphs
 
 
@@ -141,5 +152,7 @@ def test_captured_compiled_steps_have_the_bits_of_compiled_ones(make_step, train
 
 
 def test_a_model_without_blocks_is_refused_before_a_step(make_step):
-    with pytest.raises(ValueError, match="false for a model without graph-transformer blocks, got true and Linear"):
+    with pytest.raises(
+        ValueError, match="false for a model without graph-transformer blocks, got true and Linear"
+    ):
         make_step(nn.Linear(2, 2), compile=True)

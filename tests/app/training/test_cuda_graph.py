@@ -23,7 +23,10 @@ class Line(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.factor, self.unused = nn.Parameter(torch.tensor([2.0, 3.0])), nn.Parameter(torch.ones(1))
+        self.factor, self.unused = (
+            nn.Parameter(torch.tensor([2.0, 3.0])),
+            nn.Parameter(torch.ones(1)),
+        )
 
     def forward(self, batch):
         loss = (self.factor * (batch.inputs + torch.rand(2)) - batch.target).square().sum()
@@ -101,7 +104,10 @@ def test_changes_of_a_gradient_do_not_reach_the_next_step(line, captured, change
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (2, torch.float64)])
 def test_a_batch_of_another_shape_or_dtype_is_refused(captured, size, dtype):
     captured(batch_of(0))
-    kinds = [rf"inputs \({n},\) {kind}, target \({n},\) {kind}" for n, kind in ((2, torch.float32), (size, dtype))]
+    kinds = [
+        rf"inputs \({n},\) {kind}, target \({n},\) {kind}"
+        for n, kind in ((2, torch.float32), (size, dtype))
+    ]
     said = "shapes and dtypes of the first, {}, .* got {}: .*cuda_graph=false".format(*kinds)
     with pytest.raises(ValueError, match=said):
         captured(Sample(*(part.to(dtype) for part in batch_of(1, size))))
@@ -112,7 +118,12 @@ def test_the_memory_that_a_replay_reads_does_not_move(make_trainer):
     step, batches = trainer.step, trainer.batches.since(0)
 
     def addresses():
-        tensors = [*step.model.parameters(), *step.model.buffers(), step.weights, step.scaler._scale]
+        tensors = [
+            *step.model.parameters(),
+            *step.model.buffers(),
+            step.weights,
+            step.scaler._scale,
+        ]
         return [tensor.data_ptr() for tensor in tensors]
 
     step.training_step(next(batches))
@@ -127,7 +138,9 @@ def test_a_copy_of_a_model_with_captured_gradients_has_none(make_trainer):
     trainer = make_trainer()
     trainer.step.capture(capture_in_place)
     fit(trainer)
-    assert {parameter.grad for parameter in trainer.step.model.parameters()} == {None}  # released at the end
+    assert {parameter.grad for parameter in trainer.step.model.parameters()} == {
+        None
+    }  # released at the end
     trainer.step.training_step(next(iter(trainer.batches.since(0))))
     assert {parameter.grad is None for parameter in trainer.step.model.parameters()} == {False}
     assert {parameter.grad for parameter in trainer.best_model().parameters()} == {None}
@@ -163,12 +176,17 @@ def test_training_releases_the_captured_step_at_the_end_and_after_an_error(make_
 
 
 def test_a_cpu_is_refused(make_trainer):
-    with pytest.raises(ValueError, match="cuda_graph must be false on device cpu, got true: set .*device=cuda"):
+    with pytest.raises(
+        ValueError, match="cuda_graph must be false on device cpu, got true: set .*device=cuda"
+    ):
         make_trainer(cuda_graph=True)
 
 
 def test_checkpointed_layers_with_dropout_are_refused_by_name(make_model):
-    with pytest.raises(ValueError, match=r"processor, encoder.data, decoder.data: set model.checkpoint_groups=null or"):
+    with pytest.raises(
+        ValueError,
+        match=r"processor, encoder.data, decoder.data: set model.checkpoint_groups=null or",
+    ):
         check_capturable(make_model(num_layers=2, checkpoint_groups=2, dropout=0.1), GPU)
     for options in ({"checkpoint_groups": 2, "dropout": 0.0}, {"dropout": 0.1}):
         check_capturable(make_model(num_layers=2, **options), GPU)
@@ -186,7 +204,9 @@ def order(monkeypatch):
         done.append(f"leave {name}")
 
     def stream(name):
-        return SimpleNamespace(name=name, wait_stream=lambda other: done.append(f"{name} waits for {other.name}"))
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: done.append(f"{name} waits for {other.name}")
+        )
 
     current, graph = stream("current"), SimpleNamespace(replay=lambda: done.append("replay"))
 
@@ -204,7 +224,10 @@ def order(monkeypatch):
 
 def test_a_pass_is_captured_after_a_warm_up_on_a_side_stream_and_replayed_without(order):
     outputs, replay = capture_cuda_graph(lambda: order.append("pass") or len(order))
-    before, after = ["free", "side waits for current", "enter side"], ["leave side", "current waits for side"]
+    before, after = (
+        ["free", "side waits for current", "enter side"],
+        ["leave side", "current waits for side"],
+    )
     warm_up = [*before, *["pass"] * WARM_UP, *after]
     assert order == [*warm_up, "enter thread_local", "pass", "leave thread_local"]
     assert outputs == len(order) - 1  # of the captured pass

@@ -14,7 +14,11 @@ from anemoi_gt.app.training.memory_estimate import advice, estimate_memory
 from anemoi_gt.app.training.step import autocast
 
 NODES = {"data": 3000, "hidden": 700}
-KINDS = {("data", "to", "hidden"): 4400, ("hidden", "to", "hidden"): 2000, ("hidden", "to", "data"): 9000}
+KINDS = {
+    ("data", "to", "hidden"): 4400,
+    ("hidden", "to", "hidden"): 2000,
+    ("hidden", "to", "data"): 9000,
+}
 CONFIG = TrainingConfig(batch_size=1)
 
 
@@ -35,7 +39,9 @@ WHOLE = {"num_layers": 2, "config": AttentionConfig("triton")}
         (WHOLE | {"mapper_chunks": 3}, "bf16-mixed"),
     ],
 )  # fmt: skip
-def test_estimate_is_at_most_30_percent_above_what_a_model_keeps_for_the_backward_pass(make_model, options, precision):
+def test_estimate_is_at_most_30_percent_above_what_a_model_keeps_for_the_backward_pass(
+    make_model, options, precision
+):
     model, mode, kept = make_model(**options), FakeTensorMode(allow_non_fake_inputs=True), {}
     own = [*model.parameters(), *model.buffers()]
     own += [mode.from_tensor(tensor) for tensor in own]
@@ -67,9 +73,21 @@ def test_checkpointing_chunks_and_precision_lower_the_estimate(make_model):
     [
         ({"num_layers": 4}, {}, "set model.checkpoint_groups=4 and model.mapper_chunks=2"),
         ({"num_layers": 4, "checkpoint_groups": 2}, {}, "set model.checkpoint_groups=4"),
-        ({"num_layers": 4, "checkpoint_groups": 4}, {"precision": "32-true"}, "set training.precision=bf16-mixed"),
-        ({"num_layers": 4, "checkpoint_groups": 4, "mapper_chunks": 8}, {}, "set model.mapper_chunks=32"),
-        ({"num_layers": 4, "checkpoint_groups": 4, "mapper_chunks": 64}, {}, "lower training.batch_size or"),
+        (
+            {"num_layers": 4, "checkpoint_groups": 4},
+            {"precision": "32-true"},
+            "set training.precision=bf16-mixed",
+        ),
+        (
+            {"num_layers": 4, "checkpoint_groups": 4, "mapper_chunks": 8},
+            {},
+            "set model.mapper_chunks=32",
+        ),
+        (
+            {"num_layers": 4, "checkpoint_groups": 4, "mapper_chunks": 64},
+            {},
+            "lower training.batch_size or",
+        ),
     ],
 )
 def test_advice_names_what_saves_most(model, training, expected):

@@ -95,7 +95,9 @@ def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, precision)
     assert continued.step.global_step == STOP_AFTER
     assert without_speed(fit(continued)) == without_speed(records)
     for name in ("last.pt", "best.pt"):
-        assert_same(load_checkpoint(continued.folder / name), load_checkpoint(whole.folder / name), name)
+        assert_same(
+            load_checkpoint(continued.folder / name), load_checkpoint(whole.folder / name), name
+        )
 
 
 @pytest.mark.parametrize("captured_first", [True, False])
@@ -110,7 +112,9 @@ def test_compilation_that_is_switched_off_at_a_stop_changes_rounding_alone(train
     with without_inductor():
         records, compiled = fit(trainer("whole")), trainer("run", compile=True)
         stop(compiled)
-    losses = [[record["loss"] for record in of_run] for of_run in (fit(load(trainer("run"))), records)]
+    losses = [
+        [record["loss"] for record in of_run] for of_run in (fit(load(trainer("run"))), records)
+    ]
     torch.testing.assert_close(*map(torch.tensor, losses))
 
 
@@ -155,8 +159,13 @@ def test_records_after_the_checkpoint_are_written_once(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_run_after_the_step_which_is_saved_and_handlers_are_restored(trainer, number, status):
-    before, run = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)], trainer("run")
+def test_a_signal_ends_the_run_after_the_step_which_is_saved_and_handlers_are_restored(
+    trainer, number, status
+):
+    before, run = (
+        [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
+        trainer("run"),
+    )
     stopped = stop(run, number=number)
     assert stopped.exit_status == status
     assert str(stopped) == f"stopped by {number.name} after step {STOP_AFTER}, which is saved"
@@ -205,21 +214,33 @@ def test_a_run_does_not_continue_from_a_partial_state(trainer):
     fit(run)
     state = load_checkpoint(run.folder / "last.pt")
     del state["scaler"], state["generators"]
-    with pytest.raises(ValueError, match="must be the last.pt of a run, this checkpoint lacks generators, scaler"):
+    with pytest.raises(
+        ValueError, match="must be the last.pt of a run, this checkpoint lacks generators, scaler"
+    ):
         run.load_state_dict(state)
 
 
-def test_batches_follow_from_seed_and_step_and_every_sample_comes_once_before_any_comes_twice(splits):
+def test_batches_follow_from_seed_and_step_and_every_sample_comes_once_before_any_comes_twice(
+    splits,
+):
     def numbers(seed, since):
         """Indices of the samples in the batches, by their inputs."""
         known = torch.stack([splits.train.inputs(i) for i in range(len(splits.train))])
-        batches = TrainingBatches(splits.train, 3, steps=6, seed=seed, device=torch.device("cpu")).since(since)
-        return [[int((known == x).flatten(1).all(1).nonzero()) for x in batch.inputs] for batch in batches]
+        batches = TrainingBatches(
+            splits.train, 3, steps=6, seed=seed, device=torch.device("cpu")
+        ).since(since)
+        return [
+            [int((known == x).flatten(1).all(1).nonzero()) for x in batch.inputs]
+            for batch in batches
+        ]
 
     whole = numbers(seed=1, since=0)
     assert len(whole) == 6 and {len(batch) for batch in whole} == {3}
     order = [sample for batch in whole for sample in batch]
-    assert sorted(order[:8]) == sorted(order[8:16]) == list(range(8)) and list(range(8)) != order[:8] != order[8:16]
+    assert (
+        sorted(order[:8]) == sorted(order[8:16]) == list(range(8))
+        and list(range(8)) != order[:8] != order[8:16]
+    )
     for step in (1, 4, 6):
         assert numbers(seed=1, since=step) == whole[step:]
     assert numbers(seed=2, since=0) != whole

@@ -24,7 +24,9 @@ from anemoi_gt.app.training.run_files import (
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "last.pt"
-    save_checkpoint(path, {"average": {f"layer {i}": torch.randn(1000) for i in range(30)}, "step": 7})
+    save_checkpoint(
+        path, {"average": {f"layer {i}": torch.randn(1000) for i in range(30)}, "step": 7}
+    )
     return path.read_bytes()
 
 
@@ -36,7 +38,9 @@ def assert_is_refused(path, content):
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3, 100, 1_000, 5_000, 20_000, 40_000, 69_000, 100_000, -100, -1])
+@pytest.mark.parametrize(
+    "kept", [0, 1, 3, 100, 1_000, 5_000, 20_000, 40_000, 69_000, 100_000, -100, -1]
+)
 def test_a_checkpoint_that_was_cut_off_is_one_sentence(content, tmp_path, kept):
     assert_is_refused(tmp_path / "last.pt", content[:kept])
 
@@ -75,19 +79,27 @@ def test_a_file_is_replaced_when_the_block_ends_without_error(tmp_path, error):
         assert path.read_bytes() == b"former"
         if error:
             raise error
-    assert path.read_bytes() == (b"former" if error else b"new") and list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == (b"former" if error else b"new") and list(tmp_path.iterdir()) == [
+        path
+    ]
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path):
     path = tmp_path / "a"
     (tmp_path / "a.partial").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=f"could not write {path}: No space left on device"), atomic_write(path) as file:
+    with (
+        pytest.raises(OSError, match=f"could not write {path}: No space left on device"),
+        atomic_write(path) as file,
+    ):
         file.write(b"new")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_refusal_that_pytorch_wraps_is_named_too(tmp_path):
-    with pytest.raises(OSError, match=r"could not write .*a: File too large"), annotate_oserror(tmp_path / "a"):
+    with (
+        pytest.raises(OSError, match=r"could not write .*a: File too large"),
+        annotate_oserror(tmp_path / "a"),
+    ):
         try:
             raise OSError(27, "File too large")
         except OSError:
@@ -103,14 +115,23 @@ def test_metrics_that_cannot_be_written_name_their_file(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics._file.close()
     metrics._file = open("/dev/full", "w")  # noqa: SIM115  closed by the block below
-    with pytest.raises(OSError, match="could not write .*metrics.jsonl: No space left on device"), metrics:
+    with (
+        pytest.raises(OSError, match="could not write .*metrics.jsonl: No space left on device"),
+        metrics,
+    ):
         metrics.write(split="train", step=1, loss=0.5)
 
 
-def test_record_is_in_the_file_as_soon_as_it_is_written_and_nan_raises_because_json_has_none(tmp_path):
+def test_record_is_in_the_file_as_soon_as_it_is_written_and_nan_raises_because_json_has_none(
+    tmp_path,
+):
     with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
         metrics.write(split="train", step=1, loss=0.5)
-        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"split": "train", "step": 1, "loss": 0.5}
+        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+            "split": "train",
+            "step": 1,
+            "loss": 0.5,
+        }
         with pytest.raises(ValueError, match="not JSON compliant"):
             metrics.write(split="train", step=1, loss=float("nan"))
 

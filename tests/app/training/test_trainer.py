@@ -11,7 +11,13 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from anemoi_gt.app.data.forecast_dataset import TrainingBatches
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.run_files import curve, load_checkpoint
-from anemoi_gt.app.training.step import AUTOCAST, LOSS_SCALE, TrainingStep, warmup_cosine, weighted_mse
+from anemoi_gt.app.training.step import (
+    AUTOCAST,
+    LOSS_SCALE,
+    TrainingStep,
+    warmup_cosine,
+    weighted_mse,
+)
 
 from ..conftest import NUMBERS, assert_same
 
@@ -19,7 +25,11 @@ CPU = torch.device("cpu")
 
 
 def test_loss_is_the_mean_square_by_area():
-    loss = weighted_mse(torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]]), torch.zeros(2, 2, 1), torch.tensor([0.5, 1.5]))
+    loss = weighted_mse(
+        torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]]),
+        torch.zeros(2, 2, 1),
+        torch.tensor([0.5, 1.5]),
+    )
     assert loss.item() == pytest.approx((0.5 * 1 + 1.5 * 4 + 0.5 * 9) / 4)
 
 
@@ -32,13 +42,20 @@ def test_loss_is_the_mean_square_by_area():
     ],
 )  # fmt: skip
 def test_the_rate_is_a_linear_warm_up_and_half_a_cosine(warmup_steps, steps, rates):
-    assert {step: warmup_cosine(step, warmup_steps, steps) for step in rates} == pytest.approx(rates)
+    assert {step: warmup_cosine(step, warmup_steps, steps) for step in rates} == pytest.approx(
+        rates
+    )
 
 
 def plain_steps(model, batches, weights, config):
     """Losses, weights and their average after the steps of a plain PyTorch loop, whose loss scale nothing overflows."""
-    groups = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
-    decays = [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
+    groups = [
+        [p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)
+    ]
+    decays = [
+        {"params": groups[0], "weight_decay": config.weight_decay},
+        {"params": groups[1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(decays)
     scale = LOSS_SCALE if config.precision == "16-mixed" else 1.0
     losses, average = [], None
@@ -46,7 +63,9 @@ def plain_steps(model, batches, weights, config):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * warmup_cosine(n, config.warmup_steps, config.steps)
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=AUTOCAST[config.precision], enabled=config.precision != "32-true"):
+        with torch.autocast(
+            "cpu", dtype=AUTOCAST[config.precision], enabled=config.precision != "32-true"
+        ):
             error = (model(batch.inputs) - batch.target).square()
             loss = (error.mean((0, 2)) * weights).mean()
         (loss * scale).backward()
@@ -56,7 +75,9 @@ def plain_steps(model, batches, weights, config):
         optimizer.step()
         losses.append(loss.detach())
         now = [parameter.detach().clone() for parameter in model.parameters()]
-        average = [a.lerp(w, 1 - config.average_decay) for a, w in zip(average or now, now, strict=True)]
+        average = [
+            a.lerp(w, 1 - config.average_decay) for a, w in zip(average or now, now, strict=True)
+        ]
     return [torch.stack(losses), *now, *average]
 
 
@@ -73,7 +94,9 @@ def test_steps_are_those_of_a_plain_loop_bit_by_bit(make_model, splits, precisio
     torch.manual_seed(3)
     losses = torch.stack([step.training_step(batch) for batch in batches])
     assert_same([losses, *step.model.parameters(), *step.average.module.parameters()], expected)
-    assert (get_total_norm([p.grad for p in step.model.parameters()]) <= 1e-3 * (1 + 1e-5)) == (clip_norm == 1e-3)
+    assert (get_total_norm([p.grad for p in step.model.parameters()]) <= 1e-3 * (1 + 1e-5)) == (
+        clip_norm == 1e-3
+    )
 
 
 def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
@@ -88,13 +111,20 @@ def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
 def test_the_average_has_parameters_of_its_own_and_the_buffers_of_the_model(make_model, splits):
     step = TrainingStep(make_model(), splits.train.weights, TrainingConfig(device="cpu"), CPU)
     average = step.average.module
-    assert all(own is last for own, last in zip(average.buffers(), step.model.buffers(), strict=True))
-    own, last = ([parameter.data_ptr() for parameter in model.parameters()] for model in (average, step.model))
+    assert all(
+        own is last for own, last in zip(average.buffers(), step.model.buffers(), strict=True)
+    )
+    own, last = (
+        [parameter.data_ptr() for parameter in model.parameters()]
+        for model in (average, step.model)
+    )
     assert len(own) == len(last) and not set(own) & set(last)
 
 
 def test_the_best_weights_are_those_of_the_lowest_validation_loss(run):
-    trainer, records = run(steps=12, learning_rate=0.3, warmup_steps=0, valid_every=1, average_decay=0.0)
+    trainer, records = run(
+        steps=12, learning_rate=0.3, warmup_steps=0, valid_every=1, average_decay=0.0
+    )
     losses = {record["step"]: record["loss"] for record in records if record["split"] == "valid"}
     best = torch.load(trainer.folder / "best.pt", weights_only=True)
     assert best["step"] == min(losses, key=losses.get) != 12
@@ -112,7 +142,8 @@ def test_metrics_are_json_a_line_each(run):
 
 
 @pytest.mark.parametrize(
-    ("part", "reason"), [("average", "the loss .*, got nan at step 6"), ("model", "the weights .* at step 6")]
+    ("part", "reason"),
+    [("average", "the loss .*, got nan at step 6"), ("model", "the weights .* at step 6")],
 )
 def test_weights_that_are_not_finite_replace_no_checkpoint(run, part, reason):
     trainer, _ = run()
@@ -126,16 +157,22 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(run, part, reason):
 
 
 @pytest.mark.filterwarnings("error")  # a skipped first step warns of nothing
-def test_a_step_whose_gradients_overflow_is_skipped_and_the_scale_lowered(make_model, splits, monkeypatch):
+def test_a_step_whose_gradients_overflow_is_skipped_and_the_scale_lowered(
+    make_model, splits, monkeypatch
+):
     monkeypatch.setattr("anemoi_gt.app.training.step.LOSS_SCALE", 2.0**60)
-    step = TrainingStep(make_model(), splits.train.weights, TrainingConfig(precision="16-mixed", device="cpu"), CPU)
+    step = TrainingStep(
+        make_model(), splits.train.weights, TrainingConfig(precision="16-mixed", device="cpu"), CPU
+    )
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     step.training_step(next(TrainingBatches(splits.train, 2, 1, seed=0, device=CPU).since(0)))
     assert all(map(torch.equal, step.model.parameters(), before))
     assert step.scaler.get_scale() == 2.0**59
 
 
-def test_a_loss_that_waits_to_be_recorded_and_is_not_finite_replaces_no_checkpoint(run, monkeypatch, tmp_path):
+def test_a_loss_that_waits_to_be_recorded_and_is_not_finite_replaces_no_checkpoint(
+    run, monkeypatch, tmp_path
+):
     since = TrainingBatches.since
 
     def overflowing(self, step):
@@ -161,5 +198,7 @@ def test_gradients_that_are_never_finite_end_the_run_with_one_sentence(run, monk
 
     monkeypatch.setattr(TrainingStep, "own_loss", loss_without_gradients)
     numbers = {"steps": 30, "log_every": 30, "valid_every": 30} | {first: 25}
-    with pytest.raises(FloatingPointError, match=r"the gradients must stay finite .* at step 25: .*bf16-mixed"):
+    with pytest.raises(
+        FloatingPointError, match=r"the gradients must stay finite .* at step 25: .*bf16-mixed"
+    ):
         run(precision="16-mixed", **numbers)

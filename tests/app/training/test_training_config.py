@@ -21,12 +21,21 @@ from anemoi_gt.app.training.config import choose_device, cpu_threads
         ({"weight_decay": x}, f"training.weight_decay must be finite and not negative, got {x}")
         for x in (-0.1, math.inf)
     ),
-    *(({"seed": seed}, rf"training.seed must be 0 to 2\^64 - 1, got {seed}") for seed in (-1, 2**64)),
+    *(
+        ({"seed": seed}, rf"training.seed must be 0 to 2\^64 - 1, got {seed}")
+        for seed in (-1, 2**64)
+    ),
     ({"warmup_steps": -1}, "training.warmup_steps must be at least 0, got -1"),
     ({"average_decay": 1.0}, r"training.average_decay must be in \[0, 1\), got 1.0"),
     ({"threads": 0}, "training.threads must be at least 1, or null, got 0"),
-    *(({"cuda_graph": x}, f"training.cuda_graph must be true or false, got {x!r}") for x in ("yes", 1)),
-    *(({"compile": x}, f"training.compile must be true or false, got {x!r}") for x in ("default", 0)),
+    *(
+        ({"cuda_graph": x}, f"training.cuda_graph must be true or false, got {x!r}")
+        for x in ("yes", 1)
+    ),
+    *(
+        ({"compile": x}, f"training.compile must be true or false, got {x!r}")
+        for x in ("default", 0)
+    ),
     ({"device": "gpu"}, "training.device must be one of auto, cpu, cuda, got 'gpu'"),
 )
 def test_an_option_out_of_range_is_named(wrong, message):

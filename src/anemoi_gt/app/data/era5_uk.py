@@ -80,7 +80,9 @@ class Era5UkDataset(ForecastDataset):
 
     variables = ("t2m",)
     units = ("K",)
-    attributes = MappingProxyType({"t2m": {"standard_name": "air_temperature", "long_name": "2 m temperature"}})
+    attributes = MappingProxyType(
+        {"t2m": {"standard_name": "air_temperature", "long_name": "2 m temperature"}}
+    )
     time_encoding = "two harmonics of the hour of the day, UTC"
     reference_name = "the variables 24 hours before the truth"
 
@@ -106,7 +108,11 @@ class Era5UkDataset(ForecastDataset):
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return the statistics of the change, the mean at each node, and the deviations of anomaly and lags."""
-        statistics = {"mean": self._mean, "anomaly_std": self._anomaly_std, "lag_std": self._lag_std}
+        statistics = {
+            "mean": self._mean,
+            "anomaly_std": self._anomaly_std,
+            "lag_std": self._lag_std,
+        }
         return super().normalisation() | statistics
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
@@ -138,7 +144,9 @@ class Era5UkDataset(ForecastDataset):
         """
         index = find_start(self.field.times, start)
         if index < max(LAGS):
-            raise ValueError(f"start must have {max(LAGS)} hours before it in the data, got {start}")
+            raise ValueError(
+                f"start must have {max(LAGS)} hours before it in the data, got {start}"
+            )
         other = copy.copy(self)
         other.starts = range(index, index + 1)
         return other
@@ -187,7 +195,9 @@ class Era5UkDataset(ForecastDataset):
         is also fitted to the validation days.
         """
         after = ((step or 1) * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
-        found = super().baselines(step) | {"same hour yesterday": lambda i: self._at(self.starts[i] + after)}
+        found = super().baselines(step) | {
+            "same hour yesterday": lambda i: self._at(self.starts[i] + after)
+        }
         for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR) if step is None else ():
             found[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
         return found
@@ -208,7 +218,9 @@ class Era5UkDataset(ForecastDataset):
     def _channels(self, values, hour):
         """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
         anomaly = (values[-1] - self._mean) / self._anomaly_std
-        changes = (values[-1] - values[[-1 - lag for lag in self.lags]]).T / self._lag_std  # [N, lags]
+        changes = (
+            values[-1] - values[[-1 - lag for lag in self.lags]]
+        ).T / self._lag_std  # [N, lags]
         time_of_day = harmonics_of_day(hour, 2).expand(len(self.nodes), 4)
         return torch.cat([anomaly[:, None], changes, time_of_day, self._position], dim=1)
 
@@ -243,14 +255,18 @@ class Era5UkInputs(PhysicalInputs):
         anomaly = (fields[..., :1] - self.mean[:, None]) / self.anomaly_std
         changes = (fields[..., :1] - fields[..., 1:]) / self.lag_std
         angle = day_angle(time)
-        harmonics = torch.stack([angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], dim=1).float()
+        harmonics = torch.stack(
+            [angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], dim=1
+        ).float()
         harmonics = harmonics[:, None].expand(-1, fields.shape[1], -1)
         position = self.position.expand(fields.shape[0], -1, -1)
         channels = torch.cat([anomaly, changes, harmonics, position], dim=2)
         return channels, fields[..., self.reference : self.reference + 1]
 
 
-def fit_ridge(predictors: Tensor, target: Tensor, penalty: float = 1.0) -> Callable[[Tensor], Tensor]:
+def fit_ridge(
+    predictors: Tensor, target: Tensor, penalty: float = 1.0
+) -> Callable[[Tensor], Tensor]:
     """Fit a ridge regression at each of N points; return its prediction [N] float32 from predictors [N, F].
 
         prediction[n] = target_mean[n] + <predictors[n] - predictor_mean[n], slope[n]>
@@ -263,7 +279,9 @@ def fit_ridge(predictors: Tensor, target: Tensor, penalty: float = 1.0) -> Calla
     x, y = (x - x_mean).transpose(0, 1), (y - y_mean).T[..., None]  # [N, S, F], [N, S, 1]
     gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
     slope = torch.linalg.solve(gram, x.mT @ y)[..., 0]
-    return lambda predictors: (y_mean + ((predictors.double() - x_mean) * slope).sum(dim=-1)).float()
+    return lambda predictors: (
+        y_mean + ((predictors.double() - x_mean) * slope).sum(dim=-1)
+    ).float()
 
 
 def harmonics_of_day(hour: int, count: int) -> Tensor:
@@ -298,7 +316,9 @@ def split(field: HourlyField, lead_time: int) -> Splits:
         raise ValueError(f"lead_time must be 1 to {HOURS_PER_DAY} hours, got {lead_time}")
     bounds = [max(LAGS), FIRST_VALID_HOUR, FIRST_TEST_HOUR, len(field.times)]
     if bounds[-1] <= FIRST_TEST_HOUR + lead_time:
-        raise ValueError(f"the file must contain more than {FIRST_TEST_HOUR + lead_time} hours, got {len(field.times)}")
+        raise ValueError(
+            f"the file must contain more than {FIRST_TEST_HOUR + lead_time} hours, got {len(field.times)}"
+        )
     starts = (range(first, end - lead_time) for first, end in pairwise(bounds))
     return Splits(*(Era5UkDataset(field, hours, lead_time) for hours in starts))
 
@@ -307,7 +327,9 @@ def read_era5_uk(path: str | Path | None) -> HourlyField:
     """Read 2 m temperature from the GRIB file of `era5_uk`, with its `path`. Raises as `era5_uk` does."""
     fields = read_dataset(_download()) if path is None else read_xarray(path)
     if "t2m" not in fields.readers:
-        raise ValueError(f"the file must contain 2 m temperature (t2m), got {sorted(fields.readers)}")
+        raise ValueError(
+            f"the file must contain 2 m temperature (t2m), got {sorted(fields.readers)}"
+        )
     values = np.stack([fields.readers["t2m"](t) for t in range(len(fields.times))])
     return HourlyField(fields.nodes, fields.times, torch.from_numpy(values))
 
@@ -318,7 +340,9 @@ def _download():
     xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
     try:
         # No index file: the folder may be read-only.
-        return xarray.tutorial.open_dataset(TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""})
+        return xarray.tutorial.open_dataset(
+            TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""}
+        )
     except (OSError, ValueError) as error:  # no network, a page in place of the file
         raise OSError(
             f"could not download {TUTORIAL_NAME} ({type(error).__name__}): give the file as data.path=FILE"

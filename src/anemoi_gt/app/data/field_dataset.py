@@ -126,18 +126,28 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
     A variable with a time dimension may never change in a period [T] bool, as `lsm` and `z` in files of the Climate
     Data Store: it is a constant, as one without time. Raises ValueError if a name does not exist or has two roles.
     """
-    variables, diagnostics, forcings = chosen.variables, list(chosen.diagnostics or []), chosen.forcings
+    variables, diagnostics, forcings = (
+        chosen.variables,
+        list(chosen.diagnostics or []),
+        chosen.forcings,
+    )
     forecast = [*(variables or []), *diagnostics]
     check_roles(fields, forecast, list(forcings or []))
     candidates = list(fields.readers) if variables is None else list(forcings or [])
-    constants = find_constants(fields, [name for name in candidates if name not in forecast], period)
+    constants = find_constants(
+        fields, [name for name in candidates if name not in forecast], period
+    )
     if constants:
-        log.info("inputs that never change, taken as forcings without time: %s", ", ".join(constants))
+        log.info(
+            "inputs that never change, taken as forcings without time: %s", ", ".join(constants)
+        )
         fields = fields.with_static(constants)
     if forcings is None:
         forcings = sorted(fields.static - set(forecast))
     if variables is None:
-        variables = [name for name in fields.readers if name not in {*fields.static, *forcings, *diagnostics}]
+        variables = [
+            name for name in fields.readers if name not in {*fields.static, *forcings, *diagnostics}
+        ]
     check_roles(fields, [*variables, *diagnostics], list(forcings))
     if not variables and not diagnostics:
         raise ValueError(
@@ -146,7 +156,9 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
     return fields, Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
 
 
-def roles_of_schema(fields: Fields, chosen: ChosenRoles, schema: DataSchema) -> tuple[Fields, Roles]:
+def roles_of_schema(
+    fields: Fields, chosen: ChosenRoles, schema: DataSchema
+) -> tuple[Fields, Roles]:
     """Return the roles in a trained model, where none are chosen, and the fields with its constants as static.
 
     Raises ValueError if the data lack a variable.
@@ -164,7 +176,9 @@ def roles_of_schema(fields: Fields, chosen: ChosenRoles, schema: DataSchema) -> 
     if variables is None:
         variables = [name for name in schema.variables if name not in schema.diagnostics]
     constants = [name for name in schema.constants if name not in fields.static]
-    return fields.with_static(constants), Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
+    return fields.with_static(constants), Roles(
+        tuple(variables), tuple(diagnostics), tuple(forcings)
+    )
 
 
 def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> None:
@@ -175,13 +189,17 @@ def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> Non
     wrong += [f"{name} without time" for name in sorted(fields.static & set(forecast))]
     if wrong:
         known = ", ".join(fields.readers)
-        raise ValueError(f"variables must be among {known}, in one role each, got {', '.join(wrong)}")
+        raise ValueError(
+            f"variables must be among {known}, in one role each, got {', '.join(wrong)}"
+        )
 
 
 def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> list[str]:
     """Return the variables with time that have the same values at all of up to 256 times of a period [T] bool."""
     times = np.flatnonzero(period)
-    chosen = times[np.unique(np.linspace(0, len(times) - 1, STATISTICS_SAMPLES).round().astype(int))]
+    chosen = times[
+        np.unique(np.linspace(0, len(times) - 1, STATISTICS_SAMPLES).round().astype(int))
+    ]
     if len(chosen) < 2:
         return []
     constants = []
@@ -189,7 +207,9 @@ def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> 
         if name in fields.static:
             continue
         first = fields.readers[name](int(chosen[0]))
-        if all(np.array_equal(fields.readers[name](int(t)), first, equal_nan=True) for t in chosen[1:]):
+        if all(
+            np.array_equal(fields.readers[name](int(t)), first, equal_nan=True) for t in chosen[1:]
+        ):
             constants.append(name)
     return constants
 
@@ -211,10 +231,14 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
         except (TypeError, ValueError):
             must = "must be a first and a last date, such as [2019-03-01, 2019-03-24], in all splits or in none"
             raise ValueError(f"{name} {must}, got {period}") from None
-        masks.append((times >= first) & (times < last + 1))  # a date holds all its hours, a month all its days
+        masks.append(
+            (times >= first) & (times < last + 1)
+        )  # a date holds all its hours, a month all its days
     for (one, here), (other, there) in combinations(zip(names, masks, strict=True), 2):
         if (here & there).any():
-            raise ValueError(f"{one} and {other} must not share times, got {(here & there).sum()} in both")
+            raise ValueError(
+                f"{one} and {other} must not share times, got {(here & there).sum()} in both"
+            )
     return masks
 
 
@@ -246,23 +270,40 @@ class FieldDataset(ForecastDataset):
         self._dynamic = any(name not in fields.static for name in roles.forcings)
         steps = [f" {-k * lead_time:g} h" if k else "" for k in range(input_steps - 1, -1, -1)]
         self.input_names = (
-            *(f"{self._names[c]}{step}" for step, used in zip(steps, self._inputs, strict=True) for c in used),
-            *(f"{f} {x}" for x in ("latitude", "longitude", "local time", "day of the year") for f in ("sin", "cos")),
+            *(
+                f"{self._names[c]}{step}"
+                for step, used in zip(steps, self._inputs, strict=True)
+                for c in used
+            ),
+            *(
+                f"{f} {x}"
+                for x in ("latitude", "longitude", "local time", "day of the year")
+                for f in ("sin", "cos")
+            ),
         )
         self._step = np.timedelta64(round(lead_time * 3_600_000), "ms")
-        self._read = lru_cache(max(1, CACHE_BYTES // (4 * len(self.nodes) * len(self._names))))(self._read_file)
+        self._read = lru_cache(max(1, CACHE_BYTES // (4 * len(self.nodes) * len(self._names))))(
+            self._read_file
+        )
         lat, lon = torch.from_numpy(self.nodes.radians).T
         position = torch.stack([lat.sin(), lat.cos(), lon.sin(), lon.cos()], dim=1)
-        self._position = ((position - position.mean(dim=0)) / position.std(dim=0).clamp(min=1e-6)).float()
+        self._position = (
+            (position - position.mean(dim=0)) / position.std(dim=0).clamp(min=1e-6)
+        ).float()
         self.starts = np.empty(0, dtype=int)  # states, `member * T + time`
         self._mean, self._std = torch.zeros(len(self._names)), torch.ones(len(self._names))
-        self.change_mean, self.change_std = torch.zeros(len(self.variables)), torch.ones(len(self.variables))
+        self.change_mean, self.change_std = (
+            torch.zeros(len(self.variables)),
+            torch.ones(len(self.variables)),
+        )
         self._training, self._mean_state = None, None
 
     def within(self, period: np.ndarray) -> "FieldDataset":
         """Return the samples of a period [T] bool whose inputs and truth exist, with the normalisation of this one."""
         after = self._find(1)
-        return self._starting(np.flatnonzero(self._has_inputs() & (after >= 0) & period & period[after]))
+        return self._starting(
+            np.flatnonzero(self._has_inputs() & (after >= 0) & period & period[after])
+        )
 
     def starting_at(self, start: str) -> "FieldDataset":
         """Return the samples, one per member, that start at a date, or at the "latest" time; a truth need not exist.
@@ -297,7 +338,9 @@ class FieldDataset(ForecastDataset):
         other._std = torch.where(std > 0, std, 1.0)
         changes = (self.truth(i) - self.reference(i) for i in self._chosen())
         _, other.change_mean, other.change_std = _moments(changes, self.weights)
-        constant = [name for name, std in zip(self.variables, other.change_std, strict=True) if not std > 0]
+        constant = [
+            name for name, std in zip(self.variables, other.change_std, strict=True) if not std > 0
+        ]
         if constant:
             names = ",".join(constant)
             raise ValueError(
@@ -383,7 +426,9 @@ class FieldDataset(ForecastDataset):
     def baselines(self, step: int | None = None):
         """Return persistence, and the mean of the training samples at each node."""
         training = self._training
-        if training is None or len(training) == 0:  # a trained model on data without training samples
+        if (
+            training is None or len(training) == 0
+        ):  # a trained model on data without training samples
             return super().baselines(step)
         return super().baselines(step) | {"training mean": lambda i: training.mean_state()}
 
@@ -398,12 +443,16 @@ class FieldDataset(ForecastDataset):
     def _starting(self, times: np.ndarray) -> "FieldDataset":
         """Return the samples of all members that start at times given by index."""
         other = copy.copy(self)
-        other.starts = (np.arange(self.fields.members)[:, None] * len(self.fields.times) + times).ravel()
+        other.starts = (
+            np.arange(self.fields.members)[:, None] * len(self.fields.times) + times
+        ).ravel()
         return other
 
     def _chosen(self) -> list[int]:
         """Return the samples that statistics are estimated from."""
-        return np.unique(np.linspace(0, len(self) - 1, STATISTICS_SAMPLES).round().astype(int)).tolist()
+        return np.unique(
+            np.linspace(0, len(self) - 1, STATISTICS_SAMPLES).round().astype(int)
+        ).tolist()
 
     def _find(self, steps: int) -> np.ndarray:
         """Return for each time the index of the time so many lead times later, -1 where it is not in the data."""
@@ -414,7 +463,11 @@ class FieldDataset(ForecastDataset):
 
     def _without_samples(self) -> str:
         times = self.fields.times
-        spacing = "" if len(times) < 2 else f" {np.median(np.diff(times)) / np.timedelta64(1, 'h'):g} h apart"
+        spacing = (
+            ""
+            if len(times) < 2
+            else f" {np.median(np.diff(times)) / np.timedelta64(1, 'h'):g} h apart"
+        )
         return (
             f"each split must have {self.input_steps} inputs and a truth {self.lead_time:g} h apart, got none in "
             f"the {len(times)} times{spacing} of {self.fields.source}: change data.lead_time, data.input_steps, or the "
@@ -447,9 +500,13 @@ class FieldDataset(ForecastDataset):
         """Return the input channels after some forecasts."""
         now, times = len(forecasts), []
         for step, columns in enumerate(self._inputs, start=now - self.input_steps + 1):
-            at = step if step <= 0 or self._dynamic else 0  # forcings without time are those of the start
+            at = (
+                step if step <= 0 or self._dynamic else 0
+            )  # forcings without time are those of the start
             if self._index(i, at) is None:
-                raise ValueError(f"a rollout needs the forcings of every step, the data end before step {step}")
+                raise ValueError(
+                    f"a rollout needs the forcings of every step, the data end before step {step}"
+                )
             fields = self._at(i, at)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
@@ -462,11 +519,16 @@ class FieldDataset(ForecastDataset):
         day = 2 * np.pi * ((time - time.astype("datetime64[D]")) / np.timedelta64(1, "D"))
         year = 2 * np.pi * ((time - time.astype("datetime64[Y]")) / np.timedelta64(31_556_952, "s"))
         local = day + self.nodes.radians[:, 1]
-        angles = np.stack([f(angle) for angle in (local, np.full_like(local, year)) for f in (np.sin, np.cos)], axis=1)
+        angles = np.stack(
+            [f(angle) for angle in (local, np.full_like(local, year)) for f in (np.sin, np.cos)],
+            axis=1,
+        )
         return torch.from_numpy(angles).float()
 
     def _without_diagnostics(self, state):
-        return torch.cat([state[:, : self._prognostic], torch.zeros_like(state[:, self._prognostic :])], dim=1)
+        return torch.cat(
+            [state[:, : self._prognostic], torch.zeros_like(state[:, self._prognostic :])], dim=1
+        )
 
 
 class FieldInputs(PhysicalInputs):
@@ -484,7 +546,12 @@ class FieldInputs(PhysicalInputs):
         super().__init__()
         self.names, self.units = tuple(names), tuple(units)
         self.present, self.diagnostics = present, diagnostics
-        for name, tensor in {"mean": mean, "std": std, "position": position, "longitudes": longitudes}.items():
+        for name, tensor in {
+            "mean": mean,
+            "std": std,
+            "position": position,
+            "longitudes": longitudes,
+        }.items():
             self.register_buffer(name, tensor)
 
     # needs_time is True, so there always is a time.
@@ -512,7 +579,11 @@ def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor,
     mean, square = total / count, squares / count
     overall = (mean * weights).mean(dim=0)
     variance = square - overall.square()
-    return mean.float(), overall.float(), torch.where(variance > 1e-12 * square, variance, 0.0).sqrt().float()
+    return (
+        mean.float(),
+        overall.float(),
+        torch.where(variance > 1e-12 * square, variance, 0.0).sqrt().float(),
+    )
 
 
 def cell_weights(nodes: Nodes) -> Tensor:

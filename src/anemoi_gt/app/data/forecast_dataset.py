@@ -128,7 +128,9 @@ class ForecastDataset(Dataset, ABC):
 
         Raises ValueError if the data set has no dates, or lacks the inputs of that time.
         """
-        raise ValueError(f"start needs a data set with dates, {type(self).__name__} has none: choose a test sample")
+        raise ValueError(
+            f"start needs a data set with dates, {type(self).__name__} has none: choose a test sample"
+        )
 
     def require_samples(self) -> None:
         """Raise ValueError if there is no sample."""
@@ -225,7 +227,9 @@ class ForecastDataset(Dataset, ABC):
         The forecasts of the previous steps, [N, V] each, are physical; there are none for the first step, which is
         sample i. Raises ValueError if the data set does not support rollouts.
         """
-        raise ValueError(f"a rollout needs a data set that implements advance(), {type(self).__name__} does not")
+        raise ValueError(
+            f"a rollout needs a data set that implements advance(), {type(self).__name__} does not"
+        )
 
     def select_nodes(self, index: Tensor) -> Dataset:
         """Return the same samples, and their `weights`, at the nodes `index` [n] int64.
@@ -252,11 +256,15 @@ def find_start(times: np.ndarray, start: str) -> int:
     try:
         wanted = np.datetime64(str(start).replace(" ", "T"))
     except ValueError:
-        raise ValueError(f"start must be latest or a date, such as 2020-01-31T18, got {start}") from None
+        raise ValueError(
+            f"start must be latest or a date, such as 2020-01-31T18, got {start}"
+        ) from None
     place = int(np.searchsorted(times, wanted))
     if place == len(times) or times[place] != wanted:
         first, last = (np.datetime_as_string(time, unit="m") for time in (times[0], times[-1]))
-        raise ValueError(f"start must be a time of the data, which are from {first} to {last}, got {start}")
+        raise ValueError(
+            f"start must be a time of the data, which are from {first} to {last}, got {start}"
+        )
     return place
 
 
@@ -302,7 +310,13 @@ class TrainingBatches:
         rank: int = 0,
         ranks: int = 1,
     ):
-        self.dataset, self.batch_size, self.steps, self.seed, self.device = dataset, batch_size, steps, seed, device
+        self.dataset, self.batch_size, self.steps, self.seed, self.device = (
+            dataset,
+            batch_size,
+            steps,
+            seed,
+            device,
+        )
         self.rank, self.own_size = rank, share_of_batch(batch_size, ranks)
         if batch_size > len(dataset):
             must = f"must be at most {len(dataset)}, the number of training samples"
@@ -311,9 +325,13 @@ class TrainingBatches:
     def since(self, step: int) -> Iterator[Sample]:
         """Yield the batches after the first `step` ones; each is loaded when it is requested."""
         generator = torch.Generator().manual_seed(self.seed)
-        order = RandomSampler(self.dataset, num_samples=self.steps * self.batch_size, generator=generator)
+        order = RandomSampler(
+            self.dataset, num_samples=self.steps * self.batch_size, generator=generator
+        )
         remaining = islice(enumerate(order), step * self.batch_size, None)
-        own = (sample for n, sample in remaining if n % self.batch_size // self.own_size == self.rank)
+        own = (
+            sample for n, sample in remaining if n % self.batch_size // self.own_size == self.rank
+        )
         return load(self.dataset, self.own_size, self.device, own)
 
 
@@ -325,11 +343,15 @@ def share_of_batch(batch_size: int, ranks: int) -> int:
     return batch_size // ranks
 
 
-def load(dataset: ForecastDataset, batch_size: int, device: torch.device, order=None) -> Iterator[Sample]:
+def load(
+    dataset: ForecastDataset, batch_size: int, device: torch.device, order=None
+) -> Iterator[Sample]:
     """Yield a data set in batches [B, N, channels] on a device, the last one possibly smaller.
 
     `order` yields indices of the samples; None is all of them once, in order.
     """
     # Its own generator: otherwise each loader draws from the one that dropout uses.
-    for batch in DataLoader(dataset, batch_size=batch_size, sampler=order, generator=torch.Generator()):
+    for batch in DataLoader(
+        dataset, batch_size=batch_size, sampler=order, generator=torch.Generator()
+    ):
         yield Sample(*(part.to(device) for part in batch))

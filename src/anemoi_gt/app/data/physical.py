@@ -53,7 +53,9 @@ class PhysicalModel(nn.Module):
     change_mean: Tensor  # buffers
     change_std: Tensor
 
-    def __init__(self, inputs: PhysicalInputs, model: nn.Module, change_mean: Tensor, change_std: Tensor):
+    def __init__(
+        self, inputs: PhysicalInputs, model: nn.Module, change_mean: Tensor, change_std: Tensor
+    ):
         super().__init__()
         self.inputs, self.model = inputs, model
         self.register_buffer("change_mean", change_mean)
@@ -90,7 +92,9 @@ def year_angle(time: Tensor) -> Tensor:
     day = days - era * 146_097
     year = (day - day // 1_460 + day // 36_524 - day // 146_096) // 365
     day_of_year = day - (365 * year + year // 4 - year // 100)  # from 1 March
-    year = year + era * 400 + (day_of_year >= 306).long()  # January and February are of the next year
+    year = (
+        year + era * 400 + (day_of_year >= 306).long()
+    )  # January and February are of the next year
     before = year - 1  # whose March begins the era year in which 1 January lies
     era = torch.div(before, 400, rounding_mode="floor")
     rest = before - era * 400

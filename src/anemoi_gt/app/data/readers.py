@@ -24,9 +24,21 @@ from anemoi_gt.extras import import_extra
 if TYPE_CHECKING:
     import xarray
 
-MEMBERS = ("number", "member", "ensemble_member", "realization")  # names of the dimension of an ensemble
-PASSED_ON = ("long_name", "standard_name", "GRIB_cfName")  # attributes of a variable that a forecast file gets
-UNITS = {"latitude": ("degrees_north", "degree_north"), "longitude": ("degrees_east", "degree_east")}
+MEMBERS = (
+    "number",
+    "member",
+    "ensemble_member",
+    "realization",
+)  # names of the dimension of an ensemble
+PASSED_ON = (
+    "long_name",
+    "standard_name",
+    "GRIB_cfName",
+)  # attributes of a variable that a forecast file gets
+UNITS = {
+    "latitude": ("degrees_north", "degree_north"),
+    "longitude": ("degrees_east", "degree_east"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +98,13 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
     if not parts:
         raise ValueError(f"files must hold fields, found none in {', '.join(files)}")
     nodes = parts[0].nodes
-    if not all(len(p.nodes) == len(nodes) and np.allclose(p.nodes.radians, nodes.radians, atol=1e-6) for p in parts):
-        raise ValueError(f"files must be on one grid, got grids of {', '.join(str(len(p.nodes)) for p in parts)} nodes")
+    if not all(
+        len(p.nodes) == len(nodes) and np.allclose(p.nodes.radians, nodes.radians, atol=1e-6)
+        for p in parts
+    ):
+        raise ValueError(
+            f"files must be on one grid, got grids of {', '.join(str(len(p.nodes)) for p in parts)} nodes"
+        )
     by_names: dict[frozenset, list[Fields]] = {}
     for fields in parts:
         by_names.setdefault(frozenset(fields.readers), []).append(fields)
@@ -110,7 +127,9 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
     times = times[order]
     if (np.diff(times) <= np.timedelta64(0)).any():
         twice = np.datetime_as_string(times[1:][np.diff(times) <= np.timedelta64(0)][0], unit="m")
-        raise ValueError(f"{name} must hold each time once, got {twice} twice: keep one, as by drop_duplicates('time')")
+        raise ValueError(
+            f"{name} must hold each time once, got {twice} twice: keep one, as by drop_duplicates('time')"
+        )
     member = next((dim for dim in source.dims if str(dim).lower() in MEMBERS), None)
     units: dict[str, str] = {}
     attributes: dict[str, dict[str, str]] = {}
@@ -131,7 +150,9 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
             if over is None:
                 static.add(variable)
     members = 1 if member is None else source.sizes[member]
-    return Fields(nodes, times, units, readers, frozenset(static), members, attributes, levels, name)
+    return Fields(
+        nodes, times, units, readers, frozenset(static), members, attributes, levels, name
+    )
 
 
 class _Axes(NamedTuple):
@@ -148,7 +169,11 @@ class _Axes(NamedTuple):
 def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None":
     """Return the coordinate of the times, None if there is none; raise a ValueError for another calendar."""
     for array in source.coords.values():
-        calendar = getattr(array.values.flat[0], "calendar", None) if array.dtype.kind == "O" and array.size else None
+        calendar = (
+            getattr(array.values.flat[0], "calendar", None)
+            if array.dtype.kind == "O" and array.size
+            else None
+        )
         if calendar is not None:
             raise ValueError(
                 f"{name} must have dates in the standard calendar, got {calendar}: convert it in xarray by "
@@ -168,12 +193,18 @@ def read_anemoi(path: str | Path) -> Fields:
     try:
         store = zarr.open(path, mode="r")
         data, variables = store["data"], list(store.attrs["variables"])
-        lat, lon, times = (np.asarray(store[key][:]) for key in ("latitudes", "longitudes", "dates"))
+        lat, lon, times = (
+            np.asarray(store[key][:]) for key in ("latitudes", "longitudes", "dates")
+        )
     except Exception as error:  # of any type: zarr has versions
         raise _unreadable(path, "a zarr of anemoi-datasets", error) from error
     times = times.astype("datetime64[s]")
-    there = np.flatnonzero(~np.isin(times, np.array(store.attrs.get("missing_dates", []), "datetime64[s]")))
-    state = lru_cache(1)(lambda t: np.asarray(data[int(there[t])])[:, 0])  # all variables are one chunk
+    there = np.flatnonzero(
+        ~np.isin(times, np.array(store.attrs.get("missing_dates", []), "datetime64[s]"))
+    )
+    state = lru_cache(1)(
+        lambda t: np.asarray(data[int(there[t])])[:, 0]
+    )  # all variables are one chunk
     readers: dict[str, Callable[[int], np.ndarray]] = {}
     for v, variable in enumerate(variables):
         readers[variable] = partial(lambda v, t: state(t)[v], v)
@@ -197,15 +228,22 @@ def _open(file: str) -> list["xarray.Dataset"]:
         if "://" in file or Path(file).is_dir():
             import_extra("zarr", "xarray")
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
+                warnings.filterwarnings(
+                    "ignore", "Failed to open Zarr store with consolidated", RuntimeWarning
+                )
                 opened = xarray.open_dataset(file, engine="zarr")
             # Without consolidated metadata zarr 3 lists arrays in another order in every process.
             return [opened[sorted(opened.data_vars, key=str)]]
         with open(file, "rb") as head:
             is_grib = head.read(4) == b"GRIB" or Path(file).suffix.startswith(".gr")
         if is_grib:  # no index file: the folder may be read-only
-            parts = import_cfgrib().open_datasets(file, backend_kwargs={"indexpath": "", "errors": "raise"})
-            return [part.drop_vars([key for key, c in part.coords.items() if c.ndim == 0]) for part in parts]
+            parts = import_cfgrib().open_datasets(
+                file, backend_kwargs={"indexpath": "", "errors": "raise"}
+            )
+            return [
+                part.drop_vars([key for key, c in part.coords.items() if c.ndim == 0])
+                for part in parts
+            ]
         return [xarray.open_dataset(file, engine="netcdf4")]
     except ImportError:
         raise
@@ -229,10 +267,16 @@ def _coordinate(source: "xarray.Dataset", axis: str, name: str) -> "xarray.DataA
     """Return the latitudes or longitudes of a data set, by CF attributes or by name."""
     for key, array in source.variables.items():
         by_name = str(key).lower() in (axis, axis[:3])
-        if by_name or array.attrs.get("standard_name") == axis or array.attrs.get("units") in UNITS[axis]:
+        if (
+            by_name
+            or array.attrs.get("standard_name") == axis
+            or array.attrs.get("units") in UNITS[axis]
+        ):
             return source[key]
     found = ", ".join(map(str, source.variables))
-    raise ValueError(f"{name} must have the coordinates latitude and longitude, got {found or 'no variables'}")
+    raise ValueError(
+        f"{name} must have the coordinates latitude and longitude, got {found or 'no variables'}"
+    )
 
 
 def _levels(
@@ -283,7 +327,9 @@ def _concatenate(parts: list[Fields]) -> Fields:
             )
     if len({part.members for part in parts}) > 1:
         counts = ", ".join(f"{part.members} in {part.source}" for part in parts)
-        raise ValueError(f"files with the same variables must have the same number of members, got {counts}")
+        raise ValueError(
+            f"files with the same variables must have the same number of members, got {counts}"
+        )
     times = np.concatenate([part.times for part in parts])
     begins = np.cumsum([0, *(len(part.times) for part in parts)]).tolist()
 
@@ -292,7 +338,11 @@ def _concatenate(parts: list[Fields]) -> Fields:
         part = bisect_right(begins, time) - 1
         return parts[part].readers[variable](member * len(parts[part].times) + time - begins[part])
 
-    readers = {variable: partial(read, variable) for variable in first.readers if variable not in first.static}
+    readers = {
+        variable: partial(read, variable)
+        for variable in first.readers
+        if variable not in first.static
+    }
     source = f"{first.source} to {parts[-1].source}"
     return replace(first, times=times, readers=first.readers | readers, source=source)
 
@@ -301,14 +351,20 @@ def _join(parts: list[Fields]) -> Fields:
     """Join files of different variables at the same times."""
     dated = [part for part in parts if len(part.times)]
     if not dated:
-        raise ValueError("files must have a time coordinate of dates in the standard calendar, found none")
+        raise ValueError(
+            "files must have a time coordinate of dates in the standard calendar, found none"
+        )
     first = dated[0]
     if not all(np.array_equal(part.times, first.times) for part in dated):
         counts = ", ".join(str(len(part.times)) for part in dated)
-        raise ValueError(f"files with different variables must have the same times, got {counts} times")
+        raise ValueError(
+            f"files with different variables must have the same times, got {counts} times"
+        )
     if len({part.members for part in dated}) > 1:
         counts = ", ".join(f"{part.members} in {part.source}" for part in dated)
-        raise ValueError(f"files with different variables must have the same number of members, got {counts}")
+        raise ValueError(
+            f"files with different variables must have the same number of members, got {counts}"
+        )
     joined: dict[str, Any] = {"units": {}, "readers": {}, "attributes": {}, "levels": {}}
     for part in parts:
         for name, values in joined.items():

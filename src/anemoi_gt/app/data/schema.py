@@ -68,14 +68,18 @@ class DataSchema:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for a checkpoint; coordinates as compressed float32 degrees."""
-        names = [field.name for field in fields(self) if field.name not in ("nodes", "normalisation")]
+        names = [
+            field.name for field in fields(self) if field.name not in ("nodes", "normalisation")
+        ]
         values = {name: getattr(self, name) for name in names}
         values |= {name: list(values[name]) for name in TEXT}
         # Dicts as lists of pairs: an empty dict does not survive a checkpoint of several ranks.
         values |= {name: list(map(list, values[name].items())) for name in ("units", "levels")}
         values["latitudes"] = _pack(self.nodes.lat)
         values["longitudes"] = _pack(self.nodes.lon)
-        values["normalisation"] = [[name, tensor.tolist()] for name, tensor in self.normalisation.items()]
+        values["normalisation"] = [
+            [name, tensor.tolist()] for name, tensor in self.normalisation.items()
+        ]
         return values
 
     @classmethod
@@ -84,13 +88,17 @@ class DataSchema:
         values = dict(values)
         expected = {field.name for field in fields(cls)} - {"nodes"} | {"latitudes", "longitudes"}
         if missing := sorted(expected - values.keys()):
-            raise ValueError(f"the schema of a checkpoint must hold {', '.join(sorted(expected))}, got no {missing}")
+            raise ValueError(
+                f"the schema of a checkpoint must hold {', '.join(sorted(expected))}, got no {missing}"
+            )
         values = {name: value for name, value in values.items() if name in expected}
         nodes = Nodes(_unpack(values.pop("latitudes")), _unpack(values.pop("longitudes")))
         values |= {name: tuple(values[name]) for name in TEXT}
         values |= {name: dict(values[name]) for name in ("units", "levels")}
         statistics = values.pop("normalisation")
-        normalisation = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in statistics}
+        normalisation = {
+            name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in statistics
+        }
         return cls(nodes=nodes, normalisation=normalisation, **values)
 
     def check_same(self, data: "DataSchema") -> None:
@@ -110,7 +118,9 @@ class DataSchema:
         ):
             expected, got = getattr(self, name), getattr(data, name)
             if expected != got:
-                raise ValueError(f"{meaning} must be {_text(expected)}, as in the checkpoint, got {_text(got)}")
+                raise ValueError(
+                    f"{meaning} must be {_text(expected)}, as in the checkpoint, got {_text(got)}"
+                )
 
     def check_names(self, variables: tuple[str, ...], forcings: tuple[str, ...]) -> None:
         """Raise ValueError unless the names and their order are those of the checkpoint."""
@@ -128,7 +138,9 @@ class DataSchema:
         for name, expected in self.units.items():
             got = units.get(name, "")
             if expected and got and expected != got:
-                raise ValueError(f"{name} must be in {expected}, as in the checkpoint, got {got}: convert the data")
+                raise ValueError(
+                    f"{name} must be in {expected}, as in the checkpoint, got {got}: convert the data"
+                )
 
     def check_grid(self, nodes: Nodes) -> None:
         """Raise ValueError unless the grid has the same nodes in the same order."""
@@ -136,7 +148,9 @@ class DataSchema:
             raise ValueError(
                 f"the grid must have the {len(self.nodes)} nodes of the checkpoint, got {len(nodes)} nodes"
             )
-        apart_lon = np.abs((nodes.lon - self.nodes.lon + 180) % 360 - 180) * np.cos(np.deg2rad(nodes.lat))
+        apart_lon = np.abs((nodes.lon - self.nodes.lon + 180) % 360 - 180) * np.cos(
+            np.deg2rad(nodes.lat)
+        )
         apart = np.maximum(np.abs(nodes.lat - self.nodes.lat), apart_lon)
         if (apart > SAME_PLACE).any():
             first = int(np.argmax(apart > SAME_PLACE))

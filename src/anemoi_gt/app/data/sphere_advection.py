@@ -47,7 +47,10 @@ from anemoi_gt.option_checks import check_integer, check_positive
 
 SECONDS_PER_HOUR = 3600.0
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
-STATISTICS_SAMPLES, STATISTICS_NODES = 64, 2**16  # training samples and nodes that the normalisation is estimated from
+STATISTICS_SAMPLES, STATISTICS_NODES = (
+    64,
+    2**16,
+)  # training samples and nodes that the normalisation is estimated from
 BLOCK = 2**16  # nodes whose arrays fit into a cache
 
 
@@ -57,7 +60,9 @@ def in_blocks(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.nd
         return function(*arrays)
     blocks = [slice(start, start + BLOCK) for start in range(0, len(arrays[0]), BLOCK)]
     with ThreadPoolExecutor() as pool:
-        return np.concatenate(list(pool.map(lambda rows: function(*(array[rows] for array in arrays)), blocks)))
+        return np.concatenate(
+            list(pool.map(lambda rows: function(*(array[rows] for array in arrays)), blocks))
+        )
 
 
 def rotate(x: np.ndarray, axis: np.ndarray, angle: float | np.ndarray) -> np.ndarray:
@@ -100,7 +105,9 @@ class Flow:
             object.__setattr__(self, name, vector)
         gram = np.stack([self.axis, self.centre]) @ np.stack([self.axis, self.centre]).T
         if not np.allclose(gram, np.eye(2), atol=1e-12):
-            raise ValueError(f"axis and centre must be orthogonal unit vectors, got {self.axis} and {self.centre}")
+            raise ValueError(
+                f"axis and centre must be orthogonal unit vectors, got {self.axis} and {self.centre}"
+            )
         check_positive("period", self.period, ", in hours")
 
     @property
@@ -124,7 +131,9 @@ class Flow:
         y = rotate(xyz, self.axis, -self.angular_speed * start)
         phase = np.pi / self.period
         effective_time = (np.sin(phase * end) - np.sin(phase * start)) / phase
-        y = rotate(y, self.centre, -2 * self.deformation / self.period * (y @ self.centre) * effective_time)
+        y = rotate(
+            y, self.centre, -2 * self.deformation / self.period * (y @ self.centre) * effective_time
+        )
         return rotate(y, self.axis, self.angular_speed * end)
 
 
@@ -189,15 +198,28 @@ class SphereDataset(ForecastDataset):
     )
 
     def __init__(self, nodes, size, flows, lead_time, key):
-        self.nodes, self.size, self.flows, self.lead_time, self.key = nodes, size, flows, lead_time, key
+        self.nodes, self.size, self.flows, self.lead_time, self.key = (
+            nodes,
+            size,
+            flows,
+            lead_time,
+            key,
+        )
         self.weights = torch.from_numpy(area_weights(nodes)).float()
         self._xyz, self._frame = nodes.xyz, nodes.frame
-        self._position = torch.from_numpy(np.stack([f(x) for x in nodes.radians.T for f in (np.sin, np.cos)], axis=-1))
+        self._position = torch.from_numpy(
+            np.stack([f(x) for x in nodes.radians.T for f in (np.sin, np.cos)], axis=-1)
+        )
         cases = [self.case(i) for i in range(min(size, STATISTICS_SAMPLES))]
         xyz = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
-        tracer, later = (np.stack([case.tracer(xyz, hours) for case in cases]) for hours in (0, lead_time))
+        tracer, later = (
+            np.stack([case.tracer(xyz, hours) for case in cases]) for hours in (0, lead_time)
+        )
         wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
-        change_std, wind_std = np.sqrt(((later - tracer) ** 2).mean()), np.sqrt((wind**2).sum(-1).mean() / 2)
+        change_std, wind_std = (
+            np.sqrt(((later - tracer) ** 2).mean()),
+            np.sqrt((wind**2).sum(-1).mean() / 2),
+        )
         self.statistics = Statistics(tracer.mean(), tracer.std(), change_std, wind_std)
         self.change_mean = torch.zeros(1)
         self.change_std = torch.tensor([self.statistics.change_std], dtype=torch.float32)
@@ -210,12 +232,17 @@ class SphereDataset(ForecastDataset):
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return the statistics of tracer, change and wind."""
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in self.statistics._asdict().items()}
+        return {
+            name: torch.tensor(value, dtype=torch.float64)
+            for name, value in self.statistics._asdict().items()
+        }
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "SphereDataset":
         """Return the same samples, normalised by the statistics of `normalisation`."""
         other = copy.copy(self)
-        other.statistics = Statistics(**{name: normalisation[name].item() for name in Statistics._fields})
+        other.statistics = Statistics(
+            **{name: normalisation[name].item() for name in Statistics._fields}
+        )
         other.change_std = torch.tensor([other.statistics.change_std], dtype=torch.float32)
         return other
 
@@ -235,7 +262,11 @@ class SphereDataset(ForecastDataset):
         num_hills = rng.integers(2, 6)
         centres = rng.standard_normal((num_hills, 3))
         centres /= np.linalg.norm(centres, axis=1, keepdims=True)
-        hills = Hills(centres, heights=rng.uniform(0.3, 1.0, num_hills), sharpness=rng.uniform(5.0, 20.0, num_hills))
+        hills = Hills(
+            centres,
+            heights=rng.uniform(0.3, 1.0, num_hills),
+            sharpness=rng.uniform(5.0, 20.0, num_hills),
+        )
         return Case(flow, hills, start=rng.uniform(0, flow.period))
 
     def inputs(self, i: int) -> Tensor:
@@ -270,7 +301,11 @@ class SphereDataset(ForecastDataset):
     def select_nodes(self, index: Tensor) -> "SphereDataset":
         """Return the same samples, computed only at the nodes `index` [n] int64."""
         subset, rows = copy.copy(self), index.numpy()
-        subset.nodes, subset.weights, subset._position = self.nodes[rows], self.weights[index], self._position[index]
+        subset.nodes, subset.weights, subset._position = (
+            self.nodes[rows],
+            self.weights[index],
+            self._position[index],
+        )
         subset._xyz, subset._frame = self._xyz[rows], self._frame[rows]
         return subset
 
@@ -293,7 +328,9 @@ class SphereDataset(ForecastDataset):
 
     def _tracer(self, i, hours):
         case = self.case(i)
-        return torch.from_numpy(in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)).float()[:, None]
+        return torch.from_numpy(in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)).float()[
+            :, None
+        ]
 
 
 class SphereInputs(PhysicalInputs):
@@ -309,8 +346,12 @@ class SphereInputs(PhysicalInputs):
 
     def __init__(self, statistics: Statistics, position: Tensor):
         super().__init__()
-        self.register_buffer("mean", torch.tensor([statistics.tracer_mean, 0, 0, 0, 0], dtype=torch.float32))
-        self.register_buffer("std", torch.tensor([statistics.tracer_std, *[statistics.wind_std] * 4]).float())
+        self.register_buffer(
+            "mean", torch.tensor([statistics.tracer_mean, 0, 0, 0, 0], dtype=torch.float32)
+        )
+        self.register_buffer(
+            "std", torch.tensor([statistics.tracer_std, *[statistics.wind_std] * 4]).float()
+        )
         self.register_buffer("position", position)
 
     # needs_time is False, so there is no time.
@@ -353,10 +394,18 @@ def sphere(
     (torch.Size([544, 9]), torch.Size([544, 1]))
     """
     if isinstance(flows, str) or not isinstance(flows, Sequence):
-        raise ValueError(f"flows must be a list of kinds, such as [{', '.join(DEFORMATION)}], got {flows!r}")
+        raise ValueError(
+            f"flows must be a list of kinds, such as [{', '.join(DEFORMATION)}], got {flows!r}"
+        )
     if not flows or any(kind not in tuple(DEFORMATION) for kind in flows):
-        raise ValueError(f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}")
-    for name, size in {"train_size": train_size, "valid_size": valid_size, "test_size": test_size}.items():
+        raise ValueError(
+            f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}"
+        )
+    for name, size in {
+        "train_size": train_size,
+        "valid_size": valid_size,
+        "test_size": test_size,
+    }.items():
         check_integer(name, size)
     check_integer("seed", seed, least=0)
     check_positive("lead_time", lead_time, ", in hours")

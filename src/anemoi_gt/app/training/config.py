@@ -100,7 +100,9 @@ class TrainingConfig:
 def choose_device(name: str) -> torch.device:
     """Return the device for "auto", "cpu" or "cuda". Raises ValueError if "cuda" is requested and there is none."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("training.device must be cpu or auto, got cuda: PyTorch finds no CUDA device")
+        raise ValueError(
+            "training.device must be cpu or auto, got cuda: PyTorch finds no CUDA device"
+        )
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)

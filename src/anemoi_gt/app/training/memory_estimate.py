@@ -42,7 +42,9 @@ class MemoryEstimate(NamedTuple):
         return sum(self)
 
     def __str__(self) -> str:
-        parts = (f"{name.replace('_', ' ')} {size / 1e9:.2f}" for name, size in self._asdict().items())
+        parts = (
+            f"{name.replace('_', ' ')} {size / 1e9:.2f}" for name, size in self._asdict().items()
+        )
         return f"about {self.total / 1e9:.2f} GB: {', '.join(parts)}"
 
 
@@ -59,16 +61,26 @@ def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate 
 
 
 def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEstimate:
-    layers, hidden, groups = model.processor.proc, model.nodes["hidden"].num_nodes, model.processor.checkpoint_groups
+    layers, hidden, groups = (
+        model.processor.proc,
+        model.nodes["hidden"].num_nodes,
+        model.processor.checkpoint_groups,
+    )
     layer, layers_in_group = BlockSizes.of(layers[0]), -(-len(layers) // (groups or 1))
     group = hidden * (layers_in_group * _destination(layer, size) + _gradients(layer, size))
     group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size)
     group += layers_in_group * size * layer.cast_weights
-    mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
+    mappers = [
+        *_mappers(model.encoder, model.encoder_edges, size),
+        *_mappers(model.decoder, model.decoder_edges, size),
+    ]
     if groups is None:
         kept, working = group + sum(everything for everything, _ in mappers), 0
     else:
-        kept, working = groups * hidden * layer.channels * size, max(group, *(chunk for _, chunk in mappers))
+        kept, working = (
+            groups * hidden * layer.channels * size,
+            max(group, *(chunk for _, chunk in mappers)),
+        )
     at_loss = 0
     for name, nodes in model.nodes.items():
         inputs, outputs = model.in_channels.get(name, 0), model.out_channels.get(name, 0)
@@ -107,8 +119,14 @@ def _structures(edges: StaticEdges) -> list[GraphStructure]:
 def _shard_bytes(model: EncoderProcessorDecoder) -> int:
     """Return the bytes of the structures of graph shards and their chunks, which are no buffers."""
     edges = (*model.encoder_edges.values(), model.processor_edges, *model.decoder_edges.values())
-    shards = [each.structure() for each in edges if not isinstance(each.structure(), GraphStructure)]
-    graphs = [graph for shard in shards for graph in (shard.structure, *(chunk.graph for chunk in shard.chunks))]
+    shards = [
+        each.structure() for each in edges if not isinstance(each.structure(), GraphStructure)
+    ]
+    graphs = [
+        graph
+        for shard in shards
+        for graph in (shard.structure, *(chunk.graph for chunk in shard.chunks))
+    ]
     return sum(tensor.nbytes for graph in graphs for tensor in graph.state_dict().values())
 
 
@@ -125,7 +143,9 @@ def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
         destination = _destination(block, size) + (FLOAT32 + size) * mapper.in_channels_dst + end
         gradient = 3 * size * block.channels
         weights = size * block.cast_weights
-        chunks = [graph.num_src * source + graph.num_dst * destination + weights for graph in graphs]
+        chunks = [
+            graph.num_src * source + graph.num_dst * destination + weights for graph in graphs
+        ]
         at_dst = _gradients(block, size)
         gradients = [max(graph.num_dst * at_dst, graph.num_src * gradient) for graph in graphs]
         sizes.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))

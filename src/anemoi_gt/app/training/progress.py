@@ -93,7 +93,9 @@ class StopRequest:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
-            heeded = (number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+            heeded = (
+                number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+            )
             self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 

@@ -35,14 +35,20 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder")
+        raise FileNotFoundError(
+            f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder"
+        )
     content = path.read_bytes()
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # of a dozen types
-        raise ValueError(f"a checkpoint must be a whole file that training wrote, {path} cannot be read") from error
+        raise ValueError(
+            f"a checkpoint must be a whole file that training wrote, {path} cannot be read"
+        ) from error
     if not isinstance(state, dict):
-        raise ValueError(f"a checkpoint must hold a dict of states, {path} holds a {type(state).__name__}")
+        raise ValueError(
+            f"a checkpoint must hold a dict of states, {path} holds a {type(state).__name__}"
+        )
     return state
 
 
@@ -56,7 +62,9 @@ def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average")
         model.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
         why = textwrap.shorten(str(error), 300, placeholder=" ...")
-        raise ValueError(f"the checkpoint's weights must be those of the configured model: {why}") from error
+        raise ValueError(
+            f"the checkpoint's weights must be those of the configured model: {why}"
+        ) from error
 
 
 def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
@@ -65,9 +73,13 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
     Raises ValueError if the checkpoint has no weights, or none fit.
     """
     own, given = model.state_dict(), _weights(state, "average")
-    fitting = {name: given[name] for name in own if name in given and given[name].shape == own[name].shape}
+    fitting = {
+        name: given[name] for name in own if name in given and given[name].shape == own[name].shape
+    }
     if not fitting:
-        raise ValueError("the checkpoint must have weights of the configured model, none fits by name and shape")
+        raise ValueError(
+            "the checkpoint must have weights of the configured model, none fits by name and shape"
+        )
     model.load_state_dict(fitting, strict=False)
     return [
         f"{name} {list(own[name].shape)}, {list(given[name].shape) if name in given else 'absent'} in the file"
@@ -78,7 +90,9 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
 
 def _weights(state: dict[str, Any], part: str) -> dict[str, Any]:
     if part not in state:
-        raise ValueError(f"the checkpoint must hold {part!r}, got {', '.join(map(str, state)) or 'nothing'}")
+        raise ValueError(
+            f"the checkpoint must hold {part!r}, got {', '.join(map(str, state)) or 'nothing'}"
+        )
     return state[part]
 
 
@@ -90,7 +104,9 @@ class MetricsFile:
 
     def __init__(self, path: str | Path, until: int = 0):
         self.path = path = Path(path)
-        self.records: list[dict] = [record for record in read_metrics(path) if record["step"] <= until]
+        self.records: list[dict] = [
+            record for record in read_metrics(path) if record["step"] <= until
+        ]
         with atomic_write(path) as file:
             file.writelines(_line(record).encode() for record in self.records)
         self._file = path.open("a", encoding="utf-8")
@@ -128,7 +144,9 @@ def read_metrics(path: str | Path) -> list[dict]:
         return [json.loads(line) for line in lines if line.endswith("\n")]
     except json.JSONDecodeError as error:
         number = next(n for n, line in enumerate(lines, 1) if line == error.doc)
-        raise ValueError(f"every line of {path} must be a record in JSON, line {number} is not: remove it") from None
+        raise ValueError(
+            f"every line of {path} must be a record in JSON, line {number} is not: remove it"
+        ) from None
 
 
 def curve(records: list[dict], split: str) -> tuple[list[int], list[float]]:
@@ -154,7 +172,9 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
         with annotate_oserror(path), partial.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a crash of the machine can leave an empty file under the new name
+            os.fsync(
+                file.fileno()
+            )  # else a crash of the machine can leave an empty file under the new name
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -165,7 +185,10 @@ def annotate_oserror(path: Path) -> Iterator[None]:
     """Raise an OSError with `path` and the reason, in place of one without, when the system refuses to write a file."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # PyTorch's writer wraps the system's refusal in a RuntimeError
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # PyTorch's writer wraps the system's refusal in a RuntimeError
         refusal = error if isinstance(error, OSError) else error.__context__
         if not isinstance(refusal, OSError):
             raise

@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.app.data.forecast_dataset import Sample, Splits, TrainingBatches
@@ -33,7 +36,12 @@ from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_al
 from anemoi_gt.distributed.grad_sync import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.module_shard import ModuleShard
 from anemoi_gt.distributed.process_group import world_group
-from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_checkpoint, save_checkpoint, sharded
+from anemoi_gt.distributed.sharded_checkpoint import (
+    load_checkpoint,
+    require_checkpoint,
+    save_checkpoint,
+    sharded,
+)
 
 
 def make_sharded_trainer(
@@ -67,7 +75,9 @@ def make_sharded_trainer(
 
     rows = shard.partitions["data"].nodes(shard.rank, "cpu")
     num_nodes = len(splits.train.weights)
-    parts: list[Any] = [split.select_nodes(rows) for split in splits]  # samples at nodes, all that training reads
+    parts: list[Any] = [
+        split.select_nodes(rows) for split in splits
+    ]  # samples at nodes, all that training reads
     return Trainer(
         model,
         Splits(*parts),
@@ -75,8 +85,12 @@ def make_sharded_trainer(
         folder,
         description,
         schema=splits.train.schema(),
-        make_step=partial(ShardedTrainingStep, num_nodes=num_nodes, shard=shard, mesh=mesh, group=group),
-        make_batches=partial(TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()),
+        make_step=partial(
+            ShardedTrainingStep, num_nodes=num_nodes, shard=shard, mesh=mesh, group=group
+        ),
+        make_batches=partial(
+            TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()
+        ),
         save=lambda path, state: save_checkpoint(sharded(path), state, shard.tables, world_group()),
         stop_request=partial(SharedStopRequest, group),
     )
@@ -92,8 +106,12 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     """
     if resume:
         template = trainer.state_dict()
-        plain = {name: template.pop(name) for name in ("config", "schema")}  # the checkpoint's may have other keys
-        state = load_checkpoint(sharded(trainer.folder / LAST), template, shard.tables, world_group())
+        plain = {
+            name: template.pop(name) for name in ("config", "schema")
+        }  # the checkpoint's may have other keys
+        state = load_checkpoint(
+            sharded(trainer.folder / LAST), template, shard.tables, world_group()
+        )
         trainer.load_state_dict(state | plain)
     if dist.get_rank() != 0:
         trainer.fit(None)
@@ -111,11 +129,15 @@ def check_same_data(splits: Splits, folder: str | Path) -> None:
     Compares the nodes, the number of samples, and the normalisation, which depends on the training samples. Collective.
     """
     train, group = splits.train, world_group()
-    unseen = None if Path(folder).is_dir() else f"{folder} must be on a file system that all ranks see"
+    unseen = (
+        None if Path(folder).is_dir() else f"{folder} must be on a file system that all ranks see"
+    )
     raise_on_all_ranks(unseen, group)
     check_same(
         {
-            "the nodes of the data set": fingerprint(torch.from_numpy(train.nodes.radians), train.weights),
+            "the nodes of the data set": fingerprint(
+                torch.from_numpy(train.nodes.radians), train.weights
+            ),
             "the number of samples": [len(part) for part in splits],
             "the normalisation of the data set": fingerprint(train.change_mean, train.change_std),
         },
@@ -179,7 +201,9 @@ class ShardedTrainingStep(TrainingStep):
         """Reduce the gradients over the mesh and clip them by the norm of all. Collective."""
         reduce_gradients(self.shared, self.own, self.mesh)
         # Before unscaling: gradients that are not finite on one rank become NaN on all, and all skip the step.
-        clip_gradients(self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh)
+        clip_gradients(
+            self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh
+        )
         self.scaler.unscale_(self.optimizer)
 
     def wait_for_ranks(self) -> None:
@@ -207,7 +231,9 @@ class ShardedTrainingStep(TrainingStep):
 
     def state_dict(self) -> dict:
         """Return everything that a step changes; the optimiser by names of parameters."""
-        return super().state_dict() | {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        return super().state_dict() | {
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer)
+        }
 
     def load_state_dict(self, state: dict) -> None:
         by_name = state["optimizer"]
@@ -264,7 +290,9 @@ class SharedStopRequest(StopRequest):
         if number := self._read_vote():
             return signal.Signals(number)
         self._highest.fill_(self.received or 0)
-        self._vote = dist.all_reduce(self._highest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._vote = dist.all_reduce(
+            self._highest, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
         return None
 
     def _read_vote(self) -> int:

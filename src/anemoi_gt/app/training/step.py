@@ -17,12 +17,18 @@ from anemoi_gt.app.data.forecast_dataset import Sample
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.run_files import load_weights
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
-from anemoi_gt.nn import GraphTransformerBackwardMapper, GraphTransformerBaseBlock, GraphTransformerMapperBlock
+from anemoi_gt.nn import (
+    GraphTransformerBackwardMapper,
+    GraphTransformerBaseBlock,
+    GraphTransformerMapperBlock,
+)
 
 log = logging.getLogger(__name__)
 
 LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and the scaler raises it
-LOWEST_SCALE = 2.0**-14  # a gradient that overflows float16 even here is above 2**30, and no scale helps
+LOWEST_SCALE = (
+    2.0**-14
+)  # a gradient that overflows float16 even here is above 2**30, and no scale helps
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 REMEDY = "set training.cuda_graph=false"
 
@@ -57,20 +63,32 @@ class TrainingStep:
         Steps taken.
     """
 
-    def __init__(self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device):
+    def __init__(
+        self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device
+    ):
         self.config, self.device = config, device
         if config.warmup_steps > config.steps:
-            log.warning("training.warmup_steps is %d, taken as training.steps=%d", config.warmup_steps, config.steps)
+            log.warning(
+                "training.warmup_steps is %d, taken as training.steps=%d",
+                config.warmup_steps,
+                config.steps,
+            )
         self.model, self.weights = model.to(device), weights.to(device)
-        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
+        self.average = AveragedModel(
+            self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay)
+        )
         share_buffers(self.average.module, self.model)
         if config.compile:
             compile_blocks(self.model)
-        self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(model, config.weight_decay), lr=config.learning_rate
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._relative_rate)
         self.optimizer.zero_grad()
         self.optimizer.step()  # moves nothing without gradients; LambdaLR warns when a scaler skips the very first step
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=config.precision == "16-mixed")
+        self.scaler = torch.amp.GradScaler(
+            device.type, init_scale=LOSS_SCALE, enabled=config.precision == "16-mixed"
+        )
         self.global_step = 0
         self._captured: CUDAGraphedStep | None = None
         if config.cuda_graph:
@@ -110,7 +128,9 @@ class TrainingStep:
 
     def capture(self, capture: Capture) -> None:
         """Replay forward and backward from the next step on, as `capture` makes them; see `CUDAGraphedStep`."""
-        self._captured = CUDAGraphedStep(self._forward_backward, self.model.parameters(), self.device, capture, REMEDY)
+        self._captured = CUDAGraphedStep(
+            self._forward_backward, self.model.parameters(), self.device, capture, REMEDY
+        )
 
     def close(self) -> None:
         """Release a captured step with its memory and NCCL messages, which destroying the process group waits for."""
@@ -154,9 +174,13 @@ class TrainingStep:
         for name in STATEFUL:
             getattr(self, name).load_state_dict(state[name])
         for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
-            group["lr"] = rate * self._relative_rate(state["step"])  # of the schedule of this config, if steps grew
+            group["lr"] = rate * self._relative_rate(
+                state["step"]
+            )  # of the schedule of this config, if steps grew
         self.global_step = state["step"]
-        self.average.n_averaged.fill_(self.global_step)  # 0 would make the next step overwrite the average
+        self.average.n_averaged.fill_(
+            self.global_step
+        )  # 0 would make the next step overwrite the average
 
     def _forward_backward(self, batch: Sample) -> Tensor:
         loss = self.own_loss(self.model, batch)
@@ -164,7 +188,9 @@ class TrainingStep:
         return loss.detach()
 
     def _relative_rate(self, step: int) -> float:
-        return warmup_cosine(step, min(self.config.warmup_steps, self.config.steps), self.config.steps)
+        return warmup_cosine(
+            step, min(self.config.warmup_steps, self.config.steps), self.config.steps
+        )
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -184,7 +210,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return the parameter groups of AdamW: matrices decay, vectors (biases, norms) do not."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
 
 def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
@@ -195,7 +224,9 @@ def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     would broadcast.
     """
     if output.shape != target.shape:
-        raise ValueError(f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}")
+        raise ValueError(
+            f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}"
+        )
     return ((output - target).square().mean(dim=(0, 2)) * weights).mean()
 
 
@@ -224,13 +255,21 @@ def compile_blocks(model: nn.Module) -> None:
     its block. Weights and their names do not change, and a copy of the model is not compiled. Raises ValueError when
     the model has no such block.
     """
-    if not (blocks := [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]):
+    if not (
+        blocks := [
+            module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)
+        ]
+    ):
         name = type(model).__name__
         raise ValueError(
             f"training.compile must be false for a model without graph-transformer blocks, got true and {name}"
         )
     has_chunks = any(len(getattr(module, "chunks", ())) > 1 for module in model.modules())
-    ends = [part.node_data_extractor for part in model.modules() if isinstance(part, GraphTransformerBackwardMapper)]
+    ends = [
+        part.node_data_extractor
+        for part in model.modules()
+        if isinstance(part, GraphTransformerBackwardMapper)
+    ]
     for part in (*blocks, *ends):
         # Other sizes are static: with dynamic ones PyTorch 2.13 fails on the row counts of all-to-all messages.
         is_chunked = has_chunks and (part in ends or isinstance(part, GraphTransformerMapperBlock))
@@ -244,7 +283,11 @@ def check_capturable(model: nn.Module, device: torch.device) -> None:
     PyTorch would read the state of the generator during capture, and refuses.
     """
     check_device_has_cuda_graphs(device)
-    checkpointed = [name or type(part).__name__ for name, part in model.named_modules() if _checkpoints_dropout(part)]
+    checkpointed = [
+        name or type(part).__name__
+        for name, part in model.named_modules()
+        if _checkpoints_dropout(part)
+    ]
     if checkpointed:
         raise ValueError(
             "training.cuda_graph must be false with activation checkpointing of layers with dropout, got true and "
@@ -255,11 +298,15 @@ def check_capturable(model: nn.Module, device: torch.device) -> None:
 def check_device_has_cuda_graphs(device: torch.device) -> None:
     """Raise a ValueError unless a device has CUDA graphs."""
     if device.type != "cuda":
-        raise ValueError(f"training.cuda_graph must be false on device {device}, got true: set training.device=cuda")
+        raise ValueError(
+            f"training.cuda_graph must be false on device {device}, got true: set training.device=cuda"
+        )
 
 
 def _checkpoints_dropout(part: nn.Module) -> bool:
     """Return True if a module, a processor or a mapper, recomputes layers with dropout in backward."""
-    recomputes = getattr(part, "checkpoint_groups", None) is not None or getattr(part, "gradient_checkpointing", False)
+    recomputes = getattr(part, "checkpoint_groups", None) is not None or getattr(
+        part, "gradient_checkpointing", False
+    )
     blocks = (block for block in part.modules() if isinstance(block, GraphTransformerBaseBlock))
     return recomputes and any(block.dropout > 0 for block in blocks)

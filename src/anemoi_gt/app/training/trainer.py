@@ -13,7 +13,12 @@ from anemoi_gt.app.data.forecast_dataset import Splits, TrainingBatches, load
 from anemoi_gt.app.data.schema import DataSchema
 from anemoi_gt.app.training.config import TrainingConfig, choose_device, cpu_threads
 from anemoi_gt.app.training.progress import Meter, Stopped, StopRequest, progress_bar
-from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, load_weights, save_checkpoint
+from anemoi_gt.app.training.run_files import (
+    MetricsFile,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
 from anemoi_gt.app.training.step import TrainingStep
 from anemoi_gt.rng import generator_states, seed_generators, set_generator_states
 
@@ -68,11 +73,18 @@ class Trainer:
     ):
         if not isinstance(config, TrainingConfig):
             raise ValueError(f"config must be a TrainingConfig, got {config!r}")
-        self.splits, self.config, self.folder, self.description = splits, config, Path(folder), description
+        self.splits, self.config, self.folder, self.description = (
+            splits,
+            config,
+            Path(folder),
+            description,
+        )
         self.schema = splits.train.schema() if schema is None else schema
         self.device = choose_device(config.device)
         self.step = make_step(model, splits.train.weights, config, self.device)
-        self.batches = make_batches(splits.train, config.batch_size, config.steps, config.seed, self.device)
+        self.batches = make_batches(
+            splits.train, config.batch_size, config.steps, config.seed, self.device
+        )
         self._save_checkpoint, self._stop_request = save, stop_request
         self.best_loss = math.inf
         self._meter = Meter(self.device)
@@ -94,7 +106,9 @@ class Trainer:
         else:
             set_generator_states(self._generators, self.device)
         self._meter.start()
-        samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
+        samples = (
+            self.config.batch_size
+        )  # of a step, in all processes; a batch here may be a part of them
         with (
             cpu_threads(self.config.threads),
             closing(self.step),
@@ -109,7 +123,9 @@ class Trainer:
                     shown |= self._record_training(rate)
                 if self._is_due(self.config.valid_every):
                     shown |= {"valid": self._validate()}
-                bar.set_postfix({name: f"{number:.4g}" for name, number in shown.items()}, refresh=False)
+                bar.set_postfix(
+                    {name: f"{number:.4g}" for name, number in shown.items()}, refresh=False
+                )
                 if (received := stop.should_stop()) is not None:
                     self._save(LAST)
                     raise Stopped(received, self.step.global_step)
@@ -136,7 +152,9 @@ class Trainer:
         Raises ValueError if the state lacks an entry, or its weights are those of another model.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
-            raise ValueError(f"state must be the last.pt of a run, this checkpoint lacks {', '.join(missing)}")
+            raise ValueError(
+                f"state must be the last.pt of a run, this checkpoint lacks {', '.join(missing)}"
+            )
         self.step.load_state_dict(state)
         self.best_loss = state["best_loss"]
         self._meter.load_state_dict(state["pending"])
@@ -191,7 +209,11 @@ class Trainer:
             raise self._not_finite(f"the loss must stay finite, got {loss}")
         if self.step.has_lost_gradients():
             reason = "the gradients must stay finite at some loss scale, got NaN or infinity at every one"
-            raise self._not_finite(reason, "set training.precision=bf16-mixed, or lower training.learning_rate")
+            raise self._not_finite(
+                reason, "set training.precision=bf16-mixed, or lower training.learning_rate"
+            )
 
-    def _not_finite(self, what: str, remedy: str = "lower training.learning_rate") -> FloatingPointError:
+    def _not_finite(
+        self, what: str, remedy: str = "lower training.learning_rate"
+    ) -> FloatingPointError:
         return FloatingPointError(f"{what} at step {self.step.global_step}: {remedy}")

@@ -41,7 +41,9 @@ class Checkpointing:
                 "activation_checkpointing 'selective' was removed, got "
                 f"{choice!r}; use 'none', which takes as little memory where blocks are fused, or 'full'"
             )
-        if not set(modes) <= set(names) or not all(mode in (None, *MODES) for mode in modes.values()):
+        if not set(modes) <= set(names) or not all(
+            mode in (None, *MODES) for mode in modes.values()
+        ):
             raise ValueError(
                 f"activation_checkpointing must be one of {', '.join(MODES)}, or one for some of {', '.join(names)}, "
                 f"or None for the switches of Anemoi's config, got {choice!r}"
@@ -57,7 +59,9 @@ def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
     func, args = _as_in_forward(func, args)
-    is_in_turn = isinstance(component, Upstream.processor.GraphTransformerProcessor)  # chunks of mappers are not
+    is_in_turn = isinstance(
+        component, Upstream.processor.GraphTransformerProcessor
+    )  # chunks of mappers are not
     run = _with_copied_results(func) if is_in_turn and torch.compiler.is_compiling() else func
     if mode is None:
         return upstream(run, enabled, *args, **kwargs)
@@ -72,7 +76,11 @@ def _mode_of(component: nn.Module | None) -> str | None:
         return modes.encoder
     if isinstance(component, Upstream.processor.GraphTransformerProcessor):
         return modes.processor
-    return modes.decoder if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper) else None
+    return (
+        modes.decoder
+        if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper)
+        else None
+    )
 
 
 @wraps_any
@@ -101,11 +109,15 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
 
     def with_lists(*others, **kwargs):
         others = iter(others)
-        arguments = [arg if bound else next(others) for arg, bound in zip(args, is_bound, strict=True)]
+        arguments = [
+            arg if bound else next(others) for arg, bound in zip(args, is_bound, strict=True)
+        ]
         return func(*arguments, **kwargs)
 
     held = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
-    args = [arg if bound else None for arg, bound in zip(args, is_bound, strict=True)]  # the others are not kept
+    args = [
+        arg if bound else None for arg, bound in zip(args, is_bound, strict=True)
+    ]  # the others are not kept
     return with_lists, tuple(held)
 
 
@@ -113,6 +125,10 @@ def _with_copied_results(func: Callable) -> Callable:
     """Return a function whose floating-point results are copies, for `torch.compile`."""
 
     def copied(result):
-        return chunk_result(result) if isinstance(result, Tensor) and result.is_floating_point() else result
+        return (
+            chunk_result(result)
+            if isinstance(result, Tensor) and result.is_floating_point()
+            else result
+        )
 
     return lambda *args, **kwargs: tree_map(copied, func(*args, **kwargs))

@@ -14,7 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from anemoi_gt.integrations.anemoi.report import after_step
 from anemoi_gt.integrations.anemoi.upstream import replaces
 
-_ON_DEVICE = WeakTensorKeyDictionary()  # {index of a model: {(device, version): the same on the device}}
+_ON_DEVICE = (
+    WeakTensorKeyDictionary()
+)  # {index of a model: {(device, version): the same on the device}}
 
 
 @replaces("self x_out x_skip batch_size ensemble_size dtype dataset_name")
@@ -31,8 +33,12 @@ def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, da
                 f"residual must have shape [batch, time, ensemble, grid, variables] with {x_out.shape[1]} output "
                 f"steps, got {tuple(x_skip.shape)}"
             )
-        skip = x_skip.index_select(-1, _on_device(self._internal_input_idx[dataset_name], x_out.device))
-        x_out = x_out.index_add(-1, _on_device(self._internal_output_idx[dataset_name], x_out.device), skip.to(dtype))
+        skip = x_skip.index_select(
+            -1, _on_device(self._internal_input_idx[dataset_name], x_out.device)
+        )
+        x_out = x_out.index_add(
+            -1, _on_device(self._internal_output_idx[dataset_name], x_out.device), skip.to(dtype)
+        )
     for bounding in self.boundings[dataset_name]:
         x_out = bounding(x_out)
     if not torch.compiler.is_compiling():
@@ -41,7 +47,9 @@ def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, da
 
 
 @replaces("self x_out x_skip batch_size batch_ens_size dtype dataset_name")
-def assemble_ensemble_output(upstream, self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None):
+def assemble_ensemble_output(
+    upstream, self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None
+):
     """Return the output of a model that is told batch size times ensemble size."""
     sizes = batch_size, batch_ens_size // batch_size
     return assemble_output.function(upstream, self, x_out, x_skip, *sizes, dtype, dataset_name)

@@ -7,9 +7,21 @@ upstream's forward. Sources that another rank owns come by our halo exchange, by
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.integrations.anemoi.decision import FUSED, UPSTREAM, Call, Decision, decide, dropout_of
+from anemoi_gt.integrations.anemoi.decision import (
+    FUSED,
+    UPSTREAM,
+    Call,
+    Decision,
+    decide,
+    dropout_of,
+)
 from anemoi_gt.integrations.anemoi.edge_cache import structure_of
-from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, shards_edges, start_halo
+from anemoi_gt.integrations.anemoi.sharding import (
+    is_distributed,
+    local_edges,
+    shards_edges,
+    start_halo,
+)
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.layer_kernels import cast_for_projections
@@ -28,7 +40,9 @@ def processor_block(upstream, self, *args, **kwargs):
     call = Call.of(*args, **kwargs)
     local = None
     if is_distributed(call.group) and shards_edges(self):
-        local = local_edges(self, call.edge_index, 2 * (call.shards.nodes,), call.batch_size, call.group)
+        local = local_edges(
+            self, call.edge_index, 2 * (call.shards.nodes,), call.batch_size, call.group
+        )
     decision = decide(self, call.x, call, gathers=is_distributed(call.group) and local is None)
     if decision.path == UPSTREAM and (local is None or decision.is_overridden):
         return upstream(self, *args, **kwargs)
@@ -36,13 +50,28 @@ def processor_block(upstream, self, *args, **kwargs):
         x, halo, edge_index = call.x, None, call.edge_index
         if local is not None:
             norm, sizes = self.layer_norm_attention, call.shards.nodes
-            pending = start_halo(self, x, local, call.batch_size, sizes, call.group, norm, call.cond)
-            x, halo, edge_index = pending.own.flatten(0, 1), pending.wait_halo().flatten(0, 1), local
+            pending = start_halo(
+                self, x, local, call.batch_size, sizes, call.group, norm, call.cond
+            )
+            x, halo, edge_index = (
+                pending.own.flatten(0, 1),
+                pending.wait_halo().flatten(0, 1),
+                local,
+            )
         conditions = (call.cond, call.cond)
         out = _fused_attention(
-            self, decision.sublayers.attention, None, x, call.edge_attr, edge_index, conditions, halo
+            self,
+            decision.sublayers.attention,
+            None,
+            x,
+            call.edge_attr,
+            edge_index,
+            conditions,
+            halo,
         )
-        return _feed_forward(decision.sublayers.feed_forward, self.run_node_dst_mlp, out, call.cond), call.edge_attr
+        return _feed_forward(
+            decision.sublayers.feed_forward, self.run_node_dst_mlp, out, call.cond
+        ), call.edge_attr
 
     cond = {} if call.cond is None else {"cond": call.cond}
     x = self.layer_norm_attention(call.x, **cond)
@@ -56,10 +85,16 @@ def processor_block(upstream, self, *args, **kwargs):
     else:
         out = _attend_by_heads(self, decision, x, x, call)
     out = _project(self, out + self_term) + call.x
-    return _feed_forward(decision.sublayers.feed_forward, self.run_node_dst_mlp, out, call.cond), call.edge_attr
+    return _feed_forward(
+        decision.sublayers.feed_forward, self.run_node_dst_mlp, out, call.cond
+    ), call.edge_attr
 
 
-@replaces(f"{OLDER} layer_kwargs", f"{PARAMETERS} layer_kwargs", f"{PARAMETERS} edges_are_dst_sorted layer_kwargs")
+@replaces(
+    f"{OLDER} layer_kwargs",
+    f"{PARAMETERS} layer_kwargs",
+    f"{PARAMETERS} edges_are_dst_sorted layer_kwargs",
+)
 def mapper_block(upstream, self, *args, **kwargs):
     """Compute a block whose sources and destinations differ; with strategy "edges", the mapper exchanges rows."""
     call = Call.of(*args, **kwargs)
@@ -72,7 +107,9 @@ def mapper_block(upstream, self, *args, **kwargs):
     if decision.path == FUSED:
         conditions = (cond_src, cond_dst)
         parts = decision.sublayers.attention
-        out = _fused_attention(self, parts, x_src, x_dst, call.edge_attr, call.edge_index, conditions, None)
+        out = _fused_attention(
+            self, parts, x_src, x_dst, call.edge_attr, call.edge_index, conditions, None
+        )
     else:
         src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
         dst = self.layer_norm_attention_dest(x_dst, **_named_condition(cond_dst))
@@ -81,7 +118,9 @@ def mapper_block(upstream, self, *args, **kwargs):
         out = self.projection(attend(self, decision, src, dst, call) + self_term) + x_dst
     out = _feed_forward(decision.sublayers.feed_forward, self.run_node_dst_mlp, out, cond_dst)
     if self.update_src_nodes:
-        x_src = _feed_forward(decision.sublayers.source_feed_forward, self.run_node_src_mlp, x_src, cond_src)
+        x_src = _feed_forward(
+            decision.sublayers.source_feed_forward, self.run_node_src_mlp, x_src, cond_src
+        )
     return (x_src, out), call.edge_attr
 
 
@@ -90,7 +129,9 @@ def _named_condition(cond: Tensor | None) -> dict[str, Tensor]:
     return {} if cond is None else {"cond": cond}
 
 
-def _feed_forward(parts: FeedForwardParts | str, run_network, x: Tensor, cond: Tensor | None) -> Tensor:
+def _feed_forward(
+    parts: FeedForwardParts | str, run_network, x: Tensor, cond: Tensor | None
+) -> Tensor:
     """Return rows [N, F] after a feed-forward sub-layer, fused or by the block's `run_network`."""
     if isinstance(parts, str):
         return run_network(x, **_named_condition(cond)) + x
@@ -115,20 +156,30 @@ def _attend_with_halo(block, decision: Decision, x: Tensor, call: Call, local: T
         rows = pending.wait().flatten(0, 1)
         operands = block.get_qkve((rows, own), call.edge_attr)
         size = (rows.shape[0], own.shape[0])
-        return block._forward_edges_sharded_attention(*operands, local, size, _num_chunks(block), True)
+        return block._forward_edges_sharded_attention(
+            *operands, local, size, _num_chunks(block), True
+        )
     query = _split_heads(block, block.lin_query(own))
     rows = pending.wait().flatten(0, 1)
-    key, value = _split_heads(block, block.lin_key(rows)), _split_heads(block, block.lin_value(rows))
+    key, value = (
+        _split_heads(block, block.lin_key(rows)),
+        _split_heads(block, block.lin_value(rows)),
+    )
     edges = _edge_operand(block, decision, call.edge_attr)
     return _attend(block, decision, query, key, value, edges, local)
 
 
 def _attend_with_halo_of_anemoi(block, decision: Decision, x: Tensor, call: Call) -> Tensor:
     """Return the attention of a rank's destinations, sources exchanged as Anemoi does."""
-    info = block._get_or_build_cached_halo_info(x, call.edge_index, call.shards, call.batch_size, call.group)
+    info = block._get_or_build_cached_halo_info(
+        x, call.edge_index, call.shards, call.batch_size, call.group
+    )
     rows = Upstream.block_module.halo_exchange(x, info, call.group)
     query = _split_heads(block, block.lin_query(x))
-    key, value = _split_heads(block, block.lin_key(rows)), _split_heads(block, block.lin_value(rows))
+    key, value = (
+        _split_heads(block, block.lin_key(rows)),
+        _split_heads(block, block.lin_value(rows)),
+    )
     edges = _edge_operand(block, decision, call.edge_attr)
     return _attend(block, decision, query, key, value, edges, info.edge_index_local)
 
@@ -138,9 +189,18 @@ def _attend_by_heads(block, decision: Decision, src: Tensor, dst: Tensor, call: 
     shards = call.shards
     if isinstance(shards, getattr(Upstream.shapes, "GraphShardInfo", ())):
         shards = Upstream.shapes.BipartiteGraphShardInfo(shards.nodes, shards.nodes, shards.edges)
-    edge_attr = block.edge_pre_mlp(call.edge_attr) if hasattr(block, "edge_pre_mlp") else call.edge_attr
-    rows = (block.lin_query(dst), block.lin_key(src), block.lin_value(src), block.lin_edge(edge_attr))
-    query, key, value, edges, *sizes = block.shard_qkve_heads(*rows, shards, call.batch_size, call.group)
+    edge_attr = (
+        block.edge_pre_mlp(call.edge_attr) if hasattr(block, "edge_pre_mlp") else call.edge_attr
+    )
+    rows = (
+        block.lin_query(dst),
+        block.lin_key(src),
+        block.lin_value(src),
+        block.lin_edge(edge_attr),
+    )
+    query, key, value, edges, *sizes = block.shard_qkve_heads(
+        *rows, shards, call.batch_size, call.group
+    )
     out = _attend(block, decision, query, key, value, edges, call.edge_index, flat=False)
     return block.shard_output_seq(out, shards, *sizes, call.batch_size, call.group)
 
@@ -156,7 +216,9 @@ def _attend(
     graph, batch = structure_of(edge_index, (key.shape[0], query.shape[0]), reverse=reverse)
     embedding = (block.lin_edge.weight, block.lin_edge.bias) if edges.dim() == 2 else ()
     if batch > 1:
-        query, key, value, edges = (rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges))
+        query, key, value, edges = (
+            rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges)
+        )
     options = {"dropout_p": dropout_of(block.conv), "config": decision.settings.config}
     out, _ = edge_attention(query, key, value, graph, edges, *embedding, **options)
     out = out if batch == 1 else out.flatten(0, 1)
@@ -194,7 +256,9 @@ def _fused_attention(
     num_src = (x_dst if x_src is None else x_src).shape[0]
     if halo is not None:
         num_src += halo.shape[0]
-    graph, batch = structure_of(edge_index, (num_src, x_dst.shape[0]), reverse=torch.is_grad_enabled())
+    graph, batch = structure_of(
+        edge_index, (num_src, x_dst.shape[0]), reverse=torch.is_grad_enabled()
+    )
     if hasattr(block, "edge_pre_mlp"):  # not before 0.11.1
         edge_attr = block.edge_pre_mlp(edge_attr)
     if batch > 1:

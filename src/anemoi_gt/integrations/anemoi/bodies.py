@@ -46,11 +46,21 @@ KNOWN = {  # name of a method or function of anemoi-models: hashes of its bodies
     "GraphTransformerBaseBlock.prepare_qkve_edge_sharding": {"b6c831026842": "0.17.0 to 0.19.0"},
     "GraphTransformerMapperBlock.prepare_qkve_edge_sharding": {"97770d974bf5": "0.9.0 to 0.16.0"},
     "GraphTransformerBaseBlock._apply_qk_norm": {"956b90f62bf2": "0.17.0 to 0.19.0"},
-    "GraphTransformerBaseBlock._forward_edges_sharded_attention": {"5ddffb2d1871": "0.17.0 to 0.19.0"},
-    "GraphTransformerBaseBlock._forward_heads_sharded_attention": {"837a5d16509d": "0.17.0 to 0.19.0"},
-    "GraphTransformerProcessorBlock._forward_edges_shard_strategy": {"a5117e85cf1d": "0.17.0 to 0.19.0"},
-    "GraphTransformerProcessorBlock._forward_heads_shard_strategy": {"e71a3d184c2b": "0.17.0 to 0.19.0"},
-    "GraphTransformerProcessorBlock._get_or_build_cached_halo_info": {"d87a58fe7e70": "0.17.0 to 0.19.0"},
+    "GraphTransformerBaseBlock._forward_edges_sharded_attention": {
+        "5ddffb2d1871": "0.17.0 to 0.19.0"
+    },
+    "GraphTransformerBaseBlock._forward_heads_sharded_attention": {
+        "837a5d16509d": "0.17.0 to 0.19.0"
+    },
+    "GraphTransformerProcessorBlock._forward_edges_shard_strategy": {
+        "a5117e85cf1d": "0.17.0 to 0.19.0"
+    },
+    "GraphTransformerProcessorBlock._forward_heads_shard_strategy": {
+        "e71a3d184c2b": "0.17.0 to 0.19.0"
+    },
+    "GraphTransformerProcessorBlock._get_or_build_cached_halo_info": {
+        "d87a58fe7e70": "0.17.0 to 0.19.0"
+    },
     "GraphTransformerBaseBlock.run_node_dst_mlp": {"d149c36471d0": "0.9.0 to 0.19.0"},
     "GraphTransformerMapperBlock.run_node_src_mlp": {"c3507dfca1bd": "0.9.0 to 0.19.0"},
     "GraphTransformerBaseBlock.shard_qkve_heads": {
@@ -72,8 +82,12 @@ KNOWN = {  # name of a method or function of anemoi-models: hashes of its bodies
         "41772ef72c51": "0.11.3 to 0.15.1",
         "7da7746903c4": "0.16.0 to 0.19.0",
     },
-    "GraphTransformerBaseMapper.prepare_edge_sharding_wrapper": {"60e994f38b44": "0.16.0 to 0.19.0"},
-    "GraphTransformerBaseMapper.mapper_forward_with_edge_sharding": {"bd1ce243ae8e": "0.16.0 to 0.19.0"},
+    "GraphTransformerBaseMapper.prepare_edge_sharding_wrapper": {
+        "60e994f38b44": "0.16.0 to 0.19.0"
+    },
+    "GraphTransformerBaseMapper.mapper_forward_with_edge_sharding": {
+        "bd1ce243ae8e": "0.16.0 to 0.19.0"
+    },
     "GraphTransformerProcessor.forward": {
         "03e3131f2626": "0.16.0",
         "63211e4158ac": "0.17.0 to 0.19.0",
@@ -91,7 +105,9 @@ KNOWN = {  # name of a method or function of anemoi-models: hashes of its bodies
         "9098c5665a8b": "0.19.0",
     },
     "AnemoiEnsModelEncProcDec._assemble_output": {"7c57b3811972": "0.12.1 to 0.19.0"},
-    "AnemoiModelEncProcDec._assert_valid_sharding": {"6a4999d2f176": "0.9.0 to 0.9.5, 0.12.0 to 0.19.0"},
+    "AnemoiModelEncProcDec._assert_valid_sharding": {
+        "6a4999d2f176": "0.9.0 to 0.9.5, 0.12.0 to 0.19.0"
+    },
 }
 _IGNORED = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 
@@ -141,7 +157,10 @@ def _definitions(file: str) -> dict[tuple[str, int], ast.FunctionDef]:
     except (OSError, SyntaxError):
         return {}
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    first_lines = [min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) for node in functions]
+    first_lines = [
+        min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        for node in functions
+    ]
     return {(node.name, line): node for node, line in zip(functions, first_lines, strict=True)}
 
 

@@ -60,13 +60,17 @@ def capture_step(
     device = next(module.parameters()).device
     check_device(device, capture)
     indices = indices_on_device(module, device)
-    return CUDAGraphedStep(held(indices)(function), module.parameters(), device, capture, "call the function itself")
+    return CUDAGraphedStep(
+        held(indices)(function), module.parameters(), device, capture, "call the function itself"
+    )
 
 
 def check_device(device: torch.device, capture: Capture) -> None:
     """Raise a ValueError if a device has no CUDA graphs, and they are needed."""
     if capture is capture_cuda_graph and device.type != "cuda":
-        raise ValueError(f"a step that is captured in a CUDA graph must compute on a GPU, got device {device}")
+        raise ValueError(
+            f"a step that is captured in a CUDA graph must compute on a GPU, got device {device}"
+        )
 
 
 def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Place, Tensor]]:

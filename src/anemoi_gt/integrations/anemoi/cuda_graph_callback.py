@@ -19,7 +19,12 @@ from torch.utils._pytree import tree_map_only
 
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.distributed.grad_sync import average_gradients
-from anemoi_gt.integrations.anemoi.cuda_graph import check_device, held, indices_on_device, places_of
+from anemoi_gt.integrations.anemoi.cuda_graph import (
+    check_device,
+    held,
+    indices_on_device,
+    places_of,
+)
 
 log = logging.getLogger(__name__)
 REMEDY = "remove CUDAGraphCallback from diagnostics.callbacks"
@@ -63,26 +68,36 @@ class CUDAGraphCallback(Callback):
         self._differentiate = None
         self._release()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """End as `on_train_end`."""
         self.on_train_end(trainer, pl_module)
 
-    def _training_step(self, trainer: Trainer, module: LightningModule, batch: Any, *rest: Any) -> Any:
+    def _training_step(
+        self, trainer: Trainer, module: LightningModule, batch: Any, *rest: Any
+    ) -> Any:
         """Return the output of `training_step` for a batch, whose gradients `_backward` assigns."""
         scalers = _tensors_of_loss(module)
         inputs = (batch, [holder[key] for holder, key in scalers], trainer.accumulate_grad_batches)
         if self._step is not None and not self._step.accepts(inputs):
             if not self._refused:
-                log.warning("a training batch of other shapes than the captured one is launched without CUDA graph")
+                log.warning(
+                    "a training batch of other shapes than the captured one is launched without CUDA graph"
+                )
                 self._refused, self._gradients = True, None
                 with trainer.precision_plugin.train_step_context():
-                    return module.training_step(batch, *rest)  # past DDP, which would average gradients
+                    return module.training_step(
+                        batch, *rest
+                    )  # past DDP, which would average gradients
             self._release()
         if self._step is None:
             indices = indices_on_device(module, trainer.strategy.root_device)
             function = partial(self._forward_backward, trainer, module, scalers, indices, rest)
             device = trainer.strategy.root_device
-            self._step = CUDAGraphedStep(function, module.parameters(), device, self._capture, REMEDY)
+            self._step = CUDAGraphedStep(
+                function, module.parameters(), device, self._capture, REMEDY
+            )
         self._refused = False
         self._step.release_gradients()  # of the last step, which Lightning forgets after `training_step`
         (output, logged), self._gradients = self._step.replay(inputs)
@@ -91,24 +106,40 @@ class CUDAGraphCallback(Callback):
         return output
 
     def _forward_backward(
-        self, trainer: Trainer, module: LightningModule, scalers: list, indices: list, rest: tuple, inputs: tuple
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        scalers: list,
+        indices: list,
+        rest: tuple,
+        inputs: tuple,
     ) -> tuple[Any, list]:
         """Compute the pass that is captured; return the output of `training_step` and the calls of `log`."""
         batch, values, accumulated = inputs
         logged = []
-        recorder = ((vars(module), "log"), lambda *arguments, **options: logged.append((arguments, options)))
+        recorder = (
+            (vars(module), "log"),
+            lambda *arguments, **options: logged.append((arguments, options)),
+        )
         places = [recorder, *zip(scalers, values, strict=True), *indices]
         with trainer.precision_plugin.train_step_context(), held(places):
             output = module.training_step(batch, *rest)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
-                raise ValueError(f"training_step must return a loss to be captured, got {output!r}: {REMEDY}")
+                raise ValueError(
+                    f"training_step must return a loss to be captured, got {output!r}: {REMEDY}"
+                )
             loss, scaler = loss / accumulated, getattr(trainer.precision_plugin, "scaler", None)
             self._differentiate(loss if scaler is None else scaler.scale(loss))
         return tree_map_only(Tensor, Tensor.detach, (output, logged))
 
     def _backward(
-        self, trainer: Trainer, module: LightningModule, loss: Tensor, *arguments: Any, **options: Any
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        loss: Tensor,
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         """Add the gradients of the replay to those of the parameters, or compute those of a launched step."""
         gradients = self._gradients
@@ -117,10 +148,14 @@ class CUDAGraphCallback(Callback):
         else:
             keeps = trainer.accumulate_grad_batches > 1  # beyond the next replay
             self._add_gradients(module, gradients, keeps)
-        if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:  # not in DDP's no_sync
+        if (
+            trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync
+        ):  # not in DDP's no_sync
             average_gradients(module.parameters(), trainer.strategy.model.process_group)
 
-    def _add_gradients(self, module: LightningModule, gradients: list[Tensor | None], keeps: bool) -> None:
+    def _add_gradients(
+        self, module: LightningModule, gradients: list[Tensor | None], keeps: bool
+    ) -> None:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             if gradient is not None and parameter.requires_grad:
                 if parameter.grad is not None:
@@ -160,4 +195,8 @@ def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
     loss = getattr(module, "loss", None)
     if not isinstance(loss, nn.Module):
         return []
-    return list(places_of(loss, lambda _, value: isinstance(value, Tensor) and not isinstance(value, nn.Parameter)))
+    return list(
+        places_of(
+            loss, lambda _, value: isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        )
+    )

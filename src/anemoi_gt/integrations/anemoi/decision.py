@@ -46,7 +46,9 @@ class Decision(NamedTuple):
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
     reason: str | None = None  # why no better path; None where nobody asked for one
     sublayers: BlockPath = NOT_FUSED  # parts of each fused sub-layer
-    is_overridden: bool = False  # by a class of blocks with methods of its own, on which all ranks agree
+    is_overridden: bool = (
+        False  # by a class of blocks with methods of its own, on which all ranks agree
+    )
 
 
 class Call(NamedTuple):
@@ -137,7 +139,11 @@ def examine(block: nn.Module, device: torch.device) -> Decision:
 
 
 def _decide(
-    block: nn.Module, x_dst: Tensor, call: Call, gathers: bool, tell: Callable[[str], None] = report.warn_once
+    block: nn.Module,
+    x_dst: Tensor,
+    call: Call,
+    gathers: bool,
+    tell: Callable[[str], None] = report.warn_once,
 ) -> Decision:
     settings = SETTINGS.of(block)
     if settings is None:
@@ -163,7 +169,9 @@ def _decide(
         reason = "sub-layers are fused under 16-bit autocast where backend triton attends"
         return Decision(settings, ATTENTION, has_raw_edges, reason)
     path = _sublayers_of(block, x_dst, call, settings, gathers)
-    reasons = dict.fromkeys(parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES)
+    reasons = dict.fromkeys(
+        parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
+    )
     for reason in reasons:
         if settings.blocks and settings.config.backend != "auto" and not _is_passing(reason):
             raise ValueError(
@@ -197,7 +205,10 @@ def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
     if is_updated and Upstream.sources_take_destination_condition:
         return "it updates its sources under the condition of its destinations, as anemoi-models 0.9 to 0.13 do"
     conv = block.conv
-    if Upstream.triton_conv is not None and Upstream.triton_conv in (conv, getattr(conv, "__self__", None)):
+    if Upstream.triton_conv is not None and Upstream.triton_conv in (
+        conv,
+        getattr(conv, "__self__", None),
+    ):
         return None
     if type(conv) is not Upstream.conv:
         return f"its conv is {class_path(type(conv))}, which is not Anemoi's attention"
@@ -219,7 +230,9 @@ def _reason_to_embed(block: nn.Module, settings: Settings, gathers: bool) -> str
     return None
 
 
-def _sublayers_of(block: nn.Module, x_dst: Tensor, call: Call, settings: Settings, gathers: bool) -> BlockPath:
+def _sublayers_of(
+    block: nn.Module, x_dst: Tensor, call: Call, settings: Settings, gathers: bool
+) -> BlockPath:
     """Return the parts of each sub-layer of a block, or the reason why its modules compute it."""
     if not fused_block.runs_on_triton(x_dst, settings.config):
         return BlockPath.by_modules("another backend than triton computes its attention")
@@ -228,7 +241,9 @@ def _sublayers_of(block: nn.Module, x_dst: Tensor, call: Call, settings: Setting
     elif not settings.fuse_edges:
         attention = "its edges are embedded before the attention"
     else:
-        attention = fused_block.attention_path(attention_parts(block), x_dst, call.cond, settings.config)
+        attention = fused_block.attention_path(
+            attention_parts(block), x_dst, call.cond, settings.config
+        )
     destinations = _own_network(block, "run_node_dst_mlp")
     if destinations is None:
         destinations = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
@@ -257,8 +272,14 @@ def own_method_of(kind: type) -> str | None:
     """Return which method that our forward does not call a class of blocks overrides, None if none."""
     if kind not in Upstream.own_methods:
         upstream = _upstream_class(kind)
-        own = [name for name in BYPASSED if getattr(kind, name, None) is not getattr(upstream, name, None)]
-        Upstream.own_methods[kind] = f"{kind.__qualname__} has a {own[0]} of its own" if own else None
+        own = [
+            name
+            for name in BYPASSED
+            if getattr(kind, name, None) is not getattr(upstream, name, None)
+        ]
+        Upstream.own_methods[kind] = (
+            f"{kind.__qualname__} has a {own[0]} of its own" if own else None
+        )
     return Upstream.own_methods[kind]
 
 

@@ -36,7 +36,9 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.integrations.anemoi.upstream import replaces
 
 _ATTRIBUTE = "_anemoi_gt_cache"
-_BY_BASE = WeakTensorKeyDictionary()  # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
+_BY_BASE = (
+    WeakTensorKeyDictionary()
+)  # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
 _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
 
 
@@ -55,18 +57,30 @@ class EdgeCache:
 
     num_nodes: tuple[int, int]  # sources and destinations of the list
     version: int  # of the tensor; another one means that somebody has written into it
-    batch: int = 1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
+    batch: int = (
+        1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
+    )
     validate: bool = True  # check the values when the list is sorted, which synchronises the device
-    sources: Tensor | None = None  # [N_src] int64, for a chunk: the sources of the whole list that remain
+    sources: Tensor | None = (
+        None  # [N_src] int64, for a chunk: the sources of the whole list that remain
+    )
     exchange: HaloExchange | None = None  # for a rank's edges, numbered by its nodes and its halo
-    whole: Callable[[], Tensor | None] = lambda: None  # for a shard: the list that it was cut from, until that is freed
+    whole: Callable[[], Tensor | None] = lambda: (
+        None
+    )  # for a shard: the list that it was cut from, until that is freed
     graph: GraphStructure | None = None  # structure of one of the `batch` copies; made at first use
-    derived: Derived = field(default_factory=Derived)  # GraphPartitions, and the lists that were cut from this one
+    derived: Derived = field(
+        default_factory=Derived
+    )  # GraphPartitions, and the lists that were cut from this one
 
 
-def cached_list(edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes) -> Tensor:
+def cached_list(
+    edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes
+) -> Tensor:
     """Return an edge list with a cache: the same tensor."""
-    setattr(edge_index, _ATTRIBUTE, EdgeCache(num_nodes, version_of(edge_index), batch, **attributes))
+    setattr(
+        edge_index, _ATTRIBUTE, EdgeCache(num_nodes, version_of(edge_index), batch, **attributes)
+    )
     return edge_index
 
 
@@ -81,7 +95,9 @@ def lookup(edge_index: Tensor) -> EdgeCache | None:
     return None if _is_stale(edge_index) else cache
 
 
-def structure_of(edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: bool) -> tuple[GraphStructure, int]:
+def structure_of(
+    edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: bool
+) -> tuple[GraphStructure, int]:
     """Return the structure of an edge list between (num_src, num_dst) nodes and the batch size that shares it.
 
     While torch.compile traces, the structure of a cached list is made at once and becomes an input of the compiled
@@ -90,7 +106,10 @@ def structure_of(edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: boo
     cache = lookup(edge_index)
     if cache is not None and _make_structure(edge_index, reverse) and cache.graph is not None:
         graph = cache.graph
-        if graph.num_src * cache.batch == num_nodes[0] and graph.num_dst * cache.batch == num_nodes[1]:
+        if (
+            graph.num_src * cache.batch == num_nodes[0]
+            and graph.num_dst * cache.batch == num_nodes[1]
+        ):
             return graph, cache.batch
     if not torch.compiler.is_compiling():
         return _structure_by_tensor(edge_index, num_nodes, reverse), 1
@@ -120,7 +139,9 @@ def edge_structure(edge_index: Tensor, num_src: int, num_dst: int, reverse: bool
 def _(edge_index, num_src, num_dst, reverse):
     num_edges = edge_index.shape[1]
     dtype = torch.int32 if max(num_src, num_dst, num_edges) < 2**31 else torch.int64
-    lengths = (num_dst + 1, num_edges, num_edges) + ((num_src + 1, num_edges, num_edges) if reverse else ())
+    lengths = (num_dst + 1, num_edges, num_edges) + (
+        (num_src + 1, num_edges, num_edges) if reverse else ()
+    )
     return [edge_index.new_empty(length, dtype=dtype) for length in lengths]
 
 
@@ -148,7 +169,9 @@ def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
     edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
     if sizes is not None:
         name = Derived.name("shard", model_comm_group.rank(), *sizes)
-        shard = derived_list(edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index)))
+        shard = derived_list(
+            edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index))
+        )
     return edge_attr, shard, sizes
 
 
@@ -190,34 +213,71 @@ def gather_tensor(upstream, input_, dim, sizes, mgroup):
     gathered = input_ if not mgroup else upstream(input_, dim, sizes, mgroup)
     if mgroup and not torch.compiler.is_compiling():
         whole = cache.whole()
-        is_whole = whole is not None and lookup(whole) is not None and dim == 1 and whole.shape == gathered.shape
+        is_whole = (
+            whole is not None
+            and lookup(whole) is not None
+            and dim == 1
+            and whole.shape == gathered.shape
+        )
         gathered = whole if is_whole else gathered
     prepare_structure(gathered)
     return gathered
 
 
-@replaces("self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args kwargs")
+@replaces(
+    "self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args kwargs"
+)
 def processor_forward(
-    upstream, self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group=None, *rest, **named
+    upstream,
+    self,
+    x,
+    batch_size,
+    shard_info,
+    edge_attr,
+    edge_index,
+    model_comm_group=None,
+    *rest,
+    **named,
 ):
     """Make the structure before the first block."""
     if model_comm_group is None or model_comm_group.size() == 1:
         prepare_structure(edge_index)
-    return upstream(self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group, *rest, **named)
+    return upstream(
+        self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group, *rest, **named
+    )
 
 
-@replaces("self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted")
+@replaces(
+    "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
+)
 def prepare_edge_sharding(
     upstream, self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group=None, cond=None,
     edges_are_dst_sorted=True,
 ):  # fmt: skip
     """Cache the renumbered list of this rank of a mapper."""
-    given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted)
+    given = (
+        x,
+        shard_info,
+        batch_size,
+        edge_attr,
+        edge_index,
+        model_comm_group,
+        cond,
+        edges_are_dst_sorted,
+    )
     x_src, x_dst, edge_attr, local, *rest = upstream(self, *given)
-    if not torch.compiler.is_compiling() and lookup(edge_index) is not None and lookup(local) is None:
+    if (
+        not torch.compiler.is_compiling()
+        and lookup(edge_index) is not None
+        and lookup(local) is None
+    ):
         sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
-        rank, world = (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
-        name = Derived.name("local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes)
+        rank, world = (
+            (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
+        )
+        name = Derived.name(
+            "local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes
+        )
         num_nodes = (x_src.shape[0], x_dst.shape[0])
         local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
     return x_src, x_dst, edge_attr, local, *rest
@@ -305,23 +365,32 @@ def _is_stale(edge_index: Tensor) -> bool:
 
 
 def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
-    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not serve a later training step
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # an inference tensor could not serve a later training step
         if cache.graph is None:
             num_src, num_dst = cache.num_nodes
             if cache.batch > 1 and not _is_replicated(edge_index, cache.num_nodes, cache.batch):
                 cache.batch = 1
             one = edge_index[:, : edge_index.shape[1] // cache.batch]
             num_nodes = (num_src // cache.batch, num_dst // cache.batch)
-            cache.graph = GraphStructure.from_edge_index(one, num_nodes, validate=cache.validate, reverse=False)
+            cache.graph = GraphStructure.from_edge_index(
+                one, num_nodes, validate=cache.validate, reverse=False
+            )
         if reverse:
             cache.graph = cache.graph.with_reverse()
 
 
-def _structure_by_tensor(edge_index: Tensor, num_nodes: tuple[int, int], reverse: bool) -> GraphStructure:
+def _structure_by_tensor(
+    edge_index: Tensor, num_nodes: tuple[int, int], reverse: bool
+) -> GraphStructure:
     """Return the structure of a list of unknown origin without checking its values: it may be sorted at every step."""
     cache = _BY_TENSOR.get(edge_index)
     if cache is None or cache.version != version_of(edge_index) or cache.num_nodes != num_nodes:
-        cache = _BY_TENSOR[edge_index] = EdgeCache(num_nodes, version_of(edge_index), validate=False)
+        cache = _BY_TENSOR[edge_index] = EdgeCache(
+            num_nodes, version_of(edge_index), validate=False
+        )
     _fill(cache, edge_index, reverse)
     return cache.graph
 

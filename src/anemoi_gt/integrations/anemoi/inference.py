@@ -54,14 +54,20 @@ class AnemoiGTRunner(Runner):
         fuse_edges: bool = True,
         **options,
     ):
-        settings: dict[str, Any] = {"backend": backend, "precision": precision, "fuse_edges": fuse_edges}
+        settings: dict[str, Any] = {
+            "backend": backend,
+            "precision": precision,
+            "fuse_edges": fuse_edges,
+        }
         if runner == "parallel":  # ranks that it starts read nothing but `parallel` in the config
             base = options.pop("base_runner", "auto")
             parallel = {"base_runner": NAME, "runner": base, **settings, **options}
             config = config.model_copy(update={"runner": {"parallel": parallel}})
             return runner_registry.from_config(config.runner, config)
         install(**settings)
-        if issubclass(cls, ParallelRunnerMixin):  # derived by `parallel`, with `cls` as its base runner
+        if issubclass(
+            cls, ParallelRunnerMixin
+        ):  # derived by `parallel`, with `cls` as its base runner
             kind = ParallelRunnerFactory.get_class(_runner_class(runner, config))
             built = kind(config, **options)
         else:
@@ -77,7 +83,9 @@ def _runner_class(name: str, config) -> type[Runner]:
         name = checkpoint.task or "forecaster"
     kind = runner_registry.lookup(name)
     if not isinstance(kind, type) or not issubclass(kind, Runner):
-        raise ValueError(f"runner must be a runner that `parallel` can split over ranks, got {name!r}")
+        raise ValueError(
+            f"runner must be a runner that `parallel` can split over ranks, got {name!r}"
+        )
     return kind
 
 

@@ -30,7 +30,9 @@ def _settings_by_path(interface) -> dict:
 def update_metadata(upstream, self, *args, **kwargs):
     """Say so where a model that has just been built has nothing to compute for us."""
     result = upstream(self, *args, **kwargs)
-    report.after_build(self.model)  # the paths of its blocks are those that its own forward pass tells
+    report.after_build(
+        self.model
+    )  # the paths of its blocks are those that its own forward pass tells
     return result
 
 

@@ -16,8 +16,20 @@ import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import assemble_output, blocks, decision, edge_cache, models, report, sharding
-from anemoi_gt.integrations.anemoi.activation_checkpointing import Checkpointing, maybe_checkpoint, torchs_checkpoint
+from anemoi_gt.integrations.anemoi import (
+    assemble_output,
+    blocks,
+    decision,
+    edge_cache,
+    models,
+    report,
+    sharding,
+)
+from anemoi_gt.integrations.anemoi.activation_checkpointing import (
+    Checkpointing,
+    maybe_checkpoint,
+    torchs_checkpoint,
+)
 from anemoi_gt.integrations.anemoi.bodies import unknown_body_in_block
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.upstream import Replacement, find, resolve_upstream
@@ -71,7 +83,11 @@ SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of th
     (NOISE, "forward"): sharding.noise,
 }
 # Functions that sharding calls, which must be as in the versions we know.
-CALLED = ((MAPPER[:1], "build_graph_partition"), (PARTITION[:1], "shard_tensor"), (MAPPER[:1], "gather_tensor"))
+CALLED = (
+    (MAPPER[:1], "build_graph_partition"),
+    (PARTITION[:1], "shard_tensor"),
+    (MAPPER[:1], "gather_tensor"),
+)
 OLDER = {(MODEL, "_assert_valid_sharding"): BASE}  # the class that had the method in 0.9.6 to 0.11
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
@@ -166,7 +182,9 @@ def install(
     The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
     methods it was made from. It is compiled again when it is called.
     """
-    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding)
+    settings = _switch_on(
+        AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding
+    )
     if activation_checkpointing is not None:
         settings = replace(settings, checkpointing=Checkpointing.of(activation_checkpointing))
     installation = Installation(settings, before=SETTINGS.everywhere)
@@ -214,7 +232,10 @@ def plan() -> dict[str, str | None]:
     reasons = {seam: match.reason for seam, match in _matches().items()}
     shards = {seam: _match(seam, patch).reason for seam, patch in SHARDING.items()}
     if any(shards.values()) or any(reasons[seam] for seam in CALLED):
-        shards = {seam: reason or "sharding is replaced as a whole, or not at all" for seam, reason in shards.items()}
+        shards = {
+            seam: reason or "sharding is replaced as a whole, or not at all"
+            for seam, reason in shards.items()
+        }
     return {f"{place[-1]}.{name}": reason for (place, name), reason in (shards | reasons).items()}
 
 
@@ -225,7 +246,10 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with install(), torch.autocast(device.type, torch.bfloat16):
-        decisions = [(path, block, decision.examine(block, device)) for path, block in report.blocks_of(model)]
+        decisions = [
+            (path, block, decision.examine(block, device))
+            for path, block in report.blocks_of(model)
+        ]
     return tuple(
         report.Computed(path, type(block).__name__, report.WORDS[made.path], made.reason)
         for path, block, made in decisions
@@ -267,7 +291,9 @@ def swap_layers(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     if not (found := [module for module in model.modules() if isinstance(module, find(*BLOCK))]):
-        raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
+        raise ValueError(
+            f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one"
+        )
     settings = _switch_on(config, fuse_edges, blocks, sharding)
     for each in found:
         SETTINGS.choose(each, settings)
@@ -288,17 +314,23 @@ def graph_transformer_forward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, as `graph_transformer_processor` a processor."""
-    return swap_layers(find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges)
+    return swap_layers(
+        find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges
+    )
 
 
 def graph_transformer_backward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, as `graph_transformer_processor` a processor."""
-    return swap_layers(find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
+    return swap_layers(
+        find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges
+    )
 
 
-def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool) -> Settings:
+def _switch_on(
+    config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool
+) -> Settings:
     """Apply the patches and return the settings; halos are exchanged if all methods for that were replaced."""
     if blocks is not None and not isinstance(blocks, bool):
         raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
@@ -307,7 +339,9 @@ def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, s
             raise ValueError(f"{name} must be True or False, got {value!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
-    return Settings(config, fuse_edges, blocks, sharding and replaced.issuperset(name for _, name in SHARDING))
+    return Settings(
+        config, fuse_edges, blocks, sharding and replaced.issuperset(name for _, name in SHARDING)
+    )
 
 
 def _apply_patches() -> None:
@@ -320,7 +354,11 @@ def _apply_patches() -> None:
             f"anemoi-models must have {PROCESSOR_BLOCK[1]}.forward as one of 0.9.2 to 0.19.0 has it, got "
             f"{version('anemoi-models')}: {reasons[0]}"
         )
-    missing = [seam for seam, match in matches.items() if match.reason is not None and PATCHES[seam].stands_in]
+    missing = [
+        seam
+        for seam, match in matches.items()
+        if match.reason is not None and PATCHES[seam].stands_in
+    ]
     others = [f"{place[-1]}.{name}" for place, name in missing]
     if others:
         message = (
@@ -328,8 +366,12 @@ def _apply_patches() -> None:
             "results"
         )
         log.warning(message, ", ".join(others))
-    found = {(match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None}
-    found = _with_sharding(found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason])
+    found = {
+        (match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None
+    }
+    found = _with_sharding(
+        found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason]
+    )
     resolve_upstream()
     for (owner, name), match in found.items():
         _upstream[owner, name] = match.upstream
@@ -386,7 +428,9 @@ def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tupl
         below = found[key].replacement if key in found else match.upstream
         above[key] = match._replace(replacement=patch.of(below))
     if differing:
-        log.warning("this anemoi-models has another %s: its own sharding is kept", ", ".join(differing))
+        log.warning(
+            "this anemoi-models has another %s: its own sharding is kept", ", ".join(differing)
+        )
         return found
     return above
 

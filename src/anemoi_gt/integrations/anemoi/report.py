@@ -19,9 +19,13 @@ _log_once = cache(log.warning)
 WORDS = {"fused": "fused", "attention": "attention only", "upstream": "upstream"}
 Outcome = tuple[str, str | None]  # path of a decision, and its reason
 
-_BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = WeakKeyDictionary()  # those that have computed, in eager code
+_BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = (
+    WeakKeyDictionary()
+)  # those that have computed, in eager code
 _TRACED: dict[type, Outcome] = {}
-_MODELS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # of Anemoi, in the order in which they were met
+_MODELS: WeakKeyDictionary[nn.Module, None] = (
+    WeakKeyDictionary()
+)  # of Anemoi, in the order in which they were met
 _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the lines about a model
 _UP_TO_DATE: WeakSet[nn.Module] = WeakSet()  # models of which nothing has changed since
 
@@ -71,7 +75,11 @@ def add_model(model: nn.Module) -> None:
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the graph-transformer blocks of a model and their paths."""
-    return [(path, module) for path, module in model.named_modules() if isinstance(module, Upstream.block)]
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, Upstream.block)
+    ]
 
 
 def computed() -> tuple[Computed, ...]:

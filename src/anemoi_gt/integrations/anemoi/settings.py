@@ -43,7 +43,9 @@ class SettingsRegistry:
 
     def of(self, block: nn.Module) -> Settings | None:
         """Return the settings of a block, None if it computes with upstream code."""
-        if not self._single:  # reading an id would make torch.compile compile every block separately
+        if (
+            not self._single
+        ):  # reading an id would make torch.compile compile every block separately
             return self.everywhere
         return self._single.get(id(block), self.everywhere)
 
@@ -60,7 +62,10 @@ class SettingsRegistry:
     @property
     def any_sharding(self) -> bool:
         """True if some block exchanges its halo with us."""
-        return any(settings is not None and settings.sharding for settings in (self.everywhere, *self._single.values()))
+        return any(
+            settings is not None and settings.sharding
+            for settings in (self.everywhere, *self._single.values())
+        )
 
     @property
     def is_empty(self) -> bool:

@@ -28,21 +28,41 @@ from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 
 _COPIES = "_anemoi_gt_copies"  # attribute of node attributes: how often the nodes are repeated
-_MODELS = ("anemoi.models.models.encoder_processor_decoder", "anemoi.models.models.ens_encoder_processor_decoder")
+_MODELS = (
+    "anemoi.models.models.encoder_processor_decoder",
+    "anemoi.models.models.ens_encoder_processor_decoder",
+)
 
 
 @replaces("self batch_size shard_edges model_comm_group")
 def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
     """Take the same range of every copy of a batch as the shard of a `StaticGraphProvider`."""
-    if not (shard_edges and batch_size > 1 and SETTINGS.any_sharding and is_distributed(model_comm_group)):
+    if not (
+        shard_edges
+        and batch_size > 1
+        and SETTINGS.any_sharding
+        and is_distributed(model_comm_group)
+    ):
         return upstream(self, batch_size, shard_edges, model_comm_group)
     edge_attr, edge_index, sizes = upstream(self, 1, shard_edges, model_comm_group)
     return edge_attr.repeat(batch_size, 1), edge_index, sizes
 
 
-@replaces("self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted")
+@replaces(
+    "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
+)
 def prepare_edge_sharding(
-    upstream, self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group=None, cond=None, *rest, **named
+    upstream,
+    self,
+    x,
+    shard_info,
+    batch_size,
+    edge_attr,
+    edge_index,
+    model_comm_group=None,
+    cond=None,
+    *rest,
+    **named,
 ):
     """Exchange halo rows of the sources of a mapper."""
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
@@ -59,12 +79,19 @@ def prepare_edge_sharding(
         x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
 
     def with_halo(rows):
-        return lookup(local).exchange.start(_by_copy(rows, batch_size, src, model_comm_group)).wait().flatten(0, 1)
+        return (
+            lookup(local)
+            .exchange.start(_by_copy(rows, batch_size, src, model_comm_group))
+            .wait()
+            .flatten(0, 1)
+        )
 
     x_src = with_halo(x_src)
     cond = None if cond is None else (with_halo(cond[0]), cond[1])
     num_chunks = max(self.num_chunks, Upstream.mapper.NUM_CHUNKS_INFERENCE_MAPPER)
-    chunks = Upstream.mapper.build_graph_partition(local, num_chunks, (x_src.shape[0], x_dst.shape[0]))
+    chunks = Upstream.mapper.build_graph_partition(
+        local, num_chunks, (x_src.shape[0], x_dst.shape[0])
+    )
     shard_info = type(shard_info)(src_nodes=src, dst_nodes=dst, edges=shard_info.edges)
     return x_src, x_dst, edge_attr, local, shard_info, cond, chunks
 
@@ -81,7 +108,10 @@ def mapper_forward(
     given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     gathers = not keep_x_dst_sharded and batch_size > 1
-    if not gathers or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None:
+    if (
+        not gathers
+        or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None
+    ):
         return upstream(self, *given, keep_x_dst_sharded, *rest, **named)
     own = upstream(self, *given, True, *rest, **named)
     rows = own.unflatten(0, (batch_size, -1))
@@ -122,7 +152,10 @@ def noise(
     model_comm_group=None,
 ):  # fmt: skip
     """Take this rank's nodes of the noise of every member of an ensemble."""
-    copies, given = batch_size * ensemble_size, (x, batch_size, ensemble_size, grid_size, grid_shard_sizes)
+    copies, given = (
+        batch_size * ensemble_size,
+        (x, batch_size, ensemble_size, grid_size, grid_shard_sizes),
+    )
     if copies == 1 or not (SETTINGS.any_sharding and is_distributed(model_comm_group)):
         return upstream(self, *given, noise_dtype, model_comm_group)
     x, noise = upstream(self, *given, noise_dtype, None)
@@ -131,7 +164,9 @@ def noise(
 
 
 @replaces("self batch_size ensemble_size in_out_sharded model_comm_group")
-def assert_valid_sharding(upstream, self, batch_size, ensemble_size, in_out_sharded, model_comm_group=None):
+def assert_valid_sharding(
+    upstream, self, batch_size, ensemble_size, in_out_sharded, model_comm_group=None
+):
     """Allow batches and ensembles where all layers split them along the grid."""
     if is_distributed(model_comm_group) and batch_size * ensemble_size > 1 and _splits_copies(self):
         batch_size = ensemble_size = 1
@@ -146,7 +181,11 @@ def is_distributed(group) -> bool:
 def shards_edges(block: nn.Module) -> bool:
     """Return whether a block exchanges its halo with us."""
     settings = SETTINGS.of(block)
-    return settings is not None and settings.sharding and getattr(block, "shard_strategy", None) == "edges"
+    return (
+        settings is not None
+        and settings.sharding
+        and getattr(block, "shard_strategy", None) == "edges"
+    )
 
 
 def _splits_copies(model: nn.Module) -> bool:
@@ -206,14 +245,21 @@ def start_halo(
     `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any; None: x is normed.
     Both send the same, since ranks may differ.
     """
-    start, projections = lookup(local).exchange.start, (block.lin_query, block.lin_key, block.lin_value)
+    start, projections = (
+        lookup(local).exchange.start,
+        (block.lin_query, block.lin_key, block.lin_value),
+    )
     if norm is None:
         return start(_by_copy(cast_for_projections(x, *projections), copies, sizes, group))
     rows = _by_copy(x, copies, sizes, group)
     if cond is None:
         return start(rows, lambda rows: cast_for_projections(norm(rows), *projections))
     conditions = _by_copy(cond.expand(x.shape[0], -1), copies, sizes, group)
-    return start(rows, lambda rows, cond: cast_for_projections(norm(rows, cond=cond), *projections), conditions)
+    return start(
+        rows,
+        lambda rows, cond: cast_for_projections(norm(rows, cond=cond), *projections),
+        conditions,
+    )
 
 
 def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
@@ -222,15 +268,25 @@ def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
         return None
     src, dst, rank = tuple(sizes[0]), tuple(sizes[1]), group.rank()
     name = Derived.name("halo", group.group_name, rank, copies, *src, "to", *dst)
-    if lookup(edge_index) is None or not _make_local_edges(edge_index, name, rank, group.group_name, src, dst, copies):
-        warn_once("an Anemoi layer runs Anemoi's own sharding: its edges are not a shard of a StaticGraphProvider's")
+    if lookup(edge_index) is None or not _make_local_edges(
+        edge_index, name, rank, group.group_name, src, dst, copies
+    ):
+        warn_once(
+            "an Anemoi layer runs Anemoi's own sharding: its edges are not a shard of a StaticGraphProvider's"
+        )
         return None
     return getattr(lookup(edge_index).derived, name)
 
 
 @torch.compiler.assume_constant_result
 def _make_local_edges(
-    edge_index: Tensor, name: str, rank: int, group_name: str, src: tuple[int, ...], dst: tuple[int, ...], copies: int
+    edge_index: Tensor,
+    name: str,
+    rank: int,
+    group_name: str,
+    src: tuple[int, ...],
+    dst: tuple[int, ...],
+    copies: int,
 ) -> bool:
     """Make the local edges of a shard once; return False where the list that it was cut from is not known."""
     whole = lookup(edge_index).whole()
@@ -243,17 +299,25 @@ def _make_local_edges(
         _check_division(whole, sources, destinations)
         with torch.inference_mode(False), torch.no_grad():
             bounds = torch.tensor(destinations.bounds, device=whole.device)
-            by_rank = whole.split(torch.searchsorted(whole[1].contiguous(), bounds).diff().tolist(), 1)
+            by_rank = whole.split(
+                torch.searchsorted(whole[1].contiguous(), bounds).diff().tolist(), 1
+            )
             read = [part[0].unique() for part in by_rank]
             wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
             exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
             (src, dst), own, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
-            src = torch.where(sources.owns(rank, src), src - own.start, num_own + torch.searchsorted(wanted[rank], src))
+            src = torch.where(
+                sources.owns(rank, src),
+                src - own.start,
+                num_own + torch.searchsorted(wanted[rank], src),
+            )
             local = torch.stack([src, dst - destinations.of(rank).start])
             num_nodes = num_own + exchange.num_received, destinations.counts[rank]
             step = local.new_tensor(num_nodes).unsqueeze(1)
             local = torch.cat([local + copy * step for copy in range(copies)], 1)
-        return cached_list(local, (num_nodes[0] * copies, num_nodes[1] * copies), copies, exchange=exchange)
+        return cached_list(
+            local, (num_nodes[0] * copies, num_nodes[1] * copies), copies, exchange=exchange
+        )
 
     derived_list(edge_index, name, number_locally)
     return True

@@ -31,33 +31,46 @@ class Upstream:
     block: type | None = None  # GraphTransformerBaseBlock
     blocks: tuple[type, ...] = ()  # of processors and of mappers
     conv: type | None = None  # the attention of graph_attention_backend: pyg
-    triton_conv: object = None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
+    triton_conv: object = (
+        None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
+    )
     block_module: ModuleType | None = None  # layers.block
     shapes: ModuleType | None = None  # distributed.shapes
     sources_take_destination_condition: bool = False  # where a mapper updates its sources
-    own_methods: ClassVar[dict[type, str | None]] = {}  # what `decision.own_method_of` has found, by class of blocks
+    own_methods: ClassVar[
+        dict[type, str | None]
+    ] = {}  # what `decision.own_method_of` has found, by class of blocks
 
 
 def resolve_upstream() -> None:
     """Import what replacements read; classes whose bodies we do not know are left out."""
-    Upstream.mapper, Upstream.processor = (import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor"))
+    Upstream.mapper, Upstream.processor = (
+        import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor")
+    )
     block = import_module("anemoi.models.layers.block")
     Upstream.own_methods.clear()
-    Upstream.block_module, Upstream.shapes = block, import_module("anemoi.models.distributed.shapes")
+    Upstream.block_module, Upstream.shapes = (
+        block,
+        import_module("anemoi.models.distributed.shapes"),
+    )
     Upstream.block = block.GraphTransformerBaseBlock
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
     conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
     is_known = unknown_body(conv.forward) is None and unknown_body(conv.message) is None
     Upstream.conv = conv if is_known else None
     mapper_forward = body_hash(block.GraphTransformerMapperBlock.forward)
-    Upstream.sources_take_destination_condition = mapper_forward == "05102bf261b0"  # 0.9.2 to 0.13.1
+    Upstream.sources_take_destination_condition = (
+        mapper_forward == "05102bf261b0"
+    )  # 0.9.2 to 0.13.1
     _register_sublayers()
     with suppress(ImportError):  # an older version
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
         names = ("graph_transformer_attention_conv", "GraphTransformerFunction")
-        Upstream.triton_conv = next((getattr(triton, name) for name in names if hasattr(triton, name)), None)
+        Upstream.triton_conv = next(
+            (getattr(triton, name) for name in names if hasattr(triton, name)), None
+        )
 
 
 def _register_sublayers() -> None:
@@ -70,7 +83,9 @@ def _register_sublayers() -> None:
     }
     known = {}
     for role, (module, name) in kinds.items():
-        kind = getattr(import_module(f"anemoi.models.layers.{module}"), name, None)  # older versions lack some
+        kind = getattr(
+            import_module(f"anemoi.models.layers.{module}"), name, None
+        )  # older versions lack some
         if kind is not None and unknown_body(kind.forward) is None:
             known[role] = kind
     sublayers.register(**known)
@@ -91,7 +106,9 @@ class Replacement:
     """A function that takes the place of a method or function of anemoi-models."""
 
     function: Callable  # takes the upstream method, and what that takes
-    known: tuple[str, ...]  # parameters of the upstream method by name, in each version that we know
+    known: tuple[
+        str, ...
+    ]  # parameters of the upstream method by name, in each version that we know
     stands_in: bool = True  # False: it calls upstream whatever its body is
 
     def of(self, upstream: Callable) -> Callable:

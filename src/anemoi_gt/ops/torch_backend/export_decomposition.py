@@ -25,7 +25,9 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
             f"a program is exported for inference, got dropout_p={flat.dropout_p}; call model.eval() first"
         )
     query, flat = flat.query, flat.in_accumulator_dtype()
-    edges = _FoldedEdges((flat.query.shape[0], flat.query.shape[2]), flat.colptr, flat.row, flat.perm)
+    edges = _FoldedEdges(
+        (flat.query.shape[0], flat.query.shape[2]), flat.colptr, flat.row, flat.perm
+    )
     q, k, v = (rows.transpose(1, 2) for rows in flat[:3])  # [B, H, N, C]
     attr, weight, bias, scale = flat.edge_attr, flat.edge_weight, flat.edge_bias, flat.scale
     if attr is not None:  # [B or 1, H or 1, E, D or C], in the caller's order
@@ -40,7 +42,9 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 
     out = edges.sum(p, v, edges.row)
     if attr is not None:
-        order = torch.arange(edges.num_edges, device=attr.device) if edges.perm is None else edges.perm
+        order = (
+            torch.arange(edges.num_edges, device=attr.device) if edges.perm is None else edges.perm
+        )
         sums = edges.sum(p, attr, order)  # A
         out = out + (sums if weight is None else sums @ weight.transpose(1, 2))
     if bias is not None:
@@ -55,7 +59,11 @@ class _FoldedEdges:
 
     def __init__(self, shape: tuple[int, int], colptr: Tensor, row: Tensor, perm: Tensor | None):
         self.shape, self.num_edges = shape, row.shape[0]
-        self.colptr, self.row, self.perm = colptr.long(), row.long(), None if perm is None else perm.long()
+        self.colptr, self.row, self.perm = (
+            colptr.long(),
+            row.long(),
+            None if perm is None else perm.long(),
+        )
         self.dst = torch.repeat_interleave(self.colptr.diff(), output_size=self.num_edges)
 
     def softmax(self, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,10 +82,20 @@ class _FoldedEdges:
     def sum(self, p: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         """Return sum_e p_e rows[index_e], rows [B or 1, H or 1, R, F], in one embedding bag over batch and heads."""
         (batch, heads), (b_tables, h_tables, size, _) = self.shape, rows.shape
-        table = (0 if h_tables == 1 else 1) * torch.arange(heads, device=index.device)  # 0 where all share one
-        table = table + ((0 if b_tables == 1 else h_tables) * torch.arange(batch, device=index.device))[:, None]
+        table = (0 if h_tables == 1 else 1) * torch.arange(
+            heads, device=index.device
+        )  # 0 where all share one
+        table = (
+            table
+            + ((0 if b_tables == 1 else h_tables) * torch.arange(batch, device=index.device))[
+                :, None
+            ]
+        )
         index = (table[..., None] * size + index).reshape(-1)
-        begins = torch.arange(batch * heads, device=index.device)[:, None] * self.num_edges + self.colptr[:-1]
+        begins = (
+            torch.arange(batch * heads, device=index.device)[:, None] * self.num_edges
+            + self.colptr[:-1]
+        )
         ends = index.new_full((1,), 0) + batch * heads * self.num_edges
         out = embedding_bag(
             index, rows.reshape(-1, rows.shape[-1]), torch.cat([begins.reshape(-1), ends]),

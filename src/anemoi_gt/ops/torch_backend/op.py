@@ -71,7 +71,9 @@ class FlatArguments(NamedTuple):
         if bias is not None:
             bias = cast(bias).reshape(heads)
         query, key, value = with_batch(self.query), with_batch(self.key), with_batch(self.value)
-        return self._replace(query=query, key=key, value=value, edge_attr=attr, edge_weight=weight, edge_bias=bias)
+        return self._replace(
+            query=query, key=key, value=value, edge_attr=attr, edge_weight=weight, edge_bias=bias
+        )
 
     def head_groups(self, edges: Edges) -> Iterator[tuple[int, slice, HeadGroup]]:
         """Yield (batch index, heads, their operands), `edges.heads` at a time."""
@@ -87,19 +89,36 @@ class FlatArguments(NamedTuple):
             attr = attr if self.edge_weight is not None else attr[:, group].contiguous()
         if self.seed is not None:
             heads, options = range(group.start, group.stop), (self.dropout_p, self.query.dtype)
-            keep = torch.stack([keep_factor(self.seed, b, global_edge_id, head, *options) for head in heads], dim=1)
+            keep = torch.stack(
+                [keep_factor(self.seed, b, global_edge_id, head, *options) for head in heads], dim=1
+            )
         q, k, v = (rows[b, :, group].contiguous() for rows in self[:3])
-        weight, bias = (None if each is None else each[group] for each in (self.edge_weight, self.edge_bias))
+        weight, bias = (
+            None if each is None else each[group] for each in (self.edge_weight, self.edge_bias)
+        )
         return HeadGroup(q, k, v, attr, weight, bias, keep, self.scale)
 
     def edges(self) -> Edges:
         """Return the edges as the formulas read them, for as many heads at a time as memory allows."""
-        graph = GraphStructure(self.colptr, self.row, self.row.new_empty(0, 0), self.perm, self.global_edge_id)
-        heads = head_group_size(self.query.shape[2], max(graph.num_edges, self.query.shape[1], self.key.shape[1]))
+        graph = GraphStructure(
+            self.colptr, self.row, self.row.new_empty(0, 0), self.perm, self.global_edge_id
+        )
+        heads = head_group_size(
+            self.query.shape[2], max(graph.num_edges, self.query.shape[1], self.key.shape[1])
+        )
         order, raw = graph.edge_order(), self.edge_weight is not None
         sources = Segments.of_heads(heads, self.row, self.colptr)
         attributes = Segments.of_heads(heads, order, self.colptr, is_shared=raw)
-        return Edges(heads, self.colptr, self.row, graph.dst, order, graph.global_edge_ids(), sources, attributes)
+        return Edges(
+            heads,
+            self.colptr,
+            self.row,
+            graph.dst,
+            order,
+            graph.global_edge_ids(),
+            sources,
+            attributes,
+        )
 
 
 class OutEdges(NamedTuple):
@@ -125,7 +144,9 @@ class OutEdges(NamedTuple):
 
 def head_group_size(heads: int, rows: int) -> int:
     """Return how many heads to compute at a time: the largest divisor of `heads` within `MAX_EDGE_HEADS`."""
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= MAX_EDGE_HEADS))
+    return max(
+        n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= MAX_EDGE_HEADS)
+    )
 
 
 def attend(
@@ -165,7 +186,10 @@ def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
 @flat_arguments
 def _(flat: FlatArguments):
     dtype = accumulator_dtype(flat.query.dtype)
-    lse, p = (flat.query.new_empty(shape, dtype=dtype) for shape in (flat.query.shape[:-1], _saved_shape(flat)))
+    lse, p = (
+        flat.query.new_empty(shape, dtype=dtype)
+        for shape in (flat.query.shape[:-1], _saved_shape(flat))
+    )
     return flat.query.new_empty(flat.query.shape), lse, p
 
 
@@ -183,7 +207,12 @@ def _setup_context(ctx, inputs, output):
 
 @define_operator
 def edge_attention_torch_backward(
-    grad_out: Tensor | None, grad_lse: Tensor | None, flat: FlatArguments, lse: Tensor, p: Tensor, needs: list[bool]
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    flat: FlatArguments,
+    lse: Tensor,
+    p: Tensor,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the six operands, empty for those that `needs` does not ask for.
 
@@ -191,9 +220,15 @@ def edge_attention_torch_backward(
     """
     wanted = Needs(*needs)
     operands, dtype, flat = flat[:6], flat.query.dtype, flat.in_accumulator_dtype()
-    do = torch.zeros_like(flat.query) if grad_out is None else grad_out.to(flat.query.dtype).view_as(flat.query)
+    do = (
+        torch.zeros_like(flat.query)
+        if grad_out is None
+        else grad_out.to(flat.query.dtype).view_as(flat.query)
+    )
     if grad_lse is not None:
-        grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])  # even NaN that arrives is ignored
+        grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(
+            do.shape[:3]
+        )  # even NaN that arrives is ignored
     with without_autocast(do.device.type):
         edges = flat.edges()
         gradients = Gradients.zeros(flat, wanted)
@@ -201,7 +236,9 @@ def edge_attention_torch_backward(
         dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
         for b, group, heads in flat.head_groups(edges):
             do_heads = do[b, :, group].contiguous()
-            gradient = differentiate_heads(heads, do_heads, dlse[b, :, group], p[b, :, group], edges, wanted)
+            gradient = differentiate_heads(
+                heads, do_heads, dlse[b, :, group], p[b, :, group], edges, wanted
+            )
             gradients.add(b, group, gradient)
             if out_edges is not None and gradients.key is not None:
                 gradients.key[b, :, group] = out_edges.sum(gradient.ds, heads.q)
@@ -209,7 +246,9 @@ def edge_attention_torch_backward(
                 gradients.value[b, :, group] = out_edges.sum(gradient.w, do_heads)
         attr = gradients.edge_attr
         if attr is not None and flat.perm is not None:  # from CSC order to the caller's
-            gradients = gradients._replace(edge_attr=torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr))
+            gradients = gradients._replace(
+                edge_attr=torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr)
+            )
         return _like(operands, gradients, dtype)
 
 
@@ -248,7 +287,9 @@ def _backward(ctx, grad_out, grad_lse, _):
     *tensors, lse, p = ctx.saved_tensors
     arguments = (grad_out, grad_lse, *tensors, ctx.scale, ctx.dropout_p, True, lse, p, needs)
     gradients = edge_attention_torch_backward(*arguments)
-    return *(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *rest
+    return *(
+        gradient if need else None for gradient, need in zip(gradients, needs, strict=True)
+    ), *rest
 
 
 torch.library.register_autograd(edge_attention_torch, _backward, setup_context=_setup_context)

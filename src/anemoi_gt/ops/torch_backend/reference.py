@@ -47,7 +47,9 @@ class Segments:
     pointers: Tensor  # [G * N + 1] first position of the segment of a head and node
 
     @classmethod
-    def of_heads(cls, heads: int, index: Tensor, pointers: Tensor, is_shared: bool = False) -> "Segments":
+    def of_heads(
+        cls, heads: int, index: Tensor, pointers: Tensor, is_shared: bool = False
+    ) -> "Segments":
         """Return the segments of `heads` heads from index [E] and pointers [N + 1]; rows may be shared by all heads."""
         if heads == 1:
             return cls(index, pointers)
@@ -94,7 +96,10 @@ class HeadGroup:
         if self.weight is None:
             return rows
         weight = self.weight.transpose(1, 2).contiguous()  # D last is 4x slower
-        chunks = [torch.bmm(weight, chunk.permute(1, 2, 0)).permute(2, 0, 1) for chunk in rows.split(NODE_CHUNK)]
+        chunks = [
+            torch.bmm(weight, chunk.permute(1, 2, 0)).permute(2, 0, 1)
+            for chunk in rows.split(NODE_CHUNK)
+        ]
         return torch.cat(chunks).contiguous()
 
     def embed(self, sums: Tensor) -> Tensor:
@@ -102,7 +107,10 @@ class HeadGroup:
         if self.weight is None:
             return sums
         weight = self.weight.transpose(1, 2)
-        chunks = [torch.bmm(chunk.transpose(0, 1), weight).transpose(0, 1) for chunk in sums.split(NODE_CHUNK)]
+        chunks = [
+            torch.bmm(chunk.transpose(0, 1), weight).transpose(0, 1)
+            for chunk in sums.split(NODE_CHUNK)
+        ]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def embed_shared(self, rows: Tensor) -> Tensor:
@@ -116,13 +124,17 @@ class HeadGroup:
         return p if self.keep is None else p * self.keep
 
 
-def _dots(heads: HeadGroup, edges: Edges, left: Tensor, right: Tensor, projected: Tensor | None) -> Tensor:
+def _dots(
+    heads: HeadGroup, edges: Edges, left: Tensor, right: Tensor, projected: Tensor | None
+) -> Tensor:
     """Return < left_i , right_j + x_e > of every edge [E, G], with x_e = W a_e.
 
     `left` is [N_dst, G, C], `right` [N_src, G, C], `projected` W^T left or None.
     """
     dots, step = [], max(1, CHUNK // max(left[0:1].numel(), 1))
-    for to, origin, at in zip(*(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True):
+    for to, origin, at in zip(
+        *(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True
+    ):
         a = None if heads.a is None else heads.a.index_select(0, at)
         rows = right.index_select(0, origin)
         if a is not None and projected is None:
@@ -215,12 +227,16 @@ def differentiate_heads(
         attr_sum = weighted_sum(weight, heads.a, edges.attributes)
         dq += heads.embed(attr_sum)
         if heads.weight is not None and needs.edge_weight:
-            dweight = _outer(do, weighted_sum(by_head(w), heads.a, edges.attributes)) + _outer(heads.q, attr_sum)
+            dweight = _outer(do, weighted_sum(by_head(w), heads.a, edges.attributes)) + _outer(
+                heads.q, attr_sum
+            )
         if needs.edge_attr:
             if g is None:
                 da = _attribute_gradient(heads, edges, heads.a, (w, do), (ds, heads.q))
             else:
-                da = _attribute_gradient(heads, edges, heads.a, (w, g), (ds, heads.project(heads.q)))
+                da = _attribute_gradient(
+                    heads, edges, heads.a, (w, g), (ds, heads.project(heads.q))
+                )
     if heads.bias is not None:
         dlse = heads.scale * dlse
         dq.addcmul_(dlse[..., None], heads.bias)
@@ -230,7 +246,9 @@ def differentiate_heads(
     return HeadGradients(dq, da, dweight, dbias, w, ds)
 
 
-def _attribute_gradient(heads: HeadGroup, edges: Edges, a: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
+def _attribute_gradient(
+    heads: HeadGroup, edges: Edges, a: Tensor, *sides: tuple[Tensor, Tensor]
+) -> Tensor:
     """Return w_e g_i + ds_e u_i: [E, G, C] for embedded attributes, summed over heads [E, D] for raw ones.
 
     Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] before W^T is applied.
@@ -238,10 +256,16 @@ def _attribute_gradient(heads: HeadGroup, edges: Edges, a: Tensor, *sides: tuple
     (w, g), (ds, u) = sides
     da, step = torch.empty_like(a), max(1, CHUNK // max(g[0:1].numel(), 1))
     weight = None if heads.weight is None else heads.weight.flatten(0, 1).t().contiguous()
-    for out, to, wp, dsp in zip(*(tensor.split(step) for tensor in (da, edges.dst, w, ds)), strict=True):
+    for out, to, wp, dsp in zip(
+        *(tensor.split(step) for tensor in (da, edges.dst, w, ds)), strict=True
+    ):
         g_rows, u_rows = g.index_select(0, to), u.index_select(0, to)
         if heads.projects:
-            out.copy_((torch.bmm(wp.unsqueeze(1), g_rows) + torch.bmm(dsp.unsqueeze(1), u_rows)).squeeze(1))
+            out.copy_(
+                (torch.bmm(wp.unsqueeze(1), g_rows) + torch.bmm(dsp.unsqueeze(1), u_rows)).squeeze(
+                    1
+                )
+            )
             continue
         dx = g_rows.mul_(wp.unsqueeze(2)).addcmul_(dsp.unsqueeze(2), u_rows)
         out.copy_(dx if weight is None else (weight @ dx.flatten(1).t()).t())
@@ -250,4 +274,6 @@ def _attribute_gradient(heads: HeadGroup, edges: Edges, a: Tensor, *sides: tuple
 
 def _outer(left: Tensor, right: Tensor) -> Tensor:
     """Return sum_i left_i right_i^T, [G, C, D], of [N, G, C] and [N, G, D] with D < C."""
-    return torch.bmm(right.permute(1, 2, 0), left.transpose(0, 1)).transpose(1, 2)  # D last is 4x slower
+    return torch.bmm(right.permute(1, 2, 0), left.transpose(0, 1)).transpose(
+        1, 2
+    )  # D last is 4x slower

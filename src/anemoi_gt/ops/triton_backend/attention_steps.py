@@ -44,7 +44,9 @@ class AttentionCall(NamedTuple):
 
     def destination_buffers(self) -> dict[str, Buffer | None]:
         """Return what all row kernels over destinations read, by the names of their arguments."""
-        buffers = {name: getattr(self.operands, name) for name in ("query", "key", "value", "edge_attr")}
+        buffers = {
+            name: getattr(self.operands, name) for name in ("query", "key", "value", "edge_attr")
+        }
         for name in ("colptr", "row", "perm", "global_edge_id", "dst_schedule"):
             buffers[name] = getattr(self.index, name)
         buffers["seed"] = self.seed
@@ -154,7 +156,10 @@ def destination_tile(sizes: Sizes) -> RowTile:
     """
     if has_fixed_degree(sizes):
         tile = tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
-        packed = sizes.pairs_possible and tile.heads * tile.channels < tiles.ROW_ELEMENTS * tile.num_warps
+        packed = (
+            sizes.pairs_possible
+            and tile.heads * tile.channels < tiles.ROW_ELEMENTS * tile.num_warps
+        )
         return replace(tile, pairs=packed)
     return tiles.destination_tile(sizes.over_destinations)
 
@@ -212,16 +217,22 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
     programs = blocks + sizes.destinations
     if kernel is backward.edge_attention_bwd_dst_hub:
         programs = blocks
-        constants = {n: value for n, value in constants.items() if n in (*kernel.arg_names, "num_warps")}
+        constants = {
+            n: value for n, value in constants.items() if n in (*kernel.arg_names, "num_warps")
+        }
     return Launch(kernel, (programs, -(-sizes.heads // tile.heads)), scalars, constants)
 
 
-def _segment_rows(call: AttentionCall, like: Buffer | None, width: int, segment: int) -> Buffer | None:
+def _segment_rows(
+    call: AttentionCall, like: Buffer | None, width: int, segment: int
+) -> Buffer | None:
     """Return memory for a float32 result of each segment [B * blocks, H, width]; None without segments or `like`."""
     if like is None or not segment:
         return None
     sizes = call.sizes
-    return call.builder.empty((sizes.batch * sizes.blocks(segment), sizes.heads, width), torch.float32)
+    return call.builder.empty(
+        (sizes.batch * sizes.blocks(segment), sizes.heads, width), torch.float32
+    )
 
 
 def _row_stride(rows: Buffer) -> int:
@@ -275,7 +286,9 @@ def join(
     )  # fmt: skip
 
 
-def _contraction_launch(kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **more) -> Launch:
+def _contraction_launch(
+    kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **more
+) -> Launch:
     """Return the launch of a contraction of rows with W, over all destinations."""
     constants = _attribute_constants(sizes)
     constants |= {"CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
@@ -297,7 +310,9 @@ def project_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = Non
 
 def project(call: AttentionCall, rows: Buffer) -> Buffer:
     """Return W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
-    projected = call.builder.empty((*rows.shape[:-1], call.sizes.columns), scratch_dtype(rows.dtype))
+    projected = call.builder.empty(
+        (*rows.shape[:-1], call.sizes.columns), scratch_dtype(rows.dtype)
+    )
     call.builder.launch(
         project_launch(call.sizes, _map_stride(rows)),
         rows=rows,
@@ -333,8 +348,14 @@ def embed(call: AttentionCall, sums: Buffer, rows: Buffer, skip: Buffer | None =
 
 def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """Return the launch of `attend_rows`."""
-    kernel = fixed_degree.edge_attention_fixed_degree_fwd if has_fixed_degree(sizes) else forward.edge_attention_fwd
-    return _row_launch(kernel, sizes, tile or forward_tile(sizes), {"score_scale": sizes.scale * LOG2_E})
+    kernel = (
+        fixed_degree.edge_attention_fixed_degree_fwd
+        if has_fixed_degree(sizes)
+        else forward.edge_attention_fwd
+    )
+    return _row_launch(
+        kernel, sizes, tile or forward_tile(sizes), {"score_scale": sizes.scale * LOG2_E}
+    )
 
 
 def attend_rows(
@@ -433,7 +454,9 @@ def differentiate_rows(
 
 def hub_destination_launch(sizes: Sizes) -> Launch:
     """Return the launch of the second half of `differentiate_rows` over the segments of hubs."""
-    return _row_launch(backward.edge_attention_bwd_dst_hub, sizes, destination_tile(sizes), {"scale": sizes.scale})
+    return _row_launch(
+        backward.edge_attention_bwd_dst_hub, sizes, destination_tile(sizes), {"scale": sizes.scale}
+    )
 
 
 def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
@@ -475,17 +498,28 @@ def differentiate_sources(
 
 def attribute_launch(sizes: Sizes) -> Launch:
     """Return the launch of `differentiate_attributes`."""
-    scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
+    scalars = {
+        "num_dst": sizes.num_dst,
+        "num_edges": sizes.num_edges,
+        "attr_stride": sizes.attr_stride,
+    }
     constants = _attribute_constants(sizes)
     constants |= {"HEADS": tiles.attribute_heads(sizes.heads), "EDGES": tiles.PRODUCT}
-    constants |= {"num_warps": tiles.attribute_warps(sizes.heads, sizes.attributes), "SEGMENT": sizes.dst_segment}
+    constants |= {
+        "num_warps": tiles.attribute_warps(sizes.heads, sizes.attributes),
+        "SEGMENT": sizes.dst_segment,
+    }
     del constants["C"]
     programs = sizes.destinations + sizes.batch * sizes.blocks(sizes.dst_segment)
     return Launch(edge_features.attribute_bwd, (programs,), scalars, constants)
 
 
 def differentiate_attributes(
-    call: AttentionCall, p_ds: Buffer, saved: Saved, projected_grad: Buffer, dedge_attr: Buffer | None
+    call: AttentionCall,
+    p_ds: Buffer,
+    saved: Saved,
+    projected_grad: Buffer,
+    dedge_attr: Buffer | None,
 ) -> tuple[Buffer, Buffer]:
     """Return A and B of each destination [B, N_dst, H, columns]; fill dedge_attr [B, E, D]."""
     sizes, index = call.sizes, call.index
@@ -509,7 +543,9 @@ def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid, STRIDE=sizes.gradient_stride)
+    return _contraction_launch(
+        edge_features.weight_bwd, sizes, tile, grid, STRIDE=sizes.gradient_stride
+    )
 
 
 def weight_sum_launch(sizes: Sizes, num_parts: int) -> Launch:
@@ -541,10 +577,17 @@ def differentiate_weight(
     builder, sizes = call.builder, call.sizes
     launch = weight_launch(sizes)
     num_parts = launch.grid[0] // sizes.heads
-    partial = builder.empty((num_parts, sizes.heads * sizes.channels, sizes.attributes), torch.float32)
+    partial = builder.empty(
+        (num_parts, sizes.heads * sizes.channels, sizes.attributes), torch.float32
+    )
     query = call.operands.query
     builder.launch(
-        launch, query=query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial
+        launch,
+        query=query,
+        grad_out=grad_out,
+        attr_sums=attr_sums,
+        dscore_sums=dscore_sums,
+        partial=partial,
     )
     dweight = None
     dbias = None
@@ -552,5 +595,7 @@ def differentiate_weight(
         dweight = builder.empty_like(call.operands.edge_weight, dtype)
     if needs.edge_bias:
         dbias = builder.empty_like(call.operands.edge_bias, dtype)
-    builder.launch(weight_sum_launch(sizes, num_parts), partial=partial, dweight=dweight, dbias=dbias)
+    builder.launch(
+        weight_sum_launch(sizes, num_parts), partial=partial, dweight=dweight, dbias=dbias
+    )
     return dweight, dbias

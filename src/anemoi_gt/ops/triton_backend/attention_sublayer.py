@@ -43,7 +43,12 @@ from anemoi_gt.ops.sublayer_tensors import AttentionOptions, AttentionTensors
 from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, sizes_of
-from anemoi_gt.ops.triton_backend.sublayer_steps import Norm, NormParameters, PackedWeights, sum_columns
+from anemoi_gt.ops.triton_backend.sublayer_steps import (
+    Norm,
+    NormParameters,
+    PackedWeights,
+    sum_columns,
+)
 
 KEPT = 128  # plans of each pass that are kept
 NUM_TENSORS = len(AttentionTensors._fields)
@@ -71,7 +76,9 @@ class SublayerSaved(NamedTuple):
     key: Buffer | Tensor  # [B * N_src, H * C], before k_norm
     value: Buffer | Tensor
     attended: Buffer | Tensor  # y [B * N_dst, H * C]
-    attr: Buffer | Tensor | None  # edge attributes in the dtype of products; None where they came in it
+    attr: (
+        Buffer | Tensor | None
+    )  # edge attributes in the dtype of products; None where they came in it
     inv_denominator: Buffer | Tensor  # of the attention, as `attention_steps.Saved`
     exp_scores: Buffer | Tensor
     projected: Buffer | Tensor
@@ -99,7 +106,9 @@ class SublayerGradients(NamedTuple):
     sums: Buffer | Tensor  # over nodes, with the columns of `_sum_widths`
 
 
-def attention_sublayer(tensors: AttentionTensors, graph: GraphStructure, options: AttentionOptions) -> Tensor:
+def attention_sublayer(
+    tensors: AttentionTensors, graph: GraphStructure, options: AttentionOptions
+) -> Tensor:
     """Return z [B * N_dst, F], in the promoted dtype of x and the products.
 
     `graph` is the structure of one batch entry, from own sources and halo to destinations. Edge attributes [E, D] are
@@ -136,16 +145,24 @@ def _weight_groups(t: AttentionTensors) -> dict[str, list[Buffer]]:
         "edge_bias": edge_bias,
     }
     groups |= {name: [bias] for name, bias in biases.items() if bias is not None}
-    return groups | _norm_parameters(t).groups("norm") | _source_norm_parameters(t).groups("norm_src")
+    return (
+        groups | _norm_parameters(t).groups("norm") | _source_norm_parameters(t).groups("norm_src")
+    )
 
 
 def _norm_parameters(t: AttentionTensors) -> NormParameters:
-    return NormParameters(t.norm_scale, t.norm_shift, t.norm_scale_bias, t.norm_shift_bias, t.condition)
+    return NormParameters(
+        t.norm_scale, t.norm_shift, t.norm_scale_bias, t.norm_shift_bias, t.condition
+    )
 
 
 def _source_norm_parameters(t: AttentionTensors) -> NormParameters:
     return NormParameters(
-        t.norm_src_scale, t.norm_src_shift, t.norm_src_scale_bias, t.norm_src_shift_bias, t.condition_src
+        t.norm_src_scale,
+        t.norm_src_shift,
+        t.norm_src_scale_bias,
+        t.norm_src_shift_bias,
+        t.condition_src,
     )
 
 
@@ -190,10 +207,20 @@ class _Layout(NamedTuple):
 
     def halo_rows(self, rows: Buffer) -> Buffer:
         """Return the rows of the halo [B, R, ..] of rows [B * (N + R), ..]."""
-        return rows.unflatten(0, (self.batch, self.sources)).slice(1, self.own_sources, self.sources)
+        return rows.unflatten(0, (self.batch, self.sources)).slice(
+            1, self.own_sources, self.sources
+        )
 
 
-def _attention_call(builder: PlanBuilder, layout: _Layout, rows: tuple, attr: Buffer, weights, index, stride: int = 0):
+def _attention_call(
+    builder: PlanBuilder,
+    layout: _Layout,
+    rows: tuple,
+    attr: Buffer,
+    weights,
+    index,
+    stride: int = 0,
+):
     """Return the call of edge attention on query, key and value [B * N, H * C]."""
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 
@@ -202,10 +229,14 @@ def _attention_call(builder: PlanBuilder, layout: _Layout, rows: tuple, attr: Bu
         attr = attr.unflatten(0, (1, attr.shape[0]))  # shared by the batch
     operands = AttentionOperands(query, key, value, attr, weights["edge"], weights.get("edge_bias"))
     scale = query.shape[-1] ** -0.5
-    return AttentionCall(builder, sizes_of(operands, index, scale, gradient_stride=stride), operands, index)
+    return AttentionCall(
+        builder, sizes_of(operands, index, scale, gradient_stride=stride), operands, index
+    )
 
 
-def _head_norm(builder: PlanBuilder, layout: _Layout, x: Buffer, scale: Buffer | None, eps: float) -> Buffer:
+def _head_norm(
+    builder: PlanBuilder, layout: _Layout, x: Buffer, scale: Buffer | None, eps: float
+) -> Buffer:
     """Return rows [B * N, H * C] normed per head; x itself where eps is 0, which stands for no norm."""
     if not eps:
         return x
@@ -241,19 +272,27 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
     if t.x_src is None:
         source_norm, x_src = norm, t.x_dst
     else:
-        source_norm = Norm.of(builder, _source_norm_parameters(t), options.norm_src_eps, weights, "norm_src")
+        source_norm = Norm.of(
+            builder, _source_norm_parameters(t), options.norm_src_eps, weights, "norm_src"
+        )
         x_src = t.x_src
     sublayer_steps.norm_forward(builder, x_src, source_norm, n_src, layout.batch, layout.sources)
     if t.halo is not None:
-        sublayer_steps.copy(builder, t.halo.unflatten(0, (layout.batch, layout.halo)), layout.halo_rows(n_src))
+        sublayer_steps.copy(
+            builder, t.halo.unflatten(0, (layout.batch, layout.halo)), layout.halo_rows(n_src)
+        )
     n_dst = _destinations_of(builder, layout, n_src)
     if t.x_src is not None:
         n_dst = builder.empty(t.x_dst.shape, options.dtype)
         sublayer_steps.norm_forward(builder, t.x_dst, norm, n_dst)
 
     nodes = weights["nodes"]
-    query = sublayer_steps.linear(builder, n_dst, nodes.slice(0, 0, width), weights.get("query_bias"))
-    skip = sublayer_steps.linear(builder, n_dst, nodes.slice(0, width, 2 * width), weights.get("self_bias"))
+    query = sublayer_steps.linear(
+        builder, n_dst, nodes.slice(0, 0, width), weights.get("query_bias")
+    )
+    skip = sublayer_steps.linear(
+        builder, n_dst, nodes.slice(0, width, 2 * width), weights.get("self_bias")
+    )
     key_bias = weights.get("key_bias") if options.key_norm_eps else None
     key = sublayer_steps.linear(builder, n_src, nodes.slice(0, 2 * width, 3 * width), key_bias)
     value = sublayer_steps.linear(builder, n_src, nodes.slice(0, 3 * width, 4 * width), None)
@@ -271,12 +310,16 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
     z = builder.empty(t.x_dst.shape, torch.promote_types(t.x_dst.dtype, options.dtype))
     for begin, end in sublayer_steps.chunks(t.x_dst.shape[0]):
         rows = attended.slice(0, begin, end)
-        delta = sublayer_steps.linear(builder, rows, weights["projection"], weights.get("projection_bias"))
+        delta = sublayer_steps.linear(
+            builder, rows, weights["projection"], weights.get("projection_bias")
+        )
         sublayer_steps.add(builder, t.x_dst.slice(0, begin, end), delta, z.slice(0, begin, end))
     if not save:
         return builder.finish([z])
     cast_attr = None if attr is t.edge_attr else attr
-    saved = SublayerSaved(query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed)
+    saved = SublayerSaved(
+        query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed
+    )
     return builder.finish([z, *saved])
 
 
@@ -287,7 +330,9 @@ def _destinations_of(builder: PlanBuilder, layout: _Layout, n_src: Buffer) -> Bu
     if layout.batch == 1:
         return n_src.slice(0, 0, layout.own_sources)
     rows = builder.empty((layout.batch * layout.own_sources, n_src.shape[1]), n_src.dtype)
-    sublayer_steps.copy(builder, layout.own_rows(n_src), rows.unflatten(0, (layout.batch, layout.own_sources)))
+    sublayer_steps.copy(
+        builder, layout.own_rows(n_src), rows.unflatten(0, (layout.batch, layout.own_sources))
+    )
     return rows
 
 
@@ -320,7 +365,10 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
     else:
         dst = builder.empty((num_destinations, columns), options.dtype)
     dquery, dy = dst.slice(1, 0, width), dst.slice(1, width, 2 * width)
-    dkey, dvalue = src.slice(1, columns - 2 * width, columns - width), src.slice(1, columns - width, columns)
+    dkey, dvalue = (
+        src.slice(1, columns - 2 * width, columns - width),
+        src.slice(1, columns - width, columns),
+    )
 
     narrow = sublayer_steps.cast(builder, grad, options.dtype)
     sublayer_steps.product(builder, narrow, weights["projection"], dy)
@@ -330,7 +378,9 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
     query = _head_norm(builder, layout, saved.query, t.query_norm_scale, options.query_norm_eps)
     key = _head_norm(builder, layout, saved.key, t.key_norm_scale, options.key_norm_eps)
     attr = t.edge_attr if saved.attr is None else saved.attr
-    call = _attention_call(builder, layout, (query, key, saved.value), attr, weights, index, stride=columns)
+    call = _attention_call(
+        builder, layout, (query, key, saved.value), attr, weights, index, stride=columns
+    )
     operand_needs = Needs(edge_attr=needs.edge_attr, edge_bias=call.operands.edge_bias is not None)
     gradients = attention_steps.gradients(
         call,
@@ -341,8 +391,12 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
         rows=tuple(layout.split_heads(rows) for rows in (dquery, dkey, dvalue)),
         sum_dtype=torch.float32,
     )
-    _head_norm_backward(sums, layout, "query_norm", saved.query, dquery, t.query_norm_scale, options.query_norm_eps)
-    _head_norm_backward(sums, layout, "key_norm", saved.key, dkey, t.key_norm_scale, options.key_norm_eps)
+    _head_norm_backward(
+        sums, layout, "query_norm", saved.query, dquery, t.query_norm_scale, options.query_norm_eps
+    )
+    _head_norm_backward(
+        sums, layout, "key_norm", saved.key, dkey, t.key_norm_scale, options.key_norm_eps
+    )
     edge_bias = gradients.edge_bias
     if edge_bias is not None and options.dtype == torch.float32:
         # The kernels' sum has terms of the keys, which cancel but for rounding. That is below the rounding of 16-bit
@@ -353,7 +407,9 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
     key_bias = None
     if t.key_bias is not None and options.key_norm_eps:
         key_bias = _sum_of_rows(builder, dkey)
-    if is_one_set and layout.halo:  # the halo has no query and no y: zeros, so that one product computes all
+    if (
+        is_one_set and layout.halo
+    ):  # the halo has no query and no y: zeros, so that one product computes all
         sublayer_steps.zero(builder, layout.halo_rows(src).slice(2, 0, 2 * width))
         if not shares_rows:
             of_entries = dst.slice(1, 0, 2 * width).unflatten(0, (layout.batch, layout.own_sources))
@@ -367,14 +423,27 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
     dx_src = None
     if is_one_set:
         dhalo = _through_norm(
-            sums, layout, "norm", norm, norm_map, t.x_dst, dx_dst, grad, src, weights["nodes"], grad_nodes, t.halo
+            sums,
+            layout,
+            "norm",
+            norm,
+            norm_map,
+            t.x_dst,
+            dx_dst,
+            grad,
+            src,
+            weights["nodes"],
+            grad_nodes,
+            t.halo,
         )
     else:
         _through_norm(
             sums, layout._replace(own_sources=layout.destinations, halo=0), "norm", norm, norm_map, t.x_dst, dx_dst,
             grad, dst, weights["nodes"].slice(0, 0, 2 * width), grad_nodes.slice(0, 0, 2 * width), None,
         )  # fmt: skip
-        source_norm = Norm.of(builder, _source_norm_parameters(t), options.norm_src_eps, weights, "norm_src")
+        source_norm = Norm.of(
+            builder, _source_norm_parameters(t), options.norm_src_eps, weights, "norm_src"
+        )
         source_map = sublayer_steps.modulation_gradients(builder, source_norm, needs.condition_src)
         dx_src = builder.empty_like(t.x_src)
         dhalo = _through_norm(
@@ -386,7 +455,9 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
     if t.self_bias is not None:
         self_bias = builder.empty((width,), torch.float32)
         place = sums.columns["norm_total"]
-        builder.compute(_map_by, t.projection_weight, total.slice(0, place.start, place.stop), self_bias)
+        builder.compute(
+            _map_by, t.projection_weight, total.slice(0, place.start, place.stop), self_bias
+        )
     return builder.finish(
         SublayerGradients(
             x_src=dx_src,
@@ -448,7 +519,9 @@ def _through_norm(
         of_entries = halo.unflatten(0, (layout.batch, layout.halo))
         sublayer_steps.copy(builder, of_entries, layout.halo_rows(normed))
         dhalo = builder.empty_like(halo)
-        sublayer_steps.copy(builder, layout.halo_rows(dn), dhalo.unflatten(0, (layout.batch, layout.halo)))
+        sublayer_steps.copy(
+            builder, layout.halo_rows(dn), dhalo.unflatten(0, (layout.batch, layout.halo))
+        )
     sublayer_steps.outer_product(builder, gradients, normed, grad_weight, is_first=True)
     return dhalo
 
@@ -473,7 +546,9 @@ def _head_norm_backward(
         first_sum=0 if columns is None else columns.start,
     )
     partial = None if columns is None else sums.partial
-    sums.builder.launch(launch, x=x, grad_normed=gradient, scale=scale, dx=gradient, partial=partial)
+    sums.builder.launch(
+        launch, x=x, grad_normed=gradient, scale=scale, dx=gradient, partial=partial
+    )
 
 
 def _sum_of_rows(builder: PlanBuilder, rows: Buffer) -> Buffer:
@@ -484,7 +559,9 @@ def _sum_of_rows(builder: PlanBuilder, rows: Buffer) -> Buffer:
 
 
 def _sum_rows(rows: Tensor, total: Tensor) -> None:
-    torch.sum(rows, 0, dtype=torch.float32, out=total)  # a product with ones has nine times the error
+    torch.sum(
+        rows, 0, dtype=torch.float32, out=total
+    )  # a product with ones has nine times the error
 
 
 def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
@@ -638,11 +715,16 @@ def _(tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions,
     query_heads = query.unflatten(1, (layout.heads, -1))
     key_heads = key.unflatten(1, (layout.heads, -1))
     if batch > 1:
-        query_heads, key_heads = query_heads.unflatten(0, (batch, -1)), key_heads.unflatten(0, (batch, -1))
+        query_heads, key_heads = (
+            query_heads.unflatten(0, (batch, -1)),
+            key_heads.unflatten(0, (batch, -1)),
+        )
     layout_of_weights = PackedWeights.of(_weight_groups(t))
     has_bias = "edge_bias" in layout_of_weights.groups
     edge_bias = t.query_weight.new_empty(width) if has_bias else None
-    operands = AttentionOperands(query_heads, key_heads, key_heads, t.edge_attr, t.edge_weight, edge_bias)
+    operands = AttentionOperands(
+        query_heads, key_heads, key_heads, t.edge_attr, t.edge_weight, edge_bias
+    )
     sizes = sizes_of(operands, index)
     statistic_shape = query_heads.shape[:-1]
     return z, *SublayerSaved(
@@ -674,7 +756,9 @@ def attention_sublayer_triton_backward(
 ) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:  # fmt: skip
     """Return `SublayerGradients`, empty for those that are None."""
     cast_attr = None if tensors.edge_attr.dtype == options.dtype else attr
-    saved = SublayerSaved(query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed)
+    saved = SublayerSaved(
+        query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed
+    )
     results = _run_backward(tensors, index, options, saved, grad, SublayerNeeds(*needs))
     return tuple(grad.new_empty(0) if result is None else result for result in results)
 
@@ -711,7 +795,9 @@ def _(
             x_src=like(t.x_src),
             halo=like(t.halo),
             x_dst=like(t.x_dst),
-            edge_attr=grad.new_empty(attr_shape, dtype=options.dtype) if needs.edge_attr else absent(),
+            edge_attr=grad.new_empty(attr_shape, dtype=options.dtype)
+            if needs.edge_attr
+            else absent(),
             condition=like(t.condition, options.dtype) if needs.condition else absent(),
             condition_src=like(t.condition_src, options.dtype) if needs.condition_src else absent(),
             nodes_weight=sums(4 * width, features),

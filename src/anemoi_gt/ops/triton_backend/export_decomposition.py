@@ -43,8 +43,13 @@ def edge_attention_triton_exported(
     dst_hubs: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
-    inputs = [None if x is None else x.contiguous() for x in (*operands, colptr, row, perm, dst_schedule, dst_hubs)]
-    builder = PlanBuilder([None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs])
+    inputs = [
+        None if x is None else x.contiguous()
+        for x in (*operands, colptr, row, perm, dst_schedule, dst_hubs)
+    ]
+    builder = PlanBuilder(
+        [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs]
+    )
     *buffers, colptr, row, perm, dst_schedule, dst_hubs = builder.inputs
     operands = AttentionOperands(*buffers)
     index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule, dst_hubs=dst_hubs)
@@ -63,11 +68,15 @@ def edge_attention_triton_exported(
 
 
 @flat_arguments
-def decompose(operands: AttentionOperands, index: IndexTensors, options: Options, save: bool) -> tuple[Tensor, ...]:
+def decompose(
+    operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
+) -> tuple[Tensor, ...]:
     """Stand for `edge_attention_triton` in an exported program, nothing saved for a backward; raise with dropout."""
     if options.seed is not None:
         p = options.dropout_p
-        raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
+        raise ValueError(
+            f"a program is exported for inference, got dropout_p={p}; call model.eval() first"
+        )
     structure = (index.colptr, index.row, index.perm, index.dst_schedule, index.dst_hubs)
     out, lse = edge_attention_triton_exported(*operands, *structure, options.scale)
     return out, lse, *(lse.new_empty(0) for _ in range(3))

@@ -28,7 +28,12 @@ from anemoi_gt.ops.dtypes import without_autocast
 from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
 from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
-from anemoi_gt.ops.triton_backend.sublayer_steps import Norm, NormParameters, PackedWeights, sum_columns
+from anemoi_gt.ops.triton_backend.sublayer_steps import (
+    Norm,
+    NormParameters,
+    PackedWeights,
+    sum_columns,
+)
 
 KEPT = 128  # plans of each pass that are kept
 NUM_TENSORS = len(FeedForwardTensors._fields)
@@ -52,7 +57,10 @@ def feed_forward_sublayer(tensors: FeedForwardTensors, options: FeedForwardOptio
 def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Buffer]]:
     """Return the parameters that are cast, by the group that stacks them."""
     is_gated = t.weight_gate is not None
-    groups = {"in": [t.weight_gate, t.weight_in] if is_gated else [t.weight_in], "out": [t.weight_out]}
+    groups = {
+        "in": [t.weight_gate, t.weight_in] if is_gated else [t.weight_in],
+        "out": [t.weight_out],
+    }
     if t.bias_in is not None:
         groups["bias_in"] = [t.bias_gate, t.bias_in] if is_gated else [t.bias_in]
     if t.bias_out is not None:
@@ -61,7 +69,9 @@ def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Buffer]]:
 
 
 def _norm_parameters(t: FeedForwardTensors) -> NormParameters:
-    return NormParameters(t.norm_scale, t.norm_shift, t.norm_scale_bias, t.norm_shift_bias, t.condition)
+    return NormParameters(
+        t.norm_scale, t.norm_shift, t.norm_scale_bias, t.norm_shift_bias, t.condition
+    )
 
 
 @lru_cache(KEPT)
@@ -95,7 +105,9 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
         hidden = sublayer_steps.linear(builder, m, weights["in"], weights.get("bias_in"), hidden)
         activated = builder.empty((rows, num_hidden), options.dtype)
         is_gated = t.weight_gate is not None
-        launch = row_launches.activation_forward(rows, num_hidden, options.activation, gated=is_gated)
+        launch = row_launches.activation_forward(
+            rows, num_hidden, options.activation, gated=is_gated
+        )
         builder.launch(launch, hidden=hidden, out=activated)
         delta = sublayer_steps.linear(builder, activated, weights["out"], weights.get("bias_out"))
         sublayer_steps.add(builder, x, delta, y.slice(0, begin, end))
@@ -210,7 +222,9 @@ def _named_gradients(t: FeedForwardTensors, results: list[Tensor | None]) -> Fee
     return FeedForwardTensors(*sublayer_steps.like_tensors(gradients, t))
 
 
-def _run_forward(tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool) -> list[Tensor]:
+def _run_forward(
+    tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool
+) -> list[Tensor]:
     inputs = sublayer_steps.contiguous(tensors)
     with on_device(tensors.x), without_autocast(tensors.x.device.type):
         return forward_plan(sublayer_steps.specs_of(inputs), options, save).run(inputs)
@@ -300,12 +314,17 @@ def feed_forward_triton_backward(
 
 @torch.library.register_fake("anemoi_gt::feed_forward_triton_backward")
 @flat_arguments
-def _(tensors: FeedForwardTensors, options: FeedForwardOptions, hidden, packed, grad, need_condition):
+def _(
+    tensors: FeedForwardTensors, options: FeedForwardOptions, hidden, packed, grad, need_condition
+):
     t = tensors
     features = t.x.shape[1]
     layout = PackedWeights.of(_weight_groups(t))
     widths = _sum_widths(features, layout.groups["in"][1][0])
-    condition, grad_map = grad.new_empty(0), grad.new_empty(0)  # results are no aliases of each other
+    condition, grad_map = (
+        grad.new_empty(0),
+        grad.new_empty(0),
+    )  # results are no aliases of each other
     if t.condition is not None:
         grad_map = grad.new_empty(layout.groups["norm_weight"][1], dtype=torch.float32)
         if need_condition:
@@ -326,13 +345,19 @@ def _backward(ctx, grad, *_):
         return (None,) * num_arguments
     *tensors, hidden, packed = ctx.saved_tensors
     needs = FeedForwardTensors(*ctx.needs_input_grad[:NUM_TENSORS])
-    gradients = _call_backward(FeedForwardTensors(*tensors), ctx.options, hidden, packed, grad, needs)
+    gradients = _call_backward(
+        FeedForwardTensors(*tensors), ctx.options, hidden, packed, grad, needs
+    )
     return *sublayer_steps.needed(gradients, needs), *((None,) * (NUM_OPTIONS + 1))
 
 
-def _call_backward(t: FeedForwardTensors, options, hidden, packed, grad, needs) -> FeedForwardTensors:
+def _call_backward(
+    t: FeedForwardTensors, options, hidden, packed, grad, needs
+) -> FeedForwardTensors:
     """Call the backward operator; return the gradients by name."""
-    results = feed_forward_triton_backward(*t, *options, hidden, packed, grad, bool(needs.condition))
+    results = feed_forward_triton_backward(
+        *t, *options, hidden, packed, grad, bool(needs.condition)
+    )
     return _named_gradients(t, results)
 
 

@@ -21,7 +21,9 @@ def kernel_names(
     forward = forward_plan(tuple(specs), scale, dropout_p, True)
     if not any(needs):
         return names_of(forward), []
-    out, _, *saved = [None if result is None else (result.shape, result.dtype) for result in forward.results]
+    out, _, *saved = [
+        None if result is None else (result.shape, result.dtype) for result in forward.results
+    ]
     backward = backward_plan((*specs, *saved, out, None), scale, dropout_p, needs)
     return names_of(forward), names_of(backward)
 

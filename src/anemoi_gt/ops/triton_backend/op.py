@@ -29,7 +29,9 @@ from anemoi_gt.ops.triton_backend.plan import Plan, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Options, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
 
-KEPT = 128  # plans of each pass that are kept: graphs times layers of different sizes in use at a time
+KEPT = (
+    128  # plans of each pass that are kept: graphs times layers of different sizes in use at a time
+)
 NUM_OPERANDS = len(AttentionOperands._fields)
 NUM_TENSORS = NUM_OPERANDS + len(IndexTensors._fields) + 1  # and the seed
 
@@ -77,12 +79,20 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     Symbolic sizes are not compared, because the program would depend on them: W is factored out.
     """
     query, _, _, edge_attr, edge_weight, edge_bias = operands
-    heads, channels, edge_dim = int(query.shape[-2]), int(query.shape[-1]), int(edge_weight.shape[1])
+    heads, channels, edge_dim = (
+        int(query.shape[-2]),
+        int(query.shape[-1]),
+        int(edge_weight.shape[1]),
+    )
     columns = edge_dim + int(edge_bias is not None)
     if columns > MOST_ATTRIBUTES or edge_dim <= channels:
         return columns > MOST_ATTRIBUTES
     samples, sets = (each.shape[0] if query.dim() == 4 else 1 for each in (query, edge_attr))
-    nodes, edges, columns = samples * query.shape[-3], sets * edge_attr.shape[-2], attribute_columns(columns)
+    nodes, edges, columns = (
+        samples * query.shape[-3],
+        sets * edge_attr.shape[-2],
+        attribute_columns(columns),
+    )
     factored, embedded = nodes * heads * (3 * channels + 4 * columns), edges * heads * 2 * channels
     if save:
         factored += nodes * heads * (5 * channels + 9 * columns) + edges * (4 * heads + edge_dim)
@@ -105,7 +115,9 @@ def forward_plan(specs: tuple, scale: float, dropout_p: float, save: bool) -> Pl
     return builder.finish(forward_steps(builder, scale, dropout_p, save))
 
 
-def forward_steps(builder: PlanBuilder, scale: float, dropout_p: float, save: bool, holds=bool) -> list:
+def forward_steps(
+    builder: PlanBuilder, scale: float, dropout_p: float, save: bool, holds=bool
+) -> list:
     """Add the steps of a forward pass; return the buffers of out, lse, and with `save` what the backward pass reads."""
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
 
@@ -130,7 +142,9 @@ def backward_plan(specs: tuple, scale: float, dropout_p: float, needs: Needs) ->
     *saved, grad_out, grad_lse = builder.inputs[NUM_TENSORS:]
     operands = AttentionOperands(*tensors[:NUM_OPERANDS])
     index = IndexTensors(*tensors[NUM_OPERANDS:])
-    call = AttentionCall(builder, sizes_of(operands, index, scale, dropout_p), operands, index, seed)
+    call = AttentionCall(
+        builder, sizes_of(operands, index, scale, dropout_p), operands, index, seed
+    )
     return builder.finish(gradients(call, Saved(*saved), grad_out, grad_lse, needs))
 
 
@@ -146,7 +160,9 @@ def _readable_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
     return readable
 
 
-def _run_forward(tensors: Sequence[Tensor | None], scale: float, dropout_p: float, save: bool) -> list[Tensor | None]:
+def _run_forward(
+    tensors: Sequence[Tensor | None], scale: float, dropout_p: float, save: bool
+) -> list[Tensor | None]:
     """Run the forward pass on readable operands, index tensors and seed; see `forward_steps`."""
     with on_device(tensors[0]):
         plan = forward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, save)
@@ -251,15 +267,31 @@ def edge_attention_triton_backward(
         projected = None
     tensors = _readable_tensors(*operands, *index, options.seed)
     tensors += [inv_denominator, exp_scores, projected]
-    gradients = _run_backward(tensors, grad_out, grad_lse, options.scale, options.dropout_p, Needs(*needs))
-    return tuple(exp_scores.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    gradients = _run_backward(
+        tensors, grad_out, grad_lse, options.scale, options.dropout_p, Needs(*needs)
+    )
+    return tuple(
+        exp_scores.new_empty(0) if gradient is None else gradient for gradient in gradients
+    )
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
 @flat_arguments
-def _(grad_out, grad_lse, operands: AttentionOperands, index: IndexTensors, options: Options, inv, exp, proj, needs):
+def _(
+    grad_out,
+    grad_lse,
+    operands: AttentionOperands,
+    index: IndexTensors,
+    options: Options,
+    inv,
+    exp,
+    proj,
+    needs,
+):
     pairs = zip(operands, needs, strict=True)
-    return tuple(operand.new_empty(operand.shape) if need else exp.new_empty(0) for operand, need in pairs)
+    return tuple(
+        operand.new_empty(operand.shape) if need else exp.new_empty(0) for operand, need in pairs
+    )
 
 
 def _backward(ctx, grad_out, grad_lse, *_):
@@ -267,11 +299,15 @@ def _backward(ctx, grad_out, grad_lse, *_):
     if grad_out is None and grad_lse is None:
         return (None,) * num_arguments
     needs = Needs(*ctx.needs_input_grad[:NUM_OPERANDS])
-    gradients = _call_backward(ctx.saved_tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs)
+    gradients = _call_backward(
+        ctx.saved_tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs
+    )
     return *gradients, *((None,) * (num_arguments - NUM_OPERANDS))
 
 
-def _call_backward(tensors, grad_out, grad_lse, scale: float, dropout_p: float, needs: Needs) -> list[Tensor | None]:
+def _call_backward(
+    tensors, grad_out, grad_lse, scale: float, dropout_p: float, needs: Needs
+) -> list[Tensor | None]:
     """Call the backward operator on what the forward pass read and saved; return a gradient or None per operand."""
     arguments = (*tensors[:NUM_TENSORS], scale, dropout_p, *tensors[NUM_TENSORS:], list(needs))
     gradients = edge_attention_triton_backward(grad_out, grad_lse, *arguments)

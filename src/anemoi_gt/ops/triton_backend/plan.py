@@ -51,7 +51,9 @@ class Buffer:
         dim %= len(self.shape)
         strides = tuple(step * self.stride[dim] for step in contiguous_stride(sizes))
         shape = (*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
-        return replace(self, shape=shape, stride=(*self.stride[:dim], *strides, *self.stride[dim + 1 :]))
+        return replace(
+            self, shape=shape, stride=(*self.stride[:dim], *strides, *self.stride[dim + 1 :])
+        )
 
     def transposed(self) -> "Buffer":
         """Return a matrix with its two dimensions exchanged."""
@@ -166,7 +168,9 @@ class BoundKernel(NamedTuple):
     launch: Launch
     places: tuple[Place | None, ...]
     addresses: tuple[tuple[int, int], ...]  # base and byte offset of each argument
-    compiled: dict | None  # what Triton compiled for these dtypes, by device; None where offsets are not aligned
+    compiled: (
+        dict | None
+    )  # what Triton compiled for these dtypes, by device; None where offsets are not aligned
 
 
 class BoundFunction(NamedTuple):
@@ -176,7 +180,9 @@ class BoundFunction(NamedTuple):
     places: tuple[Place | None, ...]
 
 
-def _bind(step: KernelStep | TensorStep, places: list[Place | None], absent: int) -> "BoundKernel | BoundFunction":
+def _bind(
+    step: KernelStep | TensorStep, places: list[Place | None], absent: int
+) -> "BoundKernel | BoundFunction":
     """Return a step with its memory; `absent` is the base with address 0."""
     if isinstance(step, TensorStep):
         return BoundFunction(step.function, tuple(places))
@@ -207,8 +213,12 @@ class Plan:
         results: list[Tensor | None] = []
         for buffer in self.results:
             result = None
-            if buffer is not None:  # empty_strided takes half the host's time of new_empty (torch 2.11)
-                result = torch.empty_strided(buffer.shape, buffer.stride, dtype=buffer.dtype, device=device)
+            if (
+                buffer is not None
+            ):  # empty_strided takes half the host's time of new_empty (torch 2.11)
+                result = torch.empty_strided(
+                    buffer.shape, buffer.stride, dtype=buffer.dtype, device=device
+                )
                 bases.append(result)
             results.append(result)
         if self.scratch_bytes:
@@ -229,7 +239,9 @@ class Plan:
             if place is None:
                 return None
             if views[place.number] is None:
-                views[place.number] = _view(place, bases, typed_scratch, is_scratch=place.base == len(bases) - 1)
+                views[place.number] = _view(
+                    place, bases, typed_scratch, is_scratch=place.base == len(bases) - 1
+                )
             return views[place.number]
 
         for step in self.steps:
@@ -241,11 +253,22 @@ class Plan:
                 step.launch.on([tensor_at(place) for place in step.places])
                 continue
             arguments = [addresses[base] + offset for base, offset in step.addresses]
-            repeat.launch(*step.launch.grid, stream, *repeat.kept, None, None, None, *arguments, *step.launch.values)
+            repeat.launch(
+                *step.launch.grid,
+                stream,
+                *repeat.kept,
+                None,
+                None,
+                None,
+                *arguments,
+                *step.launch.values,
+            )
         return results
 
 
-def _view(place: Place, bases: list, typed_scratch: dict[torch.dtype, Tensor], is_scratch: bool) -> Tensor:
+def _view(
+    place: Place, bases: list, typed_scratch: dict[torch.dtype, Tensor], is_scratch: bool
+) -> Tensor:
     """Return the tensor of a buffer."""
     base = bases[place.base]
     if place.is_whole:

@@ -10,7 +10,10 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend.tiles import Shape, attribute_columns
 
-PACKED_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # rows may be read as packed 16-bit pairs
+PACKED_DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}  # rows may be read as packed 16-bit pairs
 
 
 class IndexTensors(NamedTuple):
@@ -62,7 +65,9 @@ class Sizes(NamedTuple):
     fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ, or are not known
     dst_segment: int = 0  # edges of a segment of a hub among the destinations; 0: there is none
     src_segment: int = 0
-    inverse_segment: int = 0  # as dst_segment, but 0 only where the structure excludes hubs: shapes do not depend on E
+    inverse_segment: int = (
+        0  # as dst_segment, but 0 only where the structure excludes hubs: shapes do not depend on E
+    )
     gradient_stride: int = 0  # elements between two nodes in grad_out, dquery, dkey and dvalue
 
     @property
@@ -102,7 +107,14 @@ class Sizes(NamedTuple):
     def over_destinations(self) -> Shape:
         """The work of kernels that walk the edges of destinations, and gather rows of sources."""
         degree = self.degree(self.num_dst)
-        return Shape(self.heads, self.channels, self.attributes, degree, self.dtype.itemsize, self.pairs_possible)
+        return Shape(
+            self.heads,
+            self.channels,
+            self.attributes,
+            degree,
+            self.dtype.itemsize,
+            self.pairs_possible,
+        )
 
     @property
     def over_sources(self) -> Shape:
@@ -141,7 +153,9 @@ def sizes_of(
     num_src = key.shape[-3]
     num_edges = index.row.shape[0]
     batch = query.shape[0] if len(query.shape) == 4 else 1
-    edge_dim = 0 if edge_weight is None else int(edge_weight.shape[1])  # D never changes: a constant
+    edge_dim = (
+        0 if edge_weight is None else int(edge_weight.shape[1])
+    )  # D never changes: a constant
     embedded = edge_attr is not None and edge_weight is None
     dst_segment = _segment_of(index.dst_hubs, num_edges, holds)
     src_segment = _segment_of(index.src_hubs, num_edges, holds)

@@ -54,7 +54,9 @@ class PackedWeights(NamedTuple):
         """Return each group in `packed` [num_elements]."""
         views = {}
         for name, (first, shape) in self.groups.items():
-            views[name] = replace(packed, shape=shape, stride=contiguous_stride(shape), offset=first)
+            views[name] = replace(
+                packed, shape=shape, stride=contiguous_stride(shape), offset=first
+            )
         return views
 
 
@@ -86,7 +88,9 @@ def _copy_all(*tensors: Tensor) -> None:
 # --------------------------------------------------------------------------------------------------- linear maps
 
 
-def linear(builder: PlanBuilder, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer | None = None) -> Buffer:
+def linear(
+    builder: PlanBuilder, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer | None = None
+) -> Buffer:
     """Return x W^T + b [N, features] of x [N, F] and W [features, F]."""
     if out is None:
         out = builder.empty((x.shape[0], weight.shape[0]), x.dtype)
@@ -110,7 +114,9 @@ def add_product(builder: PlanBuilder, x: Buffer, y: Buffer, out: Buffer) -> None
     builder.compute(_add_mm, x, y, out)
 
 
-def outer_product(builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer, is_first: bool) -> None:
+def outer_product(
+    builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer, is_first: bool
+) -> None:
     """Write dy^T x, the gradient of a weight, into `total` in float32, or add it unless `is_first`."""
     builder.compute(partial(_outer_product, is_first=is_first), dy, x, total)
 
@@ -197,7 +203,10 @@ class NormParameters(NamedTuple):
         """Return the parameters to cast: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
-        return {f"{name}_weight": [self.scale, self.shift], f"{name}_bias": [self.scale_bias, self.shift_bias]}
+        return {
+            f"{name}_weight": [self.scale, self.shift],
+            f"{name}_bias": [self.scale_bias, self.shift_bias],
+        }
 
 
 class Norm(NamedTuple):
@@ -212,7 +221,12 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(
-        cls, builder: PlanBuilder, parameters: NormParameters, eps: float, weights: dict[str, Buffer], name: str
+        cls,
+        builder: PlanBuilder,
+        parameters: NormParameters,
+        eps: float,
+        weights: dict[str, Buffer],
+        name: str,
     ) -> "Norm":
         """Return the norm called `name` in the cast weights."""
         if parameters.condition is None:
@@ -237,7 +251,9 @@ def _add_one(scale_bias: Tensor) -> None:
     scale_bias.add_(1.0)
 
 
-def norm_forward(builder: PlanBuilder, x: Buffer, norm: Norm, out: Buffer, batch: int = 1, entry_rows: int = 0) -> None:
+def norm_forward(
+    builder: PlanBuilder, x: Buffer, norm: Norm, out: Buffer, batch: int = 1, entry_rows: int = 0
+) -> None:
     """Write the normed rows of x [N, F] into `out`, or into the first rows of each batch entry of `entry_rows` rows.
 
     Where scale and shift of every row are made of a condition, rows are taken in chunks.
@@ -304,7 +320,9 @@ class ModulationGradients(NamedTuple):
     condition: Buffer | None  # [N, K]
 
 
-def modulation_gradients(builder: PlanBuilder, norm: Norm, need_condition: bool) -> ModulationGradients | None:
+def modulation_gradients(
+    builder: PlanBuilder, norm: Norm, need_condition: bool
+) -> ModulationGradients | None:
     """Return memory for the gradients of a condition; None without one."""
     if norm.condition is None:
         return None
@@ -374,11 +392,19 @@ def norm_backward(
         grad_normed = builder.empty((num_rows, features), grad_normed.dtype)
         copy(builder, own_rows, grad_normed.unflatten(0, entries))
     outer_product(builder, grad_scale, condition, modulation.weight.slice(0, 0, features), is_first)
-    outer_product(builder, grad_normed, condition, modulation.weight.slice(0, features, 2 * features), is_first)
+    outer_product(
+        builder,
+        grad_normed,
+        condition,
+        modulation.weight.slice(0, features, 2 * features),
+        is_first,
+    )
     if modulation.condition is not None:
         grad_condition = modulation.condition.slice(0, begin, end)
         product(builder, grad_scale, norm.weight.slice(0, 0, features), grad_condition)
-        add_product(builder, grad_normed, norm.weight.slice(0, features, 2 * features), grad_condition)
+        add_product(
+            builder, grad_normed, norm.weight.slice(0, features, 2 * features), grad_condition
+        )
 
 
 # ------------------------------------------------------------------------------------------- tensors around a plan
@@ -394,7 +420,9 @@ def specs_of(tensors: Sequence[Tensor | None]) -> tuple:
     return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-def like_tensors(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def like_tensors(
+    gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """Return gradients in the dtypes of their tensors, None where there is no tensor."""
     cast_gradients = []
     for gradient, tensor in zip(gradients, tensors, strict=True):

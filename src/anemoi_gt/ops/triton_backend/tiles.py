@@ -19,7 +19,10 @@ ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 elements in eac
 MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
-JOINED, JOINED_COLUMNS = 1024, 8  # elements of segments' results that a program reads together, and columns: a sector
+JOINED, JOINED_COLUMNS = (
+    1024,
+    8,
+)  # elements of segments' results that a program reads together, and columns: a sector
 STATISTICS = 512  # segments whose statistics a program reads together
 PARTS, SUMMED = 16, 256  # partial sums of dW, and elements of it, that a program adds at a time
 CACHED_TILES = 128  # choices of each kernel that are cached
@@ -33,7 +36,9 @@ class Shape(NamedTuple):
     attributes: int  # columns of W, the bias among them; 0 without raw attributes
     degree: float  # mean number of edges of a node whose edges a program walks
     itemsize: int  # bytes of an element
-    pairs_possible: bool = False  # the kernel can read two 16-bit elements of a row as one of 32 bits
+    pairs_possible: bool = (
+        False  # the kernel can read two 16-bit elements of a row as one of 32 bits
+    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,9 @@ def project_tile(channels: int, attributes: int) -> ContractionTile:
     if padded >= 64 and columns <= 32:
         return ContractionTile(64, 2, padded, columns, num_warps=4, num_stages=stages)
     nodes = 32 if columns <= 128 else 16
-    return ContractionTile(nodes, 4, padded, columns, num_warps=2 if columns <= 32 else 4, num_stages=stages)
+    return ContractionTile(
+        nodes, 4, padded, columns, num_warps=2 if columns <= 32 else 4, num_stages=stages
+    )
 
 
 def embed_tile(channels: int, attributes: int) -> ContractionTile:
