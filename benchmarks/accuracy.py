@@ -3,10 +3,11 @@
     python benchmarks/accuracy.py --out benchmarks/results/accuracy_cpu.json
     python benchmarks/accuracy.py --backend triton --out benchmarks/results/accuracy_h200.json           on a GPU
     TRITON_INTERPRET=1 python benchmarks/accuracy.py --backend triton --device cpu --out outputs/a.json   without one
-    python benchmarks/accuracy.py --table benchmarks/results/accuracy_cpu.json --page docs/backends.md
+    python benchmarks/accuracy.py --table benchmarks/results/accuracy_cpu.json --page
+    docs/backends.md
 
-For each result and dtype: RMS error over RMS value, and over the RMS error of plain PyTorch in the same dtype. Errors
-beyond the criterion of the tests raise, and nothing is written.
+For each result and dtype: RMS error over RMS value, and over the RMS error of plain PyTorch in the
+same dtype. Errors beyond the criterion of the tests raise, and nothing is written.
 """
 
 import argparse

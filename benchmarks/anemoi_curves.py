@@ -1,11 +1,13 @@
 """Loss curves of an Anemoi model, untouched and in other variants, in mixed precision, against the spread of two seeds.
 
     python benchmarks/anemoi_curves.py --output benchmarks/results/anemoi_curves.json
-    python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --layers 2 --training-steps 20
+    python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --layers 2
+    --training-steps 20
 
-The fields to predict are a fixed smooth function of the input, which is drawn at every step, the same for all runs of
-one seed. For each precision, two seeds are run of each variant of `anemoi_step.py` that is asked for. Curves agree if,
-at every step, the smoothed curves of one seed differ by no more than the largest distance between two seeds, untouched.
+The fields to predict are a fixed smooth function of the input, which is drawn at every step, the
+same for all runs of one seed. For each precision, two seeds are run of each variant of
+`anemoi_step.py` that is asked for. Curves agree if, at every step, the smoothed curves of one seed
+differ by no more than the largest distance between two seeds, untouched.
 """
 
 from functools import partial

@@ -2,13 +2,15 @@
 
     python benchmarks/anemoi_inference.py --output benchmarks/results/anemoi_inference_h200.json
     PYTHONPATH=FOLDER python benchmarks/anemoi_inference.py --parts encoder decoder
-    python benchmarks/anemoi_inference.py --grids O8 O4 --refinement 2 --channels 32 --heads 4 --layers 1 --device cpu
+    python benchmarks/anemoi_inference.py --grids O8 O4 --refinement 2 --channels 32 --heads 4
+    --layers 1 --device cpu
 
-`encoder` and `decoder` are the mappers of AIFS Single between N320 and O96 (22 and 3 nearest nodes, 1024 channels,
-16 heads, D = 11), of anemoi-models 0.9.3, which must be first on the path, in a FOLDER of `pip install --target`.
-`forecast` is one step of a model of the newest version, N320 and an icosphere, its mappers and processor in chunks as
-`ANEMOI_INFERENCE_NUM_CHUNKS` sets them; that is what a runner of anemoi-inference computes at each step. Float16
-under autocast. Results of both are compared first; runs are made by turns.
+`encoder` and `decoder` are the mappers of AIFS Single between N320 and O96 (22 and 3 nearest nodes,
+1024 channels, 16 heads, D = 11), of anemoi-models 0.9.3, which must be first on the path, in a
+FOLDER of `pip install --target`. `forecast` is one step of a model of the newest version, N320 and
+an icosphere, its mappers and processor in chunks as `ANEMOI_INFERENCE_NUM_CHUNKS` sets them; that
+is what a runner of anemoi-inference computes at each step. Float16 under autocast. Results of both
+are compared first; runs are made by turns.
 """
 
 import gc
@@ -52,12 +54,25 @@ class Mapper:
             if encodes
             else mapper.GraphTransformerBackwardMapper
         )
-        self.model = kind(
-            in_channels_src=widths[0], in_channels_dst=widths[1], hidden_dim=options.channels, trainable_size=8,
-            num_chunks=1, num_heads=options.heads, mlp_hidden_ratio=4, sub_graph=edges, layer_kernels={},
-            sub_graph_edge_attributes=["edge_attr"], src_grid_size=self.sizes[0], dst_grid_size=self.sizes[1],
-            **({} if encodes else {"out_channels_dst": VARIABLES}),
-        ).to(options.device).eval()  # fmt: skip
+        self.model = (
+            kind(
+                in_channels_src=widths[0],
+                in_channels_dst=widths[1],
+                hidden_dim=options.channels,
+                trainable_size=8,
+                num_chunks=1,
+                num_heads=options.heads,
+                mlp_hidden_ratio=4,
+                sub_graph=edges,
+                layer_kernels={},
+                sub_graph_edge_attributes=["edge_attr"],
+                src_grid_size=self.sizes[0],
+                dst_grid_size=self.sizes[1],
+                **({} if encodes else {"out_channels_dst": VARIABLES}),
+            )
+            .to(options.device)
+            .eval()
+        )
         self.x = tuple(
             torch.randn(*shape, device=options.device)
             for shape in zip(self.sizes, widths, strict=True)

@@ -1,19 +1,21 @@
 """A training step of an Anemoi model, untouched and under `install`: time, peak memory, kernels by family.
 
     python benchmarks/anemoi_step.py --output benchmarks/results/anemoi_step.json
-    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --layers 2 --rounds 2 --device cpu
+    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --layers 2 --rounds 2
+    --device cpu
 
-The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers,
-mappers in two chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each
-round takes them in random order, and after each switch some steps are left out. Before it is timed, a variant's
-loss and gradients are compared with those of the untouched model; one that fails or differs is reported, and the others
-go on. Results are written after each part.
+The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels,
+16 processor layers, mappers in two chunks, activation checkpointing, 16-mixed, AdamW. All variants
+share one model and one process; each round takes them in random order, and after each switch some
+steps are left out. Before it is timed, a variant's loss and gradients are compared with those of
+the untouched model; one that fails or differs is reported, and the others go on. Results are
+written after each part.
 
-Each variant is with or without `install`, of whole blocks or of their attention alone, eager, with processor and mapper
-blocks compiled one by one or processor and mappers compiled whole, the latter with Inductor's max-autotune too,
-with the activation checkpointing of the config or none; launched, or replayed from a CUDA graph.
-Compilation is part of the warm-up. `--ensemble` takes Anemoi's ensemble model with that number of members, whose
-processor's layer norms are conditioned on noise.
+Each variant is with or without `install`, of whole blocks or of their attention alone, eager, with
+processor and mapper blocks compiled one by one or processor and mappers compiled whole, the latter
+with Inductor's max-autotune too, with the activation checkpointing of the config or none; launched,
+or replayed from a CUDA graph. Compilation is part of the warm-up. `--ensemble` takes Anemoi's
+ensemble model with that number of members, whose processor's layer norms are conditioned on noise.
 """
 
 import gc
@@ -47,8 +49,9 @@ WHOLE = (
 def variant(model, *, installed, blocks=None, compiled=(), mode="default", recompute=True):
     """Compute a step one way.
 
-    `compiled` names the classes whose modules torch.compile compiles, one by one, in a `mode`; `recompute=False`
-    switches the model's activation checkpointing off, `blocks` is an option of `install`.
+    `compiled` names the classes whose modules torch.compile compiles, one by one, in a `mode`;
+    `recompute=False` switches the model's activation checkpointing off, `blocks` is an option of
+    `install`.
     """
     modules = [module for module in model.modules() if type(module).__name__ in compiled]
     checkpointed = [
@@ -82,7 +85,8 @@ for _name, _form in list(VARIANTS.items()):
     )
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, no recomputation"] = partial(_form, recompute=False)
-CAPTURED = ", captured"  # ends the names of variants whose forward and backward are replayed from a CUDA graph
+# ends the names of variants whose forward and backward are replayed from a CUDA graph
+CAPTURED = ", captured"
 for _name in [name for name in VARIANTS if name.startswith("install")]:
     VARIANTS[_name + CAPTURED] = VARIANTS[_name]
 VARIANTS["install, edges embedded"] = lambda model: integration.install(
@@ -215,7 +219,8 @@ def measure(training, name, options, with_profile):
     with training.computing(name):
         for number in range(options.warmup):
             if on_gpu and number == (0 if training.captured else options.warmup - 1):
-                torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing: its peak is that of the capture
+                # a replay allocates nothing: its peak is that of the capture
+                torch.cuda.reset_peak_memory_stats()
             training.step()
         times = [
             1e3 * each for each in seconds_of(training.step, options.steps, training.device.type)
@@ -244,9 +249,13 @@ def make_parser(description):
     )
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, metavar="NAME", default=["untouched", "install"],
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        metavar="NAME",
+        default=["untouched", "install"],
         help="such as 'install, compiled whole, no recomputation, captured'; a wrong one lists all",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--steps", type=int, default=10, help="measured steps of a variant in a round"
     )

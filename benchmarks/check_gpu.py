@@ -4,7 +4,8 @@
     python benchmarks/check_gpu.py --random 10000 --processes 14
     python benchmarks/check_gpu.py --repeat --stream --sync
 
-Where there is no GPU, those that can run do so in small, under Triton's interpreter, to try the checks themselves.
+Where there is no GPU, those that can run do so in small, under Triton's interpreter, to try the
+checks themselves.
 """
 
 import argparse

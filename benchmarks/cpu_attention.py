@@ -1,12 +1,14 @@
 """Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, same work, same process, alternating.
 
     python benchmarks/cpu_attention.py --output benchmarks/results/cpu_attention.json
-    python benchmarks/cpu_attention.py --batches --repeats 50 --output benchmarks/results/cpu_batches.json
+    python benchmarks/cpu_attention.py --batches --repeats 50 --output
+    benchmarks/results/cpu_batches.json
 
-The graph is the multi-scale icosphere of the processor; both layers have an edge embedding of 11 attributes and no
-skip, so both do the three node projections and the attention. Times are medians of whole layer calls in ms. With
---batches the graphs are mini-batches with the sizes of PyG's data sets, 4 heads of 16 channels and a skip: `new graph`
-gets an edge_index that it sorts in every call, `one graph` a structure.
+The graph is the multi-scale icosphere of the processor; both layers have an edge embedding of 11
+attributes and no skip, so both do the three node projections and the attention. Times are medians
+of whole layer calls in ms. With --batches the graphs are mini-batches with the sizes of PyG's data
+sets, 4 heads of 16 channels and a skip: `new graph` gets an edge_index that it sorts in every call,
+`one graph` a structure.
 """
 
 import argparse

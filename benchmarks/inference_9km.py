@@ -3,14 +3,15 @@
     python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
     python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5
 
-The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the
-features of the grid hold 3.1 x 2^31 elements. The encoder is a forward mapper, the decoder a backward mapper with the
-three nearest hidden nodes. `anemoi_gt` takes the numbers of chunks that `--chunks` lists; `anemoi`, the mapper of
-anemoi-models with the same weights, takes 1, 2, 4, ... chunks until it fits into memory and is right.
+The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes,
+bfloat16: the features of the grid hold 3.1 x 2^31 elements. The encoder is a forward mapper, the
+decoder a backward mapper with the three nearest hidden nodes. `anemoi_gt` takes the numbers of
+chunks that `--chunks` lists; `anemoi`, the mapper of anemoi-models with the same weights, takes 1,
+2, 4, ... chunks until it fits into memory and is right.
 
-Results are checked against plain PyTorch in float64, at destinations from the beginning, the middle and the end and at
-those that read the last sources; the error may be twice that of plain PyTorch in the dtype. Each run has its own
-process.
+Results are checked against plain PyTorch in float64, at destinations from the beginning, the middle
+and the end and at those that read the last sources; the error may be twice that of plain PyTorch in
+the dtype. Each run has its own process.
 """
 
 import argparse

@@ -3,10 +3,11 @@
     python benchmarks/pyg_models.py --output benchmarks/results/pyg_models.json
     python benchmarks/pyg_models.py --nodes 2000 --edges 20000 --hidden 8 --repeats 3 --device cpu
 
-The default graph has the size of ogbn-arxiv with edges in both directions: 169,343 nodes, 2,315,598 edges, degrees as
-unequal. Times are medians of forward and backward passes in ms, both models taken in turns. `one graph` passes the
-swapped model a structure made once, `new graph` an edge list that it has to sort, as mini-batches do. Outputs and
-gradients are compared before anything is timed; results are written after each model.
+The default graph has the size of ogbn-arxiv with edges in both directions: 169,343 nodes, 2,315,598
+edges, degrees as unequal. Times are medians of forward and backward passes in ms, both models taken
+in turns. `one graph` passes the swapped model a structure made once, `new graph` an edge list that
+it has to sort, as mini-batches do. Outputs and gradients are compared before anything is timed;
+results are written after each model.
 """
 
 import copy
@@ -23,7 +24,8 @@ from support.pyg_models import DIM, MODELS
 from anemoi_gt import GraphStructure
 from anemoi_gt.integrations.pyg import swap_layers
 
-AGREE = 1e-3  # relative, of output and gradients; float32, sums over thousands of edges in another order
+# relative, of output and gradients; float32, sums over thousands of edges in another order
+AGREE = 1e-3
 
 
 def draw_graph(options, device):

@@ -1,10 +1,12 @@
 """Edge attention of anemoi_gt beside baselines: one process each, one measurement at a time.
 
     python benchmarks/run.py                                          what this machine supports
-    python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --out benchmarks/results/h200.json
+    python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --out
+    benchmarks/results/h200.json
     python benchmarks/run.py --list                                   problems and baselines
 
-Times are medians of whole calls. Tables and pictures are made from the file by benchmarks/report.py.
+Times are medians of whole calls. Tables and pictures are made from the file by
+benchmarks/report.py.
 """
 
 import argparse

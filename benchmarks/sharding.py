@@ -1,19 +1,22 @@
 """One model on several GPUs: time of forward and backward, memory of a GPU, efficiency.
 
-    python benchmarks/sharding.py --ranks 4 --commit HASH --output benchmarks/results/sharding_h200x4.json
+    python benchmarks/sharding.py --ranks 4 --commit HASH --output
+    benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --output FILE       on a CPU, with gloo
-    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x2.json --page docs/distributed.md
+    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x2.json --page
+    docs/distributed.md
 
-The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is reported; what its
-earlier tasks found is kept. With --alone RANK, one GPU shows what a rank of several computes and holds, without
-messages and without a check of results. Parts:
+The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is
+reported; what its earlier tasks found is kept. With --alone RANK, one GPU shows what a rank of
+several computes and holds, without messages and without a check of results. Parts:
 
     strong      encoder, processor and decoder on 1, 2, 4, ... ranks, launched by Python
     replay      the same captured in a CUDA graph
     compiled    the same with blocks compiled by Inductor, launched and replayed
     sizes       smaller grids: weak scaling
     anemoi      the same model of anemoi-models: with its own sharding, untouched and under `install`, and with our
-                halo, launched, and where these parts are asked for compiled (not strategy `heads`) and replayed (halo)
+                halo, launched, and where these parts are asked for compiled (not strategy `heads`)
+                and replayed (halo)
 
     efficiency        t(1) / (n t(n))                          of one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory falls as 1 / n

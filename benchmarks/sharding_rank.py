@@ -1,8 +1,8 @@
 """One rank of benchmarks/sharding.py: times and memory of a model that is sharded over the ranks of torchrun.
 
-Times are medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; halo bytes and work are
-those of the busiest rank, in all layers, forward and backward. Nothing is timed before loss and gradients agree with
-those of one rank.
+Times are medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; halo
+bytes and work are those of the busiest rank, in all layers, forward and backward. Nothing is timed
+before loss and gradients agree with those of one rank.
 """
 
 import gc
@@ -152,7 +152,8 @@ def check(found: list[float], expected: list[float] | None, limit: float) -> Non
         not abs(a - b) <= limit * abs(b) for a, b in zip(found, expected, strict=True)
     ):
         raise ValueError(
-            f"loss and gradients must be those of one rank within {limit}, got {found}, not {expected}"
+            f"loss and gradients must be those of one rank within {limit}, got {found}, not "
+            f"{expected}"
         )
 
 

@@ -3,11 +3,12 @@
     python benchmarks/tiles.py --output benchmarks/results/tiles_h200.json       encoder, processor, decoder of N320
     python benchmarks/tiles.py --problems decoder-n320-c64 --kernels forward
 
-For each problem and kernel, attention runs forward and backward with every candidate tile, best score first. On a GPU
-the kernel's time is its median in a profile; without one, kernels are interpreted and the time is that of the whole
-pass. Results with another tile must be those of the chosen tile but for rounding, and those are checked against the
-oracle first. Tiles are compiled by several processes before they are timed. Exit status 1 unless the chosen tiles are
-within 10% of the fastest in the geometric mean and 25% at worst, everything searched.
+For each problem and kernel, attention runs forward and backward with every candidate tile, best
+score first. On a GPU the kernel's time is its median in a profile; without one, kernels are
+interpreted and the time is that of the whole pass. Results with another tile must be those of the
+chosen tile but for rounding, and those are checked against the oracle first. Tiles are compiled by
+several processes before they are timed. Exit status 1 unless the chosen tiles are within 10% of the
+fastest in the geometric mean and 25% at worst, everything searched.
 """
 
 import argparse
@@ -186,10 +187,16 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
             times[tile] = case.time(kernel, 20)
     fastest = min(times, key=times.get)
     return {
-        "problem": case.problem.name, "kernel": kernel, "chosen": vars(chosen), "chosen_ms": times[chosen],
-        "fastest": vars(fastest), "fastest_ms": times[fastest], "ratio": times[chosen] / times[fastest],
-        "tiles": len(times), "failed": failed,
-    }  # fmt: skip
+        "problem": case.problem.name,
+        "kernel": kernel,
+        "chosen": vars(chosen),
+        "chosen_ms": times[chosen],
+        "fastest": vars(fastest),
+        "fastest_ms": times[fastest],
+        "ratio": times[chosen] / times[fastest],
+        "tiles": len(times),
+        "failed": failed,
+    }
 
 
 def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
@@ -232,8 +239,10 @@ def verdict(results: list[dict], missing: dict[str, str]) -> tuple[bool, str]:
     )
     passed = mean <= MEAN and worst["ratio"] <= WORST and not missing
     return passed, (
-        f"{'PASS' if passed else 'FAIL'}: chosen over fastest {mean:.3f} in the geometric mean of {len(ratios)} "
-        f"(at most {MEAN}), worst {worst['ratio']:.3f} (at most {WORST}): {worst['problem']} {worst['kernel']}{rest}"
+        f"{'PASS' if passed else 'FAIL'}: chosen over fastest {mean:.3f} in the geometric mean of "
+        f"{len(ratios)} "
+        f"(at most {MEAN}), worst {worst['ratio']:.3f} (at most {WORST}): {worst['problem']} "
+        f"{worst['kernel']}{rest}"
     )
 
 

@@ -1,17 +1,20 @@
 """A training step at 9 km on one GPU: correctness, time and peak memory, beside Anemoi's own model.
 
     python benchmarks/train_9km.py --output benchmarks/results/train_9km_h200.json
-    python benchmarks/train_9km.py --grid O4 --refinement 1 --channels 32 --heads 2 --layers 2 --fields 8 3 --device cpu
+    python benchmarks/train_9km.py --grid O4 --refinement 1 --channels 32 --heads 2 --layers 2
+    --fields 8 3 --device cpu
 
-The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 16 processor layers, 200 fields in
-and 90 out, bf16-mixed, one sample. A step of ours is one of the application: forward, backward, clipping, AdamW and the
-average of the weights; one of anemoi-models is forward, backward and AdamW.
+The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 16 processor
+layers, 200 fields in and 90 out, bf16-mixed, one sample. A step of ours is one of the application:
+forward, backward, clipping, AdamW and the average of the weights; one of anemoi-models is forward,
+backward and AdamW.
 
-Parts, each in a process of its own, in this order: `check_model` compares loss and all gradients on `--check-grid` with
-float32 in many chunks, `check_mappers` the rows and gradients of some destinations of the large grid with float64;
-`ours`, `anemoi` and `install`, Anemoi's model with whole blocks of ours, time steps. Errors are compared with those of
-plain PyTorch in the same precision. `sharded`, only if asked for, trains one model on `--ranks` GPUs: it compares loss
-and all gradients with those of one GPU and times steps.
+Parts, each in a process of its own, in this order: `check_model` compares loss and all gradients on
+`--check-grid` with float32 in many chunks, `check_mappers` the rows and gradients of some
+destinations of the large grid with float64; `ours`, `anemoi` and `install`, Anemoi's model with
+whole blocks of ours, time steps. Errors are compared with those of plain PyTorch in the same
+precision. `sharded`, only if asked for, trains one model on `--ranks` GPUs: it compares loss and
+all gradients with those of one GPU and times steps.
 """
 
 import argparse
@@ -103,7 +106,8 @@ def table(runs: list[dict]) -> str:
         how = f"{run.get('num_chunks', '')} chunks{', compiled' if run.get('compiled') else ''}"
         how += f", {run['ranks']} ranks" if "ranks" in run else ""
         rows.append(
-            f"{name:22} {how:20} {run['outcome']:14} {', '.join(what)} {run.get('message', '')[:60]}"
+            f"{name:22} {how:20} {run['outcome']:14} {', '.join(what)} "
+            f"{run.get('message', '')[:60]}"
         )
     return "\n".join(rows)
 

@@ -25,7 +25,8 @@ extensions = [
     "results_figures",
 ]
 exclude_patterns = ["_build"]
-default_role = "py:obj"  # `name` in a docstring links where the name is documented, and is code where it is not
+# `name` in a docstring links where the name is documented, and is code where it is not
+default_role = "py:obj"
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -86,9 +86,11 @@ def test_these_tests_run_on_tested_releases():
     ("torch_release", "triton", "found"),
     [
         ("2.13", "3.6", "PyTorch 2.13 with Triton 3.6 has not been tested"),
-        ("2.9", None, "PyTorch 2.9 has not been tested"), ("2.1", "3.6", "PyTorch 2.1 with"), ("2.13", None, "None"),
+        ("2.9", None, "PyTorch 2.9 has not been tested"),
+        ("2.1", "3.6", "PyTorch 2.1 with"),
+        ("2.13", None, "None"),
     ],
-)  # fmt: skip
+)
 def test_pairs_outside_the_table_are_untested_and_without_triton_torch_decides(
     torch_release, triton, found
 ):

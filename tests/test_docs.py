@@ -30,12 +30,17 @@ from anemoi_gt.integrations import anemoi, pyg
 MARKDOWN_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HTML_LINK = re.compile(r'(?:src|href|srcset)="([^"]+)"')
 EXTERNAL = {  # every external link, so that new ones are reviewed; not accessed here
-    "https://anemoi.readthedocs.io/projects/models", "https://docs.pytorch.org/docs/stable/distributed.html",
-    "https://github.com/ecmwf/anemoi-core", "https://github.com/ecmwf/anemoi-core/issues/1403",
-    "https://github.com/ecmwf/anemoi-core/issues/1415", "https://github.com/facebookexperimental/triton/pull/2767",
-    "https://github.com/pytorch/pytorch/issues/181555", "https://keepachangelog.com/en/1.1.0/",
-    "https://pytorch.org/get-started/locally/", "https://semver.org/spec/v2.0.0.html",
-}  # fmt: skip
+    "https://anemoi.readthedocs.io/projects/models",
+    "https://docs.pytorch.org/docs/stable/distributed.html",
+    "https://github.com/ecmwf/anemoi-core",
+    "https://github.com/ecmwf/anemoi-core/issues/1403",
+    "https://github.com/ecmwf/anemoi-core/issues/1415",
+    "https://github.com/facebookexperimental/triton/pull/2767",
+    "https://github.com/pytorch/pytorch/issues/181555",
+    "https://keepachangelog.com/en/1.1.0/",
+    "https://pytorch.org/get-started/locally/",
+    "https://semver.org/spec/v2.0.0.html",
+}
 RUNNER = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)  # messages may be wrapped
 BUILT = {"__init__", "__post_init__"}  # documented by their class
 DOI, ARXIV = re.compile(r"doi:\s*(\S+)"), re.compile(r"arXiv:\s*(\S+)")

@@ -67,7 +67,8 @@ COMMANDS = {
     "rollout.py",
     "export/__main__.py",
 }  # python -m anemoi_gt.NAME
-FOREIGN = {  # package or module: the packages beyond the standard library that it may import at top level
+# package or module: the packages beyond the standard library that it may import at top level
+FOREIGN = {
     **{part: set() for part in ("version", "attention_config", "extras", "option_checks")},
     **{
         part: {"torch"} for part in ("compatibility", "custom_ops", "graph", "ops", "kernel_report")
@@ -132,7 +133,8 @@ def test_foreign_packages_stay_in_their_parts(path):
 
 def run_without(blocked, code):
     """Run code in a process where importing any of `blocked` fails."""
-    guard = f"import sys\nsys.modules.update(dict.fromkeys({sorted(blocked)!r}))\n"  # None: as if not installed
+    # None: as if not installed
+    guard = f"import sys\nsys.modules.update(dict.fromkeys({sorted(blocked)!r}))\n"
     return subprocess.run(
         [sys.executable, "-c", guard + code], capture_output=True, text=True, timeout=120
     )

@@ -1,6 +1,7 @@
 """Wrong types, missing parts and odd sizes at the public entry points: none is accepted silently.
 
-None ends in an error of another package either. What a package refuses by its own rules is tested with it.
+None ends in an error of another package either. What a package refuses by its own rules is tested
+with it.
 """
 
 import math

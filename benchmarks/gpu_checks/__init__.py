@@ -1,7 +1,8 @@
 """Checks of the Triton kernels that take a real GPU, run by `benchmarks/check_gpu.py`.
 
-Importing this package makes the package under test and the tests' oracle importable from the checkout, and lets Triton
-interpret where there is no GPU, so that every check that can be is tried there in small.
+Importing this package makes the package under test and the tests' oracle importable from the
+checkout, and lets Triton interpret where there is no GPU, so that every check that can be is tried
+there in small.
 """
 
 import os

@@ -44,9 +44,15 @@ class Large:
         source, destination = (graph.num_src, *row), (graph.num_dst, *row)
         weight = draw(width, edge_dim) * edge_dim**-0.5
         return cls(
-            graph, draw(*destination), draw(*source), draw(*source), draw(graph.num_edges, edge_dim), weight,
-            draw(width), draw(*destination),
-        )  # fmt: skip
+            graph,
+            draw(*destination),
+            draw(*source),
+            draw(*source),
+            draw(graph.num_edges, edge_dim),
+            weight,
+            draw(width),
+            draw(*destination),
+        )
 
     def leaves(self) -> list[torch.Tensor]:
         """The operands that get gradients."""
@@ -72,7 +78,8 @@ def check_rows(
 ) -> int:
     """Check the rows of some destinations and sources; return the number of destinations that the oracle computed.
 
-    A source's gradients hold terms of the destinations it has edges to, and theirs depend on all their in-edges.
+    A source's gradients hold terms of the destinations it has edges to, and theirs depend on all
+    their in-edges.
     """
     graph = large.graph
     if graph.perm is not None:
@@ -91,11 +98,17 @@ def check_rows(
         return tensor.detach()[index.to(DEVICE)].cpu()
 
     problem = Problem(
-        torch.stack([torch.searchsorted(src, origin), local_dst]), rows(large.query, dst), rows(large.key, src),
-        rows(large.value, src), rows(large.edge_attr, edges), large.edge_weight.detach().cpu(),
-        large.edge_bias.detach().cpu(), rows(large.grad_out, dst), torch.zeros(len(dst), large.query.shape[1]),
+        torch.stack([torch.searchsorted(src, origin), local_dst]),
+        rows(large.query, dst),
+        rows(large.key, src),
+        rows(large.value, src),
+        rows(large.edge_attr, edges),
+        large.edge_weight.detach().cpu(),
+        large.edge_bias.detach().cpu(),
+        rows(large.grad_out, dst),
+        torch.zeros(len(dst), large.query.shape[1]),
         large.query.shape[2] ** -0.5,
-    )  # fmt: skip
+    )
     whole = {
         "out": dst,
         "lse": dst,

@@ -13,7 +13,8 @@ from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from gpu_checks import DEVICE
 
 FIELDS = 20  # in and out of the data grid
-# Compiled results may be FACTOR times as far from float32 as eager ones are, plus the rounding of float32.
+# Compiled results may be FACTOR times as far from float32 as eager ones are, plus the rounding of
+# float32.
 FACTOR, ROUNDING = 2.0, 1e-4
 STEPS = 3  # training steps that are compared
 

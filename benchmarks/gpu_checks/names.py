@@ -32,7 +32,8 @@ def kernel_names() -> str:
     others = _kernels(compiled) - named
     if len(operators) != 2 or not any(name.startswith("triton_") for name in others):
         raise AssertionError(
-            f"a compiled trace needs two operators and kernels of Inductor, got {operators}, {others}"
+            f"a compiled trace needs two operators and kernels of Inductor, got {operators}, "
+            f"{others}"
         )
     return f"{len(named)} names, eager and compiled"
 

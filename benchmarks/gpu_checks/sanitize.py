@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_checks/sanitize.py     the work itself: odd shapes, all forms and dtypes, forward and backward
 
-`check` runs that under the tool, with PyTorch's caching allocator off: it hands out parts of large blocks, in which an
-overrun stays unseen.
+`check` runs that under the tool, with PyTorch's caching allocator off: it hands out parts of large
+blocks, in which an overrun stays unseen.
 """
 
 import os

@@ -31,7 +31,8 @@ class Sides(NamedTuple):
 class Part:
     """Some destinations with all their in-edges, and among them all that some sources have edges to.
 
-    Where a gradient arrives at these destinations alone, theirs are the only edges that any gradient knows of.
+    Where a gradient arrives at these destinations alone, theirs are the only edges that any
+    gradient knows of.
     """
 
     dst: Tensor  # [n] numbers in the whole graph, rising
@@ -67,7 +68,8 @@ def check_attention(
     Raises
     ------
     AssertionError
-        If a result is less accurate than the tests' criterion asks, or a gradient appears where none can.
+        If a result is less accurate than the tests' criterion asks, or a gradient appears where
+        none can.
     """
     part, last = Part.of(operands.coo), operands.num_samples - 1
     arriving = torch.zeros_like(operands.grad_out)

@@ -40,7 +40,8 @@ class Setting:
     def problem(self, part: str, folder: Path) -> "Problem":
         """Mapper and operands of a part; the same numbers in every process on one kind of device.
 
-        The file holds edge_index [2, E] int64 by destination, edge_attr [E, 3] float32, and (N_src, N_dst).
+        The file holds edge_index [2, E] int64 by destination, edge_attr [E, 3] float32, and (N_src,
+        N_dst).
         """
         edge_index, edge_attr, sizes = torch.load(folder / f"{part}.graph")
         device, dtype = self.device, getattr(torch, self.dtype)

@@ -1,7 +1,8 @@
 """One rank of several by itself, where there is one GPU: it computes what it would in a job, and no message is sent.
 
-Its time and memory are those of a job but for the messages, in place of which it copies rows of its own. What it
-computes means nothing, but the numbers are of the right size: a GPU is faster on NaN or zeros.
+Its time and memory are those of a job but for the messages, in place of which it copies rows of its
+own. What it computes means nothing, but the numbers are of the right size: a GPU is faster on NaN
+or zeros.
 """
 
 import os

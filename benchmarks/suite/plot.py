@@ -1,11 +1,11 @@
 """Plots of a results file as SVG: the roofline, and times as bars.
 
-In the roofline a point is a pass of a baseline on a problem: floating-point operations over compulsory bytes, and
-operations over run time. On the line, time is the lower bound: compulsory bytes over the speed of a copy in the same
-run.
+In the roofline a point is a pass of a baseline on a problem: floating-point operations over
+compulsory bytes, and operations over run time. On the line, time is the lower bound: compulsory
+bytes over the speed of a copy in the same run.
 
-Text and marks have classes instead of colours; the documentation's theme defines them, and `as_file` does for a file
-that stands alone. Baselines differ by colour and by shape.
+Text and marks have classes instead of colours; the documentation's theme defines them, and
+`as_file` does for a file that stands alone. Baselines differ by colour and by shape.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,8 @@ def roofline(results: dict) -> list[str]:
 def bars(results: dict) -> str:
     """Return the times of forward and backward as bars for each part of the widest model, lower bounds as lines.
 
-    The first two baselines are drawn: bars of others, up to 40 times as long, would leave no room. Raises as `drawn`.
+    The first two baselines are drawn: bars of others, up to 40 times as long, would leave no room.
+    Raises as `drawn`.
     """
     kind = "forward_backward"
     results = results | {"baselines": dict(list(results["baselines"].items())[:2])}
@@ -140,7 +141,8 @@ def as_file(svg: str, theme: str) -> str:
     text, dim, grid = INK[theme]
     baselines = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate((*COLOURS, text)))
     style = (
-        f"<style>svg{{font-family:system-ui,-apple-system,'Segoe UI',Arial,sans-serif}}text{{fill:{text}}}"
+        f"<style>svg{{font-family:system-ui,-apple-system,'Segoe "
+        f"UI',Arial,sans-serif}}text{{fill:{text}}}"
         f".dim{{fill:{dim}}}.grid{{stroke:{grid};fill:none}}"
         f".line,.floor{{stroke:{text};fill:none;stroke-width:1.6}}{baselines}</style>"
     )
@@ -160,7 +162,8 @@ def drawn(results: dict) -> dict[str, dict]:
     }
     if not problems:
         raise ValueError(
-            "the results must hold times of encoders, processors or decoders, got none of a whole model"
+            "the results must hold times of encoders, processors or decoders, got none of a whole "
+            "model"
         )
     return problems
 
@@ -294,6 +297,7 @@ def words(
 def canvas(width: float, height: float, label: str, shapes: str) -> str:
     """Return an SVG of `shapes` with `label` for screen readers."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" '
         f'role="img" aria-label="{label}">{shapes}</svg>'
     )

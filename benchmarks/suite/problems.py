@@ -50,7 +50,8 @@ class Random:
 class Skewed:
     """Edges between uniformly drawn sources and destinations of which few have most edges.
 
-    Law "power": destination floor(u^exponent num_nodes) with uniform u; "zipf": rank k with probability k^-exponent.
+    Law "power": destination floor(u^exponent num_nodes) with uniform u; "zipf": rank k with
+    probability k^-exponent.
     """
 
     num_nodes: int
@@ -196,7 +197,8 @@ def select(names: Sequence[str]) -> list[Problem]:
     unknown = [name for name in names if name not in PROBLEMS and name not in groups]
     if unknown:
         raise ValueError(
-            f"problems must be groups {groups} or names such as {next(iter(PROBLEMS))!r}, got {unknown}"
+            f"problems must be groups {groups} or names such as {next(iter(PROBLEMS))!r}, got "
+            f"{unknown}"
         )
     return [
         problem for problem in PROBLEMS.values() if problem.name in names or problem.group in names

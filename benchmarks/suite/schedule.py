@@ -21,7 +21,8 @@ def warm(
 ) -> set[tuple]:
     """Check every problem with every baseline, each in a process of its own; return the pairs of names that are right.
 
-    What is compiled lies on disk afterwards. Whatever fails here, for want of memory perhaps, is tried again alone.
+    What is compiled lies on disk afterwards. Whatever fails here, for want of memory perhaps, is
+    tried again alone.
     """
 
     def check(pair: tuple[Problem, str]) -> tuple | None:
@@ -98,9 +99,12 @@ class Run:
         low, median, high = statistics.quantiles(times, n=4, method="inclusive")
         nbytes = lower_bound.compulsory_bytes(problem, self.sizes[str(problem.graph)], kind)
         return {
-            "median_ms": median, "quartiles_ms": [low, high], "calls": len(times), "peak_bytes": peak,
+            "median_ms": median,
+            "quartiles_ms": [low, high],
+            "calls": len(times),
+            "peak_bytes": peak,
             "bytes_per_second": nbytes / (1e-3 * median),
-        }  # fmt: skip
+        }
 
     def _add(self, problem: Problem, kind: str, name: str, **what) -> None:
         self.results.append({"problem": problem.name, "pass": kind, "baseline": name, **what})

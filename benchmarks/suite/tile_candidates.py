@@ -5,9 +5,9 @@
     resident   = min(32, 64 / warps, 65536 / (registers lanes warps)) programs of an SM
     in flight  = resident nodes heads C itemsize degree / steps       bytes of rows that an SM waits for at a time
 
-More bytes in flight come first, then more coalesced bytes an access; ties keep the order of the list. The score does
-not decide: its first tile is 14% slower than the heuristic's in the geometric mean of 18 sweeps, 80% at worst
-(benchmarks/NOTES.md, 25).
+More bytes in flight come first, then more coalesced bytes an access; ties keep the order of the
+list. The score does not decide: its first tile is 14% slower than the heuristic's in the geometric
+mean of 18 sweeps, 80% at worst (benchmarks/NOTES.md, 25).
 """
 
 from collections.abc import Iterator

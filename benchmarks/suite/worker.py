@@ -78,7 +78,8 @@ def answer(baseline: Baseline, method: str, arguments: tuple) -> tuple[str, obje
         return "refused", f"wrong: {error}"
     except torch.OutOfMemoryError:
         return "refused", "out of memory"
-    except Exception as error:  # of the device perhaps, which leaves the process useless: the caller starts another one
+    # of the device perhaps, which leaves the process useless: the caller starts another one
+    except Exception as error:
         traceback.print_exc()
         return "broken", f"{type(error).__name__}: {error}"
 

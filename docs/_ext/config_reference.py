@@ -3,8 +3,8 @@
     ```{config-group} model
     ```
 
-lists the options of the group with the comments at the top of their files, and a table of parameters with their values
-in each option.
+lists the options of the group with the comments at the top of their files, and a table of
+parameters with their values in each option.
 """
 
 from config_tables import group_reference

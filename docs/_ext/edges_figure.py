@@ -3,7 +3,8 @@
     ```{edges-figure}
     ```
 
-Three maps, each of one destination with all its in-edges, seen from above, as inline SVG with the colours of the theme.
+Three maps, each of one destination with all its in-edges, seen from above, as inline SVG with the
+colours of the theme.
 """
 
 from dataclasses import dataclass

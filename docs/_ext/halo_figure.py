@@ -3,8 +3,9 @@
     ```{halo-figure}
     ```
 
-Two maps of the globe seen from above a rank: the nodes of an icosphere on a Morton curve, partitioned among eight
-ranks; and the rank's own nodes with its halo. Inline SVG with the colours of the theme; ranks differ in shape too.
+Two maps of the globe seen from above a rank: the nodes of an icosphere on a Morton curve,
+partitioned among eight ranks; and the rank's own nodes with its halo. Inline SVG with the colours
+of the theme; ranks differ in shape too.
 """
 
 import numpy as np
@@ -66,7 +67,8 @@ def ownership(xyz: np.ndarray, owner: np.ndarray, middle: Nodes) -> str:
     counts = np.bincount(owner, minlength=RANKS)
     return map_of(
         dots,
-        f"{len(xyz)} nodes of an icosphere, {counts.min()} to {counts.max()} for each of {RANKS} ranks",
+        f"{len(xyz)} nodes of an icosphere, {counts.min()} to {counts.max()} for each of {RANKS} "
+        "ranks",
     )
 
 
@@ -102,7 +104,8 @@ def neighbourhood(
 def marks(xyz: np.ndarray, middle: Nodes, name: str, shape: int, scale: float = 1.0) -> str:
     """Return a mark for each of the points [M, 3]."""
     return "".join(
-        f'<path class="{name}" d="{SHAPES[shape]}" transform="translate({x:.1f},{y:.1f}) scale({scale})"/>'
+        f'<path class="{name}" d="{SHAPES[shape]}" transform="translate({x:.1f},{y:.1f}) '
+        f'scale({scale})"/>'
         for x, y in seen(xyz, middle, HALF_WIDTH)
     )
 

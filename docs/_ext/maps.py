@@ -11,7 +11,8 @@ def map_of(shapes: str, text: str) -> str:
     """Return a framed map of SVG shapes with a caption, which is also its ARIA label."""
     return (
         f'<figure><svg viewBox="0 0 {SIDE} {SIDE}" role="img" aria-label="{text}">'
-        f'<rect class="box" x="0.5" y="0.5" width="{SIDE - 1}" height="{SIDE - 1}" rx="4"/>{shapes}</svg>'
+        f'<rect class="box" x="0.5" y="0.5" width="{SIDE - 1}" height="{SIDE - 1}" '
+        f'rx="4"/>{shapes}</svg>'
         f"<figcaption>{text}</figcaption></figure>"
     )
 

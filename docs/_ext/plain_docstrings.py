@@ -1,7 +1,8 @@
 """Sphinx extension: convert plain-text docstrings to reStructuredText.
 
-Indented blocks (formulas, tables) become literal blocks, `|` and `*` in prose are escaped, references become
-paragraphs, and sections of module docstrings become rubrics; numpydoc handles those of functions and classes.
+Indented blocks (formulas, tables) become literal blocks, `|` and `*` in prose are escaped,
+references become paragraphs, and sections of module docstrings become rubrics; numpydoc handles
+those of functions and classes.
 """
 
 import re

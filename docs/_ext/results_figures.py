@@ -89,7 +89,8 @@ def legend(results: dict) -> str:
         strict=True,
     )
     items = "".join(
-        f'<span><svg viewBox="-8 -8 16 16" role="img" aria-label="mark of {name}">{mark}</svg>{name}</span>'
+        '<span><svg viewBox="-8 -8 16 16" role="img" aria-label="mark of '
+        f'{name}">{mark}</svg>{name}</span>'
         for mark, name in entries
     )
     return f'<div class="figure-svg legend-row">{items}</div>'

@@ -2,8 +2,9 @@
 
     python run_package.py model.pt2 fields.pt time.pt forecast.pt
 
-The inputs are those that the metadata name, tensors written by torch.save: fields [batch, nodes, channels], float32, in
-physical units, and for data with dates the time [batch], float64. forecast.pt can be read by torch.load.
+The inputs are those that the metadata name, tensors written by torch.save: fields [batch, nodes,
+channels], float32, in physical units, and for data with dates the time [batch], float64.
+forecast.pt can be read by torch.load.
 """
 
 import sys

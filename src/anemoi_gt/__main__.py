@@ -24,12 +24,14 @@ def main(arguments: list[str] | None = None) -> None:
         return
     parser = argparse.ArgumentParser(
         prog="anemoi-gt",
-        epilog="train, evaluate, rollout and export are Hydra applications: add --help to see their options.",
+        epilog="train, evaluate, rollout and export are Hydra applications: add --help to see "
+        "their options.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     info = {
-        "info": "list versions, devices, available attention backends, and what Anemoi's install replaces"
+        "info": "list versions, devices, available attention backends, and what Anemoi's install "
+        "replaces"
     }
     for name, summary in (info | APPLICATIONS).items():
         command = commands.add_parser(name, help=summary)

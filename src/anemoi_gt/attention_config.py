@@ -1,6 +1,7 @@
 """AttentionConfig: backend and precision of edge attention, and how raw edges are sorted.
 
-The config is a value: it is handed down by constructors, never read from the environment or a global.
+The config is a value: it is handed down by constructors, never read from the environment or a
+global.
 """
 
 from dataclasses import dataclass
@@ -16,17 +17,20 @@ class AttentionConfig:
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        `auto` is `triton` (the fused GPU kernels) if it can run, else `torch` (the PyTorch reference). It logs its
-        choice at DEBUG level; a named backend that cannot run raises with the reason.
+        `auto` is `triton` (the fused GPU kernels) if it can run, else `torch` (the PyTorch
+        reference). It logs its choice at DEBUG level; a named backend that cannot run raises with
+        the reason.
     precision : {None, "fp32", "bf16", "fp16"}
-        Dtype in which query, key, value, edge attributes, weight and bias are read. None is the dtype of the inputs:
-        autocast's inside `torch.autocast`, otherwise that of query. With a precision, inputs are cast to it and the
-        output is cast back to the dtype of query. Sums and `lse` are float32 in any case.
+        Dtype in which query, key, value, edge attributes, weight and bias are read. None is the
+        dtype of the inputs: autocast's inside `torch.autocast`, otherwise that of query. With a
+        precision, inputs are cast to it and the output is cast back to the dtype of query. Sums and
+        `lse` are float32 in any case.
     stable_sort : bool
-        Sort stably where a call has to build a structure: in a layer that gets a raw `edge_index`, or for a missing
-        reverse structure. Results are then bitwise reproducible. False groups edges on a GPU without sorting, for
-        graphs that change every step: faster, but sums may differ in the last bit from run to run. It has no effect on
-        a CPU, under `torch.use_deterministic_algorithms(True)` and on a GraphStructure.
+        Sort stably where a call has to build a structure: in a layer that gets a raw `edge_index`,
+        or for a missing reverse structure. Results are then bitwise reproducible. False groups
+        edges on a GPU without sorting, for graphs that change every step: faster, but sums may
+        differ in the last bit from run to run. It has no effect on a CPU, under
+        `torch.use_deterministic_algorithms(True)` and on a GraphStructure.
 
     Raises
     ------
@@ -48,7 +52,8 @@ class AttentionConfig:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(
-                f"precision must be one of {', '.join(map(str, PRECISIONS))}, got {self.precision!r}"
+                f"precision must be one of {', '.join(map(str, PRECISIONS))}, got "
+                f"{self.precision!r}"
             )
         if not isinstance(self.stable_sort, bool):
             raise ValueError(f"stable_sort must be True or False, got {self.stable_sort!r}")
@@ -58,5 +63,6 @@ def check_config(config: object) -> None:
     """Raise ValueError unless `config` is an AttentionConfig."""
     if not isinstance(config, AttentionConfig):
         raise ValueError(
-            f"config must be an AttentionConfig, as AttentionConfig(backend='torch'), got {config!r}"
+            "config must be an AttentionConfig, as AttentionConfig(backend='torch'), got "
+            f"{config!r}"
         )

@@ -1,7 +1,8 @@
 """Releases of PyTorch and Triton that the tests have run with, and a warning about others.
 
-A release is the first two numbers of a version, "2.13". Others may well work: one warning per process, which can be
-filtered by its class. Test logs are in benchmarks/results/torch_versions_cpu.txt and, of a GPU, tests_h200.txt.
+A release is the first two numbers of a version, "2.13". Others may well work: one warning per
+process, which can be filtered by its class. Test logs are in
+benchmarks/results/torch_versions_cpu.txt and, of a GPU, tests_h200.txt.
 """
 
 import warnings
@@ -22,7 +23,8 @@ TESTED = (
 class UntestedVersionsWarning(UserWarning):
     """Warning that this package has not been tested with the installed releases of PyTorch and Triton.
 
-    Issued once per process and backend, when attention is first computed; `anemoi-gt info` says it before.
+    Issued once per process and backend, when attention is first computed; `anemoi-gt info` says it
+    before.
 
     Examples
     --------
@@ -56,7 +58,8 @@ def why_untested(torch_release: str, triton_release: str | None) -> str | None:
 def constant_when_traced(function: Callable) -> Callable:
     """Mark a function that torch.compile calls at trace time and whose result is a constant of the program.
 
-    torch.compiler.assume_constant_result sets the same mark but imports the compiler, which doubles the import time.
+    torch.compiler.assume_constant_result sets the same mark but imports the compiler, which doubles
+    the import time.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function

@@ -3,9 +3,10 @@
     first batch     copied into static tensors;  warm-up passes;  the pass is captured;  random generators set back
     every batch     copied into the same tensors;  the graph is replayed;  gradients are assigned to their parameters
 
-A graph reads and writes the same memory each time, so batch, result and gradients stay where they were during capture.
-It draws from PyTorch's generator on the device what the same pass would draw without it: a replay starts at the
-generator's seed and offset, and advances the offset by what the pass uses.
+A graph reads and writes the same memory each time, so batch, result and gradients stay where they
+were during capture. It draws from PyTorch's generator on the device what the same pass would draw
+without it: a replay starts at the generator's seed and offset, and advances the offset by what the
+pass uses.
 """
 
 import gc
@@ -47,21 +48,22 @@ Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
 class CUDAGraphedStep:
     """A function that computes forward and backward, captured at the first batch; the results are the same bit for bit.
 
-    It is captured again when a parameter has moved to other memory. Errors during capture say how to do without.
+    It is captured again when a parameter has moved to other memory. Errors during capture say how
+    to do without.
 
     Parameters
     ----------
     function : callable
-        Takes a batch, leaves gradients at the parameters and returns tensors without history in any nesting, such as
-        the loss. It works on the device alone, does the same for every batch, and changes nothing but gradients and
-        random generators.
+        Takes a batch, leaves gradients at the parameters and returns tensors without history in any
+        nesting, such as the loss. It works on the device alone, does the same for every batch, and
+        changes nothing but gradients and random generators.
     parameters : iterable of Parameter
         Those that may get a gradient.
     device : torch.device
         Device whose random generator the function draws from.
     capture : callable
-        Takes a function without arguments, which it may call more than once. Returns what the last call returned, and a
-        replay of that call on the same memory: `capture_cuda_graph`.
+        Takes a function without arguments, which it may call more than once. Returns what the last
+        call returned, and a replay of that call on the same memory: `capture_cuda_graph`.
     remedy : str
         For messages, the way to do without a CUDA graph: "set training.cuda_graph=false".
     """
@@ -98,8 +100,10 @@ class CUDAGraphedStep:
             self._captured = self._capture(batch)
         if not self.accepts(batch):
             raise ValueError(
-                f"all batches must have the shapes and dtypes of the first, {_described(self._captured.batch)}, to be "
-                f"replayed from a CUDA graph, got {_described(batch)}: {self.remedy} for batches that differ"
+                "all batches must have the shapes and dtypes of the first, "
+                f"{_described(self._captured.batch)}, to be "
+                f"replayed from a CUDA graph, got {_described(batch)}: {self.remedy} for batches "
+                "that differ"
             )
         for tensor, values in zip(
             tree_leaves(self._captured.batch), tree_leaves(batch), strict=True
@@ -181,12 +185,12 @@ def capture_cuda_graph(
 ) -> tuple[Any, Callable[[], None]]:
     """Capture a function in a CUDA graph on the current device, as `CUDAGraphedStep` needs it.
 
-    The function is called once during capture, when nothing is computed, and `warm_up` (None: the function) `WARM_UP`
-    times before. Returns the outputs of the function, in memory of the graph and undefined before the first replay, and
-    `replay`, which computes them on the current stream.
+    The function is called once during capture, when nothing is computed, and `warm_up` (None: the
+    function) `WARM_UP` times before. Returns the outputs of the function, in memory of the graph
+    and undefined before the first replay, and `replay`, which computes them on the current stream.
     """
-    # Memory that launched steps left in the allocator serves neither the side stream nor the graph: the device would
-    # hold it up to three times. `torch.cuda.graph` frees that of the side stream.
+    # Memory that launched steps left in the allocator serves neither the side stream nor the graph:
+    # the device would hold it up to three times. `torch.cuda.graph` frees that of the side stream.
     gc.collect()
     torch.cuda.empty_cache()
     side = torch.cuda.Stream()
@@ -207,8 +211,8 @@ def capture_cuda_graph(
 def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterator[None]:
     """Let `torch.utils.checkpoint` leave the device's generator alone, whose state cannot be read during capture.
 
-    Raises ValueError at the end if a recomputation drew random numbers, which would not be those of the forward pass.
-    `state` returns the state of the generator, None during capture.
+    Raises ValueError at the end if a recomputation drew random numbers, which would not be those of
+    the forward pass. `state` returns the state of the generator, None during capture.
     """
     module, begin, drew = torch.utils.checkpoint, None, False
 
@@ -236,8 +240,10 @@ def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterato
     end_recomputation()
     if drew:
         raise ValueError(
-            "layers with dropout or noise must not be checkpointed in a step that is captured in a CUDA graph, "
-            "which would draw other numbers in backward, got both: switch dropout or activation checkpointing off"
+            "layers with dropout or noise must not be checkpointed in a step that is captured in "
+            "a CUDA graph, "
+            "which would draw other numbers in backward, got both: switch dropout or activation "
+            "checkpointing off"
         )
 
 

@@ -1,8 +1,9 @@
 """Custom operators from functions whose arguments may be tuples, and what a call of one has to know of PyTorch.
 
-An operator's schema is flat. A function takes operands that belong together as one NamedTuple; `flat_arguments` turns
-each into its fields, in order. An operator costs 0.15 to 0.7 ms of host time per call (torch 2.11), so eager calls of
-the `triton` backend go through autograd functions where `is_plain`, and operators are for traced code.
+An operator's schema is flat. A function takes operands that belong together as one NamedTuple;
+`flat_arguments` turns each into its fields, in order. An operator costs 0.15 to 0.7 ms of host time
+per call (torch 2.11), so eager calls of the `triton` backend go through autograd functions where
+`is_plain`, and operators are for traced code.
 """
 
 import inspect
@@ -18,7 +19,8 @@ from torch.autograd import forward_ad
 NAMESPACE = "anemoi_gt"
 NO_FORWARD_MODE = (
     "forward-mode derivatives are not supported by edge_attention, got an operand with a tangent "
-    "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or plain PyTorch operations where "
+    "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or plain PyTorch "
+    "operations where "
     "tangents are needed"
 )
 
@@ -53,8 +55,9 @@ def flat_arguments(function: Callable) -> Callable:
 def define_operator(function: Callable) -> torch._ops.OpOverload:
     """Register `function` as `torch.ops.anemoi_gt.<its name>`, with a schema from its annotations; return the operator.
 
-    It must not mutate its arguments nor return them. `torch.library.custom_op` checks that at every call, which costs
-    more than the launch of a kernel (0.7 ms a call with torch 2.11 on Python 3.12); here `opcheck` does, in the tests.
+    It must not mutate its arguments nor return them. `torch.library.custom_op` checks that at every
+    call, which costs more than the launch of a kernel (0.7 ms a call with torch 2.11 on Python
+    3.12); here `opcheck` does, in the tests.
     """
     name, flat = f"{NAMESPACE}::{function.__name__}", flat_arguments(function)
     schema = torch.library.infer_schema(flat, mutates_args=())
@@ -78,7 +81,8 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
 def is_transformed() -> bool:
     """Return whether a transform of torch.func (grad, vmap, ...) is active; in traced code that is PyTorch's matter.
 
-    True without PyTorch's private function that knows: what serves transforms serves all calls, with more host time.
+    True without PyTorch's private function that knows: what serves transforms serves all calls,
+    with more host time.
     """
     return not torch.compiler.is_compiling() and _HAS_TRANSFORMS()
 
@@ -93,8 +97,9 @@ _PLAIN = frozenset(
 def is_plain(*args) -> bool:
     """Return whether only autograd concerns an operator call with `args`: then it may bypass the dispatcher.
 
-    Not in traced code, transforms of torch.func, dispatch modes and profilers, which look for operators, for tensors of
-    other classes or without memory, or without PyTorch's private functions that tell.
+    Not in traced code, transforms of torch.func, dispatch modes and profilers, which look for
+    operators, for tensors of other classes or without memory, or without PyTorch's private
+    functions that tell.
     """
     if (
         torch.compiler.is_compiling()
@@ -117,7 +122,8 @@ _IS_BATCHED = getattr(
 def is_batched(*gradients: Tensor | None) -> bool:
     """Return whether gradients have a hidden batch dimension, as with `torch.autograd.grad(is_grads_batched=True)`.
 
-    Operators that take and return plain tensors are then called once per entry, by PyTorch's own fallback.
+    Operators that take and return plain tensors are then called once per entry, by PyTorch's own
+    fallback.
     """
     return any(gradient is not None and _IS_BATCHED(gradient) for gradient in gradients)
 
@@ -138,7 +144,8 @@ _ASSERT_ASYNC = getattr(torch, "_assert_async", None)
 def assert_async(holds: Tensor, claim: str) -> None:
     """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU from a device-side assertion.
 
-    Part of the graph in compiled and captured code. Without PyTorch's private operator the host reads `holds`.
+    Part of the graph in compiled and captured code. Without PyTorch's private operator the host
+    reads `holds`.
     """
     if _ASSERT_ASYNC is not None:
         _ASSERT_ASYNC(holds, claim)
@@ -153,7 +160,8 @@ def refuse_second_derivative(operator: torch._ops.OpOverload) -> None:
 
 def _refuse_second_derivative(ctx, *_):
     raise RuntimeError(
-        "double backward is not supported by edge_attention, got a backward through its backward (create_graph=True); "
+        "double backward is not supported by edge_attention, got a backward through its backward "
+        "(create_graph=True); "
         "use plain PyTorch operations where a second derivative is needed"
     )
 

@@ -13,7 +13,8 @@ def is_integer(value: object) -> TypeGuard[int]:
 def check_integer(name: str, value: object, least: int | None = 1, note: str = "") -> None:
     """Raise ValueError unless `value` is an integer of Python or NumPy and at least `least` if that is set.
 
-    A bool is not an integer. `note` extends the message: the meaning, or what else is allowed, as in ", or null".
+    A bool is not an integer. `note` extends the message: the meaning, or what else is allowed, as
+    in ", or null".
     """
     if not is_integer(value):
         raise ValueError(f"{name} must be an integer{note}, got {value!r}")

@@ -1,6 +1,7 @@
 """Anemoi's own commands with us: a data set from real weather, trainings from it on a CPU, a forecast from one of them.
 
-`make test-anemoi` runs them in an environment where anemoi-training and its dependencies are installed as users do.
+`make test-anemoi` runs them in an environment where anemoi-training and its dependencies are
+installed as users do.
 """
 
 import json
@@ -22,9 +23,14 @@ def run(*command, **environment):
     """Run a command of Anemoi and return what it wrote."""
     result = subprocess.run(
         [COMMANDS / command[0], *map(str, command[1:])],
-        env=os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}"} | {name: str(value) for name, value in environment.items()},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
-    )  # fmt: skip
+        env=os.environ
+        | {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
+        | {name: str(value) for name, value in environment.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
     assert result.returncode == 0, result.stdout[-4000:]
     return result.stdout
 
@@ -71,7 +77,8 @@ def test_losses_are_those_of_the_untouched_training(train, capsys):
     untouched, with_us = (statistics.median(run["seconds"]) for run in (theirs, ours))
     with capsys.disabled():
         print(
-            f"\na batch: {untouched:.3f} s untouched, {with_us:.3f} s with us, ratio {untouched / with_us:.2f}"
+            f"\na batch: {untouched:.3f} s untouched, {with_us:.3f} s with us, ratio "
+            f"{untouched / with_us:.2f}"
         )
 
 
@@ -96,7 +103,8 @@ def test_trainings_go_on_from_a_checkpoint_in_either_direction(train):
 
 
 def test_compiled_code_is_not_taken_for_an_export():
-    import torch  # as anemoi-training resolves it: before 2.13 its own function is True in compiled code
+    # as anemoi-training resolves it: before 2.13 its own function is True in compiled code
+    import torch
 
     from anemoi_gt.compatibility import is_exporting
 

@@ -171,7 +171,8 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(application, refusal, tmp_
     holds = f"{tmp_path / 'run'} holds a run"
     assert (
         sentence
-        == f"anemoi_gt.train: {holds}: resume=true continues it, another hydra.run.dir starts a new one"
+        == f"anemoi_gt.train: {holds}: resume=true continues it, another hydra.run.dir starts a "
+        "new one"
     )
     assert (tmp_path / "run" / "last.pt").read_bytes() == b"a run"
 

@@ -28,11 +28,14 @@ TINY_SPHERE = [
     "data.lead_time=12",
 ]
 COARSE = {  # graphs that fit the tiny grid
-    "graph=icosphere": ["graph.refinement=1"], "graph=n320": ["graph.refinement=1", "graph.grid=O4"],
-    "graph=o1280": ["graph.refinement=1", "graph.grid=O4"], "graph=era5_uk": ["graph.refinement=2"],
-    "graph=limited_area": ["graph.refinement=5"], "graph=hierarchical": ["graph.refinements=[2,1]"],
+    "graph=icosphere": ["graph.refinement=1"],
+    "graph=n320": ["graph.refinement=1", "graph.grid=O4"],
+    "graph=o1280": ["graph.refinement=1", "graph.grid=O4"],
+    "graph=era5_uk": ["graph.refinement=2"],
+    "graph=limited_area": ["graph.refinement=5"],
+    "graph=hierarchical": ["graph.refinements=[2,1]"],
     "graph=stretched": ["graph.refinement=1", "graph.area_refinement=2"],
-}  # fmt: skip
+}
 SMALL_MODEL = ["model.channels=16", "model.num_layers=1", "model.checkpoint_groups=1"]
 FOR_ANEMOI = "anemoi"  # groups for Anemoi's configs, not for this application's
 

@@ -72,7 +72,8 @@ def test_a_forecast_of_a_regular_grid_is_a_map_of_latitude_and_longitude_in_the_
             forecast.latitude.attrs["units"] == "degrees_north"
             and forecast.longitude.attrs["axis"] == "X"
         )
-        # a network after four steps is near persistence: the map has the wave of the file where the file has it
+        # a network after four steps is near persistence: the map has the wave of the file where the
+        # file has it
         last = weather_file().t2m.values[-1]
         assert np.corrcoef(forecast.t2m.values[0].ravel(), last.ravel())[0, 1] > 0.8
     with xarray.open_dataset("forecast/rollout.nc", decode_times=False) as raw:
@@ -143,8 +144,8 @@ def test_a_file_of_two_times_is_enough_to_start_from_the_latest(place, start):
 def test_a_start_or_a_file_that_cannot_be_are_refused(place, start, error_line):
     trained(start, weather_file())
     assert (
-        "start must be a time of the data, which are from 2020-01-01T00:00 to 2020-01-10T18:00, got 2030"
-        in error_line(start, rollout, *ROLLOUT, "start=2030-01-01")
+        "start must be a time of the data, which are from 2020-01-01T00:00 to 2020-01-10T18:00, "
+        "got 2030" in error_line(start, rollout, *ROLLOUT, "start=2030-01-01")
     )
     assert "out must end in .nc or .zarr, for NetCDF or zarr, got" in error_line(
         start, rollout, *ROLLOUT, "out=a.grib"

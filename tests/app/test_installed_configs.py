@@ -86,7 +86,8 @@ def python(tmp_path):
     packages = execute(
         python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
     ).strip()
-    # Folders in a .pth file are searched, but their own .pth files, which make an editable install work, are not read.
+    # Folders in a .pth file are searched, but their own .pth files, which make an editable install
+    # work, are not read.
     borrowed = {
         sysconfig.get_path("purelib"),
         *(path for path in sys.path if path.endswith("site-packages")),

@@ -145,7 +145,8 @@ def test_configs_of_ones_own_and_their_target_are_found(place, start, monkeypatc
     (place / "conf" / "data").mkdir(parents=True)
     (place / "conf" / "data" / "mine.yaml").write_text("_target_: my_weather.splits\n")
     (place / "my_weather.py").write_text(
-        "from anemoi_gt.app.data.field_dataset import field_data\n\n\ndef splits():\n    return field_data('weather.nc')\n"
+        "from anemoi_gt.app.data.field_dataset import field_data\n\n\ndef splits():\n    return "
+        "field_data('weather.nc')\n"
     )
     monkeypatch.syspath_prepend("")
     start(train, "--config-dir", "conf", "data=mine", *SMALL[2:])
@@ -156,10 +157,12 @@ def test_configs_of_ones_own_and_their_target_are_found(place, start, monkeypatc
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["data=xarray", "data.path=nowhere.nc"], ["data=xarray", "data.path=weather.nc", "graph=icosphere"],
-        ["training.batch_size=9999"], ["training.steps=0"],
+        ["data=xarray", "data.path=nowhere.nc"],
+        ["data=xarray", "data.path=weather.nc", "graph=icosphere"],
+        ["training.batch_size=9999"],
+        ["training.steps=0"],
     ],
-)  # fmt: skip
+)
 def test_a_refused_command_leaves_no_folder(place, start, error_line, arguments):
     error_line(start, train, *arguments)
     assert {path.name for path in place.iterdir()} == {"weather.nc"}

@@ -67,8 +67,8 @@ def test_a_file_of_the_climate_data_store_becomes_a_forecast_that_xarray_shows_w
     said = capsys.readouterr().out
     assert "inputs that never change, taken as forcings without time: lsm" in said
     assert (
-        "6 h forecasts of t2m [K], tp [m], from 2 input times\nof these no inputs: tp\nforcings: lsm\n"
-        in said
+        "6 h forecasts of t2m [K], tp [m], from 2 input times\nof these no inputs: tp\nforcings: "
+        "lsm\n" in said
     )
     assert "training samples, starting 2020-01-01 06:00 to 2020-01-12 12:00 UTC\n" in said
     assert re.search(r"graph: 651 data nodes, \d+ hidden nodes; \d+ edges data to hidden, ", said)

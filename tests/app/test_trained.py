@@ -133,7 +133,8 @@ def test_a_continued_run_has_the_normalisation_that_it_began_with(place, start):
         (
             lambda s: s,
             ("data.variables=[z_500,t2m,tp,z_850]",),
-            "variables must be t2m, z_500, z_850, tp in this order, as in the checkpoint, got z_500, t2m",
+            "variables must be t2m, z_500, z_850, tp in this order, as in the checkpoint, got "
+            "z_500, t2m",
         ),
         (lambda s: s, ("model.heads=2",), "model.heads must be 4, as in the checkpoint, got 2"),
     ],

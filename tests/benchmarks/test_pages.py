@@ -168,8 +168,11 @@ def test_the_page_of_layers_has_the_figures_of_inference_at_9_km():
 def test_readme_and_page_have_the_figures_of_training_at_9_km():
     runs = [found for name in ("", "_anemoi") for found in load(f"train_9km{name}_h200")["runs"]]
     timed = [found for found in runs if found["outcome"] == "done" and found["num_chunks"] == 8]
-    compiled = {found["contender"]: f"{found['seconds']:.2f} s, {found['peak_gb']:.1f} GB"
-                for found in timed if found["compiled"]}  # fmt: skip
+    compiled = {
+        found["contender"]: f"{found['seconds']:.2f} s, {found['peak_gb']:.1f} GB"
+        for found in timed
+        if found["compiled"]
+    }
     assert f"| {compiled['anemoi_gt']} | {compiled['anemoi-models']} |" in words_of("README.md")
     assert {f"{found['seconds']:.2f}" for found in timed} <= numbers_in(
         words_of("docs/training.md")

@@ -1,7 +1,8 @@
 """Graphs of anemoi_gt and of anemoi-graphs 0.9.8 on the same data nodes: the same nodes, edges and attributes.
 
-anemoi-graphs computes distances in float32. Sources that are equally far to its rounding are ordered by the last bit,
-so `nearest` is compared exactly on nodes without symmetry, and up to such ties on grids.
+anemoi-graphs computes distances in float32. Sources that are equally far to its rounding are
+ordered by the last bit, so `nearest` is compared exactly on nodes without symmetry, and up to such
+ties on grids.
 """
 
 from itertools import pairwise
@@ -153,8 +154,14 @@ def stretched(name):
     return ours, anemoi_graph(data, [hidden], edges, inside=data.inside(EUROPE)), {ENCODER, DECODER}
 
 
-CASES = [(icospheres, "O16", 3), (icospheres, "N32", 4), (icospheres, "scattered", 3), (limited_area, "UK"),
-         (stretched, "N32"), (stretched, "scattered")]  # fmt: skip
+CASES = [
+    (icospheres, "O16", 3),
+    (icospheres, "N32", 4),
+    (icospheres, "scattered", 3),
+    (limited_area, "UK"),
+    (stretched, "N32"),
+    (stretched, "scattered"),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")

@@ -86,14 +86,18 @@ KEEP = np.ones(41, dtype=bool), np.arange(42), np.ones((42, 1), dtype=bool)
 
 
 @refused(
-    (icosphere, (0,), REFINEMENT), (stretched_icosphere, (0, 3, BERN), REFINEMENT),
+    (icosphere, (0,), REFINEMENT),
+    (stretched_icosphere, (0, 3, BERN), REFINEMENT),
     (stretched_icosphere, (3, 3, BERN), "area_refinement must be above refinement, got 3 and 3"),
     (limited_area_icosphere, (0, BERN), REFINEMENT),
     *((limited_area_icosphere, (2, *area), message) for area, message in AREAS.items()),
     *((stretched_icosphere, (2, 3, *area), message) for area, message in AREAS.items()),
     *((icosphere, (3, levels), "one or more of 0 to 3") for levels in ((), (4,), (-1, 2))),
-    *((icosphere(1).restrict, (keep,), r"keep must be bool \[42\], one per vertex") for keep in KEEP),
-)  # fmt: skip
+    *(
+        (icosphere(1).restrict, (keep,), r"keep must be bool \[42\], one per vertex")
+        for keep in KEEP
+    ),
+)
 def test_option_out_of_range_raises(wrong, message):
     make, options = wrong
     raises(lambda: make(*options), message)

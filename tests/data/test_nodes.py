@@ -64,12 +64,15 @@ def test_coordinates_are_copied_and_read_only():
 @pytest.mark.parametrize(
     ("area", "expected"),
     [
-        ((60, -10, 40, 10), [1, 1, 0, 0, 0, 1]), ((60, 350, 40, 370), [1, 1, 0, 0, 0, 1]),
-        ((60, 170, 40, -170), [0, 0, 1, 0, 0, 0]), ((50, 0, 50 - 1e-9, 10), [1, 1, 0, 0, 0, 0]),
-        ((60, -180, 40, 180), [1, 1, 1, 0, 0, 1]), ((90, 5, -90, 5), [1, 1, 1, 1, 1, 1]),
+        ((60, -10, 40, 10), [1, 1, 0, 0, 0, 1]),
+        ((60, 350, 40, 370), [1, 1, 0, 0, 0, 1]),
+        ((60, 170, 40, -170), [0, 0, 1, 0, 0, 0]),
+        ((50, 0, 50 - 1e-9, 10), [1, 1, 0, 0, 0, 0]),
+        ((60, -180, 40, 180), [1, 1, 1, 0, 0, 1]),
+        ((90, 5, -90, 5), [1, 1, 1, 1, 1, 1]),
         ((90, -170, -90, -10), [0, 0, 0, 0, 1, 1]),
     ],
-)  # fmt: skip
+)
 def test_area_lies_between_its_parallels_and_from_west_eastwards_to_east(area, expected):
     nodes = Nodes([50, 50, 50, 70, -60, 50], [0, 10, 180, 0, -90, 350])
     np.testing.assert_array_equal(nodes.inside(area), np.array(expected, dtype=bool))
@@ -81,13 +84,18 @@ AREAS = (None, "europe", (60, 0, 40), (60, 0, np.nan, 10), [[60, 0], [40]])
 
 @refused(
     *((Nodes([50], [0]).inside, [area], f"{FOUR_NUMBERS} in degrees, got") for area in AREAS),
-    *((Nodes([50], [0]).inside, [(40, 0, north, 10)], "north above south, got") for north in (60, 40)),
-    (Nodes.from_xyz, [np.ones(3)], r"\[N, 3\].*\(3,\)"), (Nodes.from_xyz, [np.zeros((2, 3))], "nonzero length"),
-    (Nodes, ([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"), (Nodes, ([[0.0]], [[0.0]]), "vectors"),
+    *(
+        (Nodes([50], [0]).inside, [(40, 0, north, 10)], "north above south, got")
+        for north in (60, 40)
+    ),
+    (Nodes.from_xyz, [np.ones(3)], r"\[N, 3\].*\(3,\)"),
+    (Nodes.from_xyz, [np.zeros((2, 3))], "nonzero length"),
+    (Nodes, ([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"),
+    (Nodes, ([[0.0]], [[0.0]]), "vectors"),
     *((Nodes, ends, "finite") for ends in (([np.nan], [0.0]), ([0.0], [np.inf]))),
     (Nodes, ([90.5], [0.0]), r"\[-90, 90\].*90.5"),
     (area_weights, [Nodes([0.0, 0, 90, -90, 0], [0.0, 90, 0, 0, 0])], "[Dd]uplicate"),
-)  # fmt: skip
+)
 def test_invalid_coordinates_and_areas_raise(wrong, message):
     call, options = wrong
     raises(lambda: call(*options), message)
@@ -99,8 +107,11 @@ def test_invalid_coordinates_and_areas_raise(wrong, message):
 def test_area_weighted_mean_is_the_integral_over_the_globe(nodes):
     weights, (x, y, z) = area_weights(nodes), nodes.xyz.T
     assert weights.min() > 0 and weights.mean() == pytest.approx(1, rel=1e-14)
-    for values, integral in ((z, pytest.approx(0, abs=1e-10)), (z**2, pytest.approx(1 / 3, rel=2e-3)),
-                             (x**2 * y**2, pytest.approx(1 / 15, rel=4e-3))):  # fmt: skip
+    for values, integral in (
+        (z, pytest.approx(0, abs=1e-10)),
+        (z**2, pytest.approx(1 / 3, rel=2e-3)),
+        (x**2 * y**2, pytest.approx(1 / 15, rel=4e-3)),
+    ):
         assert np.average(values, weights=weights) == integral
 
 

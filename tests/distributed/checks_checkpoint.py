@@ -98,15 +98,21 @@ def a_state_in_which_rows_would_be_lost_is_refused_before_anything_is_written(gr
     model, by_name = net.state_dict(), get_optimizer_state_dict(net, optimizer)
     rank = dist.get_rank()
     refused = {
-        "the state must have a key that ends in the name of each table, got none for edges.trainable, embedding.weight":
-            {"model": {"other": torch.zeros(2)}},
-        "optimizer.state.0.exp_avg must be the same on all ranks":
-            {"model": model, "optimizer": optimizer.state_dict()},
+        "the state must have a key that ends in the name of each table, got none for "
+        "edges.trainable, embedding.weight": {"model": {"other": torch.zeros(2)}},
+        "optimizer.state.0.exp_avg must be the same on all ranks": {
+            "model": model,
+            "optimizer": optimizer.state_dict(),
+        },
         "rank must be the same on all ranks": {"model": model, "rank": torch.tensor(rank)},
-        "parts.1 must be the same on all ranks": {"model": model, "parts": [torch.zeros(2), torch.full((2,), rank)]},
+        "parts.1 must be the same on all ranks": {
+            "model": model,
+            "parts": [torch.zeros(2), torch.full((2,), rank)],
+        },
         "embedding.weight must have the": {"model": model | {NAME: torch.zeros(17, 4)}},
-        "only must be the same on all ranks": {"model": model} | ({"only": torch.zeros(1)} if rank else {}),
-    }  # fmt: skip
+        "only must be the same on all ranks": {"model": model}
+        | ({"only": torch.zeros(1)} if rank else {}),
+    }
     for said, state in refused.items():
         save = partial(save_checkpoint, folder, state, shard.tables, group)
         verdict.raises(ValueError, said, save)

@@ -79,7 +79,8 @@ def compare(verdict, label, make, mesh, **options):
     for name, parameter in model.named_parameters():
         gradient = whole.get_parameter(name).grad
         gradient = gradient[shard.tables[name].index] if name in shard.tables else gradient
-        # A bias of the key cancels in the softmax: its gradient is a sum to 0 of terms as large as those of the weight.
+        # A bias of the key cancels in the softmax: its gradient is a sum to 0 of terms as large as
+        # those of the weight.
         terms = (
             whole.get_parameter(name.replace("bias", "weight")).grad
             if "lin_key.bias" in name

@@ -87,8 +87,13 @@ def any_module_gives_output_and_gradients_of_the_whole(group, verdict):
         whole = copy.deepcopy(net)
         expected = whole(x, up, edge_attr)
         expected.square().sum().backward()
-        shard = shard_module(net, {UP: up, ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"},
-                             positions={"data": data, "mesh": points})  # fmt: skip
+        shard = shard_module(
+            net,
+            {UP: up, ALONG: net.edges},
+            mesh,
+            tables={"embedding.weight": "mesh"},
+            positions={"data": data, "mesh": points},
+        )
         out = net(
             shard.nodes("data", x), shard.graphs[UP].split(chunks), shard.edges(UP, edge_attr)
         )
@@ -161,14 +166,15 @@ def what_does_not_fit_the_module_is_named(group, verdict):
     net, up, _, _ = make()
     mesh = mesh_of(1, dist.get_world_size())  # all ranks make a mesh together
     for graphs, tables, said in (
-        ({}, None, "at least one graph"), ({"up": up}, None, "keys (sources, destinations)"),
+        ({}, None, "at least one graph"),
+        ({"up": up}, None, "keys (sources, destinations)"),
         ({UP: up, ("data", "data"): net.edges}, None, "the same number of data"),
         ({ALONG: copy.deepcopy(net.edges)}, None, "part of the module"),
         ({UP: up}, {"weight": "mesh"}, "name parameters or buffers"),
         ({UP: up}, {"embedding.weight": "sea"}, "name a set of nodes or a graph"),
         ({UP: up}, {"embedding.weight": "data"}, "one row for each of the"),
         ({UP: net}, None, "GraphStructures or StaticEdges"),
-    ):  # fmt: skip
+    ):
         verdict.raises(
             ValueError, said, lambda g=graphs, t=tables: shard_module(net, g, mesh, tables=t)
         )
@@ -310,9 +316,12 @@ def options_of_any_layer_that_differ_between_ranks_are_named(group, verdict):
     mesh, is_last = mesh_of_group(group), dist.get_rank(group) == 1
     graph = structure("symmetric")
     options = {
-        "heads": (2, 4), "dropout": (0.0, 0.5), "beta": (False, True), "concat": (True, False),
+        "heads": (2, 4),
+        "dropout": (0.0, 0.5),
+        "beta": (False, True),
+        "concat": (True, False),
         "config": (CONFIG, AttentionConfig("torch", precision="bf16")),
-    }  # fmt: skip
+    }
     for name, values in options.items():
         sizes = {"out_channels": 8} | ({"heads": 1} if name == "concat" else {})
         torch.manual_seed(0)

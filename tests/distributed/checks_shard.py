@@ -261,11 +261,13 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
 
     strays = stray[:, : 2 - (rank > 0)] if rank < 2 else NO_EDGES
     refused(
-        "ranks 0, 1: every edge must end in a node of this rank, got one into 16, which rank 2 owns",
+        "ranks 0, 1: every edge must end in a node of this rank, got one into 16, which rank 2 "
+        "owns",
         strays,
     )
     refused(
-        "rank 0: sources must hold values in 0 .. 40, one for each of 41 nodes, got values from 41 to 41",
+        "rank 0: sources must hold values in 0 .. 40, one for each of 41 nodes, got values from "
+        "41 to 41",
         NO_EDGES if rank else beyond,
     )
     refused("edge_index must have dtype int32 or int64", NO_EDGES.float())
@@ -338,11 +340,12 @@ def what_differs_in_the_first_exchange_of_a_shard_is_named_and_later_ones_cost_n
     number, device = shard.sources.ranges.counts[shard.rank], device_type()
     x = torch.randn(2, number, 4)
     others = {
-        "batch size of the rows that ranks exchange must be the same on all ranks, got (3,) on rank 1": x.new_zeros(3, number, 4),
+        "batch size of the rows that ranks exchange must be the same on all ranks, got (3,) on "
+        "rank 1": x.new_zeros(3, number, 4),
         "features of the rows that ranks exchange": x.new_zeros(2, number, 5),
         "dtype (of the input, or by autocast) of the rows that ranks exchange": x.double(),
         "requires_grad of the rows that ranks exchange": x.clone().requires_grad_(),
-    }  # fmt: skip
+    }
     for said, other in others.items():
         verdict.raises(ValueError, said, partial(shard.start_exchange, other if is_last else x))
         verdict.raises(ValueError, said, partial(shard.split(3).exchange, other if is_last else x))

@@ -1,8 +1,8 @@
 """Checks on several ranks: one process per rank, as under torchrun, started once for all checks of a test run.
 
-A check is a function of a process group and a `Verdict`, which collects problems and raises nothing, so a check that
-fails leaves no rank in a collective. A check that raises ends the processes; its traceback is the result of all later
-checks.
+A check is a function of a process group and a `Verdict`, which collects problems and raises
+nothing, so a check that fails leaves no rank in a collective. A check that raises ends the
+processes; its traceback is the result of all later checks.
 """
 
 import importlib

@@ -81,9 +81,11 @@ def test_ranges_that_are_none_are_refused(make, said):
         (torch.tensor([0, 1]), "order must have shape [3], one node per position, got (2,)"),
         (torch.tensor([0.0, 2.0, 1.0]), "order must have dtype int64, got torch.float32"),
         ([0, 2, 1], "order must be a tensor [3], one node per position, got list"),
-        (torch.tensor([0, 2, 2]), "hold each node 0 .. 2 once, got 2 at position 1 when sorted"),  # 1 has no owner
-        (torch.tensor([0, 1, 3]), "got 3 at position 2"), (torch.tensor([-1, 0, 1]), "got -1 at position 0"),
+        # 1 has no owner
+        (torch.tensor([0, 2, 2]), "hold each node 0 .. 2 once, got 2 at position 1 when sorted"),
+        (torch.tensor([0, 1, 3]), "got 3 at position 2"),
+        (torch.tensor([-1, 0, 1]), "got -1 at position 0"),
     ],
-)  # fmt: skip
+)
 def test_an_order_that_is_no_permutation_is_refused(order, said):
     raises(lambda: Partition(Ranges((0, 3)), order), re.escape(said))

@@ -101,9 +101,10 @@ EXAMPLE = r"x must be an example \[B, N, channels\] with B at least 1, got"
 @refused(
     (lambda x: x, 0, "max_batch must be at least 1, got 0"),
     *((lambda x: x, n, f"max_batch must be an integer, got {n!r}") for n in (2.5, "4", True)),
-    (lambda x: x[0], 4, rf"{EXAMPLE} \(30, 5\)"), (lambda x: x[:0], 4, rf"{EXAMPLE} \(0, 30, 5\)"),
+    (lambda x: x[0], 4, rf"{EXAMPLE} \(30, 5\)"),
+    (lambda x: x[:0], 4, rf"{EXAMPLE} \(0, 30, 5\)"),
     (lambda x: {"data": None}, 4, f"{EXAMPLE} NoneType"),
-)  # fmt: skip
+)
 def test_invalid_example_or_batch_size_raises(make_model, fields, wrong, message):
     change, max_batch = wrong
     raises(lambda: export_model(make_model(), change(fields(1)), max_batch=max_batch), message)

@@ -3,9 +3,9 @@
     python traced.py kernels     every kernel of a model and of a tensor-graph layer, compiled for an H200
     python traced.py eager       kernels of a program with fixed sizes and those of the same eager call
 
-Tensors are fake: they have a device and no memory. AOTInductor traces an exported program again and then sees the
-kernels of an operator; so does this script. Triton must be imported without its interpreter, hence this process, whose
-path has the tests' `kernels`.
+Tensors are fake: they have a device and no memory. AOTInductor traces an exported program again and
+then sees the kernels of an operator; so does this script. Triton must be imported without its
+interpreter, hence this process, whose path has the tests' `kernels`.
 """
 
 import json

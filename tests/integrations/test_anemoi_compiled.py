@@ -136,13 +136,14 @@ def compile_parts(model, backend, kinds=BLOCKS):
 @pytest.mark.parametrize(
     ("options", "shape", "forward", "folded"),
     (
-        (WHOLE, {"batch": 2}, {}, {1, 2}), (small.make_options(mapper_chunks=1), {"batch": 2}, {}, {2}),
+        (WHOLE, {"batch": 2}, {}, {1, 2}),
+        (small.make_options(mapper_chunks=1), {"batch": 2}, {}, {2}),
         (small.make_options(mapper_chunks=3), {"batch": 2}, {}, {1, 2}),
         (small.make_options(shard_strategy="heads"), {"batch": 2}, {}, {2}),
         (small.make_ensemble_options(), {"batch": 2, "ensemble": 2}, {"fcstep": 1}, {2, 4}),
     ),
     ids=("components", "batch", "chunks across samples", "heads", "ensemble"),
-)  # fmt: skip
+)
 def test_compiled_code_folds_batches_as_eager_and_sort_nothing(
     graph, traced, sorts, options, shape, forward, folded
 ):

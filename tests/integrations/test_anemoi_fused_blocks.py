@@ -125,9 +125,10 @@ def counted(names):
 
 
 CONDITIONED = {
-    "processor": ("processor", {}), "mapper": ("mapper", {}),
+    "processor": ("processor", {}),
+    "mapper": ("mapper", {}),
     "mapper that updates its sources": ("mapper", {"update_src_nodes": True}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONDITIONED)
@@ -339,9 +340,8 @@ NO_ATTENTION = {  # reason: a change after which the feed-forward sub-layer alon
     "its lin_query has a weight of the tensor subclass": of_tensor_subclass,
 }
 NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alone is fused
-    "its node_dst_mlp.mlp.1 is a torch.nn.modules.activation.Tanh, and a GELU, SiLU, ReLU or Sigmoid": with_part(
-        "node_dst_mlp.mlp.1", lambda _: nn.Tanh()
-    ),
+    "its node_dst_mlp.mlp.1 is a torch.nn.modules.activation.Tanh, and a GELU, SiLU, ReLU or "
+    "Sigmoid": with_part("node_dst_mlp.mlp.1", lambda _: nn.Tanh()),
     "its node_dst_mlp.mlp.1 has hooks, which": lambda block: block.node_dst_mlp.mlp[
         1
     ].register_full_backward_hook(lambda *_: None),
@@ -468,12 +468,14 @@ def test_only_a_full_checkpoint_computes_sub_layers_again(mode, times, graph):
 @pytest.mark.parametrize(
     ("options", "dtype", "is_fused"),
     (
-        ({}, torch.bfloat16, True), ({}, torch.float16, True), ({}, None, False),
+        ({}, torch.bfloat16, True),
+        ({}, torch.float16, True),
+        ({}, None, False),
         ({"blocks": False}, torch.bfloat16, False),
         ({"backend": "auto"}, torch.bfloat16, False),  # which computes with the reference on a CPU
         ({"blocks": True}, None, True),
     ),
-)  # fmt: skip
+)
 def test_fused_sub_layers_are_the_default_under_16_bit_autocast_on_triton(
     options, dtype, is_fused, traced, said
 ):

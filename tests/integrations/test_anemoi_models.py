@@ -37,12 +37,20 @@ def assert_same(graph, attentions):
 @pytest.mark.parametrize(
     "changes",
     (
-        {}, {"qk_norm": True}, {"edge_pre_mlp": True}, {"trainable": 0}, {"checkpointing": False},
-        {"mapper_chunks": 1}, {"mapper_chunks": 5}, {"shard_strategy": "heads"}, {"heads": 1},
-        {"channels": 24, "heads": 3}, {"model": {"processor": {"attn_channels": 16}}},
+        {},
+        {"qk_norm": True},
+        {"edge_pre_mlp": True},
+        {"trainable": 0},
+        {"checkpointing": False},
+        {"mapper_chunks": 1},
+        {"mapper_chunks": 5},
+        {"shard_strategy": "heads"},
+        {"heads": 1},
+        {"channels": 24, "heads": 3},
+        {"model": {"processor": {"attn_channels": 16}}},
     ),
     ids=str,
-)  # fmt: skip
+)
 def test_output_and_gradients_are_anemois(graph, assert_same, changes):
     assert_same(make_options(**changes), draw(graph))
 

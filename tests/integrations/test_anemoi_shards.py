@@ -21,7 +21,9 @@ from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import find
 
 EXCHANGES = LAYERS + 2  # of a forward pass: each layer, encoder and decoder
-TRAINED = 5  # tensors of trained attributes: two sets of nodes, three of edges, whose whole gradient every rank gets
+# tensors of trained attributes: two sets of nodes, three of edges, whose whole gradient every rank
+# gets
+TRAINED = 5
 
 
 @pytest.fixture(scope="module")

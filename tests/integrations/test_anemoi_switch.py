@@ -103,7 +103,8 @@ def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
         )  # as Anemoi's configs do for each component
     (line,) = [record.message for record in caplog.records]
     assert line.startswith(
-        f"anemoi_gt computes graph-transformer blocks of anemoi-models {version('anemoi-models')}, where a model has them"
+        "anemoi_gt computes graph-transformer blocks of anemoi-models "
+        f"{version('anemoi-models')}, where a model has them"
     )
     assert line.endswith("backend='torch', precision=None, fuse_edges=False, sharding=True")
     with integration.install(precision="bf16") as inner:
@@ -115,7 +116,8 @@ def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
         )
         assert (
             repr(inner)
-            == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True; in force)"
+            == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True; in "
+            "force)"
         )
         assert repr(outer).endswith("; ended)")
     assert integration.installed().config.backend == "torch" and repr(outer).endswith("; ended)")

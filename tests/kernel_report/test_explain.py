@@ -168,9 +168,13 @@ def meta_attention():
         return torch.empty(n, dtype=torch.int32, device="meta")
 
     graph = GraphStructure(
-        index(num_dst + 1), index(num_edges), torch.empty(num_src, 0, device="meta"),
-        rowptr=index(num_src + 1), col=index(num_edges), csr_to_csc=index(num_edges),
-    )  # fmt: skip
+        index(num_dst + 1),
+        index(num_edges),
+        torch.empty(num_src, 0, device="meta"),
+        rowptr=index(num_src + 1),
+        col=index(num_edges),
+        csr_to_csc=index(num_edges),
+    )
     rows = [draw(nodes, 16, 64) for nodes in (num_dst, num_src, num_src)]
     edges = draw(num_edges, 11), draw(1024, 11), draw(1024)
     return explain_attention(*rows, graph, *edges, config=TRITON)

@@ -7,8 +7,8 @@
     python compile_all.py updates cuda:90    kernels of rows within one warp or across several, with their TTGIR
     python compile_all.py facts              what row kernels say of a launch to a profiler; nothing is compiled
 
-The launches are the package's own: they are recorded, not run, so what compiles here is what runs on a GPU. Triton must
-be imported without its interpreter, hence in a process of its own.
+The launches are the package's own: they are recorded, not run, so what compiles here is what runs
+on a GPU. Triton must be imported without its interpreter, hence in a process of its own.
 """
 
 import json
@@ -228,9 +228,14 @@ def every():
         launches += record(lambda edges=edges: group_both_ends_unordered(edges, 3, 4, torch.int32))
     for kernel, args in launches:
         yield (
-            kernel, args, ALIGNED,
-            lambda one: {"binaries": sorted({"cubin", "hsaco"} & set(one.asm)), "shared": one.metadata.shared},
-        )  # fmt: skip
+            kernel,
+            args,
+            ALIGNED,
+            lambda one: {
+                "binaries": sorted({"cubin", "hsaco"} & set(one.asm)),
+                "shared": one.metadata.shared,
+            },
+        )
 
 
 def each():

@@ -1,7 +1,7 @@
 """Launch the kernels of edge attention on a GPU that is not there, and print as JSON lines what reaches its driver.
 
-Triton binds, compiles for sm_90 and launches as ever; its driver is ours, and runs nothing. The second run of a plan
-takes what the first has compiled.
+Triton binds, compiles for sm_90 and launches as ever; its driver is ours, and runs nothing. The
+second run of a plan takes what the first has compiled.
 
     python relaunch.py repeated      launches of two runs, arguments in order
     python relaunch.py public        the same where Triton does not have the private parts that a repeated launch uses

@@ -31,10 +31,35 @@ NODE_ROWS = {
     "activation_bwd",
 }  # of fused sub-layers
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
-    "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "exp_scores", "attr_sums",
-    "dscore_sums", "dquery", "dkey", "dvalue", "dedge_attr", "p_ds", "dp", "rows", "sums", "scores", "attr_dp",
-    "segment_rows", "segment_others", "segment_out", "segment_dquery", "segment_dkey", "segment_dvalue", "others",
-}  # fmt: skip
+    "query",
+    "key",
+    "value",
+    "edge_attr",
+    "projected",
+    "projected_grad",
+    "grad_out",
+    "out",
+    "exp_scores",
+    "attr_sums",
+    "dscore_sums",
+    "dquery",
+    "dkey",
+    "dvalue",
+    "dedge_attr",
+    "p_ds",
+    "dp",
+    "rows",
+    "sums",
+    "scores",
+    "attr_dp",
+    "segment_rows",
+    "segment_others",
+    "segment_out",
+    "segment_dquery",
+    "segment_dkey",
+    "segment_dvalue",
+    "others",
+}
 
 
 @cache
@@ -70,15 +95,18 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
     names = {line["kernel"]: line["name"].removeprefix("edge_attention_") for line in named}
     assert all(line["name"].startswith("edge_attention_") for line in named)
     assert names == {
-        "project": "project_bf16_h16_c64_d11", "embed": "embed_bf16_h16_c64_d11",
-        "edge_attention_fwd": "fwd_bf16_h16_c64_d11", "edge_attention_bwd_dst": "bwd_dst_bf16_h16_c64_d11",
+        "project": "project_bf16_h16_c64_d11",
+        "embed": "embed_bf16_h16_c64_d11",
+        "edge_attention_fwd": "fwd_bf16_h16_c64_d11",
+        "edge_attention_bwd_dst": "bwd_dst_bf16_h16_c64_d11",
         "edge_attention_bwd_src": "bwd_src_bf16_h16_c64",
         "edge_attention_bwd_dst_hub": "bwd_dst_hub_bf16_h16_c64",
         "edge_attention_fixed_degree_fwd": "fixed_degree_fwd_bf16_h16_c64_d11",
         "edge_attention_fixed_degree_bwd_dst": "fixed_degree_bwd_dst_bf16_h16_c64_d11",
-        "attribute_bwd": "bwd_attributes_bf16_h16_d11", "weight_bwd": "bwd_weight_bf16_h16_c64_d11",
+        "attribute_bwd": "bwd_attributes_bf16_h16_d11",
+        "weight_bwd": "bwd_weight_bf16_h16_c64_d11",
         "weight_sum": "sum_weight_fp32_h16_c64_d11",
-    }  # fmt: skip
+    }
 
 
 def test_standard_shapes_spill_nothing():

@@ -220,9 +220,17 @@ def test_gradient_of_a_norm_alone_writes_nothing_else(draw, poisoned):
     x, grad_normed, dx = draw(37, 67), draw(37, 67), poisoned(37, 67)
     launch = row_launches.norm_backward(37, 67, EPS, programs=PROGRAMS, sums=0, first_sum=0)
     launch(
-        x=x, grad_normed=grad_normed, grad_total=None, scale=None, shift=None, modulation=None, dx=dx, normed=None,
-        grad_scale=None, partial=None,
-    )  # fmt: skip
+        x=x,
+        grad_normed=grad_normed,
+        grad_total=None,
+        scale=None,
+        shift=None,
+        modulation=None,
+        dx=dx,
+        normed=None,
+        grad_scale=None,
+        partial=None,
+    )
     parameters = {"scale": None, "shift": None, "modulation": None}
     assert_rounded("dx", dx, norm_gradients(x, grad_normed, None, parameters)["dx"])
 
@@ -234,9 +242,17 @@ def test_gradient_of_a_norm_reads_and_writes_rows_before_the_halo(draw, poisoned
         21, 24, EPS, programs=PROGRAMS, sums=48, first_sum=0, batch=3, normed_entry_rows=9
     )
     launch(
-        x=x, grad_normed=wide, grad_total=None, scale=scale, shift=None, modulation=None, dx=dx, normed=normed,
-        grad_scale=None, partial=partial,
-    )  # fmt: skip
+        x=x,
+        grad_normed=wide,
+        grad_total=None,
+        scale=scale,
+        shift=None,
+        modulation=None,
+        dx=dx,
+        normed=normed,
+        grad_scale=None,
+        partial=partial,
+    )
     parameters = {"scale": scale, "shift": None, "modulation": None}
     reference = norm_gradients(x, wide[:, :7].flatten(0, 1), None, parameters)
     assert_rounded("dx", dx, reference["dx"])
@@ -252,9 +268,15 @@ def test_launches_add_to_the_same_sums(draw, poisoned, make_partial):
     for _ in range(2):
         x, grad_normed = draw(9, 24), draw(9, 24)
         launch(
-            x=x, grad_normed=grad_normed, grad_total=None, dx=poisoned(9, 24), normed=None, grad_scale=None,
-            partial=partial, **parameters,
-        )  # fmt: skip
+            x=x,
+            grad_normed=grad_normed,
+            grad_total=None,
+            dx=poisoned(9, 24),
+            normed=None,
+            grad_scale=None,
+            partial=partial,
+            **parameters,
+        )
         total = total + norm_gradients(x, grad_normed, None, parameters)["sums"]
     assert_rounded("sums", partial.sum(0), total)
 
@@ -283,7 +305,8 @@ def test_a_norm_of_too_many_features_is_refused_with_the_number():
         row_launches.norm_forward(3, 4097, EPS)
 
 
-# ---------------------------------------------------------------------------------------------- norms of heads
+# ----------------------------------------------------------------------------------------------
+# norms of heads
 
 
 @pytest.mark.parametrize("has_scale", [True, False], ids=["scale", "no scale"])
@@ -308,9 +331,17 @@ def test_head_norm_and_its_gradients(
     grad, partial = draw(num_rows, heads, channels), make_partial(channels)
     dx = poisoned(num_rows, 2 * width)
     backward = row_launches.head_norm_backward(
-        num_rows, heads, channels, EPS, x_stride=stride, grad_stride=width, dx_stride=2 * width, programs=PROGRAMS,
-        sums=channels, first_sum=0,
-    )  # fmt: skip
+        num_rows,
+        heads,
+        channels,
+        EPS,
+        x_stride=stride,
+        grad_stride=width,
+        dx_stride=2 * width,
+        programs=PROGRAMS,
+        sums=channels,
+        first_sum=0,
+    )
     columns = dx[:, width:]
     backward(
         x=key, grad_normed=grad, scale=scale, dx=columns, partial=partial if has_scale else None
@@ -349,7 +380,8 @@ def test_gradient_of_a_head_norm_may_overwrite_the_gradient_that_comes_in(
     assert torch.equal(grads[:, :40], before[:, :40]) and torch.equal(grads[:, 80:], before[:, 80:])
 
 
-# ---------------------------------------------------------------------------------------------- activations
+# ----------------------------------------------------------------------------------------------
+# activations
 
 
 def activate(hidden, activation, gated):
@@ -452,7 +484,8 @@ def test_an_unknown_activation_is_refused():
         row_launches.activation_forward(3, 8, "mish", gated=False)
 
 
-# ---------------------------------------------------------------------------------------------- launches
+# ----------------------------------------------------------------------------------------------
+# launches
 
 
 def all_launches(num_rows):
@@ -492,13 +525,17 @@ def test_nothing_is_launched_without_rows():
 def test_names_in_a_profile_tell_kernel_dtype_and_sizes():
     names = [launch.name({"x": "*bf16", "hidden": "*bf16"}) for launch in all_launches(37)]
     assert names == [
-        "anemoi_gt_norm_fwd_bf16_f512", "anemoi_gt_norm_bwd_bf16_f512", "anemoi_gt_head_norm_fwd_bf16_h16_c32",
-        "anemoi_gt_head_norm_bwd_bf16_h16_c32", "anemoi_gt_activation_fwd_bf16_silu_gated_k512",
+        "anemoi_gt_norm_fwd_bf16_f512",
+        "anemoi_gt_norm_bwd_bf16_f512",
+        "anemoi_gt_head_norm_fwd_bf16_h16_c32",
+        "anemoi_gt_head_norm_bwd_bf16_h16_c32",
+        "anemoi_gt_activation_fwd_bf16_silu_gated_k512",
         "anemoi_gt_activation_bwd_bf16_silu_gated_k512",
-    ]  # fmt: skip
+    ]
 
 
-# ---------------------------------------------------------------------------------------------- compiled
+# ----------------------------------------------------------------------------------------------
+# compiled
 
 COMPILE = Path(__file__).with_name("compile_row_kernels.py")
 KERNELS = {
@@ -510,9 +547,19 @@ KERNELS = {
     "activation_bwd",
 }
 GROWING = {  # arguments whose size grows with nodes
-    "x", "grad_normed", "grad_total", "modulation", "dx", "normed", "grad_scale", "out", "hidden", "grad_activated",
-    "activated", "grad_hidden",
-}  # fmt: skip
+    "x",
+    "grad_normed",
+    "grad_total",
+    "modulation",
+    "dx",
+    "normed",
+    "grad_scale",
+    "out",
+    "hidden",
+    "grad_activated",
+    "activated",
+    "grad_hidden",
+}
 
 
 def test_rows_of_512_and_1024_features_spill_nothing():

@@ -30,11 +30,13 @@ SIZES = {"num_dst": 1, "num_src": 1, "num_edges": 1, "heads": 16, "channels": 64
 @pytest.mark.parametrize(
     ("name", "size", "options"),
     [
-        ("num_dst", 2**21, {}), ("num_src", 2**21, {}), ("num_edges", 2**26, {"channels": 1}),
+        ("num_dst", 2**21, {}),
+        ("num_src", 2**21, {}),
+        ("num_edges", 2**26, {"channels": 1}),
         ("num_edges", 2**21, {"form": "embedded"}),
         ("num_edges", 2**21, {"heads": 1, "channels": 1, "form": "raw", "edge_dim": 1024}),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("samples", [1, 2])
 def test_offsets_become_wide_when_one_can_pass_2_to_31(name, size, options, samples):
     options = SIZES | options  # the same number of rows or edges, shared out among samples

@@ -42,13 +42,17 @@ PLAIN = {
 }
 PLAIN |= {"update_src_nodes": False, "norm": "plain", "activation": "gelu"}
 ROWS = pairwise(
-    kind=tuple(KINDS), mlp_implementation=("mlp", "glu", "swiglu", "geglu", "reglu"), qk_norm=(False, True),
-    edge_pre_mlp=(False, True), bias=(True, False),
-    attn_channels=(None, 24),  # 8 a head: a norm of 2 is their sign, whose gradient is what rounding leaves
+    kind=tuple(KINDS),
+    mlp_implementation=("mlp", "glu", "swiglu", "geglu", "reglu"),
+    qk_norm=(False, True),
+    edge_pre_mlp=(False, True),
+    bias=(True, False),
+    # 8 a head: a norm of 2 is their sign, whose gradient is what rounding leaves
+    attn_channels=(None, 24),
     update_src_nodes=(False, True),
     norm=("plain", "conditional"),
     activation=("gelu", "silu"),
-)  # fmt: skip
+)
 
 
 def name_of(row):

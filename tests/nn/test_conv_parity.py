@@ -53,9 +53,9 @@ def test_output_and_gradients_are_those_of_pyg(options, bipartite):
     )
     results = []
     for layer in make_pair(bipartite, options):
-        call = lambda t, layer=layer: layer(
+        call = lambda t, layer=layer: layer(  # noqa: E731
             (t[0], t[1]) if bipartite else t[0], edge_index, t.get("edge_attr")
-        )  # noqa: E731
+        )
         results.append(differentiate(layer, inputs, call))
     assert_same(*reversed(results))
 
@@ -143,11 +143,12 @@ def test_dropout_drops_weights_at_its_rate_and_scales_the_others(rate):
 
 
 @refused(
-    ({"heads": 0}, "heads must be at least 1, got 0"), ({"out_channels": 0}, "out_channels must be at least 1, got 0"),
+    ({"heads": 0}, "heads must be at least 1, got 0"),
+    ({"out_channels": 0}, "out_channels must be at least 1, got 0"),
     ({"edge_dim": 0}, "edge_dim must be at least 1, .* got 0"),
     ({"dropout": 1.5}, "dropout must be a probability in 0 .. 1, got 1.5"),
     ({"aggr": "max"}, "aggr must be 'add', .* got 'max'"),
     ({"decomposed_layers": 2}, "decomposed_layers must be 1, .* got 2"),
-)  # fmt: skip
+)
 def test_wrong_option_is_refused(wrong, message):
     raises(lambda: GraphTransformerConv(**{"in_channels": 6, "out_channels": 8, **wrong}), message)

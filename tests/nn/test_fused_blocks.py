@@ -198,12 +198,18 @@ def test_a_mapper_that_updates_its_sources_is_three_sublayers():
     (
         ({"dropout": 0.5}, None, [ALONE, FEED_FORWARD]),
         ({"config": AttentionConfig("triton", precision="fp32")}, None, [ALONE, FEED_FORWARD]),
-        ({}, with_hook("lin_query"), [ALONE, FEED_FORWARD]), ({}, with_hook("node_dst_mlp"), [ATTENTION]),
+        ({}, with_hook("lin_query"), [ALONE, FEED_FORWARD]),
+        ({}, with_hook("node_dst_mlp"), [ATTENTION]),
         ({}, with_hook("layer_norm_mlp_dst"), [ATTENTION]),
-        ({}, lambda block: setattr(block, "projection", nn.Sequential(block.projection)), [ALONE, FEED_FORWARD]),
-        ({}, with_own_combine, [ALONE]), ({}, lambda block: setattr(block, "__class__", OwnBlock), [ALONE]),
+        (
+            {},
+            lambda block: setattr(block, "projection", nn.Sequential(block.projection)),
+            [ALONE, FEED_FORWARD],
+        ),
+        ({}, with_own_combine, [ALONE]),
+        ({}, lambda block: setattr(block, "__class__", OwnBlock), [ALONE]),
     ),
-)  # fmt: skip
+)
 def test_what_cannot_be_fused_costs_its_own_sublayer_alone(options, change, expected):
     assert operators_of("processor", options, change) == expected
 

@@ -100,13 +100,21 @@ def test_mapper_chunks_apply_to_every_mapper(graph, x):
 
 
 @refused(
-    ((0, 3), "in_channels must be at least 1, got 0"), ((5, 0), "out_channels must be at least 1, got 0"),
-    ((5, {"data": 3}), "in_channels and out_channels must both be integers or both be mappings, got"),
+    ((0, 3), "in_channels must be at least 1, got 0"),
+    ((5, 0), "out_channels must be at least 1, got 0"),
+    (
+        (5, {"data": 3}),
+        "in_channels and out_channels must both be integers or both be mappings, got",
+    ),
     (({}, {"region": 2}), r"in_channels must name at least one data set, .* got \[\]"),
-    (({"hidden": 5}, {"region": 2}), r"in_channels must name .* none of them 'hidden', got \['hidden'\]"),
+    (
+        ({"hidden": 5}, {"region": 2}),
+        r"in_channels must name .* none of them 'hidden', got "
+        r"\['hidden'\]",
+    ),
     (({"region": 4}, {"region": 0}), r"out_channels\['region'\] must be at least 1, got 0"),
     (({"mars": 4}, {"region": 2}), "graph must have nodes 'mars' with positions x"),
-)  # fmt: skip
+)
 def test_wrong_data_sets_are_refused(graph, wrong, message):
     raises(lambda: make_model(graph, *wrong), message)
 

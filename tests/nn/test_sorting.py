@@ -46,12 +46,16 @@ def as_adjacency(edge_index):
 @pytest.mark.parametrize(
     ("edges", "expected"),
     (
-        (EDGE_INDEX, ["group_both_ends_unordered"]), (as_adjacency(EDGE_INDEX), ["group_both_ends_unordered"]),
+        (EDGE_INDEX, ["group_both_ends_unordered"]),
+        (as_adjacency(EDGE_INDEX), ["group_both_ends_unordered"]),
         (as_adjacency(EDGE_INDEX).to_sparse_csr(), ["group_edges_unordered"]),
-        (GraphStructure.from_edge_index(EDGE_INDEX, NODES, reverse=False), ["group_edges_unordered"]),
+        (
+            GraphStructure.from_edge_index(EDGE_INDEX, NODES, reverse=False),
+            ["group_edges_unordered"],
+        ),
     ),
     ids=("edge_index", "COO", "CSR", "structure without reverse"),
-)  # fmt: skip
+)
 def test_raw_edges_are_grouped_without_sorting_on_request(
     edges, expected, unordered, kernel_device
 ):

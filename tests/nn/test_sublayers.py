@@ -30,9 +30,12 @@ LIBRARIES = ("anemoi_gt", "anemoi")
 IMPLEMENTATIONS = ("mlp", "glu", "swiglu", "geglu", "reglu")
 GATES = {"glu": "sigmoid", "swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 FUNCTIONS = {
-    "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh"), "silu": functional.silu,
-    "relu": functional.relu, "sigmoid": torch.sigmoid,
-}  # fmt: skip
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "sigmoid": torch.sigmoid,
+}
 NORMS = {
     "plain": nn.LayerNorm,
     "autocast": AutocastLayerNorm,
@@ -46,9 +49,10 @@ THEIR_NORMS = {
     "no bias": {"_target_": "torch.nn.LayerNorm", "bias": False},
     "no parameters": {"_target_": "torch.nn.LayerNorm", "elementwise_affine": False},
     "conditional": {
-        "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": CONDITION,
+        "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
+        "condition_shape": CONDITION,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +60,11 @@ def anemoi_is_known(monkeypatch):
     for name in ("layer_norm", "conditional_norm", "mlp", "gated_linear"):
         monkeypatch.setattr(sublayers.KnownClasses, name, getattr(sublayers.KnownClasses, name))
     sublayers.register(
-        layer_norm=normalization.AutocastLayerNorm, conditional_norm=normalization.ConditionalLayerNorm,
-        mlp=anemoi_mlp.MLP, gated_linear=anemoi_mlp.GatedMLPLayer,
-    )  # fmt: skip
+        layer_norm=normalization.AutocastLayerNorm,
+        conditional_norm=normalization.ConditionalLayerNorm,
+        mlp=anemoi_mlp.MLP,
+        gated_linear=anemoi_mlp.GatedMLPLayer,
+    )
 
 
 def make(kind="processor", library="anemoi_gt", norm="plain", **options):
@@ -126,7 +132,8 @@ def assert_parts_compute(parts, norm, mlp):
     torch.testing.assert_close(out, x + mlp(norm(x, **cond)))
 
 
-# ---------------------------------------------------------------------------------------------- what is recognised
+# ----------------------------------------------------------------------------------------------
+# what is recognised
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -145,10 +152,13 @@ def test_parts_of_a_network_compute_what_its_modules_compute(library, norm, impl
 @pytest.mark.parametrize(
     ("activation", "name"),
     [
-        (nn.GELU(), "gelu"), (nn.GELU(approximate="tanh"), "gelu_tanh"), (nn.SiLU(), "silu"), (nn.ReLU(), "relu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.SiLU(), "silu"),
+        (nn.ReLU(), "relu"),
         (nn.Sigmoid(), "sigmoid"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_parts_of_a_sequential_as_old_versions_of_anemoi_have_it(activation, name, bias):
     mlp = nn.Sequential(
@@ -289,7 +299,8 @@ def test_blocks_of_other_versions_of_anemoi(version):
         assert told == expected, name
 
 
-# ---------------------------------------------------------------------------------------------- what is not
+# ----------------------------------------------------------------------------------------------
+# what is not
 
 ATTENTION_MODULES = (
     "lin_query",
@@ -312,9 +323,11 @@ NETWORK_MODULES += ("node_dst_mlp.mlp.2",)
 GATE_MODULES = tuple(f"node_dst_mlp.mlp.0.{name}" for name in ("gating", "gate_proj", "value_proj"))
 CONDITION_MODULES = ("norm", "scale", "bias")
 HOOKS = (
-    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
     "register_full_backward_pre_hook",
-)  # fmt: skip
+)
 
 
 def assert_one_reason(block, which, reason):
@@ -404,7 +417,7 @@ class Adapter(nn.Linear):
         ("node_dst_mlp.mlp.1", nn.Tanh(), "a GELU, SiLU, ReLU or Sigmoid of torch.nn"),
         ("node_dst_mlp.mlp.2", Adapter(HIDDEN, CHANNELS), "a torch.nn.Linear"),
     ],
-)  # fmt: skip
+)
 def test_a_module_of_another_class_costs_its_own_sub_layer(library, name, module, needed):
     block = make("mapper", library, qk_norm=True)
     parent, _, attribute = name.rpartition(".")
@@ -503,59 +516,75 @@ def drop_in_training(block):
     [
         (drop_in_training, "attention", "its attention drops weights in training"),
         (
-            replaced("layer_norm_attention_src", lambda: nn.LayerNorm((2, CHANNELS))), "attention",
+            replaced("layer_norm_attention_src", lambda: nn.LayerNorm((2, CHANNELS))),
+            "attention",
             "its layer_norm_attention_src is over 2 dimensions, and one is needed",
         ),
         (
-            replaced("layer_norm_mlp_dst", lambda: nn.LayerNorm((2, CHANNELS))), "feed_forward",
+            replaced("layer_norm_mlp_dst", lambda: nn.LayerNorm((2, CHANNELS))),
+            "feed_forward",
             "its layer_norm_mlp_dst is over 2 dimensions, and one is needed",
         ),
         (
-            replaced("layer_norm_attention_dest", lambda: nn.LayerNorm(CHANNELS)), "attention",
+            replaced("layer_norm_attention_dest", lambda: nn.LayerNorm(CHANNELS)),
+            "attention",
             "its layer_norm_attention_dest is not its layer_norm_attention",
         ),
         (
-            replaced("layer_norm_attention_src", lambda: nn.LayerNorm(CHANNELS + 1)), "attention",
+            replaced("layer_norm_attention_src", lambda: nn.LayerNorm(CHANNELS + 1)),
+            "attention",
             "its norms of sources and destinations have different features",
         ),
         (
-            replaced("layer_norm_attention_src", lambda: ConditionalLayerNorm(CHANNELS)), "attention",
+            replaced("layer_norm_attention_src", lambda: ConditionalLayerNorm(CHANNELS)),
+            "attention",
             "one of its norms of sources and destinations takes a condition",
         ),
         (
-            replaced("q_norm", lambda: nn.LayerNorm(CHANNELS // HEADS)), "attention", "its q_norm has a bias",
+            replaced("q_norm", lambda: nn.LayerNorm(CHANNELS // HEADS)),
+            "attention",
+            "its q_norm has a bias",
         ),
         (
-            replaced("k_norm", lambda: nn.LayerNorm(CHANNELS, bias=False)), "attention",
+            replaced("k_norm", lambda: nn.LayerNorm(CHANNELS, bias=False)),
+            "attention",
             "its k_norm is over (24,), and its heads have 12 channels",
         ),
         (
-            replaced("k_norm", lambda: nn.LayerNorm(CHANNELS // HEADS, bias=False, eps=0.0)), "attention",
+            replaced("k_norm", lambda: nn.LayerNorm(CHANNELS // HEADS, bias=False, eps=0.0)),
+            "attention",
             "its k_norm has eps 0.0, and a positive number is needed",
         ),
         (
-            replaced("projection", lambda: nn.Linear(CHANNELS, 7)), "attention",
+            replaced("projection", lambda: nn.Linear(CHANNELS, 7)),
+            "attention",
             "its projection has a parameter (7, 24), and its lin_query needs (24, 24)",
         ),
         (
-            replaced("lin_edge", lambda: nn.Linear(256, CHANNELS)), "attention",
+            replaced("lin_edge", lambda: nn.Linear(256, CHANNELS)),
+            "attention",
             "its edges have 256 attributes, and at most 255 are possible",
         ),
         (
-            replaced("node_dst_mlp.mlp.2", lambda: nn.Linear(HIDDEN, 7)), "feed_forward",
-            "its node_dst_mlp.mlp has a parameter (7, 40), and its layer_norm_mlp_dst needs (24, 40)",
+            replaced("node_dst_mlp.mlp.2", lambda: nn.Linear(HIDDEN, 7)),
+            "feed_forward",
+            "its node_dst_mlp.mlp has a parameter (7, 40), and its layer_norm_mlp_dst needs (24, "
+            "40)",
         ),
         (
-            replaced("node_dst_mlp.mlp.3", lambda: nn.GELU()), "feed_forward",
-            "its node_dst_mlp.mlp has 4 layers, and a linear map, an activation and a linear map, or a gated linear "
+            replaced("node_dst_mlp.mlp.3", lambda: nn.GELU()),
+            "feed_forward",
+            "its node_dst_mlp.mlp has 4 layers, and a linear map, an activation and a linear map, "
+            "or a gated linear "
             "map and a linear map are needed",
         ),
         (
-            replaced("node_dst_mlp.layer_norm", lambda: nn.LayerNorm(CHANNELS)), "feed_forward",
+            replaced("node_dst_mlp.layer_norm", lambda: nn.LayerNorm(CHANNELS)),
+            "feed_forward",
             "its node_dst_mlp ends with a norm",
         ),
     ],
-)  # fmt: skip
+)
 def test_other_reasons_cost_their_own_sub_layer(change, which, reason):
     block = make("mapper", qk_norm=True)
     assert_fused(block)
@@ -649,7 +678,8 @@ def test_a_class_is_registered_once():
     assert sublayers.KnownClasses.mlp == before
 
 
-# ---------------------------------------------------------------------------------------------- asked again
+# ----------------------------------------------------------------------------------------------
+# asked again
 
 
 def test_a_parameter_that_was_replaced_is_that_of_the_next_answer():

@@ -47,9 +47,19 @@ def small_chunks(few_programs, monkeypatch):
 
 
 def draw(
-    device, norm="both", nodes="two sets", batch=1, halo=0, segment=None, qk_norm="scale", biases=BIASES,
-    shares_attributes=False, num_dst=9, seed=0, dtype=torch.float32,
-):  # fmt: skip
+    device,
+    norm="both",
+    nodes="two sets",
+    batch=1,
+    halo=0,
+    segment=None,
+    qk_norm="scale",
+    biases=BIASES,
+    shares_attributes=False,
+    num_dst=9,
+    seed=0,
+    dtype=torch.float32,
+):
     """Tensors by name, a gradient of the output, a structure, its edge index, and options; one node is isolated."""
     generator = torch.Generator().manual_seed(seed)
     num_src = num_dst if nodes == "one set" else 7
@@ -142,10 +152,11 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
 @pytest.mark.parametrize(
     ("norm", "nodes", "halo", "qk_norm", "biases", "dtype"),
     [
-        ("both", "one set", 0, "none", BIASES, torch.float32), (4, "two sets", 3, "scale", (), torch.float32),
+        ("both", "one set", 0, "none", BIASES, torch.float32),
+        (4, "two sets", 3, "scale", (), torch.float32),
         ("bare", "two sets", 0, "bare", BIASES, torch.bfloat16),
     ],
-)  # fmt: skip
+)
 def test_forward_and_backward_operators_pass_opcheck(
     norm, nodes, halo, qk_norm, biases, dtype, kernel_device
 ):

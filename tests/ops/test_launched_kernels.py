@@ -74,13 +74,17 @@ def test_the_listed_kernels_are_those_of_a_forward_and_a_backward(
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        ({"query"}, {"project", "bwd_dst", "bwd_attributes", "embed"}), ({"key"}, {"project", "bwd_dst", "bwd_src"}),
+        ({"query"}, {"project", "bwd_dst", "bwd_attributes", "embed"}),
+        ({"key"}, {"project", "bwd_dst", "bwd_src"}),
         ({"edge_attr"}, {"project", "bwd_dst", "bwd_attributes"}),
         ({"edge_bias"}, {"project", "bwd_dst", "bwd_attributes", "bwd_weight", "sum_weight"}),
-        ({"key", "edge_weight"}, {"project", "bwd_dst", "bwd_attributes", "bwd_weight", "sum_weight", "bwd_src"}),
+        (
+            {"key", "edge_weight"},
+            {"project", "bwd_dst", "bwd_attributes", "bwd_weight", "sum_weight", "bwd_src"},
+        ),
     ],
     ids=lambda names: "+".join(sorted(names)),
-)  # fmt: skip
+)
 def test_kernels_run_only_for_gradients_that_are_needed(launched, graph, wanted, expected):
     graph = replace(graph, fixed_in_degree=None)
     operands = operands_of("raw")

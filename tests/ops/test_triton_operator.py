@@ -46,11 +46,15 @@ def operator_arguments(problem, graph):
 @pytest.mark.parametrize(
     ("name", "form", "shape"),
     [
-        ("isolated", "raw", (2, 4, 3)), ("isolated", "embedded", (6, 10, 3)),
-        ("duplicates", "raw_without_bias", (1, 1, 1)), ("one_edge", "none", (3, 5, 1)),
-        ("one_each", "raw", (2, 3, 5)), ("no_edges", "raw", (2, 2, 2)), ("no_destinations", "raw", (1, 1, 1)),
+        ("isolated", "raw", (2, 4, 3)),
+        ("isolated", "embedded", (6, 10, 3)),
+        ("duplicates", "raw_without_bias", (1, 1, 1)),
+        ("one_edge", "none", (3, 5, 1)),
+        ("one_each", "raw", (2, 3, 5)),
+        ("no_edges", "raw", (2, 2, 2)),
+        ("no_destinations", "raw", (1, 1, 1)),
     ],
-)  # fmt: skip
+)
 def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, form, shape):
     problem, graph = problem_and_graph(name, form, torch.float32, *shape)
     for operand in ("query", "key", "value"):

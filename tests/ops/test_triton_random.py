@@ -42,13 +42,15 @@ def graphs(draw):
 
 
 @given(
-    edges=graphs(), shape=st.sampled_from(SHAPES),
+    edges=graphs(),
+    shape=st.sampled_from(SHAPES),
     form=st.sampled_from(["raw", "raw_without_bias", "embedded", "none"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), count=st.integers(1, 2),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    count=st.integers(1, 2),
     dropout_p=st.sampled_from([0.0, 0.0, 0.5]),
     segment=st.sampled_from([None, 4]),  # nodes with more than 8 edges are hubs
     seed=st.integers(0, 2**32),
-)  # fmt: skip
+)
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -1,6 +1,7 @@
 """Run the small model of versions of anemoi-models without us and with us: `python anemoi_minor_versions.py FOLDER...`.
 
-One process for each version, forks of one that has imported what all of them import, which takes seconds.
+One process for each version, forks of one that has imported what all of them import, which takes
+seconds.
 """
 
 import json

@@ -179,7 +179,8 @@ def conditioned_inputs(kind=GraphTransformerProcessorBlock):
 def differentiate_block(block, inputs, forward=None):
     """Output and gradients of nodes, edge attributes, conditions and parameters by name; `forward` replaces the block.
 
-    The output of a mapper is that of its destinations, after that of its sources where it updates them.
+    The output of a mapper is that of its destinations, after that of its sources where it updates
+    them.
     """
     out = (block if forward is None else forward)(*inputs)[0]
     if isinstance(out, tuple):

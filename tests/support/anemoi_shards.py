@@ -1,7 +1,8 @@
 """Anemoi's models on several gloo ranks, and on one rank: `python anemoi_shards.py FOLDER`.
 
-Four ranks are started once and run every case of `CASES` with us; rank 0 writes FOLDER/CASE.pt: the loss, what Anemoi's
-strategy makes of the gradients, and what it counted. `one_rank(case)` is the same with Anemoi's own code.
+Four ranks are started once and run every case of `CASES` with us; rank 0 writes FOLDER/CASE.pt: the
+loss, what Anemoi's strategy makes of the gradients, and what it counted. `one_rank(case)` is the
+same with Anemoi's own code.
 """
 
 import gc
@@ -79,32 +80,61 @@ WITHOUT_OURS = {
 COUNTED = {("symmetric", "1", 1), ("symmetric", "3", 1), ("asymmetric", "4", 2)}
 CASES = {
     **{
-        f"{graph}-{name}-batch{batch}": Case(ranks, models, graph, batch, counted=(graph, name, batch) in COUNTED)
+        f"{graph}-{name}-batch{batch}": Case(
+            ranks, models, graph, batch, counted=(graph, name, batch) in COUNTED
+        )
         for graph in ("symmetric", "asymmetric")
         for name, (ranks, models) in TOPOLOGIES.items()
         for batch in (1, 2)
     },
     **{f"ensemble-{name}": Case(*topology, ensemble=2) for name, topology in TOPOLOGIES.items()},
-    **{f"ensemble-{name}-batch2": Case(*topology, batch=2, ensemble=2, graph="asymmetric")
-       for name, topology in TOPOLOGIES.items()},
+    **{
+        f"ensemble-{name}-batch2": Case(*topology, batch=2, ensemble=2, graph="asymmetric")
+        for name, topology in TOPOLOGIES.items()
+    },
     **{f"tiny-{batch}": Case(4, graph="tiny", batch=batch) for batch in (1, 2)},
-    **{f"replicated-{ranks}-{b}": Case(ranks, graph="asymmetric", batch=b, keep_sharded=False)
-       for ranks, b in ((2, 1), (3, 2))},
+    **{
+        f"replicated-{ranks}-{b}": Case(ranks, graph="asymmetric", batch=b, keep_sharded=False)
+        for ranks, b in ((2, 1), (3, 2))
+    },
     "tiny-replicated": Case(4, graph="tiny", batch=2, keep_sharded=False),
     "all activations kept": Case(3, options={"checkpointing": False, "mapper_chunks": 1}, batch=2),
-    "edges embedded": Case(3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2),
+    "edges embedded": Case(
+        3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2
+    ),
     "hooks on one rank": Case(2, watched=True),
     "compiled": Case(2, graph="asymmetric", batch=2, options=ONE_LAYER, compiled=True),
-    **{f"fused-{name}-{ranks}": Case(ranks, graph=name, batch=batch, options={"qk_norm": False} | ONE_LAYER,
-       fused=True, compiled=name == "small")
-       for name, ranks, batch in (("small", 2, 2), ("tiny", 4, 2))},
-    **{f"fused ensemble-{ranks}": Case(ranks, graph="small", batch=batch, ensemble=2, family="ensemble", **FUSED)
-       for ranks, batch in ((1, 2), (2, 1), (3, 2))},
-    **{f"fused transport-{ranks}": Case(ranks, graph="small", batch=batch, family="transport", **FUSED)
-       for ranks, batch in ((1, 2), (2, 1), (3, 1))},  # Anemoi shards a batch of one
-    **{f"Anemoi's {strategy}-{ranks}": Case(ranks, options={"heads": 8, "shard_strategy": strategy}, **WITHOUT_OURS)
-       for strategy in ("edges", "heads") for ranks in (2, 3)},
-}  # fmt: skip
+    **{
+        f"fused-{name}-{ranks}": Case(
+            ranks,
+            graph=name,
+            batch=batch,
+            options={"qk_norm": False} | ONE_LAYER,
+            fused=True,
+            compiled=name == "small",
+        )
+        for name, ranks, batch in (("small", 2, 2), ("tiny", 4, 2))
+    },
+    **{
+        f"fused ensemble-{ranks}": Case(
+            ranks, graph="small", batch=batch, ensemble=2, family="ensemble", **FUSED
+        )
+        for ranks, batch in ((1, 2), (2, 1), (3, 2))
+    },
+    **{
+        f"fused transport-{ranks}": Case(
+            ranks, graph="small", batch=batch, family="transport", **FUSED
+        )
+        for ranks, batch in ((1, 2), (2, 1), (3, 1))
+    },  # Anemoi shards a batch of one
+    **{
+        f"Anemoi's {strategy}-{ranks}": Case(
+            ranks, options={"heads": 8, "shard_strategy": strategy}, **WITHOUT_OURS
+        )
+        for strategy in ("edges", "heads")
+        for ranks in (2, 3)
+    },
+}
 
 
 @cache

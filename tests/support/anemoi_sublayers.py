@@ -49,9 +49,11 @@ def told(parts):
 def main():
     warnings.simplefilter("ignore")
     register(
-        layer_norm=normalization.AutocastLayerNorm, conditional_norm=normalization.ConditionalLayerNorm, mlp=mlp.MLP,
+        layer_norm=normalization.AutocastLayerNorm,
+        conditional_norm=normalization.ConditionalLayerNorm,
+        mlp=mlp.MLP,
         gated_linear=getattr(mlp, "GatedMLPLayer", None),
-    )  # fmt: skip
+    )
     report = {"version": version("anemoi-models")}
     for kind in ("Processor", "Mapper"):
         for name, kernels in (("plain", {}), ("conditional", {"LayerNorm": CONDITIONAL})):

@@ -1,7 +1,7 @@
 """Run one version of anemoi-models, whatever is first on the path, without us and with us, and print what differs.
 
-A model like AIFS: mappers are graph transformers in chunks, the processor is a transformer or a graph transformer. From
-0.19 on, whose configs differ, only blocks.
+A model like AIFS: mappers are graph transformers in chunks, the processor is a transformer or a
+graph transformer. From 0.19 on, whose configs differ, only blocks.
 """
 
 import json
@@ -173,7 +173,8 @@ def block(kind, triton=False):
 def updated_sources():
     """A mapper's block that updates its sources, sources and destinations each under a condition of their own.
 
-    Returns its error with us, and how it was computed where backend `triton` was asked for, or the refusal.
+    Returns its error with us, and how it was computed where backend `triton` was asked for, or the
+    refusal.
     """
     made = anemoi_sublayers.build(
         "GraphTransformerMapperBlock", {"LayerNorm": anemoi_sublayers.CONDITIONAL}

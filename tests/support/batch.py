@@ -22,7 +22,8 @@ class Judged(NamedTuple):
 def run_batch(samples, graph, backend, *, dropout_p=0.0, seed=0, arriving=("grad_out", "grad_lse")):
     """Run the problems of a batch on `graph` in one call, and compute what they are judged by.
 
-    Shared operands are passed once. Upstream gradients not named in `arriving` must be zero and are not passed.
+    Shared operands are passed once. Upstream gradients not named in `arriving` must be zero and are
+    not passed.
     """
     if dropout_p:
         heads = samples[0].query.shape[1]

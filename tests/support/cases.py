@@ -1,6 +1,7 @@
 """Cases of the accuracy matrix: graph, shape, dtype, form and option, run and judged.
 
-On a CPU, where the interpreter is slow, the matrix is a pairwise table; on a GPU it is the full product.
+On a CPU, where the interpreter is slow, the matrix is a pairwise table; on a GPU it is the full
+product.
 """
 
 from dataclasses import dataclass

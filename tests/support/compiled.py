@@ -14,8 +14,8 @@ from support.run import leaves_of
 from support.same_numbers import assert_same
 
 CHANNELS, HEADS, DIM = 8, 2, 3
-# Sources, destinations, edges, batch. PyTorch unifies sizes that are equal at first: these differ from each other, from
-# the lengths of pointers (nodes + 1), and from CHANNELS, HEADS and DIM.
+# Sources, destinations, edges, batch. PyTorch unifies sizes that are equal at first: these differ
+# from each other, from the lengths of pointers (nodes + 1), and from CHANNELS, HEADS and DIM.
 SIZES = ((9, 14, 31, 4), (11, 17, 53, 5), (43, 6, 77, 10))
 
 

@@ -1,8 +1,9 @@
 """Python programs in processes of their own, forks of a server that has imported what they import, which takes seconds.
 
-Under `python -m torch.distributed.run` the ranks are forks too, all else is torchrun's. A run of the application leaves
-an empty file where it draws its forecast. Where there is a GPU, programs are spawned and ranks are torchrun's: CUDA
-cannot be used in a fork of a process that has initialised it.
+Under `python -m torch.distributed.run` the ranks are forks too, all else is torchrun's. A run of
+the application leaves an empty file where it draws its forecast. Where there is a GPU, programs are
+spawned and ranks are torchrun's: CUDA cannot be used in a fork of a process that has initialised
+it.
 """
 
 import multiprocessing

@@ -32,14 +32,22 @@ def _nearest(num_src, num_dst, degree):
 
 
 GRAPHS = {
-    "no_edges": _edges([], 3, 4), "no_destinations": _edges([], 3, 0), "no_sources": _edges([], 0, 2),
-    "one_edge": _edges([(2, 1)], 3, 2), "isolated": _edges([(0, 1), (2, 1), (1, 4)], 4, 6),
-    "hub": _edges([(j % 5, 2) for j in range(40)], 5, 4), "source_hub": _edges([(1, i % 7) for i in range(30)], 3, 7),
+    "no_edges": _edges([], 3, 4),
+    "no_destinations": _edges([], 3, 0),
+    "no_sources": _edges([], 0, 2),
+    "one_edge": _edges([(2, 1)], 3, 2),
+    "isolated": _edges([(0, 1), (2, 1), (1, 4)], 4, 6),
+    "hub": _edges([(j % 5, 2) for j in range(40)], 5, 4),
+    "source_hub": _edges([(1, i % 7) for i in range(30)], 3, 7),
     "duplicates": _edges([(0, 0), (0, 0), (1, 0), (0, 0), (1, 1), (1, 1)], 2, 2),
-    "self_loops": _edges([(i, i) for i in range(5)] + [(0, 1), (3, 2)], 5, 5), "many_to_few": _random(23, 4, 60),
-    "few_to_many": _random(3, 21, 50), "shuffled": _random(11, 13, 64), "nearest": _nearest(7, 13, 3),
-    "one_each": _nearest(4, 6, 1), "sorted": sort_edges(*_random(11, 13, 64)),
-}  # name: (edge_index [2, E], (num_src, num_dst))  # fmt: skip
+    "self_loops": _edges([(i, i) for i in range(5)] + [(0, 1), (3, 2)], 5, 5),
+    "many_to_few": _random(23, 4, 60),
+    "few_to_many": _random(3, 21, 50),
+    "shuffled": _random(11, 13, 64),
+    "nearest": _nearest(7, 13, 3),
+    "one_each": _nearest(4, 6, 1),
+    "sorted": sort_edges(*_random(11, 13, 64)),
+}  # name: (edge_index [2, E], (num_src, num_dst))
 
 
 def crowd(num_src, num_dst, to=None, of=None, edges=32):
@@ -53,8 +61,13 @@ def crowd(num_src, num_dst, to=None, of=None, edges=32):
 
 
 HUBS = {
-    "destination": crowd(7, 9, to=3), "source": crowd(7, 9, of=2), "both": crowd(5, 4, to=3, of=0),
+    "destination": crowd(7, 9, to=3),
+    "source": crowd(7, 9, of=2),
+    "both": crowd(5, 4, to=3, of=0),
     "several": crowd(3, 4, edges=44),
     "first, others isolated": (torch.stack([torch.arange(26) % 5, torch.zeros(26).long()]), (5, 6)),
-    "ends with a block": (torch.stack([torch.arange(36) % 3, (torch.arange(36) - 3).clamp_min(0) // 11]), (3, 4)),
-}  # fmt: skip
+    "ends with a block": (
+        torch.stack([torch.arange(36) % 3, (torch.arange(36) - 3).clamp_min(0) // 11]),
+        (3, 4),
+    ),
+}

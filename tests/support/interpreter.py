@@ -1,8 +1,9 @@
 """Triton's interpreter without most of its time.
 
-It exchanges the functions of `triton.language` when a kernel starts and again at every call of a helper; it computes
-every sum and product of integers again in 64 bits, for an assertion that it then leaves out; it writes its table of
-dtypes anew for each value; and it checks and wraps the shape of each value, of which a kernel has few.
+It exchanges the functions of `triton.language` when a kernel starts and again at every call of a
+helper; it computes every sum and product of integers again in 64 bits, for an assertion that it
+then leaves out; it writes its table of dtypes anew for each value; and it checks and wraps the
+shape of each value, of which a kernel has few.
 """
 
 import operator

@@ -1,7 +1,8 @@
 """Reading Triton's intermediate representation: how wide offsets are, and in which order memory is read and written.
 
-One pass over the lines, in which every value knows the kernel's argument that it points into and what bounds it. Names
-are unique where they can be seen and used again elsewhere, so the latest definition of a name is the one that is meant.
+One pass over the lines, in which every value knows the kernel's argument that it points into and
+what bounds it. Names are unique where they can be seen and used again elsewhere, so the latest
+definition of a name is the one that is meant.
 """
 
 import re

@@ -1,7 +1,8 @@
 """Three implementations of edge attention that share no line with the package.
 
-`oracle` loops over destinations in float64 and embeds every edge; `plain` is straightforward PyTorch in the dtype under
-test, whose error is the yardstick; `magnitude` is the size of the summands, the scale of rounding.
+`oracle` loops over destinations in float64 and embeds every edge; `plain` is straightforward
+PyTorch in the dtype under test, whose error is the yardstick; `magnitude` is the size of the
+summands, the scale of rounding.
 """
 
 from dataclasses import dataclass, field, fields, replace

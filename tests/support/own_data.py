@@ -22,9 +22,11 @@ def weather_file(lat=LAT, lon=LON, times=TIMES):
     lsm = np.random.default_rng(0).random((len(lat), len(lon))).round()
     place, units = ("latitude", "longitude"), {"t2m": "K", "tp": "m", "z": "m", "lsm": "1"}
     arrays = {
-        "t2m": (("time", *place), t2m), "z": (("time", "level", *place), z), "tp": (("time", *place), tp),
+        "t2m": (("time", *place), t2m),
+        "z": (("time", "level", *place), z),
+        "tp": (("time", *place), tp),
         "lsm": (place, lsm),
-    }  # fmt: skip
+    }
     arrays = {
         name: (dims, values.astype("float32"), {"units": units[name]})
         for name, (dims, values) in arrays.items()

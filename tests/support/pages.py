@@ -36,8 +36,8 @@ def pages_with(*languages):
 def commands(page):
     """Return the commands of a page as lists of words.
 
-    They are all lines of `shell` blocks, and the lines of `text` blocks that begin with a program, with or without
-    srun, up to a remark after two spaces or an `&`.
+    They are all lines of `shell` blocks, and the lines of `text` blocks that begin with a program,
+    with or without srun, up to a remark after two spaces or an `&`.
     """
     lines = "".join(blocks(page, "shell")).splitlines()
     for line in "".join(blocks(page, "text")).splitlines():

@@ -2,7 +2,8 @@
 
 import torch
 
-TOLERANCE = 160  # eps of the dtype, relative to the largest value: sums of up to 20,000 terms in another order
+# eps of the dtype, relative to the largest value: sums of up to 20,000 terms in another order
+TOLERANCE = 160
 LARGEST = 1e-2  # a gradient that vanishes but for rounding is judged by the largest of its model
 
 

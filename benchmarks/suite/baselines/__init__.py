@@ -6,7 +6,8 @@
     attention(operands)             a function without arguments that returns out, of the shape of grad_out
     structure(coo, kind)            a function without arguments that returns `Sides`; None if it takes edge lists
 
-The inputs of all are projected queries, keys and values, and raw attributes with the weight and bias that embed them.
+The inputs of all are projected queries, keys and values, and raw attributes with the weight and
+bias that embed them.
 """
 
 from importlib import import_module

@@ -1,8 +1,9 @@
 """anemoi-models: its Triton operator as its graph-transformer block calls it.
 
-`GraphTransformerBaseBlock` embeds the attributes with a linear layer, converts the edge_index, sorted by destination,
-to both sides at every call of every layer, gradients wanted or not, and calls the operator. Batches are one large graph
-there, with the attributes repeated for each sample; that graph is made here outside what is timed.
+`GraphTransformerBaseBlock` embeds the attributes with a linear layer, converts the edge_index,
+sorted by destination, to both sides at every call of every layer, gradients wanted or not, and
+calls the operator. Batches are one large graph there, with the attributes repeated for each sample;
+that graph is made here outside what is timed.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """PyTorch Geometric: the message passing of `TransformerConv`.
 
-Its projections of nodes are left out, as for all baselines; the edge embedding is inside its `message`. Its linear
-layer there has no bias, and here gets one. Batches are one large graph, with the attributes repeated for each sample.
+Its projections of nodes are left out, as for all baselines; the edge embedding is inside its
+`message`. Its linear layer there has no bias, and here gets one. Batches are one large graph, with
+the attributes repeated for each sample.
 """
 
 from collections.abc import Callable

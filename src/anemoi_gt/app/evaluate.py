@@ -1,7 +1,7 @@
 """The evaluation application, `anemoi-gt evaluate checkpoint=FILE`: scores, plots and rollouts of a model.
 
-The config of the run is read from the checkpoint and can be overridden on the command line. Training writes the same
-report of its test samples when it ends.
+The config of the run is read from the checkpoint and can be overridden on the command line.
+Training writes the same report of its test samples when it ends.
 """
 
 import json
@@ -61,7 +61,8 @@ def evaluate(
 ) -> None:
     """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
 
-    The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them. `variables` are plotted, None: three.
+    The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them. `variables` are
+    plotted, None: three.
     """
     with cpu_threads(run.training.threads):
         records = read_metrics(checkpoint.parent / "metrics.jsonl")
@@ -79,8 +80,9 @@ def write_report(
 ) -> None:
     """Score a model and the baselines on the test samples, and plot the forecast of median error.
 
-    Writes `scores.json`, with the model's scores first, and `forecast.png` to an existing folder. The model is in
-    evaluation mode; `records` are the run's metrics; `variables` are plotted, None: the first three.
+    Writes `scores.json`, with the model's scores first, and `forecast.png` to an existing folder.
+    The model is in evaluation mode; `records` are the run's metrics; `variables` are plotted, None:
+    the first three.
     """
     forecast = model_forecast(model, test)
     errors = measure({"model": forecast, **test.baselines()}, test)
@@ -102,8 +104,8 @@ def write_rollout_report(
 ) -> None:
     """Score rollouts of `steps` steps from the test samples, and plot the one of median error.
 
-    Writes `rollout.json`, by lead time, and `rollout.png` to an existing folder. The model is in evaluation mode.
-    Raises ValueError if the data set does not support rollouts.
+    Writes `rollout.json`, by lead time, and `rollout.png` to an existing folder. The model is in
+    evaluation mode. Raises ValueError if the data set does not support rollouts.
     """
     scores, sample = score_rollouts(model, test, steps)
     write_scores(folder / "rollout.json", scores)

@@ -1,7 +1,7 @@
 """The export application, `anemoi-gt export checkpoint=FILE out=model.pt2`.
 
-It writes a package that runs without this library. The config of the run is read from the checkpoint and can be
-overridden on the command line.
+It writes a package that runs without this library. The config of the run is read from the
+checkpoint and can be overridden on the command line.
 """
 
 import json
@@ -55,8 +55,9 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
 def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]) -> PackageReport:
     """Compile the package, compare it with the model, and move it to its final name.
 
-    The run is from `build_trained`; `origin` is metadata on checkpoint, step, precision and backend. Raises
-    FloatingPointError if the package does not agree with the model, OSError if it cannot be written; no file is left.
+    The run is from `build_trained`; `origin` is metadata on checkpoint, step, precision and
+    backend. Raises FloatingPointError if the package does not agree with the model, OSError if it
+    cannot be written; no file is left.
     """
     device, dtype, data = (
         next(run.model.parameters()).device,

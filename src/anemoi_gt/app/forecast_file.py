@@ -3,7 +3,8 @@
     (number, time, latitude, longitude)    a regular grid, in the order of the data
     (number, time, node)                   any other grid
 
-`number` is there for several ensemble members; data without dates have `lead_time` in place of `time`.
+`number` is there for several ensemble members; data without dates have `lead_time` in place of
+`time`.
 """
 
 import re

@@ -73,8 +73,9 @@ class Run(NamedTuple):
 def build(config: "DictConfig", schema: DataSchema | None = None) -> Run:
     """Build the objects that a config describes, the model on the CPU with weights drawn from `training.seed`.
 
-    The data set takes names, order and normalisation from the schema of a trained model, None for a new one. Raises
-    ValueError, TypeError, ImportError or OSError of the constructor of the object that cannot be built.
+    The data set takes names, order and normalisation from the schema of a trained model, None for a
+    new one. Raises ValueError, TypeError, ImportError or OSError of the constructor of the object
+    that cannot be built.
     """
     splits, training = build_data(config, schema)
     return Run(splits, build_model(config, splits.train), training)
@@ -204,7 +205,8 @@ def check_folder(arguments: list[str]) -> Path:
     """Return the existing folder in which Hydra will create that of the run; raise a ValueError if it cannot."""
     if (given := argument_value(arguments, "hydra.run.dir")) == "":
         raise ValueError(
-            "hydra.run.dir must name a folder, got nothing: the run would write to the working directory"
+            "hydra.run.dir must name a folder, got nothing: the run would write to the working "
+            "directory"
         )
     folder = Path(str(given or "outputs")).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -230,8 +232,8 @@ def remove_empty_run(there: Path) -> None:
 def check_types(config: "DictConfig", *groups: str) -> None:
     """Convert the values of groups to the types in the signatures of their targets.
 
-    Types that structured configs do not know are not checked. Raises ValueError for another type, or if the command
-    line has removed a group.
+    Types that structured configs do not know are not checked. Raises ValueError for another type,
+    or if the command line has removed a group.
     """
     from hydra.utils import get_object
     from omegaconf import OmegaConf
@@ -245,7 +247,8 @@ def check_types(config: "DictConfig", *groups: str) -> None:
         config[group]["_target_"] = current_target(config[group]["_target_"])
         target = get_object(config[group]["_target_"])
         try:
-            # The ignored complaint is that a subclass could have another __init__; this is the class itself.
+            # The ignored complaint is that a subclass could have another __init__; this is the
+            # class itself.
             function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
             hints = get_type_hints(function)
         except NameError:  # annotations for type checkers only
@@ -287,7 +290,8 @@ def write_explanation(
 ) -> None:
     """Log which kernels serve a model on its device for the first batch (target "print"), or write it to a file.
 
-    A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else text.
+    A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else
+    text.
     """
     batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
     with cpu_threads(training.threads):
@@ -327,11 +331,12 @@ def launch(
 ) -> None:
     """Run a Hydra application with the arguments of the command line.
 
-    Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
-    number. A run that is refused leaves no folder.
+    Errors that the user can fix end with one sentence on standard error and exit status 1, a signal
+    with 128 and its number. A run that is refused leaves no folder.
 
-    `name` is that of the application's module. `prepare` returns the job for the composed config, and its errors are
-    reported as errors in the config; `choose_config` returns the name of the primary config in `anemoi_gt.configs`.
+    `name` is that of the application's module. `prepare` returns the job for the composed config,
+    and its errors are reported as errors in the config; `choose_config` returns the name of the
+    primary config in `anemoi_gt.configs`.
     """
     module = f"anemoi_gt.{name}"
     try:
@@ -397,7 +402,8 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
             value = argument_value(given, "checkpoint")
             if not isinstance(value, str):
                 raise ValueError(
-                    f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces or special characters "
+                    f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces "
+                    "or special characters "
                     "twice: \"checkpoint='run (1)/best.pt'\""
                 )
             path = Path(value)

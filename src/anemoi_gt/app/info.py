@@ -12,7 +12,8 @@ from anemoi_gt.compatibility import installed, why_untested
 from anemoi_gt.ops.backends import BACKENDS, choose_backend, unsupported_reason
 from anemoi_gt.version import __version__
 
-PACKAGES = {  # module: its package, and the extra that installs it (None: a dependency of the library itself)
+# module: its package, and the extra that installs it (None: a dependency of the library itself)
+PACKAGES = {
     "torch_geometric": ("torch-geometric", None),
     "einops": ("einops", None),
     "triton": ("triton", "triton"),
@@ -33,8 +34,8 @@ PACKAGES = {  # module: its package, and the extra that installs it (None: a dep
 def describe(checkpoint: str | None = None) -> str:
     """Return versions, packages, devices, where each attention backend runs or why not, and what `install` replaces.
 
-    With a checkpoint of a whole Anemoi model, such as Anemoi's for inference: how `install` would compute its blocks.
-    It is unpickled, which runs what is in it.
+    With a checkpoint of a whole Anemoi model, such as Anemoi's for inference: how `install` would
+    compute its blocks. It is unpickled, which runs what is in it.
     """
     sections = {
         "versions": versions(),

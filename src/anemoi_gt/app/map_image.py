@@ -17,8 +17,8 @@ NEIGHBOURS = 3  # nodes interpolated to a pixel, with inverse squared distance w
 class MapImage:
     """Image of values on nodes: the globe in Mollweide's equal-area projection, a region in longitude and latitude.
 
-    Nodes over more than 90 degrees of latitude are drawn as a globe. `projection` is Matplotlib's name of the
-    projection of the axes to draw on. Raises ImportError if scipy is missing.
+    Nodes over more than 90 degrees of latitude are drawn as a globe. `projection` is Matplotlib's
+    name of the projection of the axes to draw on. Raises ImportError if scipy is missing.
     """
 
     def __init__(self, nodes: Nodes):
@@ -60,8 +60,8 @@ class MapImage:
 def coastlines(resolution: str) -> list[np.ndarray]:
     """Return the coastlines of Natural Earth as lines [P, 2] of longitude and latitude; none without cartopy.
 
-    `resolution` is "110m", "50m" or "10m". Cartopy downloads them once; without a network there are none. A line ends
-    where it crosses the date line.
+    `resolution` is "110m", "50m" or "10m". Cartopy downloads them once; without a network there are
+    none. A line ends where it crosses the date line.
     """
     try:
         from cartopy.io import shapereader

@@ -38,7 +38,8 @@ def chosen_variables(dataset: ForecastDataset, names: Sequence[str] | None) -> l
     unknown = [str(name) for name in names if name not in dataset.variables]
     if unknown or not names:
         raise ValueError(
-            f"plots.variables must be among {', '.join(dataset.variables)}, got {', '.join(unknown) or 'none'}"
+            f"plots.variables must be among {', '.join(dataset.variables)}, got "
+            f"{', '.join(unknown) or 'none'}"
         )
     return [dataset.variables.index(name) for name in names]
 
@@ -54,9 +55,10 @@ def draw_training_plot(
 ) -> None:
     """Plot a test sample, its forecast, the errors of both, scores and losses as a PNG file, a panel per variable.
 
-    `forecast` is the model's for the sample, that of median error; `scores` are of the model and the baselines, the
-    model's first; `records` are the run's metrics; `variables` are as for `chosen_variables`. Raises ImportError if
-    matplotlib or scipy is missing, ValueError if a variable is unknown.
+    `forecast` is the model's for the sample, that of median error; `scores` are of the model and
+    the baselines, the model's first; `records` are the run's metrics; `variables` are as for
+    `chosen_variables`. Raises ImportError if matplotlib or scipy is missing, ValueError if a
+    variable is unknown.
     """
     image, chosen = MapImage(dataset.nodes), chosen_variables(dataset, variables)
     width, height = FIGURE_SIZE[image.projection]
@@ -102,9 +104,9 @@ def draw_rollout_plot(
 ) -> None:
     """Plot a rollout from a test sample, and the scores of all rollouts, as a PNG file, a panel per variable.
 
-    Truth, forecast and error are at several lead times; `outcomes` are the steps of the rollout, all with a truth;
-    `variables` are as for `chosen_variables`. Raises ImportError if matplotlib or scipy is missing, ValueError if a
-    variable is unknown.
+    Truth, forecast and error are at several lead times; `outcomes` are the steps of the rollout,
+    all with a truth; `variables` are as for `chosen_variables`. Raises ImportError if matplotlib or
+    scipy is missing, ValueError if a variable is unknown.
     """
     image, chosen = MapImage(dataset.nodes), chosen_variables(dataset, variables)
     width, height = MAP_SIZE[image.projection]

@@ -1,7 +1,7 @@
 """The rollout application, `anemoi-gt rollout checkpoint=FILE steps=8`: one long forecast as NetCDF or zarr.
 
-The config of the run is read from the checkpoint and can be overridden on the command line. `anemoi_gt.evaluate` scores
-rollouts.
+The config of the run is read from the checkpoint and can be overridden on the command line.
+`anemoi_gt.evaluate` scores rollouts.
 """
 
 import logging
@@ -38,7 +38,8 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
         dataset.require_samples()
         if not -len(dataset) <= config.sample < len(dataset):
             raise ValueError(
-                f"sample must be one of the {len(dataset)} test samples, -1 the last, got {config.sample}"
+                f"sample must be one of the {len(dataset)} test samples, -1 the last, got "
+                f"{config.sample}"
             )
         samples = range(config.sample % len(dataset), config.sample % len(dataset) + 1)
     dataset.advance(samples[0], [])  # raise if there are no rollouts

@@ -4,8 +4,8 @@ Forecasts are of one lead time, or autoregressive rollouts:
 
     state_0 = the present,  state_n = reference_n + change_mean + model(inputs_n) * change_std
 
-`ForecastDataset.advance` makes inputs_n and reference_n from the states before n. The first step is the forecast that
-training scores.
+`ForecastDataset.advance` makes inputs_n and reference_n from the states before n. The first step is
+the forecast that training scores.
 """
 
 import math
@@ -26,8 +26,9 @@ Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on
 class Score:
     """Score of one forecast method for one variable, over all samples and nodes, weighted by the data set's weights.
 
-    `forecast` is the name of the method, `lead_time` the hours from the present to the truth, and `samples` the number
-    of scored forecasts. Root mean squared error and bias, the mean of forecast minus truth, are in `units`.
+    `forecast` is the name of the method, `lead_time` the hours from the present to the truth, and
+    `samples` the number of scored forecasts. Root mean squared error and bias, the mean of forecast
+    minus truth, are in `units`.
     """
 
     forecast: str
@@ -139,8 +140,8 @@ class Outcome(NamedTuple):
 class RolloutScores(NamedTuple):
     """Scores of the rollouts from all samples, by lead time, and the sample of median error at the last lead time.
 
-    The scores are of the model and of the baselines; their `samples` is the number of rollouts with a truth at that
-    lead time. Lead times without any truth are left out.
+    The scores are of the model and of the baselines; their `samples` is the number of rollouts with
+    a truth at that lead time. Lead times without any truth are left out.
     """
 
     scores: list[Score]
@@ -150,7 +151,8 @@ class RolloutScores(NamedTuple):
 def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> list[Outcome]:
     """Roll out a model in evaluation mode from sample i of a data set; return one outcome per step, on the CPU.
 
-    Raises ValueError if the data set does not support rollouts (`advance`), or i or steps (at least 1) is out of range.
+    Raises ValueError if the data set does not support rollouts (`advance`), or i or steps (at least
+    1) is out of range.
     """
     check_integer("steps", steps)
     if not 0 <= i < len(dataset):
@@ -169,7 +171,8 @@ def _outcomes(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) ->
 def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> RolloutScores:
     """Roll out from every sample as `roll_out` does, and score the model and the baselines until the truth ends.
 
-    Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts become infinite or NaN.
+    Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts
+    become infinite or NaN.
     """
     check_integer("steps", steps)
     errors: list[Errors] = []  # by lead time, as far as the truth reaches
@@ -188,7 +191,8 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
         diverged := next((score for score in scores if not math.isfinite(score.rmse)), None)
     ) is not None:
         raise FloatingPointError(
-            f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} h: take fewer steps"
+            f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} "
+            "h: take fewer steps"
         )
     return RolloutScores(scores, errors[-1].median_sample("model"))
 

@@ -58,7 +58,8 @@ from anemoi_gt.distributed.sharded_checkpoint import (
 
 log = logging.getLogger(__name__)
 
-# A run may continue with others: results are the same, or agree to rounding, but for compiled dropout.
+# A run may continue with others: results are the same, or agree to rounding, but for compiled
+# dropout.
 MAY_DIFFER = (
     *("attention.", "data.path", "sharding."),
     *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
@@ -73,11 +74,13 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     if is_launched():
         if config.explain is not None:
             raise ValueError(
-                "explain must be null under torchrun: one process explains the layers of the whole graph"
+                "explain must be null under torchrun: one process explains the layers of the "
+                "whole graph"
             )
         if hydra_app.is_multirun():
             raise ValueError(
-                "--multirun must be left out under torchrun, which trains one run: start torchrun for each"
+                "--multirun must be left out under torchrun, which trains one run: start torchrun "
+                "for each"
             )
         return partial(train_on_ranks, config)
     if hydra_app.instantiate(config.sharding).strategy != "none":
@@ -95,7 +98,8 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     for part in run.splits:
         part.require_samples()
     if run.training.compile:
-        torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
+        # what earlier runs of a sweep compiled counts against PyTorch's limit
+        torch.compiler.reset()
     chosen_variables(
         run.splits.test, config.plots.variables
     )  # raise before training if one is unknown
@@ -114,9 +118,9 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
 def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
     """Return the state in a folder's `last.pt`, None to begin.
 
-    `resume` True continues from it if there is one, False requires a folder without; `description` is the config as
-    plain values. Raises ValueError if the folder holds a run that is not to be continued, or one of torchrun or another
-    config.
+    `resume` True continues from it if there is one, False requires a folder without; `description`
+    is the config as plain values. Raises ValueError if the folder holds a run that is not to be
+    continued, or one of torchrun or another config.
     """
     if (path := checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)) is None:
         return None
@@ -189,8 +193,9 @@ def describe_data(splits: Splits) -> str:
 def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     """Train on all ranks of torchrun; rank 0 leaves what `train` leaves, with the folder `last` in place of `last.pt`.
 
-    The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation loss on rank 0, None
-    on the others. Raises Stopped on rank 0, when one rank received a signal; the others exit with its status.
+    The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation
+    loss on rank 0, None on the others. Raises Stopped on rank 0, when one rank received a signal;
+    the others exit with its status.
     """
 
     @record  # for torchrun, which reports the first error last, with its traceback
@@ -289,8 +294,9 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
 def primary_config(arguments: list[str]) -> str:
     """Return the name of the primary config: `resume`, with the config of its checkpoint, for a run that continues.
 
-    A command that chooses options of groups composes its config, `train`, and must arrive at the same. Under torchrun
-    the command line gets the sharding of the run, as far as the arguments do not give it.
+    A command that chooses options of groups composes its config, `train`, and must arrive at the
+    same. Under torchrun the command line gets the sharding of the run, as far as the arguments do
+    not give it.
     """
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
     if not folder or hydra_app.argument_value(arguments, "resume") is not True:

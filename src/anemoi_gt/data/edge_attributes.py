@@ -3,9 +3,9 @@
     length_e    = angle between source s and destination d, radians
     direction_e = (<s, f_x>, <s, f_y>), scaled to length 1
 
-with f_x, f_y the tangent vectors at d (`Nodes.frame`) that the shortest rotation of d to the north pole takes to the x
-and y axis. Both attributes are then divided by the standard deviation of all their values ("unit-std"), so that they
-are of order one at every resolution.
+with f_x, f_y the tangent vectors at d (`Nodes.frame`) that the shortest rotation of d to the north
+pole takes to the x and y axis. Both attributes are then divided by the standard deviation of all
+their values ("unit-std"), so that they are of order one at every resolution.
 
 References
 ----------
@@ -22,7 +22,8 @@ COINCIDENT = 1e-12  # a shorter horizontal component has no direction
 def edge_length(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> np.ndarray:
     """Return the great-circle length of each edge, [E, 1] float64, radians.
 
-    `edge_index` is [2, E] integers, row 0 source, row 1 destination. Raises ValueError if it is not, or out of range.
+    `edge_index` is [2, E] integers, row 0 source, row 1 destination. Raises ValueError if it is
+    not, or out of range.
     """
     _check_edges(source, destination, edge_index)
     s, d = source.xyz[edge_index[0]], destination.xyz[edge_index[1]]
@@ -33,8 +34,9 @@ def edge_length(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> np
 def edge_direction(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> np.ndarray:
     """Return the direction from each edge's destination to its source, [E, 2] float64 of length 1.
 
-    It is 0 where source and destination coincide or are antipodes. (anemoi-graphs gives coinciding nodes, such as those
-    of two levels of a hierarchy, the direction of a rounding error.) Parameters and errors are those of `edge_length`.
+    It is 0 where source and destination coincide or are antipodes. (anemoi-graphs gives coinciding
+    nodes, such as those of two levels of a hierarchy, the direction of a rounding error.)
+    Parameters and errors are those of `edge_length`.
     """
     _check_edges(source, destination, edge_index)
     xy = np.einsum("eid,ed->ei", destination.frame[edge_index[1]], source.xyz[edge_index[0]])
@@ -56,12 +58,14 @@ def _check_edges(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> N
         )
     if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
         raise ValueError(
-            f"edge_index must be integers [2, E], sources and destinations, got {edge_index.dtype} {edge_index.shape}"
+            "edge_index must be integers [2, E], sources and destinations, got "
+            f"{edge_index.dtype} {edge_index.shape}"
         )
     for name, nodes, index in zip(
         ("source", "destination"), (source, destination), edge_index, strict=True
     ):
         if index.size and not 0 <= index.min() <= index.max() < len(nodes):
             raise ValueError(
-                f"edge_index must hold {name} nodes in [0, {len(nodes)}), got {index.min()} to {index.max()}"
+                f"edge_index must hold {name} nodes in [0, {len(nodes)}), got {index.min()} to "
+                f"{index.max()}"
             )

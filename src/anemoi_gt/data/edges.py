@@ -1,18 +1,20 @@
 """Edges between node sets by distance: k nearest neighbours and cutoff radius.
 
-An edge goes from a source to a destination. Every builder returns [2, E] int64 (row 0 source, row 1 destination),
-sorted by destination, then source, so that the same nodes always give the same edges in the same order.
+An edge goes from a source to a destination. Every builder returns [2, E] int64 (row 0 source, row 1
+destination), sorted by destination, then source, so that the same nodes always give the same edges
+in the same order.
 
-Distances are chord lengths on the unit sphere between the positions that a graph stores (latitude and longitude in
-radians, rounded to float32), as in anemoi-graphs. The rounding moves a point by up to 1e-7 and decides about sources
-that close to the radius: the benchmark graph (N320, icosphere 6, cutoff 0.6) has 852,840 encoder edges, and 852,824
-without it. All further arithmetic is float64 and the same on every machine. anemoi-graphs continues in float32, where
-the last bit depends on the machine; the two differ only in `nearest`, where sources are equally far to that bit.
+Distances are chord lengths on the unit sphere between the positions that a graph stores (latitude
+and longitude in radians, rounded to float32), as in anemoi-graphs. The rounding moves a point by up
+to 1e-7 and decides about sources that close to the radius: the benchmark graph (N320, icosphere 6,
+cutoff 0.6) has 852,840 encoder edges, and 852,824 without it. All further arithmetic is float64 and
+the same on every machine. anemoi-graphs continues in float32, where the last bit depends on the
+machine; the two differ only in `nearest`, where sources are equally far to that bit.
 
 References
 ----------
-anemoi-graphs 0.9.8, nodes/builders/base.py (rounding), edges/builders/knn.py, edges/builders/cutoff.py,
-generate/masks.py and utils.py (definitions).
+anemoi-graphs 0.9.8, nodes/builders/base.py (rounding), edges/builders/knn.py,
+edges/builders/cutoff.py, generate/masks.py and utils.py (definitions).
 """
 
 import numpy as np
@@ -22,7 +24,9 @@ from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
 MAX_NEIGHBOURS = 64
-TIE = 1e-9  # distances closer than this are equal: between float64 rounding (1e-16) and that of positions (1e-7)
+# distances closer than this are equal: between float64 rounding (1e-16) and that of positions
+# (1e-7)
+TIE = 1e-9
 MOST_TIES = 8  # a vertex of a triangular mesh has at most six equally far neighbours
 
 
@@ -54,9 +58,9 @@ def cutoff(source: Nodes, destination: Nodes, factor: float) -> np.ndarray:
 
         radius = factor * grid_spacing(destination)
 
-    The centre of an equilateral triangle is 0.577 sides from its corners, so a factor of 0.6 connects almost all
-    sources to a triangular mesh. Raises ValueError if factor is not positive, there is no source, or there are fewer
-    than two destinations.
+    The centre of an equilateral triangle is 0.577 sides from its corners, so a factor of 0.6
+    connects almost all sources to a triangular mesh. Raises ValueError if factor is not positive,
+    there is no source, or there are fewer than two destinations.
     """
     check_nodes(source=source, destination=destination)
     check_positive("factor", factor, ", in units of the destinations' spacing")
@@ -106,7 +110,8 @@ def _neighbours(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return distance and index of the k nearest sources within `radius`, both [destinations, k], padded with infinity.
 
-    On regular grids many sources are equally far: ties go to the lower index, independent of rounding.
+    On regular grids many sources are equally far: ties go to the lower index, independent of
+    rounding.
     """
     candidates = np.arange(1, min(k + MOST_TIES, len(source)) + 1)
     distance, neighbours = _tree(source).query(

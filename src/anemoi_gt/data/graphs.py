@@ -7,18 +7,20 @@ The layout is that of anemoi-graphs, so that a model accepts either:
     graph["hidden", "to", "hidden"]          processor
     graph["hidden", "to", "data"]            decoder
 
-A hierarchy has further hidden levels "hidden_2", "hidden_3", ..., each coarser than the previous one:
+A hierarchy has further hidden levels "hidden_2", "hidden_3", ..., each coarser than the previous
+one:
 
     graph["hidden", "to", "hidden_2"]        down
     graph["hidden_2", "to", "hidden_2"]      processor of the level
     graph["hidden_2", "to", "hidden"]        up
 
-A builder takes the data nodes first and its options by keyword: a Hydra config names the builder and sets
-`_partial_: true`, and the data set provides the nodes.
+A builder takes the data nodes first and its options by keyword: a Hydra config names the builder
+and sets `_partial_: true`, and the data set provides the nodes.
 
 References
 ----------
-anemoi-training, config/graph: multi_scale, limited_area, stretched_grid and hierarchical_3level (edges).
+anemoi-training, config/graph: multi_scale, limited_area, stretched_grid and hierarchical_3level
+(edges).
 """
 
 from collections.abc import Sequence
@@ -43,7 +45,8 @@ def icosphere_graph(
 ) -> HeteroData:
     """Return the graph of a global grid and a multi-scale icosphere.
 
-    Raises ValueError if refinement, cutoff or nearest is out of range, or the nodes are not those of `grid`.
+    Raises ValueError if refinement, cutoff or nearest is out of range, or the nodes are not those
+    of `grid`.
 
     Parameters
     ----------
@@ -54,7 +57,8 @@ def icosphere_graph(
     nearest : int
         Decoder: number of nearest hidden nodes connected to each data node.
     grid : str, optional
-        Name of the grid that the mesh was chosen for, see `grids.grid`: other nodes are refused. None takes any.
+        Name of the grid that the mesh was chosen for, see `grids.grid`: other nodes are refused.
+        None takes any.
 
     Examples
     --------
@@ -70,7 +74,8 @@ def icosphere_graph(
         and len(nodes) != (expected := len(grids.grid(grid)))
     ):
         raise ValueError(
-            f"the data must be on grid {grid}, which this graph is for, of {expected} nodes, got {len(nodes)} nodes: "
+            f"the data must be on grid {grid}, which this graph is for, of {expected} nodes, got "
+            f"{len(nodes)} nodes: "
             "take graph=icosphere with a graph.refinement for your grid"
         )
     return encoder_processor_decoder(nodes, icosphere(refinement), cutoff=cutoff, nearest=nearest)
@@ -88,7 +93,8 @@ def check_fit(graph: HeteroData) -> None:
     else:
         remedy = "the mesh is finer than the data, take graph=default, or a lower graph.refinement"
     raise ValueError(
-        f"the graph must fit the data, {empty.sum()} of its {len(hidden)} hidden nodes have no data near them: {remedy}"
+        f"the graph must fit the data, {empty.sum()} of its {len(hidden)} hidden nodes have no "
+        f"data near them: {remedy}"
     )
 
 
@@ -102,15 +108,17 @@ def limited_area_graph(
 ) -> HeteroData:
     """Return the graph of a grid, regional or global, and the part of an icosphere over it.
 
-    Raises ValueError if an option is out of range, or the mesh has fewer than `nearest` nodes over the region.
+    Raises ValueError if an option is out of range, or the mesh has fewer than `nearest` nodes over
+    the region.
 
     Parameters
     ----------
     refinement : int, optional
-        Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. None: the coarsest one whose
-        spacing is at most four times that of the data nodes.
+        Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. None: the
+        coarsest one whose spacing is at most four times that of the data nodes.
     margin : float, optional
-        Distance in kilometres by which the hidden mesh extends beyond the data nodes. None: that of neighbours.
+        Distance in kilometres by which the hidden mesh extends beyond the data nodes. None: that of
+        neighbours.
     cutoff, nearest
         As for `icosphere_graph`.
 
@@ -132,7 +140,8 @@ def limited_area_graph(
     mesh = limited_area_icosphere(refinement, nodes, margin)
     if len(mesh.nodes) < max(nearest, 2):
         raise ValueError(
-            f"the icosphere must have at least {max(nearest, 2)} nodes over the region, refinement {refinement} has "
+            f"the icosphere must have at least {max(nearest, 2)} nodes over the region, "
+            f"refinement {refinement} has "
             f"{len(mesh.nodes)} with a margin of {margin:g} km: raise refinement or margin"
         )
     return encoder_processor_decoder(nodes, mesh, cutoff=cutoff, nearest=nearest)
@@ -150,8 +159,9 @@ def stretched_graph(
 ) -> HeteroData:
     """Return the graph of a grid and an icosphere that is finer inside an area.
 
-    The encoder uses k nearest neighbours instead of a radius, because the mesh spacing varies. Raises ValueError if an
-    option is out of range, area is not four numbers in that order, or contains no data node.
+    The encoder uses k nearest neighbours instead of a radius, because the mesh spacing varies.
+    Raises ValueError if an option is out of range, area is not four numbers in that order, or
+    contains no data node.
 
     Parameters
     ----------
@@ -205,14 +215,15 @@ def hierarchical_graph(
 ) -> HeteroData:
     """Return the graph of a global grid and a hierarchy of icospheres, fine to coarse.
 
-    Data nodes are connected to the finest level, and each level to the next. Each level has the edges of icosphere
-    levels 0 to its own refinement. Raises ValueError if there are fewer than two refinements, they do not decrease, or
-    an option is out of range.
+    Data nodes are connected to the finest level, and each level to the next. Each level has the
+    edges of icosphere levels 0 to its own refinement. Raises ValueError if there are fewer than two
+    refinements, they do not decrease, or an option is out of range.
 
     Parameters
     ----------
     refinements : sequence of int
-        Refinements of the icospheres, decreasing; the first is called "hidden", the others "hidden_2", "hidden_3", ...
+        Refinements of the icospheres, decreasing; the first is called "hidden", the others
+        "hidden_2", "hidden_3", ...
     cutoff, nearest
         Between data and the finest level, as for `icosphere_graph`.
     down_cutoff : float
@@ -232,7 +243,8 @@ def hierarchical_graph(
         check_integer("refinement", refinement)
     if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):
         raise ValueError(
-            f"refinements must be two or more, decreasing from fine to coarse, got {list(refinements)}"
+            "refinements must be two or more, decreasing from fine to coarse, got "
+            f"{list(refinements)}"
         )
     names = [HIDDEN, *(f"{HIDDEN}_{level}" for level in range(2, len(refinements) + 1))]
     meshes = {
@@ -254,8 +266,8 @@ def encoder_processor_decoder(
 ) -> HeteroData:
     """Return the graph of data nodes and any hidden mesh, whose edges are those of the processor.
 
-    `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if mesh is not a Mesh, or an option is out of
-    range.
+    `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if mesh is not a Mesh, or
+    an option is out of range.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a Mesh, such as icosphere(5), got {type(mesh).__name__}")
@@ -270,7 +282,8 @@ def _edges_with_data(
     encoder = edges.cutoff(nodes, mesh.nodes, cutoff)
     if encoder.shape[1] == 0:
         raise ValueError(
-            f"cutoff must connect data nodes to the hidden mesh, {cutoff} times its spacing reaches none: raise it"
+            f"cutoff must connect data nodes to the hidden mesh, {cutoff} times its spacing "
+            "reaches none: raise it"
         )
     return {
         (DATA, HIDDEN): encoder,

@@ -1,14 +1,15 @@
 """Grids of fields: global reduced Gaussian grids and regional latitude-longitude grids.
 
-A reduced Gaussian grid is defined by its row lengths: row i of n lies on the i-th Gaussian latitude, north first, and
-has lengths[i] equally spaced points from longitude 0 eastwards. Octahedral grids (Malardel et al. 2016) and classic
-ones (Hortal and Simmons 1991) differ only in the lengths: the former follow a formula, the latter are in
-`classic_grids.txt`.
+A reduced Gaussian grid is defined by its row lengths: row i of n lies on the i-th Gaussian
+latitude, north first, and has lengths[i] equally spaced points from longitude 0 eastwards.
+Octahedral grids (Malardel et al. 2016) and classic ones (Hortal and Simmons 1991) differ only in
+the lengths: the former follow a formula, the latter are in `classic_grids.txt`.
 
 References
 ----------
 Malardel, S. et al. (2016), A new grid for the IFS, ECMWF Newsletter 146, 23-28.
-Hortal, M. and Simmons, A. J. (1991), Use of reduced Gaussian grids in spectral models, Mon. Wea. Rev. 119, 1057-1074.
+Hortal, M. and Simmons, A. J. (1991), Use of reduced Gaussian grids in spectral models, Mon. Wea.
+Rev. 119, 1057-1074.
 """
 
 import re
@@ -25,7 +26,8 @@ from anemoi_gt.option_checks import check_integer
 def gaussian_latitudes(n: int) -> np.ndarray:
     """Return the n Gaussian latitudes, [n] float64, degrees, north to south: arcsines of the roots of the Legendre P_n.
 
-    They are exactly antisymmetric about the equator. Raises ValueError if n is not positive; ImportError without scipy.
+    They are exactly antisymmetric about the equator. Raises ValueError if n is not positive;
+    ImportError without scipy.
 
     Examples
     --------
@@ -40,8 +42,8 @@ def gaussian_latitudes(n: int) -> np.ndarray:
 def reduced_gaussian(lengths: ArrayLike) -> Nodes:
     """Return the reduced Gaussian grid with these row lengths: rows north to south, each from longitude 0 eastwards.
 
-    `lengths` are integers, the number of points in each row, north first. Raises ValueError if it is empty, or a length
-    is not a positive integer.
+    `lengths` are integers, the number of points in each row, north first. Raises ValueError if it
+    is empty, or a length is not a positive integer.
     """
     lengths = np.asarray(lengths)
     if (
@@ -64,8 +66,8 @@ def reduced_gaussian(lengths: ArrayLike) -> Nodes:
 def octahedral(n: int) -> Nodes:
     """Return the octahedral reduced Gaussian grid O<n>: 2n rows of 20, 24, ..., 4n + 16, ..., 24, 20 points.
 
-    n is the number of rows between a pole and the equator; the grid has 4n (n + 9) points. Raises ValueError if n is
-    not positive.
+    n is the number of rows between a pole and the equator; the grid has 4n (n + 9) points. Raises
+    ValueError if n is not positive.
 
     Examples
     --------
@@ -80,8 +82,9 @@ def octahedral(n: int) -> Nodes:
 def classic(n: int) -> Nodes:
     """Return the classic reduced Gaussian grid N<n> of ECMWF's reanalyses; ERA5 is on N320.
 
-    n is the number of rows between a pole and the equator, one of the sixteen in `classic_grids.txt`, from 32 to 2000.
-    Raises ValueError if n is not an integer, or not in the table.
+    n is the number of rows between a pole and the equator, one of the sixteen in
+    `classic_grids.txt`, from 32 to 2000. Raises ValueError if n is not an integer, or not in the
+    table.
 
     Examples
     --------
@@ -113,7 +116,8 @@ def grid(name: str) -> Nodes:
     match = re.fullmatch(r"([ON])([1-9]\d*)", name) if isinstance(name, str) else None
     if match is None:
         raise ValueError(
-            f'grid must be "O" or "N" followed by a number of rows, such as "O96" or "N320", got {name!r}'
+            'grid must be "O" or "N" followed by a number of rows, such as "O96" or "N320", got '
+            f"{name!r}"
         )
     family = {"O": octahedral, "N": classic}[match[1]]
     return family(int(match[2]))

@@ -1,16 +1,19 @@
 """Hidden meshes: refined icosahedra of the globe, limited areas and stretched grids.
 
-Refinement r splits every triangle of the icosahedron r times in four and projects new vertices onto the sphere: 10 *
-4^r + 2 vertices, of which those of level l < r are a subset; 60 * 4^l directed edges at level l. A multi-scale mesh has
-the edges of several levels, so that a message crosses the globe in a few steps (Lam et al. 2023).
+Refinement r splits every triangle of the icosahedron r times in four and projects new vertices onto
+the sphere: 10 * 4^r + 2 vertices, of which those of level l < r are a subset; 60 * 4^l directed
+edges at level l. A multi-scale mesh has the edges of several levels, so that a message crosses the
+globe in a few steps (Lam et al. 2023).
 
-Vertices are sorted by latitude, north first, then by longitude, east first, both as float32 radians. anemoi-graphs
-sorts its TriNodes by latitude too, but with an unstable sort: the order along a parallel depends on the machine.
+Vertices are sorted by latitude, north first, then by longitude, east first, both as float32
+radians. anemoi-graphs sorts its TriNodes by latitude too, but with an unstable sort: the order
+along a parallel depends on the machine.
 
 References
 ----------
-Lam, R. et al. (2023), Learning skillful medium-range global weather forecasting, Science 382, 1416-1421.
-anemoi-graphs 0.9.8, generate/tri_icosahedron.py and generate/utils.py (definition of levels, areas and order).
+Lam, R. et al. (2023), Learning skillful medium-range global weather forecasting, Science 382,
+1416-1421. anemoi-graphs 0.9.8, generate/tri_icosahedron.py and generate/utils.py (definition of
+levels, areas and order).
 """
 
 from collections.abc import Sequence
@@ -39,7 +42,8 @@ class Mesh:
         keep = np.asarray(keep)
         if keep.shape != (len(self.nodes),) or keep.dtype != bool:
             raise ValueError(
-                f"keep must be bool [{len(self.nodes)}], one per vertex, got {keep.dtype} {keep.shape}"
+                f"keep must be bool [{len(self.nodes)}], one per vertex, got {keep.dtype} "
+                f"{keep.shape}"
             )
         new_index = np.cumsum(keep) - 1
         inside = keep[self.edge_index].all(axis=0)
@@ -49,8 +53,9 @@ class Mesh:
 def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     """Return a refined icosahedron with 10 * 4^refinement + 2 nodes, and 60 * 4^l directed edges for each level l.
 
-    Each triangle is split in four `refinement` times, at least once; `levels` are those of the edges, None means 1 to
-    `refinement`. Raises ValueError if refinement is below 1, or a level is not in [0, refinement].
+    Each triangle is split in four `refinement` times, at least once; `levels` are those of the
+    edges, None means 1 to `refinement`. Raises ValueError if refinement is below 1, or a level is
+    not in [0, refinement].
 
     Examples
     --------
@@ -65,8 +70,8 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
 def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
     """Return the part of a multi-scale icosphere over a region, with edges of levels 1 to `refinement`.
 
-    The region is that of the points `area`, such as its data nodes, and `margin` kilometres around them. Raises
-    ValueError if refinement is below 1, margin negative, or area empty.
+    The region is that of the points `area`, such as its data nodes, and `margin` kilometres around
+    them. Raises ValueError if refinement is below 1, margin negative, or area empty.
 
     Examples
     --------
@@ -83,10 +88,10 @@ def stretched_icosphere(
 ) -> Mesh:
     """Return a multi-scale icosphere that is finer over a region.
 
-    It has the vertices of the icosphere of `refinement` and, over the region, those of `area_refinement`, with the
-    edges of levels 1 to `area_refinement` between them; `area` and `margin` (km) give the region, as for
-    `limited_area_icosphere`. Raises ValueError if refinement is below 1, area_refinement not above it, margin negative,
-    or area empty.
+    It has the vertices of the icosphere of `refinement` and, over the region, those of
+    `area_refinement`, with the edges of levels 1 to `area_refinement` between them; `area` and
+    `margin` (km) give the region, as for `limited_area_icosphere`. Raises ValueError if refinement
+    is below 1, area_refinement not above it, margin negative, or area empty.
 
     Examples
     --------

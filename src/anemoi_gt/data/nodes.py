@@ -19,8 +19,8 @@ LARGE = 2**20  # points
 class Nodes:
     """Points on the sphere.
 
-    Raises ValueError if the two are not vectors of numbers of equal length, are not finite, or a latitude is outside
-    [-90, 90].
+    Raises ValueError if the two are not vectors of numbers of equal length, are not finite, or a
+    latitude is outside [-90, 90].
 
     Parameters
     ----------
@@ -54,7 +54,8 @@ class Nodes:
             object.__setattr__(self, name, values)
         if self.lat.ndim != 1 or self.lat.shape != self.lon.shape:
             raise ValueError(
-                f"lat and lon must be vectors of equal length, got {self.lat.shape} and {self.lon.shape}"
+                f"lat and lon must be vectors of equal length, got {self.lat.shape} and "
+                f"{self.lon.shape}"
             )
         if not (np.isfinite(self.lat).all() and np.isfinite(self.lon).all()):
             raise ValueError("lat and lon must be finite, got NaN or infinity")
@@ -117,8 +118,9 @@ class Nodes:
     def frame(self) -> np.ndarray:
         """Two unit tangent vectors at each node, [N, 2, 3] float64: the basis of edge directions.
 
-        The shortest rotation that takes the node to the north pole takes them to the x and the y axis. Unlike east and
-        north they are continuous across the north pole; at the south pole they depend on the node's longitude.
+        The shortest rotation that takes the node to the north pole takes them to the x and the y
+        axis. Unlike east and north they are continuous across the north pole; at the south pole
+        they depend on the node's longitude.
         """
         sin, cos = np.sin(self.radians[:, 1, None]), np.cos(self.radians[:, 1, None])
         return np.stack(
@@ -128,9 +130,10 @@ class Nodes:
     def inside(self, area: Sequence[float]) -> np.ndarray:
         """Return a mask [N] of the nodes between two parallels and two meridians, boundaries included.
 
-        `area` is north, west, south, east in degrees, in the order of ECMWF's archive. It extends from west eastwards
-        to east, across the date line if it lies between, and around the globe if both are the same meridian. Raises
-        ValueError if area is not four finite numbers, or north is not above south.
+        `area` is north, west, south, east in degrees, in the order of ECMWF's archive. It extends
+        from west eastwards to east, across the date line if it lies between, and around the globe
+        if both are the same meridian. Raises ValueError if area is not four finite numbers, or
+        north is not above south.
 
         Examples
         --------
@@ -165,8 +168,9 @@ def area_weights(nodes: Nodes) -> np.ndarray:
 
     Raises ValueError if two nodes coincide, or there are fewer than four, or all lie on one circle.
 
-    Of a global grid of more than a million points in rows, cells would take minutes: each point has its share of the
-    band that ends half-way to the next rows. Its area differs from the cell's by at most 0.7% on octahedral grids.
+    Of a global grid of more than a million points in rows, cells would take minutes: each point has
+    its share of the band that ends half-way to the next rows. Its area differs from the cell's by
+    at most 0.7% on octahedral grids.
     """
     check_nodes(nodes=nodes)
     if len(nodes) > LARGE and len(np.unique(nodes.lat)) < len(nodes) / 100:
@@ -176,7 +180,8 @@ def area_weights(nodes: Nodes) -> np.ndarray:
         areas = voronoi(nodes.xyz).calculate_areas()
     except ValueError as error:
         raise ValueError(
-            f"nodes must be at least four, spread over the globe, all at distinct positions, got {len(nodes)}: {error}"
+            "nodes must be at least four, spread over the globe, all at distinct positions, got "
+            f"{len(nodes)}: {error}"
         ) from error
     return areas / areas.mean()
 
@@ -199,5 +204,6 @@ def check_nodes(**sets: object) -> None:
     for name, nodes in sets.items():
         if not isinstance(nodes, Nodes):
             raise ValueError(
-                f"{name} must be Nodes, such as grid('O96') or Nodes(lat, lon) in degrees, got {type(nodes).__name__}"
+                f"{name} must be Nodes, such as grid('O96') or Nodes(lat, lon) in degrees, got "
+                f"{type(nodes).__name__}"
             )

@@ -43,7 +43,8 @@ def consensus(group: dist.ProcessGroup) -> Iterator[None]:
 def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise on all ranks unless every value is the same on all of them. Collective; call it before what could hang.
 
-    `values` are plain values by name. The ValueError has the name of one and the ranks that differ from rank 0.
+    `values` are plain values by name. The ValueError has the name of one and the ranks that differ
+    from rank 0.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, dict(values), group=group)
@@ -62,7 +63,8 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
     """Raise on all ranks unless the loss is finite on every one of them. Collective; synchronises the device.
 
-    `loss` is this rank's scalar. The FloatingPointError has the `step` and the ranks whose loss is not finite.
+    `loss` is this rank's scalar. The FloatingPointError has the `step` and the ranks whose loss is
+    not finite.
     """
     value = float(loss)
     problem = (
@@ -81,8 +83,8 @@ def broadcast_from_rank0(value: Any) -> Any:
 def run_on_rank0(function: Callable[[], Any]) -> Any:
     """Return on all ranks the result of `function()`, which only rank 0 calls. Collective.
 
-    Result or exception are sent by pickle. Use it for what ranks could see differently, such as a folder on a network
-    file system. Raises on all ranks what `function` raises on rank 0.
+    Result or exception are sent by pickle. Use it for what ranks could see differently, such as a
+    folder on a network file system. Raises on all ranks what `function` raises on rank 0.
     """
     value, error = None, None
     if dist.get_rank() == 0:

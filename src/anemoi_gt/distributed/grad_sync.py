@@ -5,11 +5,13 @@
     own parameter        rows that one rank of a model holds (trainable features of its nodes and edges):
                          grad = mean over data of  local grad
 
-A rank's loss is the sum over its nodes divided by the number of nodes of the whole model, not by its own number. A
-`mesh` has axes (data, model), as `make_mesh` makes it; functions raise ValueError for others.
+A rank's loss is the sum over its nodes divided by the number of nodes of the whole model, not by
+its own number. A `mesh` has axes (data, model), as `make_mesh` makes it; functions raise ValueError
+for others.
 
-DDP and `fully_shard` over the data axis take the mean over data during backward. DDP's gradients are equal there, and
-their mean is what they are; those of `fully_shard` are DTensors, whose local parts are summed over model only.
+DDP and `fully_shard` over the data axis take the mean over data during backward. DDP's gradients
+are equal there, and their mean is what they are; those of `fully_shard` are DTensors, whose local
+parts are summed over model only.
 """
 
 import math
@@ -36,8 +38,8 @@ def reduce_gradients(
 ) -> None:
     """Reduce the gradients of all ranks, in place. Collective; call it once, between backward and the optimiser's step.
 
-    `shared` and `own` are in the same order on all ranks. A missing gradient counts as zero; with requires_grad=False
-    it stays None.
+    `shared` and `own` are in the same order on all ranks. A missing gradient counts as zero; with
+    requires_grad=False it stays None.
     """
     check_mesh(mesh)
     shared = [parameter for parameter in shared if parameter.requires_grad]
@@ -62,8 +64,8 @@ def clip_gradients(
 ) -> Tensor:
     """Clip the gradient norm of a whole model, as `torch.nn.utils.clip_grad_norm_` does on one device. Collective.
 
-    Call it after `reduce_gradients`; shared parameters count once. Return the norm before clipping, a scalar: NaN when
-    it is not finite, and then so are the gradients of all ranks.
+    Call it after `reduce_gradients`; shared parameters count once. Return the norm before clipping,
+    a scalar: NaN when it is not finite, and then so are the gradients of all ranks.
     """
     check_mesh(mesh)
     shared, own = list(shared), list(own)
@@ -99,9 +101,10 @@ def optimizer_step(
     max_norm : float
         For `clip_gradients`; infinity leaves finite gradients as they are.
     scaler : GradScaler, optional
-        That scaled the loss. All ranks skip the step when a gradient of any of them is not finite, and have the same
-        scale after it, which they would not if each had unscaled its own gradients. Do not call its methods but
-        `scale`; it waits for the device. None: the step is taken, even with NaN.
+        That scaled the loss. All ranks skip the step when a gradient of any of them is not finite,
+        and have the same scale after it, which they would not if each had unscaled its own
+        gradients. Do not call its methods but `scale`; it waits for the device. None: the step is
+        taken, even with NaN.
 
     Returns
     -------
@@ -121,9 +124,11 @@ def optimizer_step(
         return norm
     if not any(parameter.requires_grad for parameter in shared):
         raise ValueError(
-            "shared must have a parameter to train with a scaler, which agrees by its gradients, got none"
+            "shared must have a parameter to train with a scaler, which agrees by its gradients, "
+            "got none"
         )
-    # Before unscaling: gradients that are not finite on one rank become NaN on all, and every rank's scaler finds them.
+    # Before unscaling: gradients that are not finite on one rank become NaN on all, and every
+    # rank's scaler finds them.
     scale = scaler.get_scale()
     norm = clip_gradients(shared, own, max_norm * scale, mesh) / scale
     scaler.step(optimizer)
@@ -143,7 +148,8 @@ def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 def _groups_of_all_ranks(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the groups over which a sum, one after the other, is that over the mesh.
 
-    One group where it can be: all ranks then get the same bits. Two rows of a mesh could add in another order.
+    One group where it can be: all ranks then get the same bits. Two rows of a mesh could add in
+    another order.
     """
     if mesh.size() == dist.get_world_size():
         return [world_group()]

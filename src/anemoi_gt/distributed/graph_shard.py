@@ -1,6 +1,7 @@
 """Graph shard of one rank: its destinations, all edges into them, and the halo of sources that other ranks own.
 
-Every rank owns some destinations and all edges into them, so a softmax never crosses ranks. Sources are numbered
+Every rank owns some destinations and all edges into them, so a softmax never crosses ranks. Sources
+are numbered
 
     0 .. n_local - 1    local sources, in the order of the rank's rows
     n_local ..          halo, in the order of owner and position
@@ -33,15 +34,18 @@ class GraphShard:
     rank : int
         In the group that shares the graph.
     sources, destinations : Partition
-        Owners of the nodes. This rank's rows of features are `sources.nodes(rank)` and `destinations.nodes(rank)`.
+        Owners of the nodes. This rank's rows of features are `sources.nodes(rank)` and
+        `destinations.nodes(rank)`.
     edges : Tensor [E_own], int64
-        Positions of this rank's edges in the caller's edge attributes, in the order in which `structure` reads them.
+        Positions of this rank's edges in the caller's edge attributes, in the order in which
+        `structure` reads them.
     structure : GraphStructure
         Edges from local and halo sources to local destinations, with their reverse structure.
     halo : HaloExchange
         Delivers the halo.
     chunks : tuple of Chunk
-        Of `structure`, from `split`; layers compute one after the other. Empty: the structure is not split.
+        Of `structure`, from `split`; layers compute one after the other. Empty: the structure is
+        not split.
     """
 
     rank: int
@@ -55,7 +59,8 @@ class GraphShard:
     def split(self, num_chunks: int) -> "GraphShard":
         """Return this shard in the same number of chunks on every rank; layers exchange the halo before the first.
 
-        Of a rank with fewer destinations some chunks are empty. Raise ValueError unless num_chunks is at least 1.
+        Of a rank with fewer destinations some chunks are empty. Raise ValueError unless num_chunks
+        is at least 1.
         """
         check_integer("num_chunks", num_chunks)
         num_local = self.sources.ranges.counts[self.rank]
@@ -80,10 +85,11 @@ class GraphShard:
     ) -> "PendingExchange | LocalRows":
         """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
 
-        `wait()` of the result returns local sources concatenated with the halo, [.., n_src + halo, F], once. What is
-        computed before hides the messages, and so does its backward. With activation checkpointing, start the exchange
-        inside the checkpointed function. `prepare` maps the rows that leave [.., F], and with `cond` [.., n_src, K]
-        their conditions, to what is sent; then call `wait_halo()` alone: local rows stay as they are, uncast. Raise
+        `wait()` of the result returns local sources concatenated with the halo, [.., n_src + halo,
+        F], once. What is computed before hides the messages, and so does its backward. With
+        activation checkpointing, start the exchange inside the checkpointed function. `prepare`
+        maps the rows that leave [.., F], and with `cond` [.., n_src, K] their conditions, to what
+        is sent; then call `wait_halo()` alone: local rows stay as they are, uncast. Raise
         ValueError, before anything is sent, unless `x_src` is [n_src, F] or [B, n_src, F].
         """
         self._check_sources(x_src)
@@ -136,17 +142,20 @@ def shard_graph(
     destinations : Partition, optional
         Owners of the destinations. None: ranges of about equal cost (`destination_cost`).
     sources : Partition, optional
-        Owners of the sources. None: `destinations` where both sides have the same number of nodes, else ranges of equal
-        size. Graphs that follow each other in a model must agree on the nodes that they share: pass both there.
+        Owners of the sources. None: `destinations` where both sides have the same number of nodes,
+        else ranges of equal size. Graphs that follow each other in a model must agree on the nodes
+        that they share: pass both there.
 
     Raises
     ------
     ValueError
-        On all ranks, when the graph or a partition differs between them, or a partition does not fit the graph.
+        On all ranks, when the graph or a partition differs between them, or a partition does not
+        fit the graph.
 
     Examples
     --------
-    On each of 4 ranks, for features x [N, F] and attributes edge_attr [E, D] that every rank could read entirely:
+    On each of 4 ranks, for features x [N, F] and attributes edge_attr [E, D] that every rank could
+    read entirely:
 
         shard = shard_graph(graph, group)
         x, edge_attr = x[shard.sources.nodes(shard.rank)], edge_attr[shard.edges]
@@ -207,18 +216,21 @@ def shard_edges(
     Parameters
     ----------
     edge_index : Tensor [2, E_own], int32 or int64
-        This rank's edges, in the node numbers of the whole graph, on a device that the group communicates from.
+        This rank's edges, in the node numbers of the whole graph, on a device that the group
+        communicates from.
     group : ProcessGroup
         The ranks that share the graph.
     destinations, sources : Partition
         Owners of the nodes; the same on all ranks.
     global_edge_id : Tensor [E_own], int64, optional
-        Id of each edge in the whole graph, the key of dropout. None, on all ranks, numbers them in the order of ranks.
+        Id of each edge in the whole graph, the key of dropout. None, on all ranks, numbers them in
+        the order of ranks.
 
     Raises
     ------
     ValueError
-        On all ranks, when the partitions differ between them, or an edge does not end in its rank's own nodes.
+        On all ranks, when the partitions differ between them, or an edge does not end in its rank's
+        own nodes.
     """
     _check_member(group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -262,7 +274,8 @@ def _signature(partition: Partition) -> str:
 def _check_member(group: dist.ProcessGroup) -> None:
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
-            f"group must be a ProcessGroup that this rank belongs to, got {type(group).__name__}; use "
+            f"group must be a ProcessGroup that this rank belongs to, got {type(group).__name__}; "
+            "use "
             "torch.distributed.group.WORLD for all ranks, or mesh.get_group('model') of a mesh"
         )
 
@@ -297,5 +310,6 @@ def _check_own_edges(
     if stray.shape[0]:
         node, other = int(edge_index[1, stray[0, 0]]), int(owner[stray[0, 0]])
         raise ValueError(
-            f"every edge must end in a node of this rank, got one into {node}, which rank {other} owns"
+            f"every edge must end in a node of this rank, got one into {node}, which rank {other} "
+            "owns"
         )

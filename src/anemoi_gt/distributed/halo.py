@@ -3,8 +3,9 @@
     forward     y = the rows of x that this rank requested, from their owners
     backward    dx_j = dx_j of local use + sum over ranks p of dy_j on p, rank 0 first
 
-A message carries each row once, so the scatter-add is one addition per rank, in the order of ranks, and bitwise
-reproducible. Sending and waiting are separate, forward and backward, so that computation can run in between:
+A message carries each row once, so the scatter-add is one addition per rank, in the order of ranks,
+and bitwise reproducible. Sending and waiting are separate, forward and backward, so that
+computation can run in between:
 
     pending = exchange.start(x)    messages leave                 backward:  4. reverse exchange is awaited and added
     ...                            local work                                3. backward of the local work
@@ -29,8 +30,8 @@ functional = torch.ops._c10d_functional  # what torch.compile traces
 class MessageConsensus:
     """Consensus of the ranks of a group on the shape of their messages, reached at the first one.
 
-    Messages of other sizes would end the process inside gloo, or wait forever. Later ones are not compared: that would
-    cost a collective each.
+    Messages of other sizes would end the process inside gloo, or wait forever. Later ones are not
+    compared: that would cost a collective each.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -50,7 +51,8 @@ class MessageConsensus:
             "batch size": tuple(sent.shape[1:-1]),
             "features": sent.shape[-1],
             "dtype (of the input, or by autocast)": sent.dtype,
-            "requires_grad": sent.requires_grad,  # else the backward of one rank waits for that of another
+            # else the backward of one rank waits for that of another
+            "requires_grad": sent.requires_grad,
         }
         check_same(
             {f"{name} of the rows that ranks exchange": value for name, value in message.items()},
@@ -72,10 +74,12 @@ class HaloExchange:
     send_counts, recv_counts : tuple of int
         Number of rows sent to and received from each rank.
     sent_position : Tensor [P, N], int64, optional
-        For each of the P ranks that read from here, the position of each of the N local rows among the S sent ones;
-        -1: not sent. With it a compiler fuses the sum of gradients into one kernel; None leaves one addition per rank.
+        For each of the P ranks that read from here, the position of each of the N local rows among
+        the S sent ones; -1: not sent. With it a compiler fuses the sum of gradients into one
+        kernel; None leaves one addition per rank.
     consensus : MessageConsensus, optional
-        Reached at the first exchange that is neither compiled nor captured. None: ranks know that they agree.
+        Reached at the first exchange that is neither compiled nor captured. None: ranks know that
+        they agree.
     """
 
     group_name: str
@@ -91,8 +95,8 @@ class HaloExchange:
     ) -> "HaloExchange":
         """Set up an exchange that delivers the wanted rows in their order, by telling their owners. Collective.
 
-        `wanted` [R], int64, are the positions of the rows that this rank reads, sorted ascending, on a device that the
-        group communicates from; `ranges` are their owners.
+        `wanted` [R], int64, are the positions of the rows that this rank reads, sorted ascending,
+        on a device that the group communicates from; `ranges` are their owners.
         """
         recv_counts = torch.bincount(ranges.owner(wanted), minlength=ranges.num_ranks)
         send_counts = torch.empty_like(recv_counts)
@@ -113,7 +117,8 @@ class HaloExchange:
     ) -> "HaloExchange":
         """Set up an exchange where every rank knows the requests of all ranks; nothing is sent.
 
-        `wanted` are for each rank the positions [R], int64, that it reads and does not own, sorted ascending.
+        `wanted` are for each rank the positions [R], int64, that it reads and does not own, sorted
+        ascending.
         """
         own = ranges.of(rank)
         sent = [rows[ranges.owns(rank, rows)] - own.start for rows in wanted]
@@ -146,9 +151,10 @@ class HaloExchange:
     ) -> "PendingExchange":
         """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, and so is its backward.
 
-        `prepare` maps the rows to be sent [S, .., F], and with `cond` [.., N, K] the conditions of these rows
-        [S, .., K], to what is sent; the local rows stay as they are. The first time, raise ValueError on all ranks
-        unless batch size, features, dtype and requires_grad are the same.
+        `prepare` maps the rows to be sent [S, .., F], and with `cond` [.., N, K] the conditions of
+        these rows [S, .., K], to what is sent; the local rows stay as they are. The first time,
+        raise ValueError on all ranks unless batch size, features, dtype and requires_grad are the
+        same.
         """
         own, sent = _SendRows.apply(x, self)
         if prepare is not None and cond is not None:
@@ -180,7 +186,8 @@ class HaloExchange:
         if self.sent_position is not None and torch.compiler.is_compiling():
             for position in self.sent_position:
                 is_sent = (position >= 0).view(-1, *[1] * (total.dim() - 1))
-                # A gather fuses with the kernel that makes total, a scatter would not. At -1 the last row is read.
+                # A gather fuses with the kernel that makes total, a scatter would not. At -1 the
+                # last row is read.
                 total = total + torch.where(is_sent, received[position], 0)
             return total
         for rows, part in zip(
@@ -217,11 +224,13 @@ class PendingExchange:
     def wait_halo(self) -> Tensor:
         """Return the halo [R, F] or [B, R, F].
 
-        Raise ValueError the second time: gradients of both uses would be added before they have arrived.
+        Raise ValueError the second time: gradients of both uses would be added before they have
+        arrived.
         """
         if self._in_flight is None:
             raise ValueError(
-                "exchange already completed: start one for each use, or keep the rows that wait() returned; "
+                "exchange already completed: start one for each use, or keep the rows that wait() "
+                "returned; "
                 "with activation checkpointing, start it inside the checkpointed function"
             )
         (sent, arriving), self._in_flight = self._in_flight, None

@@ -1,7 +1,8 @@
 """Model sharding: `shard_model` where all ranks hold the whole model, `scatter_model` where only rank 0 does.
 
-As in `module_shard`; the tables of a model are coordinates and trainable features of its nodes, fixed and trainable
-attributes of its edges. Every set of nodes is ordered by a Morton curve through its coordinates.
+As in `module_shard`; the tables of a model are coordinates and trainable features of its nodes,
+fixed and trainable attributes of its edges. Every set of nodes is ordered by a Morton curve through
+its coordinates.
 """
 
 import copy
@@ -39,7 +40,8 @@ def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModuleShard
     Raises
     ------
     ValueError
-        On all ranks, when weights, graphs or options are not the same on all of them, or the model cannot be sharded.
+        On all ranks, when weights, graphs or options are not the same on all of them, or the model
+        cannot be sharded.
     """
     check_mesh(mesh)
     if not isinstance(model, EncoderProcessorDecoder):
@@ -61,7 +63,8 @@ def scatter_model(
     mesh : DeviceMesh
         With axes (data, model).
     group : ProcessGroup
-        The ranks of the mesh, communicating from the CPU (gloo), with a timeout longer than building the model takes.
+        The ranks of the mesh, communicating from the CPU (gloo), with a timeout longer than
+        building the model takes.
 
     Returns
     -------

@@ -4,9 +4,11 @@
     tables      parameters and buffers with a row for each node or edge keep the rows of this rank
     the rest    unchanged, the same on all ranks
 
-Parameters stay the same objects, so an optimiser made before trains the rows that they hold now, and ties stay ties.
+Parameters stay the same objects, so an optimiser made before trains the rows that they hold now,
+and ties stay ties.
 
-A set of nodes has one partition in all graphs, balanced by the cost of its nodes over all graphs that end in it.
+A set of nodes has one partition in all graphs, balanced by the cost of its nodes over all graphs
+that end in it.
 """
 
 from collections.abc import Mapping
@@ -46,12 +48,15 @@ class ModuleShard:
     partitions : dict of str to Partition
         Owners of the nodes, by the name of their set.
     rank : int
-        This rank among those that share the module: it reads rows `partitions[name].nodes(rank)` of a sample.
+        This rank among those that share the module: it reads rows `partitions[name].nodes(rank)` of
+        a sample.
     tables : dict of str to ShardedTable
-        Rows of the whole table that this rank holds, by the name of the parameter or buffer, under each name of a tied
-        one; of buffers only those in the state dict. All other parameters are shared.
+        Rows of the whole table that this rank holds, by the name of the parameter or buffer, under
+        each name of a tied one; of buffers only those in the state dict. All other parameters are
+        shared.
     graphs : dict of (str, str) to GraphShard
-        By the names of the sets of sources and destinations; layers take them in place of structures.
+        By the names of the sets of sources and destinations; layers take them in place of
+        structures.
     """
 
     partitions: dict[str, Partition]
@@ -103,31 +108,33 @@ def shard_module(
     Parameters
     ----------
     module : torch.nn.Module
-        Of convolutions, blocks, mappers and processors of this library, and of layers that compute every node for
-        itself; with the same weights on all ranks, on the device where it is trained. No other layer may read nodes of
-        other ranks.
+        Of convolutions, blocks, mappers and processors of this library, and of layers that compute
+        every node for itself; with the same weights on all ranks, on the device where it is
+        trained. No other layer may read nodes of other ranks.
     graphs : mapping of (str, str) to GraphStructure or StaticEdges
-        All graphs, by the names of the sets of sources and destinations. Of a `StaticEdges` of the module structure and
-        attributes are replaced.
+        All graphs, by the names of the sets of sources and destinations. Of a `StaticEdges` of the
+        module structure and attributes are replaced.
     mesh : DeviceMesh
         With axes (data, model).
     tables : mapping of str to str or (str, str), optional
-        Parameters and buffers with one row for each node of a set or edge of a graph, such as the weight of an
-        embedding of nodes, by their name: the set or the graph. They keep the rows of this rank. One name of a tied
-        parameter is enough.
+        Parameters and buffers with one row for each node of a set or edge of a graph, such as the
+        weight of an embedding of nodes, by their name: the set or the graph. They keep the rows of
+        this rank. One name of a tied parameter is enough.
     positions : mapping of str to Tensor [N, 3], optional
-        Points of a set of nodes. They are ordered along a Morton curve, which makes halos small; others by number.
+        Points of a set of nodes. They are ordered along a Morton curve, which makes halos small;
+        others by number.
 
     Returns
     -------
     ModuleShard
-        Shards that replace structures, features and attributes, and the names of the shared parameters.
+        Shards that replace structures, features and attributes, and the names of the shared
+        parameters.
 
     Raises
     ------
     ValueError
-        On all ranks, when weights, graphs or options of layers are not the same on all of them, or do not fit
-        together, or a parameter has a gradient, which would be of the whole module.
+        On all ranks, when weights, graphs or options of layers are not the same on all of them, or
+        do not fit together, or a parameter has a gradient, which would be of the whole module.
     """
     check_mesh(mesh)
     with consensus(mesh.get_group("model")):
@@ -138,8 +145,8 @@ def shard_module(
 class ShardPlan:
     """Shard plan of a whole module: owners of all nodes and edges, made in one process without communication.
 
-    Parameters are those of `shard_module`, and the number of layers that read a graph where it is not 1. The module is
-    left unchanged.
+    Parameters are those of `shard_module`, and the number of layers that read a graph where it is
+    not 1. The module is left unchanged.
     """
 
     def __init__(
@@ -229,8 +236,8 @@ class OwnRows:
     def cut(self, whole: nn.Module, module: nn.Module) -> None:
         """Give a module these rows of the tables of the whole; both may be the same.
 
-        Parameters stay the objects that they are: optimisers hold them, and other layers are tied to them. Buffers are
-        replaced: a caller may go on to use the tensor that became one.
+        Parameters stay the objects that they are: optimisers hold them, and other layers are tied
+        to them. Buffers are replaced: a caller may go on to use the tensor that became one.
         """
         cut = {}  # rows by the id of the whole tensor, which tied names share
         for name, (index, _) in self.tables.items():
@@ -299,7 +306,8 @@ def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
         for name, size in zip(kind, (structure.num_src, structure.num_dst), strict=True):
             if sizes.setdefault(name, size) != size:
                 raise ValueError(
-                    f"all graphs must have the same number of {name}, got {sizes[name]} and {size} in {kind}"
+                    f"all graphs must have the same number of {name}, got {sizes[name]} and "
+                    f"{size} in {kind}"
                 )
     return sizes
 
@@ -331,15 +339,17 @@ def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dic
         for other in names[id(tensors[name])] if name in tensors else [name]:
             if tied.setdefault(other, of) != of:
                 raise ValueError(
-                    f"tied tables must have the same rows, got {tied[other]!r} and {of!r} for {other}"
+                    f"tied tables must have the same rows, got {tied[other]!r} and {of!r} for "
+                    f"{other}"
                 )
     return tied
 
 
 def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
     """Give a parameter other rows; it stays the same object."""
-    # While a result of the whole module is alive, the parameter has a node that expects gradients of its former shape.
-    # PyTorch (2.13, `VariableHooks::set_data`) forgets it when the dtype changes, but not when the shape does.
+    # While a result of the whole module is alive, the parameter has a node that expects gradients
+    # of its former shape. PyTorch (2.13, `VariableHooks::set_data`) forgets it when the dtype
+    # changes, but not when the shape does.
     other = torch.float32 if rows.dtype != torch.float32 else torch.float64
     parameter.data = rows.new_empty(0, dtype=other)
     parameter.data = rows
@@ -349,7 +359,8 @@ def _check_no_gradients(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(
-                f"parameters must have no gradient when their module is sharded, got one of {name}, of the whole "
+                "parameters must have no gradient when their module is sharded, got one of "
+                f"{name}, of the whole "
                 "module: call optimizer.zero_grad() before"
             )
 
@@ -357,7 +368,8 @@ def _check_no_gradients(module: nn.Module) -> None:
 def _options(module: nn.Module) -> dict[str, Any]:
     """Return what configures each layer of a module beside its weights: plain values of its attributes, by name.
 
-    Only of layers of `LIBRARIES` and those derived from ours: a layer of the user may keep its rank in an attribute.
+    Only of layers of `LIBRARIES` and those derived from ours: a layer of the user may keep its rank
+    in an attribute.
     """
     options = {}
     for path, layer in module.named_modules():

@@ -3,8 +3,8 @@
     cost_i     = in-edges of i  +  NODE_COST                       in units of one edge
     bound p    = the position at which the cumulative cost is nearest to p / P of the total
 
-No rank exceeds 1 / P of the cost by more than one node. A rank's halo surrounds its nodes, so an order that keeps
-neighbours together, such as a Morton curve, makes it small.
+No rank exceeds 1 / P of the cost by more than one node. A rank's halo surrounds its nodes, so an
+order that keeps neighbours together, such as a Morton curve, makes it small.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ from torch import Tensor
 from anemoi_gt.graph.validation import check_shape
 from anemoi_gt.option_checks import check_integer
 
-# Projections and feed-forward network of a node of F features take 12 F^2 products, attention reads 2 F elements per
-# edge. On an H200 in bfloat16 with F = 1024: 36 ns at 700 TFLOP/s against 0.95 ns an edge (327,600 edges in 0.31 ms).
+# Projections and feed-forward network of a node of F features take 12 F^2 products, attention reads
+# 2 F elements per edge. On an H200 in bfloat16 with F = 1024: 36 ns at 700 TFLOP/s against 0.95 ns
+# an edge (327,600 edges in 0.31 ms).
 NODE_COST = 38
 
 
@@ -50,15 +51,17 @@ class Ranges:
             raise ValueError(f"bounds must be a tuple of int, got {self.bounds!r}")
         if len(self.bounds) < 2 or self.bounds[0] != 0 or list(self.bounds) != sorted(self.bounds):
             raise ValueError(
-                f"bounds must start at 0 and be sorted ascending, one more than ranks, got {self.bounds}"
+                "bounds must start at 0 and be sorted ascending, one more than ranks, got "
+                f"{self.bounds}"
             )
 
     @classmethod
     def balanced(cls, cost: Tensor, num_ranks: int) -> "Ranges":
         """Split so that all ranks have about the same cost.
 
-        `cost` [N], integer and at least 0, is that of each position; sums stay below 2^63 / num_ranks. Raise ValueError
-        for costs that are not integers (ranks could round differently) or negative, or no ranks.
+        `cost` [N], integer and at least 0, is that of each position; sums stay below 2^63 /
+        num_ranks. Raise ValueError for costs that are not integers (ranks could round differently)
+        or negative, or no ranks.
         """
         check_integer("num_ranks", num_ranks)
         check_shape("cost", cost, "[N]", lambda x: x.dim() == 1)
@@ -159,7 +162,8 @@ class Partition:
         if len(wrong := (ascending != torch.arange(size, device=ascending.device)).nonzero()):
             i = int(wrong[0])
             raise ValueError(
-                f"order must hold each node 0 .. {size - 1} once, got {int(ascending[i])} at position {i} when sorted"
+                f"order must hold each node 0 .. {size - 1} once, got {int(ascending[i])} at "
+                f"position {i} when sorted"
             )
 
     @classmethod

@@ -1,9 +1,11 @@
 """Set-up and end of a job on several ranks, as torchrun launches it, and the mesh of its ranks.
 
 - Launch: torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-- Set-up: one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs); mesh (data, model).
+- Set-up: one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs); mesh
+  (data, model).
 - Failing rank: torchrun ends the others, and reports the first error that a rank has recorded.
-- Frozen rank: collectives of the others fail after `ShardingConfig.timeout`; torchrun kills it 30 s later.
+- Frozen rank: collectives of the others fail after `ShardingConfig.timeout`; torchrun kills it 30 s
+  later.
 """
 
 import os
@@ -42,18 +44,19 @@ class ShardingConfig:
     Parameters
     ----------
     strategy : {"none", "edges"}
-        Shard each model by its nodes, with all edges into them ("edges"), or give every rank a replica of the model and
-        a share of each batch ("none").
+        Shard each model by its nodes, with all edges into them ("edges"), or give every rank a
+        replica of the model and a share of each batch ("none").
     model : int
         Ranks that share one model. The others are data parallel: ranks / model models.
     timeout : float
-        Seconds until a collective fails when a rank does not take part, between GPUs and between CPUs. The first rank
-        builds the graph and the model while the others wait, which must fit.
+        Seconds until a collective fails when a rank does not take part, between GPUs and between
+        CPUs. The first rank builds the graph and the model while the others wait, which must fit.
 
     Raises
     ------
     ValueError
-        For an unknown strategy, a number out of range, or more than one rank for a model that is not sharded.
+        For an unknown strategy, a number out of range, or more than one rank for a model that is
+        not sharded.
     """
 
     strategy: str = "none"
@@ -68,7 +71,8 @@ class ShardingConfig:
         check_integer("sharding.model", self.model)
         if self.model > 1 and self.strategy == "none":
             raise ValueError(
-                f"sharding.model must be 1 without sharding, got {self.model}: choose sharding=edges"
+                f"sharding.model must be 1 without sharding, got {self.model}: choose "
+                "sharding=edges"
             )
         check_positive("sharding.timeout", self.timeout, ", in seconds")
 
@@ -89,7 +93,8 @@ def local_device(device_type: str) -> torch.device:
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
         raise ValueError(
-            f"every rank of a host must have a GPU of its own, got local rank {local} and {count} GPUs"
+            f"every rank of a host must have a GPU of its own, got local rank {local} and {count} "
+            "GPUs"
         )
     return torch.device("cuda", local)
 
@@ -98,9 +103,10 @@ def local_device(device_type: str) -> torch.device:
 def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
     """Initialise the process group and the mesh of a job, and destroy the group at the end. Collective.
 
-    An error in the block is recorded for torchrun's report. One that follows from another rank's waits for torchrun to
-    end this process, so that the report names the rank that failed first. The group is left as it is, because the
-    other ranks may not take part any more: end the process, best by `exit_without_finalization`.
+    An error in the block is recorded for torchrun's report. One that follows from another rank's
+    waits for torchrun to end this process, so that the report names the rank that failed first. The
+    group is left as it is, because the other ranks may not take part any more: end the process,
+    best by `exit_without_finalization`.
 
     Parameters
     ----------
@@ -117,13 +123,15 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     Raises
     ------
     ValueError
-        Without a launcher, without a GPU for each rank, or for a config that differs or does not fit the ranks.
+        Without a launcher, without a GPU for each rank, or for a config that differs or does not
+        fit the ranks.
     """
     if not isinstance(config, ShardingConfig):
         raise ValueError(f"config must be a ShardingConfig, got {config!r}")
     if missing := [name for name in VARIABLES if name not in os.environ]:
         raise ValueError(
-            f"several ranks must be started by torchrun, got no {', '.join(missing)} in the environment"
+            f"several ranks must be started by torchrun, got no {', '.join(missing)} in the "
+            "environment"
         )
     timeout, device = timedelta(seconds=config.timeout), local_device(device_type)
     # torchrun may keep the store when it restarts the ranks, with addresses of the former ones
@@ -212,7 +220,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Raise unless `mesh` is a DeviceMesh with axes (data, model)."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
-            f"mesh must be a DeviceMesh with the axes {AXES}, from make_mesh, got {type(mesh).__name__}"
+            f"mesh must be a DeviceMesh with the axes {AXES}, from make_mesh, got "
+            f"{type(mesh).__name__}"
         )
     if mesh.mesh_dim_names != AXES:
         raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
@@ -234,8 +243,8 @@ def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:
 def drain_threads() -> None:
     """Give gloo's threads time to release the tensors of the last collectives, for which they need the interpreter.
 
-    Before Python 3.14 a thread that waits for the interpreter when its finalisation begins aborts the process
-    ("terminate called without an active exception").
+    Before Python 3.14 a thread that waits for the interpreter when its finalisation begins aborts
+    the process ("terminate called without an active exception").
     """
     if sys.version_info < (3, 14):
         time.sleep(DRAIN_SECONDS)
@@ -244,8 +253,8 @@ def drain_threads() -> None:
 def exit_without_finalization(status: int) -> NoReturn:
     """Exit at once, with what was printed.
 
-    Finalisation aborts when a thread of gloo still waits for the interpreter (`drain_threads`), and can wait forever
-    for a GPU whose collective waits for a rank that is gone.
+    Finalisation aborts when a thread of gloo still waits for the interpreter (`drain_threads`), and
+    can wait forever for a GPU whose collective waits for a rank that is gone.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -255,8 +264,8 @@ def exit_without_finalization(status: int) -> NoReturn:
 def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
     """Create a group for each list of ranks; return the one that this rank is in. Collective.
 
-    `init_device_mesh` would split them off the world group, where PyTorch 2.11 segfaults if the process had another
-    NCCL group before (github.com/pytorch/pytorch/pull/192109).
+    `init_device_mesh` would split them off the world group, where PyTorch 2.11 segfaults if the
+    process had another NCCL group before (github.com/pytorch/pytorch/pull/192109).
     """
     if len(ranks) == 1:
         return world_group()

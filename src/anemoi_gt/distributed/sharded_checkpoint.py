@@ -1,8 +1,8 @@
 """Checkpoints of a sharded model by torch.distributed.checkpoint (DCP), and the last checkpoint of a run.
 
-Rows of nodes and edges (trainable features, and their optimiser state) are written as the table of the whole graph, in
-the caller's numbering, so a checkpoint does not depend on the sharding: it is read on any number of ranks. All other
-tensors are the same on all ranks, and written once.
+Rows of nodes and edges (trainable features, and their optimiser state) are written as the table of
+the whole graph, in the caller's numbering, so a checkpoint does not depend on the sharding: it is
+read on any number of ranks. All other tensors are the same on all ranks, and written once.
 
     one process   the file last.pt
     torchrun      the folder last/, or last.former/ when the job was interrupted between the two renames
@@ -39,7 +39,8 @@ class ShardedTable:
     Parameters
     ----------
     index : Tensor [n], int64
-        Rows of the table that this rank holds, in its order: `GraphShard.edges`, or `Partition.nodes(rank)`.
+        Rows of the table that this rank holds, in its order: `GraphShard.edges`, or
+        `Partition.nodes(rank)`.
     size : int
         Rows of the table.
     mesh : DeviceMesh
@@ -97,19 +98,22 @@ def save_checkpoint(
     folder : str or Path
         On a file system that all ranks share; its parent exists.
     state : dict
-        Tensors and plain values, and dicts and lists of them; the same on all ranks outside `tables`.
+        Tensors and plain values, and dicts and lists of them; the same on all ranks outside
+        `tables`.
     tables : mapping of str to ShardedTable
-        By the name of a parameter. A key that is this name, or ends in it after a dot, as in the state dict of DDP,
-        `AveragedModel` or a compiled module, has rows of that table: a tensor, or a dict of them, such as the state of
-        an optimiser by names (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`).
+        By the name of a parameter. A key that is this name, or ends in it after a dot, as in the
+        state dict of DDP, `AveragedModel` or a compiled module, has rows of that table: a tensor,
+        or a dict of them, such as the state of an optimiser by names
+        (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`).
     group : ProcessGroup
         All ranks of the job.
 
     Raises
     ------
     ValueError
-        On all ranks, before anything is written, when a table does not occur in the state, or a tensor with rows of
-        none differs between ranks, whose rows would be lost but for those of one rank.
+        On all ranks, before anything is written, when a table does not occur in the state, or a
+        tensor with rows of none differs between ranks, whose rows would be lost but for those of
+        one rank.
     OSError
         If it cannot be written; the former one is kept.
     """
@@ -174,7 +178,8 @@ def load_checkpoint(
     FileNotFoundError
         When there is none.
     ValueError
-        On all ranks, when it is corrupt or of another model, or a table does not occur in the state.
+        On all ranks, when it is corrupt or of another model, or a table does not occur in the
+        state.
     """
     found = require_checkpoint(folder)
     with consensus(group):
@@ -188,7 +193,8 @@ def load_checkpoint(
 def load_values(folder: str | Path, key: str) -> Any:
     """Return the dict of plain values, and dicts of them, below a key of a checkpoint; not collective.
 
-    Empty dicts are left out. Raise FileNotFoundError when `folder` has no checkpoint, ValueError when it is corrupt.
+    Empty dicts are left out. Raise FileNotFoundError when `folder` has no checkpoint, ValueError
+    when it is corrupt.
     """
     found = require_checkpoint(folder)
     with _reading(found, Exception), warnings.catch_warnings():
@@ -254,7 +260,8 @@ def _check_saves_all(
         check_same(same, group)
     except ValueError as error:
         raise ValueError(
-            f"{error}; one rank's would be lost. A key of rows must end in the name of their table, one of "
+            f"{error}; one rank's would be lost. A key of rows must end in the name of their "
+            "table, one of "
             f"{[*tables]}: name the state of an optimiser by get_optimizer_state_dict"
         ) from None
 
@@ -273,12 +280,14 @@ def _check_tables(
     for key, name, tensor in tensors:
         if name is not None and len(tensor) != len(tables[name].index):
             raise ValueError(
-                f"{key} must have the {len(tables[name].index)} rows of {name} that this rank holds, "
+                f"{key} must have the {len(tables[name].index)} rows of {name} that this rank "
+                "holds, "
                 f"got {tuple(tensor.shape)}"
             )
     if missing := sorted(tables.keys() - {name for _, name, _ in tensors}):
         raise ValueError(
-            f"the state must have a key that ends in the name of each table, got none for {', '.join(missing)}: "
+            "the state must have a key that ends in the name of each table, got none for "
+            f"{', '.join(missing)}: "
             "name parameters as state_dict() and get_optimizer_state_dict do"
         )
     return tensors
@@ -321,7 +330,8 @@ def _map_tensors(
 ) -> Any:
     """Return `value` with `function(key, name, tensor)` in place of each tensor in its dicts, lists and tuples.
 
-    The key is the path of keys to the tensor, joined by dots; the name that of the table whose rows it has, or None.
+    The key is the path of keys to the tensor, joined by dots; the name that of the table whose rows
+    it has, or None.
     """
     if isinstance(value, dict):
         names = _names_of_tables(value, tables)
@@ -347,7 +357,8 @@ def _map_tensors(
 def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) -> dict[str, str]:
     """Return the name of the table for each key that is this name, or ends in it after a dot.
 
-    Beside `module.weight`, a key `module.conv.weight` is no table `weight`: its module is inside that of the table.
+    Beside `module.weight`, a key `module.conv.weight` is no table `weight`: its module is inside
+    that of the table.
     """
     names = {}
     for name in sorted(tables, key=len):  # a longer name says more, and replaces a shorter one
@@ -384,9 +395,9 @@ def require_file(path: str | Path) -> None:
 def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Path | None:
     """Return the checkpoint that a run continues from, or None: it starts from scratch.
 
-    `last` is its name for one process, such as folder / "last.pt"; `writer` the current launch, ONE_PROCESS or
-    TORCHRUN, which continues only its own form. Without `resume` the folder must not hold a run. Raise ValueError if it
-    holds one that must not be continued, or not by this writer.
+    `last` is its name for one process, such as folder / "last.pt"; `writer` the current launch,
+    ONE_PROCESS or TORCHRUN, which continues only its own form. Without `resume` the folder must not
+    hold a run. Raise ValueError if it holds one that must not be continued, or not by this writer.
     """
     if not isinstance(resume, bool):
         raise ValueError(f"resume must be true or false, got {resume!r}")
@@ -400,5 +411,6 @@ def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Pa
     if writer != former_writer:
         of, remedy = f" of {former_writer}, in {found.name}", REMEDY[former_writer]
     raise ValueError(
-        f"{last.parent} holds a run{of}: {remedy} continues it, another hydra.run.dir starts a new one"
+        f"{last.parent} holds a run{of}: {remedy} continues it, another hydra.run.dir starts a "
+        "new one"
     )

@@ -5,6 +5,13 @@ from anemoi_gt.export.package import PackageReport, verify_package, write_packag
 from anemoi_gt.export.program import Autocast, export_model, export_program
 
 __all__ = [
-    "Autocast", "GraphInputModel", "PackageReport", "TensorGraphLayer", "export_model", "export_program",
-    "graph_tensors", "verify_package", "write_package",
-]  # fmt: skip
+    "Autocast",
+    "GraphInputModel",
+    "PackageReport",
+    "TensorGraphLayer",
+    "export_model",
+    "export_program",
+    "graph_tensors",
+    "verify_package",
+    "write_package",
+]

@@ -31,8 +31,9 @@ class TensorGraphLayer(nn.Module):
         x : Tensor, or pair of Tensor
             Input of the layer.
         structure : dict of str to Tensor
-            `GraphStructure.state_dict()` of a structure built with `reverse=False`: every tensor becomes an input.
-            Inference needs only `colptr`, `row` and `sources`, and `perm` if the edges are not sorted by destination.
+            `GraphStructure.state_dict()` of a structure built with `reverse=False`: every tensor
+            becomes an input. Inference needs only `colptr`, `row` and `sources`, and `perm` if the
+            edges are not sorted by destination.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             In the caller's edge order.
         """
@@ -42,7 +43,8 @@ class TensorGraphLayer(nn.Module):
 class GraphInputModel(nn.Module):
     """An `EncoderProcessorDecoder` whose nodes, edges and attributes, fixed and trainable, are arguments of each call.
 
-    Raises ValueError for another model, or unless `mapper_chunks=1`: chunk bounds are constants in an exported program.
+    Raises ValueError for another model, or unless `mapper_chunks=1`: chunk bounds are constants in
+    an exported program.
     """
 
     def __init__(self, model: EncoderProcessorDecoder):
@@ -80,14 +82,16 @@ class GraphInputModel(nn.Module):
                 sorted(graph.keys() - self._names),
             )
             raise ValueError(
-                f"graph must have the keys of graph_tensors(model), missing {missing}, got {unexpected}"
+                f"graph must have the keys of graph_tensors(model), missing {missing}, got "
+                f"{unexpected}"
             )
         return functional_call(self.model, graph, (x,))
 
     def dynamic_shapes(self, batch: Dim | None = None) -> tuple:
         """Return the `dynamic_shapes` of `torch.export.export` that leave batch, nodes and edges dynamic.
 
-        A `batch` of None allows any size. A program takes at least two nodes of each kind and two edges between them.
+        A `batch` of None allows any size. A program takes at least two nodes of each kind and two
+        edges between them.
         """
         shapes = {name: {0: Dim.DYNAMIC} for name in self._names}
         fields = {
@@ -151,7 +155,8 @@ def _replace_by_empty(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def _checked(model: nn.Module) -> EncoderProcessorDecoder:
     if not isinstance(model, EncoderProcessorDecoder):
         raise ValueError(
-            f"model must be an EncoderProcessorDecoder, got {type(model).__name__}; for layers use TensorGraphLayer"
+            f"model must be an EncoderProcessorDecoder, got {type(model).__name__}; for layers "
+            "use TensorGraphLayer"
         )
     return model
 

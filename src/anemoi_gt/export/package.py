@@ -18,7 +18,8 @@ from torch.utils.benchmark import Timer
 
 SUFFIX = ".pt2"
 PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
-COPY = b"_S_create_c_locale name not valid"  # a string in every binary that contains libstdc++'s locale
+# a string in every binary that contains libstdc++'s locale
+COPY = b"_S_create_c_locale name not valid"
 LIMITS = {
     torch.float32: 1e-5,
     torch.bfloat16: 3e-2,
@@ -30,9 +31,9 @@ TIMED = 0.1  # s, of calls of a package and of its model
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
     """Compile a program of `export_program` or `export_model` for the device of its tensors and write the package.
 
-    `path` ends in ".pt2", in an existing folder; `metadata` is for loaders. Raises, before compiling, ValueError if the
-    name does not end in ".pt2", metadata is not text, or there is no C++ compiler whose packages can be loaded; OSError
-    if the folder is not writable.
+    `path` ends in ".pt2", in an existing folder; `metadata` is for loaders. Raises, before
+    compiling, ValueError if the name does not end in ".pt2", metadata is not text, or there is no
+    C++ compiler whose packages can be loaded; OSError if the folder is not writable.
     """
     check_path(Path(path))
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
@@ -53,7 +54,8 @@ def check_path(path: Path) -> None:
     """Raise ValueError if `path` is no name for a package, OSError if its folder is not writable."""
     if path.suffix != SUFFIX:
         raise ValueError(
-            f"the name of a package must end in {SUFFIX}, which PyTorch's loader requires, got {path}"
+            f"the name of a package must end in {SUFFIX}, which PyTorch's loader requires, got "
+            f"{path}"
         )
     if path.is_dir():
         raise ValueError(f"a package must be a file, {path} is a folder")
@@ -66,8 +68,9 @@ def check_path(path: Path) -> None:
 def check_compiler() -> None:
     """Raise ValueError if there is no C++ compiler, or its packages would crash on loading.
 
-    A package that contains a copy of the C++ standard library crashes in `std::regex` when loaded, because the copy
-    meets the locale of PyTorch's library. Compilers link a copy if `libstdc++.so` is missing.
+    A package that contains a copy of the C++ standard library crashes in `std::regex` when loaded,
+    because the copy meets the locale of PyTorch's library. Compilers link a copy if `libstdc++.so`
+    is missing.
     """
     try:
         compiler = get_cpp_compiler()
@@ -77,8 +80,10 @@ def check_compiler() -> None:
         ) from error
     if sys.platform == "linux" and _copies_standard_library(compiler):
         raise ValueError(
-            f"a package must share the C++ standard library with PyTorch, but {compiler} links a copy, which crashes "
-            "on loading: install its libstdc++.so (libstdc++-13-dev for g++ 13), or set CXX to another compiler"
+            f"a package must share the C++ standard library with PyTorch, but {compiler} links a "
+            "copy, which crashes "
+            "on loading: install its libstdc++.so (libstdc++-13-dev for g++ 13), or set CXX to "
+            "another compiler"
         )
 
 
@@ -107,9 +112,9 @@ def _copies_standard_library(compiler: str) -> bool:
 class PackageReport:
     """Error, size in bytes, and speed of a package, compared with its model.
 
-    `error` is the RMS difference from the model, relative to the RMS of the model's output, the largest over all
-    batches. `package_ms` and `model_ms` are median milliseconds of a call with the first batch, of the package and of
-    the model in eager PyTorch.
+    `error` is the RMS difference from the model, relative to the RMS of the model's output, the
+    largest over all batches. `package_ms` and `model_ms` are median milliseconds of a call with the
+    first batch, of the package and of the model in eager PyTorch.
     """
 
     error: float
@@ -129,7 +134,8 @@ def verify_package(
 ) -> PackageReport:
     """Compare a package with its model on the same inputs.
 
-    Raises ValueError for another dtype; FloatingPointError if the error exceeds the limit of `dtype`.
+    Raises ValueError for another dtype; FloatingPointError if the error exceeds the limit of
+    `dtype`.
 
     Parameters
     ----------
@@ -140,8 +146,8 @@ def verify_package(
     dtype : torch.dtype
         Compute dtype of the model, one of `LIMITS`: it determines the allowed error.
     compared : callable, optional
-        Called as `compared(output, *batch)`; what it returns is compared. None compares outputs. Use it where an output
-        is the sum of a large state and a small change.
+        Called as `compared(output, *batch)`; what it returns is compared. None compares outputs.
+        Use it where an output is the sum of a large state and a small change.
     rounding : float
         Added to the allowed error: that of float32 in what is compared.
     """
@@ -158,7 +164,8 @@ def verify_package(
             batch_error = relative_error(output, expected)
             if not batch_error <= allowed:
                 raise FloatingPointError(
-                    f"the package must agree with the model within {allowed:.2g}, its relative error is "
+                    f"the package must agree with the model within {allowed:.2g}, its relative "
+                    "error is "
                     f"{batch_error:.2g}"
                 )
             error = max(error, batch_error)

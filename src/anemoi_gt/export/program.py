@@ -1,8 +1,8 @@
 """Exported programs: torch.export of models and layers, with this library's operators replaced by portable ones.
 
-torch.export keeps each operator of this library as one node that only has the operator's name. `export_program`
-decomposes it to operators of PyTorch (backend `torch`) or to the kernels themselves (backend `triton`), so that the
-program loads without this library.
+torch.export keeps each operator of this library as one node that only has the operator's name.
+`export_program` decomposes it to operators of PyTorch (backend `torch`) or to the kernels
+themselves (backend `triton`), so that the program loads without this library.
 """
 
 import copy
@@ -47,10 +47,11 @@ def export_model(
     model : EncoderProcessorDecoder, or a module with the same arguments
         Left unchanged. A model compiled by `torch.compile` is exported uncompiled.
     x : Tensor [B, N, in_channels], or dict of data set to that, or tuple of Tensor [B, ...]
-        An example on the device of the model; its values do not matter. A tuple holds several arguments.
+        An example on the device of the model; its values do not matter. A tuple holds several
+        arguments.
     max_batch : int
-        Maximum batch size; 1 fixes it. On the backend `triton`, kernels use 32-bit offsets if that suffices for this
-        size.
+        Maximum batch size; 1 fixes it. On the backend `triton`, kernels use 32-bit offsets if that
+        suffices for this size.
     """
     check_integer("max_batch", max_batch)
     if not isinstance(model, nn.Module):
@@ -77,17 +78,17 @@ def _check_example(field: Tensor) -> None:
 def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:
     """Return a program of a module for `write_package`: for inference, without this library's operators and gradients.
 
-    Raises ValueError if an operator has no portable form: one that sorts edges, in a module that takes an edge_index;
-    or kernels under Triton's interpreter.
+    Raises ValueError if an operator has no portable form: one that sorts edges, in a module that
+    takes an edge_index; or kernels under Triton's interpreter.
 
     Parameters
     ----------
     module : nn.Module
-        Any module; left unchanged, and exported in evaluation mode. Attention runs on the backend that its config
-        selects for the devices and dtypes of `inputs`.
+        Any module; left unchanged, and exported in evaluation mode. Attention runs on the backend
+        that its config selects for the devices and dtypes of `inputs`.
     inputs : tuple
-        Example arguments. Dynamic sizes must not be 0 or 1 in it. On the backend `triton`, the in-degrees of the
-        example determine the tiles, which change speed, not results.
+        Example arguments. Dynamic sizes must not be 0 or 1 in it. On the backend `triton`, the
+        in-degrees of the example determine the tiles, which change speed, not results.
     dynamic_shapes : optional
         As in `torch.export.export`; None fixes all sizes.
 
@@ -115,7 +116,8 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
 def for_inference(module: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode that shares all tensors with `module`, without what only gradients need.
 
-    Reverse structures of static graphs, which are as large as the graphs, are dropped. Compiled modules are unwrapped.
+    Reverse structures of static graphs, which are as large as the graphs, are dropped. Compiled
+    modules are unwrapped.
     """
     return _shallow_copy(module, {})
 
@@ -124,7 +126,8 @@ def check_kernels() -> None:
     """Raise ValueError if kernels of the backend `triton` cannot be exported."""
     if interpreted():
         raise ValueError(
-            "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET, or use backend torch"
+            "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET, or "
+            "use backend torch"
         )
 
 
@@ -166,7 +169,8 @@ def decomposition_of(operator: torch._ops.OpOverload) -> Callable:
         from anemoi_gt.ops.triton_backend.export_decomposition import decompose
     else:
         raise ValueError(
-            f"a program must not sort edges, but the module calls {operator}: build a GraphStructure once and pass its "
+            f"a program must not sort edges, but the module calls {operator}: build a "
+            "GraphStructure once and pass its "
             "tensors, see anemoi_gt.export.TensorGraphLayer"
         )
     return decompose

@@ -38,9 +38,10 @@ def group_coo(
 ) -> GroupedEdges:
     """Group edges [2, E] by destination, and with `reverse` by source too where that costs no second sweep.
 
-    `dtype`, int32 or int64, is that of the result. With `stable` the edges of a destination keep their order: one sort.
-    Without, their order is unspecified: two GPU kernels and a scan replace the sort, and group by source too. The sort
-    is still used on a CPU and under deterministic algorithms.
+    `dtype`, int32 or int64, is that of the result. With `stable` the edges of a destination keep
+    their order: one sort. Without, their order is unspecified: two GPU kernels and a scan replace
+    the sort, and group by source too. The sort is still used on a CPU and under deterministic
+    algorithms.
     """
     if stable or not _order_may_vary(edge_index):
         src, dst = edge_index.to(dtype).unbind(0)
@@ -55,8 +56,8 @@ def group_edges(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Group edges by `node` [E]; `neighbour` [E] is their other end. `stable` as in `group_coo`.
 
-    Return pointers [num_nodes + 1], the edge at each position [E] and its other end [E]. Edges of node n are at
-    pointers[n] : pointers[n + 1].
+    Return pointers [num_nodes + 1], the edge at each position [E] and its other end [E]. Edges of
+    node n are at pointers[n] : pointers[n + 1].
     """
     if stable or not _order_may_vary(node):
         return _sort_edges(node, neighbour, num_nodes)

@@ -26,7 +26,8 @@ def morton_order(positions: Tensor) -> Tensor:
 
     References
     ----------
-    G. M. Morton (1966), A computer oriented geodetic data base and a new technique in file sequencing, IBM.
+    G. M. Morton (1966), A computer oriented geodetic data base and a new technique in file
+    sequencing, IBM.
     """
     if positions.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=positions.device)

@@ -1,7 +1,7 @@
 """GraphStructure: the edges of a bipartite graph, sorted once for both directions of traversal.
 
-A weather model's graph never changes, so whatever follows from the edges alone is computed once and passed to every
-layer. The caller's edge features are never permuted: they are read through `perm`.
+A weather model's graph never changes, so whatever follows from the edges alone is computed once and
+passed to every layer. The caller's edge features are never permuted: they are read through `perm`.
 
     edge_index = [[2, 0, 2, 1],     src      4 edges, 3 sources, 3 destinations
                   [0, 2, 2, 0]]     dst
@@ -14,9 +14,9 @@ layer. The caller's edge features are never permuted: they are read through `per
     col        = [2, 0, 0, 2]       dst of each edge, CSR order
     csr_to_csc = [2, 1, 0, 3]       CSC position of each CSR edge
 
-Sizes are shapes (of `colptr` N_dst, of `row` E, of the empty `sources` N_src), so torch.compile and torch.export can
-treat them as dynamic; an int attribute would become a constant of the program. A structure is a pytree node whose
-leaves are its tensors.
+Sizes are shapes (of `colptr` N_dst, of `row` E, of the empty `sources` N_src), so torch.compile and
+torch.export can treat them as dynamic; an int attribute would become a constant of the program. A
+structure is a pytree node whose leaves are its tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,9 +65,10 @@ class ReverseIndex(NamedTuple):
 class GraphStructure:
     """The edges of a bipartite graph by destination (CSC) and, unless left out, by source (CSR).
 
-    Make one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once per graph, and pass it to every layer.
-    It is an immutable value: every method that adds something returns a new one, and these four copy what they keep.
-    The constructor and `from_state` keep the tensors they are given, which must not be written into.
+    Make one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once per graph, and
+    pass it to every layer. It is an immutable value: every method that adds something returns a new
+    one, and these four copy what they keep. The constructor and `from_state` keep the tensors they
+    are given, which must not be written into.
 
     Parameters
     ----------
@@ -80,28 +81,33 @@ class GraphStructure:
     perm : Tensor [E], dtype of colptr, or None
         Caller's edge at each CSC position; None when the caller's order is the CSC order.
     global_edge_id : Tensor [E], int64, or None
-        Id of each edge in the whole graph, CSC order; the key of dropout, so that a shard or chunk of a graph drops
-        what the whole graph would. None: this is the whole graph and `perm` holds the ids.
+        Id of each edge in the whole graph, CSC order; the key of dropout, so that a shard or chunk
+        of a graph drops what the whole graph would. None: this is the whole graph and `perm` holds
+        the ids.
     rowptr : Tensor [N_src + 1], dtype of colptr, or None
-        Out-edges of source j are the CSR positions `rowptr[j] : rowptr[j + 1]`; None without the reverse structure.
+        Out-edges of source j are the CSR positions `rowptr[j] : rowptr[j + 1]`; None without the
+        reverse structure.
     col : Tensor [E], dtype of colptr, or None
         Destination of each edge, CSR order.
     csr_to_csc : Tensor [E], dtype of colptr, or None
         CSC position of each edge, CSR order.
     dst_schedule : Tensor [N_dst], dtype of colptr, or None
-        Order in which GPU programs process the destinations; None is 0, 1, 2, ... It changes speed, not results.
+        Order in which GPU programs process the destinations; None is 0, 1, 2, ... It changes speed,
+        not results.
     fixed_in_degree : Tensor [K, 0], or None
-        Every destination has K in-edges, as k nearest neighbours give, for which there are faster kernels. Has no
-        elements. None: not so, or not known. Detected when values are checked.
+        Every destination has K in-edges, as k nearest neighbours give, for which there are faster
+        kernels. Has no elements. None: not so, or not known. Detected when values are checked.
     dst_hubs, src_hubs : Tensor [257, 0], or None
-        Some destination or source has, or may have, 257 edges or more: GPU kernels look for such hubs and divide their
-        edges among programs, in segments of half as many. Have no elements. None: there are none, or they may be slow.
-        Detected when values are checked; present where they are not.
+        Some destination or source has, or may have, 257 edges or more: GPU kernels look for such
+        hubs and divide their edges among programs, in segments of half as many. Have no elements.
+        None: there are none, or they may be slow. Detected when values are checked; present where
+        they are not.
 
     Raises
     ------
     ValueError
-        When ranks, dtypes, lengths or devices do not fit together. Values are checked by `validate`.
+        When ranks, dtypes, lengths or devices do not fit together. Values are checked by
+        `validate`.
     """
 
     colptr: Tensor
@@ -125,7 +131,8 @@ class GraphStructure:
         check_shape("sources", self.sources, "[num_src, 0], one row per source", is_size)
         if len({self.rowptr is None, self.col is None, self.csr_to_csc is None}) > 1:
             raise ValueError(
-                "rowptr, col, csr_to_csc must come together: pass all three, or none and call with_reverse()"
+                "rowptr, col, csr_to_csc must come together: pass all three, or none and call "
+                "with_reverse()"
             )
         lengths = dict.fromkeys(("perm", "global_edge_id", "col", "csr_to_csc"), self.num_edges)
         for name, length in (
@@ -149,7 +156,8 @@ class GraphStructure:
                 and degree.shape[0] * self.num_dst != self.num_edges
             ):
                 raise ValueError(
-                    f"fixed_in_degree must have shape [K, 0] with K * {self.num_dst} destinations = {self.num_edges} "
+                    f"fixed_in_degree must have shape [K, 0] with K * {self.num_dst} destinations "
+                    f"= {self.num_edges} "
                     f"edges, got K = {degree.shape[0]}"
                 )
         for name in HUBS:  # their size is not looked at, so that it may be a symbol
@@ -173,8 +181,10 @@ class GraphStructure:
             else f", fixed_in_degree={self.fixed_in_degree.shape[0]}"
         )
         return (
-            f"GraphStructure(num_src={self.num_src}, num_dst={self.num_dst}, num_edges={self.num_edges}, "
-            f"reverse={self.has_reverse}{degree}, {str(self.row.dtype).removeprefix('torch.')}, {self.device})"
+            f"GraphStructure(num_src={self.num_src}, num_dst={self.num_dst}, "
+            f"num_edges={self.num_edges}, "
+            f"reverse={self.has_reverse}{degree}, {str(self.row.dtype).removeprefix('torch.')}, "
+            f"{self.device})"
         )
 
     @property
@@ -226,25 +236,29 @@ class GraphStructure:
         edge_index : Tensor [2, E], int32 or int64, or torch_geometric.EdgeIndex
             Row 0 holds sources, row 1 destinations.
         num_nodes : (num_src, num_dst), int or None
-            An int means the same nodes on both sides. None is allowed only for an EdgeIndex that knows its sizes.
+            An int means the same nodes on both sides. None is allowed only for an EdgeIndex that
+            knows its sizes.
         global_edge_id : Tensor [E], int64, optional
             Id of each edge in the larger graph that these edges are taken from, caller's order.
         stable : bool
-            Keep the caller's order within a destination. False leaves it unspecified and is faster on a GPU, for graphs
-            that change every step; sums may then differ in the last bit from run to run. Both structures are built in
-            one sweep. The sort is still used on a CPU and under deterministic algorithms.
+            Keep the caller's order within a destination. False leaves it unspecified and is faster
+            on a GPU, for graphs that change every step; sums may then differ in the last bit from
+            run to run. Both structures are built in one sweep. The sort is still used on a CPU and
+            under deterministic algorithms.
         validate : bool
-            Check the values, which synchronises with the device, and find fixed in-degree and hubs. False, and in
-            compiled code: the device asserts the ranges without waiting (RuntimeError, on a GPU at a later call), and
-            there may be hubs. Layers that convert an edge_index on a GPU do so.
+            Check the values, which synchronises with the device, and find fixed in-degree and hubs.
+            False, and in compiled code: the device asserts the ranges without waiting
+            (RuntimeError, on a GPU at a later call), and there may be hubs. Layers that convert an
+            edge_index on a GPU do so.
         reverse : bool
-            Build the reverse (CSR) structure, which gradients of key and value need. False saves a sort and 8 bytes an
-            edge, for inference.
+            Build the reverse (CSR) structure, which gradients of key and value need. False saves a
+            sort and 8 bytes an edge, for inference.
 
         Returns
         -------
         GraphStructure
-            Index dtype int32 when sizes and E are known to be below 2^31, else int64. Shares no memory with the inputs.
+            Index dtype int32 when sizes and E are known to be below 2^31, else int64. Shares no
+            memory with the inputs.
 
         Raises
         ------
@@ -313,7 +327,8 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            Wrong rank, dtype, length or device; colptr not from 0 to E or decreasing; a source out of range.
+            Wrong rank, dtype, length or device; colptr not from 0 to E or decreasing; a source out
+            of range.
         """
         for name, index in (("colptr", colptr), ("row", row)):
             check_index(name, index, like=colptr, dtypes=INDEX_DTYPES)
@@ -343,7 +358,8 @@ class GraphStructure:
 
         Parameters
         ----------
-        adj_t : torch.sparse tensor [N_dst, N_src] (COO, CSR or CSC layout), or torch_sparse.SparseTensor
+        adj_t : torch.sparse tensor [N_dst, N_src] (COO, CSR or CSC layout), or
+        torch_sparse.SparseTensor
             The order of its stored values is the caller's edge order.
         stable, validate, reverse : bool
             As in `from_edge_index`.
@@ -360,15 +376,18 @@ class GraphStructure:
             csr = (*adj_t.csr()[:2], adj_t.sparse_size(1))
         elif not isinstance(adj_t, Tensor):
             raise ValueError(
-                "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
+                "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, "
+                "N_src], got "
                 f"{type(adj_t).__name__}; use from_edge_index or from_csc for others"
             )
         elif adj_t.layout != torch.strided and (
             adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2
         ):
             raise ValueError(
-                "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense dimensions of its values if "
-                f"any, got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense "
+                "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense "
+                "dimensions of its values if "
+                f"any, got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and "
+                f"{adj_t.dense_dim()} dense "
                 "dimensions"
             )
         elif adj_t.layout == torch.sparse_csr:
@@ -387,7 +406,8 @@ class GraphStructure:
         else:
             layout = adj_t.layout
             raise ValueError(
-                f"adj_t must have a sparse COO, CSR or CSC layout, got {layout}; use from_edge_index"
+                f"adj_t must have a sparse COO, CSR or CSC layout, got {layout}; use "
+                "from_edge_index"
             )
         edge_index = torch.stack([src, dst.to(src.dtype)])
         return cls.from_edge_index(
@@ -406,13 +426,14 @@ class GraphStructure:
         Returns
         -------
         GraphStructure
-            With the reverse structure if all graphs have it; nothing is sorted. If any graph has a `dst_schedule`, the
-            schedules are concatenated.
+            With the reverse structure if all graphs have it; nothing is sorted. If any graph has a
+            `dst_schedule`, the schedules are concatenated.
 
         Raises
         ------
         ValueError
-            For no graph, graphs on several devices, or a shard or chunk of a graph (one with `global_edge_id`).
+            For no graph, graphs on several devices, or a shard or chunk of a graph (one with
+            `global_edge_id`).
         """
         graphs = tuple(graphs) if isinstance(graphs, Iterable) else graphs
         if not isinstance(graphs, tuple) or not all(
@@ -433,7 +454,8 @@ class GraphStructure:
             )
         if any(graph.global_edge_id is not None for graph in graphs):
             raise ValueError(
-                "graphs must be whole, got one with global_edge_id: merge its shards or chunks first"
+                "graphs must be whole, got one with global_edge_id: merge its shards or chunks "
+                "first"
             )
         sizes = zip(
             *((graph.num_src, graph.num_dst, graph.num_edges) for graph in graphs), strict=True
@@ -485,8 +507,9 @@ class GraphStructure:
     def with_dst_schedule(self, positions: Tensor) -> "GraphStructure":
         """Return this structure with a destination schedule along a Morton curve, for cache locality.
 
-        Nearby destinations share sources, so programs that run at the same time share rows in the cache. `positions`
-        [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise ValueError for another shape.
+        Nearby destinations share sources, so programs that run at the same time share rows in the
+        cache. `positions` [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise
+        ValueError for another shape.
         """
         sizes = [(self.num_dst, axes) for axes in (1, 2, 3)]
         wanted = f"[{self.num_dst}, 1 to 3], one row per destination"
@@ -525,8 +548,9 @@ class GraphStructure:
     def validate(self) -> "GraphStructure":
         """Check every value and return this structure; synchronises with the device.
 
-        Raise ValueError for colptr or rowptr not from 0 to E or decreasing; an index out of range; perm, csr_to_csc or
-        dst_schedule not a permutation; CSC and CSR with different edges; in-degrees other than `fixed_in_degree`.
+        Raise ValueError for colptr or rowptr not from 0 to E or decreasing; an index out of range;
+        perm, csr_to_csc or dst_schedule not a permutation; CSC and CSR with different edges;
+        in-degrees other than `fixed_in_degree`.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
@@ -537,7 +561,8 @@ class GraphStructure:
             and not self._has_fixed_in_degree(max_degree(self.colptr))
         ):
             raise ValueError(
-                f"fixed_in_degree must be the in-degree of every destination, got {self.fixed_in_degree.shape[0]} "
+                "fixed_in_degree must be the in-degree of every destination, got "
+                f"{self.fixed_in_degree.shape[0]} "
                 "and other in-degrees in colptr; leave it out"
             )
         for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
@@ -647,7 +672,8 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
 def _index_dtype(*sizes: int) -> torch.dtype:
     """Return int32 where all sizes are known to allow it; data-dependent sizes in traced code are unbounded.
 
-    An exported program serves the whole range of a named dimension, so no guard may narrow it there.
+    An exported program serves the whole range of a named dimension, so no guard may narrow it
+    there.
     """
     is_below = statically_known_true if is_exporting() else guard_or_false
     return torch.int32 if all(is_below(size < 2**31) for size in sizes) else torch.int64

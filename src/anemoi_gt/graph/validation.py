@@ -1,7 +1,7 @@
 """Checks of index tensors: metadata always, values on request.
 
-While torch.compile or torch.export traces, sizes may be symbols and values are unknown. The compiled program checks
-what cannot be decided then, and raises RuntimeError instead of ValueError.
+While torch.compile or torch.export traces, sizes may be symbols and values are unknown. The
+compiled program checks what cannot be decided then, and raises RuntimeError instead of ValueError.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,8 @@ def check_index(
         )
     if index.device != like.device:
         raise ValueError(
-            f"all tensors must be on one device, got {name} on {index.device} and others on {like.device}"
+            f"all tensors must be on one device, got {name} on {index.device} and others on "
+            f"{like.device}"
         )
 
 
@@ -91,7 +92,8 @@ def check_range(name: str, index: Tensor, size: int) -> None:
     if low >= 0 and high < size:
         return
     raise ValueError(
-        f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values from {low} to {high}; "
+        f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values "
+        f"from {low} to {high}; "
         "check the order (sources, destinations) of the indices and of the sizes"
     )
 
@@ -124,12 +126,14 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
     first, last = int(pointers[0]), int(pointers[-1])
     if first != 0 or last != num_edges:
         raise ValueError(
-            f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and {last}"
+            f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and "
+            f"{last}"
         )
     if len(decreases := (pointers.diff() < 0).nonzero()):
         at = int(decreases[0])
         raise ValueError(
-            f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}"
+            f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at "
+            f"position {at}"
         )
 
 

@@ -51,26 +51,28 @@ def swap_layers(
 ) -> nn.Module:
     """Replace each `TransformerConv` of a model by a `GraphTransformerConv` with its parameters; return the model.
 
-    Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode, the state dict and
-    what else the layer was given stay. A layer that appears twice in the model still does. A `GraphTransformerConv` of
-    the model, from an earlier call or not, stays and takes the options of this call. `swap_back` reverses it.
+    Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode,
+    the state dict and what else the layer was given stay. A layer that appears twice in the model
+    still does. A `GraphTransformerConv` of the model, from an earlier call or not, stays and takes
+    the options of this call. `swap_back` reverses it.
 
     Parameters
     ----------
     model : torch.nn.Module
         Its layers are replaced in place.
     backend, precision, stable_sort
-        As in `anemoi_gt.AttentionConfig`. With backend "auto" a layer that ours cannot stand for stays PyG's, and the
-        log says so with the reason.
+        As in `anemoi_gt.AttentionConfig`. With backend "auto" a layer that ours cannot stand for
+        stays PyG's, and the log says so with the reason.
     subclasses : sequence of type
-        Classes that inherit from `TransformerConv` and compute the same, to replace as well. What they add is not
-        called any more.
+        Classes that inherit from `TransformerConv` and compute the same, to replace as well. What
+        they add is not called any more.
 
     Raises
     ------
     ValueError
-        For another backend or precision; for a model without a layer to serve, or that is itself a layer; for a layer
-        that ours cannot stand for, if `backend` names one. Nothing is replaced then.
+        For another backend or precision; for a model without a layer to serve, or that is itself a
+        layer; for a layer that ours cannot stand for, if `backend` names one. Nothing is replaced
+        then.
 
     Examples
     --------
@@ -101,7 +103,8 @@ def swap_back(model: nn.Module) -> nn.Module:
     Parameters
     ----------
     model : torch.nn.Module
-        Its layers are replaced in place, and it is returned; a `GraphTransformerConv` that was built as such stays.
+        Its layers are replaced in place, and it is returned; a `GraphTransformerConv` that was
+        built as such stays.
 
     Raises
     ------
@@ -118,8 +121,9 @@ def swap_back(model: nn.Module) -> nn.Module:
 class GraphData(Data):
     """PyG's `Data` for a graph with a `GraphStructure`: batches hold one structure, joined by `disjoint`.
 
-    PyG's own `Data` leaves a list of structures in a batch. Joining sorts nothing. It works wherever PyG makes a
-    `Batch`, its `DataLoader` included; a batch with structures cannot be taken apart again (`batch[i]`).
+    PyG's own `Data` leaves a list of structures in a batch. Joining sorts nothing. It works
+    wherever PyG makes a `Batch`, its `DataLoader` included; a batch with structures cannot be taken
+    apart again (`batch[i]`).
 
     Parameters
     ----------
@@ -168,7 +172,8 @@ def _checked_subclasses(
         between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
         if own := [name for name in COMPUTING if any(_defines(each, name) for each in between)]:
             raise ValueError(
-                f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with {own[0]} of its own; "
+                f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with "
+                f"{own[0]} of its own; "
                 "leave it out, or put what it adds into a module around the layer"
             )
     return kinds
@@ -189,8 +194,10 @@ def _layers_of(
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     if isinstance(model, KINDS):
         raise ValueError(
-            f"model must be a module that holds layers, got a bare {type(model).__name__}, which cannot be replaced in "
-            "place; put it into a container: layers = torch.nn.ModuleList([layer]), and use layers[0] afterwards"
+            f"model must be a module that holds layers, got a bare {type(model).__name__}, which "
+            "cannot be replaced in "
+            "place; put it into a container: layers = torch.nn.ModuleList([layer]), and use "
+            "layers[0] afterwards"
         )
     if not (layers := [module for module in model.modules() if accepts(module)]):
         raise ValueError(f"model must have {wanted}, got {type(model).__name__} without one")
@@ -216,7 +223,8 @@ def _replacement(
             reason = str(error)
     if config.backend != "auto":
         raise ValueError(
-            f"attention backend {config.backend!r} cannot serve {upstream}: {reason}; backend 'auto' leaves it as it is"
+            f"attention backend {config.backend!r} cannot serve {upstream}: {reason}; backend "
+            "'auto' leaves it as it is"
         )
     log.warning("%s stays PyG's own: %s", upstream, reason)
     return upstream
@@ -250,7 +258,8 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         getattr(hook, "__func__", None) is not Linear.initialize_parameters
         for hook in hooks_of(embed)
     ):
-        return "hooks watch its lin_edge, which would not be called"  # that of a lazy Linear apart, which ours runs
+        # that of a lazy Linear apart, which ours runs
+        return "hooks watch its lin_edge, which would not be called"
     return None
 
 

@@ -1,6 +1,7 @@
 """`explain` runs a model once and records the operator calls of its attentions.
 
-Modules get no hooks of their own: Anemoi's blocks compute differently while one of their parts has a hook.
+Modules get no hooks of their own: Anemoi's blocks compute differently while one of their parts has
+a hook.
 """
 
 import threading
@@ -31,15 +32,16 @@ OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 def explain(model: nn.Module, *inputs, **named) -> Explanation:
     """Return the backend of each attention of a model, why others were rejected, and its operators and kernels.
 
-    The model computes once on the inputs, in its mode, under the caller's autocast and with or without gradients. With
-    gradients, the kernels of the backward pass are listed as well. The state of random generators is restored. Raises
-    ValueError if the model is not a module or computes no attention of this library.
+    The model computes once on the inputs, in its mode, under the caller's autocast and with or
+    without gradients. With gradients, the kernels of the backward pass are listed as well. The
+    state of random generators is restored. Raises ValueError if the model is not a module or
+    computes no attention of this library.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A model with layers of this library or layers swapped for them. Of a compiled module, the original one is
-        explained.
+        A model with layers of this library or layers swapped for them. Of a compiled module, the
+        original one is explained.
     *inputs, **named
         Arguments of its call.
 
@@ -68,7 +70,8 @@ def explain(model: nn.Module, *inputs, **named) -> Explanation:
     found = _explain(lambda: model(*inputs, **named), names, _gpus_of(tensors, inputs, named))
     if not found.layers:
         raise ValueError(
-            f"model must compute an attention of anemoi_gt on these inputs, {type(model).__name__} computed none; "
+            "model must compute an attention of anemoi_gt on these inputs, "
+            f"{type(model).__name__} computed none; "
             "swap its layers, or explain a submodule that has some"
         )
     return found

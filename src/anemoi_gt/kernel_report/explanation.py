@@ -14,11 +14,12 @@ class Pass:
     ----------
     name : {"forward", "backward"}
     operator : str
-        As a profiler shows it, in eager and in compiled runs. `anemoi_gt::attention_sublayer_triton` is a fused
-        sub-layer of a block; the kernels of its attention are listed.
+        As a profiler shows it, in eager and in compiled runs.
+        `anemoi_gt::attention_sublayer_triton` is a fused sub-layer of a block; the kernels of its
+        attention are listed.
     kernels : tuple of str
-        Names of the kernels, as a profiler shows them, in the order of their launches; empty where PyTorch's own do
-        the work.
+        Names of the kernels, as a profiler shows them, in the order of their launches; empty where
+        PyTorch's own do the work.
     """
 
     name: str
@@ -37,8 +38,9 @@ class Layer:
     sizes : dict of str to int
         batch, sources, destinations, edges, heads, channels, attributes.
     features : {"none", "raw", "embedded"}
-        Form of the edge features that the operator reads. The weight of raw attributes is factored out of the sums over
-        edges; attributes are embedded before the operator where that moves fewer bytes, or a program cannot hold them.
+        Form of the edge features that the operator reads. The weight of raw attributes is factored
+        out of the sums over edges; attributes are embedded before the operator where that moves
+        fewer bytes, or a program cannot hold them.
     dtype, device : str
         Of query.
     backend : str
@@ -87,8 +89,10 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     }
     yield _title(layers) or "attention"
     yield (
-        f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, batch {sizes['batch']}, "
-        f"heads {sizes['heads']} x {sizes['channels']}, {edges[first.features]}, {first.dtype}, {first.device}"
+        f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, "
+        f"batch {sizes['batch']}, "
+        f"heads {sizes['heads']} x {sizes['channels']}, {edges[first.features]}, {first.dtype}, "
+        f"{first.device}"
     )
     yield f"  backend {first.backend}" + "".join(
         f"; {name}: {why}" for name, why in first.rejected.items()

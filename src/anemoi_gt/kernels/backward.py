@@ -1,7 +1,7 @@
 """Edge attention, backward: the kernels that walk edges and gather rows of heads x channels.
 
-Symbols as in `anemoi_gt.kernels.forward`, with the upstream gradients do_i, dlse_i and g_i = W^T do_i ready from
-`anemoi_gt.kernels.edge_features`.
+Symbols as in `anemoi_gt.kernels.forward`, with the upstream gradients do_i, dlse_i and g_i = W^T
+do_i ready from `anemoi_gt.kernels.edge_features`.
 
     over destinations:
         dp_e    = m_e (<do_i, v_j> + <g_i, a_e>)
@@ -13,8 +13,9 @@ Symbols as in `anemoi_gt.kernels.forward`, with the upstream gradients do_i, dls
     over sources:
         dk_j = sum_e ds_e q_i,     dv_j = sum_e m_e p_e do_i
 
-Hubs are divided into segments as in the forward pass, sources too. The first loop over a segment ends with its parts of
-the two sums of delta, which are joined before `edge_attention_bwd_dst_hub` takes the second loop.
+Hubs are divided into segments as in the forward pass, sources too. The first loop over a segment
+ends with its parts of the two sums of delta, which are joined before `edge_attention_bwd_dst_hub`
+takes the second loop.
 """
 
 import triton
@@ -65,7 +66,8 @@ def edge_attention_bwd_dst(
     projected_grad,  # [B, N_dst, H, ATTRIBUTES] g, or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    inv_denominator,  # [B, N_dst, H]; with hubs [B * N_dst + B * blocks, H], weights of segments behind
+    # [B, N_dst, H]; with hubs [B * N_dst + B * blocks, H], weights of segments behind
+    inv_denominator,
     exp_scores,  # [B, E, H] r
     colptr,  # [N_dst + 1]
     row,  # [E]
@@ -80,17 +82,34 @@ def edge_attention_bwd_dst(
     dp,  # [B, E, H] float32, scratch
     segment_p,  # [B, blocks, H] float32, sum_e p_e of a segment, or None without hubs
     segment_p_dp,  # [B, blocks, H] float32, sum_e p_e dp_e, or None
-    num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
-    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr, EDGES: tl.constexpr,
-    PRECISION: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
+    num_dst,
+    num_src,
+    num_edges,
+    attr_stride,
+    scale,
+    drop_below,
+    survivor,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    EMBEDDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    PACKED: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EDGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INT64: tl.constexpr,
+    SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dquery
-):  # fmt: skip
+):
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
     Writes its row of dquery (without W B), and of its in-edges dx (embedded features), and p_ds = [m p, ds], which the
-    kernels over sources and over attributes read. With hubs the grid is (B * (blocks + N_dst), ..), and the program of
-    a segment writes its dp and its parts of the sums of p and p dp.
+    kernels over sources and over attributes read. With hubs the grid is (B * (blocks + N_dst), ..),
+    and the program of a segment writes its dp and its parts of the sums of p and p dp.
     """
     if SEGMENT > 0:
         b, i, begin, end, slot = row_or_segment(
@@ -110,9 +129,25 @@ def edge_attention_bwd_dst(
     GRADIENT: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     if D > 0:
         project_edges(
-            attr_dp, 1.0, projected_grad, edge_attr, perm, node, first_edge, first_attr, begin, end, head,
-            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
-        )  # fmt: skip
+            attr_dp,
+            1.0,
+            projected_grad,
+            edge_attr,
+            perm,
+            node,
+            first_edge,
+            first_attr,
+            begin,
+            end,
+            head,
+            H,
+            D,
+            BIAS,
+            HEADS,
+            ATTRIBUTES,
+            EDGES,
+            PRECISION,
+        )
         tl.debug_barrier()
 
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
@@ -187,10 +222,23 @@ def edge_attention_bwd_dst_hub(
     p_sum,  # [B, N_dst, H] float32, sum_e p_e of hubs
     p_dp_sum,  # [B, N_dst, H] float32, sum_e p_e dp_e of hubs
     segment_dquery,  # [B, blocks, H, C] float32, or None
-    num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
-    H: tl.constexpr, C: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
-    PACKED: tl.constexpr, UNROLL: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
-):  # fmt: skip
+    num_dst,
+    num_src,
+    num_edges,
+    attr_stride,
+    scale,
+    drop_below,
+    survivor,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    EMBEDDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PACKED: tl.constexpr,
+    UNROLL: tl.constexpr,
+    INT64: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
     """Grid (B * blocks, ceil(H / HEADS)): a program owns HEADS heads of one segment of a hub.
 
     Writes its row of segment_dquery, and dx and p_ds of its edges.
@@ -234,9 +282,26 @@ def edge_attention_bwd_dst_hub(
 
 @triton.jit
 def _differentiate_weights(
-    p_sum, delta, begin, end, do, inverse, value, attr_dp, exp_scores, dp, dropout, source, layout, heads, first_edge,
-    H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    p_sum,
+    delta,
+    begin,
+    end,
+    do,
+    inverse,
+    value,
+    attr_dp,
+    exp_scores,
+    dp,
+    dropout,
+    source,
+    layout,
+    heads,
+    first_edge,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    EACH: tl.constexpr,
+):
     """Write dp of edges begin .. end - 1, EACH at a time; return the sums of p and of p dp so far."""
     for e in range(begin, end, EACH):
         v = gather(value, e, source, layout, WIDTH, PACKED, EACH)
@@ -257,10 +322,29 @@ def _differentiate_weights(
 
 @triton.jit
 def _differentiate_scores(
-    dq, begin, end, delta, do, q, inverse, scale, key, exp_scores, dp, p_ds, dedge_attr,
-    dropout, source, layout, heads, first_edge,
-    H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    dq,
+    begin,
+    end,
+    delta,
+    do,
+    q,
+    inverse,
+    scale,
+    key,
+    exp_scores,
+    dp,
+    p_ds,
+    dedge_attr,
+    dropout,
+    source,
+    layout,
+    heads,
+    first_edge,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    EACH: tl.constexpr,
+):
     """Write [m p, ds], and dx, of edges begin .. end - 1, EACH at a time; return the sum of ds k so far, if key is."""
     for e in range(begin, end, EACH):
         if key is not None:
@@ -298,15 +382,23 @@ def edge_attention_bwd_src(
     dvalue,  # [B, N_src, H, C] or None
     segment_dkey,  # [B, blocks, H, C] float32, or None as dkey and without hubs
     segment_dvalue,  # [B, blocks, H, C] float32, or None as dvalue and without hubs
-    num_dst, num_src, num_edges,
-    H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, NODES: tl.constexpr,
-    UNROLL: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
+    num_dst,
+    num_src,
+    num_edges,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    NODES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    INT64: tl.constexpr,
+    SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dkey and dvalue
-):  # fmt: skip
+):
     """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns HEADS heads of NODES sources of a batch entry.
 
-    Writes their rows of dkey and dvalue. With hubs the grid is (B * (blocks + ceil(N_src / NODES)), ..), and the
-    program of a segment writes its rows of segment_dkey and segment_dvalue.
+    Writes their rows of dkey and dvalue. With hubs the grid is (B * (blocks + ceil(N_src / NODES)),
+    ..), and the program of a segment writes its rows of segment_dkey and segment_dvalue.
     """
     programs = (num_src + NODES - 1) // NODES
     if SEGMENT > 0:
@@ -356,10 +448,27 @@ def edge_attention_bwd_src(
 
 @triton.jit
 def _sum_over_edges(
-    dkey, dvalue, begin, end, query, grad_out, p_ds, col, csr_to_csc, first_dst, first_edge, h, offsets, mask,
-    H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
+    dkey,
+    dvalue,
+    begin,
+    end,
+    query,
+    grad_out,
+    p_ds,
+    col,
+    csr_to_csc,
+    first_dst,
+    first_edge,
+    h,
+    offsets,
+    mask,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    UNROLL: tl.constexpr,
     STRIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Return the sums of ds q, for dkey, and of m p do, for dvalue, over the edges begin .. end - 1 in CSR order."""
     dk = tl.zeros((HEADS, CHANNELS), tl.float32)
     dv = tl.zeros((HEADS, CHANNELS), tl.float32)

@@ -1,8 +1,8 @@
 """Edge attention: the kernels that contract over the D edge attributes.
 
-W [H * C, D] is the embedding, b [H * C] its bias; with BIAS the bias is one more column of W, for an attribute that is
-always 1, so that all below holds with D + 1 attributes. What passes between kernels has ATTRIBUTES columns, a power of
-two, zero behind D + BIAS:
+W [H * C, D] is the embedding, b [H * C] its bias; with BIAS the bias is one more column of W, for
+an attribute that is always 1, so that all below holds with D + 1 attributes. What passes between
+kernels has ATTRIBUTES columns, a power of two, zero behind D + BIAS:
 
     project           u_i = W_h^T q_i                            rows [.., H, C] to [.., H, D]
     embed             o_i += W_h A_i                             [.., H, D] into rows [.., H, C]
@@ -10,9 +10,9 @@ two, zero behind D + BIAS:
     weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs
     weight_sum        dW, db = the sum of these
 
-Each reads and writes its rows once, at the speed of the memory: batched matrix products with an inner size of D = 11
-are what they stand for, and far slower. 16-bit operands stay as they are: they are multiplied in their own dtype, or as
-tf32, which holds both.
+Each reads and writes its rows once, at the speed of the memory: batched matrix products with an
+inner size of D = 11 are what they stand for, and far slower. 16-bit operands stay as they are: they
+are multiplied in their own dtype, or as tf32, which holds both.
 """
 
 import triton
@@ -34,9 +34,16 @@ from anemoi_gt.kernels.primitives import (
 
 @triton.jit
 def _load_weight(
-    edge_weight, edge_bias, head, channel, H: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-):  # fmt: skip
+    edge_weight,
+    edge_bias,
+    head,
+    channel,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+):
     """Return W_h with the bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
@@ -76,13 +83,22 @@ def project(
     edge_bias,  # [H * C] or None
     projected,  # [N, H, ATTRIBUTES]
     num_nodes,
-    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INT64: tl.constexpr,
     STRIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
-    Writes their rows of `projected`. Heads are the fast axis, so that programs side by side read whole rows.
+    Writes their rows of `projected`. Heads are the fast axis, so that programs side by side read
+    whole rows.
     """
     head = tl.program_id(0) % H
     first = as_index(tl.program_id(0) // H, INT64) * (NODES * TILES)
@@ -111,13 +127,22 @@ def embed(
     skip,  # [N, H, C] or None, added too
     rows,  # [N, H, C], read and written
     num_nodes,
-    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INT64: tl.constexpr,
     STRIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
-    Adds W sums, and skip, to their rows. Heads are the fast axis, so that programs side by side touch whole rows.
+    Adds W sums, and skip, to their rows. Heads are the fast axis, so that programs side by side
+    touch whole rows.
     """
     head = tl.program_id(0) % H
     first = as_index(tl.program_id(0) // H, INT64) * (NODES * TILES)
@@ -156,14 +181,24 @@ def attribute_bwd(
     dedge_attr,  # [B, E, D] or None
     segment_attr_sums,  # [B, blocks, H, ATTRIBUTES] float32, or None without hubs
     segment_dscore_sums,  # [B, blocks, H, ATTRIBUTES] float32, or None without hubs
-    num_dst, num_edges, attr_stride,
-    H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-    EDGES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
-):  # fmt: skip
+    num_dst,
+    num_edges,
+    attr_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    EDGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INT64: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
-    Writes its A and B, and da of its in-edges in the caller's order. With hubs the grid is (B * (blocks + N_dst),), and
-    the program of a segment writes its rows of segment_attr_sums and segment_dscore_sums.
+    Writes its A and B, and da of its in-edges in the caller's order. With hubs the grid is (B *
+    (blocks + N_dst),), and the program of a segment writes its rows of segment_attr_sums and
+    segment_dscore_sums.
     """
     if SEGMENT > 0:
         b, i, begin, end, slot = row_or_segment(colptr, None, num_dst, num_edges, SEGMENT, INT64)
@@ -223,10 +258,17 @@ def weight_bwd(
     dscore_sums,  # [N, H, ATTRIBUTES] B
     partial,  # [P, H, C, D + BIAS] float32
     num_nodes,
-    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INT64: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of grad_out, 0 for H * C
-):  # fmt: skip
+):
     """Grid (P * H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head.
 
     Writes its partial dW. Heads are the fast axis, so that programs side by side read whole rows.
@@ -260,9 +302,14 @@ def weight_sum(
     dweight,  # [H * C, D] or None
     dbias,  # [H * C] or None
     num_parts,
-    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Grid (ceil(H * C / ROWS),): a program sums ROWS rows of all parts, PARTS at a time, and rounds once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, ATTRIBUTES)

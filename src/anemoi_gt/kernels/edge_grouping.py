@@ -4,12 +4,13 @@
     scan     begin[n]  = sum of number[m], m < n                    (a library call between the two kernels)
     place    place_e   = begin[node_e] + rank_e,  order[place_e] = e,  ...
 
-Both ends of the edges are grouped in one sweep. The numbers of the sources stand behind those of the destinations, so
-that one scan serves both; it reaches the sources with the E edges of the destinations, which `place` takes off again.
+Both ends of the edges are grouped in one sweep. The numbers of the sources stand behind those of
+the destinations, so that one scan serves both; it reaches the sources with the E edges of the
+destinations, which `place` takes off again.
 
-Counting is one integer atomic for each end, and what it returns is the rank. Numbers are exact, but which edge of a
-node comes first changes from run to run, so results that sum over a node's edges may differ in the last bit. The stable
-sort is there where that matters.
+Counting is one integer atomic for each end, and what it returns is the rank. Numbers are exact, but
+which edge of a node comes first changes from run to run, so results that sum over a node's edges
+may differ in the last bit. The stable sort is there where that matters.
 """
 
 import triton
@@ -33,9 +34,10 @@ def group_edges_count(
     number,  # [1 + N_dst + N_src], zeros; of the destinations alone where rank_src is None
     rank_dst,  # [E]
     rank_src,  # [E] or None
-    num_edges, num_dst,
+    num_edges,
+    num_dst,
     EDGES: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (ceil(E / EDGES),): a program counts EDGES edges."""
     e = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     inside = e < num_edges
@@ -60,9 +62,11 @@ def group_edges_place(
     rowptr,  # [N_src + 1] or None
     col,  # [E] or None
     csr_to_csc,  # [E] or None
-    num_edges, num_dst, num_src,
+    num_edges,
+    num_dst,
+    num_src,
     EDGES: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (ceil(max(E, N_dst + 1, N_src + 1) / EDGES),): a program places EDGES edges and EDGES pointers a side."""
     e = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     inside = e < num_edges

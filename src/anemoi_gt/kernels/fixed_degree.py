@@ -1,9 +1,10 @@
 """Edge attention, forward and backward, where every destination has K in-edges, as k nearest neighbours give.
 
-The equations are those of `anemoi_gt.kernels.forward` and `backward`. With K known when compiled there is no loop over
-edges and no second one, hence no array [E, H] of scores between them and no barrier: the rows of all edges of a
-destination are in flight together, and its scores stay in registers. The pass backward over destinations has w, ds, u
-and g in registers too, so that A, B and the gradient of edge_attr need no kernel of their own.
+The equations are those of `anemoi_gt.kernels.forward` and `backward`. With K known when compiled
+there is no loop over edges and no second one, hence no array [E, H] of scores between them and no
+barrier: the rows of all edges of a destination are in flight together, and its scores stay in
+registers. The pass backward over destinations has w, ds, u and g in registers too, so that A, B and
+the gradient of edge_attr need no kernel of their own.
 
 All loads stand before the first store: none may pass one.
 """
@@ -42,9 +43,17 @@ def _load_attributes(
 
 @triton.jit
 def _gather(
-    rows, first, source, layout, K: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-    WIDTH: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+    rows,
+    first,
+    source,
+    layout,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     """Return of K edges from `first` on: where the rows of their sources start, these rows raw, their attributes."""
     row, first_src, edge_attr, perm, first_attr = source
     starts = ()
@@ -90,19 +99,28 @@ def edge_attention_fixed_degree_fwd(
     inv_denominator,  # [B, N_dst, H]
     exp_scores,  # [B, E, H] r
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
-    num_dst, num_src, num_edges,
+    num_dst,
+    num_src,
+    num_edges,
     attr_stride,  # edges between the attributes of two batch entries: E, or 0 when they share them
     score_scale,  # scale * log2(e)
-    drop_below, survivor,
-    K: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+    drop_below,
+    survivor,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    C: tl.constexpr,
     D: tl.constexpr,  # 0 without raw attributes
-    BIAS: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
     PACKED: tl.constexpr,  # "bf16" or "fp16": rows are read as packed 16-bit pairs; None
     INT64: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
-    Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its in-edges.
+    Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its
+    in-edges.
     """
     b, i, node = destination(dst_schedule, num_dst, INT64)
     first = as_index(i, INT64) * K
@@ -183,14 +201,29 @@ def edge_attention_fixed_degree_bwd_dst(
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
     dscore_sums,  # [B, N_dst, H, ATTRIBUTES] B, or None
     dedge_attr,  # [B, E, D] or None
-    num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
-    K: tl.constexpr, H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr, PACKED: tl.constexpr, INT64: tl.constexpr,
+    num_dst,
+    num_src,
+    num_edges,
+    attr_stride,
+    scale,
+    drop_below,
+    survivor,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    PACKED: tl.constexpr,
+    INT64: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dquery
-):  # fmt: skip
+):
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
-    Writes its row of dquery (without W B), its A and B, da of its in-edges in the caller's order, and their
+    Writes its row of dquery (without W B), its A and B, da of its in-edges in the caller's order,
+    and their
     p_ds = [m p, ds], which the kernel over sources reads.
     """
     b, i, node = destination(dst_schedule, num_dst, INT64)

@@ -11,19 +11,20 @@ For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^
 
 m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
 
-Work on D elements an edge and work on a row of C elements an edge are separate loops over the same edges: in one loop
-the layouts of [heads, D] and [heads, C] meet at every edge. The former are small matrix products where a node has edges
-enough. One loop hands to the next through [E, H] arrays, which stay in the cache; the barrier between them makes the
-elements visible to all threads of the program. No loop reads and writes one array: several warps may hold the same
-element, and one could overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a
+Work on D elements an edge and work on a row of C elements an edge are separate loops over the same
+edges: in one loop the layouts of [heads, D] and [heads, C] meet at every edge. The former are small
+matrix products where a node has edges enough. One loop hands to the next through [E, H] arrays,
+which stay in the cache; the barrier between them makes the elements visible to all threads of the
+program. No loop reads and writes one array: several warps may hold the same element, and one could
+overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a
 power of two, zero behind D + BIAS: whole rows, no mask.
 
-A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`), where the largest
-degree may be that large: SEGMENT is 0 in all other graphs. A segment is computed as a destination is, with a row_max of
-its own, and `join_segments` writes the hub's rows.
+A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`),
+where the largest degree may be that large: SEGMENT is 0 in all other graphs. A segment is computed
+as a destination is, with a row_max of its own, and `join_segments` writes the hub's rows.
 
-Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up to `main_end`, then
-edge by edge for the remainder.
+Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up
+to `main_end`, then edge by edge for the remainder.
 """
 
 import triton
@@ -87,23 +88,33 @@ def edge_attention_fwd(
     segment_denominator,  # [B, blocks, H], or None
     segment_out,  # [B, blocks, H, C] float32, sum_e m_e r_e v_j, or None
     segment_attr_sums,  # [B, blocks, H, ATTRIBUTES] float32, sum_e m_e r_e a_e, or None
-    num_dst, num_src, num_edges,
+    num_dst,
+    num_src,
+    num_edges,
     attr_stride,  # edges between the attributes of two batch entries: E, or 0 when they share them
     score_scale,  # scale * log2(e)
-    drop_below, survivor,
-    H: tl.constexpr, C: tl.constexpr,
+    drop_below,
+    survivor,
+    H: tl.constexpr,
+    C: tl.constexpr,
     D: tl.constexpr,  # 0 without raw attributes
-    BIAS: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+    BIAS: tl.constexpr,
+    EMBEDDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
     PACKED: tl.constexpr,  # "bf16" or "fp16": rows are read as packed 16-bit pairs; None
     UNROLL: tl.constexpr,  # edges whose rows are in flight together
     EDGES: tl.constexpr,  # edges of a tile of attributes
-    PRECISION: tl.constexpr, INT64: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INT64: tl.constexpr,
     SEGMENT: tl.constexpr,  # edges of a segment of a hub; 0 where no destination is one
-):  # fmt: skip
+):
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
-    Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its in-edges. With hubs the grid
-    is (B * (blocks + N_dst), ..), and the program of a segment writes exp_scores and its rows of the partial results.
+    Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its
+    in-edges. With hubs the grid is (B * (blocks + N_dst), ..), and the program of a segment writes
+    exp_scores and its rows of the partial results.
     """
     if SEGMENT > 0:
         b, i, begin, end, slot = row_or_segment(
@@ -122,9 +133,25 @@ def edge_attention_fwd(
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
     if D > 0:
         project_edges(
-            exp_scores, score_scale, projected, edge_attr, perm, node, first_edge, first_attr, begin, end, head,
-            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
-        )  # fmt: skip
+            exp_scores,
+            score_scale,
+            projected,
+            edge_attr,
+            perm,
+            node,
+            first_edge,
+            first_attr,
+            begin,
+            end,
+            head,
+            H,
+            D,
+            BIAS,
+            HEADS,
+            ATTRIBUTES,
+            EDGES,
+            PRECISION,
+        )
         tl.debug_barrier()
 
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
@@ -160,9 +187,25 @@ def edge_attention_fwd(
         store_heads(segment_denominator, slot, heads, denominator, H)
         if D > 0:
             _sum_attributes(
-                segment_attr_sums, exp_scores, None, edge_attr, dropout, slot, first_edge, first_attr, begin, end, head,
-                H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
-            )  # fmt: skip
+                segment_attr_sums,
+                exp_scores,
+                None,
+                edge_attr,
+                dropout,
+                slot,
+                first_edge,
+                first_attr,
+                begin,
+                end,
+                head,
+                H,
+                D,
+                BIAS,
+                HEADS,
+                ATTRIBUTES,
+                EDGES,
+                PRECISION,
+            )
         return
     inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
     store_unpacked(out, node * WIDTH, layout, scale_row(inverse, o), PACKED)
@@ -170,16 +213,46 @@ def edge_attention_fwd(
     store_heads(inv_denominator, node, heads, tl.where(denominator == 0.0, 0.0, inverse), H)
     if D > 0:
         _sum_attributes(
-            attr_sums, exp_scores, inv_denominator, edge_attr, dropout, node, first_edge, first_attr, begin, end, head,
-            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
-        )  # fmt: skip
+            attr_sums,
+            exp_scores,
+            inv_denominator,
+            edge_attr,
+            dropout,
+            node,
+            first_edge,
+            first_attr,
+            begin,
+            end,
+            head,
+            H,
+            D,
+            BIAS,
+            HEADS,
+            ATTRIBUTES,
+            EDGES,
+            PRECISION,
+        )
 
 
 @triton.jit
 def _score(
-    row_max, begin, end, q, key, attr_scores, scores, score_scale, source, layout, heads, first_edge,
-    H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    row_max,
+    begin,
+    end,
+    q,
+    key,
+    attr_scores,
+    scores,
+    score_scale,
+    source,
+    layout,
+    heads,
+    first_edge,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    EACH: tl.constexpr,
+):
     """Write the scores of edges begin .. end - 1, EACH at a time; return the maximum of them and `row_max`."""
     for e in range(begin, end, EACH):
         k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
@@ -199,9 +272,24 @@ def _score(
 
 @triton.jit
 def _sum_values(
-    denominator, o, begin, end, row_max, value, scores, exp_scores, dropout, source, layout, heads, first_edge,
-    H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    denominator,
+    o,
+    begin,
+    end,
+    row_max,
+    value,
+    scores,
+    exp_scores,
+    dropout,
+    source,
+    layout,
+    heads,
+    first_edge,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    EACH: tl.constexpr,
+):
     """Write r of edges begin .. end - 1, EACH at a time; return the sums of r and of r v so far."""
     for e in range(begin, end, EACH):
         v = gather(value, e, source, layout, WIDTH, PACKED, EACH)
@@ -216,10 +304,25 @@ def _sum_values(
 
 @triton.jit
 def _sum_attributes(
-    attr_sums, exp_scores, inv_denominator, edge_attr, dropout, node, first_edge, first_attr, begin, end, head,
-    H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-    EDGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    attr_sums,
+    exp_scores,
+    inv_denominator,
+    edge_attr,
+    dropout,
+    node,
+    first_edge,
+    first_attr,
+    begin,
+    end,
+    head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    EDGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Write attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1; r_e without inv_denominator."""
     perm, global_edge_id, seed, b, h, drop_below, survivor = dropout
     offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)

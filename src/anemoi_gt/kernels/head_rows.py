@@ -1,12 +1,12 @@
 """Rows [heads, channels] in registers: gathered, unpacked, multiplied, summed and stored.
 
-PACKED is "bf16" or "fp16" where a row of 16-bit elements is read as pairs in 32 bits, which halves the loads, and None
-where it is not. As it lies in memory a row is called raw: [HEADS, CHANNELS / 2] int32 with PACKED, else [HEADS,
-CHANNELS]. Unpacked it is a tuple of float32 tiles: the even and the odd channels [HEADS, CHANNELS / 2] with PACKED,
-else the row alone.
+PACKED is "bf16" or "fp16" where a row of 16-bit elements is read as pairs in 32 bits, which halves
+the loads, and None where it is not. As it lies in memory a row is called raw: [HEADS, CHANNELS / 2]
+int32 with PACKED, else [HEADS, CHANNELS]. Unpacked it is a tuple of float32 tiles: the even and the
+odd channels [HEADS, CHANNELS / 2] with PACKED, else the row alone.
 
-A load may not pass a store that stands before it, because both could mean the same memory. So a step over EACH edges
-reads the raw rows of all of them before it writes anything for the first.
+A load may not pass a store that stands before it, because both could mean the same memory. So a
+step over EACH edges reads the raw rows of all of them before it writes anything for the first.
 """
 
 import triton
@@ -155,7 +155,8 @@ def load_edge_heads(x, edge, heads, H: tl.constexpr, EACH: tl.constexpr):
 def gather(rows, e, source, layout, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
     """Return the raw rows of the sources of edges e .. e + EACH - 1, behind them raw features if the edges have any.
 
-    `source` is (row, first_src, features, perm, first_attr), with features [E, H, C] in the caller's order or None.
+    `source` is (row, first_src, features, perm, first_attr), with features [E, H, C] in the
+    caller's order or None.
     """
     starts = ()
     for n in tl.static_range(EACH):
@@ -187,7 +188,8 @@ def gathered_row(found, n: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexp
 def drop(weight, e, dropout):
     """Return `weight` [HEADS] of edge e times its dropout factor.
 
-    `dropout` is (perm, global_edge_id, seed, b, h, drop_below, survivor); nothing is dropped where the seed is None.
+    `dropout` is (perm, global_edge_id, seed, b, h, drop_below, survivor); nothing is dropped where
+    the seed is None.
     """
     perm, global_edge_id, seed, b, h, drop_below, survivor = dropout
     if seed is not None:

@@ -1,9 +1,9 @@
 """Launching a kernel, keeping what Triton compiled for it, and what a profiler shows of it.
 
-`kernel[grid](...)` binds names and recomputes the specialisation key at every call: 50 us for 30 arguments, many times
-what the driver needs. A `Launch` does that the first time, and keeps what was compiled: a plan (`ops.triton_backend`)
-hands later addresses to the compiled kernel itself. Sizes must not change what is compiled: a kernel names them in
-`do_not_specialize`.
+`kernel[grid](...)` binds names and recomputes the specialisation key at every call: 50 us for 30
+arguments, many times what the driver needs. A `Launch` does that the first time, and keeps what was
+compiled: a plan (`ops.triton_backend`) hands later addresses to the compiled kernel itself. Sizes
+must not change what is compiled: a kernel names them in `do_not_specialize`.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +69,8 @@ class Launch:
         Nothing is launched where one is 0.
     scalars : dict of int or float
     constants : dict
-        Constexpr arguments, and options of the launch such as num_warps; what the kernel does not take is ignored.
+        Constexpr arguments, and options of the launch such as num_warps; what the kernel does not
+        take is ignored.
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], scalars: dict, constants: dict):
@@ -123,8 +124,9 @@ class Launch:
 def repeating_device() -> int | None:
     """Return the current device where launches may be repeated past Triton's binder, else None.
 
-    They may not while a launch hook is installed, as a profiler does: hooks get tensors, not addresses. Nor in a Triton
-    without the private parts that this and `repeat_launch` use; then `kernel[grid](...)` launches each time.
+    They may not while a launch hook is installed, as a profiler does: hooks get tensors, not
+    addresses. Nor in a Triton without the private parts that this and `repeat_launch` use; then
+    `kernel[grid](...)` launches each time.
     """
     try:
         runtime, driver = _triton()

@@ -1,12 +1,13 @@
 """Edge attention: nodes with so many edges that one program would walk them long after all others have finished.
 
-The edges, in CSC or CSR order, are divided into blocks of SEGMENT. A node with more than 2 SEGMENT edges is a hub. It
-is divided where blocks begin, into segments of fewer than 2 SEGMENT edges. Each block is that of at most one segment,
-so ceil(E / SEGMENT) programs serve any graph, without knowing how many hubs it has. A program finds the node of its
-block by bisection of the pointers (`anemoi_gt.kernels.primitives.hub_segment`).
+The edges, in CSC or CSR order, are divided into blocks of SEGMENT. A node with more than 2 SEGMENT
+edges is a hub. It is divided where blocks begin, into segments of fewer than 2 SEGMENT edges. Each
+block is that of at most one segment, so ceil(E / SEGMENT) programs serve any graph, without knowing
+how many hubs it has. A program finds the node of its block by bisection of the pointers
+(`anemoi_gt.kernels.primitives.hub_segment`).
 
-A segment k has its part of each sum in float32, at its block in a tensor [B, blocks, ..]. Parts are joined in the order
-of the segments, so the same bits come out on every run:
+A segment k has its part of each sum in float32, at its block in a tensor [B, blocks, ..]. Parts are
+joined in the order of the segments, so the same bits come out on every run:
 
     row_max_i     = max_k row_max_k,             r_e of segment k relative to row_max_k
     denominator_i = sum_k denominator_k 2^(row_max_k - row_max_i)
@@ -38,17 +39,25 @@ def join_segments(
     rows,  # [B, N, H, WIDTH]
     others,  # [B, N, H, OTHERS], or None
     lse,  # [B, N, H], or None without denominators
-    inv_denominator,  # [B * N + B * blocks, H], those of nodes and weight_k, or None without denominators
-    num_nodes, num_edges,
-    H: tl.constexpr, WIDTH: tl.constexpr, OTHERS: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr,
+    # [B * N + B * blocks, H], those of nodes and weight_k, or None without denominators
+    inv_denominator,
+    num_nodes,
+    num_edges,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OTHERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     STATISTICS: tl.constexpr,  # segments whose maxima and denominators are read together
-    INT64: tl.constexpr, SEGMENT: tl.constexpr,
+    INT64: tl.constexpr,
+    SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two nodes in rows, and in others if they are as wide
-):  # fmt: skip
+):
     """Grid (B * blocks,): the programs of a hub's segments divide its heads and columns among them.
 
-    Write the hub's rows of the results, SEGMENTS segments and COLUMNS columns at a time. One warp each: most programs
-    do nothing but look for their hub, and the more of them there are at a time, the less its latency counts.
+    Write the hub's rows of the results, SEGMENTS segments and COLUMNS columns at a time. One warp
+    each: most programs do nothing but look for their hub, and the more of them there are at a time,
+    the less its latency counts.
     """
     b, i, begin, end, slot, first, count = segment_of_program(
         pointers, num_nodes, num_edges, SEGMENT, INT64
@@ -117,7 +126,7 @@ def join_segments(
 @triton.jit
 def _statistics(
     segment_max, segment_denominator, first, count, head, H: tl.constexpr, STATISTICS: tl.constexpr
-):  # fmt: skip
+):
     """Return row_max, 0 for -inf, and denominator of a head of the hub with `count` segments from `first` on."""
     row_max = -float("inf")
     for k in range(0, count, STATISTICS):
@@ -145,9 +154,19 @@ def _weight(statistics, part, inside):
 
 @triton.jit
 def _join(
-    segment_rows, rows, at, tile, first, count, head, statistics,
-    H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
+    segment_rows,
+    rows,
+    at,
+    tile,
+    first,
+    count,
+    head,
+    statistics,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
     """Write a tile of rows[at ..], the sum of segment_rows[n, head] over `count` segments from `first` on, weighted."""
     c = tile * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)

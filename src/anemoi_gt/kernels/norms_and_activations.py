@@ -114,10 +114,17 @@ def norm_fwd(
     shift,  # [F] or None
     modulation,  # [N, 2 F], scale then shift of each row, or None
     out,  # [N, F] with OUT_STRIDE, or [B, entry_rows, F]
-    num_rows, rows_per_entry, entry_rows, eps,
-    F: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    ENTRIES: tl.constexpr, INT64: tl.constexpr,
-):  # fmt: skip
+    num_rows,
+    rows_per_entry,
+    entry_rows,
+    eps,
+    F: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    INT64: tl.constexpr,
+):
     """Grid (ceil(N / ROWS),): a program writes ROWS rows of `out`."""
     row = as_index(tl.program_id(0), INT64) * ROWS + tl.arange(0, ROWS)
     f = tl.arange(0, FEATURES)
@@ -153,10 +160,20 @@ def norm_bwd(
     normed,  # as grad_normed: y, recomputed; or None
     grad_scale,  # [N, F]: dscale of each row; or None
     partial,  # [P, SUMS] float32: sums of dscale, dshift, and with TOTAL of grad_total; or None
-    num_rows, rows_per_entry, entry_rows, first_sum, eps,
-    F: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, NORMED_STRIDE: tl.constexpr,
-    ENTRIES: tl.constexpr, SUMS: tl.constexpr, TOTAL: tl.constexpr, INT64: tl.constexpr,
-):  # fmt: skip
+    num_rows,
+    rows_per_entry,
+    entry_rows,
+    first_sum,
+    eps,
+    F: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORMED_STRIDE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SUMS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    INT64: tl.constexpr,
+):
     """Grid (P,): a program owns every P-th tile of ROWS rows, and these rows of all outputs."""
     start = as_index(tl.program_id(0), INT64) * ROWS
     step = tl.num_programs(0) * ROWS
@@ -260,10 +277,16 @@ def head_norm_fwd(
     x,  # [N, H, C] with X_STRIDE between nodes
     scale,  # [C] or None
     out,  # [N, H, C] with OUT_STRIDE between nodes; may be x
-    num_pairs, eps,
-    H: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, PAIRS: tl.constexpr,
-    X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, INT64: tl.constexpr,
-):  # fmt: skip
+    num_pairs,
+    eps,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    INT64: tl.constexpr,
+):
     """Grid (ceil(N H / PAIRS),): a program writes PAIRS heads of nodes."""
     pair = as_index(tl.program_id(0), INT64) * PAIRS + tl.arange(0, PAIRS)
     c = tl.arange(0, CHANNELS)
@@ -285,11 +308,19 @@ def head_norm_bwd(
     scale,  # [C] or None
     dx,  # [N, H, C] with DX_STRIDE between nodes; may be grad_normed
     partial,  # [P, SUMS] float32: sums of dscale [C]; or None
-    num_pairs, first_sum, eps,
-    H: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, PAIRS: tl.constexpr,
-    X_STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr,
-    SUMS: tl.constexpr, INT64: tl.constexpr,
-):  # fmt: skip
+    num_pairs,
+    first_sum,
+    eps,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    GRAD_STRIDE: tl.constexpr,
+    DX_STRIDE: tl.constexpr,
+    SUMS: tl.constexpr,
+    INT64: tl.constexpr,
+):
     """Grid (P,): a program owns every P-th tile of PAIRS heads of nodes.
 
     dx may be the memory of grad_normed: a thread loads all its elements of a tile before it stores
@@ -389,9 +420,13 @@ def activation_fwd(
     hidden,  # [N, K], or [N, 2 K] with GATED: gate, then value
     out,  # [N, K]; may be hidden unless GATED
     num_rows,
-    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, INT64: tl.constexpr,
-):  # fmt: skip
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INT64: tl.constexpr,
+):
     """Grid (ceil(N / ROWS), ceil(K / COLUMNS)): a program writes a tile of `out`."""
     row = as_index(tl.program_id(0), INT64) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -419,10 +454,16 @@ def activation_bwd(
     activated,  # [N, K]: a, recomputed; may be grad_activated; or None
     grad_hidden,  # as hidden
     partial,  # [P, SUMS] float32: sums of grad_hidden; or None
-    num_rows, first_sum,
-    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, SUMS: tl.constexpr, INT64: tl.constexpr,
-):  # fmt: skip
+    num_rows,
+    first_sum,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    SUMS: tl.constexpr,
+    INT64: tl.constexpr,
+):
     """Grid (P, ceil(K / COLUMNS)): a program owns COLUMNS columns of every P-th tile of ROWS rows.
 
     `activated` may be the memory of grad_activated, as dx and grad_normed in `head_norm_bwd`.

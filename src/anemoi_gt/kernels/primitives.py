@@ -1,9 +1,9 @@
 """Building blocks of all kernels: indices, loads of rows and attributes, the dropout factor, <u_i, a_e> of edges.
 
-Letters: b batch entry, i destination, j source, e edge in CSC order, h head, c channel, d attribute.
-Pointers carry the tensor's name. Every load that can overrun is masked with `other=`; sums are float32.
-Constants: H heads, C channels and D attributes of the problem; HEADS, CHANNELS, ATTRIBUTES their padded sizes in a
-program; INT64 says that offsets need 64 bits.
+Letters: b batch entry, i destination, j source, e edge in CSC order, h head, c channel, d
+attribute. Pointers carry the tensor's name. Every load that can overrun is masked with `other=`;
+sums are float32. Constants: H heads, C channels and D attributes of the problem; HEADS, CHANNELS,
+ATTRIBUTES their padded sizes in a program; INT64 says that offsets need 64 bits.
 """
 
 import triton
@@ -32,8 +32,9 @@ def destination(dst_schedule, num_dst, INT64: tl.constexpr):
 def hub_segment(pointers, block, num_rows, SEGMENT: tl.constexpr):
     """Return row, begin and end of the segment of a block, and the first block and the number of blocks of its row.
 
-    The edges are divided into blocks of SEGMENT. A row with more than 2 SEGMENT edges is a hub; its segments begin
-    where a block begins, but for the first, which begins with the row. A block that begins in no hub has begin = end.
+    The edges are divided into blocks of SEGMENT. A row with more than 2 SEGMENT edges is a hub; its
+    segments begin where a block begins, but for the first, which begins with the row. A block that
+    begins in no hub has begin = end.
     """
     x = block * SEGMENT
     i, above = x * 0, num_rows + x * 0
@@ -60,8 +61,9 @@ def row_or_segment(
 ):
     """Return b, i, begin, end and slot of a program of a grid (B * (blocks + N), ..).
 
-    Segments come first, and `slot` is their row in partial results [B * blocks, ..]. It is -1 for a row, which has no
-    edges where it is a hub: what is written for it is overwritten when its segments are joined.
+    Segments come first, and `slot` is their row in partial results [B * blocks, ..]. It is -1 for a
+    row, which has no edges where it is a hub: what is written for it is overwritten when its
+    segments are joined.
     """
     blocks = num_blocks(num_edges, SEGMENT)
     b = as_index(tl.program_id(0) // (blocks + num_rows), INT64)
@@ -192,10 +194,25 @@ def keep_factor(edge_id, seed, b, h, drop_below, survivor):
 
 @triton.jit
 def project_edges(
-    result, factor, projected, edge_attr, perm, node, first_edge, first_attr, begin, end, head,
-    H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-    EDGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    result,
+    factor,
+    projected,
+    edge_attr,
+    perm,
+    node,
+    first_edge,
+    first_attr,
+    begin,
+    end,
+    head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    EDGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Write result[e, h] = factor * <projected[node, h], a_e> for the edges begin .. end - 1."""
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)

@@ -14,9 +14,9 @@ def checkpoint_activations(
 ) -> Tensor:
     """Return `function(*inputs)`, keeping only the inputs for the backward pass, which calls the function again.
 
-    `device` is that of the computation. If the function `draws` random numbers, as dropout does, backward must restore
-    the generator state to draw the same. PyTorch cannot read that state while a CUDA graph is captured, and raises;
-    without draws the state is not read during capture.
+    `device` is that of the computation. If the function `draws` random numbers, as dropout does,
+    backward must restore the generator state to draw the same. PyTorch cannot read that state while
+    a CUDA graph is captured, and raises; without draws the state is not read during capture.
     """
     captured = (
         not torch.compiler.is_compiling()
@@ -32,7 +32,8 @@ def checkpoint_activations(
 def chunk_result(x: Tensor) -> Tensor:
     """Copy the result of a processor's checkpointed chunk, which compiled code then keeps for the next chunk.
 
-    It does not keep one of several results of an operator, such as a fused sub-layer (torch 2.13, docs/upstream.md).
+    It does not keep one of several results of an operator, such as a fused sub-layer (torch 2.13,
+    docs/upstream.md).
     """
     return x.clone()
 

@@ -1,13 +1,15 @@
 """Blocks with Anemoi's state dict: edge attention and a feed-forward network, each with norm and residual connection.
 
-For destination i, source j, edge e = (j -> i) with attributes a_e and each head of C channels, x being normed features:
+For destination i, source j, edge e = (j -> i) with attributes a_e and each head of C channels, x
+being normed features:
 
     q_i = q_norm(W_query x_i)    k_j = k_norm(W_key x_j)    v_j = W_value x_j    x_e = W_edge edge_pre_mlp(a_e)
     p_e = softmax over the in-edges of i of < q_i , k_j + x_e > / sqrt(C)
     attended_i = projection(sum_e p_e (v_j + x_e) + W_self x_i)
 
-Every W has a bias (W_self if `bias` is set). The norms q_norm, k_norm and the network edge_pre_mlp are the identity by
-default. W_edge and its bias are operands of the attention: x_e is never materialised.
+Every W has a bias (W_self if `bias` is set). The norms q_norm, k_norm and the network edge_pre_mlp
+are the identity by default. W_edge and its bias are operands of the attention: x_e is never
+materialised.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +63,8 @@ class PendingRows(Protocol):
 class ShardedGraph(Protocol):
     """One rank's shard of a graph, which layers take in place of a `GraphStructure`; see `anemoi_gt.distributed`.
 
-    Where it has `chunks` of its structure, from `GraphShard.split`, layers call its `exchange` before the first.
+    Where it has `chunks` of its structure, from `GraphShard.split`, layers call its `exchange`
+    before the first.
 
     Attributes
     ----------
@@ -79,16 +82,17 @@ class ShardedGraph(Protocol):
     ) -> PendingRows:
         """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective.
 
-        `prepare` maps the rows to be sent, and with `cond` [.., N_local, K] their conditions, each row by itself; the
-        local rows stay as they are.
+        `prepare` maps the rows to be sent, and with `cond` [.., N_local, K] their conditions, each
+        row by itself; the local rows stay as they are.
         """
 
 
 class GraphTransformerBaseBlock(nn.Module):
     """Base class of both blocks: projections, attention, norms and feed-forward network of the destinations.
 
-    `GraphTransformerProcessorBlock` and `GraphTransformerMapperBlock` define the sources. Modules are made in the order
-    of Anemoi's, so that one seed gives the same weights and an optimiser numbers the parameters alike.
+    `GraphTransformerProcessorBlock` and `GraphTransformerMapperBlock` define the sources. Modules
+    are made in the order of Anemoi's, so that one seed gives the same weights and an optimiser
+    numbers the parameters alike.
 
     Parameters
     ----------
@@ -120,8 +124,9 @@ class GraphTransformerBaseBlock(nn.Module):
     Raises
     ------
     ValueError
-        For a size that is not an integer or below 1, in_channels other than out_channels, heads that do not divide the
-        channels of the attention, an unknown mlp_implementation, a dropout outside 0 .. 1, or incomplete layer kernels.
+        For a size that is not an integer or below 1, in_channels other than out_channels, heads
+        that do not divide the channels of the attention, an unknown mlp_implementation, a dropout
+        outside 0 .. 1, or incomplete layer kernels.
     """
 
     def __init__(
@@ -179,7 +184,8 @@ class GraphTransformerBaseBlock(nn.Module):
         dst : Tensor [N_dst, in_channels] or [B, N_dst, in_channels]
             Normed features of the destinations.
         graph : GraphStructure or ShardedGraph
-            While the halo exchange of a sharded graph is pending, query and skip connection are computed.
+            While the halo exchange of a sharded graph is pending, query and skip connection are
+            computed.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
         """
         edges = self.edge_operands(edge_attr)
@@ -216,8 +222,9 @@ class GraphTransformerBaseBlock(nn.Module):
     ) -> Tensor:
         """Return destinations [.., N_dst, out_channels] after attention and feed-forward network, both residual.
 
-        `path` is that of the call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...]
-        both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond` holds the conditions of sources and destinations.
+        `path` is that of the call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
+        in_channels], or [B, ...] both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond`
+        holds the conditions of sources and destinations.
         """
         is_shard = not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph)
         if is_shard:
@@ -232,9 +239,14 @@ class GraphTransformerBaseBlock(nn.Module):
         return self._feed_forward(path.feed_forward, "dst", z, cond[1])
 
     def _fused_attention(
-        self, parts: AttentionParts, x: Pair, graph: GraphStructure | ShardedGraph, edge_attr: Tensor, cond: Pair,
+        self,
+        parts: AttentionParts,
+        x: Pair,
+        graph: GraphStructure | ShardedGraph,
+        edge_attr: Tensor,
+        cond: Pair,
         is_shard: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         x_src, x_dst = x
         is_one_set = x_src is x_dst and self.source_norm is self.layer_norm_attention
         check_attributes(edge_attr, self.lin_edge.weight.shape[1])
@@ -297,7 +309,8 @@ class GraphTransformerBaseBlock(nn.Module):
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the edge operands of the attention: attributes [.., E, edge_dim], embedding weight and bias.
 
-        If `lin_edge` has hooks, or was replaced by another kind of layer, they are embedded edges, None and None.
+        If `lin_edge` has hooks, or was replaced by another kind of layer, they are embedded edges,
+        None and None.
         """
         weight = self.lin_edge.weight
         check_attributes(edge_attr, weight.shape[1])
@@ -383,7 +396,8 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         y_dst = dst + node_dst_mlp(layer_norm_mlp_dst(dst))
         y_src = x_src + node_src_mlp(layer_norm_mlp_src(x_src))                  x_src without update_src_nodes
 
-    `layer_norm_attention_dest` is another name of `layer_norm_attention`: the state dict has both, as in Anemoi.
+    `layer_norm_attention_dest` is another name of `layer_norm_attention`: the state dict has both,
+    as in Anemoi.
 
     Parameters
     ----------
@@ -433,8 +447,8 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : (Tensor, Tensor), optional
-            Conditions of sources and destinations, [N or 1, K] or [B, N or 1, K]; required by conditional norms and
-            refused by others.
+            Conditions of sources and destinations, [N or 1, K] or [B, N or 1, K]; required by
+            conditional norms and refused by others.
 
         Raises
         ------
@@ -466,5 +480,6 @@ def _check_sizes(
         raise ValueError(f"in_channels must equal out_channels (residual connection), got {got}")
     if width % num_heads:
         raise ValueError(
-            f"num_heads must divide the attention channels, got {num_heads} heads and {width} channels"
+            f"num_heads must divide the attention channels, got {num_heads} heads and {width} "
+            "channels"
         )

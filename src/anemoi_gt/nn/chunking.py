@@ -1,15 +1,18 @@
 """Chunks: ranges of consecutive destinations, so that a layer holds the features of one range at a time.
 
-A destination reads its own in-edges only. Chunk c has the destinations dst_c, their in-edges and the sources src_c of
-these; a layer computes the chunks one after the other, and the results are concatenated:
+A destination reads its own in-edges only. Chunk c has the destinations dst_c, their in-edges and
+the sources src_c of these; a layer computes the chunks one after the other, and the results are
+concatenated:
 
     y = cat_c layer((x_src[src_c], x_dst[dst_c]), graph_c, edge_attr[edges_c])
 
-The memory for features and hidden layers decreases with the number of chunks: in inference (`torch.no_grad`), and in
-training with activation checkpointing. Fields and node features that a layer concatenates are concatenated by chunks,
-too. The structures follow from the graph alone and are made once.
+The memory for features and hidden layers decreases with the number of chunks: in inference
+(`torch.no_grad`), and in training with activation checkpointing. Fields and node features that a
+layer concatenates are concatenated by chunks, too. The structures follow from the graph alone and
+are made once.
 
-A shard of a graph in chunks gets its halo before the first chunk, and returns the gradients of it after all chunks.
+A shard of a graph in chunks gets its halo before the first chunk, and returns the gradients of it
+after all chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +59,8 @@ class Chunk:
     edges : slice
         Its edges in the edge order of the whole graph.
     sizes : (int, int, int) or None
-        Sources, destinations and edges of the whole graph; None: the chunk is the whole graph. Of a shard they are
-        this rank's, without the halo.
+        Sources, destinations and edges of the whole graph; None: the chunk is the whole graph. Of a
+        shard they are this rank's, without the halo.
     halo : Tensor [R of chunk], int64, or None
         Its sources in the halo of a shard, which follow the local ones.
     """
@@ -142,7 +145,8 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
         return (Chunk(graph, None, slice(None), slice(None), None),)
     if not 1 <= num_chunks <= graph.num_dst:
         raise ValueError(
-            f"num_chunks must be in 1 .. {graph.num_dst}, the number of destinations, got {num_chunks}"
+            f"num_chunks must be in 1 .. {graph.num_dst}, the number of destinations, got "
+            f"{num_chunks}"
         )
     if graph.perm is not None:
         raise ValueError(
@@ -168,11 +172,12 @@ def map_chunks(
 ) -> Tensor:
     """Return [..., N_dst, F] of `layer((x_src, x_dst), graph, edge_attr, (cond_src, cond_dst))`, chunk after chunk.
 
-    `graph` is a graph, or its chunks from `split_destinations`, or a ShardedGraph, in chunks or not; `x`, `edge_attr`
-    and `cond` are those of the whole graph, or of a rank's shard. A condition has a row per node, or one for all nodes.
-    A side of x may be a tuple of tensors: the layer gets a tuple with the rows of its chunk. `call(function, *inputs)`,
-    for activation checkpointing, replaces `function(*inputs)` for each chunk. Raise ValueError when chunks are not all
-    those of one graph in order, or rows do not fit the whole graph.
+    `graph` is a graph, or its chunks from `split_destinations`, or a ShardedGraph, in chunks or
+    not; `x`, `edge_attr` and `cond` are those of the whole graph, or of a rank's shard. A condition
+    has a row per node, or one for all nodes. A side of x may be a tuple of tensors: the layer gets
+    a tuple with the rows of its chunk. `call(function, *inputs)`, for activation checkpointing,
+    replaces `function(*inputs)` for each chunk. Raise ValueError when chunks are not all those of
+    one graph in order, or rows do not fit the whole graph.
     """
     call = call or (lambda function, *inputs: function(*inputs))
     if not is_chunked(graph):
@@ -232,7 +237,8 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
     if wrong or not chunks:
         raise ValueError(
             "graph must be a GraphStructure, or its chunks from split_destinations, "
-            f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}; join graphs by GraphStructure.disjoint"
+            f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}; join graphs by "
+            "GraphStructure.disjoint"
         )
     sizes, bounds = chunks[0].sizes, [(chunk.dst.start, chunk.dst.stop) for chunk in chunks]
     if sizes is None:
@@ -247,7 +253,8 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
     if not are_all:
         raise ValueError(
             "graph must hold all chunks of one split_destinations, in order, "
-            f"got destinations {bounds} of graphs with sources, destinations and edges {[c.sizes for c in chunks]}"
+            f"got destinations {bounds} of graphs with sources, destinations and edges "
+            f"{[c.sizes for c in chunks]}"
         )
 
 

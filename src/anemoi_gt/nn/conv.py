@@ -36,23 +36,28 @@ class GraphTransformerConv(MessagePassing):
         y_i   = out_i + W_skip x_i                                                       root_weight
         y_i   = g W_skip x_i + (1 - g) out_i,  g = sigmoid(W_beta [out_i, W_skip x_i, out_i - W_skip x_i])      beta
 
-    W_query, W_key, W_value and W_skip have a bias if `bias` is set. No tensor of size [E, heads * C] is materialised.
+    W_query, W_key, W_value and W_skip have a bias if `bias` is set. No tensor of size [E, heads *
+    C] is materialised.
 
     Parameters
     ----------
     in_channels : int or (int, int)
-        Features of a node, or of a source and of a destination; -1 infers the number from the first input.
+        Features of a node, or of a source and of a destination; -1 infers the number from the first
+        input.
     out_channels : int
         Channels of each head.
     heads : int
     concat : bool
-        Concatenate the heads to heads * out_channels features; otherwise average them to out_channels features.
+        Concatenate the heads to heads * out_channels features; otherwise average them to
+        out_channels features.
     beta : bool
-        Combine attention and the destination's own features by a learned gate; ignored without `root_weight`.
+        Combine attention and the destination's own features by a learned gate; ignored without
+        `root_weight`.
     dropout : float
         Probability of dropping an attention weight in training.
     edge_dim : int, optional
-        Number of attributes of an edge, D; -1 infers it from the first input; None for no attributes.
+        Number of attributes of an edge, D; -1 infers it from the first input; None for no
+        attributes.
     bias : bool
     root_weight : bool
         Add the transformed features of the destination itself.
@@ -68,8 +73,9 @@ class GraphTransformerConv(MessagePassing):
 
     Notes
     -----
-    The attention of a destination without in-edges is 0. While a PyG explainer or message hook is active, the layer
-    falls back to per-edge messages, as in PyG, with a warning; backend "triton", which has none, raises ValueError.
+    The attention of a destination without in-edges is 0. While a PyG explainer or message hook is
+    active, the layer falls back to per-edge messages, as in PyG, with a warning; backend "triton",
+    which has none, raises ValueError.
 
     Examples
     --------
@@ -80,8 +86,8 @@ class GraphTransformerConv(MessagePassing):
 
     References
     ----------
-    Shi et al. (2021), Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification,
-    section 3.1.
+    Shi et al. (2021), Masked Label Prediction: Unified Message Passing Model for Semi-Supervised
+    Classification, section 3.1.
     """
 
     def __init__(
@@ -153,11 +159,13 @@ class GraphTransformerConv(MessagePassing):
         ----------
         x : Tensor [N, F] or [B, N, F], or a pair (x_src, x_dst) of them
             The batch shares one graph; different graphs form one graph, as PyG's `Batch` makes it.
-        edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
-            Of a ShardedGraph, x_src holds the local sources. Chunks are those of `split_destinations`. adj_t is a
-            `torch.sparse` tensor or `SparseTensor` [N_dst, N_src], whose values [E, D] replace a missing `edge_attr`.
-            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), and their indices are
-            checked on the host on a CPU only.
+        edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency
+        adj_t
+            Of a ShardedGraph, x_src holds the local sources. Chunks are those of
+            `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
+            whose values [E, D] replace a missing `edge_attr`. Tensors and adjacencies are sorted in
+            every call (see `AttentionConfig.stable_sort`), and their indices are checked on the
+            host on a CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
@@ -167,26 +175,30 @@ class GraphTransformerConv(MessagePassing):
         -------
         Tensor [N_dst, F_out] or [B, N_dst, F_out]
             F_out = heads * out_channels, or out_channels without `concat`. With `return_attention_weights` a pair: this
-            tensor, and (edge_index, weights [E, heads] or [B, E, heads]), before dropout, in the caller's edge order;
-            for a SparseTensor, that tensor with the weights as values.
+            tensor, and (edge_index, weights [E, heads] or [B, E, heads]), before dropout, in the
+            caller's edge order; for a SparseTensor, that tensor with the weights as values.
 
         Raises
         ------
         ValueError
-            When x, edges and attributes do not fit together, or `config` names a backend that cannot serve.
+            When x, edges and attributes do not fit together, or `config` names a backend that
+            cannot serve.
         RuntimeError
             In an ONNX export, which has no operator for it.
         """
         if torch.onnx.is_in_onnx_export():
             raise RuntimeError(
-                "a model for an ONNX export must have layers that ONNX has operators for, got GraphTransformerConv; "
-                "export PyG's TransformerConv: anemoi_gt.integrations.pyg.swap_back(model) puts it back"
+                "a model for an ONNX export must have layers that ONNX has operators for, got "
+                "GraphTransformerConv; "
+                "export PyG's TransformerConv: anemoi_gt.integrations.pyg.swap_back(model) puts "
+                "it back"
             )
         x_src, x_dst = x = self._sides(x)
         if is_chunked(edge_index):
             if return_attention_weights is not None:
                 raise ValueError(
-                    f"return_attention_weights must be None with chunks, got {return_attention_weights}"
+                    "return_attention_weights must be None with chunks, got "
+                    f"{return_attention_weights}"
                 )
             return map_chunks(
                 lambda x, graph, attr, _: self.forward(x, graph, attr), edge_index, x, edge_attr
@@ -311,7 +323,8 @@ class GraphTransformerConv(MessagePassing):
         if isinstance(edge_index, GraphStructure) or is_adjacency(edge_index):
             raise ValueError(
                 "flow 'target_to_source' must be used with an edge_index [2, E], got "
-                f"{type(edge_index).__name__}, which has its own direction; build it in the other direction"
+                f"{type(edge_index).__name__}, which has its own direction; build it in the other "
+                "direction"
             )
         return edge_index.flip(0)
 
@@ -368,11 +381,14 @@ class GraphTransformerConv(MessagePassing):
             )
         if self.config.backend == "triton":
             raise ValueError(
-                "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook is active, got "
-                "'triton', whose kernels compute no messages; remove the hook, or change the config of the layer"
+                "attention backend must be 'auto' or 'torch' while a PyG explainer or message "
+                "hook is active, got "
+                "'triton', whose kernels compute no messages; remove the hook, or change the "
+                "config of the layer"
             )
         warnings.warn(
-            "GraphTransformerConv falls back to per-edge messages while a PyG explainer or message hook is active",
+            "GraphTransformerConv falls back to per-edge messages while a PyG explainer or "
+            "message hook is active",
             stacklevel=2,
         )
         size = (graph.num_src, graph.num_dst)

@@ -120,8 +120,9 @@ def attention(
 ) -> Tensor:
     """Return destinations [.., N_dst, F] after the attention sub-layer.
 
-    `x` is (x_src, x_dst), x_src None where the sources are the destinations with one norm; `halo` [.., R, F] are normed
-    sources, numbered after the local ones; `edge_attr` is [E, D] or [.., E, D], after `edge_pre_mlp`.
+    `x` is (x_src, x_dst), x_src None where the sources are the destinations with one norm; `halo`
+    [.., R, F] are normed sources, numbered after the local ones; `edge_attr` is [E, D] or [.., E,
+    D], after `edge_pre_mlp`.
     """
     x_src, x_dst = x
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1

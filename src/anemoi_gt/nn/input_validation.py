@@ -47,7 +47,8 @@ def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: 
     )  # sizes may be symbols, which have no hash
     if not fit or sum(shape[-1] for shape in shapes) != channels:
         raise ValueError(
-            f"{name} must be tensors of the same nodes with {channels} features in all, got {shapes}"
+            f"{name} must be tensors of the same nodes with {channels} features in all, got "
+            f"{shapes}"
         )
     for part in columns:
         check_dtype(name, part, like)
@@ -103,7 +104,8 @@ def check_structure(graph: object) -> None:
     """Raise unless `graph` is a GraphStructure."""
     if not isinstance(graph, GraphStructure):
         raise ValueError(
-            f"graph must be a GraphStructure, got {type(graph).__name__}; build one from an edge_index, once, with "
+            f"graph must be a GraphStructure, got {type(graph).__name__}; build one from an "
+            "edge_index, once, with "
             "GraphStructure.from_edge_index"
         )
 
@@ -111,8 +113,9 @@ def check_structure(graph: object) -> None:
 def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] | None) -> None:
     """Raise unless x_src, x_dst, edge_attr have the rows of a graph in chunks; cond_src, cond_dst these, or one.
 
-    PyTorch slices and gathers from tensors with too many rows silently, which would drop the others. `sizes` are the
-    sources, destinations and edges of the whole graph; `rows` are [..., rows, features] or None.
+    PyTorch slices and gathers from tensors with too many rows silently, which would drop the
+    others. `sizes` are the sources, destinations and edges of the whole graph; `rows` are [...,
+    rows, features] or None.
     """
     kinds = dict(
         zip(

@@ -24,10 +24,11 @@ class LayerKernels:
     Parameters
     ----------
     Linear : callable
-        Takes (in_features, out_features) and `bias=False` or not; has `weight` and `bias` of `torch.nn.Linear`.
+        Takes (in_features, out_features) and `bias=False` or not; has `weight` and `bias` of
+        `torch.nn.Linear`.
     LayerNorm : callable
-        Takes `normalized_shape`, the features of a node. With a condition the norm is called as norm(x, cond=...), as
-        `ConditionalLayerNorm` is.
+        Takes `normalized_shape`, the features of a node. With a condition the norm is called as
+        norm(x, cond=...), as `ConditionalLayerNorm` is.
     Activation : callable
         Takes nothing; of feed-forward networks without a gate.
     QueryNorm, KeyNorm : callable
@@ -68,7 +69,8 @@ def class_path(kind: type) -> str:
 def hooks_of(module: nn.Module) -> list:
     """Return what a call of the module would run beside its class: hooks, or a `forward` set on the instance.
 
-    PyTorch's spectral norm and pruning are such hooks, offloading and quantisation of other libraries such a `forward`.
+    PyTorch's spectral norm and pruning are such hooks, offloading and quantisation of other
+    libraries such a `forward`.
     """
     hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
     return [*hooks, module.forward] if "forward" in module.__dict__ else hooks
@@ -92,8 +94,8 @@ def has_wrapped_weights(module: nn.Module) -> bool:
 def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether a linear layer does more than a plain weight and bias say, with a warning: adapters, hooks.
 
-    The attention reads the weight and bias of an edge embedding instead of calling it. `kind` is the class whose
-    `forward` needs nothing else.
+    The attention reads the weight and bias of an edge embedding instead of calling it. `kind` is
+    the class whose `forward` needs nothing else.
     """
     if (
         type(linear).forward is kind.forward
@@ -108,7 +110,8 @@ def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
 @torch.compiler.assume_constant_result
 def _warn_of_call(kind: type) -> None:
     warnings.warn(
-        f"lin_edge, a {class_path(kind)}, has hooks, weights that are a tensor subclass, or another class than it was "
+        f"lin_edge, a {class_path(kind)}, has hooks, weights that are a tensor subclass, or "
+        "another class than it was "
         "built as: it is called, which makes a tensor of edges x heads x channels",
         stacklevel=3,
     )
@@ -119,13 +122,15 @@ def check_kernels(kernels: object) -> None:
     names = [field.name for field in fields(LayerKernels)]
     if missing := [name for name in names if not hasattr(kernels, name)]:
         raise ValueError(
-            f"layer_kernels must have the attributes {', '.join(names)}, as LayerKernels(...) does, got "
+            f"layer_kernels must have the attributes {', '.join(names)}, as LayerKernels(...) "
+            "does, got "
             f"{type(kernels).__name__} without {', '.join(missing)}"
         )
     for name in names:
         maker = getattr(kernels, name)
         if not callable(maker) or isinstance(maker, nn.Module):
             raise ValueError(
-                f"layer_kernels.{name} must be a class, or a function that returns a module, such as torch.nn."
+                f"layer_kernels.{name} must be a class, or a function that returns a module, such "
+                "as torch.nn."
                 f"{'GELU' if name == 'Activation' else 'LayerNorm' if 'Norm' in name else 'Linear'}, got {maker!r}"
             )

@@ -36,7 +36,8 @@ class GraphTransformerBaseMapper(nn.Module):
     gradient_checkpointing : bool
         Keep only the inputs of each chunk for the backward pass (activation checkpointing).
     **block_options
-        Of `GraphTransformerMapperBlock`: num_heads, edge_dim, and its options except `update_src_nodes`.
+        Of `GraphTransformerMapperBlock`: num_heads, edge_dim, and its options except
+        `update_src_nodes`.
 
     Raises
     ------
@@ -59,7 +60,8 @@ class GraphTransformerBaseMapper(nn.Module):
         super().__init__()
         if block_options.get("update_src_nodes"):
             raise ValueError(
-                "update_src_nodes must be False in a mapper, which returns destinations only, got True; "
+                "update_src_nodes must be False in a mapper, which returns destinations only, got "
+                "True; "
                 "use GraphTransformerMapperBlock, which returns the sources too"
             )
         check_integer("in_channels_src", in_channels_src)
@@ -87,15 +89,18 @@ class GraphTransformerBaseMapper(nn.Module):
         Parameters
         ----------
         x : (Tensor, Tensor)
-            (x_src, x_dst), [N_src, in_channels_src] and [N_dst, in_channels_dst], or [B, ...] both. A side may be a
-            tuple of tensors with the columns, which each chunk concatenates: no tensor of all nodes is made.
+            (x_src, x_dst), [N_src, in_channels_src] and [N_dst, in_channels_dst], or [B, ...] both.
+            A side may be a tuple of tensors with the columns, which each chunk concatenates: no
+            tensor of all nodes is made.
         graph : GraphStructure, or its chunks from `split_destinations`
-            Chunks need less memory for the same result, up to the rounding of matrix products with fewer rows; each
-            chunk draws a dropout mask of its own.
+            Chunks need less memory for the same result, up to the rounding of matrix products with
+            fewer rows; each chunk draws a dropout mask of its own.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
-            Raw attributes of the whole graph in the caller's edge order, which for chunks is sorted by destination.
+            Raw attributes of the whole graph in the caller's edge order, which for chunks is sorted
+            by destination.
         cond : (Tensor, Tensor), optional
-            Conditions of sources and destinations for conditional norms: [N or 1, K] or [B, N or 1, K].
+            Conditions of sources and destinations for conditional norms: [N or 1, K] or [B, N or 1,
+            K].
 
         Returns
         -------

@@ -32,15 +32,17 @@ class GatedLinear(nn.Module):
 class MLP(nn.Module):
     """Feed-forward network with one hidden layer, with the state dict of Anemoi's `MLP` without extra layers and norm.
 
-    Of the implementations, "mlp" uses `kernels.Activation`, the others a gate of Shazeer (2020), with 1.5 times the
-    parameters. Input and output have `channels` features. Raise ValueError for a width below 1, or another name.
+    Of the implementations, "mlp" uses `kernels.Activation`, the others a gate of Shazeer (2020),
+    with 1.5 times the parameters. Input and output have `channels` features. Raise ValueError for a
+    width below 1, or another name.
     """
 
     def __init__(self, channels: int, hidden_dim: int, implementation: str, kernels: LayerKernels):
         super().__init__()
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(
-                f"mlp_implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+                f"mlp_implementation must be one of {', '.join(IMPLEMENTATIONS)}, got "
+                f"{implementation!r}"
             )
         check_integer("hidden_dim", hidden_dim)
         if implementation == "mlp":

@@ -29,12 +29,13 @@ class EncoderProcessorDecoder(nn.Module):
     Parameters
     ----------
     graph : torch_geometric.data.HeteroData
-        In the layout of anemoi-graphs: nodes of each data set d, "data" if there is one, and "hidden", with positions
-        `x` [N, 2], latitude and longitude in radians; edges (d, "to", "hidden"), ("hidden", "to", "hidden") and
-        ("hidden", "to", d) with `edge_index` [2, E], `edge_length` [E, 1] and `edge_dirs` [E, 2].
+        In the layout of anemoi-graphs: nodes of each data set d, "data" if there is one, and
+        "hidden", with positions `x` [N, 2], latitude and longitude in radians; edges (d, "to",
+        "hidden"), ("hidden", "to", "hidden") and ("hidden", "to", d) with `edge_index` [2, E],
+        `edge_length` [E, 1] and `edge_dirs` [E, 2].
     in_channels, out_channels : int, or mapping of str to int
-        Input and output fields of a data node: of one data set, or of several by the name of their nodes. A data set
-        may be input only or output only.
+        Input and output fields of a data node: of one data set, or of several by the name of their
+        nodes. A data set may be input only or output only.
     channels : int
         Features of a node inside the model.
     heads : int
@@ -60,13 +61,15 @@ class EncoderProcessorDecoder(nn.Module):
     config : AttentionConfig
         Backend and precision of the attention.
     residual : mapping, optional
-        Output channel to the input channel that is added to it, for prognostic variables: {0: 2}. For several data sets
-        a mapping of data set to such a mapping. None adds nothing, as for a network that predicts tendencies.
+        Output channel to the input channel that is added to it, for prognostic variables: {0: 2}.
+        For several data sets a mapping of data set to such a mapping. None adds nothing, as for a
+        network that predicts tendencies.
     mapper_chunks : int
         Number of chunks of destinations in encoders and decoders: less memory, the same result.
     checkpoint_groups : int, optional
-        Activation checkpointing: number of groups of processor layers; only the input of each group and of each mapper
-        chunk is kept for the backward pass. Less memory, the same gradients. None keeps all activations.
+        Activation checkpointing: number of groups of processor layers; only the input of each group
+        and of each mapper chunk is kept for the backward pass. Less memory, the same gradients.
+        None keeps all activations.
 
     Raises
     ------
@@ -75,8 +78,9 @@ class EncoderProcessorDecoder(nn.Module):
 
     Notes
     -----
-    The state dict holds the parameters, not the graph: build the model from the same graph before loading it. The graph
-    is in buffers, which need no broadcast in distributed data parallel (`broadcast_buffers=False`).
+    The state dict holds the parameters, not the graph: build the model from the same graph before
+    loading it. The graph is in buffers, which need no broadcast in distributed data parallel
+    (`broadcast_buffers=False`).
 
     Examples
     --------
@@ -208,7 +212,8 @@ class EncoderProcessorDecoder(nn.Module):
         if not isinstance(fields, Mapping) or set(fields) != set(self.in_channels):
             got = list(fields) if isinstance(fields, Mapping) else type(fields).__name__
             raise ValueError(
-                f"x must map each of the data sets {list(self.in_channels)} to its fields, got {got}"
+                f"x must map each of the data sets {list(self.in_channels)} to its fields, got "
+                f"{got}"
             )
         batch = None
         for name, x in fields.items():
@@ -218,7 +223,8 @@ class EncoderProcessorDecoder(nn.Module):
             check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
             if batch not in (None, x.shape[0]):
                 raise ValueError(
-                    f"{label} must have the batch size {batch} of the other data sets, got {x.shape[0]}"
+                    f"{label} must have the batch size {batch} of the other data sets, got "
+                    f"{x.shape[0]}"
                 )
             batch = x.shape[0]
 
@@ -245,13 +251,15 @@ class EncoderProcessorDecoder(nn.Module):
         residual = {DATA: residual} if self.has_one_data_set else residual
         if not isinstance(residual, Mapping):
             raise ValueError(
-                "residual must map data sets to channels, as in {name: {0: 2}}, because in_channels is a mapping, "
+                "residual must map data sets to channels, as in {name: {0: 2}}, because "
+                "in_channels is a mapping, "
                 f"got {residual!r}"
             )
         both = [name for name in self.in_channels if name in self.out_channels]
         if not set(residual) <= set(both):
             raise ValueError(
-                f"residual must name data sets that are input and output, {both}, got {list(residual)}"
+                f"residual must name data sets that are input and output, {both}, got "
+                f"{list(residual)}"
             )
         return {
             d: Residual(pairs, self.in_channels[d], self.out_channels[d])
@@ -289,7 +297,8 @@ def _by_data_set(
             d for d in side if not isinstance(d, str) or d == "" or "." in d or hasattr(modules, d)
         ]:
             raise ValueError(
-                f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a dot, and not an "
+                f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a "
+                "dot, and not an "
                 f"attribute such as 'train', got {refused}; rename these nodes of the graph"
             )
     return named["in_channels"], named["out_channels"]

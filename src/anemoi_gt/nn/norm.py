@@ -16,8 +16,8 @@ from anemoi_gt.graph.validation import check_shape
 from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.option_checks import check_integer
 
-# PyTorch's layer norm for CUDA addresses inputs with this many elements in 32 bits and silently normalises the wrong
-# rows: seen with 2.11, reported as pytorch/pytorch#181555.
+# PyTorch's layer norm for CUDA addresses inputs with this many elements in 32 bits and silently
+# normalises the wrong rows: seen with 2.11, reported as pytorch/pytorch#181555.
 OVERFLOW_NUMEL = 2**32
 
 
@@ -41,8 +41,9 @@ class AutocastLayerNorm(nn.LayerNorm):
 class ConditionalLayerNorm(nn.Module):
     """Layer norm whose scale and shift are linear functions of a condition: (1 + scale(c)) * normal(x) + bias(c).
 
-    The state dict is that of Anemoi's class of this name: scale.weight, scale.bias, bias.weight, bias.bias. They are
-    initialised to zero, which gives a layer norm without parameters. The output has the dtype of the input.
+    The state dict is that of Anemoi's class of this name: scale.weight, scale.bias, bias.weight,
+    bias.bias. They are initialised to zero, which gives a layer norm without parameters. The output
+    has the dtype of the input.
 
     Parameters
     ----------
@@ -76,8 +77,8 @@ class ConditionalLayerNorm(nn.Module):
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         """Normalise `x` [..., N, normalized_shape] under the condition `cond` [..., N or 1, condition_shape].
 
-        Their batch dimensions broadcast; a batch of the condition alone becomes that of the result. Raise ValueError
-        when features or condition have the wrong shape or dtype.
+        Their batch dimensions broadcast; a batch of the condition alone becomes that of the result.
+        Raise ValueError when features or condition have the wrong shape or dtype.
         """
         channels, features = self.scale.out_features, self.scale.in_features
         check_shape(
@@ -94,7 +95,8 @@ class ConditionalLayerNorm(nn.Module):
         batches = zip(cond.shape[:-2][::-1], x.shape[:-2][::-1], strict=False)
         if not all(1 in sizes or sizes[0] == sizes[1] for sizes in batches):
             raise ValueError(
-                f"cond must have the batch of x {tuple(x.shape)}, a batch of 1, or none, got {tuple(cond.shape)}"
+                f"cond must have the batch of x {tuple(x.shape)}, a batch of 1, or none, got "
+                f"{tuple(cond.shape)}"
             )
         check_dtype("cond", cond, like=self.scale.weight)
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
@@ -103,7 +105,8 @@ class ConditionalLayerNorm(nn.Module):
 def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
     """Norm `x`, with a condition if there is one, in chunks where PyTorch's kernel would overflow.
 
-    `norm` must treat each row of `x` [..., F] by itself. Raise ValueError when it takes no condition, or requires one.
+    `norm` must treat each row of `x` [..., F] by itself. Raise ValueError when it takes no
+    condition, or requires one.
     """
     return (
         norm_in_chunks(norm, x, cond, OVERFLOW_NUMEL // 2)
@@ -145,7 +148,8 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
         got = tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
         raise ValueError(
             f"cond must be None because norms of class {kind} take no condition, got {got}; "
-            "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=...))"
+            "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, "
+            "condition_shape=...))"
         ) from error
 
 

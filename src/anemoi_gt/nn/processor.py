@@ -31,8 +31,8 @@ class GraphTransformerProcessor(nn.Module):
     mlp_hidden_ratio : float
         Width of the hidden layers of the feed-forward networks over `num_channels`.
     checkpoint_groups : int, optional
-        Activation checkpointing: number of groups of consecutive blocks, equal in size to within one; only the input of
-        each group is kept for the backward pass. None keeps all activations.
+        Activation checkpointing: number of groups of consecutive blocks, equal in size to within
+        one; only the input of each group is kept for the backward pass. None keeps all activations.
     **block_options
         Of `GraphTransformerProcessorBlock`: num_heads, edge_dim, and its options.
 

@@ -15,10 +15,10 @@ def read_edges(
 ) -> tuple[GraphStructure, Tensor | None]:
     """Return `edges` as a structure, and the attributes in the caller's edge order.
 
-    `edges` is a GraphStructure, a tensor [2, E], an EdgeIndex, or a sparse matrix [N_dst, N_src], whose values [E, D]
-    replace a missing `edge_attr` (scalars are edge weights, which attention ignores, as PyG does). They have a reverse
-    structure only if grouping without order may make it too; else the attention does, if needed. Indices are checked on
-    the CPU alone.
+    `edges` is a GraphStructure, a tensor [2, E], an EdgeIndex, or a sparse matrix [N_dst, N_src],
+    whose values [E, D] replace a missing `edge_attr` (scalars are edge weights, which attention
+    ignores, as PyG does). They have a reverse structure only if grouping without order may make it
+    too; else the attention does, if needed. Indices are checked on the CPU alone.
     """
     if isinstance(edges, GraphStructure):
         return edges, edge_attr
@@ -32,7 +32,8 @@ def read_edges(
         return graph, edge_attr
     if not isinstance(edges, Tensor):
         raise ValueError(
-            "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
+            "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t "
+            "[N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
     graph = GraphStructure.from_edge_index(

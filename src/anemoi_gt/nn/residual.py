@@ -13,9 +13,10 @@ class Residual(nn.Module):
 
         y[..., o] = y[..., o] + x[..., i]          for each pair o: i
 
-    `channels` maps output channels to the input channels that are added to them: the positions of prognostic variables,
-    in the input at the initial time of the forecast. Raise ValueError for a channel that is not one of `in_channels` or
-    `out_channels` fields, or when `channels` is not a mapping of integers.
+    `channels` maps output channels to the input channels that are added to them: the positions of
+    prognostic variables, in the input at the initial time of the forecast. Raise ValueError for a
+    channel that is not one of `in_channels` or `out_channels` fields, or when `channels` is not a
+    mapping of integers.
 
     Examples
     --------
@@ -32,7 +33,8 @@ class Residual(nn.Module):
             map(is_integer, [*channels.keys(), *channels.values()])
         ):
             raise ValueError(
-                f"residual must map output channels to input channels, both integers, as in {{0: 2}}, got {channels!r}"
+                f"residual must map output channels to input channels, both integers, as in {{0: "
+                f"2}}, got {channels!r}"
             )
         outputs, inputs = list(channels.keys()), list(channels.values())
         sides = {"output": (outputs, out_channels), "input": (inputs, in_channels)}

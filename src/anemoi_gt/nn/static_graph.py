@@ -57,7 +57,8 @@ class StaticNodes(nn.Module):
             (positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()
         ):  # float32 may round a pole to beyond pi / 2
             raise ValueError(
-                f"latitudes must lie within +-pi/2 radians, got up to {float(positions[:, 0].abs().max()):g}; "
+                "latitudes must lie within +-pi/2 radians, got up to "
+                f"{float(positions[:, 0].abs().max()):g}; "
                 "convert degrees with torch.deg2rad"
             )
         check_integer(
@@ -122,8 +123,9 @@ class StaticStructure(nn.Module):
 class StaticEdges(nn.Module):
     """Structure of one graph, sorted once for both directions, and its edge attributes; they move with the module.
 
-    Edges are stably sorted by destination, and with them the attributes, fixed and trainable, as in Anemoi's models.
-    The structure and the fixed attributes follow from the graph and are not part of the state dict; `trainable` is.
+    Edges are stably sorted by destination, and with them the attributes, fixed and trainable, as in
+    Anemoi's models. The structure and the fixed attributes follow from the graph and are not part
+    of the state dict; `trainable` is.
 
     Parameters
     ----------
@@ -136,14 +138,14 @@ class StaticEdges(nn.Module):
     trainable : int
         Number of trainable attributes of each edge, initialised to 0.
     num_chunks : int
-        Number of chunks of destinations, for mappers whose features do not fit into memory at once. The state dict does
-        not depend on it.
+        Number of chunks of destinations, for mappers whose features do not fit into memory at once.
+        The state dict does not depend on it.
 
     Raises
     ------
     ValueError
-        For indices outside `num_nodes`, attributes that are not finite or not one row per edge, or num_chunks not in
-        1 .. number of destinations.
+        For indices outside `num_nodes`, attributes that are not finite or not one row per edge, or
+        num_chunks not in 1 .. number of destinations.
 
     Examples
     --------
@@ -236,7 +238,8 @@ def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
     """
     if not isinstance(graph, HeteroData):
         raise ValueError(
-            f"graph must be a HeteroData, as anemoi_gt.data.graphs makes it, got {type(graph).__name__}"
+            "graph must be a HeteroData, as anemoi_gt.data.graphs makes it, got "
+            f"{type(graph).__name__}"
         )
     if name not in graph.node_types or "x" not in graph[name]:
         raise ValueError(
@@ -250,7 +253,8 @@ def edges_of(
 ) -> StaticEdges:
     """Return the edges between two sets of nodes with `trainable` trainable attributes each, in chunks of destinations.
 
-    Raise ValueError when the graph does not have these edges, or a field is missing or has the wrong shape.
+    Raise ValueError when the graph does not have these edges, or a field is missing or has the
+    wrong shape.
     """
     kind = (source, "to", destination)
     if kind not in graph.edge_types:
@@ -258,7 +262,8 @@ def edges_of(
     edges = graph[kind]
     if missing := [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]:
         raise ValueError(
-            f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {', '.join(missing)}"
+            f"edges {kind} must have edge_index, edge_length and edge_dirs, missing "
+            f"{', '.join(missing)}"
         )
     wanted = "[2, E], sources and destinations"
     check_shape(

@@ -27,13 +27,15 @@ def edge_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend over the in-edges of every destination, with edge features in key and value.
 
-    For destination i, source j, edge e = (j -> i) and each head, with x_e = W a_e + b the embedded edge attributes:
+    For destination i, source j, edge e = (j -> i) and each head, with x_e = W a_e + b the embedded
+    edge attributes:
 
         s_e   = scale * < q_i , k_j + x_e >
         lse_i = log sum_e exp(s_e)                      -inf when i has no in-edge
         out_i = sum_e exp(s_e - lse_i) (v_j + x_e)      0    when i has no in-edge
 
-    Raw edge attributes are never embedded into a tensor [E, H, C]: the embedding is linear and factors out of the sums.
+    Raw edge attributes are never embedded into a tensor [E, H, C]: the embedding is linear and
+    factors out of the sums.
 
     Parameters
     ----------
@@ -41,11 +43,11 @@ def edge_attention(
         float16, bfloat16, float32 or float64. The batch shares the graph.
     key, value : Tensor [N_src, H, C] or [B, N_src, H, C]
     graph : GraphStructure
-        Built once. If key or value need a gradient and it was made with `reverse=False`, the reverse structure is built
-        in every call.
+        Built once. If key or value need a gradient and it was made with `reverse=False`, the
+        reverse structure is built in every call.
     edge_attr : Tensor, optional
-        With `edge_weight`: raw attributes [E, D] or [B, E, D]. Without: embedded features [E, H, C] or [B, E, H, C].
-        In the caller's edge order.
+        With `edge_weight`: raw attributes [E, D] or [B, E, D]. Without: embedded features [E, H, C]
+        or [B, E, H, C]. In the caller's edge order.
     edge_weight : Tensor [H * C, D], optional
         W, in the layout of `torch.nn.Linear`.
     edge_bias : Tensor [H * C], optional
@@ -53,9 +55,9 @@ def edge_attention(
     scale : float, optional
         Default 1 / sqrt(C).
     dropout_p : float
-        Probability of dropping each attention weight; the others are scaled by 1 / (1 - dropout_p). The mask is a
-        function of a seed from PyTorch's generator, the batch index, the global edge id and the head, so it does not
-        depend on the order or sharding of the edges.
+        Probability of dropping each attention weight; the others are scaled by 1 / (1 - dropout_p).
+        The mask is a function of a seed from PyTorch's generator, the batch index, the global edge
+        id and the head, so it does not depend on the order or sharding of the edges.
     config : AttentionConfig
         Backend and precision.
 
@@ -64,20 +66,23 @@ def edge_attention(
     out : Tensor, shape of query
         In the dtype of query, or of autocast where that is active and `config.precision` is None.
     lse : Tensor [N_dst, H] or [B, N_dst, H]
-        Logarithm of the sum of exponentials before dropout, float32 (float64 for float64 inputs); differentiable.
+        Logarithm of the sum of exponentials before dropout, float32 (float64 for float64 inputs);
+        differentiable.
 
     Raises
     ------
     ValueError
-        When shapes, dtypes or devices do not fit, or `config.backend` names a backend that cannot run.
+        When shapes, dtypes or devices do not fit, or `config.backend` names a backend that cannot
+        run.
     RuntimeError
         For double backward and forward-mode derivatives.
 
     Notes
     -----
-    All operands are cast to one dtype: `config.precision` if set, else autocast's where active (except float64), else
-    that of query. Sums and softmax are float32, or float64 for float64. The result is bitwise reproducible, unless
-    edges were grouped without sorting (`stable=False`, `AttentionConfig.stable_sort`).
+    All operands are cast to one dtype: `config.precision` if set, else autocast's where active
+    (except float64), else that of query. Sums and softmax are float32, or float64 for float64. The
+    result is bitwise reproducible, unless edges were grouped without sorting (`stable=False`,
+    `AttentionConfig.stable_sort`).
 
     Examples
     --------
@@ -91,8 +96,8 @@ def edge_attention(
 
     References
     ----------
-    Shi et al. (2021), Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification,
-    section 3.1 (attention with edge features).
+    Shi et al. (2021), Masked Label Prediction: Unified Message Passing Model for Semi-Supervised
+    Classification, section 3.1 (attention with edge features).
     """
     check_config(config)
     check_scale(scale)

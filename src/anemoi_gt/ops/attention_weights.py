@@ -25,13 +25,14 @@ def attention_weights(
     Parameters
     ----------
     query, key, graph, edge_attr, edge_weight, edge_bias, scale, config
-        As in `edge_attention`. `config.precision` applies; the backend is always plain PyTorch, which gathers rows
-        [E, H, C], so this is not for training steps.
+        As in `edge_attention`. `config.precision` applies; the backend is always plain PyTorch,
+        which gathers rows [E, H, C], so this is not for training steps.
 
     Returns
     -------
     Tensor [E, H] or [B, E, H]
-        In the caller's edge order, float32 (float64 for float64 inputs); the in-edges of a destination sum to 1.
+        In the caller's edge order, float32 (float64 for float64 inputs); the in-edges of a
+        destination sum to 1.
 
     Raises
     ------

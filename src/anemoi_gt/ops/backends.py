@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 class Backend(NamedTuple):
     """An implementation of edge attention.
 
-    `attend` has the arguments of `torch_backend.attend`. `unsupported_reason(query)` returns why it cannot run, or
-    None; `auto_unsupported_reason(query)` why `auto` rejects it, even if it could run.
+    `attend` has the arguments of `torch_backend.attend`. `unsupported_reason(query)` returns why it
+    cannot run, or None; `auto_unsupported_reason(query)` why `auto` rejects it, even if it could
+    run.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor]]

@@ -6,7 +6,8 @@ so it is the same for all backends, edge orders and shardings.
 
 References
 ----------
-Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3, SC'11 (Philox-4x32 with 10 rounds).
+Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3, SC'11 (Philox-4x32 with 10
+rounds).
 """
 
 import torch

@@ -52,7 +52,8 @@ def without_autocast(device_type: str) -> AbstractContextManager:
 def cast_for_autocast(x: Tensor) -> Tensor:
     """Return a float32 tensor in autocast's dtype, any other unchanged.
 
-    Otherwise each of several matrix products of one tensor would make, save and differentiate its own copy.
+    Otherwise each of several matrix products of one tensor would make, save and differentiate its
+    own copy.
     """
     if x.dtype == torch.float32 and autocast_is_active(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))

@@ -56,7 +56,8 @@ def _check_partial_results(**tensors: Tensor) -> None:
         device = tensors["out1"].device
         if tensor.device != device:
             raise ValueError(
-                f"all tensors must be on one device, got {name} on {tensor.device} and out1 on {device}"
+                f"all tensors must be on one device, got {name} on {tensor.device} and out1 on "
+                f"{device}"
             )
     out1, lse1, out2, lse2 = (tensor.shape for tensor in tensors.values())
     if not (out1 == out2 and lse1 == lse2 == out1[:-1]):

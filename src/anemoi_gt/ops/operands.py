@@ -138,7 +138,8 @@ def _check_edges(
             or edge_weight.shape[1] == 0
         ):
             raise ValueError(
-                f"edge_weight must have shape [heads * channels, D] = [{heads * channels}, D >= 1], "
+                f"edge_weight must have shape [heads * channels, D] = [{heads * channels}, D >= "
+                "1], "
                 f"got {tuple(edge_weight.shape)}"
             )
         feature = (edge_weight.shape[1],)
@@ -147,7 +148,8 @@ def _check_edges(
     shared = (graph.num_edges, *feature)
     if not (_has_shape(edge_attr, shared) or _has_shape(edge_attr, (*batch, *shared))):
         raise ValueError(
-            f"edge_attr must have shape {expected} = {shared}, got {tuple(edge_attr.shape)}; {remedy}"
+            f"edge_attr must have shape {expected} = {shared}, got {tuple(edge_attr.shape)}; "
+            f"{remedy}"
         )
     if edge_bias is not None and tuple(edge_bias.shape) != (heads * channels,):
         raise ValueError(

@@ -10,8 +10,8 @@ shift are [F], None for 1 and 0. With a condition c_i of K channels per row they
 
 where `norm_scale` is W_scale [F, K] and `norm_scale_bias` is b_scale [F].
 
-Dimensions: N nodes of a batch entry, B batch entries, F features, K_h hidden features, H heads of C channels, D edge
-attributes, R halo rows.
+Dimensions: N nodes of a batch entry, B batch entries, F features, K_h hidden features, H heads of C
+channels, D edge attributes, R halo rows.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,8 @@ class FeedForwardOptions(NamedTuple):
 class AttentionTensors(NamedTuple):
     """Tensors of an attention sub-layer; or their gradients, None where none is needed.
 
-    x_src is None where sources and destinations are one set of nodes with one norm. The halo follows a rank's own
-    sources in each batch entry; its owners normed it.
+    x_src is None where sources and destinations are one set of nodes with one norm. The halo
+    follows a rank's own sources in each batch entry; its owners normed it.
     """
 
     x_src: Tensor | None  # [B * N_src, F]

@@ -171,8 +171,10 @@ def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_presen
 
 
 DATES = {
-    "train": ["2020-01-01", "2020-01-05"], "valid": ["2020-01-06", "2020-01-07"], "test": ["2020-01-08", "2020-02"],
-}  # fmt: skip
+    "train": ["2020-01-01", "2020-01-05"],
+    "valid": ["2020-01-06", "2020-01-07"],
+    "test": ["2020-01-08", "2020-02"],
+}
 
 
 def test_splits_follow_dates_and_samples_with_missing_times_are_left_out(tmp_path):
@@ -234,7 +236,8 @@ def test_the_default_graph_fits_any_grid_and_a_global_one_does_not_fit_a_region(
         ({"variables": ["lsm"]}, "in one role each, got lsm without time"),
         (
             {"lead_time": 5},
-            r"must have 2 inputs and a truth 5 h apart, got none in the 40 times 6 h apart of .*weather.nc",
+            r"must have 2 inputs and a truth 5 h apart, got none in the 40 times 6 h apart of "
+            r".*weather.nc",
         ),
         ({"lead_time": 0}, "lead_time must be positive"),
         (

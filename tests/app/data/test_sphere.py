@@ -169,7 +169,8 @@ def test_flows_are_drawn_from_the_given_kinds_and_named_in_the_title(flows, defo
     assert {part.case(i).flow.deformation for i in range(len(part))} == deformations
     assert (
         part.title(0)
-        == f"{'deformational flow' if part.case(0).flow.deformation else 'solid-body rotation'}, 36 h"
+        == f"{'deformational flow' if part.case(0).flow.deformation else 'solid-body rotation'}, "
+        "36 h"
     )
 
 
@@ -211,8 +212,10 @@ def test_normalisation_is_from_the_training_samples_and_weights_are_areas(splits
 
 @refused(
     ({"flows": ["vortex"]}, r"one or more of rotation, deformation, got \['vortex'\]"),
-    ({"flows": []}, "one or more of"), ({"lead_time": 0.0}, "lead_time must be positive and finite, in hours, got 0"),
-    ({"test_size": 0}, "test_size must be at least 1, got 0"), ({"grid_name": "F32"}, 'such as "O96"'),
-)  # fmt: skip
+    ({"flows": []}, "one or more of"),
+    ({"lead_time": 0.0}, "lead_time must be positive and finite, in hours, got 0"),
+    ({"test_size": 0}, "test_size must be at least 1, got 0"),
+    ({"grid_name": "F32"}, 'such as "O96"'),
+)
 def test_option_out_of_range_raises(wrong, message):
     raises(lambda: sphere(**{"grid_name": "O8", **SIZES, **wrong}), message)

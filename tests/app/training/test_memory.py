@@ -34,11 +34,13 @@ WHOLE = {"num_layers": 2, "config": AttentionConfig("triton")}
 @pytest.mark.parametrize(
     ("options", "precision"),
     [
-        ({"num_layers": 1}, "32-true"), ({"num_layers": 4}, "32-true"),
-        ({"num_layers": 1, "mapper_chunks": 3}, "32-true"), (WHOLE, "bf16-mixed"),
+        ({"num_layers": 1}, "32-true"),
+        ({"num_layers": 4}, "32-true"),
+        ({"num_layers": 1, "mapper_chunks": 3}, "32-true"),
+        (WHOLE, "bf16-mixed"),
         (WHOLE | {"mapper_chunks": 3}, "bf16-mixed"),
     ],
-)  # fmt: skip
+)
 def test_estimate_is_at_most_30_percent_above_what_a_model_keeps_for_the_backward_pass(
     make_model, options, precision
 ):

@@ -37,10 +37,18 @@ def test_loss_is_the_mean_square_by_area():
     ("warmup_steps", "steps", "rates"),
     [
         (4, 100, {step: (step + 1) / 5 for step in range(5)}),  # warm-up
-        (10, 110, {s: (1 + math.cos(math.pi * p)) / 2 for s, p in ((10, 0), (35, 0.25), (60, 0.5), (110, 1))}),
-        (0, 10, {0: 1.0}), (10, 10, {9: 10 / 11}),
+        (
+            10,
+            110,
+            {
+                s: (1 + math.cos(math.pi * p)) / 2
+                for s, p in ((10, 0), (35, 0.25), (60, 0.5), (110, 1))
+            },
+        ),
+        (0, 10, {0: 1.0}),
+        (10, 10, {9: 10 / 11}),
     ],
-)  # fmt: skip
+)
 def test_the_rate_is_a_linear_warm_up_and_half_a_cosine(warmup_steps, steps, rates):
     assert {step: warmup_cosine(step, warmup_steps, steps) for step in rates} == pytest.approx(
         rates

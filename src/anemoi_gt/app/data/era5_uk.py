@@ -1,18 +1,20 @@
 """The `era5_uk` data set: hourly 2 m temperature of ERA5 over the United Kingdom, March 2019.
 
-33 x 49 points (58 to 50 degrees north, 10 west to 2 east, every quarter of a degree), 744 hours, one GRIB file of 2.5
-MB: xarray's tutorial data set "era5-2mt-2019-03-uk.grib". It contains modified Copernicus Climate Change Service
-information (Hersbach et al. 2020) and is not part of this package.
+33 x 49 points (58 to 50 degrees north, 10 west to 2 east, every quarter of a degree), 744 hours,
+one GRIB file of 2.5 MB: xarray's tutorial data set "era5-2mt-2019-03-uk.grib". It contains modified
+Copernicus Climate Change Service information (Hersbach et al. 2020) and is not part of this
+package.
 
-A forecast from start hour s (0 is 1 March, 00 UTC) uses fields up to s and is compared with the field at s + lead:
+A forecast from start hour s (0 is 1 March, 00 UTC) uses fields up to s and is compared with the
+field at s + lead:
 
     split   days        start hours s
     train   1 to 24     the earliest input exists, and s + lead is within days 1 to 24
     valid   25, 26      s and s + lead are within days 25 and 26
     test    27 to 31    s and s + lead are within days 27 to 31
 
-No truth is shared between splits, and no truth of a later split is an input or truth of an earlier one. Inputs may
-reach back into the previous split, as in an operational forecast.
+No truth is shared between splits, and no truth of a later split is an input or truth of an earlier
+one. Inputs may reach back into the previous split, as in an operational forecast.
 
 References
 ----------
@@ -59,7 +61,8 @@ class HourlyField:
     def __post_init__(self):
         if self.values.shape != (len(self.times), len(self.nodes)):
             raise ValueError(
-                f"values must be [{len(self.times)}, {len(self.nodes)}], times by nodes, got {tuple(self.values.shape)}"
+                f"values must be [{len(self.times)}, {len(self.nodes)}], times by nodes, got "
+                f"{tuple(self.values.shape)}"
             )
         steps = np.diff(self.times)
         if not (steps == np.timedelta64(1, "h")).all():
@@ -71,11 +74,13 @@ class HourlyField:
 class Era5UkDataset(ForecastDataset):
     """Forecasts of 2 m temperature from consecutive start hours.
 
-    The change is relative to the temperature 24 hours before the truth, so that the network need not learn the daily
-    cycle. Inputs are the present anomaly, the present minus the temperature `LAGS` hours before it and minus the
-    reference, two harmonics of the hour of the day, and the position.
+    The change is relative to the temperature 24 hours before the truth, so that the network need
+    not learn the daily cycle. Inputs are the present anomaly, the present minus the temperature
+    `LAGS` hours before it and minus the reference, two harmonics of the hour of the day, and the
+    position.
 
-    `field` has all hours; `starts` is the range of the samples' start hours, and `lead_time` 1 to 24 hours.
+    `field` has all hours; `starts` is the range of the samples' start hours, and `lead_time` 1 to
+    24 hours.
     """
 
     variables = ("t2m",)
@@ -170,11 +175,13 @@ class Era5UkDataset(ForecastDataset):
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the step after these hourly forecasts.
 
-        Raises ValueError if the lead time is not 1 h: the inputs include every past hour, and a longer step skips some.
+        Raises ValueError if the lead time is not 1 h: the inputs include every past hour, and a
+        longer step skips some.
         """
         if self.lead_time != 1:
             raise ValueError(
-                f"a rollout of era5_uk needs data.lead_time=1, because inputs include every hour, got {self.lead_time}"
+                "a rollout of era5_uk needs data.lead_time=1, because inputs include every hour, "
+                f"got {self.lead_time}"
             )
         start = self.starts[i]
         seen = self.field.values[start - HOURS_PER_DAY : start + 1]  # no later hours
@@ -191,8 +198,8 @@ class Era5UkDataset(ForecastDataset):
     def baselines(self, step: int | None = None):
         """Return persistence, the same hour of the last day before the start, and two ridge regressions.
 
-        The regressions, not at a step of a rollout, are fitted on 24 and on 26 days. Unlike a network, the second one
-        is also fitted to the validation days.
+        The regressions, not at a step of a rollout, are fitted on 24 and on 26 days. Unlike a
+        network, the second one is also fitted to the validation days.
         """
         after = ((step or 1) * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
         found = super().baselines(step) | {
@@ -272,7 +279,8 @@ def fit_ridge(
         prediction[n] = target_mean[n] + <predictors[n] - predictor_mean[n], slope[n]>
         slope[n]      = (X_n^T X_n + penalty I)^-1 X_n^T y_n            X_n, y_n centred, [S, F] and [S]
 
-    Predictors are [S, N, F], the target [S, N], the penalty in squared units of the predictors; computed in float64.
+    Predictors are [S, N, F], the target [S, N], the penalty in squared units of the predictors;
+    computed in float64.
     """
     x, y = predictors.double(), target.double()
     x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
@@ -293,8 +301,8 @@ def harmonics_of_day(hour: int, count: int) -> Tensor:
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
     """Return the `era5_uk` data set: start hours of days 1 to 24, 25 and 26, and 27 to 31.
 
-    Raises FileNotFoundError if there is no such file; ImportError if xarray or cfgrib is missing; ValueError if the
-    lead time is out of range, or the file does not hold the expected month.
+    Raises FileNotFoundError if there is no such file; ImportError if xarray or cfgrib is missing;
+    ValueError if the lead time is out of range, or the file does not hold the expected month.
 
     Parameters
     ----------
@@ -309,7 +317,8 @@ def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
 def split(field: HourlyField, lead_time: int) -> Splits:
     """Split the forecasts by day: start hours of days 1 to 24, of 25 and 26, and of the rest (see the module's table).
 
-    Raises ValueError if the lead time is not 1 to 24 hours, or the field ends before the first test forecast.
+    Raises ValueError if the lead time is not 1 to 24 hours, or the field ends before the first test
+    forecast.
     """
     check_integer("lead_time", lead_time, least=None)
     if not 1 <= lead_time <= HOURS_PER_DAY:
@@ -317,7 +326,8 @@ def split(field: HourlyField, lead_time: int) -> Splits:
     bounds = [max(LAGS), FIRST_VALID_HOUR, FIRST_TEST_HOUR, len(field.times)]
     if bounds[-1] <= FIRST_TEST_HOUR + lead_time:
         raise ValueError(
-            f"the file must contain more than {FIRST_TEST_HOUR + lead_time} hours, got {len(field.times)}"
+            f"the file must contain more than {FIRST_TEST_HOUR + lead_time} hours, got "
+            f"{len(field.times)}"
         )
     starts = (range(first, end - lead_time) for first, end in pairwise(bounds))
     return Splits(*(Era5UkDataset(field, hours, lead_time) for hours in starts))
@@ -345,5 +355,6 @@ def _download():
         )
     except (OSError, ValueError) as error:  # no network, a page in place of the file
         raise OSError(
-            f"could not download {TUTORIAL_NAME} ({type(error).__name__}): give the file as data.path=FILE"
+            f"could not download {TUTORIAL_NAME} ({type(error).__name__}): give the file as "
+            "data.path=FILE"
         ) from error

@@ -6,9 +6,10 @@ With L the lead time and K input steps, a sample of present time t is
     truth      variables and diagnostics at t + L
     reference  variables at t; 0 for diagnostics, which are no inputs
 
-Samples whose times are not all in the data are left out. Present and truth of a sample are within its split; inputs may
-reach back into the previous one, as in an operational forecast. Means and standard deviations are those of training
-samples, or those in the checkpoint of a trained model. Each member of an ensemble has samples of its own.
+Samples whose times are not all in the data are left out. Present and truth of a sample are within
+its split; inputs may reach back into the previous one, as in an operational forecast. Means and
+standard deviations are those of training samples, or those in the checkpoint of a trained model.
+Each member of an ensemble has samples of its own.
 """
 
 import copy
@@ -52,9 +53,9 @@ def field_data(
 ) -> Splits:
     """Return forecasts of the fields in files: training, validation and test samples.
 
-    Raises FileNotFoundError, ImportError or ValueError if a file cannot be read; ValueError if a variable does not
-    exist or is constant, a split has no sample, or the data are not those of `schema`; FloatingPointError if a value is
-    not finite.
+    Raises FileNotFoundError, ImportError or ValueError if a file cannot be read; ValueError if a
+    variable does not exist or is constant, a split has no sample, or the data are not those of
+    `schema`; FloatingPointError if a value is not finite.
 
     Parameters
     ----------
@@ -63,7 +64,8 @@ def field_data(
     format : {"xarray", "anemoi"}
         NetCDF, zarr and GRIB with coordinates, or a zarr of anemoi-datasets.
     variables : list of str, optional
-        Inputs that are forecast. None: all that change with time and are neither forcings nor diagnostics.
+        Inputs that are forecast. None: all that change with time and are neither forcings nor
+        diagnostics.
     forcings : list of str, optional
         Inputs that are not forecast, with or without time. None: all that do not change with time.
     diagnostics : list of str, optional
@@ -73,10 +75,11 @@ def field_data(
     input_steps : int
         Number of input times, the present included.
     train, valid, test : list of str, optional
-        First and last date of a split, such as [2019-03-01, 2019-03-24], both included; all three or none. None: the
-        first 80% of the times, the next 10%, and the rest.
+        First and last date of a split, such as [2019-03-01, 2019-03-24], both included; all three
+        or none. None: the first 80% of the times, the next 10%, and the rest.
     schema : DataSchema, optional
-        That of a trained model: names, order and normalisation are taken from it, and splits may be empty.
+        That of a trained model: names, order and normalisation are taken from it, and splits may be
+        empty.
     """
     if format not in READERS:
         raise ValueError(f"format must be one of {', '.join(READERS)}, got {format!r}")
@@ -123,8 +126,9 @@ class Roles(NamedTuple):
 def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tuple[Fields, Roles]:
     """Return the roles of the variables of files, and the fields with constants as static.
 
-    A variable with a time dimension may never change in a period [T] bool, as `lsm` and `z` in files of the Climate
-    Data Store: it is a constant, as one without time. Raises ValueError if a name does not exist or has two roles.
+    A variable with a time dimension may never change in a period [T] bool, as `lsm` and `z` in
+    files of the Climate Data Store: it is a constant, as one without time. Raises ValueError if a
+    name does not exist or has two roles.
     """
     variables, diagnostics, forcings = (
         chosen.variables,
@@ -151,7 +155,8 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
     check_roles(fields, [*variables, *diagnostics], list(forcings))
     if not variables and not diagnostics:
         raise ValueError(
-            f"variables must be among {', '.join(fields.readers)}, in one role each, got none that changes with time"
+            f"variables must be among {', '.join(fields.readers)}, in one role each, got none "
+            "that changes with time"
         )
     return fields, Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
 
@@ -167,7 +172,8 @@ def roles_of_schema(
     lacking = [name for name in names if name not in fields.readers]
     if lacking:
         raise ValueError(
-            f"the data must hold the variables of the checkpoint, {', '.join(names)}; {fields.source} lacks "
+            f"the data must hold the variables of the checkpoint, {', '.join(names)}; "
+            f"{fields.source} lacks "
             f"{', '.join(lacking)}"
         )
     diagnostics = schema.diagnostics if chosen.diagnostics is None else chosen.diagnostics
@@ -245,7 +251,8 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
 class FieldDataset(ForecastDataset):
     """Forecasts of fields; without samples until `within` or `starting_at` selects some.
 
-    The lead time is in hours. FloatingPointError is raised when a sample is read whose values are not finite.
+    The lead time is in hours. FloatingPointError is raised when a sample is read whose values are
+    not finite.
     """
 
     time_encoding = "sine and cosine of local solar time and of the day of the year"
@@ -318,7 +325,8 @@ class FieldDataset(ForecastDataset):
         index = find_start(self.fields.times, start)
         if not has_inputs[index]:
             raise ValueError(
-                f"start must have {self.input_steps} input times in the data, {self.lead_time:g} h apart, {start} "
+                f"start must have {self.input_steps} input times in the data, {self.lead_time:g} "
+                f"h apart, {start} "
                 "does not have all of them"
             )
         return self._starting(np.array([index]))
@@ -344,7 +352,8 @@ class FieldDataset(ForecastDataset):
         if constant:
             names = ",".join(constant)
             raise ValueError(
-                f"variables must change within {self.lead_time:g} h, {names} does not: leave it out of "
+                f"variables must change within {self.lead_time:g} h, {names} does not: leave it "
+                "out of "
                 f"data.variables, or take it as an input alone, data.forcings=[{names}]"
             )
         return other
@@ -469,8 +478,10 @@ class FieldDataset(ForecastDataset):
             else f" {np.median(np.diff(times)) / np.timedelta64(1, 'h'):g} h apart"
         )
         return (
-            f"each split must have {self.input_steps} inputs and a truth {self.lead_time:g} h apart, got none in "
-            f"the {len(times)} times{spacing} of {self.fields.source}: change data.lead_time, data.input_steps, or the "
+            f"each split must have {self.input_steps} inputs and a truth {self.lead_time:g} h "
+            "apart, got none in "
+            f"the {len(times)} times{spacing} of {self.fields.source}: change data.lead_time, "
+            "data.input_steps, or the "
             "dates of the splits"
         )
 
@@ -491,7 +502,8 @@ class FieldDataset(ForecastDataset):
             name = self._names[int(np.argmin(finite))]
             at = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
             raise FloatingPointError(
-                f"{name} must be finite, got NaN or infinity at {at}: leave it out of data.variables, or fill it in "
+                f"{name} must be finite, got NaN or infinity at {at}: leave it out of "
+                "data.variables, or fill it in "
                 "the file"
             )
         return torch.from_numpy(values)
@@ -534,7 +546,8 @@ class FieldDataset(ForecastDataset):
 class FieldInputs(PhysicalInputs):
     """The input channels of `FieldDataset`: normalised fields, position, local solar time and day of the year.
 
-    `present` are the channels of the variables at the present, followed by `diagnostics` whose reference is 0.
+    `present` are the channels of the variables at the present, followed by `diagnostics` whose
+    reference is 0.
     """
 
     mean: Tensor  # buffers
@@ -589,8 +602,8 @@ def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor,
 def cell_weights(nodes: Nodes) -> Tensor:
     """Return area weights of mean 1, [N] float32.
 
-    On a grid of latitude rows, regular or reduced, that is the area of a row's band, shared by its nodes; on other
-    global grids the area of Voronoi cells; on other regional grids 1.
+    On a grid of latitude rows, regular or reduced, that is the area of a row's band, shared by its
+    nodes; on other global grids the area of Voronoi cells; on other regional grids 1.
     """
     if 2 <= len(np.unique(nodes.lat.round(4))) <= len(nodes) / 2:
         weights = row_weights(nodes)

@@ -1,7 +1,7 @@
 """The interface between data sets and training: normalised samples, their batches, and forecasts in physical units.
 
-A network maps normalised channels to the normalised change of the variables. The data set holds the normalisation, so
-the data set converts outputs to forecasts:
+A network maps normalised channels to the normalised change of the variables. The data set holds the
+normalisation, so the data set converts outputs to forecasts:
 
     forecast = reference + change_mean + output * change_std
 """
@@ -36,8 +36,8 @@ class Sample(NamedTuple):
 class Step(NamedTuple):
     """Normalised inputs [N, in_channels] float32, and two states [N, V] float32, physical, of one step of a rollout.
 
-    The predicted change is added to `reference`; `truth` is the state at the end of the step, None beyond the end of
-    the data.
+    The predicted change is added to `reference`; `truth` is the state at the end of the step, None
+    beyond the end of the data.
     """
 
     inputs: Tensor
@@ -48,10 +48,10 @@ class Step(NamedTuple):
 class ForecastDataset(Dataset, ABC):
     """Forecast samples on one set of nodes.
 
-    A subclass implements `__len__`, `inputs`, `present`, `truth` and `title`, all by sample index; `reference` if the
-    change is not relative to the present; `advance` to support rollouts; `start_time` if samples have dates; and, if it
-    normalises its inputs by statistics of its samples, `normalisation` and `normalised_by`, so that a checkpoint keeps
-    them.
+    A subclass implements `__len__`, `inputs`, `present`, `truth` and `title`, all by sample index;
+    `reference` if the change is not relative to the present; `advance` to support rollouts;
+    `start_time` if samples have dates; and, if it normalises its inputs by statistics of its
+    samples, `normalisation` and `normalised_by`, so that a checkpoint keeps them.
 
     Attributes
     ----------
@@ -129,7 +129,8 @@ class ForecastDataset(Dataset, ABC):
         Raises ValueError if the data set has no dates, or lacks the inputs of that time.
         """
         raise ValueError(
-            f"start needs a data set with dates, {type(self).__name__} has none: choose a test sample"
+            f"start needs a data set with dates, {type(self).__name__} has none: choose a test "
+            "sample"
         )
 
     def require_samples(self) -> None:
@@ -155,7 +156,8 @@ class ForecastDataset(Dataset, ABC):
         """
         raise ValueError(
             f"a package needs a data set that implements physical_inputs() and physical_sample(), "
-            f"{type(self).__name__} does not: export the model itself by anemoi_gt.export.export_model"
+            f"{type(self).__name__} does not: export the model itself by "
+            "anemoi_gt.export.export_model"
         )
 
     def physical_sample(self, i: int) -> tuple[Tensor, ...]:
@@ -207,13 +209,15 @@ class ForecastDataset(Dataset, ABC):
     def forecast(self, i: int, output: Tensor) -> Tensor:
         """Convert a network's output for `inputs(i)` to a forecast, [N, V] float32 in physical units.
 
-        The output is [N, out_channels], of any floating dtype, on the CPU. Raises ValueError if it has another shape.
+        The output is [N, out_channels], of any floating dtype, on the CPU. Raises ValueError if it
+        has another shape.
         """
         expected = (len(self.nodes), self.out_channels)
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         if got != expected:
             raise ValueError(
-                f"output must be a tensor {expected}, one row per node and one column per variable, got {got}"
+                f"output must be a tensor {expected}, one row per node and one column per "
+                f"variable, got {got}"
             )
         return self.add_change(self.reference(i), output)
 
@@ -224,8 +228,8 @@ class ForecastDataset(Dataset, ABC):
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the rollout step from `len(forecasts)` to `len(forecasts) + 1` lead times after the start of sample i.
 
-        The forecasts of the previous steps, [N, V] each, are physical; there are none for the first step, which is
-        sample i. Raises ValueError if the data set does not support rollouts.
+        The forecasts of the previous steps, [N, V] each, are physical; there are none for the first
+        step, which is sample i. Raises ValueError if the data set does not support rollouts.
         """
         raise ValueError(
             f"a rollout needs a data set that implements advance(), {type(self).__name__} does not"
@@ -294,10 +298,10 @@ class Splits(NamedTuple):
 class TrainingBatches:
     """Batches of a run, or the share of one data rank in them: the training samples in one random order after another.
 
-    The batch of a step depends on seed and step alone, so a run can continue from any step, on any number of ranks.
-    `batch_size` is that of all data ranks together, `steps` the number of batches of the run, `rank` the data rank, and
-    `ranks` the number of data ranks that share a batch. Raises ValueError when the batch cannot be split evenly, or is
-    larger than the data set.
+    The batch of a step depends on seed and step alone, so a run can continue from any step, on any
+    number of ranks. `batch_size` is that of all data ranks together, `steps` the number of batches
+    of the run, `rank` the data rank, and `ranks` the number of data ranks that share a batch.
+    Raises ValueError when the batch cannot be split evenly, or is larger than the data set.
     """
 
     def __init__(

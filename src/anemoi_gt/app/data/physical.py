@@ -3,7 +3,8 @@
     channels, reference = inputs(fields, time)
     forecast            = reference + change_mean + model(channels) * change_std
 
-`fields` are physical values, `time` is the start of each forecast, in seconds since 1970-01-01 00:00 UTC.
+`fields` are physical values, `time` is the start of each forecast, in seconds since 1970-01-01
+00:00 UTC.
 """
 
 import math

@@ -50,9 +50,11 @@ class Fields:
     times : np.ndarray
         [T] datetime64, ascending; [0] if no variable depends on time.
     units, attributes, levels
-        By variable: its units, CF attributes such as `standard_name`, and its level, such as "500 hPa", if it has one.
+        By variable: its units, CF attributes such as `standard_name`, and its level, such as "500
+        hPa", if it has one.
     readers : dict of str to callable
-        By variable. A reader takes the index of a state, `member * T + time`, and returns values [N] float32.
+        By variable. A reader takes the index of a state, `member * T + time`, and returns values
+        [N] float32.
     static : frozenset of str
         The variables without time, such as orography, whose readers ignore the index.
     members : int
@@ -85,12 +87,14 @@ def _always_first(reader: Callable[[int], np.ndarray]) -> Callable[[int], np.nda
 def read_xarray(path: str | Path | Sequence[str]) -> Fields:
     """Return the fields of NetCDF, zarr or GRIB files on one grid, regular, reduced or irregular.
 
-    `path` is a file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these. Grid and times are those
-    of the coordinates. A variable with levels is one variable per level, such as `t_850`. Files with the same variables
-    follow each other in time; those with others are joined at the same times.
+    `path` is a file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these. Grid
+    and times are those of the coordinates. A variable with levels is one variable per level, such
+    as `t_850`. Files with the same variables follow each other in time; those with others are
+    joined at the same times.
 
-    Raises FileNotFoundError if there is no such file; ImportError if xarray or the reader of a format is missing;
-    ValueError if a file cannot be read, lacks coordinates, or does not fit the others.
+    Raises FileNotFoundError if there is no such file; ImportError if xarray or the reader of a
+    format is missing; ValueError if a file cannot be read, lacks coordinates, or does not fit the
+    others.
     """
     patterns = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     files = [file for pattern in patterns for file in _find(str(pattern))]
@@ -103,7 +107,8 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
         for p in parts
     ):
         raise ValueError(
-            f"files must be on one grid, got grids of {', '.join(str(len(p.nodes)) for p in parts)} nodes"
+            "files must be on one grid, got grids of "
+            f"{', '.join(str(len(p.nodes)) for p in parts)} nodes"
         )
     by_names: dict[frozenset, list[Fields]] = {}
     for fields in parts:
@@ -114,9 +119,9 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
 def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields:
     """Return the fields of an xarray data set.
 
-    A dimension of ensemble members, such as `number`, makes states of its own. Every other dimension beside grid and
-    time makes variables, one per level. Raises ValueError, with its `name`, if it lacks coordinates, holds a time
-    twice, or has another calendar.
+    A dimension of ensemble members, such as `number`, makes states of its own. Every other
+    dimension beside grid and time makes variables, one per level. Raises ValueError, with its
+    `name`, if it lacks coordinates, holds a time twice, or has another calendar.
     """
     lat, lon = (_coordinate(source, axis, name) for axis in UNITS)
     lat, lon = import_extra("xarray", "xarray").broadcast(lat, lon)
@@ -128,7 +133,8 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
     if (np.diff(times) <= np.timedelta64(0)).any():
         twice = np.datetime_as_string(times[1:][np.diff(times) <= np.timedelta64(0)][0], unit="m")
         raise ValueError(
-            f"{name} must hold each time once, got {twice} twice: keep one, as by drop_duplicates('time')"
+            f"{name} must hold each time once, got {twice} twice: keep one, as by "
+            "drop_duplicates('time')"
         )
     member = next((dim for dim in source.dims if str(dim).lower() in MEMBERS), None)
     units: dict[str, str] = {}
@@ -176,7 +182,8 @@ def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None"
         )
         if calendar is not None:
             raise ValueError(
-                f"{name} must have dates in the standard calendar, got {calendar}: convert it in xarray by "
+                f"{name} must have dates in the standard calendar, got {calendar}: convert it in "
+                "xarray by "
                 "convert_calendar('standard')"
             )
     axes = [c for c in source.coords.values() if c.ndim == 1 and c.dtype.kind == "M"]
@@ -186,7 +193,8 @@ def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None"
 def read_anemoi(path: str | Path) -> Fields:
     """Return the fields of a zarr that anemoi-datasets wrote, without its missing dates; of an ensemble, member 0.
 
-    Raises FileNotFoundError if there is no such folder; ImportError if zarr is missing; ValueError if it is another.
+    Raises FileNotFoundError if there is no such folder; ImportError if zarr is missing; ValueError
+    if it is another.
     """
     zarr = import_extra("zarr", "xarray")
     (path,) = _find(str(path))
@@ -322,7 +330,8 @@ def _concatenate(parts: list[Fields]) -> Fields:
         if one.times[-1] >= next_one.times[0]:
             begin, end = np.datetime_as_string([next_one.times[0], one.times[-1]], unit="m")
             raise ValueError(
-                f"files with the same variables must not overlap in time, {next_one.source} begins at {begin} and "
+                f"files with the same variables must not overlap in time, {next_one.source} "
+                f"begins at {begin} and "
                 f"{one.source} ends at {end}"
             )
     if len({part.members for part in parts}) > 1:

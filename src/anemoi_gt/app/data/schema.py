@@ -1,7 +1,7 @@
 """What the forecasts of a trained model depend on beside its weights: kept in checkpoints, compared with the data.
 
-Anything of this kind that was derived again from a file could differ without notice: the order of the variables, their
-units, the normalisation, the grid.
+Anything of this kind that was derived again from a file could differ without notice: the order of
+the variables, their units, the normalisation, the grid.
 """
 
 import zlib
@@ -89,7 +89,8 @@ class DataSchema:
         expected = {field.name for field in fields(cls)} - {"nodes"} | {"latitudes", "longitudes"}
         if missing := sorted(expected - values.keys()):
             raise ValueError(
-                f"the schema of a checkpoint must hold {', '.join(sorted(expected))}, got no {missing}"
+                f"the schema of a checkpoint must hold {', '.join(sorted(expected))}, got no "
+                f"{missing}"
             )
         values = {name: value for name, value in values.items() if name in expected}
         nodes = Nodes(_unpack(values.pop("latitudes")), _unpack(values.pop("longitudes")))
@@ -130,7 +131,8 @@ class DataSchema:
         ):
             if tuple(got) != expected:
                 raise ValueError(
-                    f"the {kind} must be {_text(expected)} in this order, as in the checkpoint, got {_text(got)}"
+                    f"the {kind} must be {_text(expected)} in this order, as in the checkpoint, "
+                    f"got {_text(got)}"
                 )
 
     def check_units(self, units: dict[str, str]) -> None:
@@ -139,14 +141,16 @@ class DataSchema:
             got = units.get(name, "")
             if expected and got and expected != got:
                 raise ValueError(
-                    f"{name} must be in {expected}, as in the checkpoint, got {got}: convert the data"
+                    f"{name} must be in {expected}, as in the checkpoint, got {got}: convert the "
+                    "data"
                 )
 
     def check_grid(self, nodes: Nodes) -> None:
         """Raise ValueError unless the grid has the same nodes in the same order."""
         if len(nodes) != len(self.nodes):
             raise ValueError(
-                f"the grid must have the {len(self.nodes)} nodes of the checkpoint, got {len(nodes)} nodes"
+                f"the grid must have the {len(self.nodes)} nodes of the checkpoint, got "
+                f"{len(nodes)} nodes"
             )
         apart_lon = np.abs((nodes.lon - self.nodes.lon + 180) % 360 - 180) * np.cos(
             np.deg2rad(nodes.lat)
@@ -155,7 +159,8 @@ class DataSchema:
         if (apart > SAME_PLACE).any():
             first = int(np.argmax(apart > SAME_PLACE))
             raise ValueError(
-                f"the grid must be that of the checkpoint, whose node {first} is at {_place(self.nodes, first)}, "
+                f"the grid must be that of the checkpoint, whose node {first} is at "
+                f"{_place(self.nodes, first)}, "
                 f"got {_place(nodes, first)}"
             )
 

@@ -4,28 +4,29 @@ A tracer q keeps its value along the trajectories of the wind:
 
     q(x, end) = q(X(x; end -> start), start)
 
-The trajectories X of `Flow` are known in closed form, so the truth is exact on any grid. On the unit sphere, with axis
-a, centre b orthogonal to it and period T:
+The trajectories X of `Flow` are known in closed form, so the truth is exact on any grid. On the
+unit sphere, with axis a, centre b orthogonal to it and period T:
 
     dx/dt = w a x x  +  2 k cos(pi t / T) <b(t), x> (x x b(t)),   w = 2 pi / T,   b(t) = b rotated about a by w t
 
-k = 0 is solid-body rotation. With k > 0 it is case 4 of Nair and Lauritzen (2010): in the rotating frame its stream
-function is k cos(pi t / T) <b, y>^2, which with b on the equator at 90 E is k sin^2(lon) cos^2(lat) cos(pi t / T).
-In that frame <b, y> is constant, because the velocity is orthogonal to b. So every particle circles b at its own rate,
+k = 0 is solid-body rotation. With k > 0 it is case 4 of Nair and Lauritzen (2010): in the rotating
+frame its stream function is k cos(pi t / T) <b, y>^2, which with b on the equator at 90 E is k
+sin^2(lon) cos^2(lat) cos(pi t / T). In that frame <b, y> is constant, because the velocity is
+orthogonal to b. So every particle circles b at its own rate,
 and with the effective time s = (T / pi) (sin(pi t1 / T) - sin(pi t0 / T))
 
     y(t1) = y(t0) rotated about b by -2 k <b, y> s
 
 without integration in time. After one period every particle is back at its start.
 
-Each sample has its own flow and tracer: a random orientation, a random phase of the flow's period, and random hills. No
-two samples share a flow, so the test samples measure skill on unseen flows.
+Each sample has its own flow and tracer: a random orientation, a random phase of the flow's period,
+and random hills. No two samples share a flow, so the test samples measure skill on unseen flows.
 
 References
 ----------
-Nair, R. D. and Lauritzen, P. H. (2010), A class of deformational flow test cases for linear transport problems on the
-sphere, J. Comput. Phys. 229, 8868-8887, section 3.
-Lauritzen, P. H. et al. (2012), A standard test case suite for two-dimensional linear transport on the sphere, Geosci.
+Nair, R. D. and Lauritzen, P. H. (2010), A class of deformational flow test cases for linear
+transport problems on the sphere, J. Comput. Phys. 229, 8868-8887, section 3. Lauritzen, P. H. et
+al. (2012), A standard test case suite for two-dimensional linear transport on the sphere, Geosci.
 Model Dev. 5, 887-901, section 2: the same with dimensions, T = 12 days and k T = 10.
 """
 
@@ -87,7 +88,8 @@ class Flow:
     centre : array_like
         [3], unit vector b orthogonal to `axis`: the centre of the deformation at time 0.
     deformation : float
-        k T, the strength of the deformation; 10 in the published test case, 0 for solid-body rotation.
+        k T, the strength of the deformation; 10 in the published test case, 0 for solid-body
+        rotation.
     period : float
         T in hours.
     """
@@ -106,7 +108,8 @@ class Flow:
         gram = np.stack([self.axis, self.centre]) @ np.stack([self.axis, self.centre]).T
         if not np.allclose(gram, np.eye(2), atol=1e-12):
             raise ValueError(
-                f"axis and centre must be orthogonal unit vectors, got {self.axis} and {self.centre}"
+                f"axis and centre must be orthogonal unit vectors, got {self.axis} and "
+                f"{self.centre}"
             )
         check_positive("period", self.period, ", in hours")
 
@@ -141,8 +144,8 @@ class Flow:
 class Hills:
     """A smooth tracer: sum over m of height_m exp(-sharpness_m |x - centre_m|^2), as in Nair and Lauritzen, section 4.
 
-    Centres [M, 3] are unit vectors, heights [M] in kg/kg; sharpness [M] of 5 is a half width at half height of 21
-    degrees, 20 one of 11 degrees.
+    Centres [M, 3] are unit vectors, heights [M] in kg/kg; sharpness [M] of 5 is a half width at
+    half height of 21 degrees, 20 one of 11 degrees.
     """
 
     centres: np.ndarray
@@ -180,13 +183,13 @@ class Statistics(NamedTuple):
 class SphereDataset(ForecastDataset):
     """Advection problems on one grid, generated on access and reproducible.
 
-    Inputs are the tracer, the wind at the start and at the end of the forecast (a transport model is given the wind),
-    and the position. Wind components are in the frame of the edge directions (`Nodes.frame`), so that the upstream
-    distance of a neighbour is an inner product of inputs.
+    Inputs are the tracer, the wind at the start and at the end of the forecast (a transport model
+    is given the wind), and the position. Wind components are in the frame of the edge directions
+    (`Nodes.frame`), so that the upstream distance of a neighbour is an inner product of inputs.
 
-    The flow of each of the `size` samples is of one of the kinds `flows`, "rotation" or "deformation"; the lead time is
-    in hours. Sample i is seeded with the integers `key` and i. `statistics` is the normalisation, from the first
-    samples.
+    The flow of each of the `size` samples is of one of the kinds `flows`, "rotation" or
+    "deformation"; the lead time is in hours. Sample i is seeded with the integers `key` and i.
+    `statistics` is the normalisation, from the first samples.
     """
 
     variables = ("tracer",)
@@ -372,7 +375,8 @@ def sphere(
 ) -> Splits:
     """Return the `sphere` data set: training, validation and test samples, no two with the same flow.
 
-    Raises ValueError for an unknown kind of flow, a lead time or a size that is not positive, or a negative seed.
+    Raises ValueError for an unknown kind of flow, a lead time or a size that is not positive, or a
+    negative seed.
 
     Parameters
     ----------

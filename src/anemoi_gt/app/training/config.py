@@ -26,14 +26,15 @@ class TrainingConfig:
     learning_rate : float
         Maximum learning rate, reached after `warmup_steps`.
     warmup_steps : int
-        Steps of linear warm-up from 0, at most `steps`; then the learning rate decreases to 0 as half a cosine.
+        Steps of linear warm-up from 0, at most `steps`; then the learning rate decreases to 0 as
+        half a cosine.
     weight_decay : float
         Weight decay of AdamW, on matrices only; vectors (biases, norms) do not decay.
     clip_norm : float
         Maximum norm of the gradient over all parameters.
     average_decay : float
-        Forecasts use an exponential moving average of the weights, over about 1 / (1 - average_decay) steps;
-        0 takes the last weights.
+        Forecasts use an exponential moving average of the weights, over about 1 / (1 -
+        average_decay) steps; 0 takes the last weights.
     valid_every : int
         Steps between validations; the weights with the lowest validation loss are kept.
     log_every : int
@@ -43,18 +44,19 @@ class TrainingConfig:
     device : {"auto", "cpu", "cuda"}
         `auto` is a GPU if there is one.
     precision : {"32-true", "bf16-mixed", "16-mixed"}
-        Lightning's names: float32 throughout, or autocast to bfloat16, or to float16 with a scaled loss.
+        Lightning's names: float32 throughout, or autocast to bfloat16, or to float16 with a scaled
+        loss.
     compile : bool
-        Compile the blocks of the model by `torch.compile` for training: fewer kernels and less memory, for up to a
-        minute of compilation in the first step. Results agree to rounding, and dropout draws other masks; validation
-        and forecasts are not compiled.
+        Compile the blocks of the model by `torch.compile` for training: fewer kernels and less
+        memory, for up to a minute of compilation in the first step. Results agree to rounding, and
+        dropout draws other masks; validation and forecasts are not compiled.
     cuda_graph : bool
-        On a GPU, capture forward and backward of the first step in a CUDA graph and replay it in every step: the same
-        results, bit for bit, without Python between the kernels. Use it where training is launch-bound; the graph keeps
-        its memory until the end.
+        On a GPU, capture forward and backward of the first step in a CUDA graph and replay it in
+        every step: the same results, bit for bit, without Python between the kernels. Use it where
+        training is launch-bound; the graph keeps its memory until the end.
     threads : int, optional
-        CPU threads of PyTorch during training. None is one per core, good for large models; small ones are faster with
-        fewer. Runs repeat bit for bit only with the same number.
+        CPU threads of PyTorch during training. None is one per core, good for large models; small
+        ones are faster with fewer. Runs repeat bit for bit only with the same number.
     """
 
     steps: int = 1000

@@ -6,11 +6,12 @@
     kept           inputs of the checkpointed groups of processor layers, or what all layers keep for the backward pass
     working set    what the largest chunk of a mapper or group of layers keeps, and its largest gradients
 
-A destination keeps two inputs of norms, two normed copies, query, result of the attention and input of its projection,
-and both sides of the activation in the feed-forward network. A source keeps its input, a normed copy, key and value.
-Norms keep float32. A fused attention sub-layer keeps its inputs, query, key, value and the result of the attention, a
-fused feed-forward sub-layer its input and that of the activation; both keep their weights in the dtype of products.
-Edges, and rows that other ranks read, keep little beside that. Compiled blocks need less.
+A destination keeps two inputs of norms, two normed copies, query, result of the attention and input
+of its projection, and both sides of the activation in the feed-forward network. A source keeps its
+input, a normed copy, key and value. Norms keep float32. A fused attention sub-layer keeps its
+inputs, query, key, value and the result of the attention, a fused feed-forward sub-layer its input
+and that of the activation; both keep their weights in the dtype of products. Edges, and rows that
+other ranks read, keep little beside that. Compiled blocks need less.
 """
 
 from collections.abc import Mapping

@@ -71,7 +71,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Stopped(Exception):
     """A run ended early by a signal; its last checkpoint holds all `step` steps taken.
 
-    `exit_status` is 128 and the number of the signal, as a shell reports it: 143 for SIGTERM, 130 for SIGINT.
+    `exit_status` is 128 and the number of the signal, as a shell reports it: 143 for SIGTERM, 130
+    for SIGINT.
     """
 
     def __init__(self, received: signal.Signals, step: int):
@@ -82,9 +83,9 @@ class Stopped(Exception):
 class StopRequest:
     """A context that notes SIGTERM (sent by batch queues) and SIGINT (Ctrl-C) in place of their default actions.
 
-    `received` is the last signal noted, None before. A second Ctrl-C interrupts at once. A signal that the process
-    ignores, such as SIGINT after a shell script's `&`, stays ignored. Outside the main thread, where Python sets no
-    signal handlers, nothing is noted.
+    `received` is the last signal noted, None before. A second Ctrl-C interrupts at once. A signal
+    that the process ignores, such as SIGINT after a shell script's `&`, stays ignored. Outside the
+    main thread, where Python sets no signal handlers, nothing is noted.
     """
 
     def __init__(self):

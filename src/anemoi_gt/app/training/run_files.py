@@ -1,7 +1,8 @@
 """Files of a run: checkpoints, metrics as JSON lines, and atomic writes.
 
-A checkpoint is read without executing code. Metrics are flushed record by record, so that an interrupted run loses at
-most the last. A file that is written atomically holds either its former content or the new one, never a part.
+A checkpoint is read without executing code. Metrics are flushed record by record, so that an
+interrupted run loses at most the last. A file that is written atomically holds either its former
+content or the new one, never a part.
 """
 
 import io
@@ -20,8 +21,8 @@ from torch import nn
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
     """Write a checkpoint atomically: `path` holds either the former one or this one, never a part.
 
-    The folder exists. `state` holds tensors, numbers, strings, and dicts, lists and tuples of them. Raises OSError if
-    it cannot be written.
+    The folder exists. `state` holds tensors, numbers, strings, and dicts, lists and tuples of them.
+    Raises OSError if it cannot be written.
     """
     with atomic_write(path) as file:
         torch.save(state, file)
@@ -30,8 +31,8 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Return the state in a file of `save_checkpoint`, with tensors on the CPU, read without executing code.
 
-    Raises FileNotFoundError if there is no such file; OSError if the system cannot read it; ValueError if the file is
-    not a checkpoint, or damaged.
+    Raises FileNotFoundError if there is no such file; OSError if the system cannot read it;
+    ValueError if the file is not a checkpoint, or damaged.
     """
     path = Path(path)
     if not path.is_file():
@@ -55,7 +56,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:
     """Load a checkpoint's weights into a model: the averaged ones, which forecast, or those of the optimiser.
 
-    `part` is "average" or "model". Raises ValueError if the checkpoint has none, or those of another model.
+    `part` is "average" or "model". Raises ValueError if the checkpoint has none, or those of
+    another model.
     """
     weights = _weights(state, part)
     try:
@@ -82,7 +84,8 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
         )
     model.load_state_dict(fitting, strict=False)
     return [
-        f"{name} {list(own[name].shape)}, {list(given[name].shape) if name in given else 'absent'} in the file"
+        f"{name} {list(own[name].shape)}, "
+        f"{list(given[name].shape) if name in given else 'absent'} in the file"
         for name in own
         if name not in fitting
     ]
@@ -99,7 +102,8 @@ def _weights(state: dict[str, Any], part: str) -> dict[str, Any]:
 class MetricsFile:
     """A file of records, which also keeps them in memory for the plot.
 
-    An existing file is truncated after step `until`, that of the checkpoint that the run resumes from.
+    An existing file is truncated after step `until`, that of the checkpoint that the run resumes
+    from.
     """
 
     def __init__(self, path: str | Path, until: int = 0):
@@ -163,8 +167,8 @@ def _line(record: dict) -> str:
 def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block ends without error, and is removed otherwise.
 
-    The folder exists; the former file stays until all of the new one is on disk. Raises OSError, which names `path` and
-    the reason, if it cannot be written, a full disk among the reasons.
+    The folder exists; the former file stays until all of the new one is on disk. Raises OSError,
+    which names `path` and the reason, if it cannot be written, a full disk among the reasons.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")

@@ -99,10 +99,11 @@ def make_sharded_trainer(
 def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[dict] | None:
     """Train on all ranks to the end, from the start or from the last checkpoint in the folder. Collective.
 
-    Takes a trainer of `make_sharded_trainer` and the shard of its model; `resume` continues from the last checkpoint in
-    the folder, written on any number of ranks. Returns the records of `metrics.jsonl` on rank 0, which also leaves
-    `best.pt` as one device reads it, and None on the others. Raises Stopped on all ranks, after the same step, when one
-    of them received a signal; the last checkpoint holds that step.
+    Takes a trainer of `make_sharded_trainer` and the shard of its model; `resume` continues from
+    the last checkpoint in the folder, written on any number of ranks. Returns the records of
+    `metrics.jsonl` on rank 0, which also leaves `best.pt` as one device reads it, and None on the
+    others. Raises Stopped on all ranks, after the same step, when one of them received a signal;
+    the last checkpoint holds that step.
     """
     if resume:
         template = trainer.state_dict()
@@ -126,7 +127,8 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
 def check_same_data(splits: Splits, folder: str | Path) -> None:
     """Raise on all ranks a ValueError that names what differs, unless they have the same data and see the same folder.
 
-    Compares the nodes, the number of samples, and the normalisation, which depends on the training samples. Collective.
+    Compares the nodes, the number of samples, and the normalisation, which depends on the training
+    samples. Collective.
     """
     train, group = splits.train, world_group()
     unseen = (
@@ -148,8 +150,9 @@ def check_same_data(splits: Splits, folder: str | Path) -> None:
 def write_as_file(path: str | Path) -> None:
     """Write a checkpoint of several ranks, such as `best.pt`, as one file with whole tables, as one device reads it.
 
-    On one rank; the former file stays until the new one is whole. Raises FileNotFoundError when the ranks left no such
-    checkpoint; OSError, which names `path` and the reason, if it cannot be written.
+    On one rank; the former file stays until the new one is whole. Raises FileNotFoundError when the
+    ranks left no such checkpoint; OSError, which names `path` and the reason, if it cannot be
+    written.
     """
     source = require_checkpoint(sharded(path))
     with atomic_write(path) as file:
@@ -160,13 +163,14 @@ def write_as_file(path: str | Path) -> None:
 class ShardedTrainingStep(TrainingStep):
     """A training step of a sharded model; all ranks take the same steps, and each returns the loss of all.
 
-    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device, the model or the ranks do
-    not support.
+    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device, the
+    model or the ranks do not support.
 
     Parameters
     ----------
     model, weights, config, device
-        As for `TrainingStep`: the model as `shard_model` or `scatter_model` left it, the weights [n] of own nodes.
+        As for `TrainingStep`: the model as `shard_model` or `scatter_model` left it, the weights
+        [n] of own nodes.
     num_nodes : int
         Of the whole model.
     shard, mesh, group
@@ -200,7 +204,8 @@ class ShardedTrainingStep(TrainingStep):
     def clip_gradients(self) -> None:
         """Reduce the gradients over the mesh and clip them by the norm of all. Collective."""
         reduce_gradients(self.shared, self.own, self.mesh)
-        # Before unscaling: gradients that are not finite on one rank become NaN on all, and all skip the step.
+        # Before unscaling: gradients that are not finite on one rank become NaN on all, and all
+        # skip the step.
         clip_gradients(
             self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh
         )
@@ -209,7 +214,8 @@ class ShardedTrainingStep(TrainingStep):
     def wait_for_ranks(self) -> None:
         """Wait until all ranks have launched the same work; raise when one is gone, or after the timeout.
 
-        Waiting for the device could then last forever: NCCL's watchdog does not see the collectives of a CUDA graph.
+        Waiting for the device could then last forever: NCCL's watchdog does not see the collectives
+        of a CUDA graph.
         """
         dist.barrier(self.group)
 
@@ -255,8 +261,9 @@ def check_messages_capturable(mesh: DeviceMesh) -> None:
 def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     """Give each model its own random numbers in the block, the same on all its ranks; restore the common state after.
 
-    So dropout differs between the batches of two data ranks, and a sharded model drops what one device would. All ranks
-    of the mesh (data, model) enter with generators in the same state: that of the CPU, and of `device`.
+    So dropout differs between the batches of two data ranks, and a sharded model drops what one
+    device would. All ranks of the mesh (data, model) enter with generators in the same state: that
+    of the CPU, and of `device`.
     """
     if (models := mesh["data"].size()) == 1:
         yield
@@ -270,9 +277,9 @@ def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 class SharedStopRequest(StopRequest):
     """A stop request on which all ranks agree after each step, when one of them has received a signal.
 
-    After each step the ranks start a vote and read that of the step before, so none waits for it and a run ends one
-    step after the signal. A vote fails when a rank is gone: it is on the CPU, in a gloo group of all ranks, and never
-    waits for a GPU.
+    After each step the ranks start a vote and read that of the step before, so none waits for it
+    and a run ends one step after the signal. A vote fails when a rank is gone: it is on the CPU, in
+    a gloo group of all ranks, and never waits for a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup):

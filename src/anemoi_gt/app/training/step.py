@@ -43,13 +43,14 @@ STATEFUL = ("optimizer", "schedule", "scaler")  # beside the weights, with state
 class TrainingStep:
     """A model, the moving average of its weights, its optimiser, learning rate and loss scale.
 
-    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device or the model does not
-    support.
+    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device or the
+    model does not support.
 
     Parameters
     ----------
     model : nn.Module
-        Maps [B, N, in_channels] to [B, N, out_channels]. It is moved to the device and trained in place.
+        Maps [B, N, in_channels] to [B, N, out_channels]. It is moved to the device and trained in
+        place.
     weights : Tensor
         [N] of mean 1: the weight of each node in the loss.
 
@@ -58,7 +59,8 @@ class TrainingStep:
     model : nn.Module
         With the weights after the last step; its blocks are compiled if `config.compile` is True.
     average : torch.optim.swa_utils.AveragedModel
-        With an exponential moving average of them, which forecasts; its buffers are those of `model`.
+        With an exponential moving average of them, which forecasts; its buffers are those of
+        `model`.
     global_step : int
         Steps taken.
     """
@@ -85,7 +87,8 @@ class TrainingStep:
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._relative_rate)
         self.optimizer.zero_grad()
-        self.optimizer.step()  # moves nothing without gradients; LambdaLR warns when a scaler skips the very first step
+        # moves nothing without gradients; LambdaLR warns when a scaler skips the very first step
+        self.optimizer.step()
         self.scaler = torch.amp.GradScaler(
             device.type, init_scale=LOSS_SCALE, enabled=config.precision == "16-mixed"
         )
@@ -219,13 +222,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     """Return the mean over batch, nodes and channels of weight * (output - target)^2, a scalar.
 
-    Output and target [B, N, C] are normalised, weights [N] have mean 1. The mean is about 1 for a forecast without
-    skill, because targets have unit variance. Raises ValueError when output and target differ in shape, which PyTorch
-    would broadcast.
+    Output and target [B, N, C] are normalised, weights [N] have mean 1. The mean is about 1 for a
+    forecast without skill, because targets have unit variance. Raises ValueError when output and
+    target differ in shape, which PyTorch would broadcast.
     """
     if output.shape != target.shape:
         raise ValueError(
-            f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}"
+            f"output must have the shape of target, {tuple(target.shape)}, got "
+            f"{tuple(output.shape)}"
         )
     return ((output - target).square().mean(dim=(0, 2)) * weights).mean()
 
@@ -250,10 +254,10 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
 def compile_blocks(model: nn.Module) -> None:
     """Compile each graph-transformer block of a model, in place, at its first call and again for other sizes or dtypes.
 
-    Blocks are compiled one by one: those of a kind share the compiled code, so a deep model compiles as fast as a
-    shallow one, and chunks of a mapper share it too. The norm and linear map at the end of a decoder are compiled with
-    its block. Weights and their names do not change, and a copy of the model is not compiled. Raises ValueError when
-    the model has no such block.
+    Blocks are compiled one by one: those of a kind share the compiled code, so a deep model
+    compiles as fast as a shallow one, and chunks of a mapper share it too. The norm and linear map
+    at the end of a decoder are compiled with its block. Weights and their names do not change, and
+    a copy of the model is not compiled. Raises ValueError when the model has no such block.
     """
     if not (
         blocks := [
@@ -262,7 +266,8 @@ def compile_blocks(model: nn.Module) -> None:
     ):
         name = type(model).__name__
         raise ValueError(
-            f"training.compile must be false for a model without graph-transformer blocks, got true and {name}"
+            "training.compile must be false for a model without graph-transformer blocks, got "
+            f"true and {name}"
         )
     has_chunks = any(len(getattr(module, "chunks", ())) > 1 for module in model.modules())
     ends = [
@@ -271,7 +276,8 @@ def compile_blocks(model: nn.Module) -> None:
         if isinstance(part, GraphTransformerBackwardMapper)
     ]
     for part in (*blocks, *ends):
-        # Other sizes are static: with dynamic ones PyTorch 2.13 fails on the row counts of all-to-all messages.
+        # Other sizes are static: with dynamic ones PyTorch 2.13 fails on the row counts of
+        # all-to-all messages.
         is_chunked = has_chunks and (part in ends or isinstance(part, GraphTransformerMapperBlock))
         part.compile(dynamic=is_chunked, options=OVERLAP_MESSAGES)
 
@@ -279,8 +285,8 @@ def compile_blocks(model: nn.Module) -> None:
 def check_capturable(model: nn.Module, device: torch.device) -> None:
     """Raise a ValueError unless a step of a model can be captured in a CUDA graph.
 
-    It cannot on a device without CUDA graphs, nor with activation checkpointing of layers with dropout, for which
-    PyTorch would read the state of the generator during capture, and refuses.
+    It cannot on a device without CUDA graphs, nor with activation checkpointing of layers with
+    dropout, for which PyTorch would read the state of the generator during capture, and refuses.
     """
     check_device_has_cuda_graphs(device)
     checkpointed = [
@@ -290,7 +296,8 @@ def check_capturable(model: nn.Module, device: torch.device) -> None:
     ]
     if checkpointed:
         raise ValueError(
-            "training.cuda_graph must be false with activation checkpointing of layers with dropout, got true and "
+            "training.cuda_graph must be false with activation checkpointing of layers with "
+            "dropout, got true and "
             f"{', '.join(checkpointed)}: set model.checkpoint_groups=null or model.dropout=0"
         )
 
@@ -299,7 +306,8 @@ def check_device_has_cuda_graphs(device: torch.device) -> None:
     """Raise a ValueError unless a device has CUDA graphs."""
     if device.type != "cuda":
         raise ValueError(
-            f"training.cuda_graph must be false on device {device}, got true: set training.device=cuda"
+            f"training.cuda_graph must be false on device {device}, got true: set "
+            "training.device=cuda"
         )
 
 

@@ -28,10 +28,11 @@ LAST, BEST = "last.pt", "best.pt"
 class Trainer:
     """Training of a model on a data set, with checkpoints in a folder.
 
-    `last.pt` is the state after the latest validation, or where the run was stopped; `best.pt` that of the lowest
-    validation loss. On a CPU two runs with the same config, data and number of threads give the same numbers, bit for
-    bit, and so does one that was interrupted and continued from `last.pt`. Raises ValueError when config is no
-    TrainingConfig, or names a device that is not available.
+    `last.pt` is the state after the latest validation, or where the run was stopped; `best.pt` that
+    of the lowest validation loss. On a CPU two runs with the same config, data and number of
+    threads give the same numbers, bit for bit, and so does one that was interrupted and continued
+    from `last.pt`. Raises ValueError when config is no TrainingConfig, or names a device that is
+    not available.
 
     Parameters
     ----------
@@ -44,10 +45,12 @@ class Trainer:
     description : dict
         Plain values kept in the checkpoints: the whole config of the run.
     schema : DataSchema, optional
-        Kept in the checkpoints: what forecasts depend on beside the weights. None: that of `splits.train`.
+        Kept in the checkpoints: what forecasts depend on beside the weights. None: that of
+        `splits.train`.
     make_step, make_batches, save, stop_request : callable
-        Called as `TrainingStep(model, weights, config, device)`, `TrainingBatches(dataset, batch_size, steps, seed,
-        device)`, `save_checkpoint(path, state)` and `StopRequest()`, their defaults.
+        Called as `TrainingStep(model, weights, config, device)`, `TrainingBatches(dataset,
+        batch_size, steps, seed, device)`, `save_checkpoint(path, state)` and `StopRequest()`, their
+        defaults.
 
     Attributes
     ----------
@@ -94,10 +97,11 @@ class Trainer:
     def fit(self, metrics: MetricsFile | None) -> None:
         """Take the remaining steps; `metrics` gets a record every `log_every` steps and one every `valid_every`.
 
-        Their splits are "train" and "valid". None, on ranks other than the first, also shows no progress. Raises
-        Stopped on SIGTERM or SIGINT, when the step is finished and `last.pt` is written; FloatingPointError if loss,
-        gradients or weights are not finite (in 16-mixed single steps are skipped for their gradients); OSError if a
-        file cannot be written. After an error the checkpoints stay those before it.
+        Their splits are "train" and "valid". None, on ranks other than the first, also shows no
+        progress. Raises Stopped on SIGTERM or SIGINT, when the step is finished and `last.pt` is
+        written; FloatingPointError if loss, gradients or weights are not finite (in 16-mixed single
+        steps are skipped for their gradients); OSError if a file cannot be written. After an error
+        the checkpoints stay those before it.
         """
         self._metrics = metrics
         shown: dict[str, float] = {}
@@ -181,7 +185,8 @@ class Trainer:
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
         self._record("valid", loss=loss)
-        # last.pt comes second: a run that is killed in between continues from the former one, and writes best.pt again.
+        # last.pt comes second: a run that is killed in between continues from the former one, and
+        # writes best.pt again.
         self._save(*((BEST, LAST) if is_best else (LAST,)))
         return loss
 
@@ -195,7 +200,8 @@ class Trainer:
 
     def _save(self, *names: str) -> None:
         self.step.wait_for_ranks()
-        # Before a good checkpoint is replaced: a loss that waits to be recorded would fail every continued run.
+        # Before a good checkpoint is replaced: a loss that waits to be recorded would fail every
+        # continued run.
         self._check_finite(self._meter.loss())
         if not self.step.is_finite():
             raise self._not_finite("the weights must stay finite, got NaN or infinity")

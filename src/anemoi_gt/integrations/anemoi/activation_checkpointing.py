@@ -3,7 +3,8 @@
     "none"   all activations are kept, nothing is recomputed
     "full"   the inputs of a chunk are kept, everything in it is recomputed
 
-A chunk is what Anemoi checkpoints: `num_layers / num_chunks` layers of a processor, some destinations of a mapper.
+A chunk is what Anemoi checkpoints: `num_layers / num_chunks` layers of a processor, some
+destinations of a mapper.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,13 +40,15 @@ class Checkpointing:
         if "selective" in modes.values():
             raise ValueError(
                 "activation_checkpointing 'selective' was removed, got "
-                f"{choice!r}; use 'none', which takes as little memory where blocks are fused, or 'full'"
+                f"{choice!r}; use 'none', which takes as little memory where blocks are fused, or "
+                "'full'"
             )
         if not set(modes) <= set(names) or not all(
             mode in (None, *MODES) for mode in modes.values()
         ):
             raise ValueError(
-                f"activation_checkpointing must be one of {', '.join(MODES)}, or one for some of {', '.join(names)}, "
+                f"activation_checkpointing must be one of {', '.join(MODES)}, or one for some of "
+                f"{', '.join(names)}, "
                 f"or None for the switches of Anemoi's config, got {choice!r}"
             )
         return cls(**modes)
@@ -100,8 +103,9 @@ def _as_in_forward(func: Callable, args: tuple) -> tuple[Callable, tuple]:
 def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
     """Return a function that holds the cached edge lists among its arguments, and the arguments without them.
 
-    A checkpoint saves its tensors for the recomputation, and hooks on saved tensors (`save_on_cpu`) make copies of
-    them. A copy of a list has no cache, so the recomputation would find another structure than the forward pass.
+    A checkpoint saves its tensors for the recomputation, and hooks on saved tensors (`save_on_cpu`)
+    make copies of them. A copy of a list has no cache, so the recomputation would find another
+    structure than the forward pass.
     """
     is_bound = [isinstance(arg, Tensor) and lookup(arg) is not None for arg in args]
     if not any(is_bound):

@@ -2,9 +2,10 @@
 
     out[..., i_k] = x_out[..., i_k] + x_skip[..., j_k]        for the prognostic variables k
 
-Upstream writes it as `x_out[..., i] += x_skip[..., j]`, whose gradient is an indexed accumulation over the whole grid
-(10 ms of a step of Anemoi's benchmark on an H200) and which copies i and j to the device at every step. As
-`index_add` of `index_select` the gradients are a gather, and i and j stay on the device.
+Upstream writes it as `x_out[..., i] += x_skip[..., j]`, whose gradient is an indexed accumulation
+over the whole grid (10 ms of a step of Anemoi's benchmark on an H200) and which copies i and j to
+the device at every step. As `index_add` of `index_select` the gradients are a gather, and i and j
+stay on the device.
 """
 
 import torch
@@ -30,7 +31,8 @@ def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, da
     else:
         if x_skip.ndim != 5 or x_skip.shape[1] != x_out.shape[1]:
             raise AssertionError(
-                f"residual must have shape [batch, time, ensemble, grid, variables] with {x_out.shape[1]} output "
+                "residual must have shape [batch, time, ensemble, grid, variables] with "
+                f"{x_out.shape[1]} output "
                 f"steps, got {tuple(x_skip.shape)}"
             )
         skip = x_skip.index_select(

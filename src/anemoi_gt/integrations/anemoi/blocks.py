@@ -1,7 +1,8 @@
 """Replacements for `forward` of Anemoi's graph-transformer blocks, one for processors and one for mappers.
 
-Each decides once what computes the block (`decision`): one operator, the block's own modules around our attention, or
-upstream's forward. Sources that another rank owns come by our halo exchange, by Anemoi's, or by its strategy "heads".
+Each decides once what computes the block (`decision`): one operator, the block's own modules around
+our attention, or upstream's forward. Sources that another rank owns come by our halo exchange, by
+Anemoi's, or by its strategy "heads".
 """
 
 import torch
@@ -206,9 +207,15 @@ def _attend_by_heads(block, decision: Decision, src: Tensor, dst: Tensor, call: 
 
 
 def _attend(
-    block, decision: Decision, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, edge_index: Tensor,
+    block,
+    decision: Decision,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Tensor,
+    edge_index: Tensor,
     flat: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the attention [N_dst, H * C], or [N_dst, H, C]; edges are raw [E, D] or embedded [E, H, C]."""
     if block.qk_norm:
         query, key = block.q_norm(query), block.k_norm(key)
@@ -249,9 +256,15 @@ def _project(block, rows: Tensor) -> Tensor:
 
 
 def _fused_attention(
-    block: nn.Module, parts: AttentionParts, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, edge_index: Tensor,
-    cond: tuple[Tensor | None, Tensor | None], halo: Tensor | None,
-) -> Tensor:  # fmt: skip
+    block: nn.Module,
+    parts: AttentionParts,
+    x_src: Tensor | None,
+    x_dst: Tensor,
+    edge_attr: Tensor,
+    edge_index: Tensor,
+    cond: tuple[Tensor | None, Tensor | None],
+    halo: Tensor | None,
+) -> Tensor:
     """Return destinations [B * N_dst, F] after the attention sub-layer; x_src None stands for one set of nodes."""
     num_src = (x_dst if x_src is None else x_src).shape[0]
     if halo is not None:

@@ -1,10 +1,11 @@
 """Bodies of anemoi-models that replacements stand in for, recognised by a hash of what they say.
 
-The parameters of a method do not tell what it computes: those of 0.12.0's `_assemble_output` are those of 0.19.0, whose
-output has one dimension more. A body that is in no version that was read is left to upstream.
+The parameters of a method do not tell what it computes: those of 0.12.0's `_assemble_output` are
+those of 0.19.0, whose output has one dimension more. A body that is in no version that was read is
+left to upstream.
 
-The hash is of the syntax tree without docstring, annotations and comments, which change no result. It is the same on
-all versions of Python that this library supports: `ast.dump` is not.
+The hash is of the syntax tree without docstring, annotations and comments, which change no result.
+It is the same on all versions of Python that this library supports: `ast.dump` is not.
 """
 
 import ast
@@ -14,7 +15,9 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-KNOWN = {  # name of a method or function of anemoi-models: hashes of its bodies that we stand in for, their versions
+# name of a method or function of anemoi-models: hashes of its bodies that we stand in for, their
+# versions
+KNOWN = {
     "GraphTransformerProcessorBlock.forward": {
         "8810ad76f2be": "0.9.2 to 0.10.0",
         "c6899e101f50": "0.11.0 to 0.14.1",

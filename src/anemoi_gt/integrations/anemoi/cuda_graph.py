@@ -1,7 +1,7 @@
 """Steps of Anemoi models replayed from a CUDA graph: `capture_step`, and what Anemoi keeps on the host.
 
-Anemoi indexes tensors on the device with tensors and lists on the host, which are copied there at every step; a CUDA
-graph cannot capture that. During capture, copies on the device take their place.
+Anemoi indexes tensors on the device with tensors and lists on the host, which are copied there at
+every step; a CUDA graph cannot capture that. During capture, copies on the device take their place.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,14 +22,15 @@ def capture_step(
 ) -> CUDAGraphedStep:
     """Return a function that computes forward and backward of a step as another does, replayed from a CUDA graph.
 
-    It is captured at the first batch and returns the same numbers, bit for bit. For training by Lightning there is
-    `CUDAGraphCallback`.
+    It is captured at the first batch and returns the same numbers, bit for bit. For training by
+    Lightning there is `CUDAGraphCallback`.
 
     Parameters
     ----------
     function : callable
-        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`, of a batch of tensors on the device in any nesting and the
-        parameters of `module`. A loss is scaled inside, weights are updated outside.
+        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`, of a batch of tensors on the device in any
+        nesting and the parameters of `module`. A loss is scaled inside, weights are updated
+        outside.
     module : torch.nn.Module
         Module on one device; its parameters get the gradients.
     capture : callable
@@ -38,15 +39,15 @@ def capture_step(
     Returns
     -------
     CUDAGraphedStep
-        Called with a batch, it assigns the gradients to the parameters and returns what `function` returns. Gradients
-        are overwritten by the next call; `install` must stay active. `reset()` lets the next batch be captured again,
-        as after a change of rollout.
+        Called with a batch, it assigns the gradients to the parameters and returns what `function`
+        returns. Gradients are overwritten by the next call; `install` must stay active. `reset()`
+        lets the next batch be captured again, as after a change of rollout.
 
     Raises
     ------
     ValueError
-        If the module is not on a GPU; at a call, if a batch has other shapes or dtypes than the first, or if layers
-        with dropout are checkpointed.
+        If the module is not on a GPU; at a call, if a batch has other shapes or dtypes than the
+        first, or if layers with dropout are checkpointed.
 
     Examples
     --------
@@ -76,7 +77,8 @@ def check_device(device: torch.device, capture: Capture) -> None:
 def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Place, Tensor]]:
     """Return where a module of Anemoi keeps indices on the host, in what it holds too, each with a copy on the device.
 
-    They are integer tensors that are neither parameters nor buffers, and lists of integers in a dictionary of indices.
+    They are integer tensors that are neither parameters nor buffers, and lists of integers in a
+    dictionary of indices.
     """
 
     def is_index(name: str, value: Any) -> bool:

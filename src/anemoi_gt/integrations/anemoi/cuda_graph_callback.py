@@ -33,11 +33,12 @@ REMEDY = "remove CUDAGraphCallback from diagnostics.callbacks"
 class CUDAGraphCallback(Callback):
     """Replay forward and backward of every training step from a CUDA graph; losses and weights are the same.
 
-    The step is captured at the first batch of every epoch, since an epoch may change the rollout, and again when two
-    batches in a row have other shapes. Validation, and single batches of other shapes, are launched as without. The
-    gradients of several processes are averaged once they are complete, not by DDP, whose hooks no replay calls. A
-    replay repeats what the captured step did on the host: numbers that the module logs without a tensor, and
-    `batch_idx`, are those of the captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+    The step is captured at the first batch of every epoch, since an epoch may change the rollout,
+    and again when two batches in a row have other shapes. Validation, and single batches of other
+    shapes, are launched as without. The gradients of several processes are averaged once they are
+    complete, not by DDP, whose hooks no replay calls. A replay repeats what the captured step did
+    on the host: numbers that the module logs without a tensor, and `batch_idx`, are those of the
+    captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
 
     def __init__(self, capture: Capture = capture_cuda_graph):
@@ -83,7 +84,8 @@ class CUDAGraphCallback(Callback):
         if self._step is not None and not self._step.accepts(inputs):
             if not self._refused:
                 log.warning(
-                    "a training batch of other shapes than the captured one is launched without CUDA graph"
+                    "a training batch of other shapes than the captured one is launched without "
+                    "CUDA graph"
                 )
                 self._refused, self._gradients = True, None
                 with trainer.precision_plugin.train_step_context():
@@ -99,7 +101,8 @@ class CUDAGraphCallback(Callback):
                 function, module.parameters(), device, self._capture, REMEDY
             )
         self._refused = False
-        self._step.release_gradients()  # of the last step, which Lightning forgets after `training_step`
+        # of the last step, which Lightning forgets after `training_step`
+        self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
         for arguments, options in logged:
             module.log(*arguments, **options)
@@ -175,16 +178,20 @@ def check_capturable(trainer: Trainer, module: LightningModule, capture: Capture
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise ValueError(
-            f"CUDAGraphCallback needs a strategy on one device or DDP, got {type(strategy).__name__}: set "
-            f"training.strategy._target_=anemoi.training.distributed.single.SingleDeviceStrategy, or {REMEDY}"
+            "CUDAGraphCallback needs a strategy on one device or DDP, got "
+            f"{type(strategy).__name__}: set "
+            "training.strategy._target_=anemoi.training.distributed.single.SingleDeviceStrategy, "
+            f"or {REMEDY}"
         )
     if not module.automatic_optimization:
         raise ValueError(
-            f"CUDAGraphCallback needs automatic optimisation, got {type(module).__name__} with manual: {REMEDY}"
+            f"CUDAGraphCallback needs automatic optimisation, got {type(module).__name__} with "
+            f"manual: {REMEDY}"
         )
     if torch.is_anomaly_enabled():
         raise ValueError(
-            "CUDAGraphCallback needs diagnostics.debug.anomaly_detection=false, because it reads back from the device "
+            "CUDAGraphCallback needs diagnostics.debug.anomaly_detection=false, because it reads "
+            "back from the device "
             f"at every operation, got true: set it to false, or {REMEDY}"
         )
     check_device(strategy.root_device, capture)

@@ -4,8 +4,9 @@
     attention   the block's own modules, around our attention; its feed-forward sub-layer fused where it can be
     upstream    Anemoi's own forward
 
-The answer depends on what may change at any time, such as hooks; so nobody asks twice. A chunk that is checkpointed
-keeps the decisions of its forward pass for the recomputation, which would else save other tensors.
+The answer depends on what may change at any time, such as hooks; so nobody asks twice. A chunk that
+is checkpointed keeps the decisions of its forward pass for the recomputation, which would else save
+other tensors.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,8 @@ from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped
 from anemoi_gt.nn.sublayers import FeedForwardParts, attention_parts, feed_forward_parts
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
-BYPASSED = (  # methods of Anemoi's blocks that our forward does not call, or only for blocks that Anemoi serves
+# methods of Anemoi's blocks that our forward does not call, or only for blocks that Anemoi serves
+BYPASSED = (
     *("get_qkve", "prepare_qkve_edge_sharding", "attention_block", "apply_gt", "_apply_qk_norm"),
     *("_forward_edges_sharded_attention", "_forward_heads_sharded_attention"),
     *("_forward_edges_shard_strategy", "_forward_heads_shard_strategy"),
@@ -65,9 +67,19 @@ class Call(NamedTuple):
 
     @classmethod
     def of(
-        cls, x, edge_attr, edge_index, shard_info=None, batch_size=1, size=None, model_comm_group=None, cond=None,
-        edges_are_dst_sorted=True, shapes=None, **others,
-    ) -> "Call":  # fmt: skip
+        cls,
+        x,
+        edge_attr,
+        edge_index,
+        shard_info=None,
+        batch_size=1,
+        size=None,
+        model_comm_group=None,
+        cond=None,
+        edges_are_dst_sorted=True,
+        shapes=None,
+        **others,
+    ) -> "Call":
         """Read arguments as upstream passes them; it ignores the others too."""
         shards = shapes if shard_info is None else shard_info
         return cls(x, edge_attr, edge_index, shards, batch_size, size, model_comm_group, cond)
@@ -113,7 +125,8 @@ def keeping_decisions(function: Callable) -> Callable:
 def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decision:
     """Return what computes a block with destinations `x_dst`; say so where it is less than was asked for.
 
-    `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that cannot serve.
+    `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that
+    cannot serve.
     """
     if torch.compiler.is_compiling():
         decision = _decide(block, x_dst, call, gathers)
@@ -153,7 +166,8 @@ def _decide(
     if reason is not None:
         if settings.config.backend != "auto" and not _is_passing(reason):
             raise ValueError(
-                f"attention backend {settings.config.backend!r} cannot serve this Anemoi block: {reason}; "
+                f"attention backend {settings.config.backend!r} cannot serve this Anemoi block: "
+                f"{reason}; "
                 "backend 'auto' runs Anemoi's own code there"
             )
         tell(f"an Anemoi block runs Anemoi's own attention: {reason}")
@@ -175,7 +189,8 @@ def _decide(
     for reason in reasons:
         if settings.blocks and settings.config.backend != "auto" and not _is_passing(reason):
             raise ValueError(
-                f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi block: {reason}; "
+                f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi "
+                f"block: {reason}; "
                 "blocks=None computes it by its modules there, and so does backend 'auto'"
             )
         tell(f"a sub-layer of an Anemoi block is not fused: {reason}")

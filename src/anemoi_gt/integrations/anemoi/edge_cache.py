@@ -1,7 +1,7 @@
 """Cached edge lists: Anemoi's edge lists are handed out again, each with the structure of its graph.
 
-Anemoi makes a new `edge_index` at every forward pass, and cuts and renumbers it for every chunk and rank. Everything
-that follows from the graph alone is cached:
+Anemoi makes a new `edge_index` at every forward pass, and cuts and renumbers it for every chunk and
+rank. Everything that follows from the graph alone is cached:
 
     provider, batch size      -> the list that it expands to                    StaticGraphProvider._get_edges_impl
     list, sizes of the shards -> the shard of this rank                         StaticGraphProvider._get_edges_impl
@@ -11,11 +11,12 @@ that follows from the graph alone is cached:
     list, sizes of the shards -> the renumbered list of this rank               prepare_edge_sharding_wrapper
     shard, group, its sizes   -> the list of this rank and its halo             sharding
 
-The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes the structure as
-an input of the compiled code. Lists belong to the edges of their provider, which are known weakly, or to the list that
-they were cut from: all are freed with these edges, as when a model is moved to another device. A list of unknown
-origin gets no attribute; its structure is kept as long as the tensor lives. All lists are such with anemoi-models 0.9.3
-and 0.11.2, which have no StaticGraphProvider. No list is identified by its sizes.
+The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes
+the structure as an input of the compiled code. Lists belong to the edges of their provider, which
+are known weakly, or to the list that they were cut from: all are freed with these edges, as when a
+model is moved to another device. A list of unknown origin gets no attribute; its structure is kept
+as long as the tensor lives. All lists are such with anemoi-models 0.9.3 and 0.11.2, which have no
+StaticGraphProvider. No list is identified by its sizes.
 
 Replacements call upstream for lists without cache.
 """
@@ -87,7 +88,8 @@ def cached_list(
 def lookup(edge_index: Tensor) -> EdgeCache | None:
     """Return the cache of a list, or None where it has none or was written into.
 
-    Compiled code does not check for writes: providers do, in eager code, whenever they hand out the list.
+    Compiled code does not check for writes: providers do, in eager code, whenever they hand out the
+    list.
     """
     cache = getattr(edge_index, _ATTRIBUTE, None)
     if cache is None or torch.compiler.is_compiling():
@@ -100,8 +102,8 @@ def structure_of(
 ) -> tuple[GraphStructure, int]:
     """Return the structure of an edge list between (num_src, num_dst) nodes and the batch size that shares it.
 
-    While torch.compile traces, the structure of a cached list is made at once and becomes an input of the compiled
-    code; that of any other list is looked up by an operator in the compiled code.
+    While torch.compile traces, the structure of a cached list is made at once and becomes an input
+    of the compiled code; that of any other list is looked up by an operator in the compiled code.
     """
     cache = lookup(edge_index)
     if cache is not None and _make_structure(edge_index, reverse) and cache.graph is not None:
@@ -205,8 +207,8 @@ def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
 def gather_tensor(upstream, input_, dim, sizes, mgroup):
     """Return the list from which the shards were cut instead of a copy of it.
 
-    The shards are exchanged all the same: if one rank left out the collective and another did not know its shard, it
-    would hang.
+    The shards are exchanged all the same: if one rank left out the collective and another did not
+    know its shard, it would hang.
     """
     if (cache := lookup(input_)) is None:
         return upstream(input_, dim, sizes, mgroup)
@@ -225,7 +227,8 @@ def gather_tensor(upstream, input_, dim, sizes, mgroup):
 
 
 @replaces(
-    "self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args kwargs"
+    "self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args "
+    "kwargs"
 )
 def processor_forward(
     upstream,
@@ -251,9 +254,17 @@ def processor_forward(
     "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
 )
 def prepare_edge_sharding(
-    upstream, self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group=None, cond=None,
+    upstream,
+    self,
+    x,
+    shard_info,
+    batch_size,
+    edge_attr,
+    edge_index,
+    model_comm_group=None,
+    cond=None,
     edges_are_dst_sorted=True,
-):  # fmt: skip
+):
     """Cache the renumbered list of this rank of a mapper."""
     given = (
         x,
@@ -313,8 +324,9 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
     return share(x), edge_attr[edges], chunk, None if cond is None else share(cond)
 
 
-# Dynamo calls a function that is assumed constant while it traces, with the real list, and reads the result off the
-# cache of the list afterwards, with guards. Its other arguments must be constants.
+# Dynamo calls a function that is assumed constant while it traces, with the real list, and reads
+# the result off the cache of the list afterwards, with guards. Its other arguments must be
+# constants.
 
 
 @torch.compiler.assume_constant_result

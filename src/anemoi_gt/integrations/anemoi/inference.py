@@ -1,7 +1,8 @@
 """A runner of anemoi-inference whose models compute with anemoi_gt: `runner: anemoi-gt` in its config.
 
-It is found by the entry-point group `anemoi.inference.runners`, and is the runner of the checkpoint's task, after
-`install`. On several ranks it is upstream's runner `parallel` around that of the task, with `install` on every rank:
+It is found by the entry-point group `anemoi.inference.runners`, and is the runner of the
+checkpoint's task, after `install`. On several ranks it is upstream's runner `parallel` around that
+of the task, with `install` on every rank:
 
     runner: {parallel: {base_runner: anemoi-gt}}                       both are the same
     runner: {anemoi-gt: {runner: parallel}}
@@ -32,7 +33,8 @@ class AnemoiGTRunner(Runner):
     config : anemoi.inference.config.run.RunConfiguration
         The config of the forecast.
     runner : str
-        Name of the runner to build; `auto` is that of the checkpoint's task, `parallel` splits it over ranks.
+        Name of the runner to build; `auto` is that of the checkpoint's task, `parallel` splits it
+        over ranks.
     backend, precision, fuse_edges
         As for `install`, which may raise.
     **options

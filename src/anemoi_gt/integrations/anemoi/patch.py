@@ -1,6 +1,7 @@
 """`install`, `swap_layers` and `uninstall`: methods of Anemoi's classes are replaced, and put back.
 
-Nothing is written on a module, so state dicts, pickles, copies and `isinstance` are Anemoi's own, with or without us.
+Nothing is written on a module, so state dicts, pickles, copies and `isinstance` are Anemoi's own,
+with or without us.
 """
 
 import logging
@@ -50,7 +51,8 @@ NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
 NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
 PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
 MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
-PATCHES = {  # (class, or module that holds a function, name of the method or function): its replacement
+# (class, or module that holds a function, name of the method or function): its replacement
+PATCHES = {
     (PROCESSOR_BLOCK, "forward"): blocks.processor_block,
     (MAPPER_BLOCK, "forward"): blocks.mapper_block,
     (PROVIDER, "_get_edges_impl"): edge_cache.get_edges,
@@ -104,14 +106,16 @@ class Match(NamedTuple):
 class Installation:
     """Result of `install`; as a context manager, it restores the previous settings at its end.
 
-    It pickles as an empty context of the standard library, because layer kernels become part of Anemoi's checkpoints.
+    It pickles as an empty context of the standard library, because layer kernels become part of
+    Anemoi's checkpoints.
     """
 
     def __init__(self, settings: Settings, before: Settings | None):
         self._settings, self._before = settings, before
 
     def __enter__(self) -> "Installation":
-        _apply_patches()  # they may have been removed, at the end of another `with` or by `uninstall`
+        # they may have been removed, at the end of another `with` or by `uninstall`
+        _apply_patches()
         SETTINGS.everywhere = self._settings
         return self
 
@@ -143,32 +147,34 @@ def install(
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        As in `anemoi_gt.AttentionConfig`. Blocks that we cannot serve run Anemoi's own code with `auto`, which logs
-        the reason once, and raise with a named backend; both in eager and in compiled code.
+        As in `anemoi_gt.AttentionConfig`. Blocks that we cannot serve run Anemoi's own code with
+        `auto`, which logs the reason once, and raise with a named backend; both in eager and in
+        compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
         As in `anemoi_gt.AttentionConfig`; None follows autocast.
     fuse_edges : bool
-        Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x channels. False embeds
-        every edge as Anemoi does.
+        Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x
+        channels. False embeds every edge as Anemoi does.
     blocks : {None, True, False}
-        Compute the whole forward of a block by one operator: norms, projections, attention and feed-forward network.
-        None does so where it was measured to be faster, under 16-bit autocast on a GPU with backend "triton"; True in
-        float32 too. A block with conditional norms, another activation, dropout, hooks or the like has its attention
-        alone computed, which is logged once; with True and a named backend it raises.
+        Compute the whole forward of a block by one operator: norms, projections, attention and
+        feed-forward network. None does so where it was measured to be faster, under 16-bit autocast
+        on a GPU with backend "triton"; True in float32 too. A block with conditional norms, another
+        activation, dropout, hooks or the like has its attention alone computed, which is logged
+        once; with True and a named backend it raises.
     sharding : bool
-        Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges", for graphs of any
-        symmetry, batches and ensembles. False keeps Anemoi's own sharding, as does a version whose methods differ,
-        which is logged.
+        Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges",
+        for graphs of any symmetry, batches and ensembles. False keeps Anemoi's own sharding, as
+        does a version whose methods differ, which is logged.
     activation_checkpointing : {None, "none", "full"} or mapping
-        Keep for the backward pass everything ("none") or inputs of each chunk ("full"). One for all components, or one
-        for some of "encoder", "processor" and "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's
-        config.
+        Keep for the backward pass everything ("none") or inputs of each chunk ("full"). One for all
+        components, or one for some of "encoder", "processor" and "decoder". None leaves it to the
+        `gradient_checkpointing` of Anemoi's config.
 
     Returns
     -------
     Installation
-        Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A backward pass belongs
-        inside, because checkpointed activations are recomputed there.
+        Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A
+        backward pass belongs inside, because checkpointed activations are recomputed there.
 
     Raises
     ------
@@ -179,8 +185,8 @@ def install(
 
     Notes
     -----
-    The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
-    methods it was made from. It is compiled again when it is called.
+    The first installation and the end of the last one call `torch.compiler.reset`: compiled code
+    would go on with the methods it was made from. It is compiled again when it is called.
     """
     settings = _switch_on(
         AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding
@@ -190,9 +196,11 @@ def install(
     installation = Installation(settings, before=SETTINGS.everywhere)
     if SETTINGS.everywhere != settings:  # Anemoi's configs install once for each component
         log.info(
-            "anemoi_gt computes graph-transformer blocks of anemoi-models %s, where a model has them: %s",
-            version("anemoi-models"), settings,
-        )  # fmt: skip
+            "anemoi_gt computes graph-transformer blocks of anemoi-models %s, where a model has "
+            "them: %s",
+            version("anemoi-models"),
+            settings,
+        )
     SETTINGS.everywhere = settings
     return installation
 
@@ -204,8 +212,8 @@ class Installed(Settings):
     Attributes
     ----------
     computed : tuple of Computed
-        Of each graph-transformer block of a model that has computed: path, class, "fused", "attention only", "upstream"
-        or "not yet", and the reason where it was not fused.
+        Of each graph-transformer block of a model that has computed: path, class, "fused",
+        "attention only", "upstream" or "not yet", and the reason where it was not fused.
     """
 
     computed: tuple[report.Computed, ...] = ()
@@ -242,7 +250,8 @@ def plan() -> dict[str, str | None]:
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
     """Return how `install()` would compute the graph-transformer blocks of a model on this machine.
 
-    On the first GPU if there is one, under autocast to bfloat16. A condition of norms shows in the classes of norms.
+    On the first GPU if there is one, under autocast to bfloat16. A condition of norms shows in the
+    classes of norms.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with install(), torch.autocast(device.type, torch.bfloat16):
@@ -275,8 +284,8 @@ def swap_layers(
     Parameters
     ----------
     model : torch.nn.Module
-        It is not changed, and is returned: its blocks are registered. A copy or an unpickled model has to be swapped
-        again.
+        It is not changed, and is returned: its blocks are registered. A copy or an unpickled model
+        has to be swapped again.
     backend, precision, fuse_edges, blocks, sharding
         As for `install`; they take precedence over those of `install`.
 
@@ -292,7 +301,8 @@ def swap_layers(
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     if not (found := [module for module in model.modules() if isinstance(module, find(*BLOCK))]):
         raise ValueError(
-            f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one"
+            f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} "
+            "without one"
         )
     settings = _switch_on(config, fuse_edges, blocks, sharding)
     for each in found:
@@ -351,7 +361,8 @@ def _apply_patches() -> None:
     reasons = [matches[place, "forward"].reason for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
     if None not in reasons:
         raise ImportError(
-            f"anemoi-models must have {PROCESSOR_BLOCK[1]}.forward as one of 0.9.2 to 0.19.0 has it, got "
+            f"anemoi-models must have {PROCESSOR_BLOCK[1]}.forward as one of 0.9.2 to 0.19.0 has "
+            "it, got "
             f"{version('anemoi-models')}: {reasons[0]}"
         )
     missing = [
@@ -362,7 +373,8 @@ def _apply_patches() -> None:
     others = [f"{place[-1]}.{name}" for place, name in missing]
     if others:
         message = (
-            "this anemoi-models lacks, or has with other parameters or another body, %s: expect less speed, not other "
+            "this anemoi-models lacks, or has with other parameters or another body, %s: expect "
+            "less speed, not other "
             "results"
         )
         log.warning(message, ", ".join(others))

@@ -32,9 +32,10 @@ class Settings:
 class SettingsRegistry:
     """The settings of all blocks, and of single blocks, which take precedence.
 
-    Blocks are identified by `id` and dropped when they die: nothing is written on them, so they pickle, copy and
-    compare as before. torch.compile can read a dictionary of integers, and guards on it. A `WeakKeyDictionary` it reads
-    without a guard (tried with 2.13): a block that was not swapped then ran the code compiled for one that was.
+    Blocks are identified by `id` and dropped when they die: nothing is written on them, so they
+    pickle, copy and compare as before. torch.compile can read a dictionary of integers, and guards
+    on it. A `WeakKeyDictionary` it reads without a guard (tried with 2.13): a block that was not
+    swapped then ran the code compiled for one that was.
     """
 
     def __init__(self):

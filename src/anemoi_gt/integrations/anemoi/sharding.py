@@ -1,17 +1,19 @@
 """Sharding of Anemoi's models on our halo exchange: replacements for what Anemoi does with several ranks of a model.
 
-Anemoi hands every layer the nodes of its rank, contiguous ranges, and the edges into them. With shard strategy "edges"
+Anemoi hands every layer the nodes of its rank, contiguous ranges, and the edges into them. With
+shard strategy "edges"
 
     processor block    exchanges halo rows of the normed nodes, in autocast's dtype
     mapper             exchanges halo rows of the sources; nothing is gathered
     provider           edges of one copy of the graph, and their attributes for each copy of a batch or an ensemble
     model              every copy of every set of nodes is split along the grid: rows [copies, nodes of this rank]
 
-A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it, without a message.
-Both are cached with the list (`edge_cache`), once for each group, division of the nodes and number of copies.
+A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it,
+without a message. Both are cached with the list (`edge_cache`), once for each group, division of
+the nodes and number of copies.
 
-Replacements call upstream on one rank, for other shard strategies, for blocks without `sharding` in their settings, and
-for edge lists of unknown origin.
+Replacements call upstream on one rank, for other shard strategies, for blocks without `sharding` in
+their settings, and for edge lists of unknown origin.
 """
 
 from importlib import import_module
@@ -97,13 +99,23 @@ def prepare_edge_sharding(
 
 
 @replaces(
-    "self x batch_size shard_info edge_attr edge_index model_comm_group keep_x_dst_sharded cond edges_are_dst_sorted "
+    "self x batch_size shard_info edge_attr edge_index model_comm_group keep_x_dst_sharded cond "
+    "edges_are_dst_sorted "
     "kwargs"
 )
 def mapper_forward(
-    upstream, self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group=None, keep_x_dst_sharded=False,
-    *rest, **named,
-):  # fmt: skip
+    upstream,
+    self,
+    x,
+    batch_size,
+    shard_info,
+    edge_attr,
+    edge_index,
+    model_comm_group=None,
+    keep_x_dst_sharded=False,
+    *rest,
+    **named,
+):
     """Gather the destinations of every copy along the grid."""
     given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
@@ -148,9 +160,16 @@ def get_shard_sizes(upstream, tensor, dim, model_comm_group=None):
 
 @replaces("self x batch_size ensemble_size grid_size grid_shard_sizes noise_dtype model_comm_group")
 def noise(
-    upstream, self, x, batch_size, ensemble_size, grid_size, grid_shard_sizes, noise_dtype=torch.float32,
+    upstream,
+    self,
+    x,
+    batch_size,
+    ensemble_size,
+    grid_size,
+    grid_shard_sizes,
+    noise_dtype=torch.float32,
     model_comm_group=None,
-):  # fmt: skip
+):
     """Take this rank's nodes of the noise of every member of an ensemble."""
     copies, given = (
         batch_size * ensemble_size,
@@ -224,7 +243,8 @@ def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
     own = sizes[group.rank()]
     if rows.shape[0] != copies * own:
         raise ValueError(
-            f"with sharding, a rank must hold its {own} nodes of each of {copies} members of the batch, got "
+            f"with sharding, a rank must hold its {own} nodes of each of {copies} members of the "
+            "batch, got "
             f"{rows.shape[0]} rows; install(sharding=False) keeps Anemoi's own division"
         )
     return rows.unflatten(0, (copies, own))
@@ -237,13 +257,19 @@ def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
 
 
 def start_halo(
-    block, x: Tensor, local: Tensor, copies: int, sizes: list[int], group, norm: nn.Module | None = None,
+    block,
+    x: Tensor,
+    local: Tensor,
+    copies: int,
+    sizes: list[int],
+    group,
+    norm: nn.Module | None = None,
     cond: Tensor | None = None,
-):  # fmt: skip
+):
     """Send halo rows of a processor block, normed, in autocast's dtype; `local` is of `local_edges`.
 
-    `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any; None: x is normed.
-    Both send the same, since ranks may differ.
+    `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any;
+    None: x is normed. Both send the same, since ranks may differ.
     """
     start, projections = (
         lookup(local).exchange.start,
@@ -272,7 +298,8 @@ def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
         edge_index, name, rank, group.group_name, src, dst, copies
     ):
         warn_once(
-            "an Anemoi layer runs Anemoi's own sharding: its edges are not a shard of a StaticGraphProvider's"
+            "an Anemoi layer runs Anemoi's own sharding: its edges are not a shard of a "
+            "StaticGraphProvider's"
         )
         return None
     return getattr(lookup(edge_index).derived, name)
@@ -328,8 +355,10 @@ def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -
     num_nodes = lookup(edge_index).num_nodes
     if (sources.size, destinations.size) != num_nodes:
         raise ValueError(
-            f"with sharding, {num_nodes[0]} sources and {num_nodes[1]} destinations of one copy of the graph must be "
-            f"divided among the ranks, got {sources.counts} and {destinations.counts}; install(sharding=False) keeps "
+            f"with sharding, {num_nodes[0]} sources and {num_nodes[1]} destinations of one copy "
+            "of the graph must be "
+            f"divided among the ranks, got {sources.counts} and {destinations.counts}; "
+            "install(sharding=False) keeps "
             "Anemoi's own division"
         )
     if destinations != Ranges.even(destinations.size, destinations.num_ranks):

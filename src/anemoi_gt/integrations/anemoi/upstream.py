@@ -97,7 +97,8 @@ def find(module: str, *name: str) -> type | ModuleType:
         return attrgetter(*name)(import_module(module)) if name else import_module(module)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module} is needed here and could not be imported ({error}): pip install anemoi-models==0.19.0"
+            f"{module} is needed here and could not be imported ({error}): pip install "
+            "anemoi-models==0.19.0"
         ) from error
 
 
@@ -118,7 +119,8 @@ class Replacement:
         def method(*args, **kwargs):
             return function(upstream, *args, **kwargs)
 
-        # Not one code object for all methods, because torch.compile limits the recompilations of each.
+        # Not one code object for all methods, because torch.compile limits the recompilations of
+        # each.
         method.__code__ = method.__code__.replace(co_name=upstream.__name__)
         return wraps(upstream)(method)
 

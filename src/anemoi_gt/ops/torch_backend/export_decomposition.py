@@ -1,13 +1,13 @@
 """The forward pass of the `torch` backend for export: PyTorch's own operators alone, with symbolic sizes.
 
-A process without this library cannot run our operator, so `anemoi_gt.export.export_program` replaces it by this
-decomposition. The formulas are those of `reference`. A loop over batch and heads would be unrolled, so both are folded
-into nodes and edges instead:
+A process without this library cannot run our operator, so `anemoi_gt.export.export_program`
+replaces it by this decomposition. The formulas are those of `reference`. A loop over batch and
+heads would be unrolled, so both are folded into nodes and edges instead:
 
     node i of batch index b and head h is row (b H + h) N + i, edge e is (b H + h) E + e
 
-and one embedding bag sums over all. Besides the operands it needs B * H weights and indices per edge; a compiler fuses
-the gathers of edge rows with the products and sums over them.
+and one embedding bag sums over all. Besides the operands it needs B * H weights and indices per
+edge; a compiler fuses the gathers of edge rows with the products and sums over them.
 """
 
 import torch
@@ -22,7 +22,8 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     flat = FlatArguments(*arguments)
     if flat.seed is not None:
         raise ValueError(
-            f"a program is exported for inference, got dropout_p={flat.dropout_p}; call model.eval() first"
+            f"a program is exported for inference, got dropout_p={flat.dropout_p}; call "
+            "model.eval() first"
         )
     query, flat = flat.query, flat.in_accumulator_dtype()
     edges = _FoldedEdges(
@@ -98,7 +99,11 @@ class _FoldedEdges:
         )
         ends = index.new_full((1,), 0) + batch * heads * self.num_edges
         out = embedding_bag(
-            index, rows.reshape(-1, rows.shape[-1]), torch.cat([begins.reshape(-1), ends]),
-            mode="sum", per_sample_weights=p.reshape(-1), include_last_offset=True,
-        )  # fmt: skip
+            index,
+            rows.reshape(-1, rows.shape[-1]),
+            torch.cat([begins.reshape(-1), ends]),
+            mode="sum",
+            per_sample_weights=p.reshape(-1),
+            include_last_offset=True,
+        )
         return out.unflatten(0, (batch, heads, -1))

@@ -132,7 +132,8 @@ class OutEdges(NamedTuple):
         """Return those of `heads` heads at a time; raise ValueError without a reverse structure."""
         if flat.rowptr is None or flat.col is None or flat.csr_to_csc is None:
             raise ValueError(
-                "gradients of key and value need rowptr, col and csr_to_csc, got a graph without them; "
+                "gradients of key and value need rowptr, col and csr_to_csc, got a graph without "
+                "them; "
                 "pass graph.with_reverse()"
             )
         return cls(Segments.of_heads(heads, flat.col, flat.rowptr), flat.csr_to_csc)
@@ -158,8 +159,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute edge attention of checked operands, with the meaning they have in `anemoi_gt.edge_attention`.
 
-    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]; without B, all of them come without.
-    Neither the operators nor their gradients add B: views around them would be nodes of autograd.
+    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]; without B, all of them come
+    without. Neither the operators nor their gradients add B: views around them would be nodes of
+    autograd.
     """
     warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)

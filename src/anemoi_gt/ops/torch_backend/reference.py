@@ -20,11 +20,13 @@ and backward, with upstream gradients do, dlse and g_i = W^T do_i:
     dW    = sum_i do_i (sum_e w_e a_e)^T + scale * q_i B_i^T
     db    = sum_i (sum_e w_e) do_i + scale * dlse_i q_i
 
-Embedded features are the case W = 1, b = 0 with a_e of C elements. There are three primitives: `_dots` along edges,
-`weighted_sum` into nodes (an embedding bag: no edge-sized rows, no atomics) and the softmax. Edge-sized memory is a few
-elements per edge and head of the group, forward and backward; between them p is kept.
+Embedded features are the case W = 1, b = 0 with a_e of C elements. There are three primitives:
+`_dots` along edges, `weighted_sum` into nodes (an embedding bag: no edge-sized rows, no atomics)
+and the softmax. Edge-sized memory is a few elements per edge and head of the group, forward and
+backward; between them p is kept.
 
-Shapes in this file: N_dst, N_src nodes, E edges in CSC order, G heads, C channels, D edge attributes.
+Shapes in this file: N_dst, N_src nodes, E edges in CSC order, G heads, C channels, D edge
+attributes.
 """
 
 from dataclasses import dataclass
@@ -36,7 +38,8 @@ from torch.nn.functional import embedding_bag
 from anemoi_gt.ops.operands import Needs
 
 CHUNK = 2**18  # elements gathered at a time; they stay in the cache
-NODE_CHUNK = 8192  # rows of a matrix product, so that chunks of a graph at its multiples are rounded as the whole is
+# rows of a matrix product, so that chunks of a graph at its multiples are rounded as the whole is
+NODE_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -251,7 +254,8 @@ def _attribute_gradient(
 ) -> Tensor:
     """Return w_e g_i + ds_e u_i: [E, G, C] for embedded attributes, summed over heads [E, D] for raw ones.
 
-    Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] before W^T is applied.
+    Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] before
+    W^T is applied.
     """
     (w, g), (ds, u) = sides
     da, step = torch.empty_like(a), max(1, CHUNK // max(g[0:1].numel(), 1))

@@ -3,11 +3,13 @@
     attend                      forward: project, rows over destinations, embed
     gradients                   backward: rows over destinations, attributes, dW, rows over sources
 
-Where all destinations have the same small in-degree, the kernels of `anemoi_gt.kernels.fixed_degree` compute the passes
-over destinations: they need fewer scratch arrays and compute A, B and d edge_attr in passing.
+Where all destinations have the same small in-degree, the kernels of
+`anemoi_gt.kernels.fixed_degree` compute the passes over destinations: they need fewer scratch
+arrays and compute A, B and d edge_attr in passing.
 
-Where a node may have more than twice `Sizes.dst_segment` or `src_segment` edges, the row kernels have programs for the
-segments of such hubs too, and `join` writes the hubs' rows (`anemoi_gt.kernels.join_segments`).
+Where a node may have more than twice `Sizes.dst_segment` or `src_segment` edges, the row kernels
+have programs for the segments of such hubs too, and `join` writes the hubs' rows
+(`anemoi_gt.kernels.join_segments`).
 
 A launch may be given a tile, to measure it; None uses the heuristic of `tiles`.
 """
@@ -84,8 +86,8 @@ def gradients(
 ) -> AttentionOperands:
     """Differentiate; return the gradients that `needs` asks for, None for others.
 
-    `rows` are buffers for the gradients of query, key and value, with the row stride of `Sizes`; None allocates them.
-    Gradients of W and its bias have their dtype, or `sum_dtype`.
+    `rows` are buffers for the gradients of query, key and value, with the row stride of `Sizes`;
+    None allocates them. Gradients of W and its bias have their dtype, or `sum_dtype`.
     """
     builder, sizes = call.builder, call.sizes
     query, key, value, edge_attr, edge_weight, _ = call.operands
@@ -254,8 +256,8 @@ def join(
 ) -> None:
     """Join `parts` [B * blocks, H, ..] of the segments of hubs into the hubs' rows of `results` [B, N, H, ..].
 
-    Parts that are None are left out. With `statistics`, the buffers by name, lse and inv_denominator are made from
-    those of the segments, which also weigh their parts.
+    Parts that are None are left out. With `statistics`, the buffers by name, lse and
+    inv_denominator are made from those of the segments, which also weigh their parts.
     """
     pairs = [(part, rows) for part, rows in zip(parts, results, strict=True) if part is not None]
     if not pairs:
@@ -282,8 +284,13 @@ def join(
         statistics = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
     call.builder.launch(
         Launch(join_segments.join_segments, grid, scalars, constants),
-        segment_rows=part, segment_others=other_part, pointers=pointers, rows=rows, others=other_rows, **statistics,
-    )  # fmt: skip
+        segment_rows=part,
+        segment_others=other_part,
+        pointers=pointers,
+        rows=rows,
+        others=other_rows,
+        **statistics,
+    )
 
 
 def _contraction_launch(
@@ -411,8 +418,8 @@ def differentiate_rows(
 ) -> tuple[Buffer, tuple[Buffer, Buffer] | None]:
     """Differentiate over destinations: fill dquery (without W B) and the gradient of embedded features.
 
-    Return p_ds [B, E, 2, H], m p and ds of each edge, and sums: A and B of each destination where the in-degree is
-    fixed and attributes are raw, else None. With sums, dedge_attr is filled too.
+    Return p_ds [B, E, 2, H], m p and ds of each edge, and sums: A and B of each destination where
+    the in-degree is fixed and attributes are raw, else None. With sums, dedge_attr is filled too.
     """
     builder, sizes = call.builder, call.sizes
     p_ds = builder.empty((sizes.batch, sizes.num_edges, 2, sizes.heads), scratch_dtype(sizes.dtype))
@@ -489,10 +496,17 @@ def differentiate_sources(
     segment_dvalue = _segment_rows(call, dvalue, sizes.channels, sizes.src_segment)
     call.builder.launch(
         source_launch(sizes),
-        query=call.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=index.rowptr, col=index.col,
-        csr_to_csc=index.csr_to_csc, dkey=dkey, dvalue=dvalue, segment_dkey=segment_dkey,
+        query=call.operands.query,
+        grad_out=grad_out,
+        p_ds=p_ds,
+        rowptr=index.rowptr,
+        col=index.col,
+        csr_to_csc=index.csr_to_csc,
+        dkey=dkey,
+        dvalue=dvalue,
+        segment_dkey=segment_dkey,
         segment_dvalue=segment_dvalue,
-    )  # fmt: skip
+    )
     join(call, index.rowptr, sizes.src_segment, (segment_dkey, segment_dvalue), (dkey, dvalue))
 
 
@@ -529,10 +543,18 @@ def differentiate_attributes(
     segment_dscore_sums = _segment_rows(call, dscore_sums, sizes.columns, sizes.dst_segment)
     call.builder.launch(
         attribute_launch(sizes),
-        p_ds=p_ds, edge_attr=call.operands.edge_attr, projected=saved.projected, projected_grad=projected_grad,
-        colptr=index.colptr, perm=index.perm, attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
-        segment_attr_sums=segment_attr_sums, segment_dscore_sums=segment_dscore_sums,
-    )  # fmt: skip
+        p_ds=p_ds,
+        edge_attr=call.operands.edge_attr,
+        projected=saved.projected,
+        projected_grad=projected_grad,
+        colptr=index.colptr,
+        perm=index.perm,
+        attr_sums=attr_sums,
+        dscore_sums=dscore_sums,
+        dedge_attr=dedge_attr,
+        segment_attr_sums=segment_attr_sums,
+        segment_dscore_sums=segment_dscore_sums,
+    )
     parts = (segment_attr_sums, segment_dscore_sums)
     join(call, index.colptr, sizes.dst_segment, parts, (attr_sums, dscore_sums))
     return attr_sums, dscore_sums

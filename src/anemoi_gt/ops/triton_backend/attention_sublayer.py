@@ -6,18 +6,20 @@
     y_i = sum_e p_e (v_j + x_e) + W_self n_i + b_self
     z_i = x_i + W_projection y_i + b_projection
 
-q_norm and k_norm, per head, are the identity where the options give them no eps. On a shard of a graph, a rank's own
-sources are followed by its halo, rows n_j that their owners normed.
+q_norm and k_norm, per head, are the identity where the options give them no eps. On a shard of a
+graph, a rank's own sources are followed by its halo, rows n_j that their owners normed.
 
-Adding one vector to all keys shifts all scores of a destination alike and changes no weight. So without k_norm b_key
-has no effect, its gradient is 0, and b_value may be added to key and value by the bias of the edges, whose gradient it
-shares: the sum of dy_i over destinations that have in-edges. The gradient of b_self follows from the projection's:
-sum_i dy_i = W_projection^T sum_i dz_i. So rows are read for sums over nodes of dq alone (and of dk, with k_norm); all
-other gradients of biases and norms are made by the passes over rows that are needed anyway.
+Adding one vector to all keys shifts all scores of a destination alike and changes no weight. So
+without k_norm b_key has no effect, its gradient is 0, and b_value may be added to key and value by
+the bias of the edges, whose gradient it shares: the sum of dy_i over destinations that have
+in-edges. The gradient of b_self follows from the projection's: sum_i dy_i = W_projection^T sum_i
+dz_i. So rows are read for sums over nodes of dq alone (and of dk, with k_norm); all other gradients
+of biases and norms are made by the passes over rows that are needed anyway.
 
-Kept for the backward pass: query and key before their norms, value, y, the edge attributes if they were cast, what
-edge attention saves, and the cast weights. Gradients of query, y, key and value are columns of one tensor, so that
-those of n, and of the weights, are one product each. The backward pass makes normed rows again, where it reads x.
+Kept for the backward pass: query and key before their norms, value, y, the edge attributes if they
+were cast, what edge attention saves, and the cast weights. Gradients of query, y, key and value are
+columns of one tensor, so that those of n, and of the weights, are one product each. The backward
+pass makes normed rows again, where it reads x.
 """
 
 from functools import lru_cache
@@ -111,8 +113,8 @@ def attention_sublayer(
 ) -> Tensor:
     """Return z [B * N_dst, F], in the promoted dtype of x and the products.
 
-    `graph` is the structure of one batch entry, from own sources and halo to destinations. Edge attributes [E, D] are
-    shared by the batch.
+    `graph` is the structure of one batch entry, from own sources and halo to destinations. Edge
+    attributes [E, D] are shared by the batch.
     """
     refuse_forward_mode(*tensors)
     save = needs_gradient(*tensors)
@@ -126,7 +128,8 @@ def attention_sublayer(
     return _run_forward(tensors, index, options, save=False)[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------------------------
+# plans
 
 
 def _weight_groups(t: AttentionTensors) -> dict[str, list[Buffer]]:
@@ -356,7 +359,8 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
     num_destinations = t.x_dst.shape[0]
     sums = sublayer_steps.NodeSums(builder, _sum_widths(t))
 
-    # Gradients of query, y, key and value as columns: of sources [.., k, v], of one set [.., q, y, k, v].
+    # Gradients of query, y, key and value as columns: of sources [.., k, v], of one set [.., q, y,
+    # k, v].
     columns = (4 if is_one_set else 2) * width
     src = builder.empty((layout.batch * layout.sources, columns), options.dtype)
     shares_rows = is_one_set and (not layout.halo or layout.batch == 1)
@@ -399,8 +403,8 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
     )
     edge_bias = gradients.edge_bias
     if edge_bias is not None and options.dtype == torch.float32:
-        # The kernels' sum has terms of the keys, which cancel but for rounding. That is below the rounding of 16-bit
-        # operands, but several times the error of a float32 sum.
+        # The kernels' sum has terms of the keys, which cancel but for rounding. That is below the
+        # rounding of 16-bit operands, but several times the error of a float32 sum.
         edge_bias = builder.empty((width,), torch.float32)
         builder.compute(_sum_of_attending_rows, dy, index.colptr, edge_bias)
     query_bias = None if t.query_bias is None else _sum_of_rows(builder, dquery)
@@ -438,18 +442,38 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
         )
     else:
         _through_norm(
-            sums, layout._replace(own_sources=layout.destinations, halo=0), "norm", norm, norm_map, t.x_dst, dx_dst,
-            grad, dst, weights["nodes"].slice(0, 0, 2 * width), grad_nodes.slice(0, 0, 2 * width), None,
-        )  # fmt: skip
+            sums,
+            layout._replace(own_sources=layout.destinations, halo=0),
+            "norm",
+            norm,
+            norm_map,
+            t.x_dst,
+            dx_dst,
+            grad,
+            dst,
+            weights["nodes"].slice(0, 0, 2 * width),
+            grad_nodes.slice(0, 0, 2 * width),
+            None,
+        )
         source_norm = Norm.of(
             builder, _source_norm_parameters(t), options.norm_src_eps, weights, "norm_src"
         )
         source_map = sublayer_steps.modulation_gradients(builder, source_norm, needs.condition_src)
         dx_src = builder.empty_like(t.x_src)
         dhalo = _through_norm(
-            sums, layout, "norm_src", source_norm, source_map, t.x_src, dx_src, None, src,
-            weights["nodes"].slice(0, 2 * width, 4 * width), grad_nodes.slice(0, 2 * width, 4 * width), t.halo,
-        )  # fmt: skip
+            sums,
+            layout,
+            "norm_src",
+            source_norm,
+            source_map,
+            t.x_src,
+            dx_src,
+            None,
+            src,
+            weights["nodes"].slice(0, 2 * width, 4 * width),
+            grad_nodes.slice(0, 2 * width, 4 * width),
+            t.halo,
+        )
     total = sums.total()
     self_bias = None
     if t.self_bias is not None:
@@ -481,9 +505,19 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
 
 
 def _through_norm(
-    sums, layout: _Layout, name: str, norm: Norm, norm_map, x: Buffer, dx: Buffer, grad_total: Buffer | None,
-    gradients: Buffer, weight: Buffer, grad_weight: Buffer, halo: Buffer | None,
-) -> Buffer | None:  # fmt: skip
+    sums,
+    layout: _Layout,
+    name: str,
+    norm: Norm,
+    norm_map,
+    x: Buffer,
+    dx: Buffer,
+    grad_total: Buffer | None,
+    gradients: Buffer,
+    weight: Buffer,
+    grad_weight: Buffer,
+    halo: Buffer | None,
+) -> Buffer | None:
     """Differentiate x -> n -> the columns whose gradients are `gradients`; return the gradient of the halo, if any.
 
     Fill dx and the gradient of the stacked weights; `layout` names the rows of x as own sources.
@@ -645,16 +679,21 @@ def _run_forward(
 
 
 def _run_backward(
-    tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, saved: SublayerSaved, grad: Tensor,
+    tensors: AttentionTensors,
+    index: IndexTensors,
+    options: AttentionOptions,
+    saved: SublayerSaved,
+    grad: Tensor,
     needs: SublayerNeeds,
-) -> SublayerGradients:  # fmt: skip
+) -> SublayerGradients:
     inputs = sublayer_steps.contiguous((*tensors, *index, *saved, grad))
     with on_device(tensors.x_dst), without_autocast(tensors.x_dst.device.type):
         plan = backward_plan(sublayer_steps.specs_of(inputs), options, needs)
         return SublayerGradients(*plan.run(inputs))
 
 
-# ------------------------------------------------------------------------------------------------------- eager calls
+# -------------------------------------------------------------------------------------------------------
+# eager calls
 
 
 class AttentionSublayer(torch.autograd.Function):
@@ -684,7 +723,8 @@ class AttentionSublayer(torch.autograd.Function):
         return *sublayer_steps.needed(gradients, needs), None, None
 
 
-# --------------------------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------------------------
+# operators
 
 
 @define_operator
@@ -750,10 +790,21 @@ def _setup_context(ctx, inputs, output):
 
 @define_operator
 def attention_sublayer_triton_backward(
-    tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, query: Tensor, key: Tensor,
-    value: Tensor, attended: Tensor, attr: Tensor, inv_denominator: Tensor, exp_scores: Tensor, projected: Tensor,
-    packed: Tensor, grad: Tensor, needs: list[bool],
-) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:  # fmt: skip
+    tensors: AttentionTensors,
+    index: IndexTensors,
+    options: AttentionOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    attr: Tensor,
+    inv_denominator: Tensor,
+    exp_scores: Tensor,
+    projected: Tensor,
+    packed: Tensor,
+    grad: Tensor,
+    needs: list[bool],
+) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:
     """Return `SublayerGradients`, empty for those that are None."""
     cast_attr = None if tensors.edge_attr.dtype == options.dtype else attr
     saved = SublayerSaved(
@@ -766,9 +817,21 @@ def attention_sublayer_triton_backward(
 @torch.library.register_fake("anemoi_gt::attention_sublayer_triton_backward")
 @flat_arguments
 def _(
-    tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, query, key, value, attended, attr,
-    inv_denominator, exp_scores, projected, packed, grad, needs,
-):  # fmt: skip
+    tensors: AttentionTensors,
+    index: IndexTensors,
+    options: AttentionOptions,
+    query,
+    key,
+    value,
+    attended,
+    attr,
+    inv_denominator,
+    exp_scores,
+    projected,
+    packed,
+    grad,
+    needs,
+):
     t = tensors
     needs = SublayerNeeds(*needs)
     width, features = t.query_weight.shape
@@ -828,9 +891,13 @@ def _backward(ctx, grad, *_):
 
 
 def _call_backward(
-    t: AttentionTensors, index: IndexTensors, options: AttentionOptions, saved: SublayerSaved, grad: Tensor,
+    t: AttentionTensors,
+    index: IndexTensors,
+    options: AttentionOptions,
+    saved: SublayerSaved,
+    grad: Tensor,
     needs: AttentionTensors,
-) -> AttentionTensors:  # fmt: skip
+) -> AttentionTensors:
     """Call the backward operator; return the gradients by name."""
     if saved.attr is None:
         saved = saved._replace(attr=grad.new_empty(0))

@@ -1,13 +1,13 @@
 """The forward pass of the `triton` backend for export: the same launches, as nodes of a graph instead of calls.
 
 A process without our Python code cannot run our operator, of which it knows only the name.
-`edge_attention_triton_exported` does the same by `torch.library.triton_op`: AOTInductor looks into it and puts the
-kernels into its package. An export takes it by decomposition (`anemoi_gt.export.export_program`); eager and compiled
-models never do.
+`edge_attention_triton_exported` does the same by `torch.library.triton_op`: AOTInductor looks into
+it and puts the kernels into its package. An export takes it by decomposition
+(`anemoi_gt.export.export_program`); eager and compiled models never do.
 
-What is compiled into a kernel is decided once, while exporting. Sizes may be symbols then, so what depends on how many
-edges a node has (the tile) follows from the example that was exported with, and offsets have 64 bits unless the ranges
-of the sizes prove that 32 do. Grids and sizes stay symbols.
+What is compiled into a kernel is decided once, while exporting. Sizes may be symbols then, so what
+depends on how many edges a node has (the tile) follows from the example that was exported with, and
+offsets have 64 bits unless the ranges of the sizes prove that 32 do. Grids and sizes stay symbols.
 
 Nothing here runs under Triton's interpreter, which leaves no graph behind.
 """
@@ -39,9 +39,14 @@ class TracedSizes(Sizes):
 @triton_op("anemoi_gt::edge_attention_triton_exported", mutates_args=())
 @flat_arguments
 def edge_attention_triton_exported(
-    operands: AttentionOperands, colptr: Tensor, row: Tensor, perm: Tensor | None, dst_schedule: Tensor | None,
-    dst_hubs: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    operands: AttentionOperands,
+    colptr: Tensor,
+    row: Tensor,
+    perm: Tensor | None,
+    dst_schedule: Tensor | None,
+    dst_hubs: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
     inputs = [
         None if x is None else x.contiguous()

@@ -5,8 +5,9 @@
     a = act(h), gated act(h_gate) h_value        [N, K_h]
     y = x + W_out a + b_out
 
-Kept for the backward pass: x, h and the cast weights. The backward pass makes m and a again, in the passes that read x
-and h. Rows are taken in chunks: what is as wide as the hidden layer exists for a chunk alone, except h.
+Kept for the backward pass: x, h and the cast weights. The backward pass makes m and a again, in the
+passes that read x and h. Rows are taken in chunks: what is as wide as the hidden layer exists for a
+chunk alone, except h.
 """
 
 from functools import lru_cache
@@ -51,7 +52,8 @@ def feed_forward_sublayer(tensors: FeedForwardTensors, options: FeedForwardOptio
     return _run_forward(tensors, options, save=False)[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------------------------
+# plans
 
 
 def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Buffer]]:
@@ -118,8 +120,8 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
 def backward_plan(specs: tuple, options: FeedForwardOptions, need_condition: bool) -> Plan:
     """Return the plan of a backward pass over the tensors, h, the packed weights and the gradient of y.
 
-    Results: gradients of x, of the condition (or None), of the packed "in" and "out" weights, of the map of the
-    condition (or None), and the sums over nodes, whose columns are `_sum_widths`.
+    Results: gradients of x, of the condition (or None), of the packed "in" and "out" weights, of
+    the map of the condition (or None), and the sums over nodes, whose columns are `_sum_widths`.
     """
     builder = PlanBuilder(specs)
     t = FeedForwardTensors(*builder.inputs[:NUM_TENSORS])
@@ -231,15 +233,20 @@ def _run_forward(
 
 
 def _run_backward(
-    tensors: FeedForwardTensors, options: FeedForwardOptions, hidden: Tensor, packed: Tensor, grad: Tensor,
+    tensors: FeedForwardTensors,
+    options: FeedForwardOptions,
+    hidden: Tensor,
+    packed: Tensor,
+    grad: Tensor,
     need_condition: bool,
-) -> list[Tensor | None]:  # fmt: skip
+) -> list[Tensor | None]:
     inputs = sublayer_steps.contiguous((*tensors, hidden, packed, grad))
     with on_device(tensors.x), without_autocast(tensors.x.device.type):
         return backward_plan(sublayer_steps.specs_of(inputs), options, need_condition).run(inputs)
 
 
-# ------------------------------------------------------------------------------------------------------- eager calls
+# -------------------------------------------------------------------------------------------------------
+# eager calls
 
 
 class FeedForward(torch.autograd.Function):
@@ -267,7 +274,8 @@ class FeedForward(torch.autograd.Function):
         return *sublayer_steps.needed(gradients, needs), None
 
 
-# --------------------------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------------------------
+# operators
 
 
 @define_operator
@@ -304,9 +312,13 @@ def _setup_context(ctx, inputs, output):
 
 @define_operator
 def feed_forward_triton_backward(
-    tensors: FeedForwardTensors, options: FeedForwardOptions, hidden: Tensor, packed: Tensor, grad: Tensor,
+    tensors: FeedForwardTensors,
+    options: FeedForwardOptions,
+    hidden: Tensor,
+    packed: Tensor,
+    grad: Tensor,
     need_condition: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the results of `backward_plan`, empty for those that are None."""
     results = _run_backward(tensors, options, hidden, packed, grad, need_condition)
     return tuple(grad.new_empty(0) if result is None else result for result in results)

@@ -1,7 +1,8 @@
 """The `triton` backend: plans of forward and backward pass, and the two ways in that run them.
 
-Eager calls go through `EdgeAttention`, an autograd function, which takes half the host's time of an operator. Traced
-code, dispatch modes and tensor subclasses see the registered operators `edge_attention_triton` and its backward.
+Eager calls go through `EdgeAttention`, an autograd function, which takes half the host's time of an
+operator. Traced code, dispatch modes and tensor subclasses see the registered operators
+`edge_attention_triton` and its backward.
 """
 
 from collections.abc import Sequence
@@ -45,9 +46,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
 
-    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. A batch of one may come without B, in all of
-    them: to the kernels it is the same memory, and views that add B would be autograd nodes that cost a launch each.
-    Attributes for which `embeds_first` are embedded before: an edge's own [H, C] is smaller than what it has.
+    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. A batch of one may come
+    without B, in all of them: to the kernels it is the same memory, and views that add B would be
+    autograd nodes that cost a launch each. Attributes for which `embeds_first` are embedded before:
+    an edge's own [H, C] is smaller than what it has.
     """
     warn_if_untested("triton")
     query, key, value, edge_attr, edge_weight, edge_bias = operands
@@ -70,8 +72,9 @@ def attend(
 def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     """Return whether to embed the attributes [E, D] into [E, H, C] instead of factoring W out of the sums over edges.
 
-    They are where a program cannot hold D, and where that moves fewer bytes with D > C, which takes many attributes and
-    few edges a node. Elements of N nodes and E edges that one moves and the other does not, with D padded to P columns:
+    They are where a program cannot hold D, and where that moves fewer bytes with D > C, which takes
+    many attributes and few edges a node. Elements of N nodes and E edges that one moves and the
+    other does not, with D padded to P columns:
 
         factored    forward N H (3 C + 4 P),    backward N H (5 C + 9 P) + E (4 H + D)
         embedded    forward E H 2 C,            backward N H C + E H 4 C
@@ -100,7 +103,8 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     return statically_known_true(embedded < factored)
 
 
-# ------------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------------------------
+# plans
 
 
 def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
@@ -186,7 +190,8 @@ def _run_backward(
         return plan.run(tensors)
 
 
-# ------------------------------------------------------------------------------------------------------- eager calls
+# -------------------------------------------------------------------------------------------------------
+# eager calls
 
 
 class EdgeAttention(torch.autograd.Function):
@@ -216,7 +221,8 @@ class EdgeAttention(torch.autograd.Function):
         return *gradients, None, None
 
 
-# --------------------------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------------------------
+# operators
 
 
 @define_operator
@@ -256,9 +262,16 @@ def _setup_context(ctx, inputs, output):
 
 @define_operator
 def edge_attention_triton_backward(
-    grad_out: Tensor | None, grad_lse: Tensor | None, operands: AttentionOperands, index: IndexTensors,
-    options: Options, inv_denominator: Tensor, exp_scores: Tensor, projected: Tensor | None, needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    operands: AttentionOperands,
+    index: IndexTensors,
+    options: Options,
+    inv_denominator: Tensor,
+    exp_scores: Tensor,
+    projected: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the operands, empty for those that `needs` does not ask for.
 
     Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.

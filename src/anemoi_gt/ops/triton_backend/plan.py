@@ -1,9 +1,9 @@
 """A call as a plan: its kernel launches and tensor operations in order, over buffers in a few blocks of memory.
 
-A plan is made from sizes, dtypes and options alone, and holds no tensor, so one plan runs every call of these sizes.
-Its steps name `Buffer`s: parts of the inputs, of the results, and of scratch memory, which is one allocation in which
-buffers that are not alive at the same time share bytes. A kernel takes addresses, a tensor operation takes views, which
-are cut once per run.
+A plan is made from sizes, dtypes and options alone, and holds no tensor, so one plan runs every
+call of these sizes. Its steps name `Buffer`s: parts of the inputs, of the results, and of scratch
+memory, which is one allocation in which buffers that are not alive at the same time share bytes. A
+kernel takes addresses, a tensor operation takes views, which are cut once per run.
 
     builder = PlanBuilder(specs)             shape and dtype of each input tensor, None for an absent one
     out = builder.empty(shape, dtype)        memory that a step writes
@@ -229,7 +229,8 @@ class Plan:
         addresses.append(0)
         gpu = repeating_device()
         if gpu is not None and any(address % ALIGNMENT for address in addresses):
-            gpu = None  # compiled code assumes aligned addresses; Triton's own launch looks at each of them
+            # compiled code assumes aligned addresses; Triton's own launch looks at each of them
+            gpu = None
         stream = None if gpu is None else current_stream(gpu)
 
         views: list[Tensor | None] = [None] * self.num_places
@@ -286,8 +287,9 @@ def _view(
 def _place_scratch(blocks: list, steps: list, placed: dict[int, int]) -> tuple[dict[int, int], int]:
     """Return the byte offset of every scratch block, and the bytes of the scratch allocation.
 
-    Blocks that are alive during a common step get distinct bytes. The largest is placed first, each at the lowest
-    offset that is free, which keeps the total near the largest sum of blocks alive at once.
+    Blocks that are alive during a common step get distinct bytes. The largest is placed first, each
+    at the lowest offset that is free, which keeps the total near the largest sum of blocks alive at
+    once.
     """
     lifetimes: dict[int, list[int]] = {}
     for number, step in enumerate(steps):

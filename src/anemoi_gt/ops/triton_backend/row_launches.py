@@ -245,8 +245,8 @@ def activation_backward(
 ) -> Launch:
     """Return the launch of `activation_bwd`.
 
-    Its tensors are hidden, grad_activated -> activated, grad_hidden, partial. The sums of the columns
-    of grad_hidden are the columns of `partial` from `first_sum` on.
+    Its tensors are hidden, grad_activated -> activated, grad_hidden, partial. The sums of the
+    columns of grad_hidden are the columns of `partial` from `first_sum` on.
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 

@@ -144,7 +144,8 @@ def sizes_of(
     gradient_stride : int
         Elements between two nodes in grad_out, dquery, dkey and dvalue; 0: they are contiguous.
     holds : callable
-        Decides a statement about sizes; for symbolic ones True only where it holds for all that are admitted.
+        Decides a statement about sizes; for symbolic ones True only where it holds for all that are
+        admitted.
     fixed_degree_kernels : bool
         Use the kernels for a fixed in-degree where the structure has one.
     """

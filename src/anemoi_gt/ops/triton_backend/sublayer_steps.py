@@ -1,8 +1,8 @@
 """Steps that both sub-layers of a block put on a plan: packed weights, linear maps, norms, sums over nodes.
 
-Parameters are cast to the dtype of the products once per forward pass, into one packed tensor that the backward pass
-reads too. They are not remembered from step to step: version counters do not tell, since `AdamW(fused=True).step()`
-and `.data.copy_` leave them as they were (torch 2.13).
+Parameters are cast to the dtype of the products once per forward pass, into one packed tensor that
+the backward pass reads too. They are not remembered from step to step: version counters do not
+tell, since `AdamW(fused=True).step()` and `.data.copy_` leave them as they were (torch 2.13).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,8 @@ from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder, contiguous_stride
 
 CHUNK = 131072  # rows whose hidden features and modulation exist at a time
-PROGRAMS = 528  # that share sums over nodes; fixed, so that the order of summation does not depend on the device
+# that share sums over nodes; fixed, so that the order of summation does not depend on the device
+PROGRAMS = 528
 PACKED_ALIGNMENT = 8  # elements: 16 bytes of 16-bit elements, which kernels and cuBLAS load at once
 
 
@@ -29,7 +30,8 @@ def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
         yield part * num_rows // number, (part + 1) * num_rows // number
 
 
-# ------------------------------------------------------------------------------------------------- packed weights
+# -------------------------------------------------------------------------------------------------
+# packed weights
 
 
 class PackedWeights(NamedTuple):
@@ -85,7 +87,8 @@ def _copy_all(*tensors: Tensor) -> None:
     torch._foreach_copy_(list(tensors[:number]), list(tensors[number:]))
 
 
-# --------------------------------------------------------------------------------------------------- linear maps
+# ---------------------------------------------------------------------------------------------------
+# linear maps
 
 
 def linear(
@@ -141,7 +144,8 @@ def _outer_product(dy: Tensor, x: Tensor, total: Tensor, is_first: bool) -> None
         else:
             total.add_(gradient)
         return
-    # Rows beyond a multiple of 64 have a product of their own: cuBLAS may leave some of them out (docs/upstream.md).
+    # Rows beyond a multiple of 64 have a product of their own: cuBLAS may leave some of them out
+    # (docs/upstream.md).
     aligned = dy.shape[0] // 64 * 64
     if is_first:
         torch.mm(dy[:aligned].t(), x[:aligned], out_dtype=torch.float32, out=total)
@@ -187,7 +191,8 @@ def _zero(out: Tensor) -> None:
     out.zero_()
 
 
-# --------------------------------------------------------------------------------------------------------- norms
+# ---------------------------------------------------------------------------------------------------------
+# norms
 
 
 class NormParameters(NamedTuple):
@@ -350,8 +355,8 @@ def norm_backward(
 ) -> None:
     """Differentiate the norm of rows `rows` (begin, end) of its condition: fill dx, and `normed` with its output again.
 
-    Tensors hold these rows alone, `grad_normed` and `normed` [rows, F], or [B * entry_rows, F]. The gradients of scale
-    and shift are added to the sums, or with a condition to `modulation`.
+    Tensors hold these rows alone, `grad_normed` and `normed` [rows, F], or [B * entry_rows, F]. The
+    gradients of scale and shift are added to the sums, or with a condition to `modulation`.
     """
     builder = sums.builder
     begin, end = rows
@@ -407,7 +412,8 @@ def norm_backward(
         )
 
 
-# ------------------------------------------------------------------------------------------- tensors around a plan
+# -------------------------------------------------------------------------------------------
+# tensors around a plan
 
 
 def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -1,11 +1,12 @@
 """Tile shapes: what one program of each kernel holds on chip.
 
-A heuristic chooses each tile from the sizes of the problem alone, never from a clock, so equal sizes give the same bits
-on every run and device. It is what sweeps over warps, unroll, packed pairs and nodes found fastest on one H200 (bf16, H
-= 16, C = 32 and 64, D = 11 with a bias; encoder, processor and decoder of N320 with icosphere 6 where no other graph is
-named): all heads in one program; one warp where a row is reduced, more where it is only summed; several nodes a program
-where a node has one or two edges. Each tile of the row kernels is within 2% of the fastest that was measured. On other
-shapes, `benchmarks/tiles.py` searches.
+A heuristic chooses each tile from the sizes of the problem alone, never from a clock, so equal
+sizes give the same bits on every run and device. It is what sweeps over warps, unroll, packed pairs
+and nodes found fastest on one H200 (bf16, H = 16, C = 32 and 64, D = 11 with a bias; encoder,
+processor and decoder of N320 with icosphere 6 where no other graph is named): all heads in one
+program; one warp where a row is reduced, more where it is only summed; several nodes a program
+where a node has one or two edges. Each tile of the row kernels is within 2% of the fastest that was
+measured. On other shapes, `benchmarks/tiles.py` searches.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ PRODUCT = 16  # smallest inner size of a matrix product
 BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program busy
 MANY_DEGREE = 16  # mean degree from which the remainder of an unrolled loop does not count
 ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 elements in each thread of a warp
-MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
+# columns of W for which a program's arrays fit the registers and the shared memory of every GPU
+MOST_ATTRIBUTES = 256
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
 JOINED, JOINED_COLUMNS = (
@@ -95,9 +97,9 @@ def _unroll(shape: Shape, elements: float) -> int:
 def forward_tile(shape: Shape) -> RowTile:
     """Return the tile of the forward pass over destinations.
 
-    Measured, with one warp and pairs: encoder 0.770, processor 0.239 ms at C = 64 with unroll 3 (1: 1.005, 0.268),
-    decoder 1.553 with 1 (3: 1.625). At C = 32 processor 0.138, decoder 0.919 with 3 (1: 0.157, 0.946), encoder 0.411
-    with 4 and without pairs (with: 0.435; 3 with: 0.453).
+    Measured, with one warp and pairs: encoder 0.770, processor 0.239 ms at C = 64 with unroll 3 (1:
+    1.005, 0.268), decoder 1.553 with 1 (3: 1.625). At C = 32 processor 0.138, decoder 0.919 with 3
+    (1: 0.157, 0.946), encoder 0.411 with 4 and without pairs (with: 0.435; 3 with: 0.453).
     """
     group, padded = held_by_program(shape)
     warps = _warps(group * padded, 1)
@@ -110,8 +112,9 @@ def forward_tile(shape: Shape) -> RowTile:
 def destination_tile(shape: Shape) -> RowTile:
     """Return the tile of the backward pass over destinations.
 
-    Measured, with one warp and pairs: encoder 0.794 ms at C = 64 with unroll 3, 0.420 at C = 32 with 4 (1: 0.986,
-    0.566); processor 0.245, 0.135 with 3 (1: 0.290, 0.164); decoder 1.576, 0.880 with 1 (3: 1.574, 0.938).
+    Measured, with one warp and pairs: encoder 0.794 ms at C = 64 with unroll 3, 0.420 at C = 32
+    with 4 (1: 0.986, 0.566); processor 0.245, 0.135 with 3 (1: 0.290, 0.164); decoder 1.576, 0.880
+    with 1 (3: 1.574, 0.938).
     """
     group, padded = held_by_program(shape)
     warps = _warps(group * padded, 1)
@@ -123,10 +126,10 @@ def destination_tile(shape: Shape) -> RowTile:
 def source_tile(shape: Shape) -> RowTile:
     """Return the tile of the backward pass over sources, whose `shape.attributes` is 0.
 
-    Measured: decoder 1.023 ms at C = 64, 0.525 at C = 32 with four warps (two: 1.382, 0.617), processor 0.178 with four
-    (two: 0.229), at C = 32 0.098 with two (four: 0.122); unroll 4 where a thread holds 8 elements of a row, 2 where it
-    holds 4. Encoder, whose sources have 1.6 edges: 0.689, 0.358 with four sources a program and unroll 1 (one source:
-    0.853, 0.447).
+    Measured: decoder 1.023 ms at C = 64, 0.525 at C = 32 with four warps (two: 1.382, 0.617),
+    processor 0.178 with four (two: 0.229), at C = 32 0.098 with two (four: 0.122); unroll 4 where a
+    thread holds 8 elements of a row, 2 where it holds 4. Encoder, whose sources have 1.6 edges:
+    0.689, 0.358 with four sources a program and unroll 1 (one source: 0.853, 0.447).
     """
     group, padded = held_by_program(shape)
     elements = group * padded
@@ -140,8 +143,8 @@ def source_tile(shape: Shape) -> RowTile:
 def fixed_degree_tile(shape: Shape, degree: int) -> RowTile | None:
     """Return the tile of the kernels for a small fixed in-degree, or None when they cannot serve the shape.
 
-    A program holds all heads and all edges of a destination; a thread at most 32 elements of a row, of 2 `degree` rows,
-    which for 4 edges are 168 registers without spills.
+    A program holds all heads and all edges of a destination; a thread at most 32 elements of a row,
+    of 2 `degree` rows, which for 4 edges are 168 registers without spills.
     """
     heads, padded = next_power_of_two(shape.heads), next_power_of_two(shape.channels)
     widest = heads * max(padded, attribute_columns(shape.attributes) if shape.attributes else 1)
@@ -158,7 +161,8 @@ def attribute_columns(attributes: int) -> int:
 def attribute_edges(degree: float) -> int:
     """Return the edges of a tile of attributes in the passes over destinations: 1, or those of a matrix product.
 
-    Measured: a product takes the forward of the processor from 0.35 to 0.28 ms, that of the decoder from 1.55 to 1.71.
+    Measured: a product takes the forward of the processor from 0.35 to 0.28 ms, that of the decoder
+    from 1.55 to 1.71.
     """
     return PRODUCT if degree >= BUSY_DEGREE else 1
 
@@ -192,9 +196,9 @@ def project_tile(channels: int, attributes: int) -> ContractionTile:
 def embed_tile(channels: int, attributes: int) -> ContractionTile:
     """Return the tile of `embed`.
 
-    Measured: decoder 0.616, encoder 0.049 ms at C = 64 (with the tile of `project`: 0.635, 0.056); 0.388 and 0.032 at C
-    = 32 with 64 nodes and 8 warps (4 warps: 0.509, 0.036; 128 nodes, 8 warps: 0.510, 0.033; 128 nodes, 4 warps: 0.441,
-    0.032).
+    Measured: decoder 0.616, encoder 0.049 ms at C = 64 (with the tile of `project`: 0.635, 0.056);
+    0.388 and 0.032 at C = 32 with 64 nodes and 8 warps (4 warps: 0.509, 0.036; 128 nodes, 8 warps:
+    0.510, 0.033; 128 nodes, 4 warps: 0.441, 0.032).
     """
     tile = project_tile(channels, attributes)
     if tile.attributes > 32 or channels > tile.channels:
@@ -207,9 +211,10 @@ def embed_tile(channels: int, attributes: int) -> ContractionTile:
 def weight_tile(channels: int, attributes: int) -> ContractionTile:
     """Return the tile of the gradient of W, of which a program takes many.
 
-    Measured with heads as the fast axis and 33 programs a head: decoder 0.641, encoder 0.055 ms at C = 64 (64 programs,
-    heads the slow axis: 0.828, 0.066). At C = 32 with two warps 0.523, 0.041 (four: 0.549, 0.041; 128 nodes, two:
-    0.465, 0.050, which costs 16 layers of a processor what it saves a decoder).
+    Measured with heads as the fast axis and 33 programs a head: decoder 0.641, encoder 0.055 ms at
+    C = 64 (64 programs, heads the slow axis: 0.828, 0.066). At C = 32 with two warps 0.523, 0.041
+    (four: 0.549, 0.041; 128 nodes, two: 0.465, 0.050, which costs 16 layers of a processor what it
+    saves a decoder).
     """
     tile = project_tile(channels, attributes)
     if tile.attributes > 32 or channels > tile.channels:
