@@ -109,6 +109,7 @@ def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
 
 
 @pytest.mark.parametrize(("norm", "gated"), [("both", False), ("bare", True), (4, False)])
+@pytest.mark.usefixtures("filled_padding")
 def test_forward_and_backward_operators_pass_opcheck(norm, gated, kernel_device):
     named, grad = draw(kernel_device, norm, gated)
     options = FeedForwardOptions(EPS, "silu", torch.float32)
@@ -117,9 +118,9 @@ def test_forward_and_backward_operators_pass_opcheck(norm, gated, kernel_device)
         *(None if x is None else x.clone().requires_grad_() for x in detached)
     )
     torch.library.opcheck(feed_forward_triton, (*leaves, *options, True))
-    _, hidden, packed = feed_forward_triton(*detached, *options, True)
+    _, kept = feed_forward_triton(*detached, *options, True)
     torch.library.opcheck(
-        feed_forward_triton_backward, (*detached, *options, hidden, packed, grad, norm == 4)
+        feed_forward_triton_backward, (*detached, *options, kept, grad, norm == 4)
     )
 
 
@@ -134,10 +135,9 @@ def test_x_hidden_features_and_cast_weights_are_kept_and_nothing_else(gated, ker
     weights = (
         width * FEATURES + width + HIDDEN * FEATURES + FEATURES + 2 * FEATURES * 4 + 2 * FEATURES
     )
-    assert [(tuple(x.shape), x.dtype) for x in kept] == [
-        ((ROWS, width), torch.bfloat16),
-        ((weights,), torch.bfloat16),
-    ]
+    (block,) = kept
+    num_bytes = 2 * (ROWS * width + weights)
+    assert num_bytes <= block.numel() <= num_bytes + 2 * 512
 
 
 def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_refused(

@@ -103,7 +103,7 @@ def edge_attention_bwd_dst(
     PRECISION: tl.constexpr,
     INT64: tl.constexpr,
     SEGMENT: tl.constexpr,
-    STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dquery
+    STRIDE: tl.constexpr,  # elements between two rows of query, key, value, grad_out and dquery
 ):
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
@@ -125,8 +125,7 @@ def edge_attention_bwd_dst(
     h = head + tl.arange(0, HEADS)
     heads = (h, None if H % HEADS == 0 else h < H)
     layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
-    WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
-    GRADIENT: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
+    ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     if D > 0:
         project_edges(
             attr_dp,
@@ -159,7 +158,7 @@ def edge_attention_bwd_dst(
         first_edge,
     )
     main_end = end - (end - begin) % UNROLL
-    do = load_unpacked(grad_out, node * GRADIENT, layout, PACKED)
+    do = load_unpacked(grad_out, node * ROW, layout, PACKED)
     place = node
     if SEGMENT > 0 and slot >= 0:
         place = segment_row(slot, num_blocks(num_edges, SEGMENT) + num_dst, num_dst)
@@ -168,10 +167,10 @@ def edge_attention_bwd_dst(
     delta = tl.zeros((HEADS,), tl.float32)
     weights = (do, inverse, value, attr_dp if D > 0 else None, exp_scores, dp)
     p_sum, delta = _differentiate_weights(
-        p_sum, delta, begin, main_end, *weights, *edges, H, WIDTH, PACKED, UNROLL
+        p_sum, delta, begin, main_end, *weights, *edges, H, ROW, PACKED, UNROLL
     )
     p_sum, delta = _differentiate_weights(
-        p_sum, delta, main_end, end, *weights, *edges, H, WIDTH, PACKED, 1
+        p_sum, delta, main_end, end, *weights, *edges, H, ROW, PACKED, 1
     )
     if SEGMENT > 0 and slot >= 0:
         store_heads(segment_p, slot, heads, p_sum, H)
@@ -183,7 +182,7 @@ def edge_attention_bwd_dst(
     tl.debug_barrier()
 
     dq = zero_row(HEADS, CHANNELS, PACKED)
-    q = load_unpacked(query, node * WIDTH, layout, PACKED) if EMBEDDED else do
+    q = load_unpacked(query, node * ROW, layout, PACKED) if EMBEDDED else do
     scores = (
         delta,
         do,
@@ -196,10 +195,10 @@ def edge_attention_bwd_dst(
         p_ds,
         dedge_attr,
     )
-    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, WIDTH, PACKED, UNROLL)
-    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, WIDTH, PACKED, 1)
+    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, ROW, PACKED, UNROLL)
+    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, ROW, PACKED, 1)
     if dquery is not None:
-        store_unpacked(dquery, node * GRADIENT, layout, dq, PACKED)
+        store_unpacked(dquery, node * ROW, layout, dq, PACKED)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_dst_hub", "key"), do_not_specialize=SIZES)
@@ -238,6 +237,7 @@ def edge_attention_bwd_dst_hub(
     UNROLL: tl.constexpr,
     INT64: tl.constexpr,
     SEGMENT: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two rows of query, key and grad_out
 ):
     """Grid (B * blocks, ceil(H / HEADS)): a program owns HEADS heads of one segment of a hub.
 
@@ -252,6 +252,7 @@ def edge_attention_bwd_dst_hub(
     heads = (h, None if H % HEADS == 0 else h < H)
     layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
+    ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
     edges = (
         (perm, global_edge_id, seed, b, h, drop_below, survivor),
@@ -267,15 +268,15 @@ def edge_attention_bwd_dst_hub(
         delta -= load_heads(grad_lse, node, heads, H)
 
     dq = zero_row(HEADS, CHANNELS, PACKED)
-    do = load_unpacked(grad_out, node * WIDTH, layout, PACKED) if EMBEDDED else dq
-    q = load_unpacked(query, node * WIDTH, layout, PACKED) if EMBEDDED else dq
+    do = load_unpacked(grad_out, node * ROW, layout, PACKED) if EMBEDDED else dq
+    q = load_unpacked(query, node * ROW, layout, PACKED) if EMBEDDED else dq
     inverse = load_heads(
         inv_denominator, segment_row(slot, num_blocks(num_edges, SEGMENT), num_dst), heads, H
     )
     read = key if segment_dquery is not None else None
     scores = (delta, do, q, inverse, scale, read, exp_scores, dp, p_ds, dedge_attr)
-    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, WIDTH, PACKED, UNROLL)
-    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, WIDTH, PACKED, 1)
+    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, ROW, PACKED, UNROLL)
+    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, ROW, PACKED, 1)
     if segment_dquery is not None:
         store_unpacked(segment_dquery, slot * WIDTH, layout, dq, PACKED)
 
@@ -298,13 +299,13 @@ def _differentiate_weights(
     heads,
     first_edge,
     H: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """Write dp of edges begin .. end - 1, EACH at a time; return the sums of p and of p dp so far."""
     for e in range(begin, end, EACH):
-        v = gather(value, e, source, layout, WIDTH, PACKED, EACH)
+        v = gather(value, e, source, layout, ROW, PACKED, EACH)
         r = load_edge_heads(exp_scores, first_edge + e, heads, H, EACH)
         if attr_dp is not None:
             t = load_edge_heads(attr_dp, first_edge + e, heads, H, EACH)
@@ -341,14 +342,14 @@ def _differentiate_scores(
     heads,
     first_edge,
     H: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """Write [m p, ds], and dx, of edges begin .. end - 1, EACH at a time; return the sum of ds k so far, if key is."""
     for e in range(begin, end, EACH):
         if key is not None:
-            k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
+            k = gather(key, e, source, layout, ROW, PACKED, EACH)
         r = load_edge_heads(exp_scores, first_edge + e, heads, H, EACH)
         dp_e = load_edge_heads(dp, first_edge + e, heads, H, EACH)
         for n in tl.static_range(EACH):
@@ -362,7 +363,8 @@ def _differentiate_scores(
             if dedge_attr is not None:
                 dx = add_scaled(scale_row(p, do), ds, q)
                 edge = first_edge + caller_edge(source[3], e + n)
-                store_unpacked(dedge_attr, edge * WIDTH, layout, dx, PACKED)
+                # rows are contiguous where features are embedded: they are as wide as ROW
+                store_unpacked(dedge_attr, edge * ROW, layout, dx, PACKED)
     return dq
 
 
@@ -393,7 +395,7 @@ def edge_attention_bwd_src(
     UNROLL: tl.constexpr,
     INT64: tl.constexpr,
     SEGMENT: tl.constexpr,
-    STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dkey and dvalue
+    STRIDE: tl.constexpr,  # elements between two rows of query, grad_out, dkey and dvalue
 ):
     """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns HEADS heads of NODES sources of a batch entry.
 
@@ -480,7 +482,7 @@ def _sum_over_edges(
             dv += w[:, None] * load_row(grad_out, i, offsets, mask, STRIDE)
         if dkey is not None:
             ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
-            dk += ds[:, None] * load_row(query, i, offsets, mask, H * C)
+            dk += ds[:, None] * load_row(query, i, offsets, mask, STRIDE)
     return dk, dv
 
 

@@ -124,7 +124,7 @@ def embed(
     sums,  # [N, H, ATTRIBUTES], N nodes of the whole batch
     edge_weight,  # [H * C, D]
     edge_bias,  # [H * C] or None
-    skip,  # [N, H, C] or None, added too
+    skip,  # [N, H, C] contiguous, or None, added too
     rows,  # [N, H, C], read and written
     num_nodes,
     H: tl.constexpr,
@@ -160,7 +160,8 @@ def embed(
             offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
             x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
             if skip is not None:
-                x += tl.load(skip + offsets, mask=mask, other=0.0).to(tl.float32)
+                skip_offsets, _ = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+                x += tl.load(skip + skip_offsets, mask=mask, other=0.0).to(tl.float32)
             x = product(s, tl.trans(w), x, PRECISION)
             tl.store(rows + offsets, x.to(rows.dtype.element_ty), mask=mask)
 
@@ -267,7 +268,7 @@ def weight_bwd(
     NODES: tl.constexpr,
     PRECISION: tl.constexpr,
     INT64: tl.constexpr,
-    STRIDE: tl.constexpr,  # elements between two rows of grad_out, 0 for H * C
+    STRIDE: tl.constexpr,  # elements between two rows of query, and of grad_out
 ):
     """Grid (P * H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head.
 
@@ -279,10 +280,9 @@ def weight_bwd(
     dw = tl.zeros((CHANNELS, ATTRIBUTES), tl.float32)
     for first in range(part * NODES, num_nodes, tl.num_programs(0) // H * NODES):
         node = as_index(first, INT64) + tl.arange(0, NODES)
-        offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+        offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
         q = tl.load(query + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
-        do_offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
-        do = tl.load(grad_out + do_offsets, mask=mask, other=0.0)
+        do = tl.load(grad_out + offsets, mask=mask, other=0.0)
         at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
         value_sums = tl.load(attr_sums + at, mask=inside, other=0.0)
         score_sums = tl.load(dscore_sums + at, mask=inside, other=0.0)

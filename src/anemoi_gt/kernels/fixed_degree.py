@@ -51,14 +51,14 @@ def _gather(
     D: tl.constexpr,
     BIAS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Return of K edges from `first` on: where the rows of their sources start, these rows raw, their attributes."""
     row, first_src, edge_attr, perm, first_attr = source
     starts = ()
     for j in tl.static_range(K):
-        starts = starts + ((first_src + tl.load(row + first + j)) * WIDTH,)
+        starts = starts + ((first_src + tl.load(row + first + j)) * ROW,)
     found = ()
     attributes = ()
     for j in tl.static_range(K):
@@ -116,6 +116,7 @@ def edge_attention_fixed_degree_fwd(
     ATTRIBUTES: tl.constexpr,
     PACKED: tl.constexpr,  # "bf16" or "fp16": rows are read as packed 16-bit pairs; None
     INT64: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two rows of query, key and value
 ):
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
@@ -129,9 +130,10 @@ def edge_attention_fixed_degree_fwd(
     heads = (h, None if H % HEADS == 0 else h < H)
     layout = raw_offsets(0, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
+    ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     source = (row, b * num_src, edge_attr, perm, b * attr_stride)
-    starts, k, a = _gather(key, first, source, layout, K, D, BIAS, ATTRIBUTES, WIDTH, PACKED)
-    q = load_unpacked(query, node * WIDTH, layout, PACKED)
+    starts, k, a = _gather(key, first, source, layout, K, D, BIAS, ATTRIBUTES, ROW, PACKED)
+    q = load_unpacked(query, node * ROW, layout, PACKED)
     if D > 0:
         sums_at, known = row_offsets(0, H, ATTRIBUTES, HEADS, ATTRIBUTES)
         u = load_row(projected, node, sums_at, known, H * ATTRIBUTES)
@@ -218,7 +220,7 @@ def edge_attention_fixed_degree_bwd_dst(
     ATTRIBUTES: tl.constexpr,
     PACKED: tl.constexpr,
     INT64: tl.constexpr,
-    STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dquery
+    STRIDE: tl.constexpr,  # elements between two rows of key, value, grad_out and dquery
 ):
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
@@ -232,11 +234,10 @@ def edge_attention_fixed_degree_bwd_dst(
     h = tl.arange(0, HEADS)
     heads = (h, None if H % HEADS == 0 else h < H)
     layout = raw_offsets(0, H, C, HEADS, CHANNELS, PACKED)
-    WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
-    GRADIENT: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
+    ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     source = (row, b * num_src, edge_attr, perm, b * attr_stride)
-    starts, v, a = _gather(value, first, source, layout, K, D, BIAS, ATTRIBUTES, WIDTH, PACKED)
-    do = load_unpacked(grad_out, node * GRADIENT, layout, PACKED)
+    starts, v, a = _gather(value, first, source, layout, K, D, BIAS, ATTRIBUTES, ROW, PACKED)
+    do = load_unpacked(grad_out, node * ROW, layout, PACKED)
     inverse = load_heads(inv_denominator, node, heads, H)
     if D > 0:
         sums_at, known = row_offsets(0, H, ATTRIBUTES, HEADS, ATTRIBUTES)
@@ -284,7 +285,7 @@ def edge_attention_fixed_degree_bwd_dst(
             at = (b * num_edges + caller_edge(perm, first + j)) * D
             tl.store(dedge_attr + at + d, da.to(dedge_attr.dtype.element_ty), mask=d < D)
     if dquery is not None:
-        store_unpacked(dquery, node * GRADIENT, layout, dq, PACKED)
+        store_unpacked(dquery, node * ROW, layout, dq, PACKED)
     if D > 0:
         at = node * (H * ATTRIBUTES) + sums_at
         tl.store(attr_sums + at, value_sums.to(attr_sums.dtype.element_ty), mask=known)

@@ -109,6 +109,7 @@ def edge_attention_fwd(
     PRECISION: tl.constexpr,
     INT64: tl.constexpr,
     SEGMENT: tl.constexpr,  # edges of a segment of a hub; 0 where no destination is one
+    STRIDE: tl.constexpr,  # elements between two rows of query, key and value
 ):
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
@@ -131,6 +132,7 @@ def edge_attention_fwd(
     heads = (h, None if H % HEADS == 0 else h < H)
     layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
+    ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     if D > 0:
         project_edges(
             exp_scores,
@@ -157,7 +159,7 @@ def edge_attention_fwd(
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
     dropout = (perm, global_edge_id, seed, b, h, drop_below, survivor)
     main_end = end - (end - begin) % UNROLL
-    q = load_unpacked(query, node * WIDTH, layout, PACKED)
+    q = load_unpacked(query, node * ROW, layout, PACKED)
     row_max = tl.full((HEADS,), -float("inf"), tl.float32)
     score = (
         q,
@@ -170,8 +172,8 @@ def edge_attention_fwd(
         heads,
         first_edge,
     )
-    row_max = _score(row_max, begin, main_end, *score, H, WIDTH, PACKED, UNROLL)
-    row_max = _score(row_max, main_end, end, *score, H, WIDTH, PACKED, 1)
+    row_max = _score(row_max, begin, main_end, *score, H, ROW, PACKED, UNROLL)
+    row_max = _score(row_max, main_end, end, *score, H, ROW, PACKED, 1)
     if SEGMENT > 0 and slot >= 0:
         store_heads(segment_max, slot, heads, row_max, H)
     row_max = tl.where(row_max == -float("inf"), 0.0, row_max)  # -inf minus -inf would be NaN
@@ -180,8 +182,8 @@ def edge_attention_fwd(
     denominator = tl.zeros((HEADS,), tl.float32)
     o = zero_row(HEADS, CHANNELS, PACKED)
     values = (row_max, value, scores, exp_scores, dropout, source, layout, heads, first_edge)
-    denominator, o = _sum_values(denominator, o, begin, main_end, *values, H, WIDTH, PACKED, UNROLL)
-    denominator, o = _sum_values(denominator, o, main_end, end, *values, H, WIDTH, PACKED, 1)
+    denominator, o = _sum_values(denominator, o, begin, main_end, *values, H, ROW, PACKED, UNROLL)
+    denominator, o = _sum_values(denominator, o, main_end, end, *values, H, ROW, PACKED, 1)
     if SEGMENT > 0 and slot >= 0:
         store_unpacked(segment_out, slot * WIDTH, layout, o, PACKED)
         store_heads(segment_denominator, slot, heads, denominator, H)
@@ -249,13 +251,13 @@ def _score(
     heads,
     first_edge,
     H: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """Write the scores of edges begin .. end - 1, EACH at a time; return the maximum of them and `row_max`."""
     for e in range(begin, end, EACH):
-        k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
+        k = gather(key, e, source, layout, ROW, PACKED, EACH)
         if attr_scores is not None:
             t = load_edge_heads(attr_scores, first_edge + e, heads, H, EACH)
         found = ()
@@ -286,13 +288,13 @@ def _sum_values(
     heads,
     first_edge,
     H: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """Write r of edges begin .. end - 1, EACH at a time; return the sums of r and of r v so far."""
     for e in range(begin, end, EACH):
-        v = gather(value, e, source, layout, WIDTH, PACKED, EACH)
+        v = gather(value, e, source, layout, ROW, PACKED, EACH)
         s = load_edge_heads(scores, first_edge + e, heads, H, EACH)
         for n in tl.static_range(EACH):
             r = tl.exp2(s[n] - row_max)

@@ -152,21 +152,22 @@ def load_edge_heads(x, edge, heads, H: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def gather(rows, e, source, layout, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
+def gather(rows, e, source, layout, ROW: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
     """Return the raw rows of the sources of edges e .. e + EACH - 1, behind them raw features if the edges have any.
 
-    `source` is (row, first_src, features, perm, first_attr), with features [E, H, C] in the
+    ROW elements lie between two rows, and between the features of two edges. `source` is (row,
+    first_src, features, perm, first_attr), with features [E, H, C] in the
     caller's order or None.
     """
     starts = ()
     for n in tl.static_range(EACH):
-        starts = starts + ((source[1] + tl.load(source[0] + e + n)) * WIDTH,)
+        starts = starts + ((source[1] + tl.load(source[0] + e + n)) * ROW,)
     found = ()
     for n in tl.static_range(EACH):
         found = found + (load_raw(rows, starts[n], layout, PACKED),)
     if source[2] is not None:
         for n in tl.static_range(EACH):
-            start = (source[4] + caller_edge(source[3], e + n)) * WIDTH
+            start = (source[4] + caller_edge(source[3], e + n)) * ROW
             found = found + (load_raw(source[2], start, layout, PACKED),)
     return found
 

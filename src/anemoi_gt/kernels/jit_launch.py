@@ -88,10 +88,12 @@ class Launch:
         )  # the latter under the interpreter
         return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
-    def compiled_for(self, dtypes: tuple) -> dict[int, Repeat]:
-        """Return what was compiled for tensors of these dtypes, by device; `on` fills it at the first launch.
+    def compiled_for(self, dtypes: tuple) -> dict[tuple, Repeat]:
+        """Return what was compiled for tensors of these dtypes, by device and alignment.
 
-        Triton compiles for the width of each integer too; a float is passed as it is.
+        The alignment has True for each tensor that begins at a multiple of ALIGNMENT, or is absent.
+        `on` adds an entry at its first launch. Triton compiles for the width of each integer too; a
+        float is passed as it is.
         """
         widths = tuple(
             scalar.bit_length() < 32 for scalar in self.scalars.values() if isinstance(scalar, int)
@@ -104,21 +106,19 @@ class Launch:
         self.on([tensors[name] for name in self.tensors])
 
     def on(self, ordered: list) -> None:
-        """Launch on tensors in the order of the kernel's arguments, as `__call__`, by Triton's own launch."""
+        """Launch as `__call__` by Triton's own launch, on tensors in the order of the arguments."""
         if 0 in self.grid:
             return
         named = dict(zip(self.tensors, ordered, strict=True))
         compiled = self.kernel[self.grid](**named, **self.scalars, **self.constants)
         device = repeating_device()
-        if device is None or any(
-            tensor.data_ptr() % ALIGNMENT for tensor in ordered if tensor is not None
-        ):
-            return
-        repeat = repeat_launch(compiled)
+        repeat = None if device is None else repeat_launch(compiled)
         if repeat is not None:
-            self.compiled_for(
-                tuple(None if tensor is None else tensor.dtype for tensor in ordered)
-            )[device] = repeat
+            dtypes = tuple(None if tensor is None else tensor.dtype for tensor in ordered)
+            alignment = tuple(
+                tensor is None or tensor.data_ptr() % ALIGNMENT == 0 for tensor in ordered
+            )
+            self.compiled_for(dtypes)[device, alignment] = repeat
 
 
 def repeating_device() -> int | None:

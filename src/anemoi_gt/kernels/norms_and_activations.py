@@ -22,9 +22,10 @@ Activations of a hidden row, plain a = f(h), or gated a = f(g) v with h = [g, v]
 Every kernel reads and writes each row once and computes in float32. A backward kernel recomputes
 the result of its forward kernel, so that result is not kept. It also sums over nodes while it has
 the rows in registers: program p takes every P-th tile and adds its sums to row p of `partial`
-[P, SUMS], from column `first_sum` on. Elements are added across tiles first and across rows last,
-so no step needs a barrier. The next tile is loaded before anything of the current tile is stored,
-because loads cannot be hoisted above stores that may alias them.
+[P, SUMS], from column `first_sum` on, or writes them there with IS_FIRST. Elements are added across
+tiles first and across rows last, so no step needs a barrier. The next tile is loaded before
+anything of the current tile is stored, because loads cannot be hoisted above stores that may alias
+them.
 
 N nodes, F features, H heads, C channels of a head, K hidden features. FEATURES, CHANNELS and
 COLUMNS are the widths of tiles, powers of two; ROWS and PAIRS (of a node and a head) are their
@@ -94,11 +95,18 @@ def _norm_gradient(n, inv_std, dn, mask, F: tl.constexpr):
 
 
 @triton.jit
-def _add_to_partial(partial, first_sum, f, mask, sums, SUMS: tl.constexpr):
-    """Add the column sums of a tile to this program's row of `partial`, from `first_sum` on."""
+def _put_into_partial(
+    partial, first_sum, f, mask, sums, SUMS: tl.constexpr, IS_FIRST: tl.constexpr
+):
+    """Write the column sums of a tile to this program's row of `partial`, from `first_sum` on.
+
+    They are added to what is there unless IS_FIRST.
+    """
     pointers = partial + tl.program_id(0) * SUMS + first_sum + f
-    before = tl.load(pointers, mask=mask, other=0.0)
-    tl.store(pointers, before + tl.sum(sums, axis=0), mask=mask)
+    total = tl.sum(sums, axis=0)
+    if not IS_FIRST:
+        total += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, total, mask=mask)
 
 
 # ---------------------------------------------------------------------------- norms of nodes
@@ -171,6 +179,7 @@ def norm_bwd(
     NORMED_STRIDE: tl.constexpr,
     ENTRIES: tl.constexpr,
     SUMS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
     TOTAL: tl.constexpr,
     INT64: tl.constexpr,
 ):
@@ -254,10 +263,10 @@ def norm_bwd(
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
 
     if partial is not None:
-        _add_to_partial(partial, first_sum, f, inside, scale_sum, SUMS)
-        _add_to_partial(partial, first_sum + F, f, inside, shift_sum, SUMS)
+        _put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
+        _put_into_partial(partial, first_sum + F, f, inside, shift_sum, SUMS, IS_FIRST)
         if TOTAL:
-            _add_to_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS)
+            _put_into_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS, IS_FIRST)
 
 
 # ---------------------------------------------------------------------------- norms of heads
@@ -319,6 +328,7 @@ def head_norm_bwd(
     GRAD_STRIDE: tl.constexpr,
     DX_STRIDE: tl.constexpr,
     SUMS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
     INT64: tl.constexpr,
 ):
     """Grid (P,): a program owns every P-th tile of PAIRS heads of nodes.
@@ -360,7 +370,7 @@ def head_norm_bwd(
             scale_sum += dy * n
         tl.store(dx + _pair_offsets(pair, c, DX_STRIDE, H, C), d.to(dx.dtype.element_ty), mask=mask)
     if partial is not None:
-        _add_to_partial(partial, first_sum, c, inside, scale_sum, SUMS)
+        _put_into_partial(partial, first_sum, c, inside, scale_sum, SUMS, IS_FIRST)
 
 
 # ---------------------------------------------------------------------------- activations
@@ -462,6 +472,7 @@ def activation_bwd(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     SUMS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
     INT64: tl.constexpr,
 ):
     """Grid (P, ceil(K / COLUMNS)): a program owns COLUMNS columns of every P-th tile of ROWS rows.
@@ -520,6 +531,6 @@ def activation_bwd(
             tl.store(activated + at, a.to(activated.dtype.element_ty), mask=mask)
         tl.store(grad_hidden + hidden_at, dh.to(grad_hidden.dtype.element_ty), mask=mask)
     if partial is not None:
-        _add_to_partial(partial, first_sum, k, inside, sums, SUMS)
+        _put_into_partial(partial, first_sum, k, inside, sums, SUMS, IS_FIRST)
         if GATED:
-            _add_to_partial(partial, first_sum + K, k, inside, value_sums, SUMS)
+            _put_into_partial(partial, first_sum + K, k, inside, value_sums, SUMS, IS_FIRST)

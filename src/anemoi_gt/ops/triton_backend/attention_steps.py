@@ -60,19 +60,41 @@ class Saved(NamedTuple):
 
     inv_denominator: Buffer  # [B, N_dst, H], or with hubs as `Sizes.inverse_shape`
     exp_scores: Buffer  # [B, E, H]
-    projected: Buffer | None  # [B, N_dst, H, columns]
+    projected: Buffer | None  # [B, N_dst, H, columns]; None without raw attributes
+
+    @classmethod
+    def empty(cls, call: "AttentionCall") -> "Saved":
+        """Return memory for it."""
+        builder, sizes = call.builder, call.sizes
+        heads = call.operands.query.shape[:-1]
+        projected = None
+        if call.operands.edge_weight is not None:
+            projected = builder.empty((*heads, sizes.columns), scratch_dtype(sizes.dtype))
+        return cls(
+            builder.empty(sizes.inverse_shape(heads), torch.float32),
+            builder.empty((sizes.batch, sizes.num_edges, sizes.heads), torch.float32),
+            projected,
+        )
 
 
-def attend(call: AttentionCall, out: Buffer | None = None) -> tuple[Buffer, Buffer, Saved]:
-    """Attend, into `out` if given; return out, lse and what the backward pass reads."""
+def attend(call: AttentionCall) -> tuple[Buffer, Buffer, Saved]:
+    """Attend; return out, lse and what the backward pass reads."""
     query, edge_weight = call.operands.query, call.operands.edge_weight
-    if out is None:
-        out = call.builder.empty_like(query)
-    projected = None if edge_weight is None else project(call, query)
-    lse, inv_denominator, exp_scores, attr_sums = attend_rows(call, projected, out)
+    out = call.builder.empty_like(query)
+    saved = Saved.empty(call)
+    if edge_weight is not None:
+        project(call, query, saved.projected)
+    lse, attr_sums = attend_rows(call, saved, out)
     if attr_sums is not None:
         embed(call, attr_sums, out)
-    return out, lse, Saved(inv_denominator, exp_scores, projected)
+    return out, lse, saved
+
+
+def attend_and_add(call: AttentionCall, saved: Saved, scratch: Buffer, rows: Buffer) -> None:
+    """Add the attention to rows [.., N_dst, H, C]; fill `saved`. `scratch` is contiguous, like rows."""
+    project(call, call.operands.query, saved.projected)
+    _, attr_sums = attend_rows(call, saved, scratch)
+    embed(call, attr_sums, rows, skip=scratch)
 
 
 def gradients(
@@ -81,48 +103,47 @@ def gradients(
     grad_out: Buffer,
     grad_lse: Buffer | None,
     needs: Needs,
-    rows: tuple[Buffer | None, Buffer | None, Buffer | None] = (None, None, None),
-    sum_dtype: torch.dtype | None = None,
+    into: AttentionOperands | None = None,
 ) -> AttentionOperands:
     """Differentiate; return the gradients that `needs` asks for, None for others.
 
-    `rows` are buffers for the gradients of query, key and value, with the row stride of `Sizes`;
-    None allocates them. Gradients of W and its bias have their dtype, or `sum_dtype`.
+    `into` has the buffers to write, rows with the row stride of `Sizes`. Without it they are
+    allocated like the operands. The gradient of edge_attr always is.
     """
     builder, sizes = call.builder, call.sizes
-    query, key, value, edge_attr, edge_weight, _ = call.operands
-    is_raw = edge_weight is not None
-    dquery, dkey, dvalue = rows
-    if dquery is None and needs.query:
-        dquery = builder.empty_like(query)
-    if dkey is None and needs.key:
-        dkey = builder.empty_like(key)
-    if dvalue is None and needs.value:
-        dvalue = builder.empty_like(value)
+    is_raw = call.operands.edge_weight is not None
+    if into is None:
+        into = AttentionOperands(
+            *(
+                builder.empty_like(operand) if need and operand is not None else None
+                for operand, need in zip(call.operands, needs, strict=True)
+            )
+        )
+    edge_attr = call.operands.edge_attr
     dattr = None
     if needs.edge_attr and sizes.shares_attributes:  # summed over the batch below
         dattr = builder.empty((sizes.batch, *edge_attr.shape[1:]), torch.float32)
     elif needs.edge_attr:
         dattr = builder.empty_like(edge_attr)
-    dweight = None
-    dbias = None
 
     projected_grad = project(call, grad_out) if is_raw else None
-    p_ds, sums = differentiate_rows(call, saved, projected_grad, grad_out, grad_lse, dquery, dattr)
+    p_ds, sums = differentiate_rows(
+        call, saved, projected_grad, grad_out, grad_lse, into.query, dattr
+    )
     if is_raw and (needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias):
         if sums is None:
             sums = differentiate_attributes(call, p_ds, saved, projected_grad, dattr)
         if needs.query:
-            embed(call, sums[1], dquery)
+            embed(call, sums[1], into.query)
         if needs.edge_weight or needs.edge_bias:
-            dweight, dbias = differentiate_weight(call, grad_out, *sums, needs, sum_dtype)
+            differentiate_weight(call, grad_out, *sums, into.edge_weight, into.edge_bias)
     if needs.key or needs.value:
-        differentiate_sources(call, p_ds, grad_out, dkey, dvalue)
+        differentiate_sources(call, p_ds, grad_out, into.key, into.value)
     if needs.edge_attr and sizes.shares_attributes:
         per_entry = dattr
         dattr = builder.empty_like(edge_attr)
         builder.compute(_sum_over_batch, per_entry, dattr)
-    return AttentionOperands(dquery, dkey, dvalue, dattr, dweight, dbias)
+    return into._replace(edge_attr=dattr)
 
 
 def _sum_over_batch(entries: torch.Tensor, out: torch.Tensor) -> None:
@@ -208,8 +229,7 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
     constants = _attribute_constants(sizes)
     constants |= {"HEADS": tile.heads, "CHANNELS": tile.channels, "num_warps": tile.num_warps}
     constants["PACKED"] = PACKED_DTYPES[sizes.dtype] if tile.pairs else None
-    if "STRIDE" in kernel.arg_names:  # of the backward pass
-        constants["STRIDE"] = sizes.gradient_stride
+    constants["STRIDE"] = sizes.row_stride
     if has_fixed_degree(sizes):
         del constants["PRECISION"]
         return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
@@ -315,11 +335,12 @@ def project_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = Non
     return _node_map_launch(edge_features.project, sizes, tile, stride)
 
 
-def project(call: AttentionCall, rows: Buffer) -> Buffer:
-    """Return W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
-    projected = call.builder.empty(
-        (*rows.shape[:-1], call.sizes.columns), scratch_dtype(rows.dtype)
-    )
+def project(call: AttentionCall, rows: Buffer, projected: Buffer | None = None) -> Buffer:
+    """Write W^T of rows [B, N_dst, H, C] into `projected` [B, N_dst, H, columns]; return it."""
+    if projected is None:
+        projected = call.builder.empty(
+            (*rows.shape[:-1], call.sizes.columns), scratch_dtype(rows.dtype)
+        )
     call.builder.launch(
         project_launch(call.sizes, _map_stride(rows)),
         rows=rows,
@@ -365,22 +386,18 @@ def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     )
 
 
-def attend_rows(
-    call: AttentionCall, projected: Buffer | None, out: Buffer
-) -> tuple[Buffer, Buffer, Buffer, Buffer | None]:
-    """Attend over destinations, into `out` without W A; return lse, inv_denominator, exp_scores and A."""
+def attend_rows(call: AttentionCall, saved: Saved, out: Buffer) -> tuple[Buffer, Buffer | None]:
+    """Attend over destinations, into `out` without W A; fill `saved`, return lse and A."""
     builder, sizes = call.builder, call.sizes
-    statistic_shape = out.shape[:-1]
-    lse = builder.empty(statistic_shape, torch.float32)
-    inv_denominator = builder.empty(sizes.inverse_shape(statistic_shape), torch.float32)
-    exp_scores = builder.empty((sizes.batch, sizes.num_edges, sizes.heads), torch.float32)
+    inv_denominator, exp_scores, projected = saved
+    lse = builder.empty(out.shape[:-1], torch.float32)
     attr_sums = None if projected is None else builder.empty_like(projected)
     buffers = call.destination_buffers()
     buffers |= {"projected": projected, "out": out, "lse": lse, "attr_sums": attr_sums}
     buffers |= {"inv_denominator": inv_denominator, "exp_scores": exp_scores}
     if has_fixed_degree(sizes):
         builder.launch(forward_launch(sizes), **buffers)
-        return lse, inv_denominator, exp_scores, attr_sums
+        return lse, attr_sums
 
     segment = sizes.dst_segment
     buffers["scores"] = builder.empty_like(exp_scores)
@@ -396,7 +413,7 @@ def attend_rows(
         statistics |= {"lse": lse, "inv_denominator": inv_denominator}
         parts = (segment_out, segment_attr_sums)
         join(call, call.index.colptr, segment, parts, (out, attr_sums), statistics)
-    return lse, inv_denominator, exp_scores, attr_sums
+    return lse, attr_sums
 
 
 def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
@@ -481,7 +498,7 @@ def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
         "UNROLL": tile.unroll,
         "INT64": sizes.needs_int64,
         "SEGMENT": sizes.src_segment,
-        "STRIDE": sizes.gradient_stride,
+        "STRIDE": sizes.row_stride,
         "num_warps": tile.num_warps,
     }
     return Launch(backward.edge_attention_bwd_src, grid, scalars, constants)
@@ -565,9 +582,7 @@ def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(
-        edge_features.weight_bwd, sizes, tile, grid, STRIDE=sizes.gradient_stride
-    )
+    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid, STRIDE=sizes.row_stride)
 
 
 def weight_sum_launch(sizes: Sizes, num_parts: int) -> Launch:
@@ -592,32 +607,24 @@ def differentiate_weight(
     grad_out: Buffer,
     attr_sums: Buffer,
     dscore_sums: Buffer,
-    needs: Needs,
-    dtype: torch.dtype | None = None,
-) -> tuple[Buffer | None, Buffer | None]:
-    """Return the gradients of W [H * C, D] and of the bias [H * C] that `needs` asks for, in their dtype or `dtype`."""
+    dweight: Buffer | None,
+    dbias: Buffer | None,
+) -> None:
+    """Fill the gradients of W [H * C, D] and of the bias [H * C]."""
     builder, sizes = call.builder, call.sizes
     launch = weight_launch(sizes)
     num_parts = launch.grid[0] // sizes.heads
     partial = builder.empty(
         (num_parts, sizes.heads * sizes.channels, sizes.attributes), torch.float32
     )
-    query = call.operands.query
     builder.launch(
         launch,
-        query=query,
+        query=call.operands.query,
         grad_out=grad_out,
         attr_sums=attr_sums,
         dscore_sums=dscore_sums,
         partial=partial,
     )
-    dweight = None
-    dbias = None
-    if needs.edge_weight:
-        dweight = builder.empty_like(call.operands.edge_weight, dtype)
-    if needs.edge_bias:
-        dbias = builder.empty_like(call.operands.edge_bias, dtype)
     builder.launch(
         weight_sum_launch(sizes, num_parts), partial=partial, dweight=dweight, dbias=dbias
     )
-    return dweight, dbias

@@ -16,12 +16,17 @@ in-edges. The gradient of b_self follows from the projection's: sum_i dy_i = W_p
 dz_i. So rows are read for sums over nodes of dq alone (and of dk, with k_norm); all other gradients
 of biases and norms are made by the passes over rows that are needed anyway.
 
-Kept for the backward pass: query and key before their norms, value, y, the edge attributes if they
-were cast, what edge attention saves, and the cast weights. Gradients of query, y, key and value are
-columns of one tensor, so that those of n, and of the weights, are one product each. The backward
-pass makes normed rows again, where it reads x.
+Query, y, key and value of one set of nodes are columns of one tensor, [q, y, k, v], which one
+product makes, with the term of self where y will be: the attention is added to it. So are their
+gradients, and those of n and of the weights are one product each. Destinations and sources that
+differ, as in a mapper or with a halo, have a tensor each: [q, y] and [k, v].
+
+Kept for the backward pass, in one block: these tensors (query and key before their norms), the edge
+attributes if they were cast, what edge attention saves, and the cast weights. The backward pass
+makes normed rows again, where it reads x. Gradients of parameters are parts of one block too.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,17 +44,21 @@ from anemoi_gt.custom_ops import (
     refuse_second_derivative,
 )
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
+from anemoi_gt.ops.dtypes import scratch_dtype
 from anemoi_gt.ops.operands import AttentionOperands, Needs
 from anemoi_gt.ops.sublayer_tensors import AttentionOptions, AttentionTensors
 from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
-from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, sizes_of
+from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer, Plan, PlanBuilder
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
+    GradientPiece,
+    ModulationGradients,
+    NodeSums,
     Norm,
     NormParameters,
     PackedWeights,
-    sum_columns,
+    ParameterPieces,
+    Piece,
 )
 
 KEPT = 128  # plans of each pass that are kept
@@ -71,22 +80,6 @@ class SublayerNeeds(NamedTuple):
         return cls(*(bool(getattr(needs, name)) for name in cls._fields))
 
 
-class SublayerSaved(NamedTuple):
-    """What the forward pass keeps for the backward pass."""
-
-    query: Buffer | Tensor  # [B * N_dst, H * C], before q_norm
-    key: Buffer | Tensor  # [B * N_src, H * C], before k_norm
-    value: Buffer | Tensor
-    attended: Buffer | Tensor  # y [B * N_dst, H * C]
-    attr: (
-        Buffer | Tensor | None
-    )  # edge attributes in the dtype of products; None where they came in it
-    inv_denominator: Buffer | Tensor  # of the attention, as `attention_steps.Saved`
-    exp_scores: Buffer | Tensor
-    projected: Buffer | Tensor
-    packed: Buffer | Tensor  # cast weights
-
-
 class SublayerGradients(NamedTuple):
     """Results of the backward plan; None for what is absent or not needed."""
 
@@ -96,16 +89,7 @@ class SublayerGradients(NamedTuple):
     edge_attr: Buffer | Tensor | None
     condition: Buffer | Tensor | None
     condition_src: Buffer | Tensor | None
-    nodes_weight: Buffer | Tensor  # [4 H * C, F]: query, self, key, value
-    projection_weight: Buffer | Tensor
-    edge_weight: Buffer | Tensor
-    edge_bias: Buffer | Tensor | None
-    norm_map: Buffer | Tensor | None  # [2 F, K] of a condition
-    norm_src_map: Buffer | Tensor | None
-    query_bias: Buffer | Tensor | None
-    key_bias: Buffer | Tensor | None
-    self_bias: Buffer | Tensor | None
-    sums: Buffer | Tensor  # over nodes, with the columns of `_sum_widths`
+    parameters: Buffer | Tensor  # a block, see `parameter_pieces`
 
 
 def attention_sublayer(
@@ -132,22 +116,26 @@ def attention_sublayer(
 # plans
 
 
-def _weight_groups(t: AttentionTensors) -> dict[str, list[Buffer]]:
-    """Return the parameters that are cast, by the group that stacks them."""
+def _weight_groups(t: AttentionTensors, options: AttentionOptions) -> dict[str, list[Piece]]:
+    """Return what is packed, by the group that stacks it."""
+    weights = (t.query_weight, t.self_weight, t.key_weight, t.value_weight)
     groups = {
-        "nodes": [t.query_weight, t.self_weight, t.key_weight, t.value_weight],
-        "projection": [t.projection_weight],
-        "edge": [t.edge_weight],
+        "nodes": [Piece.of(weight) for weight in weights],
+        "projection": [Piece.of(t.projection_weight)],
+        "edge": [Piece.of(t.edge_weight)],
     }
-    edge_bias = t.value_bias if t.edge_bias is None else t.edge_bias
-    biases = {
-        "query_bias": t.query_bias,
-        "self_bias": t.self_bias,
-        "key_bias": t.key_bias,
-        "projection_bias": t.projection_bias,
-        "edge_bias": edge_bias,
-    }
-    groups |= {name: [bias] for name, bias in biases.items() if bias is not None}
+    key_bias = t.key_bias if options.key_norm_eps else None
+    biases = (t.query_bias, t.self_bias, key_bias, None)
+    if any(bias is not None for bias in biases):
+        groups["nodes_bias"] = [Piece((t.query_weight.shape[0],), bias) for bias in biases]
+    if t.projection_bias is not None:
+        groups["projection_bias"] = [Piece.of(t.projection_bias)]
+    if t.edge_bias is not None and t.value_bias is not None:
+        groups["edge_bias"] = [Piece(t.edge_bias.shape, t.edge_bias, addend=t.value_bias)]
+    elif t.edge_bias is not None:
+        groups["edge_bias"] = [Piece.of(t.edge_bias)]
+    elif t.value_bias is not None:
+        groups["edge_bias"] = [Piece.of(t.value_bias)]
     return (
         groups | _norm_parameters(t).groups("norm") | _source_norm_parameters(t).groups("norm_src")
     )
@@ -178,6 +166,7 @@ class _Layout(NamedTuple):
     destinations: int  # of a batch entry
     own_sources: int
     halo: int
+    is_one_set: bool  # sources are the destinations, with one norm; a halo may follow them
 
     @classmethod
     def of(cls, t: AttentionTensors, options: AttentionOptions) -> "_Layout":
@@ -190,12 +179,34 @@ class _Layout(NamedTuple):
             t.x_dst.shape[0] // options.batch,
             x_src.shape[0] // options.batch,
             halo,
+            t.x_src is None,
         )
 
     @property
     def sources(self) -> int:
         """Own sources and halo of a batch entry."""
         return self.own_sources + self.halo
+
+    @property
+    def is_one_tensor(self) -> bool:
+        """Whether query, y, key and value are columns of one tensor."""
+        return self.is_one_set and not self.halo
+
+    @property
+    def row_stride(self) -> int:
+        """Elements between the queries of two nodes, and between their keys."""
+        return (4 if self.is_one_tensor else 2) * self.width
+
+    def rows(self, dst, src) -> "NodeRows":
+        """Return query, y, key and value, columns of the tensors of destinations and sources."""
+        width = self.width
+        first = 2 * width if self.is_one_tensor else 0
+        return NodeRows(
+            dst.slice(1, 0, width),
+            dst.slice(1, width, 2 * width),
+            src.slice(1, first, first + width),
+            src.slice(1, first + width, first + 2 * width),
+        )
 
     def split_heads(self, rows: Buffer) -> Buffer:
         """Return rows [B * N, H * C] as [N, H, C], or [B, N, H, C] of a batch."""
@@ -204,75 +215,169 @@ class _Layout(NamedTuple):
             return heads
         return heads.unflatten(0, (self.batch, rows.shape[0] // self.batch))
 
-    def own_rows(self, rows: Buffer) -> Buffer:
-        """Return the rows of own sources [B, N, ..] of rows [B * (N + R), ..]."""
-        return rows.unflatten(0, (self.batch, self.sources)).slice(1, 0, self.own_sources)
-
     def halo_rows(self, rows: Buffer) -> Buffer:
         """Return the rows of the halo [B, R, ..] of rows [B * (N + R), ..]."""
         return rows.unflatten(0, (self.batch, self.sources)).slice(
             1, self.own_sources, self.sources
         )
 
+    def entries(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the rows of each batch entry among destinations, and its own rows among sources.
+
+        One entry with all rows where there is no halo between the entries.
+        """
+        if not self.halo:
+            rows = self.batch * self.destinations
+            yield slice(0, rows), slice(0, rows)
+            return
+        for entry in range(self.batch):
+            first_dst, first_src = entry * self.destinations, entry * self.sources
+            yield (
+                slice(first_dst, first_dst + self.destinations),
+                slice(first_src, first_src + self.own_sources),
+            )
+
+
+class NodeRows(NamedTuple):
+    """Rows of nodes [B * N, H * C], columns of wider tensors; or their gradients."""
+
+    query: Buffer
+    attended: Buffer  # y
+    key: Buffer
+    value: Buffer
+
+
+class _Shaped(NamedTuple):
+    """Stands for a tensor where its shape and dtype are all that is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _sizes(t: AttentionTensors, index: IndexTensors, options: AttentionOptions) -> Sizes:
+    """Return the sizes of the call of edge attention."""
+    layout = _Layout.of(t, options)
+    batch = () if layout.batch == 1 else (layout.batch,)
+    heads = (layout.heads, layout.width // layout.heads)
+    query = _Shaped((*batch, layout.destinations, *heads), options.dtype)
+    key = _Shaped((*batch, layout.sources, *heads), options.dtype)
+    edge_attr = _Shaped(_attribute_shape(t.edge_attr, layout), options.dtype)
+    has_bias = t.edge_bias is not None or t.value_bias is not None
+    edge_bias = _Shaped((layout.width,), options.dtype) if has_bias else None
+    operands = AttentionOperands(query, key, key, edge_attr, t.edge_weight, edge_bias)
+    scale = heads[1] ** -0.5
+    return sizes_of(operands, index, scale, row_stride=layout.row_stride)
+
+
+def _attribute_shape(edge_attr, layout: _Layout) -> tuple[int, ...]:
+    """Return the shape of the edge attributes as the attention takes them."""
+    if layout.batch > 1 and len(edge_attr.shape) == 2:
+        return (1, *edge_attr.shape)  # shared by the batch
+    return tuple(edge_attr.shape)
+
+
+def kept_layout(t: AttentionTensors, index: IndexTensors, options: AttentionOptions) -> BlockLayout:
+    """Return the layout of what the forward pass keeps for the backward pass."""
+    layout = _Layout.of(t, options)
+    sizes = _sizes(t, index, options)
+    heads = (layout.batch * layout.destinations, layout.heads)
+    num_packed = PackedWeights.of(_weight_groups(t, options)).num_elements
+    specs = {
+        "packed": ((num_packed,), options.dtype),
+        "dst": ((layout.batch * layout.destinations, layout.row_stride), options.dtype),
+    }
+    if not layout.is_one_tensor:
+        specs["src"] = ((layout.batch * layout.sources, layout.row_stride), options.dtype)
+    if t.edge_attr.dtype != options.dtype:
+        specs["attr"] = (t.edge_attr.shape, options.dtype)
+    specs["inv_denominator"] = (sizes.inverse_shape(heads), torch.float32)
+    specs["exp_scores"] = ((sizes.batch, sizes.num_edges, sizes.heads), torch.float32)
+    specs["projected"] = ((*heads, sizes.columns), scratch_dtype(options.dtype))
+    return BlockLayout.of(specs)
+
 
 def _attention_call(
     builder: PlanBuilder,
-    layout: _Layout,
-    rows: tuple,
+    t: AttentionTensors,
+    index: IndexTensors,
+    options: AttentionOptions,
+    rows: NodeRows,
     attr: Buffer,
-    weights,
-    index,
-    stride: int = 0,
+    weights: dict[str, Buffer],
 ):
     """Return the call of edge attention on query, key and value [B * N, H * C]."""
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 
-    query, key, value = (layout.split_heads(x) for x in rows)
+    layout = _Layout.of(t, options)
+    query, key, value = (layout.split_heads(each) for each in (rows.query, rows.key, rows.value))
     if layout.batch > 1 and len(attr.shape) == 2:
-        attr = attr.unflatten(0, (1, attr.shape[0]))  # shared by the batch
+        attr = attr.unflatten(0, (1, attr.shape[0]))
     operands = AttentionOperands(query, key, value, attr, weights["edge"], weights.get("edge_bias"))
-    scale = query.shape[-1] ** -0.5
-    return AttentionCall(
-        builder, sizes_of(operands, index, scale, gradient_stride=stride), operands, index
-    )
+    return AttentionCall(builder, _sizes(t, index, options), operands, index)
 
 
-def _head_norm(
-    builder: PlanBuilder, layout: _Layout, x: Buffer, scale: Buffer | None, eps: float
-) -> Buffer:
-    """Return rows [B * N, H * C] normed per head; x itself where eps is 0, which stands for no norm."""
-    if not eps:
-        return x
-    out = builder.empty_like(x)
-    channels = layout.width // layout.heads
+def _normed_heads(
+    builder: PlanBuilder, t: AttentionTensors, options: AttentionOptions, rows: NodeRows
+) -> NodeRows:
+    """Return rows with query and key normed per head, in scratch memory; themselves without norms."""
+    if not options.query_norm_eps and not options.key_norm_eps:
+        return rows
+    layout = _Layout.of(t, options)
+    # The attention reads query, key and value with one stride, so normed rows lie as they do.
+    dst = builder.empty((rows.query.shape[0], layout.row_stride), options.dtype)
+    src = dst
+    if not layout.is_one_tensor:
+        src = builder.empty((rows.key.shape[0], layout.row_stride), options.dtype)
+    normed = layout.rows(dst, src)
+    query, key = rows.query, rows.key
+    if options.query_norm_eps:
+        query = normed.query
+        eps = options.query_norm_eps
+        _norm_heads(builder, layout, rows.query, t.query_norm_scale, eps, query)
+    if options.key_norm_eps:
+        key = normed.key
+        eps = options.key_norm_eps
+        _norm_heads(builder, layout, rows.key, t.key_norm_scale, eps, key)
+    return rows._replace(query=query, key=key)
+
+
+def _norm_heads(
+    builder: PlanBuilder,
+    layout: _Layout,
+    x: Buffer,
+    scale: Buffer | None,
+    eps: float,
+    out: Buffer,
+) -> None:
+    """Write rows x [B * N, H * C] normed per head."""
     launch = row_launches.head_norm_forward(
-        x.shape[0], layout.heads, channels, eps, x_stride=x.stride[0], out_stride=out.stride[0]
+        x.shape[0],
+        layout.heads,
+        layout.width // layout.heads,
+        eps,
+        x_stride=x.stride[0],
+        out_stride=out.stride[0],
     )
     builder.launch(launch, x=x, scale=scale, out=out)
-    return out
 
 
 @lru_cache(KEPT)
 def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
-    """Return the plan of a forward pass over tensors and index: z, and with `save` `SublayerSaved`."""
+    """Return the plan of a forward pass over tensors and index: z, and with `save` the kept block."""
     from anemoi_gt.ops.triton_backend import attention_steps
 
     builder = PlanBuilder(specs)
     t = AttentionTensors(*builder.inputs[:NUM_TENSORS])
     index = IndexTensors(*builder.inputs[NUM_TENSORS:])
     layout = _Layout.of(t, options)
-    packed, weights = sublayer_steps.cast_weights(builder, _weight_groups(t), options.dtype)
-    if t.edge_bias is not None and t.value_bias is not None:
-        sublayer_steps.add(builder, t.edge_bias, t.value_bias, weights["edge_bias"])
-    for name in ("norm_bias", "norm_src_bias"):
-        if name in weights:
-            sublayer_steps.add_one_to_scale(builder, weights[name])
+    kept = builder.empty_parts(kept_layout(t, index, options), together=save)
+    weights = sublayer_steps.pack_weights(builder, _weight_groups(t, options), kept["packed"])
     features = t.x_dst.shape[1]
     width = layout.width
 
     n_src = builder.empty((layout.batch * layout.sources, features), options.dtype)
     norm = Norm.of(builder, _norm_parameters(t), options.norm_eps, weights, "norm")
-    if t.x_src is None:
+    if layout.is_one_set:
         source_norm, x_src = norm, t.x_dst
     else:
         source_norm = Norm.of(
@@ -280,288 +385,276 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
         )
         x_src = t.x_src
     sublayer_steps.norm_forward(builder, x_src, source_norm, n_src, layout.batch, layout.sources)
-    if t.halo is not None:
+    if layout.halo:
         sublayer_steps.copy(
             builder, t.halo.unflatten(0, (layout.batch, layout.halo)), layout.halo_rows(n_src)
         )
-    n_dst = _destinations_of(builder, layout, n_src)
-    if t.x_src is not None:
-        n_dst = builder.empty(t.x_dst.shape, options.dtype)
-        sublayer_steps.norm_forward(builder, t.x_dst, norm, n_dst)
 
-    nodes = weights["nodes"]
-    query = sublayer_steps.linear(
-        builder, n_dst, nodes.slice(0, 0, width), weights.get("query_bias")
-    )
-    skip = sublayer_steps.linear(
-        builder, n_dst, nodes.slice(0, width, 2 * width), weights.get("self_bias")
-    )
-    key_bias = weights.get("key_bias") if options.key_norm_eps else None
-    key = sublayer_steps.linear(builder, n_src, nodes.slice(0, 2 * width, 3 * width), key_bias)
-    value = sublayer_steps.linear(builder, n_src, nodes.slice(0, 3 * width, 4 * width), None)
-    attr = sublayer_steps.cast(builder, t.edge_attr, options.dtype)
+    dst = kept["dst"]
+    src = dst if layout.is_one_tensor else kept["src"]
+    nodes, bias = weights["nodes"], weights.get("nodes_bias")
+    if layout.is_one_tensor:
+        sublayer_steps.linear(builder, n_src, nodes, bias, dst)
+    else:
+        dst_bias = None if bias is None else bias.slice(0, 0, 2 * width)
+        src_bias = None if bias is None else bias.slice(0, 2 * width, 4 * width)
+        dst_weight = nodes.slice(0, 0, 2 * width)
+        sublayer_steps.linear(builder, n_src, nodes.slice(0, 2 * width, 4 * width), src_bias, src)
+        if layout.is_one_set:
+            for own, among_sources in layout.entries():
+                n_dst = n_src.rows(among_sources)
+                sublayer_steps.linear(builder, n_dst, dst_weight, dst_bias, dst.rows(own))
+        else:
+            n_dst = builder.empty(t.x_dst.shape, options.dtype)
+            sublayer_steps.norm_forward(builder, t.x_dst, norm, n_dst)
+            sublayer_steps.linear(builder, n_dst, dst_weight, dst_bias, dst)
+    attr = t.edge_attr
+    if "attr" in kept:
+        attr = kept["attr"]
+        sublayer_steps.add(builder, t.edge_attr, None, attr)
 
-    normed_query = _head_norm(builder, layout, query, t.query_norm_scale, options.query_norm_eps)
-    normed_key = _head_norm(builder, layout, key, t.key_norm_scale, options.key_norm_eps)
-    call = _attention_call(builder, layout, (normed_query, normed_key, value), attr, weights, index)
-    projected = attention_steps.project(call, call.operands.query)
-    attended = builder.empty_like(query)
-    out = layout.split_heads(attended)
-    _, inv_denominator, exp_scores, attr_sums = attention_steps.attend_rows(call, projected, out)
-    attention_steps.embed(call, attr_sums, out, skip=layout.split_heads(skip))
+    rows = layout.rows(dst, src)
+    normed = _normed_heads(builder, t, options, rows)
+    call = _attention_call(builder, t, index, options, normed, attr, weights)
+    attended = builder.empty((t.x_dst.shape[0], width), options.dtype)
+    saved = attention_steps.Saved(kept["inv_denominator"], kept["exp_scores"], kept["projected"])
+    attention_steps.attend_and_add(
+        call, saved, layout.split_heads(attended), layout.split_heads(rows.attended)
+    )
 
     z = builder.empty(t.x_dst.shape, torch.promote_types(t.x_dst.dtype, options.dtype))
     for begin, end in sublayer_steps.chunks(t.x_dst.shape[0]):
-        rows = attended.slice(0, begin, end)
+        y = rows.attended.slice(0, begin, end)
         delta = sublayer_steps.linear(
-            builder, rows, weights["projection"], weights.get("projection_bias")
+            builder, y, weights["projection"], weights.get("projection_bias")
         )
         sublayer_steps.add(builder, t.x_dst.slice(0, begin, end), delta, z.slice(0, begin, end))
     if not save:
         return builder.finish([z])
-    cast_attr = None if attr is t.edge_attr else attr
-    saved = SublayerSaved(
-        query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed
-    )
-    return builder.finish([z, *saved])
-
-
-def _destinations_of(builder: PlanBuilder, layout: _Layout, n_src: Buffer) -> Buffer:
-    """Return the rows of own sources [B * N, F] of rows [B * (N + R), F]: a view, or a copy in a batch with a halo."""
-    if not layout.halo:
-        return n_src
-    if layout.batch == 1:
-        return n_src.slice(0, 0, layout.own_sources)
-    rows = builder.empty((layout.batch * layout.own_sources, n_src.shape[1]), n_src.dtype)
-    sublayer_steps.copy(
-        builder, layout.own_rows(n_src), rows.unflatten(0, (layout.batch, layout.own_sources))
-    )
-    return rows
+    return builder.finish([z, builder.whole(dst)])
 
 
 @lru_cache(KEPT)
-def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds) -> Plan:
-    """Return the plan of a backward pass over tensors, index, `SublayerSaved` and the gradient of z.
+def backward_plan(
+    specs: tuple, options: AttentionOptions, needs: SublayerNeeds
+) -> tuple[Plan, ParameterPieces]:
+    """Return the plan of a backward pass over tensors, index, the kept block and the gradient of z.
 
-    Its results are `SublayerGradients`.
+    Its results are `SublayerGradients`; the pieces are of their block of parameters.
     """
     from anemoi_gt.ops.triton_backend import attention_steps
 
     builder = PlanBuilder(specs)
     t = AttentionTensors(*builder.inputs[:NUM_TENSORS])
     index = IndexTensors(*builder.inputs[NUM_TENSORS:NUM_INPUTS])
-    *saved, grad = builder.inputs[NUM_INPUTS:]
-    saved = SublayerSaved(*saved)
+    kept_block, grad = builder.inputs[NUM_INPUTS:]
+    kept = kept_layout(t, index, options).buffers(kept_block)
     layout = _Layout.of(t, options)
-    weights = PackedWeights.of(_weight_groups(t)).views(saved.packed)
+    weights = PackedWeights.of(_weight_groups(t, options)).views(kept["packed"])
     width = layout.width
-    is_one_set = t.x_src is None
-    num_destinations = t.x_dst.shape[0]
-    sums = sublayer_steps.NodeSums(builder, _sum_widths(t))
+    sums = sublayer_steps.NodeSums(builder, _sum_pieces(t, options))
+    pieces = parameter_pieces(t, options)
+    parameter_block, parameters = pieces.allocate(builder)
 
-    # Gradients of query, y, key and value as columns: of sources [.., k, v], of one set [.., q, y,
-    # k, v].
-    columns = (4 if is_one_set else 2) * width
-    src = builder.empty((layout.batch * layout.sources, columns), options.dtype)
-    shares_rows = is_one_set and (not layout.halo or layout.batch == 1)
-    if shares_rows:
-        dst = src.slice(0, 0, num_destinations)
-    else:
-        dst = builder.empty((num_destinations, columns), options.dtype)
-    dquery, dy = dst.slice(1, 0, width), dst.slice(1, width, 2 * width)
-    dkey, dvalue = (
-        src.slice(1, columns - 2 * width, columns - width),
-        src.slice(1, columns - width, columns),
-    )
-
+    rows = layout.rows(kept["dst"], kept.get("src", kept["dst"]))
+    dst = builder.empty(kept["dst"].shape, options.dtype)
+    src = dst if layout.is_one_tensor else builder.empty(kept["src"].shape, options.dtype)
+    gradients = layout.rows(dst, src)
     narrow = sublayer_steps.cast(builder, grad, options.dtype)
-    sublayer_steps.product(builder, narrow, weights["projection"], dy)
-    grad_projection = builder.empty_like(weights["projection"], torch.float32)
-    sublayer_steps.outer_product(builder, narrow, saved.attended, grad_projection, is_first=True)
+    sublayer_steps.product(builder, narrow, weights["projection"], gradients.attended)
+    sublayer_steps.outer_product(
+        builder, narrow, rows.attended, parameters["projection_weight"], is_first=True
+    )
 
-    query = _head_norm(builder, layout, saved.query, t.query_norm_scale, options.query_norm_eps)
-    key = _head_norm(builder, layout, saved.key, t.key_norm_scale, options.key_norm_eps)
-    attr = t.edge_attr if saved.attr is None else saved.attr
-    call = _attention_call(
-        builder, layout, (query, key, saved.value), attr, weights, index, stride=columns
-    )
-    operand_needs = Needs(edge_attr=needs.edge_attr, edge_bias=call.operands.edge_bias is not None)
-    gradients = attention_steps.gradients(
-        call,
-        attention_steps.Saved(saved.inv_denominator, saved.exp_scores, saved.projected),
-        layout.split_heads(dy),
-        None,
-        operand_needs,
-        rows=tuple(layout.split_heads(rows) for rows in (dquery, dkey, dvalue)),
-        sum_dtype=torch.float32,
-    )
-    _head_norm_backward(
-        sums, layout, "query_norm", saved.query, dquery, t.query_norm_scale, options.query_norm_eps
-    )
-    _head_norm_backward(
-        sums, layout, "key_norm", saved.key, dkey, t.key_norm_scale, options.key_norm_eps
-    )
-    edge_bias = gradients.edge_bias
+    attr = kept.get("attr", t.edge_attr)
+    normed = _normed_heads(builder, t, options, rows)
+    call = _attention_call(builder, t, index, options, normed, attr, weights)
+    edge_bias = parameters.get("edge_bias")
     if edge_bias is not None and options.dtype == torch.float32:
         # The kernels' sum has terms of the keys, which cancel but for rounding. That is below the
         # rounding of 16-bit operands, but several times the error of a float32 sum.
-        edge_bias = builder.empty((width,), torch.float32)
-        builder.compute(_sum_of_attending_rows, dy, index.colptr, edge_bias)
-    query_bias = None if t.query_bias is None else _sum_of_rows(builder, dquery)
-    key_bias = None
-    if t.key_bias is not None and options.key_norm_eps:
-        key_bias = _sum_of_rows(builder, dkey)
-    if (
-        is_one_set and layout.halo
-    ):  # the halo has no query and no y: zeros, so that one product computes all
-        sublayer_steps.zero(builder, layout.halo_rows(src).slice(2, 0, 2 * width))
-        if not shares_rows:
-            of_entries = dst.slice(1, 0, 2 * width).unflatten(0, (layout.batch, layout.own_sources))
-            sublayer_steps.copy(builder, of_entries, layout.own_rows(src).slice(2, 0, 2 * width))
+        builder.compute(_sum_of_attending_rows, gradients.attended, index.colptr, edge_bias)
+        edge_bias = None
+    dedge_attr = attention_steps.gradients(
+        call,
+        attention_steps.Saved(kept["inv_denominator"], kept["exp_scores"], kept["projected"]),
+        layout.split_heads(gradients.attended),
+        None,
+        Needs(edge_attr=needs.edge_attr, edge_bias=edge_bias is not None),
+        into=AttentionOperands(
+            query=layout.split_heads(gradients.query),
+            key=layout.split_heads(gradients.key),
+            value=layout.split_heads(gradients.value),
+            edge_weight=parameters["edge_weight"],
+            edge_bias=edge_bias,
+        ),
+    ).edge_attr
+    _head_norm_backward(
+        sums,
+        layout,
+        "query_norm",
+        rows.query,
+        gradients.query,
+        t.query_norm_scale,
+        options.query_norm_eps,
+    )
+    _head_norm_backward(
+        sums,
+        layout,
+        "key_norm",
+        rows.key,
+        gradients.key,
+        t.key_norm_scale,
+        options.key_norm_eps,
+    )
+    for name, gradient in (("query_bias", gradients.query), ("key_bias", gradients.key)):
+        if name in sums.columns:
+            sums.sum_rows(name, gradient)
 
     norm = Norm.of(builder, _norm_parameters(t), options.norm_eps, weights, "norm")
-    norm_map = sublayer_steps.modulation_gradients(builder, norm, needs.condition)
-    source_map = None
-    grad_nodes = builder.empty_like(weights["nodes"], torch.float32)
+    norm_map = sublayer_steps.modulation_gradients(
+        builder, norm, parameters.get("norm_map"), needs.condition
+    )
     dx_dst = builder.empty_like(t.x_dst)
+    of_destinations = _Projections.of(weights, parameters, 0, 2 * width)
+    of_sources = _Projections.of(weights, parameters, 2 * width, 4 * width)
+    through = _ThroughNorm(sums, layout, "norm", norm, norm_map)
     dx_src = None
-    if is_one_set:
-        dhalo = _through_norm(
-            sums,
-            layout,
-            "norm",
-            norm,
-            norm_map,
-            t.x_dst,
-            dx_dst,
-            grad,
-            src,
-            weights["nodes"],
-            grad_nodes,
-            t.halo,
-        )
+    dhalo = None
+    source_map = None
+    if layout.is_one_tensor:
+        all_projections = _Projections.of(weights, parameters, 0, 4 * width)
+        dn = sublayer_steps.product(builder, dst, all_projections.weight)
+        normed_rows = through.differentiate(t.x_dst, dx_dst, grad, dn)
+        all_projections.differentiate(builder, dst, normed_rows, is_first=True)
+    elif layout.is_one_set:
+        dn = sublayer_steps.product(builder, src, of_sources.weight)
+        for own, among_sources in layout.entries():
+            sublayer_steps.add_product(
+                builder, dst.rows(own), of_destinations.weight, dn.rows(among_sources)
+            )
+        normed_rows = through.differentiate(t.x_dst, dx_dst, grad, dn)
+        dhalo = _differentiate_halo(builder, layout, t.halo, dn, normed_rows)
+        of_sources.differentiate(builder, src, normed_rows, is_first=True)
+        for number, (own, among_sources) in enumerate(layout.entries()):
+            of_destinations.differentiate(
+                builder, dst.rows(own), normed_rows.rows(among_sources), is_first=number == 0
+            )
     else:
-        _through_norm(
-            sums,
-            layout._replace(own_sources=layout.destinations, halo=0),
-            "norm",
-            norm,
-            norm_map,
-            t.x_dst,
-            dx_dst,
-            grad,
-            dst,
-            weights["nodes"].slice(0, 0, 2 * width),
-            grad_nodes.slice(0, 0, 2 * width),
-            None,
-        )
+        dn = sublayer_steps.product(builder, dst, of_destinations.weight)
+        of_own = through._replace(layout=layout._replace(own_sources=layout.destinations, halo=0))
+        normed_rows = of_own.differentiate(t.x_dst, dx_dst, grad, dn)
+        of_destinations.differentiate(builder, dst, normed_rows, is_first=True)
         source_norm = Norm.of(
             builder, _source_norm_parameters(t), options.norm_src_eps, weights, "norm_src"
         )
-        source_map = sublayer_steps.modulation_gradients(builder, source_norm, needs.condition_src)
+        source_map = sublayer_steps.modulation_gradients(
+            builder, source_norm, parameters.get("norm_src_map"), needs.condition_src
+        )
         dx_src = builder.empty_like(t.x_src)
-        dhalo = _through_norm(
-            sums,
-            layout,
-            "norm_src",
-            source_norm,
-            source_map,
-            t.x_src,
-            dx_src,
-            None,
-            src,
-            weights["nodes"].slice(0, 2 * width, 4 * width),
-            grad_nodes.slice(0, 2 * width, 4 * width),
-            t.halo,
-        )
-    total = sums.total()
-    self_bias = None
+        through = _ThroughNorm(sums, layout, "norm_src", source_norm, source_map)
+        dn = sublayer_steps.product(builder, src, of_sources.weight)
+        normed_rows = through.differentiate(t.x_src, dx_src, None, dn)
+        if layout.halo:
+            dhalo = _differentiate_halo(builder, layout, t.halo, dn, normed_rows)
+        of_sources.differentiate(builder, src, normed_rows, is_first=True)
+    sums.total_into(parameters["sums"])
     if t.self_bias is not None:
-        self_bias = builder.empty((width,), torch.float32)
         place = sums.columns["norm_total"]
-        builder.compute(
-            _map_by, t.projection_weight, total.slice(0, place.start, place.stop), self_bias
-        )
-    return builder.finish(
+        total = parameters["sums"].slice(0, place.start, place.stop)
+        sublayer_steps.map_total(builder, t.projection_weight, total, parameters["self_bias"])
+    plan = builder.finish(
         SublayerGradients(
             x_src=dx_src,
             halo=dhalo,
             x_dst=dx_dst,
-            edge_attr=gradients.edge_attr,
+            edge_attr=dedge_attr,
             condition=None if norm_map is None else norm_map.condition,
             condition_src=None if source_map is None else source_map.condition,
-            nodes_weight=grad_nodes,
-            projection_weight=grad_projection,
-            edge_weight=gradients.edge_weight,
-            edge_bias=edge_bias,
-            norm_map=None if norm_map is None else norm_map.weight,
-            norm_src_map=None if source_map is None else source_map.weight,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            self_bias=self_bias,
-            sums=total,
+            parameters=parameter_block,
         )
     )
+    return plan, pieces
 
 
-def _through_norm(
-    sums,
-    layout: _Layout,
-    name: str,
-    norm: Norm,
-    norm_map,
-    x: Buffer,
-    dx: Buffer,
-    grad_total: Buffer | None,
-    gradients: Buffer,
-    weight: Buffer,
-    grad_weight: Buffer,
-    halo: Buffer | None,
-) -> Buffer | None:
-    """Differentiate x -> n -> the columns whose gradients are `gradients`; return the gradient of the halo, if any.
+class _Projections(NamedTuple):
+    """Some of the stacked projections of nodes, and the gradient of their weight."""
 
-    Fill dx and the gradient of the stacked weights; `layout` names the rows of x as own sources.
-    """
-    builder = sums.builder
-    dn = sublayer_steps.product(builder, gradients, weight)
-    normed = builder.empty_like(dn)
-    arguments = {"batch": layout.batch, "entry_rows": layout.sources}
-    if layout.batch == 1 or not layout.halo:
-        arguments = {}
-    parts = [(0, x.shape[0])]
-    if norm.condition is not None and not arguments:
-        parts = list(sublayer_steps.chunks(x.shape[0]))
-    for begin, end in parts:
-        rows = (begin, end)
-        of_rows = [buffer if arguments else buffer.slice(0, *rows) for buffer in (dn, normed)]
-        sublayer_steps.norm_backward(
-            sums,
-            name,
-            norm,
-            rows,
-            x=x.slice(0, *rows),
-            grad_normed=of_rows[0],
-            grad_total=None if grad_total is None else grad_total.slice(0, *rows),
-            dx=dx.slice(0, *rows),
-            normed=of_rows[1],
-            modulation=norm_map,
-            is_first=begin == 0,
-            **arguments,
+    weight: Buffer
+    grad_weight: Buffer
+
+    @classmethod
+    def of(
+        cls, weights: dict[str, Buffer], parameters: dict[str, Buffer], first: int, stop: int
+    ) -> "_Projections":
+        """Return the projections that make columns `first` to `stop` of [query, y, key, value]."""
+        return cls(
+            weights["nodes"].slice(0, first, stop),
+            parameters["nodes_weight"].slice(0, first, stop),
         )
-    dhalo = None
-    if halo is not None:
-        of_entries = halo.unflatten(0, (layout.batch, layout.halo))
-        sublayer_steps.copy(builder, of_entries, layout.halo_rows(normed))
-        dhalo = builder.empty_like(halo)
-        sublayer_steps.copy(
-            builder, layout.halo_rows(dn), dhalo.unflatten(0, (layout.batch, layout.halo))
-        )
-    sublayer_steps.outer_product(builder, gradients, normed, grad_weight, is_first=True)
+
+    def differentiate(
+        self, builder: PlanBuilder, gradients: Buffer, normed: Buffer, is_first: bool
+    ) -> None:
+        """Write the gradient of the weight, or add to it unless `is_first`."""
+        sublayer_steps.outer_product(builder, gradients, normed, self.grad_weight, is_first)
+
+
+class _ThroughNorm(NamedTuple):
+    """The backward pass of a norm; `layout` names its rows as own sources."""
+
+    sums: NodeSums
+    layout: _Layout
+    name: str
+    norm: Norm
+    norm_map: ModulationGradients | None
+
+    def differentiate(self, x: Buffer, dx: Buffer, grad_total: Buffer | None, dn: Buffer) -> Buffer:
+        """Fill dx from the gradient of the normed rows; return the normed rows, made again."""
+        layout = self.layout
+        normed = self.sums.builder.empty_like(dn)
+        has_gaps = layout.batch > 1 and layout.halo > 0
+        parts = [(0, x.shape[0])]
+        if self.norm.condition is not None and not has_gaps:
+            parts = list(sublayer_steps.chunks(x.shape[0]))
+        for begin, end in parts:
+            sublayer_steps.norm_backward(
+                self.sums,
+                self.name,
+                self.norm,
+                (begin, end),
+                x=x.slice(0, begin, end),
+                grad_normed=dn if has_gaps else dn.slice(0, begin, end),
+                grad_total=None if grad_total is None else grad_total.slice(0, begin, end),
+                dx=dx.slice(0, begin, end),
+                normed=normed if has_gaps else normed.slice(0, begin, end),
+                modulation=self.norm_map,
+                is_first=begin == 0,
+                batch=layout.batch if has_gaps else 1,
+                entry_rows=layout.sources if has_gaps else 0,
+            )
+        return normed
+
+
+def _differentiate_halo(
+    builder: PlanBuilder, layout: _Layout, halo: Buffer, dn: Buffer, normed: Buffer
+) -> Buffer:
+    """Return the gradient of the halo; complete `normed`, which has the rows of own sources."""
+    entries = (layout.batch, layout.halo)
+    sublayer_steps.copy(builder, halo.unflatten(0, entries), layout.halo_rows(normed))
+    dhalo = builder.empty_like(halo)
+    sublayer_steps.copy(builder, layout.halo_rows(dn), dhalo.unflatten(0, entries))
     return dhalo
 
 
 def _head_norm_backward(
-    sums, layout: _Layout, name: str, x: Buffer, gradient: Buffer, scale: Buffer | None, eps: float
+    sums: NodeSums,
+    layout: _Layout,
+    name: str,
+    x: Buffer,
+    gradient: Buffer,
+    scale: Buffer | None,
+    eps: float,
 ) -> None:
     """Differentiate the norm of the heads of x [B * N, H * C], in place of the gradient of its output."""
     if not eps:
@@ -578,24 +671,12 @@ def _head_norm_backward(
         programs=sublayer_steps.PROGRAMS,
         sums=0 if columns is None else sums.width,
         first_sum=0 if columns is None else columns.start,
+        is_first=True,
     )
     partial = None if columns is None else sums.partial
     sums.builder.launch(
         launch, x=x, grad_normed=gradient, scale=scale, dx=gradient, partial=partial
     )
-
-
-def _sum_of_rows(builder: PlanBuilder, rows: Buffer) -> Buffer:
-    """Return the sum over nodes of rows [N, width], float32."""
-    total = builder.empty((rows.shape[1],), torch.float32)
-    builder.compute(_sum_rows, rows, total)
-    return total
-
-
-def _sum_rows(rows: Tensor, total: Tensor) -> None:
-    torch.sum(
-        rows, 0, dtype=torch.float32, out=total
-    )  # a product with ones has nine times the error
 
 
 def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
@@ -605,76 +686,72 @@ def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
     torch.sum(rows * attends.repeat(num_entries).unsqueeze(1), 0, out=total)
 
 
-def _map_by(weight: Tensor, x: Tensor, out: Tensor) -> None:
-    torch.mv(weight.to(x.dtype).t(), x, out=out)
+def parameter_pieces(t: AttentionTensors, options: AttentionOptions) -> ParameterPieces:
+    """Return where the gradients of parameters lie in their block."""
+    width, features = t.query_weight.shape
+    nodes = ("query_weight", "self_weight", "key_weight", "value_weight")
+    groups = {
+        "nodes_weight": [GradientPiece((name,), (width, features)) for name in nodes],
+        "projection_weight": [GradientPiece(("projection_weight",), t.projection_weight.shape)],
+        "edge_weight": [GradientPiece(("edge_weight",), t.edge_weight.shape)],
+    }
+    if t.edge_bias is not None or t.value_bias is not None:
+        groups["edge_bias"] = [GradientPiece(("edge_bias", "value_bias"), (width,))]
+    if t.self_bias is not None:
+        groups["self_bias"] = [GradientPiece(("self_bias",), (width,))]
+    if t.condition is not None:
+        num_conditions = t.condition.shape[1]
+        groups["norm_map"] = sublayer_steps.norm_map_pieces("norm", features, num_conditions)
+    if t.condition_src is not None:
+        num_conditions = t.condition_src.shape[1]
+        groups["norm_src_map"] = sublayer_steps.norm_map_pieces(
+            "norm_src", features, num_conditions
+        )
+    groups["sums"] = list(_sum_pieces(t, options).values())
+    return ParameterPieces.of(groups)
 
 
-def _sum_widths(t: AttentionTensors) -> dict[str, int]:
-    """Return the columns of the sums over nodes; norm_total is the gradient of the projection's bias."""
+def _sum_pieces(t: AttentionTensors, options: AttentionOptions) -> dict[str, GradientPiece]:
+    """Return the gradients that are sums over nodes, by the names of their columns."""
     features = t.x_dst.shape[1]
-    widths = sublayer_steps.norm_sums("norm", features)
+    pieces = sublayer_steps.norm_sum_pieces("norm", features, t.condition is not None)
+    pieces["norm_total"] = GradientPiece(("projection_bias",), (features,))
     if t.x_src is not None:
-        widths |= {"norm_src_scale": features, "norm_src_shift": features}
+        has_condition = t.condition_src is not None
+        pieces |= sublayer_steps.norm_sum_pieces("norm_src", features, has_condition)
     for name in ("query_norm", "key_norm"):
         scale = getattr(t, f"{name}_scale")
         if scale is not None:
-            widths[name] = scale.shape[0]
-    return widths
+            pieces[name] = GradientPiece((f"{name}_scale",), scale.shape)
+    if t.query_bias is not None:
+        pieces["query_bias"] = GradientPiece(("query_bias",), t.query_bias.shape)
+    if t.key_bias is not None and options.key_norm_eps:
+        pieces["key_bias"] = GradientPiece(("key_bias",), t.key_bias.shape)
+    return pieces
 
 
-def _named_gradients(t: AttentionTensors, gradients: SublayerGradients) -> AttentionTensors:
-    """Return the gradients by name, from the results of `backward_plan`."""
-    features = t.x_dst.shape[1]
-    width = t.query_weight.shape[0]
-    columns = sum_columns(_sum_widths(t))
-    sums = {name: gradients.sums[place] for name, place in columns.items()}
-    edge_attr = gradients.edge_attr
-    if edge_attr is not None:
-        edge_attr = edge_attr.view(t.edge_attr.shape)
-    key_bias = gradients.key_bias
-    if key_bias is None and t.key_bias is not None:
-        key_bias = torch.zeros_like(t.key_bias)
-    query_weight, self_weight, key_weight, value_weight = gradients.nodes_weight.split(width)
-    named = {
-        "x_src": gradients.x_src,
-        "halo": gradients.halo,
-        "x_dst": gradients.x_dst,
-        "edge_attr": edge_attr,
-        "condition": gradients.condition,
-        "condition_src": gradients.condition_src,
-        "query_weight": query_weight,
-        "query_bias": gradients.query_bias,
-        "self_weight": self_weight,
-        "self_bias": gradients.self_bias,
-        "key_weight": key_weight,
-        "key_bias": key_bias,
-        "value_weight": value_weight,
-        "value_bias": gradients.edge_bias,
-        "edge_weight": gradients.edge_weight,
-        "edge_bias": gradients.edge_bias,
-        "projection_weight": gradients.projection_weight,
-        "projection_bias": sums["norm_total"],
-        "query_norm_scale": sums.get("query_norm"),
-        "key_norm_scale": sums.get("key_norm"),
-    }
-    norms = {"norm": gradients.norm_map}
-    if t.x_src is not None:
-        norms["norm_src"] = gradients.norm_src_map
-    for name, norm_map in norms.items():
-        scale, shift = sums[f"{name}_scale"], sums[f"{name}_shift"]
-        if norm_map is not None:
-            named |= {f"{name}_scale_bias": scale, f"{name}_shift_bias": shift}
-            scale, shift = norm_map.split(features)
-        named |= {f"{name}_scale": scale, f"{name}_shift": shift}
-    ordered = [named.get(name) for name in AttentionTensors._fields]
-    return AttentionTensors(*sublayer_steps.like_tensors(ordered, t))
+def _named_gradients(
+    t: AttentionTensors,
+    results: SublayerGradients,
+    pieces: ParameterPieces,
+    needs: AttentionTensors,
+) -> list[Tensor | None]:
+    """Return the gradients that are needed, in the order and the dtypes of `t`."""
+    gradients = pieces.gradients(results.parameters)
+    for name in ("x_src", "halo", "x_dst", "condition", "condition_src"):
+        gradients[name] = getattr(results, name)
+    if needs.edge_attr:
+        gradients["edge_attr"] = results.edge_attr.view(t.edge_attr.shape)
+    if needs.key_bias and "key_bias" not in gradients:
+        gradients["key_bias"] = torch.zeros_like(t.key_bias)
+    return sublayer_steps.ordered_gradients(t, gradients, needs)
 
 
 def _run_forward(
     tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool
-) -> list[Tensor | None]:
+) -> list[Tensor]:
     inputs = sublayer_steps.contiguous((*tensors, *index))
-    with on_device(tensors.x_dst), without_autocast(tensors.x_dst.device.type):
+    with on_device(tensors.x_dst):
         return forward_plan(sublayer_steps.specs_of(inputs), options, save).run(inputs)
 
 
@@ -682,17 +759,17 @@ def _run_backward(
     tensors: AttentionTensors,
     index: IndexTensors,
     options: AttentionOptions,
-    saved: SublayerSaved,
+    kept: Tensor,
     grad: Tensor,
     needs: SublayerNeeds,
-) -> SublayerGradients:
-    inputs = sublayer_steps.contiguous((*tensors, *index, *saved, grad))
-    with on_device(tensors.x_dst), without_autocast(tensors.x_dst.device.type):
-        plan = backward_plan(sublayer_steps.specs_of(inputs), options, needs)
-        return SublayerGradients(*plan.run(inputs))
+) -> tuple[SublayerGradients, ParameterPieces]:
+    inputs = sublayer_steps.contiguous((*tensors, *index, kept, grad))
+    with on_device(tensors.x_dst):
+        plan, pieces = backward_plan(sublayer_steps.specs_of(inputs), options, needs)
+        return SublayerGradients(*plan.run(inputs)), pieces
 
 
-# -------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # eager calls
 
 
@@ -702,9 +779,9 @@ class AttentionSublayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, index, options = arguments
-        z, *saved = _run_forward(AttentionTensors(*tensors), index, options, save=True)
+        z, kept = _run_forward(AttentionTensors(*tensors), index, options, save=True)
         ctx.options = options
-        ctx.save_for_backward(*tensors, *index, *saved)
+        ctx.save_for_backward(*tensors, *index, kept)
         return z
 
     @staticmethod
@@ -712,80 +789,44 @@ class AttentionSublayer(torch.autograd.Function):
         tensors = ctx.saved_tensors  # read once: checkpointing unpacks at each access
         t = AttentionTensors(*tensors[:NUM_TENSORS])
         index = IndexTensors(*tensors[NUM_TENSORS:NUM_INPUTS])
-        saved = SublayerSaved(*tensors[NUM_INPUTS:])
+        kept = tensors[NUM_INPUTS]
         needs = AttentionTensors(*ctx.needs_input_grad[:NUM_TENSORS])
         is_eager = is_plain(*tensors, grad) and not is_batched(grad)
+        run = _run_backward
         if torch.is_grad_enabled() or not is_eager:
-            gradients = _call_backward(t, index, ctx.options, saved, grad, needs)
-        else:
-            results = _run_backward(t, index, ctx.options, saved, grad, SublayerNeeds.of(needs))
-            gradients = _named_gradients(t, results)
-        return *sublayer_steps.needed(gradients, needs), None, None
+            run = _call_backward
+        results, pieces = run(t, index, ctx.options, kept, grad, SublayerNeeds.of(needs))
+        return *_named_gradients(t, results, pieces, needs), None, None
 
 
-# ---------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # operators
 
 
 @define_operator
 def attention_sublayer_triton(
     tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool
-) -> tuple[(Tensor,) * (1 + len(SublayerSaved._fields))]:
-    """Return z and `SublayerSaved`, with empty tensors for None; all of them are empty unless `save`."""
-    z, *saved = _run_forward(tensors, index, options, save)
-    saved = saved or [None] * len(SublayerSaved._fields)
-    return z, *(z.new_empty(0) if tensor is None else tensor for tensor in saved)
+) -> tuple[Tensor, Tensor]:
+    """Return z, and the block that `kept_layout` describes, empty unless `save`."""
+    z, *kept = _run_forward(tensors, index, options, save)
+    return z, kept[0] if save else z.new_empty(0, dtype=torch.uint8)
 
 
 @torch.library.register_fake("anemoi_gt::attention_sublayer_triton")
 @flat_arguments
 def _(tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool):
-    t = tensors
-    z = t.x_dst.new_empty(t.x_dst.shape, dtype=torch.promote_types(t.x_dst.dtype, options.dtype))
-    if not save:
-        return z, *(z.new_empty(0) for _ in SublayerSaved._fields)
-    layout = _Layout.of(t, options)
-    width, batch, nodes = layout.width, layout.batch, t.x_dst.shape[0]
-
-    def empty(*shape, dtype=options.dtype):
-        return z.new_empty(shape, dtype=dtype)
-
-    query = empty(nodes, width)
-    key = empty(batch * layout.sources, width)
-    query_heads = query.unflatten(1, (layout.heads, -1))
-    key_heads = key.unflatten(1, (layout.heads, -1))
-    if batch > 1:
-        query_heads, key_heads = (
-            query_heads.unflatten(0, (batch, -1)),
-            key_heads.unflatten(0, (batch, -1)),
-        )
-    layout_of_weights = PackedWeights.of(_weight_groups(t))
-    has_bias = "edge_bias" in layout_of_weights.groups
-    edge_bias = t.query_weight.new_empty(width) if has_bias else None
-    operands = AttentionOperands(
-        query_heads, key_heads, key_heads, t.edge_attr, t.edge_weight, edge_bias
-    )
-    sizes = sizes_of(operands, index)
-    statistic_shape = query_heads.shape[:-1]
-    return z, *SublayerSaved(
-        query=query,
-        key=key,
-        value=torch.empty_like(key),
-        attended=torch.empty_like(query),
-        attr=z.new_empty(0) if t.edge_attr.dtype == options.dtype else empty(*t.edge_attr.shape),
-        inv_denominator=empty(*sizes.inverse_shape(statistic_shape), dtype=torch.float32),
-        exp_scores=empty(batch, index.row.shape[0], layout.heads, dtype=torch.float32),
-        projected=empty(*statistic_shape, sizes.columns, dtype=scratch_dtype(options.dtype)),
-        packed=empty(layout_of_weights.num_elements),
-    )
+    x = tensors.x_dst
+    z = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, options.dtype))
+    num_bytes = kept_layout(tensors, index, options).num_bytes if save else 0
+    return z, z.new_empty((num_bytes,), dtype=torch.uint8)
 
 
 def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.options = AttentionOptions(*inputs[NUM_INPUTS:-1])
-    _, *saved = output
-    ctx.mark_non_differentiable(*saved)
-    ctx.save_for_backward(*inputs[:NUM_INPUTS], *saved)
+    _, kept = output
+    ctx.mark_non_differentiable(kept)
+    ctx.save_for_backward(*inputs[:NUM_INPUTS], kept)
 
 
 @define_operator
@@ -793,24 +834,12 @@ def attention_sublayer_triton_backward(
     tensors: AttentionTensors,
     index: IndexTensors,
     options: AttentionOptions,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attended: Tensor,
-    attr: Tensor,
-    inv_denominator: Tensor,
-    exp_scores: Tensor,
-    projected: Tensor,
-    packed: Tensor,
+    kept: Tensor,
     grad: Tensor,
     needs: list[bool],
 ) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:
     """Return `SublayerGradients`, empty for those that are None."""
-    cast_attr = None if tensors.edge_attr.dtype == options.dtype else attr
-    saved = SublayerSaved(
-        query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed
-    )
-    results = _run_backward(tensors, index, options, saved, grad, SublayerNeeds(*needs))
+    results, _ = _run_backward(tensors, index, options, kept, grad, SublayerNeeds(*needs))
     return tuple(grad.new_empty(0) if result is None else result for result in results)
 
 
@@ -820,61 +849,29 @@ def _(
     tensors: AttentionTensors,
     index: IndexTensors,
     options: AttentionOptions,
-    query,
-    key,
-    value,
-    attended,
-    attr,
-    inv_denominator,
-    exp_scores,
-    projected,
-    packed,
-    grad,
-    needs,
+    kept: Tensor,
+    grad: Tensor,
+    needs: list[bool],
 ):
     t = tensors
-    needs = SublayerNeeds(*needs)
-    width, features = t.query_weight.shape
-
-    def absent():  # a new one each time: results are no aliases of each other
-        return grad.new_empty(0)
-
-    def like(tensor, dtype=None):
-        return absent() if tensor is None else tensor.new_empty(tensor.shape, dtype=dtype)
-
-    def sums(*shape):
-        return grad.new_empty(shape, dtype=torch.float32)
-
-    def map_like(condition):
-        return absent() if condition is None else sums(2 * features, condition.shape[1])
-
-    has_edge_bias = t.edge_bias is not None or t.value_bias is not None
-    has_key_bias = t.key_bias is not None and options.key_norm_eps
-    attr_shape = t.edge_attr.shape
-    if options.batch > 1 and len(attr_shape) == 2:
-        attr_shape = (1, *attr_shape)
-    return tuple(
-        SublayerGradients(
-            x_src=like(t.x_src),
-            halo=like(t.halo),
-            x_dst=like(t.x_dst),
-            edge_attr=grad.new_empty(attr_shape, dtype=options.dtype)
-            if needs.edge_attr
-            else absent(),
-            condition=like(t.condition, options.dtype) if needs.condition else absent(),
-            condition_src=like(t.condition_src, options.dtype) if needs.condition_src else absent(),
-            nodes_weight=sums(4 * width, features),
-            projection_weight=sums(*t.projection_weight.shape),
-            edge_weight=sums(*t.edge_weight.shape),
-            edge_bias=sums(width) if has_edge_bias else absent(),
-            norm_map=map_like(t.condition),
-            norm_src_map=map_like(t.condition_src),
-            query_bias=absent() if t.query_bias is None else sums(width),
-            key_bias=sums(width) if has_key_bias else absent(),
-            self_bias=absent() if t.self_bias is None else sums(width),
-            sums=sums(sum(_sum_widths(t).values())),
-        )
+    wanted = SublayerNeeds(*needs)
+    attr_shape = _attribute_shape(t.edge_attr, _Layout.of(t, options))
+    num_elements = parameter_pieces(t, options).num_elements
+    results = SublayerGradients(
+        x_src=_like(t.x_src),
+        halo=_like(t.halo),
+        x_dst=_like(t.x_dst),
+        edge_attr=grad.new_empty(attr_shape, dtype=options.dtype) if wanted.edge_attr else None,
+        condition=_like(t.condition, options.dtype) if wanted.condition else None,
+        condition_src=_like(t.condition_src, options.dtype) if wanted.condition_src else None,
+        parameters=grad.new_empty((num_elements,), dtype=torch.float32),
     )
+    # an empty one for each: results are no aliases of each other
+    return tuple(grad.new_empty(0) if result is None else result for result in results)
+
+
+def _like(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    return None if tensor is None else tensor.new_empty(tensor.shape, dtype=dtype)
 
 
 def _backward(ctx, grad, *_):
@@ -884,41 +881,26 @@ def _backward(ctx, grad, *_):
     tensors = ctx.saved_tensors
     t = AttentionTensors(*tensors[:NUM_TENSORS])
     index = IndexTensors(*tensors[NUM_TENSORS:NUM_INPUTS])
-    saved = SublayerSaved(*tensors[NUM_INPUTS:])
     needs = AttentionTensors(*ctx.needs_input_grad[:NUM_TENSORS])
-    gradients = _call_backward(t, index, ctx.options, saved, grad, needs)
-    return *sublayer_steps.needed(gradients, needs), *((None,) * (num_arguments - NUM_TENSORS))
+    wanted = SublayerNeeds.of(needs)
+    results, pieces = _call_backward(t, index, ctx.options, tensors[NUM_INPUTS], grad, wanted)
+    gradients = _named_gradients(t, results, pieces, needs)
+    return *gradients, *((None,) * (num_arguments - NUM_TENSORS))
 
 
 def _call_backward(
     t: AttentionTensors,
     index: IndexTensors,
     options: AttentionOptions,
-    saved: SublayerSaved,
+    kept: Tensor,
     grad: Tensor,
-    needs: AttentionTensors,
-) -> AttentionTensors:
-    """Call the backward operator; return the gradients by name."""
-    if saved.attr is None:
-        saved = saved._replace(attr=grad.new_empty(0))
-    wanted = SublayerNeeds.of(needs)
-    results = attention_sublayer_triton_backward(*t, *index, *options, *saved, grad, list(wanted))
-    is_present = {
-        "x_src": t.x_src is not None,
-        "halo": t.halo is not None,
-        "edge_attr": wanted.edge_attr,
-        "condition": wanted.condition,
-        "condition_src": wanted.condition_src,
-        "edge_bias": t.edge_bias is not None or t.value_bias is not None,
-        "norm_map": t.condition is not None,
-        "norm_src_map": t.condition_src is not None,
-        "query_bias": t.query_bias is not None,
-        "key_bias": t.key_bias is not None and bool(options.key_norm_eps),
-        "self_bias": t.self_bias is not None,
-    }
-    gradients = SublayerGradients(*results)
-    absent = {name: None for name, present in is_present.items() if not present}
-    return _named_gradients(t, gradients._replace(**absent))
+    needs: SublayerNeeds,
+) -> tuple[SublayerGradients, ParameterPieces]:
+    """Call the backward operator; return what `_run_backward` does."""
+    results = SublayerGradients(
+        *attention_sublayer_triton_backward(*t, *index, *options, kept, grad, list(needs))
+    )
+    return results, parameter_pieces(t, options)
 
 
 torch.library.register_autograd(attention_sublayer_triton, _backward, setup_context=_setup_context)

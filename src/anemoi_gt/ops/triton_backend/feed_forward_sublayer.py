@@ -5,12 +5,13 @@
     a = act(h), gated act(h_gate) h_value        [N, K_h]
     y = x + W_out a + b_out
 
-Kept for the backward pass: x, h and the cast weights. The backward pass makes m and a again, in the
+Kept for the backward pass: x, and in one block h and the cast weights. The backward pass makes m and a again, in the
 passes that read x and h. Rows are taken in chunks: what is as wide as the hidden layer exists for a
 chunk alone, except h.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +26,16 @@ from anemoi_gt.custom_ops import (
     refuse_forward_mode,
     refuse_second_derivative,
 )
-from anemoi_gt.ops.dtypes import without_autocast
 from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
 from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
-from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
+from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer, Plan, PlanBuilder
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
+    GradientPiece,
     Norm,
     NormParameters,
     PackedWeights,
-    sum_columns,
+    ParameterPieces,
+    Piece,
 )
 
 KEPT = 128  # plans of each pass that are kept
@@ -56,18 +58,30 @@ def feed_forward_sublayer(tensors: FeedForwardTensors, options: FeedForwardOptio
 # plans
 
 
-def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Buffer]]:
-    """Return the parameters that are cast, by the group that stacks them."""
-    is_gated = t.weight_gate is not None
+class FeedForwardGradients(NamedTuple):
+    """Results of the backward plan; None for what is absent or not needed."""
+
+    x: Buffer | Tensor
+    condition: Buffer | Tensor | None
+    parameters: Buffer | Tensor  # a block, see `parameter_pieces`
+
+
+def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Piece]]:
+    """Return what is packed, by the group that stacks it."""
     groups = {
-        "in": [t.weight_gate, t.weight_in] if is_gated else [t.weight_in],
-        "out": [t.weight_out],
+        "in": _stacked(t.weight_gate, t.weight_in),
+        "out": [Piece.of(t.weight_out)],
     }
     if t.bias_in is not None:
-        groups["bias_in"] = [t.bias_gate, t.bias_in] if is_gated else [t.bias_in]
+        groups["bias_in"] = _stacked(t.bias_gate, t.bias_in)
     if t.bias_out is not None:
-        groups["bias_out"] = [t.bias_out]
+        groups["bias_out"] = [Piece.of(t.bias_out)]
     return groups | _norm_parameters(t).groups("norm")
+
+
+def _stacked(*parameters: Buffer | None) -> list[Piece]:
+    """Return the pieces of parameters of which some may be absent."""
+    return [Piece.of(parameter) for parameter in parameters if parameter is not None]
 
 
 def _norm_parameters(t: FeedForwardTensors) -> NormParameters:
@@ -78,19 +92,16 @@ def _norm_parameters(t: FeedForwardTensors) -> NormParameters:
 
 @lru_cache(KEPT)
 def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
-    """Return the plan of a forward pass: y, and with `save` h and the packed weights."""
+    """Return the plan of a forward pass: y, and with `save` the kept block."""
     builder = PlanBuilder(specs)
     t = FeedForwardTensors(*builder.inputs)
-    packed, weights = sublayer_steps.cast_weights(builder, _weight_groups(t), options.dtype)
-    if t.condition is not None:
-        sublayer_steps.add_one_to_scale(builder, weights["norm_bias"])
+    kept = builder.empty_parts(kept_layout(t, options), together=save)
+    weights = sublayer_steps.pack_weights(builder, _weight_groups(t), kept["packed"])
     norm = Norm.of(builder, _norm_parameters(t), options.eps, weights, "norm")
 
     num_rows, features = t.x.shape
-    width = weights["in"].shape[0]
     num_hidden = t.weight_in.shape[0]
     y = builder.empty(t.x.shape, torch.promote_types(t.x.dtype, options.dtype))
-    kept_hidden = builder.empty((num_rows, width), options.dtype) if save else None
     for begin, end in sublayer_steps.chunks(num_rows):
         rows = end - begin
         x = t.x.slice(0, begin, end)
@@ -103,7 +114,9 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
             modulation=norm.modulation(builder, begin, end),
             out=m,
         )
-        hidden = None if kept_hidden is None else kept_hidden.slice(0, begin, end)
+        hidden = None  # scratch of this chunk
+        if save:
+            hidden = kept["hidden"].slice(0, begin, end)
         hidden = sublayer_steps.linear(builder, m, weights["in"], weights.get("bias_in"), hidden)
         activated = builder.empty((rows, num_hidden), options.dtype)
         is_gated = t.weight_gate is not None
@@ -113,31 +126,38 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
         builder.launch(launch, hidden=hidden, out=activated)
         delta = sublayer_steps.linear(builder, activated, weights["out"], weights.get("bias_out"))
         sublayer_steps.add(builder, x, delta, y.slice(0, begin, end))
-    return builder.finish([y, kept_hidden, packed] if save else [y])
+    if not save:
+        return builder.finish([y])
+    return builder.finish([y, builder.whole(kept["hidden"])])
 
 
 @lru_cache(KEPT)
-def backward_plan(specs: tuple, options: FeedForwardOptions, need_condition: bool) -> Plan:
-    """Return the plan of a backward pass over the tensors, h, the packed weights and the gradient of y.
+def backward_plan(
+    specs: tuple, options: FeedForwardOptions, need_condition: bool
+) -> tuple[Plan, ParameterPieces]:
+    """Return the plan of a backward pass over the tensors, the kept block and the gradient of y.
 
-    Results: gradients of x, of the condition (or None), of the packed "in" and "out" weights, of
-    the map of the condition (or None), and the sums over nodes, whose columns are `_sum_widths`.
+    Its results are `FeedForwardGradients`; the pieces are of their block of parameters.
     """
     builder = PlanBuilder(specs)
     t = FeedForwardTensors(*builder.inputs[:NUM_TENSORS])
-    hidden, packed, grad = builder.inputs[NUM_TENSORS:]
-    groups = _weight_groups(t)
-    weights = PackedWeights.of(groups).views(packed)
+    kept_block, grad = builder.inputs[NUM_TENSORS:]
+    kept = kept_layout(t, options).buffers(kept_block)
+    hidden = kept["hidden"]
+    weights = PackedWeights.of(_weight_groups(t)).views(kept["packed"])
     norm = Norm.of(builder, _norm_parameters(t), options.eps, weights, "norm")
-    num_rows, features = t.x.shape
+    pieces = parameter_pieces(t)
+    parameter_block, parameters = pieces.allocate(builder)
+    num_rows = t.x.shape[0]
     num_hidden = t.weight_in.shape[0]
     is_gated = t.weight_gate is not None
 
-    sums = sublayer_steps.NodeSums(builder, _sum_widths(features, weights["in"].shape[0]))
-    modulation = sublayer_steps.modulation_gradients(builder, norm, need_condition)
+    sums = sublayer_steps.NodeSums(builder, _sum_pieces(t))
+    modulation = sublayer_steps.modulation_gradients(
+        builder, norm, parameters.get("norm_map"), need_condition
+    )
     dx = builder.empty_like(t.x)
-    grad_in = builder.empty_like(weights["in"], torch.float32)
-    grad_out = builder.empty_like(weights["out"], torch.float32)
+    grad_in, grad_out = parameters["in"], parameters["out"]
     for begin, end in sublayer_steps.chunks(num_rows):
         rows = end - begin
         grad_rows = grad.slice(0, begin, end)
@@ -153,7 +173,8 @@ def backward_plan(specs: tuple, options: FeedForwardOptions, need_condition: boo
             gated=is_gated,
             programs=sublayer_steps.PROGRAMS,
             sums=sums.width,
-            first_sum=sums.columns["bias_in"].start,
+            first_sum=sums.columns["bias_gate" if is_gated else "bias_in"].start,
+            is_first=begin == 0,
         )
         builder.launch(
             launch,
@@ -181,71 +202,83 @@ def backward_plan(specs: tuple, options: FeedForwardOptions, need_condition: boo
             is_first=is_first,
         )
         sublayer_steps.outer_product(builder, grad_hidden, normed, grad_in, is_first)
+    sums.total_into(parameters["sums"])
     grad_condition = None if modulation is None else modulation.condition
-    grad_map = None if modulation is None else modulation.weight
-    return builder.finish([dx, grad_condition, grad_in, grad_out, grad_map, sums.total()])
+    plan = builder.finish(FeedForwardGradients(dx, grad_condition, parameter_block))
+    return plan, pieces
 
 
-def _sum_widths(features: int, hidden: int) -> dict[str, int]:
-    """Return the columns of the sums over nodes: the total is the gradient of bias_out."""
-    return {**sublayer_steps.norm_sums("norm", features), "bias_in": hidden}
+def kept_layout(t: FeedForwardTensors, options: FeedForwardOptions) -> BlockLayout:
+    """Return the layout of what the forward pass keeps: h and the packed weights."""
+    packed = PackedWeights.of(_weight_groups(t))
+    specs = {
+        "packed": ((packed.num_elements,), options.dtype),
+        "hidden": ((t.x.shape[0], packed.groups["in"][1][0]), options.dtype),
+    }
+    return BlockLayout.of(specs)
 
 
-def _named_gradients(t: FeedForwardTensors, results: list[Tensor | None]) -> FeedForwardTensors:
-    """Return the gradients by name, from the results of `backward_plan`."""
-    dx, condition, grad_in, grad_out, grad_map, total = results
-    features = t.x.shape[1]
-    columns = sum_columns(_sum_widths(features, grad_in.shape[0]))
-    scale, shift = total[columns["norm_scale"]], total[columns["norm_shift"]]
-    scale_bias = shift_bias = None
-    if t.condition is not None:
-        scale_bias, shift_bias = scale, shift
-        scale, shift = grad_map[:features], grad_map[features:]
-    bias_in = total[columns["bias_in"]]
-    weight_gate = bias_gate = None
+def parameter_pieces(t: FeedForwardTensors) -> ParameterPieces:
+    """Return where the gradients of parameters lie in their block."""
+    weight_in = [GradientPiece(("weight_in",), t.weight_in.shape)]
     if t.weight_gate is not None:
-        width = t.weight_in.shape[0]
-        weight_gate, bias_gate = grad_in[:width], bias_in[:width]
-        grad_in, bias_in = grad_in[width:], bias_in[width:]
-    gradients = FeedForwardTensors(
-        x=dx,
-        norm_scale=scale,
-        norm_shift=shift,
-        norm_scale_bias=scale_bias,
-        norm_shift_bias=shift_bias,
-        condition=condition,
-        weight_gate=weight_gate,
-        bias_gate=bias_gate,
-        weight_in=grad_in,
-        bias_in=bias_in,
-        weight_out=grad_out,
-        bias_out=total[columns["norm_total"]],
-    )
-    return FeedForwardTensors(*sublayer_steps.like_tensors(gradients, t))
+        weight_in.insert(0, GradientPiece(("weight_gate",), t.weight_gate.shape))
+    groups = {"in": weight_in, "out": [GradientPiece(("weight_out",), t.weight_out.shape)]}
+    if t.condition is not None:
+        groups["norm_map"] = sublayer_steps.norm_map_pieces(
+            "norm", t.x.shape[1], t.condition.shape[1]
+        )
+    groups["sums"] = list(_sum_pieces(t).values())
+    return ParameterPieces.of(groups)
+
+
+def _sum_pieces(t: FeedForwardTensors) -> dict[str, GradientPiece]:
+    """Return the gradients that are sums over nodes, by the names of their columns."""
+    features = t.x.shape[1]
+    pieces = sublayer_steps.norm_sum_pieces("norm", features, t.condition is not None)
+    pieces["norm_total"] = GradientPiece(("bias_out",), (features,))
+    num_hidden = t.weight_in.shape[0]
+    if t.weight_gate is not None:
+        pieces["bias_gate"] = GradientPiece(("bias_gate",), (num_hidden,))
+    pieces["bias_in"] = GradientPiece(("bias_in",), (num_hidden,))
+    return pieces
+
+
+def _named_gradients(
+    t: FeedForwardTensors,
+    results: FeedForwardGradients,
+    pieces: ParameterPieces,
+    needs: FeedForwardTensors,
+) -> list[Tensor | None]:
+    """Return the gradients that are needed, in the order and the dtypes of `t`."""
+    gradients = pieces.gradients(results.parameters)
+    gradients["x"] = results.x
+    gradients["condition"] = results.condition
+    return sublayer_steps.ordered_gradients(t, gradients, needs)
 
 
 def _run_forward(
     tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool
 ) -> list[Tensor]:
     inputs = sublayer_steps.contiguous(tensors)
-    with on_device(tensors.x), without_autocast(tensors.x.device.type):
+    with on_device(tensors.x):
         return forward_plan(sublayer_steps.specs_of(inputs), options, save).run(inputs)
 
 
 def _run_backward(
     tensors: FeedForwardTensors,
     options: FeedForwardOptions,
-    hidden: Tensor,
-    packed: Tensor,
+    kept: Tensor,
     grad: Tensor,
     need_condition: bool,
-) -> list[Tensor | None]:
-    inputs = sublayer_steps.contiguous((*tensors, hidden, packed, grad))
-    with on_device(tensors.x), without_autocast(tensors.x.device.type):
-        return backward_plan(sublayer_steps.specs_of(inputs), options, need_condition).run(inputs)
+) -> tuple[FeedForwardGradients, ParameterPieces]:
+    inputs = sublayer_steps.contiguous((*tensors, kept, grad))
+    with on_device(tensors.x):
+        plan, pieces = backward_plan(sublayer_steps.specs_of(inputs), options, need_condition)
+        return FeedForwardGradients(*plan.run(inputs)), pieces
 
 
-# -------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # eager calls
 
 
@@ -255,37 +288,35 @@ class FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, options = arguments
-        y, hidden, packed = _run_forward(FeedForwardTensors(*tensors), options, save=True)
+        y, kept = _run_forward(FeedForwardTensors(*tensors), options, save=True)
         ctx.options = options
-        ctx.save_for_backward(*tensors, hidden, packed)
+        ctx.save_for_backward(*tensors, kept)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        *tensors, hidden, packed = ctx.saved_tensors
+        *tensors, kept = ctx.saved_tensors
         t = FeedForwardTensors(*tensors)
         needs = FeedForwardTensors(*ctx.needs_input_grad[:NUM_TENSORS])
         is_eager = is_plain(*tensors, grad) and not is_batched(grad)
+        run = _run_backward
         if torch.is_grad_enabled() or not is_eager:
-            gradients = _call_backward(t, ctx.options, hidden, packed, grad, needs)
-        else:
-            results = _run_backward(t, ctx.options, hidden, packed, grad, bool(needs.condition))
-            gradients = _named_gradients(t, results)
-        return *sublayer_steps.needed(gradients, needs), None
+            run = _call_backward
+        results, pieces = run(t, ctx.options, kept, grad, bool(needs.condition))
+        return *_named_gradients(t, results, pieces, needs), None
 
 
-# ---------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # operators
 
 
 @define_operator
 def feed_forward_triton(
     tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, h and the packed weights, the latter two empty unless `save`."""
-    y, *saved = _run_forward(tensors, options, save)
-    hidden, packed = saved or (y.new_empty(0), y.new_empty(0))
-    return y, hidden, packed
+) -> tuple[Tensor, Tensor]:
+    """Return y, and the block that `kept_layout` describes, empty unless `save`."""
+    y, *kept = _run_forward(tensors, options, save)
+    return y, kept[0] if save else y.new_empty(0, dtype=torch.uint8)
 
 
 @torch.library.register_fake("anemoi_gt::feed_forward_triton")
@@ -293,84 +324,71 @@ def feed_forward_triton(
 def _(tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool):
     x = tensors.x
     y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, options.dtype))
-    if not save:
-        return y, y.new_empty(0), y.new_empty(0)
-    layout = PackedWeights.of(_weight_groups(tensors))
-    width = layout.groups["in"][1][0]
-    hidden = x.new_empty((x.shape[0], width), dtype=options.dtype)
-    return y, hidden, x.new_empty((layout.num_elements,), dtype=options.dtype)
+    num_bytes = kept_layout(tensors, options).num_bytes if save else 0
+    return y, y.new_empty((num_bytes,), dtype=torch.uint8)
 
 
 def _setup_context(ctx, inputs, output):
     *tensors_and_options, _ = inputs
     ctx.options = FeedForwardOptions(*tensors_and_options[NUM_TENSORS:])
-    _, hidden, packed = output
-    ctx.mark_non_differentiable(hidden, packed)
+    _, kept = output
+    ctx.mark_non_differentiable(kept)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors_and_options[:NUM_TENSORS], hidden, packed)
+    ctx.save_for_backward(*tensors_and_options[:NUM_TENSORS], kept)
 
 
 @define_operator
 def feed_forward_triton_backward(
     tensors: FeedForwardTensors,
     options: FeedForwardOptions,
-    hidden: Tensor,
-    packed: Tensor,
+    kept: Tensor,
     grad: Tensor,
     need_condition: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `backward_plan`, empty for those that are None."""
-    results = _run_backward(tensors, options, hidden, packed, grad, need_condition)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `FeedForwardGradients`, empty for those that are None."""
+    results, _ = _run_backward(tensors, options, kept, grad, need_condition)
     return tuple(grad.new_empty(0) if result is None else result for result in results)
 
 
 @torch.library.register_fake("anemoi_gt::feed_forward_triton_backward")
 @flat_arguments
 def _(
-    tensors: FeedForwardTensors, options: FeedForwardOptions, hidden, packed, grad, need_condition
+    tensors: FeedForwardTensors,
+    options: FeedForwardOptions,
+    kept: Tensor,
+    grad: Tensor,
+    need_condition: bool,
 ):
-    t = tensors
-    features = t.x.shape[1]
-    layout = PackedWeights.of(_weight_groups(t))
-    widths = _sum_widths(features, layout.groups["in"][1][0])
-    condition, grad_map = (
-        grad.new_empty(0),
-        grad.new_empty(0),
-    )  # results are no aliases of each other
-    if t.condition is not None:
-        grad_map = grad.new_empty(layout.groups["norm_weight"][1], dtype=torch.float32)
-        if need_condition:
-            condition = grad.new_empty(t.condition.shape, dtype=options.dtype)
-    return (
-        t.x.new_empty(t.x.shape),
-        condition,
-        grad.new_empty(layout.groups["in"][1], dtype=torch.float32),
-        grad.new_empty(layout.groups["out"][1], dtype=torch.float32),
-        grad_map,
-        grad.new_empty((sum(widths.values()),), dtype=torch.float32),
-    )
+    condition = grad.new_empty(0)
+    if tensors.condition is not None and need_condition:
+        condition = grad.new_empty(tensors.condition.shape, dtype=options.dtype)
+    num_elements = parameter_pieces(tensors).num_elements
+    parameters = grad.new_empty((num_elements,), dtype=torch.float32)
+    return tensors.x.new_empty(tensors.x.shape), condition, parameters
 
 
 def _backward(ctx, grad, *_):
     num_arguments = NUM_TENSORS + NUM_OPTIONS + 1
     if grad is None:
         return (None,) * num_arguments
-    *tensors, hidden, packed = ctx.saved_tensors
+    *tensors, kept = ctx.saved_tensors
+    t = FeedForwardTensors(*tensors)
     needs = FeedForwardTensors(*ctx.needs_input_grad[:NUM_TENSORS])
-    gradients = _call_backward(
-        FeedForwardTensors(*tensors), ctx.options, hidden, packed, grad, needs
-    )
-    return *sublayer_steps.needed(gradients, needs), *((None,) * (NUM_OPTIONS + 1))
+    results, pieces = _call_backward(t, ctx.options, kept, grad, bool(needs.condition))
+    gradients = _named_gradients(t, results, pieces, needs)
+    return *gradients, *((None,) * (NUM_OPTIONS + 1))
 
 
 def _call_backward(
-    t: FeedForwardTensors, options, hidden, packed, grad, needs
-) -> FeedForwardTensors:
-    """Call the backward operator; return the gradients by name."""
-    results = feed_forward_triton_backward(
-        *t, *options, hidden, packed, grad, bool(needs.condition)
-    )
-    return _named_gradients(t, results)
+    t: FeedForwardTensors,
+    options: FeedForwardOptions,
+    kept: Tensor,
+    grad: Tensor,
+    need_condition: bool,
+) -> tuple[FeedForwardGradients, ParameterPieces]:
+    """Call the backward operator; return what `_run_backward` does."""
+    results = feed_forward_triton_backward(*t, *options, kept, grad, need_condition)
+    return FeedForwardGradients(*results), parameter_pieces(t)
 
 
 torch.library.register_autograd(feed_forward_triton, _backward, setup_context=_setup_context)

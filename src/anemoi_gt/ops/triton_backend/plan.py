@@ -1,9 +1,10 @@
-"""A call as a plan: its kernel launches and tensor operations in order, over buffers in a few blocks of memory.
+"""A call as a plan: its launches and tensor operations in order, over buffers in few allocations.
 
 A plan is made from sizes, dtypes and options alone, and holds no tensor, so one plan runs every
 call of these sizes. Its steps name `Buffer`s: parts of the inputs, of the results, and of scratch
 memory, which is one allocation in which buffers that are not alive at the same time share bytes. A
-kernel takes addresses, a tensor operation takes views, which are cut once per run.
+kernel takes addresses, a tensor operation takes views, which are cut once per run. Results that
+belong together, such as all that a backward pass reads, are parts of one result (`BlockLayout`).
 
     builder = PlanBuilder(specs)             shape and dtype of each input tensor, None for an absent one
     out = builder.empty(shape, dtype)        memory that a step writes
@@ -12,7 +13,7 @@ kernel takes addresses, a tensor operation takes views, which are cut once per r
     (tensor,) = plan.run(tensors)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -46,6 +47,10 @@ class Buffer:
         shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
         return replace(self, shape=shape, offset=self.offset + start * self.stride[dim])
 
+    def rows(self, part: slice) -> "Buffer":
+        """Return some of the first dimension."""
+        return self.slice(0, part.start, part.stop)
+
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "Buffer":
         """Return the same elements with one dimension split into `sizes`."""
         dim %= len(self.shape)
@@ -70,6 +75,32 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+@dataclass(frozen=True)
+class BlockLayout:
+    """Tensors one behind another in one block of bytes, each at a multiple of 512."""
+
+    num_bytes: int
+    parts: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype
+
+    @classmethod
+    def of(cls, specs: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> "BlockLayout":
+        """Lay out tensors of these shapes and dtypes."""
+        parts = {}
+        num_bytes = 0
+        for name, (shape, dtype) in specs.items():
+            parts[name] = (num_bytes, tuple(shape), dtype)
+            num_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        return cls(num_bytes, parts)
+
+    def buffers(self, block: Buffer) -> dict[str, Buffer]:
+        """Return the parts of a block [num_bytes]."""
+        buffers = {}
+        for name, (first, shape, dtype) in self.parts.items():
+            stride = contiguous_stride(shape)
+            buffers[name] = Buffer(block.block, shape, stride, dtype, first // dtype.itemsize)
+        return buffers
+
+
 class KernelStep(NamedTuple):
     """Launch of a kernel on buffers, in the order of the kernel's arguments."""
 
@@ -81,7 +112,7 @@ class TensorStep(NamedTuple):
     """Call of a function on tensors, which writes into some of them."""
 
     function: Callable[..., object]
-    buffers: tuple[Buffer | None, ...]
+    buffers: tuple[Buffer, ...]
 
 
 class PlanBuilder:
@@ -114,43 +145,55 @@ class PlanBuilder:
         """Return contiguous memory of the shape of `buffer`, in its dtype or another."""
         return self.empty(buffer.shape, buffer.dtype if dtype is None else dtype)
 
+    def empty_parts(self, layout: BlockLayout, *, together: bool) -> dict[str, Buffer]:
+        """Return memory for the parts of a layout: of one block, or each by itself, as scratch is."""
+        if together:
+            return layout.buffers(self.empty((layout.num_bytes,), torch.uint8))
+        parts = layout.parts.items()
+        return {name: self.empty(shape, dtype) for name, (_, shape, dtype) in parts}
+
+    def whole(self, buffer: Buffer) -> Buffer:
+        """Return the block that a buffer is part of."""
+        return self.blocks[buffer.block]
+
     def launch(self, launch: Launch, **buffers: Buffer | None) -> None:
-        """Launch a kernel on buffers by the names of its arguments; all of them are given, None for an absent one."""
+        """Launch a kernel on buffers by the names of its arguments, None for an absent one."""
         self.steps.append(KernelStep(launch, tuple(buffers[name] for name in launch.tensors)))
 
-    def compute(self, function: Callable[..., object], *buffers: Buffer | None) -> None:
+    def compute(self, function: Callable[..., object], *buffers: Buffer) -> None:
         """Call `function` on tensors; what it returns is dropped, so it writes into one of them."""
         self.steps.append(TensorStep(function, buffers))
 
     def finish(self, results: Sequence[Buffer | None]) -> "Plan":
-        """Return the plan that makes `results`, whole buffers of `empty`; all other memory is scratch."""
+        """Return the plan that makes `results`, whole blocks; all other memory is scratch."""
         num_inputs = len(self.inputs)
         returned = [result.block for result in results if result is not None]
         bases = {block: block for block in range(num_inputs)}
         bases |= {block: num_inputs + index for index, block in enumerate(returned)}
         scratch_base = num_inputs + len(returned)
         offsets, scratch_bytes = _place_scratch(self.blocks, self.steps, bases)
-        places: dict[Buffer, Place] = {}
-        steps = []
+
+        def placed(buffer: Buffer) -> Place:
+            base = bases.get(buffer.block, scratch_base)
+            is_whole = base != scratch_base and buffer == self.blocks[buffer.block]
+            return Place(base, offsets.get(buffer.block, 0), buffer, is_whole)
+
+        viewed: dict[Buffer, int] = {}  # in the order of `Plan.viewed`
+        steps: list[BoundKernel | BoundFunction] = []
         for step in self.steps:
-            if isinstance(step, KernelStep) and 0 in step.launch.grid:
-                continue
-            step_places = []
-            for buffer in step.buffers:
-                if buffer is not None and buffer not in places:
-                    base = bases.get(buffer.block, scratch_base)
-                    block_bytes = offsets.get(buffer.block, 0)
-                    is_whole = base != scratch_base and buffer == self.blocks[buffer.block]
-                    places[buffer] = Place(len(places), base, block_bytes, buffer, is_whole)
-                step_places.append(None if buffer is None else places[buffer])
-            steps.append(_bind(step, step_places, scratch_base + 1))
-        return Plan(tuple(steps), tuple(results), num_inputs, scratch_bytes, len(places))
+            if isinstance(step, TensorStep):
+                numbers = [viewed.setdefault(buffer, len(viewed)) for buffer in step.buffers]
+                steps.append(BoundFunction(step.function, tuple(numbers)))
+            elif 0 not in step.launch.grid:
+                places = [None if buffer is None else placed(buffer) for buffer in step.buffers]
+                steps.append(BoundKernel.of(step.launch, places, absent=scratch_base + 1))
+        views = tuple(placed(buffer) for buffer in viewed)
+        return Plan(tuple(steps), tuple(results), views, scratch_bytes)
 
 
 class Place(NamedTuple):
-    """A buffer and where its block lies in a run: base `base`, from byte `block_bytes` on."""
+    """A buffer and where its block lies in a run: at base `base`, from byte `block_bytes` on."""
 
-    number: int  # among the buffers of the plan
     base: int  # an input, a result, or the scratch allocation
     block_bytes: int
     buffer: Buffer
@@ -168,32 +211,27 @@ class BoundKernel(NamedTuple):
     launch: Launch
     places: tuple[Place | None, ...]
     addresses: tuple[tuple[int, int], ...]  # base and byte offset of each argument
-    compiled: (
-        dict | None
-    )  # what Triton compiled for these dtypes, by device; None where offsets are not aligned
+    alignment: tuple[bool, ...]  # of each argument where every base is aligned
+    compiled: dict  # what Triton compiled for these dtypes, by device and alignment
+
+    @classmethod
+    def of(cls, launch: Launch, places: list[Place | None], absent: int) -> "BoundKernel":
+        """Bind a launch to places; `absent` is the base with address 0."""
+        addresses = []
+        dtypes = []
+        for place in places:
+            addresses.append((absent, 0) if place is None else (place.base, place.offset_bytes))
+            dtypes.append(None if place is None else place.buffer.dtype)
+        alignment = tuple(offset % ALIGNMENT == 0 for _, offset in addresses)
+        compiled = launch.compiled_for(tuple(dtypes))
+        return cls(launch, tuple(places), tuple(addresses), alignment, compiled)
 
 
 class BoundFunction(NamedTuple):
-    """A tensor operation with the places of its arguments."""
+    """A tensor operation with the numbers of its views in the plan."""
 
     function: Callable[..., object]
-    places: tuple[Place | None, ...]
-
-
-def _bind(
-    step: KernelStep | TensorStep, places: list[Place | None], absent: int
-) -> "BoundKernel | BoundFunction":
-    """Return a step with its memory; `absent` is the base with address 0."""
-    if isinstance(step, TensorStep):
-        return BoundFunction(step.function, tuple(places))
-    addresses = []
-    dtypes = []
-    for place in places:
-        addresses.append((absent, 0) if place is None else (place.base, place.offset_bytes))
-        dtypes.append(None if place is None else place.buffer.dtype)
-    is_aligned = all(offset % ALIGNMENT == 0 for _, offset in addresses)
-    compiled = step.launch.compiled_for(tuple(dtypes)) if is_aligned else None
-    return BoundKernel(step.launch, tuple(places), tuple(addresses), compiled)
+    views: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -202,58 +240,49 @@ class Plan:
 
     steps: tuple[BoundKernel | BoundFunction, ...]
     results: tuple[Buffer | None, ...]
-    num_inputs: int
+    viewed: tuple[Place, ...]  # what tensor operations read and write
     scratch_bytes: int
-    num_places: int
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the results of the steps on input tensors on the current device, laid out as those of the plan."""
+        """Return the results on contiguous input tensors of the current device."""
         device = next(tensor.device for tensor in inputs if tensor is not None)
         bases: list[Tensor | None] = list(inputs)
         results: list[Tensor | None] = []
         for buffer in self.results:
             result = None
-            if (
-                buffer is not None
-            ):  # empty_strided takes half the host's time of new_empty (torch 2.11)
+            if buffer is not None:
+                # half the host's time of new_empty (torch 2.11)
                 result = torch.empty_strided(
                     buffer.shape, buffer.stride, dtype=buffer.dtype, device=device
                 )
                 bases.append(result)
             results.append(result)
+        scratch = None
         if self.scratch_bytes:
-            bases.append(torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device))
-        else:
-            bases.append(None)
+            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+        bases.append(scratch)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
+        are_aligned = not any(address % ALIGNMENT for address in addresses)
         addresses.append(0)
         gpu = repeating_device()
-        if gpu is not None and any(address % ALIGNMENT for address in addresses):
-            # compiled code assumes aligned addresses; Triton's own launch looks at each of them
-            gpu = None
         stream = None if gpu is None else current_stream(gpu)
-
-        views: list[Tensor | None] = [None] * self.num_places
-        typed_scratch: dict[torch.dtype, Tensor] = {}
-
-        def tensor_at(place: Place | None) -> Tensor | None:
-            if place is None:
-                return None
-            if views[place.number] is None:
-                views[place.number] = _view(
-                    place, bases, typed_scratch, is_scratch=place.base == len(bases) - 1
-                )
-            return views[place.number]
+        typed: dict[tuple[int, torch.dtype], Tensor] = {}
+        views = [_view(place, bases, typed) for place in self.viewed]
 
         for step in self.steps:
             if isinstance(step, BoundFunction):
-                step.function(*[tensor_at(place) for place in step.places])
-                continue
-            repeat = None if gpu is None or step.compiled is None else step.compiled.get(gpu)
-            if repeat is None:
-                step.launch.on([tensor_at(place) for place in step.places])
+                step.function(*[views[number] for number in step.views])
                 continue
             arguments = [addresses[base] + offset for base, offset in step.addresses]
+            alignment = step.alignment
+            if not are_aligned:
+                # Triton compiles for each pattern of aligned pointers. A chunk of an input, such as
+                # the edges of a chunk of a mapper, may begin anywhere.
+                alignment = tuple(argument % ALIGNMENT == 0 for argument in arguments)
+            repeat = None if gpu is None else step.compiled.get((gpu, alignment))
+            if repeat is None:
+                step.launch.on([None if p is None else _view(p, bases, typed) for p in step.places])
+                continue
             repeat.launch(
                 *step.launch.grid,
                 stream,
@@ -267,21 +296,19 @@ class Plan:
         return results
 
 
-def _view(
-    place: Place, bases: list, typed_scratch: dict[torch.dtype, Tensor], is_scratch: bool
-) -> Tensor:
-    """Return the tensor of a buffer."""
+def _view(place: Place, bases: list, typed: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+    """Return the tensor of a buffer; `typed` keeps bases that are read in another dtype."""
     base = bases[place.base]
     if place.is_whole:
         return base
     buffer = place.buffer
-    if not is_scratch:
-        return base.as_strided(buffer.shape, buffer.stride, base.storage_offset() + buffer.offset)
-    if buffer.dtype not in typed_scratch:
-        typed_scratch[buffer.dtype] = base.view(buffer.dtype)
-    return typed_scratch[buffer.dtype].as_strided(
-        buffer.shape, buffer.stride, place.offset_bytes // buffer.dtype.itemsize
-    )
+    if base.dtype != buffer.dtype:
+        key = (place.base, buffer.dtype)
+        if key not in typed:
+            typed[key] = base.view(buffer.dtype)
+        base = typed[key]
+    offset = base.storage_offset() + place.offset_bytes // buffer.dtype.itemsize
+    return base.as_strided(buffer.shape, buffer.stride, offset)
 
 
 def _place_scratch(blocks: list, steps: list, placed: dict[int, int]) -> tuple[dict[int, int], int]:

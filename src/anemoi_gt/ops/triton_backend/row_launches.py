@@ -5,7 +5,8 @@ argument names; None stands for an absent one. An output may be the memory of an
 kernel's docstring says so.
 
 `programs` is the number of rows of `partial` [programs, sums], and `first_sum` the first column
-that a launch adds to. `partial` must be zero at first, and launches may share columns.
+that a launch writes, if `is_first`, or adds to. A backward kernel runs without rows too, because it
+writes sums.
 """
 
 from typing import NamedTuple
@@ -98,6 +99,7 @@ def norm_backward(
     programs: int,
     sums: int,
     first_sum: int,
+    is_first: bool = False,
     total: bool = False,
     normed_stride: int | None = None,
     batch: int = 1,
@@ -118,6 +120,7 @@ def norm_backward(
     sums : int
         Columns of `partial`; 0 where it is None.
     first_sum : int
+    is_first : bool
     total : bool
         Whether to sum grad_total too.
     normed_stride, normed_entry_rows : int or None
@@ -142,11 +145,12 @@ def norm_backward(
         "NORMED_STRIDE": stride,
         "ENTRIES": entries.are_apart,
         "SUMS": sums,
+        "IS_FIRST": is_first,
         "TOTAL": total,
         "INT64": _needs_int64(entries.last_row + 2 * programs * rows, max(stride, 2 * features)),
         "num_warps": num_warps,
     }
-    return Launch(kernels.norm_bwd, _programs(programs, num_rows), scalars, constants)
+    return Launch(kernels.norm_bwd, (programs,), scalars, constants)
 
 
 def head_norm_forward(
@@ -183,6 +187,7 @@ def head_norm_backward(
     programs: int,
     sums: int,
     first_sum: int,
+    is_first: bool = False,
 ) -> Launch:
     """Return the launch of `head_norm_bwd`: x, grad_normed, scale -> dx, partial.
 
@@ -204,10 +209,11 @@ def head_norm_backward(
         "GRAD_STRIDE": grad_stride,
         "DX_STRIDE": dx_stride,
         "SUMS": sums,
+        "IS_FIRST": is_first,
         "INT64": _pairs_need_int64(last_pair, heads, x_stride, grad_stride, dx_stride),
         "num_warps": num_warps,
     }
-    return Launch(kernels.head_norm_bwd, _programs(programs, num_pairs), scalars, constants)
+    return Launch(kernels.head_norm_bwd, (programs,), scalars, constants)
 
 
 def activation_forward(num_rows: int, features: int, activation: str, *, gated: bool) -> Launch:
@@ -242,6 +248,7 @@ def activation_backward(
     programs: int,
     sums: int,
     first_sum: int,
+    is_first: bool = False,
 ) -> Launch:
     """Return the launch of `activation_bwd`.
 
@@ -261,10 +268,11 @@ def activation_backward(
         "ACTIVATION": _checked(activation),
         "GATED": gated,
         "SUMS": sums,
+        "IS_FIRST": is_first,
         "INT64": _needs_int64(num_rows + 2 * programs * rows, width),
         "num_warps": tile.num_warps,
     }
-    grid = (*_programs(programs, num_rows), -(-features // columns))
+    grid = (programs, -(-features // columns))
     return Launch(kernels.activation_bwd, grid, scalars, constants)
 
 
@@ -312,11 +320,6 @@ def _checked(activation: str) -> str:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     return activation
-
-
-def _programs(programs: int, num_rows: int) -> tuple[int]:
-    """Return the grid of a backward kernel: nothing to launch without rows."""
-    return (programs if num_rows else 0,)
 
 
 def _needs_int64(rows: int, stride: int) -> bool:

@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
     inverse_segment: int = (
         0  # as dst_segment, but 0 only where the structure excludes hubs: shapes do not depend on E
     )
-    gradient_stride: int = 0  # elements between two nodes in grad_out, dquery, dkey and dvalue
+    row_stride: int = 0  # elements between two nodes in query, key, value and all gradients of rows
 
     @property
     def attributes(self) -> int:
@@ -133,7 +133,7 @@ def sizes_of(
     index: IndexTensors,
     scale: float = 1.0,
     dropout_p: float = 0.0,
-    gradient_stride: int = 0,
+    row_stride: int = 0,
     holds: Callable[[bool], bool] = bool,
     fixed_degree_kernels: bool = True,
 ) -> Sizes:
@@ -141,8 +141,9 @@ def sizes_of(
 
     Parameters
     ----------
-    gradient_stride : int
-        Elements between two nodes in grad_out, dquery, dkey and dvalue; 0: they are contiguous.
+    row_stride : int
+        Elements between two nodes in query, key, value and the gradients of rows; 0: they are
+        contiguous.
     holds : callable
         Decides a statement about sizes; for symbolic ones True only where it holds for all that are
         admitted.
@@ -160,11 +161,11 @@ def sizes_of(
     embedded = edge_attr is not None and edge_weight is None
     dst_segment = _segment_of(index.dst_hubs, num_edges, holds)
     src_segment = _segment_of(index.src_hubs, num_edges, holds)
-    gradient_stride = gradient_stride or heads * channels
+    row_stride = row_stride or heads * channels
 
     columns = attribute_columns(edge_dim + int(edge_bias is not None))
     per_edge = max(heads * (channels if embedded else 2), columns)
-    per_node = max(heads * max(channels, columns), gradient_stride)
+    per_node = max(heads * max(channels, columns), row_stride)
     largest = [batch * num_edges * per_edge, batch * num_dst * per_node, batch * num_src * per_node]
     for segment in (dst_segment, src_segment):
         if segment:
@@ -189,7 +190,7 @@ def sizes_of(
         dst_segment=dst_segment,
         src_segment=src_segment,
         inverse_segment=0 if index.dst_hubs is None else index.dst_hubs.shape[0] // 2,
-        gradient_stride=gradient_stride,
+        row_stride=row_stride,
     )
 
 

@@ -7,20 +7,26 @@ tell, since `AdamW(fused=True).step()` and `.data.copy_` leave them as they were
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder, contiguous_stride
+from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
 CHUNK = 131072  # rows whose hidden features and modulation exist at a time
 # that share sums over nodes; fixed, so that the order of summation does not depend on the device
 PROGRAMS = 528
 PACKED_ALIGNMENT = 8  # elements: 16 bytes of 16-bit elements, which kernels and cuBLAS load at once
+GRADIENT_ALIGNMENT = 32  # elements: 128 bytes of float32
+PACK_BLOCK = 2048  # elements of a program of `pack`
+ADD_BLOCK = 2048
+SUM_ELEMENTS = 2048  # of a tile whose rows are summed
+TOTAL_COLUMNS = 32
 
 
 def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
@@ -34,20 +40,34 @@ def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
 # packed weights
 
 
+class Piece(NamedTuple):
+    """A parameter as it is packed: cast, after `addend` or 1 has been added."""
+
+    shape: tuple[int, ...]
+    source: Buffer | None  # None: zeros
+    addend: Buffer | None = None
+    has_one: bool = False
+
+    @classmethod
+    def of(cls, parameter: Buffer) -> "Piece":
+        """Return a parameter as it is."""
+        return cls(parameter.shape, parameter)
+
+
 class PackedWeights(NamedTuple):
-    """Layout of parameters in one tensor: parameters of a group are stacked along their first dimension."""
+    """Layout of parameters in one tensor: the pieces of a group are stacked along the first dimension."""
 
     num_elements: int
     groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
 
     @classmethod
-    def of(cls, groups: Mapping[str, Sequence[Buffer]]) -> "PackedWeights":
-        """Lay out groups of parameters; the parameters of a group differ in their first dimension alone."""
+    def of(cls, groups: Mapping[str, Sequence[Piece]]) -> "PackedWeights":
+        """Lay out groups of pieces; the pieces of a group differ in their first dimension alone."""
         places = {}
         num_elements = 0
-        for name, parameters in groups.items():
-            rows = sum(parameter.shape[0] for parameter in parameters)
-            shape = (rows, *parameters[0].shape[1:])
+        for name, pieces in groups.items():
+            rows = sum(piece.shape[0] for piece in pieces)
+            shape = (rows, *pieces[0].shape[1:])
             places[name] = (num_elements, shape)
             num_elements += -(-prod(shape) // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
         return cls(num_elements, places)
@@ -56,35 +76,114 @@ class PackedWeights(NamedTuple):
         """Return each group in `packed` [num_elements]."""
         views = {}
         for name, (first, shape) in self.groups.items():
-            views[name] = replace(
-                packed, shape=shape, stride=contiguous_stride(shape), offset=first
-            )
+            stride = contiguous_stride(shape)
+            views[name] = replace(packed, shape=shape, stride=stride, offset=packed.offset + first)
         return views
 
 
-def cast_weights(
-    builder: PlanBuilder, groups: Mapping[str, Sequence[Buffer]], dtype: torch.dtype
-) -> tuple[Buffer, dict[str, Buffer]]:
-    """Cast groups of parameters by one call; return the packed tensor and its groups."""
+def pack_weights(
+    builder: PlanBuilder, groups: Mapping[str, Sequence[Piece]], packed: Buffer
+) -> dict[str, Buffer]:
+    """Cast groups of parameters into `packed` by one launch; return each group in it."""
+    from anemoi_gt.kernels import elementwise
+
     layout = PackedWeights.of(groups)
-    packed = builder.empty((layout.num_elements,), dtype)
-    views = layout.views(packed)
-    targets = []
-    parameters = []
-    for name, group in groups.items():
+    sizes = []
+    firsts = []
+    ones = []
+    sources: list[Buffer | None] = []
+    addend = None
+    with_addend = -1
+    for name, pieces in groups.items():
+        first = layout.groups[name][0]
+        for piece in pieces:
+            if piece.addend is not None:
+                addend = piece.addend
+                with_addend = len(sources)
+            sizes.append(prod(piece.shape))
+            firsts.append(first)
+            ones.append(piece.has_one)
+            sources.append(piece.source)
+            first += prod(piece.shape)
+    num_blocks = sum(-(-size // PACK_BLOCK) for size in sizes)
+    absent = elementwise.PACKED - len(sources)
+    constants = {
+        "SIZES": (*sizes, *(absent * (0,))),
+        "FIRSTS": (*firsts, *(absent * (0,))),
+        "ONES": (*ones, *(absent * (False,))),
+        "WITH_ADDEND": with_addend,
+        "BLOCK": PACK_BLOCK,
+        "num_warps": 4,
+    }
+    sources += absent * [None]
+    buffers = {f"source{number}": source for number, source in enumerate(sources)}
+    launch = Launch(elementwise.pack, (num_blocks,), {}, constants)
+    builder.launch(launch, **buffers, addend=addend, packed=packed)
+    return layout.views(packed)
+
+
+class GradientPiece(NamedTuple):
+    """One gradient in a block of gradients of parameters."""
+
+    names: tuple[str, ...]  # of the parameters it belongs to; () if of none
+    shape: tuple[int, ...]
+
+
+class ParameterPieces(NamedTuple):
+    """How a float32 block of gradients of parameters is divided.
+
+    Pieces of a group are stacked along their first dimension, as `PackedWeights` stacks parameters.
+    Sizes may be symbolic.
+    """
+
+    num_elements: int
+    groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
+    pieces: tuple[GradientPiece, ...]  # one behind another, with padding between groups
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, groups: Mapping[str, Sequence[GradientPiece]]) -> "ParameterPieces":
+        """Lay out groups of pieces."""
+        places = {}
+        pieces: list[GradientPiece] = []
         first = 0
-        for parameter in group:
-            targets.append(views[name].slice(0, first, first + parameter.shape[0]))
-            parameters.append(parameter)
-            first += parameter.shape[0]
-    if parameters:
-        builder.compute(_copy_all, *targets, *parameters)
-    return packed, views
+        for name, group in groups.items():
+            rows = sum(piece.shape[0] for piece in group)
+            shape = (rows, *group[0].shape[1:])
+            padding = -prod(shape) % GRADIENT_ALIGNMENT
+            places[name] = (first, shape)
+            pieces += group
+            pieces.append(GradientPiece((), (padding,)))
+            first += prod(shape) + padding
+        sizes = tuple(prod(piece.shape) for piece in pieces)
+        return cls(first, places, tuple(pieces), sizes)
 
+    def allocate(self, builder: PlanBuilder) -> tuple[Buffer, dict[str, Buffer]]:
+        """Return a block [num_elements] and each group in it."""
+        block = builder.empty((self.num_elements,), torch.float32)
+        buffers = {}
+        for name, (first, shape) in self.groups.items():
+            buffers[name] = replace(
+                block, shape=shape, stride=contiguous_stride(shape), offset=first
+            )
+            end = first + prod(shape)
+            padding = -end % GRADIENT_ALIGNMENT
+            if padding:  # an operator returns the same bits each time
+                builder.compute(_zero, block.slice(0, end, end + padding))
+        return block, buffers
 
-def _copy_all(*tensors: Tensor) -> None:
-    number = len(tensors) // 2
-    torch._foreach_copy_(list(tensors[:number]), list(tensors[number:]))
+    def gradients(self, block: Tensor) -> dict[str, Tensor]:
+        """Return the gradients in a block [num_elements] by the names of their parameters.
+
+        Parameters that share a gradient get the same tensor: autograd copies it for one of them.
+        """
+        gradients = {}
+        for piece, part in zip(self.pieces, block.split(self.sizes), strict=True):
+            if len(piece.shape) > 1:
+                part = part.view(piece.shape)
+            for name in piece.names:
+                gradients[name] = part
+        return gradients
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -120,8 +219,39 @@ def add_product(builder: PlanBuilder, x: Buffer, y: Buffer, out: Buffer) -> None
 def outer_product(
     builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer, is_first: bool
 ) -> None:
-    """Write dy^T x, the gradient of a weight, into `total` in float32, or add it unless `is_first`."""
-    builder.compute(partial(_outer_product, is_first=is_first), dy, x, total)
+    """Write dy^T x, the gradient of a weight, into float32 `total`, or add it unless `is_first`."""
+    num_rows = dy.shape[0]
+    if dy.dtype == torch.float32:
+        builder.compute(_mm if is_first else _add_mm, dy.transposed(), x, total)
+        return
+    # Rows beyond a multiple of 64 are added by a kernel: cuBLAS may leave some of them out
+    # (docs/upstream.md).
+    aligned = num_rows // 64 * 64
+    if aligned or is_first:
+        dy_rows = dy.slice(0, 0, aligned).transposed()
+        function = _wide_mm if is_first else _add_wide_mm
+        builder.compute(function, dy_rows, x.slice(0, 0, aligned), total)
+    if aligned < num_rows:
+        _add_outer(builder, dy.slice(0, aligned, num_rows), x.slice(0, aligned, num_rows), total)
+
+
+def _add_outer(builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer) -> None:
+    from anemoi_gt.kernels import elementwise
+
+    m, k = total.shape
+    tile_m, tile_k = min(32, next_power_of_two(m)), min(128, next_power_of_two(k))
+    constants = {
+        "M": m,
+        "K": k,
+        "DY_STRIDE": dy.stride[0],
+        "X_STRIDE": x.stride[0],
+        "TILE_M": tile_m,
+        "TILE_K": tile_k,
+        "num_warps": 4,
+    }
+    grid = (-(-m // tile_m), -(-k // tile_k))
+    launch = Launch(elementwise.add_outer, grid, {"num_rows": dy.shape[0]}, constants)
+    builder.launch(launch, dy=dy, x=x, total=total)
 
 
 def _mm(x: Tensor, y: Tensor, out: Tensor) -> None:
@@ -136,59 +266,54 @@ def _add_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
     out.addmm_(x, y)
 
 
-def _outer_product(dy: Tensor, x: Tensor, total: Tensor, is_first: bool) -> None:
-    if not dy.is_cuda or dy.dtype == torch.float32:
-        gradient = dy.t() @ x
-        if is_first:
-            total.copy_(gradient)
-        else:
-            total.add_(gradient)
-        return
-    # Rows beyond a multiple of 64 have a product of their own: cuBLAS may leave some of them out
-    # (docs/upstream.md).
-    aligned = dy.shape[0] // 64 * 64
-    if is_first:
-        torch.mm(dy[:aligned].t(), x[:aligned], out_dtype=torch.float32, out=total)
+def _wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
+    if x.is_cuda:
+        torch.mm(x, y, out_dtype=torch.float32, out=out)
+    else:  # PyTorch 2.13 has `out_dtype` on GPUs alone
+        out.copy_(x @ y)
+
+
+def _add_wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
+    if x.is_cuda:
+        torch.addmm(out, x, y, out_dtype=torch.float32, out=out)
     else:
-        torch.addmm(total, dy[:aligned].t(), x[:aligned], out_dtype=torch.float32, out=total)
-    if aligned < dy.shape[0]:
-        torch.addmm(total, dy[aligned:].t(), x[aligned:], out_dtype=torch.float32, out=total)
+        out.add_(x @ y)
 
 
 def cast(builder: PlanBuilder, x: Buffer, dtype: torch.dtype) -> Buffer:
-    """Return x in another dtype, x itself where it has that dtype."""
+    """Return contiguous x in another dtype, x itself where it has that dtype."""
     if x.dtype == dtype:
         return x
     out = builder.empty_like(x, dtype)
-    builder.compute(_copy, x, out)
+    add(builder, x, None, out)
     return out
 
 
+def add(builder: PlanBuilder, x: Buffer, y: Buffer | None, out: Buffer) -> None:
+    """Write x + y, or x, into `out` in its dtype; all are contiguous."""
+    from anemoi_gt.kernels import elementwise
+
+    numel = prod(x.shape)
+    constants = {
+        "BLOCK": ADD_BLOCK,
+        "INT64": numel + ADD_BLOCK >= 2**31,
+        "num_warps": 4,
+    }
+    launch = Launch(elementwise.add, (-(-numel // ADD_BLOCK),), {"numel": numel}, constants)
+    builder.launch(launch, x=x, y=y, out=out)
+
+
 def copy(builder: PlanBuilder, source: Buffer, target: Buffer) -> None:
-    """Copy elements, cast to the dtype of `target`."""
+    """Copy elements, cast to the dtype of `target`, of any strides."""
     builder.compute(_copy, source, target)
-
-
-def add(builder: PlanBuilder, x: Buffer, y: Buffer, out: Buffer) -> None:
-    """Write x + y into `out`, in its dtype."""
-    builder.compute(_add, x, y, out)
-
-
-def zero(builder: PlanBuilder, out: Buffer) -> None:
-    """Fill `out` with zeros."""
-    builder.compute(_zero, out)
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
-
-
-def _add(x: Tensor, y: Tensor, out: Tensor) -> None:
-    torch.add(x, y, out=out)
 
 
 def _zero(out: Tensor) -> None:
     out.zero_()
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -204,13 +329,14 @@ class NormParameters(NamedTuple):
     shift_bias: Buffer | None
     condition: Buffer | None
 
-    def groups(self, name: str) -> dict[str, list[Buffer]]:
-        """Return the parameters to cast: with a condition W [2 F, K] and b [2 F], scale before shift."""
+    def groups(self, name: str) -> dict[str, list[Piece]]:
+        """Return what is packed: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
+        scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
         return {
-            f"{name}_weight": [self.scale, self.shift],
-            f"{name}_bias": [self.scale_bias, self.shift_bias],
+            f"{name}_weight": [Piece.of(self.scale), Piece.of(self.shift)],
+            f"{name}_bias": [scale_bias, Piece.of(self.shift_bias)],
         }
 
 
@@ -247,15 +373,6 @@ class Norm(NamedTuple):
         return linear(builder, self.condition.slice(0, begin, end), self.weight, self.bias)
 
 
-def add_one_to_scale(builder: PlanBuilder, bias: Buffer) -> None:
-    """Add 1 to the half of the scale of a cast bias [2 F]."""
-    builder.compute(_add_one, bias.slice(0, 0, bias.shape[0] // 2))
-
-
-def _add_one(scale_bias: Tensor) -> None:
-    scale_bias.add_(1.0)
-
-
 def norm_forward(
     builder: PlanBuilder, x: Buffer, norm: Norm, out: Buffer, batch: int = 1, entry_rows: int = 0
 ) -> None:
@@ -283,39 +400,82 @@ def norm_forward(
 
 
 class NodeSums:
-    """Sums over nodes: PROGRAMS rows of partial sums, columns by name."""
+    """Sums over nodes: PROGRAMS rows of partial sums, columns by name, which a launch each writes."""
 
-    def __init__(self, builder: PlanBuilder, widths: Mapping[str, int]):
+    def __init__(self, builder: PlanBuilder, pieces: Mapping[str, GradientPiece]):
         self.builder = builder
-        self.columns: dict[str, slice] = sum_columns(widths)
-        self.width = max(1, sum(widths.values()))
+        self.columns: dict[str, slice] = {}
+        self.width = 0
+        for name, piece in pieces.items():
+            self.columns[name] = slice(self.width, self.width + piece.shape[0])
+            self.width += piece.shape[0]
         self.partial = builder.empty((PROGRAMS, self.width), torch.float32)
-        zero(builder, self.partial)
 
-    def total(self) -> Buffer:
-        """Return the sums [width]."""
-        total = self.builder.empty((self.width,), torch.float32)
-        self.builder.compute(_sum_rows, self.partial, total)
-        return total
+    def sum_rows(self, name: str, rows: Buffer) -> None:
+        """Write the sums of rows [N, W] into the columns called `name`."""
+        from anemoi_gt.kernels import elementwise
+
+        num_rows, width = rows.shape
+        columns = min(128, next_power_of_two(width))
+        constants = {
+            "W": width,
+            "STRIDE": rows.stride[0],
+            "ROWS": SUM_ELEMENTS // columns,
+            "COLUMNS": columns,
+            "SUMS": self.width,
+            "INT64": (num_rows + PROGRAMS * SUM_ELEMENTS) * rows.stride[0] >= 2**31,
+            "num_warps": 4,
+        }
+        scalars = {"num_rows": num_rows, "first_sum": self.columns[name].start}
+        grid = (PROGRAMS, -(-width // columns))
+        launch = Launch(elementwise.sum_columns, grid, scalars, constants)
+        self.builder.launch(launch, rows=rows, partial=self.partial)
+
+    def total_into(self, total: Buffer) -> None:
+        """Write the sums of all columns into `total` [width]."""
+        from anemoi_gt.kernels import elementwise
+
+        constants = {
+            "P": PROGRAMS,
+            "SUMS": self.width,
+            "ROWS": SUM_ELEMENTS // TOTAL_COLUMNS,
+            "COLUMNS": TOTAL_COLUMNS,
+            "num_warps": 4,
+        }
+        grid = (-(-self.width // TOTAL_COLUMNS),)
+        launch = Launch(elementwise.sum_partial, grid, {}, constants)
+        self.builder.launch(launch, partial=self.partial, total=total)
 
 
-def sum_columns(widths: Mapping[str, int]) -> dict[str, slice]:
-    """Return the columns of the sums by name."""
-    columns = {}
-    first = 0
-    for name, width in widths.items():
-        columns[name] = slice(first, first + width)
-        first += width
-    return columns
+def map_total(builder: PlanBuilder, weight: Buffer, total: Buffer, out: Buffer) -> None:
+    """Write W^T total [W] into `out`, of W [F, W] and total [F]."""
+    from anemoi_gt.kernels import elementwise
+
+    features, width = weight.shape
+    constants = {
+        "F": features,
+        "W": width,
+        "ROWS": SUM_ELEMENTS // TOTAL_COLUMNS,
+        "COLUMNS": TOTAL_COLUMNS,
+        "num_warps": 4,
+    }
+    launch = Launch(elementwise.map_total, (-(-width // TOTAL_COLUMNS),), {}, constants)
+    builder.launch(launch, weight=weight, total=total, out=out)
 
 
-def _sum_rows(partial: Tensor, total: Tensor) -> None:
-    torch.sum(partial, 0, out=total)
+def norm_sum_pieces(name: str, features: int, has_condition: bool) -> dict[str, GradientPiece]:
+    """Return the sums that `norm_backward` makes: of scale and shift, or of their biases."""
+    suffix = "_bias" if has_condition else ""
+    pieces = {}
+    for part in ("scale", "shift"):
+        pieces[f"{name}_{part}"] = GradientPiece((f"{name}_{part}{suffix}",), (features,))
+    return pieces
 
 
-def norm_sums(name: str, features: int) -> dict[str, int]:
-    """Return the widths of the sums that `norm_backward` makes: of scale, shift, and of the residual's gradient."""
-    return {f"{name}_scale": features, f"{name}_shift": features, f"{name}_total": features}
+def norm_map_pieces(name: str, features: int, num_conditions: int) -> list[GradientPiece]:
+    """Return the gradients of the map [2 F, K] of a condition to scale and shift."""
+    shape = (features, num_conditions)
+    return [GradientPiece((f"{name}_{part}",), shape) for part in ("scale", "shift")]
 
 
 class ModulationGradients(NamedTuple):
@@ -326,15 +486,15 @@ class ModulationGradients(NamedTuple):
 
 
 def modulation_gradients(
-    builder: PlanBuilder, norm: Norm, need_condition: bool
+    builder: PlanBuilder, norm: Norm, weight: Buffer | None, need_condition: bool
 ) -> ModulationGradients | None:
-    """Return memory for the gradients of a condition; None without one."""
+    """Return memory for the gradients of a condition, with that of its map; None without one."""
     if norm.condition is None:
         return None
     condition = None
     if need_condition:
         condition = builder.empty_like(norm.condition)
-    return ModulationGradients(builder.empty_like(norm.weight, torch.float32), condition)
+    return ModulationGradients(weight, condition)
 
 
 def norm_backward(
@@ -368,6 +528,7 @@ def norm_backward(
         programs=PROGRAMS,
         sums=sums.width,
         first_sum=sums.columns[f"{name}_scale"].start,
+        is_first=is_first,
         total=grad_total is not None,
         batch=batch,
         normed_entry_rows=entry_rows or None,
@@ -426,17 +587,14 @@ def specs_of(tensors: Sequence[Tensor | None]) -> tuple:
     return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-def like_tensors(
-    gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
+def ordered_gradients(
+    tensors: NamedTuple, gradients: Mapping[str, Tensor | None], needs: NamedTuple
 ) -> list[Tensor | None]:
-    """Return gradients in the dtypes of their tensors, None where there is no tensor."""
-    cast_gradients = []
-    for gradient, tensor in zip(gradients, tensors, strict=True):
-        is_absent = gradient is None or tensor is None
-        cast_gradients.append(None if is_absent else gradient.to(tensor.dtype))
-    return cast_gradients
-
-
-def needed(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients that are needed, None for others."""
-    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+    """Return the gradients that are needed in the order and dtypes of `tensors`, None for others."""
+    ordered: list[Tensor | None] = []
+    for name, tensor, need in zip(tensors._fields, tensors, needs, strict=True):
+        gradient = gradients.get(name) if need else None
+        if gradient is not None and gradient.dtype != tensor.dtype:
+            gradient = gradient.to(tensor.dtype)
+        ordered.append(gradient)
+    return ordered

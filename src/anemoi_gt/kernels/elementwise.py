@@ -1,0 +1,252 @@
+"""Kernels of the sub-layers between norms, products and attention: casts, residuals, sums of rows.
+
+    pack           parameters in another dtype, one after another in one block
+    add            x + y in the dtype of the result; without y a cast
+    sum_columns    sums over nodes of rows, a row of partial sums for each program
+    sum_partial    the totals of partial sums
+    map_total      W^T s of totals s: the sum over nodes of W^T rows, without reading rows
+    add_outer      dy^T x of a few rows, added to a product of all other rows
+
+Each stands for calls of PyTorch that take longer on the host than on the GPU. A launch takes
+addresses; PyTorch takes views, which are cut first, and checks them (14 us on the host for a
+launch, 31 to 49 us for these calls and their views, with torch 2.11). All sums are in float32 and in a
+fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from anemoi_gt.kernels.primitives import as_index
+
+PACKED = 20  # parameters that a launch of `pack` takes
+INTERPRETED = tl.constexpr(not isinstance(as_index, triton.runtime.JITFunction))
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """Return float32 x rounded to the nearest element of `dtype`."""
+    if (
+        INTERPRETED and dtype == tl.bfloat16
+    ):  # the interpreter of Triton 3.7 cuts the lower half off
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, nearest, x)
+    return x.to(dtype)
+
+
+@triton.jit
+def _load_piece(source, element, mask):
+    """Return elements [BLOCK] of a parameter as float32, zeros where there is none."""
+    if source is None:
+        return tl.zeros(element.shape, tl.float32)
+    else:
+        return tl.load(source + element, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _pack_piece(
+    block,
+    source,
+    addend,
+    packed,
+    SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write block number `block` of a parameter, if it has so many; return the number behind it."""
+    blocks = (SIZE + BLOCK - 1) // BLOCK
+    if block >= 0 and block < blocks:
+        element = block * BLOCK + tl.arange(0, BLOCK)
+        mask = element < SIZE
+        x = _load_piece(source, element, mask)
+        if addend is not None:
+            x += _load_piece(addend, element, mask)
+        if ONE:
+            x += 1.0
+        tl.store(packed + FIRST + element, _rounded(x, packed.dtype.element_ty), mask=mask)
+    return block - blocks
+
+
+@triton.jit
+def pack(
+    source0,
+    source1,
+    source2,
+    source3,
+    source4,
+    source5,
+    source6,
+    source7,
+    source8,
+    source9,
+    source10,
+    source11,
+    source12,
+    source13,
+    source14,
+    source15,
+    source16,
+    source17,
+    source18,
+    source19,
+    addend,  # added to the parameter whose number is WITH_ADDEND
+    packed,
+    SIZES: tl.constexpr,  # elements of each parameter, one behind the other; 0 where there is none
+    FIRSTS: tl.constexpr,  # the element of `packed` at which each begins
+    ONES: tl.constexpr,  # whether 1 is added to each
+    WITH_ADDEND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (sum of ceil(size / BLOCK),): a program writes BLOCK elements of one parameter.
+
+    A parameter of a size that is None is written as zeros.
+    """
+    sources = (
+        source0,
+        source1,
+        source2,
+        source3,
+        source4,
+        source5,
+        source6,
+        source7,
+        source8,
+        source9,
+        source10,
+        source11,
+        source12,
+        source13,
+        source14,
+        source15,
+        source16,
+        source17,
+        source18,
+        source19,
+    )
+    block = tl.program_id(0)
+    for n in tl.static_range(len(SIZES)):
+        if SIZES[n] > 0:
+            if n == WITH_ADDEND:
+                block = _pack_piece(
+                    block, sources[n], addend, packed, SIZES[n], FIRSTS[n], ONES[n], BLOCK
+                )
+            else:
+                block = _pack_piece(
+                    block, sources[n], None, packed, SIZES[n], FIRSTS[n], ONES[n], BLOCK
+                )
+
+
+@triton.jit(do_not_specialize=["numel"])
+def add(
+    x,
+    y,  # or None
+    out,
+    numel,
+    BLOCK: tl.constexpr,
+    INT64: tl.constexpr,
+):
+    """Grid (ceil(numel / BLOCK),): out = x + y, or x, over contiguous elements."""
+    element = as_index(tl.program_id(0), INT64) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < numel
+    total = tl.load(x + element, mask=mask, other=0.0).to(tl.float32)
+    if y is not None:
+        total += tl.load(y + element, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + element, _rounded(total, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_sum"])
+def sum_columns(
+    rows,  # [N, W] with STRIDE between rows
+    partial,  # [P, SUMS] float32
+    num_rows,
+    first_sum,
+    W: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+    INT64: tl.constexpr,
+):
+    """Grid (P, ceil(W / COLUMNS)): a program writes the sums of every P-th tile of ROWS rows."""
+    start = as_index(tl.program_id(0), INT64) * ROWS
+    step = tl.num_programs(0) * ROWS
+    w = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = w < W
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(start, num_rows, step):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < num_rows)[:, None] & inside[None, :]
+        x = tl.load(rows + row[:, None] * STRIDE + w[None, :], mask=mask, other=0.0)
+        sums += x.to(tl.float32)
+    at = partial + tl.program_id(0) * SUMS + first_sum + w
+    tl.store(at, tl.sum(sums, axis=0), mask=inside)
+
+
+@triton.jit
+def sum_partial(
+    partial,  # [P, SUMS] float32
+    total,  # [SUMS] float32
+    P: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (ceil(SUMS / COLUMNS),): a program writes COLUMNS totals."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < SUMS
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, P, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < P)[:, None] & inside[None, :]
+        sums += tl.load(partial + row[:, None] * SUMS + column[None, :], mask=mask, other=0.0)
+    tl.store(total + column, tl.sum(sums, axis=0), mask=inside)
+
+
+@triton.jit
+def map_total(
+    weight,  # [F, W]
+    total,  # [F] float32
+    out,  # [W] float32
+    F: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (ceil(W / COLUMNS),): a program writes COLUMNS elements of W^T total."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < W
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, F, ROWS):
+        f = first + tl.arange(0, ROWS)
+        mask = (f < F)[:, None] & inside[None, :]
+        x = tl.load(weight + f[:, None] * W + column[None, :], mask=mask, other=0.0)
+        s = tl.load(total + f, mask=f < F, other=0.0)
+        sums += x.to(tl.float32) * s[:, None]
+    tl.store(out + column, tl.sum(sums, axis=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_outer(
+    dy,  # [N, M] with DY_STRIDE between rows
+    x,  # [N, K] with X_STRIDE between rows
+    total,  # [M, K] float32
+    num_rows,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    DY_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Grid (ceil(M / TILE_M), ceil(K / TILE_K)): a program adds a tile of dy^T x to `total`."""
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    k = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
+    mask = (m < M)[:, None] & (k < K)[None, :]
+    at = total + m[:, None] * K + k[None, :]
+    sums = tl.load(at, mask=mask, other=0.0)
+    for row in range(num_rows):
+        a = tl.load(dy + row * DY_STRIDE + m, mask=m < M, other=0.0).to(tl.float32)
+        b = tl.load(x + row * X_STRIDE + k, mask=k < K, other=0.0).to(tl.float32)
+        sums += a[:, None] * b[None, :]
+    tl.store(at, sums, mask=mask)
