@@ -62,7 +62,8 @@ def test_scratch_of_a_common_step_never_overlaps(seed):
     spans = {}
     lifetimes = {}
     for number, step in enumerate(plan.steps):
-        for place in step.places:
+        for view in step.views:
+            place = plan.viewed[view]
             if place.base > len(plan.results):  # neither the input nor a result
                 end = place.block_bytes + place.buffer.shape[0] * place.buffer.dtype.itemsize
                 spans[place.buffer.block] = (place.block_bytes, end)
@@ -96,7 +97,7 @@ def test_scratch_of_one_step_lies_side_by_side_at_aligned_offsets():
     buffers = [builder.empty((3,), torch.float32) for _ in range(4)]
     builder.compute(lambda *tensors: None, *buffers)
     plan = builder.finish([])
-    offsets = sorted(place.block_bytes for place in plan.steps[0].places)
+    offsets = sorted(place.block_bytes for place in plan.viewed)
     assert offsets == [n * SCRATCH_ALIGNMENT for n in range(4)]
 
 

@@ -17,10 +17,11 @@ def new_plans(**sizes) -> Iterator[None]:
         return sizes_of(*arguments, **options)._replace(**sizes)
 
     with ExitStack() as patches:
-        for module in (op, attention_sublayer, feed_forward_sublayer):
-            for name in ("forward_plan", "backward_plan"):
-                make = lru_cache(getattr(module, name).__wrapped__)
-                patches.enter_context(mock.patch.object(module, name, make))
+        kept = [(op, "forward_plan"), (op, "backward_plan")]
+        kept += [(attention_sublayer, "plans_of"), (feed_forward_sublayer, "plans_of")]
+        for module, name in kept:
+            make = lru_cache(getattr(module, name).__wrapped__)
+            patches.enter_context(mock.patch.object(module, name, make))
         for module in (op, attention_sublayer):
             patches.enter_context(mock.patch.object(module, "sizes_of", changed))
         yield

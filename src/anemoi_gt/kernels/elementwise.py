@@ -16,6 +16,7 @@ fixed order.
 import triton
 import triton.language as tl
 
+from anemoi_gt.kernels.norms_and_activations import kernel_name
 from anemoi_gt.kernels.primitives import as_index
 
 PACKED = 20  # parameters that a launch of `pack` takes
@@ -68,7 +69,7 @@ def _pack_piece(
     return block - blocks
 
 
-@triton.jit
+@triton.jit(repr=kernel_name("anemoi_gt_pack", "packed"))
 def pack(
     source0,
     source1,
@@ -137,7 +138,7 @@ def pack(
                 )
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(repr=kernel_name("anemoi_gt_add", "out"), do_not_specialize=["numel"])
 def add(
     x,
     y,  # or None
@@ -155,7 +156,10 @@ def add(
     tl.store(out + element, _rounded(total, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_sum"])
+@triton.jit(
+    repr=kernel_name("anemoi_gt_sum_columns", "rows", "W"),
+    do_not_specialize=["num_rows", "first_sum"],
+)
 def sum_columns(
     rows,  # [N, W] with STRIDE between rows
     partial,  # [P, SUMS] float32
@@ -183,7 +187,7 @@ def sum_columns(
     tl.store(at, tl.sum(sums, axis=0), mask=inside)
 
 
-@triton.jit
+@triton.jit(repr=kernel_name("anemoi_gt_sum_partial", "partial", "SUMS"))
 def sum_partial(
     partial,  # [P, SUMS] float32
     total,  # [SUMS] float32
@@ -203,7 +207,7 @@ def sum_partial(
     tl.store(total + column, tl.sum(sums, axis=0), mask=inside)
 
 
-@triton.jit
+@triton.jit(repr=kernel_name("anemoi_gt_map_total", "weight", "F", "W"))
 def map_total(
     weight,  # [F, W]
     total,  # [F] float32
@@ -226,7 +230,7 @@ def map_total(
     tl.store(out + column, tl.sum(sums, axis=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(repr=kernel_name("anemoi_gt_add_outer", "dy", "M", "K"), do_not_specialize=["num_rows"])
 def add_outer(
     dy,  # [N, M] with DY_STRIDE between rows
     x,  # [N, K] with X_STRIDE between rows

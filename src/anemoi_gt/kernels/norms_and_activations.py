@@ -39,7 +39,7 @@ import triton.language as tl
 from anemoi_gt.kernels.primitives import as_index
 
 
-def _kernel_name(base: str, tensor: str, *constants: str):
+def kernel_name(base: str, tensor: str, *constants: str):
     """Return the `repr` of a kernel: `base`, the dtype of argument `tensor`, and `constants`."""
 
     def name(specialization) -> str:
@@ -113,7 +113,7 @@ def _put_into_partial(
 
 
 @triton.jit(
-    repr=_kernel_name("anemoi_gt_norm_fwd", "x", "F"),
+    repr=kernel_name("anemoi_gt_norm_fwd", "x", "F"),
     do_not_specialize=["num_rows", "rows_per_entry", "entry_rows"],
 )
 def norm_fwd(
@@ -154,7 +154,7 @@ def norm_fwd(
 
 
 @triton.jit(
-    repr=_kernel_name("anemoi_gt_norm_bwd", "x", "F"),
+    repr=kernel_name("anemoi_gt_norm_bwd", "x", "F"),
     do_not_specialize=["num_rows", "rows_per_entry", "entry_rows", "first_sum"],
 )
 def norm_bwd(
@@ -279,7 +279,7 @@ def _pair_offsets(pair, c, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexp
 
 
 @triton.jit(
-    repr=_kernel_name("anemoi_gt_head_norm_fwd", "x", "H", "C"),
+    repr=kernel_name("anemoi_gt_head_norm_fwd", "x", "H", "C"),
     do_not_specialize=["num_pairs"],
 )
 def head_norm_fwd(
@@ -308,7 +308,7 @@ def head_norm_fwd(
 
 
 @triton.jit(
-    repr=_kernel_name("anemoi_gt_head_norm_bwd", "x", "H", "C"),
+    repr=kernel_name("anemoi_gt_head_norm_bwd", "x", "H", "C"),
     do_not_specialize=["num_pairs", "first_sum"],
 )
 def head_norm_bwd(
@@ -423,7 +423,7 @@ def _activate(h, ACTIVATION: tl.constexpr):
 
 
 @triton.jit(
-    repr=_kernel_name("anemoi_gt_activation_fwd", "hidden", "ACTIVATION", "GATED", "K"),
+    repr=kernel_name("anemoi_gt_activation_fwd", "hidden", "ACTIVATION", "GATED", "K"),
     do_not_specialize=["num_rows"],
 )
 def activation_fwd(
@@ -455,7 +455,7 @@ def activation_fwd(
 
 
 @triton.jit(
-    repr=_kernel_name("anemoi_gt_activation_bwd", "hidden", "ACTIVATION", "GATED", "K"),
+    repr=kernel_name("anemoi_gt_activation_bwd", "hidden", "ACTIVATION", "GATED", "K"),
     do_not_specialize=["num_rows", "first_sum"],
 )
 def activation_bwd(

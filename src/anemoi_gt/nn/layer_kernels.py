@@ -12,6 +12,7 @@ from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.dtypes import cast_for_autocast
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)  # in torch.nn.modules.module
 QKNorm = partial(AutocastLayerNorm, bias=False)
 
 
@@ -78,10 +79,11 @@ def hooks_of(module: nn.Module) -> list:
 
 def has_global_hooks() -> bool:
     """Return whether hooks are registered for all modules, as by `register_module_forward_hook`; our own only watch."""
-    hooks = [
-        hook for name in HOOKS for hook in getattr(nn.modules.module, f"_global{name}", {}).values()
-    ]
-    return any(not getattr(hook, "__module__", "").startswith("anemoi_gt.") for hook in hooks)
+    for name in GLOBAL_HOOKS:
+        for hook in getattr(nn.modules.module, name, {}).values():
+            if not getattr(hook, "__module__", "").startswith("anemoi_gt."):
+                return True
+    return False
 
 
 def has_wrapped_weights(module: nn.Module) -> bool:

@@ -281,10 +281,13 @@ def _read_feed_forward(
     weight_out, bias_out = _read_linear(modules[-1], f"{layers_name}.{len(modules) - 1}")
 
     hidden = weight_in.shape[0]
-    _check_shape(weight_in, (hidden, norm_parts.features), layers_name, norm_name)
-    _check_shape(weight_out, (norm_parts.features, hidden), layers_name, norm_name)
-    if weight_gate is not None:
-        _check_shape(weight_gate, (hidden, norm_parts.features), layers_name, norm_name)
+    features = norm_parts.features
+    if weight_in.shape[1] != features:
+        raise _shape_mismatch(weight_in, (hidden, features), layers_name, norm_name)
+    if weight_out.shape != (features, hidden):
+        raise _shape_mismatch(weight_out, (features, hidden), layers_name, norm_name)
+    if weight_gate is not None and weight_gate.shape != weight_in.shape:
+        raise _shape_mismatch(weight_gate, (hidden, features), layers_name, norm_name)
     return FeedForwardParts(
         norm=norm_parts,
         weight_gate=weight_gate,
@@ -312,12 +315,20 @@ def _read_attention(block: nn.Module) -> AttentionParts:
 
     width = query_weight.shape[0]
     features = norm.features
-    _check_shape(query_weight, (width, features), "lin_query", "layer_norm_attention")
-    _check_shape(self_weight, (width, features), "lin_self", "lin_query")
-    _check_shape(key_weight, (width, features), "lin_key", "lin_query")
-    _check_shape(value_weight, (width, features), "lin_value", "lin_query")
-    _check_shape(edge_weight, (width, edge_weight.shape[1]), "lin_edge", "lin_query")
-    _check_shape(projection_weight, (features, width), "projection", "lin_query")
+    weights = {
+        "lin_query": query_weight,
+        "lin_self": self_weight,
+        "lin_key": key_weight,
+        "lin_value": value_weight,
+    }
+    for name, weight in weights.items():
+        if weight.shape != (width, features):
+            others = "layer_norm_attention" if name == "lin_query" else "lin_query"
+            raise _shape_mismatch(weight, (width, features), name, others)
+    if edge_weight.shape[0] != width:
+        raise _shape_mismatch(edge_weight, (width, edge_weight.shape[1]), "lin_edge", "lin_query")
+    if projection_weight.shape != (features, width):
+        raise _shape_mismatch(projection_weight, (features, width), "projection", "lin_query")
     if width > MOST_FEATURES:
         got = f"its queries have {width} features"
         raise CannotFuseError(f"{got}, and at most {MOST_FEATURES} are possible")
@@ -443,10 +454,15 @@ def _read_head_norm(
 def _read_linear(linear: nn.Module | None, name: str) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a linear map."""
     _check_module(linear, (nn.Linear,), name, "a torch.nn.Linear")
-    weight = _parameter(linear, "weight", name)
-    if weight is None:
-        raise CannotFuseError(f"its {name} has no weight")
-    return weight, _parameter(linear, "bias", name)
+    weight = linear._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        weight = _parameter(linear, "weight", name)
+        if weight is None:
+            raise CannotFuseError(f"its {name} has no weight")
+    bias = linear._parameters.get("bias")
+    if type(bias) is not nn.Parameter:
+        bias = _parameter(linear, "bias", name)
+    return weight, bias
 
 
 def _read_activation(activation: nn.Module | None, name: str) -> str:
@@ -483,10 +499,18 @@ def _check_module(
         if module is None:
             raise CannotFuseError(f"it has no {name}, and {needed} is needed")
         raise CannotFuseError(f"its {name} is a {_path(type(module))}, and {needed} is needed")
-    _check_hooks(module, name)
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    ):
+        _check_hooks(module, name)
 
 
 def _check_hooks(module: nn.Module, name: str) -> None:
+    """Raise CannotFuseError if a call of the module would run more than `forward` of its class."""
     has_forward_hooks = module._forward_hooks or module._forward_pre_hooks
     if has_forward_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise CannotFuseError(f"its {name} has hooks, which a fused sub-layer skips")
@@ -515,8 +539,15 @@ def _check_dropout(block: nn.Module) -> None:
 
 def _check_shape(parameter: Tensor | None, shape: tuple[int, ...], name: str, others: str) -> None:
     if parameter is not None and parameter.shape != shape:
-        got = f"its {name} has a parameter {tuple(parameter.shape)}"
-        raise CannotFuseError(f"{got}, and its {others} needs {tuple(shape)}")
+        raise _shape_mismatch(parameter, shape, name, others)
+
+
+def _shape_mismatch(
+    parameter: Tensor, shape: tuple[int, ...], name: str, others: str
+) -> CannotFuseError:
+    """Return the reason why a parameter of another shape than `shape` cannot be used."""
+    got = f"its {name} has a parameter {tuple(parameter.shape)}"
+    return CannotFuseError(f"{got}, and its {others} needs {tuple(shape)}")
 
 
 def _path(kind: type) -> str:

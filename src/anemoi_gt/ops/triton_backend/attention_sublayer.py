@@ -59,6 +59,8 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     PackedWeights,
     ParameterPieces,
     Piece,
+    Shaped,
+    SublayerPlans,
 )
 
 KEPT = 128  # plans of each pass that are kept
@@ -109,7 +111,8 @@ def attention_sublayer(
         return attention_sublayer_triton(*tensors, *index, *options, save)[0]
     if save:
         return AttentionSublayer.apply(*tensors, index, options)
-    return _run_forward(tensors, index, options, save=False)[0]
+    _, (z,) = _run_forward(tensors, index, options, save=False)
+    return z
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -247,23 +250,16 @@ class NodeRows(NamedTuple):
     value: Buffer
 
 
-class _Shaped(NamedTuple):
-    """Stands for a tensor where its shape and dtype are all that is read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _sizes(t: AttentionTensors, index: IndexTensors, options: AttentionOptions) -> Sizes:
     """Return the sizes of the call of edge attention."""
     layout = _Layout.of(t, options)
     batch = () if layout.batch == 1 else (layout.batch,)
     heads = (layout.heads, layout.width // layout.heads)
-    query = _Shaped((*batch, layout.destinations, *heads), options.dtype)
-    key = _Shaped((*batch, layout.sources, *heads), options.dtype)
-    edge_attr = _Shaped(_attribute_shape(t.edge_attr, layout), options.dtype)
+    query = Shaped((*batch, layout.destinations, *heads), options.dtype)
+    key = Shaped((*batch, layout.sources, *heads), options.dtype)
+    edge_attr = Shaped(_attribute_shape(t.edge_attr, layout), options.dtype)
     has_bias = t.edge_bias is not None or t.value_bias is not None
-    edge_bias = _Shaped((layout.width,), options.dtype) if has_bias else None
+    edge_bias = Shaped((layout.width,), options.dtype) if has_bias else None
     operands = AttentionOperands(query, key, key, edge_attr, t.edge_weight, edge_bias)
     scale = heads[1] ** -0.5
     return sizes_of(operands, index, scale, row_stride=layout.row_stride)
@@ -361,7 +357,6 @@ def _norm_heads(
     builder.launch(launch, x=x, scale=scale, out=out)
 
 
-@lru_cache(KEPT)
 def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
     """Return the plan of a forward pass over tensors and index: z, and with `save` the kept block."""
     from anemoi_gt.ops.triton_backend import attention_steps
@@ -422,7 +417,7 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
         call, saved, layout.split_heads(attended), layout.split_heads(rows.attended)
     )
 
-    z = builder.empty(t.x_dst.shape, torch.promote_types(t.x_dst.dtype, options.dtype))
+    z = builder.empty(t.x_dst.shape, _out_dtype(t, options))
     for begin, end in sublayer_steps.chunks(t.x_dst.shape[0]):
         y = rows.attended.slice(0, begin, end)
         delta = sublayer_steps.linear(
@@ -434,21 +429,26 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
     return builder.finish([z, builder.whole(dst)])
 
 
-@lru_cache(KEPT)
 def backward_plan(
     specs: tuple, options: AttentionOptions, needs: SublayerNeeds
 ) -> tuple[Plan, ParameterPieces]:
     """Return the plan of a backward pass over tensors, index, the kept block and the gradient of z.
 
+    `specs` are of tensors and index.
+
     Its results are `SublayerGradients`; the pieces are of their block of parameters.
     """
     from anemoi_gt.ops.triton_backend import attention_steps
 
-    builder = PlanBuilder(specs)
+    shapes = Shaped.all_of(specs)
+    shapes_of_tensors = AttentionTensors(*shapes[:NUM_TENSORS])
+    kept_parts = kept_layout(shapes_of_tensors, IndexTensors(*shapes[NUM_TENSORS:]), options)
+    grad_spec = (shapes_of_tensors.x_dst.shape, _out_dtype(shapes_of_tensors, options))
+    builder = PlanBuilder([*specs, ((kept_parts.num_bytes,), torch.uint8), grad_spec])
     t = AttentionTensors(*builder.inputs[:NUM_TENSORS])
     index = IndexTensors(*builder.inputs[NUM_TENSORS:NUM_INPUTS])
     kept_block, grad = builder.inputs[NUM_INPUTS:]
-    kept = kept_layout(t, index, options).buffers(kept_block)
+    kept = kept_parts.buffers(kept_block)
     layout = _Layout.of(t, options)
     weights = PackedWeights.of(_weight_groups(t, options)).views(kept["packed"])
     width = layout.width
@@ -747,25 +747,38 @@ def _named_gradients(
     return sublayer_steps.ordered_gradients(t, gradients, needs)
 
 
+def _out_dtype(t: AttentionTensors, options: AttentionOptions) -> torch.dtype:
+    """Return the dtype of z, and of its gradient."""
+    return torch.promote_types(t.x_dst.dtype, options.dtype)
+
+
+@lru_cache(KEPT)
+def plans_of(specs: tuple, options: AttentionOptions) -> SublayerPlans:
+    """Return the plans of both passes over tensors and index of these shapes and dtypes."""
+    return SublayerPlans(forward_plan, backward_plan, specs, options)
+
+
 def _run_forward(
     tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool
-) -> list[Tensor]:
+) -> tuple[SublayerPlans, list[Tensor]]:
+    """Return the plans of these tensors, and the results of the forward pass."""
     inputs = sublayer_steps.contiguous((*tensors, *index))
     with on_device(tensors.x_dst):
-        return forward_plan(sublayer_steps.specs_of(inputs), options, save).run(inputs)
+        plans = plans_of(sublayer_steps.specs_of(inputs), options)
+        return plans, plans.forward(save).run(inputs)
 
 
 def _run_backward(
+    plans: SublayerPlans,
     tensors: AttentionTensors,
     index: IndexTensors,
-    options: AttentionOptions,
     kept: Tensor,
     grad: Tensor,
     needs: SublayerNeeds,
 ) -> tuple[SublayerGradients, ParameterPieces]:
     inputs = sublayer_steps.contiguous((*tensors, *index, kept, grad))
     with on_device(tensors.x_dst):
-        plan, pieces = backward_plan(sublayer_steps.specs_of(inputs), options, needs)
+        plan, pieces = plans.backward(needs)
         return SublayerGradients(*plan.run(inputs)), pieces
 
 
@@ -779,8 +792,8 @@ class AttentionSublayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, index, options = arguments
-        z, kept = _run_forward(AttentionTensors(*tensors), index, options, save=True)
-        ctx.options = options
+        plans, (z, kept) = _run_forward(AttentionTensors(*tensors), index, options, save=True)
+        ctx.plans = plans
         ctx.save_for_backward(*tensors, *index, kept)
         return z
 
@@ -791,11 +804,13 @@ class AttentionSublayer(torch.autograd.Function):
         index = IndexTensors(*tensors[NUM_TENSORS:NUM_INPUTS])
         kept = tensors[NUM_INPUTS]
         needs = AttentionTensors(*ctx.needs_input_grad[:NUM_TENSORS])
+        wanted = SublayerNeeds.of(needs)
         is_eager = is_plain(*tensors, grad) and not is_batched(grad)
-        run = _run_backward
         if torch.is_grad_enabled() or not is_eager:
-            run = _call_backward
-        results, pieces = run(t, index, ctx.options, kept, grad, SublayerNeeds.of(needs))
+            options = ctx.plans.options
+            results, pieces = _call_backward(t, index, options, kept, grad, wanted)
+        else:
+            results, pieces = _run_backward(ctx.plans, t, index, kept, grad, wanted)
         return *_named_gradients(t, results, pieces, needs), None, None
 
 
@@ -808,7 +823,7 @@ def attention_sublayer_triton(
     tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool
 ) -> tuple[Tensor, Tensor]:
     """Return z, and the block that `kept_layout` describes, empty unless `save`."""
-    z, *kept = _run_forward(tensors, index, options, save)
+    _, (z, *kept) = _run_forward(tensors, index, options, save)
     return z, kept[0] if save else z.new_empty(0, dtype=torch.uint8)
 
 
@@ -816,7 +831,7 @@ def attention_sublayer_triton(
 @flat_arguments
 def _(tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool):
     x = tensors.x_dst
-    z = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, options.dtype))
+    z = x.new_empty(x.shape, dtype=_out_dtype(tensors, options))
     num_bytes = kept_layout(tensors, index, options).num_bytes if save else 0
     return z, z.new_empty((num_bytes,), dtype=torch.uint8)
 
@@ -839,7 +854,10 @@ def attention_sublayer_triton_backward(
     needs: list[bool],
 ) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:
     """Return `SublayerGradients`, empty for those that are None."""
-    results, _ = _run_backward(tensors, index, options, kept, grad, SublayerNeeds(*needs))
+    inputs = sublayer_steps.contiguous((*tensors, *index))
+    plans = plans_of(sublayer_steps.specs_of(inputs), options)
+    grad = grad.to(_out_dtype(tensors, options))
+    results, _ = _run_backward(plans, tensors, index, kept, grad, SublayerNeeds(*needs))
     return tuple(grad.new_empty(0) if result is None else result for result in results)
 
 

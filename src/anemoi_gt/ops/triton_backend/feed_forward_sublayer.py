@@ -36,6 +36,8 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     PackedWeights,
     ParameterPieces,
     Piece,
+    Shaped,
+    SublayerPlans,
 )
 
 KEPT = 128  # plans of each pass that are kept
@@ -51,7 +53,8 @@ def feed_forward_sublayer(tensors: FeedForwardTensors, options: FeedForwardOptio
         return feed_forward_triton(*tensors, *options, save)[0]
     if save:
         return FeedForward.apply(*tensors, options)
-    return _run_forward(tensors, options, save=False)[0]
+    _, (y,) = _run_forward(tensors, options, save=False)
+    return y
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -90,7 +93,6 @@ def _norm_parameters(t: FeedForwardTensors) -> NormParameters:
     )
 
 
-@lru_cache(KEPT)
 def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
     """Return the plan of a forward pass: y, and with `save` the kept block."""
     builder = PlanBuilder(specs)
@@ -101,7 +103,7 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
 
     num_rows, features = t.x.shape
     num_hidden = t.weight_in.shape[0]
-    y = builder.empty(t.x.shape, torch.promote_types(t.x.dtype, options.dtype))
+    y = builder.empty(t.x.shape, _out_dtype(t, options))
     for begin, end in sublayer_steps.chunks(num_rows):
         rows = end - begin
         x = t.x.slice(0, begin, end)
@@ -131,18 +133,20 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
     return builder.finish([y, builder.whole(kept["hidden"])])
 
 
-@lru_cache(KEPT)
 def backward_plan(
-    specs: tuple, options: FeedForwardOptions, need_condition: bool
+    specs: tuple, options: FeedForwardOptions, needs_condition: bool
 ) -> tuple[Plan, ParameterPieces]:
     """Return the plan of a backward pass over the tensors, the kept block and the gradient of y.
 
     Its results are `FeedForwardGradients`; the pieces are of their block of parameters.
     """
-    builder = PlanBuilder(specs)
+    shapes_of_tensors = FeedForwardTensors(*Shaped.all_of(specs))
+    kept_parts = kept_layout(shapes_of_tensors, options)
+    grad_spec = (shapes_of_tensors.x.shape, _out_dtype(shapes_of_tensors, options))
+    builder = PlanBuilder([*specs, ((kept_parts.num_bytes,), torch.uint8), grad_spec])
     t = FeedForwardTensors(*builder.inputs[:NUM_TENSORS])
     kept_block, grad = builder.inputs[NUM_TENSORS:]
-    kept = kept_layout(t, options).buffers(kept_block)
+    kept = kept_parts.buffers(kept_block)
     hidden = kept["hidden"]
     weights = PackedWeights.of(_weight_groups(t)).views(kept["packed"])
     norm = Norm.of(builder, _norm_parameters(t), options.eps, weights, "norm")
@@ -154,7 +158,7 @@ def backward_plan(
 
     sums = sublayer_steps.NodeSums(builder, _sum_pieces(t))
     modulation = sublayer_steps.modulation_gradients(
-        builder, norm, parameters.get("norm_map"), need_condition
+        builder, norm, parameters.get("norm_map"), needs_condition
     )
     dx = builder.empty_like(t.x)
     grad_in, grad_out = parameters["in"], parameters["out"]
@@ -257,24 +261,37 @@ def _named_gradients(
     return sublayer_steps.ordered_gradients(t, gradients, needs)
 
 
+def _out_dtype(t: FeedForwardTensors, options: FeedForwardOptions) -> torch.dtype:
+    """Return the dtype of y, and of its gradient."""
+    return torch.promote_types(t.x.dtype, options.dtype)
+
+
+@lru_cache(KEPT)
+def plans_of(specs: tuple, options: FeedForwardOptions) -> SublayerPlans:
+    """Return the plans of both passes over tensors of these shapes and dtypes."""
+    return SublayerPlans(forward_plan, backward_plan, specs, options)
+
+
 def _run_forward(
     tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool
-) -> list[Tensor]:
+) -> tuple[SublayerPlans, list[Tensor]]:
+    """Return the plans of these tensors, and the results of the forward pass."""
     inputs = sublayer_steps.contiguous(tensors)
     with on_device(tensors.x):
-        return forward_plan(sublayer_steps.specs_of(inputs), options, save).run(inputs)
+        plans = plans_of(sublayer_steps.specs_of(inputs), options)
+        return plans, plans.forward(save).run(inputs)
 
 
 def _run_backward(
+    plans: SublayerPlans,
     tensors: FeedForwardTensors,
-    options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
-    need_condition: bool,
+    needs_condition: bool,
 ) -> tuple[FeedForwardGradients, ParameterPieces]:
     inputs = sublayer_steps.contiguous((*tensors, kept, grad))
     with on_device(tensors.x):
-        plan, pieces = backward_plan(sublayer_steps.specs_of(inputs), options, need_condition)
+        plan, pieces = plans.backward(needs_condition)
         return FeedForwardGradients(*plan.run(inputs)), pieces
 
 
@@ -288,21 +305,22 @@ class FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, options = arguments
-        y, kept = _run_forward(FeedForwardTensors(*tensors), options, save=True)
-        ctx.options = options
+        plans, (y, kept) = _run_forward(FeedForwardTensors(*tensors), options, save=True)
+        ctx.plans = plans
         ctx.save_for_backward(*tensors, kept)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        *tensors, kept = ctx.saved_tensors
+        *tensors, kept = ctx.saved_tensors  # read once: checkpointing unpacks at each access
         t = FeedForwardTensors(*tensors)
         needs = FeedForwardTensors(*ctx.needs_input_grad[:NUM_TENSORS])
-        is_eager = is_plain(*tensors, grad) and not is_batched(grad)
-        run = _run_backward
+        needs_condition = bool(needs.condition)
+        is_eager = is_plain(*tensors, kept, grad) and not is_batched(grad)
         if torch.is_grad_enabled() or not is_eager:
-            run = _call_backward
-        results, pieces = run(t, ctx.options, kept, grad, bool(needs.condition))
+            results, pieces = _call_backward(t, ctx.plans.options, kept, grad, needs_condition)
+        else:
+            results, pieces = _run_backward(ctx.plans, t, kept, grad, needs_condition)
         return *_named_gradients(t, results, pieces, needs), None
 
 
@@ -315,7 +333,7 @@ def feed_forward_triton(
     tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool
 ) -> tuple[Tensor, Tensor]:
     """Return y, and the block that `kept_layout` describes, empty unless `save`."""
-    y, *kept = _run_forward(tensors, options, save)
+    _, (y, *kept) = _run_forward(tensors, options, save)
     return y, kept[0] if save else y.new_empty(0, dtype=torch.uint8)
 
 
@@ -323,7 +341,7 @@ def feed_forward_triton(
 @flat_arguments
 def _(tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool):
     x = tensors.x
-    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, options.dtype))
+    y = x.new_empty(x.shape, dtype=_out_dtype(tensors, options))
     num_bytes = kept_layout(tensors, options).num_bytes if save else 0
     return y, y.new_empty((num_bytes,), dtype=torch.uint8)
 
@@ -343,10 +361,12 @@ def feed_forward_triton_backward(
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
-    need_condition: bool,
+    needs_condition: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `FeedForwardGradients`, empty for those that are None."""
-    results, _ = _run_backward(tensors, options, kept, grad, need_condition)
+    plans = plans_of(sublayer_steps.specs_of(sublayer_steps.contiguous(tensors)), options)
+    grad = grad.to(_out_dtype(tensors, options))
+    results, _ = _run_backward(plans, tensors, kept, grad, needs_condition)
     return tuple(grad.new_empty(0) if result is None else result for result in results)
 
 
@@ -357,10 +377,10 @@ def _(
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
-    need_condition: bool,
+    needs_condition: bool,
 ):
     condition = grad.new_empty(0)
-    if tensors.condition is not None and need_condition:
+    if tensors.condition is not None and needs_condition:
         condition = grad.new_empty(tensors.condition.shape, dtype=options.dtype)
     num_elements = parameter_pieces(tensors).num_elements
     parameters = grad.new_empty((num_elements,), dtype=torch.float32)
@@ -384,10 +404,10 @@ def _call_backward(
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
-    need_condition: bool,
+    needs_condition: bool,
 ) -> tuple[FeedForwardGradients, ParameterPieces]:
     """Call the backward operator; return what `_run_backward` does."""
-    results = feed_forward_triton_backward(*t, *options, kept, grad, need_condition)
+    results = feed_forward_triton_backward(*t, *options, kept, grad, needs_condition)
     return FeedForwardGradients(*results), parameter_pieces(t)
 
 

@@ -5,7 +5,7 @@ the backward pass reads too. They are not remembered from step to step: version 
 tell, since `AdamW(fused=True).step()` and `.data.copy_` leave them as they were (torch 2.13).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import row_launches
-from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder, contiguous_stride
+from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder, contiguous_stride
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
 CHUNK = 131072  # rows whose hidden features and modulation exist at a time
@@ -571,6 +571,53 @@ def norm_backward(
         add_product(
             builder, grad_normed, norm.weight.slice(0, features, 2 * features), grad_condition
         )
+
+
+# -------------------------------------------------------------------------------------------
+# both passes of a sub-layer
+
+
+class SublayerPlans:
+    """The plans of a sub-layer for tensors of some shapes and dtypes, each made when it is first run.
+
+    Parameters
+    ----------
+    make_forward, make_backward : callable
+        Of (specs, options, save) and of (specs, options, needs).
+    specs : tuple
+        Shape and dtype of each tensor, None for an absent one.
+    options : NamedTuple
+    """
+
+    def __init__(self, make_forward: Callable, make_backward: Callable, specs: tuple, options):
+        self.make_forward, self.make_backward = make_forward, make_backward
+        self.specs, self.options = specs, options
+        self._forward: dict[bool, Plan] = {}
+        self._backward: dict[object, tuple[Plan, ParameterPieces]] = {}
+
+    def forward(self, save: bool) -> Plan:
+        """Return the plan of the forward pass."""
+        if save not in self._forward:
+            self._forward[save] = self.make_forward(self.specs, self.options, save)
+        return self._forward[save]
+
+    def backward(self, needs) -> tuple[Plan, ParameterPieces]:
+        """Return the plan of the backward pass, and how its block of parameters is divided."""
+        if needs not in self._backward:
+            self._backward[needs] = self.make_backward(self.specs, self.options, needs)
+        return self._backward[needs]
+
+
+class Shaped(NamedTuple):
+    """Stands for a tensor where its shape and dtype are all that is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def all_of(cls, specs: tuple) -> list["Shaped | None"]:
+        """Return one for each spec."""
+        return [None if spec is None else cls(*spec) for spec in specs]
 
 
 # -------------------------------------------------------------------------------------------
