@@ -138,18 +138,23 @@ def pack(
                 )
 
 
-@triton.jit(repr=kernel_name("anemoi_gt_add", "out"), do_not_specialize=["numel"])
+@triton.jit(repr=kernel_name("anemoi_gt_add", "out"), do_not_specialize=["num_units"])
 def add(
     x,
     y,  # or None
     out,
-    numel,
+    num_units,  # of UNIT elements
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     INT64: tl.constexpr,
 ):
-    """Grid (ceil(numel / BLOCK),): out = x + y, or x, over contiguous elements."""
+    """Grid (ceil(elements / BLOCK),): out = x + y, or x, over contiguous elements.
+
+    With UNIT = 16 Triton sees that the mask is the same for 16 elements in a row, and loads 16 bytes
+    at once; with 1 it loads element by element.
+    """
     element = as_index(tl.program_id(0), INT64) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < numel
+    mask = element < as_index(num_units, INT64) * UNIT
     total = tl.load(x + element, mask=mask, other=0.0).to(tl.float32)
     if y is not None:
         total += tl.load(y + element, mask=mask, other=0.0).to(tl.float32)

@@ -294,12 +294,15 @@ def add(builder: PlanBuilder, x: Buffer, y: Buffer | None, out: Buffer) -> None:
     from anemoi_gt.kernels import elementwise
 
     numel = prod(x.shape)
+    unit = 16 if numel % 16 == 0 else 1
     constants = {
+        "UNIT": unit,
         "BLOCK": ADD_BLOCK,
         "INT64": numel + ADD_BLOCK >= 2**31,
         "num_warps": 4,
     }
-    launch = Launch(elementwise.add, (-(-numel // ADD_BLOCK),), {"numel": numel}, constants)
+    scalars = {"num_units": numel // unit}
+    launch = Launch(elementwise.add, (-(-numel // ADD_BLOCK),), scalars, constants)
     builder.launch(launch, x=x, y=y, out=out)
 
 
