@@ -50,7 +50,8 @@ def flat_arguments(function: Callable) -> Callable:
             start += size
         return function(*grouped)
 
-    flat_function.__signature__ = inspect.signature(function).replace(parameters=parameters)
+    signature = inspect.signature(function).replace(parameters=parameters)
+    vars(flat_function)["__signature__"] = signature  # read by `inspect.signature`
     return flat_function
 
 
