@@ -41,7 +41,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # to try the script; read by triton when it is imported
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.triton_backend import attention_steps, op
+from anemoi_gt.ops.triton_backend import attention_steps, edge_attention_triton
 from anemoi_gt.ops.triton_backend.sizes import Sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,8 +134,8 @@ def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(attention_steps, name, launch_with_tile))
         for plan in ("forward_plan", "backward_plan"):  # kept ones would not see it
-            make = lru_cache(getattr(op, plan).__wrapped__)
-            patches.enter_context(mock.patch.object(op, plan, make))
+            make = lru_cache(getattr(edge_attention_triton, plan).__wrapped__)
+            patches.enter_context(mock.patch.object(edge_attention_triton, plan, make))
         yield seen
 
 

@@ -109,7 +109,7 @@ def few_programs(monkeypatch):
 @pytest.fixture
 def unordered(monkeypatch):
     """Group edges without order where kernels are interpreted too."""
-    monkeypatch.setattr("anemoi_gt.graph.edge_grouping._order_may_vary", lambda _: True)
+    monkeypatch.setattr("anemoi_gt.graph.grouping._order_may_vary", lambda _: True)
 
 
 @pytest.fixture
@@ -124,7 +124,9 @@ def anemoi_as_it_is():
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
-    monkeypatch.setattr("anemoi_gt.app.evaluate.draw_training_plot", lambda path, *_: path.touch())
+    monkeypatch.setattr(
+        "anemoi_gt.app.evaluate_command.draw_training_plot", lambda path, *_: path.touch()
+    )
 
 
 @pytest.fixture(scope="session")

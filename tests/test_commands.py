@@ -14,7 +14,7 @@ from support.forked import Program
 from support.pages import FILE, PAGES, ROOT, blocks, commands, name_of
 
 from anemoi_gt import __main__ as command_line
-from anemoi_gt.app import train
+from anemoi_gt.app import train_command as train
 
 SMALL = [
     *applications.SMALL,

@@ -3,7 +3,6 @@
 import inspect
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -28,12 +27,3 @@ def test_a_tuple_becomes_its_fields_and_arrives_as_a_tuple():
     schema = torch.library.infer_schema(flat, mutates_args=())
     assert schema == "(Tensor x, Tensor slope, Tensor? offset, float power, bool strict) -> Tensor"
     assert flat(torch.tensor(3.0), torch.tensor(2.0), None, 2.0, True).item() == 6.0
-
-
-@pytest.mark.parametrize("private", [True, False], ids=["private operator", "public fallback"])
-def test_an_assertion_raises_with_its_claim(private, monkeypatch):
-    if not private:
-        monkeypatch.setattr(custom_ops, "_ASSERT_ASYNC", None)
-    custom_ops.assert_async(torch.tensor(True), "true")
-    with pytest.raises(RuntimeError, match="one must be two"):
-        custom_ops.assert_async(torch.tensor(1) == 2, "one must be two")

@@ -19,7 +19,7 @@ from support.pages import BLOCK, FILE, LANGUAGES, PAGES, ROOT, blocks, name_of, 
 from test_house import MAY_IMPORT
 
 import anemoi_gt
-import anemoi_gt.app.data
+import anemoi_gt.app.datasets
 import anemoi_gt.app.training
 import anemoi_gt.data
 import anemoi_gt.distributed
@@ -173,7 +173,7 @@ def public():
     names = {f"anemoi_gt.{name}" for name in anemoi_gt.__all__ if not name.startswith("__")}
     names |= {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
     names -= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.__all__}
-    folders = (anemoi_gt.data, anemoi_gt.app.data)
+    folders = (anemoi_gt.data, anemoi_gt.app.datasets)
     parts = [
         f"{folder.__name__}.{part.name}"
         for folder in folders

@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,22 +22,31 @@ MAY_IMPORT = {  # package or module: the others that it may import
             "version",
             "attention_config",
             "extras",
-            "compatibility",
-            "custom_ops",
+            "torch_compat",
             "kernels",
         )
     },
+    "tested_versions": {"torch_compat"},
+    "custom_ops": {"torch_compat"},
     "option_checks": set(),
-    "graph": {"compatibility", "kernels", "custom_ops"},  # grouping edges on a GPU
-    "ops": {"attention_config", "compatibility", "custom_ops", "graph", "kernels", "option_checks"},
-    "nn": {"attention_config", "compatibility", "custom_ops", "graph", "ops", "option_checks"},
-    "kernel_report": {"custom_ops", "graph", "ops"},
+    "graph": {"torch_compat", "kernels", "custom_ops"},  # grouping edges on a GPU
+    "ops": {
+        "attention_config",
+        "custom_ops",
+        "graph",
+        "kernels",
+        "option_checks",
+        "tested_versions",
+        "torch_compat",
+    },
+    "nn": {"attention_config", "custom_ops", "graph", "ops", "option_checks", "torch_compat"},
+    "explanation": {"custom_ops", "graph", "ops"},
     "data": {"extras", "option_checks"},
     "cuda_graph": {"rng"},
     "rng": set(),
     "integrations": {
         "attention_config",
-        "compatibility",
+        "torch_compat",
         "cuda_graph",
         "custom_ops",
         "distributed",
@@ -48,7 +58,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "export": {"custom_ops", "graph", "nn", "ops", "option_checks"},
     "app": {
         "attention_config",
-        "compatibility",
+        "tested_versions",
         "cuda_graph",
         "data",
         "distributed",
@@ -56,7 +66,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
         "extras",
         "graph",
     }
-    | {"integrations", "kernel_report", "nn", "ops", "option_checks", "rng", "version"},
+    | {"integrations", "explanation", "nn", "ops", "option_checks", "rng", "version"},
     **{command: {"app"} for command in ("train", "evaluate", "rollout")},
     "__main__": {"app", "version"},
 }
@@ -71,7 +81,8 @@ COMMANDS = {
 FOREIGN = {
     **{part: set() for part in ("version", "attention_config", "extras", "option_checks")},
     **{
-        part: {"torch"} for part in ("compatibility", "custom_ops", "graph", "ops", "kernel_report")
+        part: {"torch"}
+        for part in ("torch_compat", "tested_versions", "custom_ops", "graph", "ops", "explanation")
     },
     **{part: {"torch"} for part in ("distributed", "export")},
     "kernels": {"triton"},
@@ -173,6 +184,12 @@ def test_modules_need_torch_geometric_and_einops_only():
     )
     result = run_without(OPTIONAL - {"tqdm"}, code)  # torch-geometric itself imports tqdm
     assert result.stdout.startswith("GraphTransformerConv("), result.stderr
+
+
+def test_no_module_or_package_name_occurs_twice():
+    paths = [path for path in modules() if str(path.relative_to(SOURCE)) not in COMMANDS]
+    names = [path.parent.name if path.name == "__init__.py" else path.stem for path in paths]
+    assert sorted(name for name, count in Counter(names).items() if count > 1) == []
 
 
 def test_every_public_name_exists_and_is_documented():

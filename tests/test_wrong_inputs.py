@@ -14,7 +14,7 @@ import torch
 from support.refusals import options, raises, refused
 
 from anemoi_gt import GraphStructure, GraphTransformerConv, attention_weights, edge_attention, merge
-from anemoi_gt.app.data.sphere_advection import Flow, sphere
+from anemoi_gt.app.datasets.sphere_advection import Flow, sphere
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.step import weighted_mse
 from anemoi_gt.data import edges, graphs

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
-from anemoi_gt.app.data.forecast_dataset import Sample
+from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.memory_estimate import estimate_memory
 from anemoi_gt.app.training.sharded import ShardedTrainingStep

@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.compatibility import UntestedVersionsWarning
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import attention_weights, edge_attention, merge
+from anemoi_gt.tested_versions import UntestedVersionsWarning
 from anemoi_gt.version import __version__
 
 if TYPE_CHECKING:  # type checkers do not run `__getattr__`
-    from anemoi_gt.kernel_report import explain, explain_attention
+    from anemoi_gt.explanation import explain, explain_attention
     from anemoi_gt.nn import (
         EncoderProcessorDecoder,
         GraphTransformerConv,
@@ -40,6 +40,6 @@ def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")
     return getattr(
-        import_module("anemoi_gt.kernel_report" if name.startswith("explain") else "anemoi_gt.nn"),
+        import_module("anemoi_gt.explanation" if name.startswith("explain") else "anemoi_gt.nn"),
         name,
     )

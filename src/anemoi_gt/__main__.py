@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments[0] in APPLICATIONS:
         name, *rest = arguments
         sys.argv = [f"anemoi_gt.{name}", *rest]  # read by Hydra
-        import_module(f"anemoi_gt.app.{name}").main()
+        import_module(f"anemoi_gt.app.{name}_command").main()
         return
     parser = argparse.ArgumentParser(
         prog="anemoi-gt",

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from anemoi_gt.torch_compat import forward_mode_is_active, is_transformed, is_watched
+
 NAMESPACE = "anemoi_gt"
 NO_FORWARD_MODE = (
     "forward-mode derivatives are not supported by edge_attention, got an operand with a tangent "
@@ -48,7 +50,8 @@ def flat_arguments(function: Callable) -> Callable:
             start += size
         return function(*grouped)
 
-    flat_function.__signature__ = inspect.signature(function).replace(parameters=parameters)
+    signature = inspect.signature(function).replace(parameters=parameters)
+    vars(flat_function)["__signature__"] = signature  # read by `inspect.signature`
     return flat_function
 
 
@@ -68,9 +71,6 @@ def define_operator(function: Callable) -> torch._ops.OpOverload:
     return operator
 
 
-_HAS_TRANSFORMS = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-
-
 def on_device(tensor: Tensor) -> AbstractContextManager:
     """Return a context in which the device of `tensor` is current."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
@@ -78,17 +78,6 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
     return torch.cuda.device(tensor.get_device())
 
 
-def is_transformed() -> bool:
-    """Return whether a transform of torch.func (grad, vmap, ...) is active; in traced code that is PyTorch's matter.
-
-    True without PyTorch's private function that knows: what serves transforms serves all calls,
-    with more host time.
-    """
-    return not torch.compiler.is_compiling() and _HAS_TRANSFORMS()
-
-
-_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-_PROFILES = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _PLAIN = frozenset(
     (Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, torch.dtype)
 )
@@ -101,31 +90,11 @@ def is_plain(*args) -> bool:
     operators, for tensors of other classes or without memory, or without PyTorch's private
     functions that tell.
     """
-    if (
-        torch.compiler.is_compiling()
-        or _HAS_TRANSFORMS()
-        or _MODES()
-        or _PROFILES()
-        or torch.jit.is_tracing()
-    ):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_watched():
         return False
     return _PLAIN.issuperset(map(type, args)) and not next(
         arg.is_meta for arg in args if isinstance(arg, Tensor)
     )
-
-
-_IS_BATCHED = getattr(
-    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda tensor: False
-)
-
-
-def is_batched(*gradients: Tensor | None) -> bool:
-    """Return whether gradients have a hidden batch dimension, as with `torch.autograd.grad(is_grads_batched=True)`.
-
-    Operators that take and return plain tensors are then called once per entry, by PyTorch's own
-    fallback.
-    """
-    return any(gradient is not None and _IS_BATCHED(gradient) for gradient in gradients)
 
 
 def needs_gradient(*operands: Tensor | None) -> bool:
@@ -136,21 +105,6 @@ def needs_gradient(*operands: Tensor | None) -> bool:
         any(operand is not None and operand.requires_grad for operand in operands)
         or is_transformed()
     )
-
-
-_ASSERT_ASYNC = getattr(torch, "_assert_async", None)
-
-
-def assert_async(holds: Tensor, claim: str) -> None:
-    """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU from a device-side assertion.
-
-    Part of the graph in compiled and captured code. Without PyTorch's private operator the host
-    reads `holds`.
-    """
-    if _ASSERT_ASYNC is not None:
-        _ASSERT_ASYNC(holds, claim)
-    elif not bool(holds):
-        raise RuntimeError(claim)
 
 
 def refuse_second_derivative(operator: torch._ops.OpOverload) -> None:
@@ -168,9 +122,7 @@ def _refuse_second_derivative(ctx, *_):
 
 def refuse_forward_mode(*operands: Tensor | None) -> None:
     """Raise RuntimeError where an operand carries a tangent, which an operator of ours would drop silently."""
-    if (
-        torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0
-    ):  # nobody asks for tangents
+    if torch.compiler.is_compiling() or not forward_mode_is_active():
         return
     if any(
         operand is not None and forward_ad.unpack_dual(operand).tangent is not None

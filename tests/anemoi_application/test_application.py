@@ -106,7 +106,7 @@ def test_compiled_code_is_not_taken_for_an_export():
     # as anemoi-training resolves it: before 2.13 its own function is True in compiled code
     import torch
 
-    from anemoi_gt.compatibility import is_exporting
+    from anemoi_gt.torch_compat import is_exporting
 
     assert torch.compile(lambda x: x + is_exporting(), backend="eager")(torch.zeros(1)) == 0
 

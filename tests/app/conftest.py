@@ -8,8 +8,8 @@ import torch
 from support import applications
 
 from anemoi_gt import EncoderProcessorDecoder
-from anemoi_gt.app.data.forecast_dataset import Splits
-from anemoi_gt.app.data.sphere_advection import sphere
+from anemoi_gt.app.datasets.forecast_dataset import Splits
+from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.run_files import MetricsFile
 from anemoi_gt.data.graphs import icosphere_graph

@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from anemoi_gt.app import train
+from anemoi_gt.app import train_command as train
 from anemoi_gt.app.hydra_app import GROUPS, check_types
 from anemoi_gt.app.training.run_files import save_checkpoint
 from anemoi_gt.app.training.step import TrainingStep
@@ -293,7 +293,7 @@ def fields_of(
 def test_lists_are_checked_and_types_that_omegaconf_does_not_know_are_not(monkeypatch):
     monkeypatch.setattr(train, "fields_of", fields_of, raising=False)
     values = {
-        "_target_": "anemoi_gt.app.train.fields_of",
+        "_target_": "anemoi_gt.app.train_command.fields_of",
         "years": [1, "2"],
         "area": [1.0, 2.0],
         "files": ["a"],

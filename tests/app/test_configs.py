@@ -12,8 +12,8 @@ from support.pages import ROOT, blocks
 from support.weather import hourly_field
 
 from anemoi_gt import AttentionConfig
-from anemoi_gt.app.data import era5_uk
-from anemoi_gt.app.data.readers import READERS, read_dataset
+from anemoi_gt.app.datasets import era5_uk
+from anemoi_gt.app.datasets.readers import READERS, read_dataset
 from anemoi_gt.app.hydra_app import GROUPS, build
 from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data.grids import regional

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from anemoi_gt.app import evaluate, train
+from anemoi_gt.app import evaluate_command as evaluate
+from anemoi_gt.app import train_command as train
 
 from . import conftest
 

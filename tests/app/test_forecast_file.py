@@ -8,9 +8,10 @@ import xarray
 from support.own_data import LAT, LON, TIMES, weather_file
 from support.picture import colours
 
-from anemoi_gt.app import rollout, train
-from anemoi_gt.app.data.readers import read_xarray
-from anemoi_gt.app.data.sphere_advection import sphere
+from anemoi_gt.app import rollout_command as rollout
+from anemoi_gt.app import train_command as train
+from anemoi_gt.app.datasets.readers import read_xarray
+from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, regular_axes
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.data.nodes import Nodes

@@ -18,7 +18,7 @@ from test_house import OPTIONAL, run_without
 import anemoi_gt
 from anemoi_gt import __main__ as command_line
 from anemoi_gt.app import info
-from anemoi_gt.integrations.anemoi import patch
+from anemoi_gt.integrations.anemoi import installation
 from anemoi_gt.ops import backends
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not
     assert listed.pop("version") == importlib.metadata.version("anemoi-models")
     assert {"GraphTransformerProcessorBlock.forward", "NoiseConditioning.forward"} <= set(listed)
     assert set(listed.values()) == {"replaced by install"}
-    with patch.install():
+    with installation.install():
         assert rows("anemoi-models").items() >= listed.items()
     monkeypatch.setattr(GraphTransformerProcessorBlock, "forward", lambda self, x: None)
     monkeypatch.setattr(GraphTransformerMapperBlock, "run_node_src_mlp", lambda self: None)

@@ -16,7 +16,10 @@ from omegaconf import OmegaConf
 from support.own_data import weather_file
 from support.pages import ROOT
 
-from anemoi_gt.app import evaluate, hydra_app, rollout, train
+from anemoi_gt.app import evaluate_command as evaluate
+from anemoi_gt.app import hydra_app
+from anemoi_gt.app import rollout_command as rollout
+from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
 
@@ -145,7 +148,7 @@ def test_configs_of_ones_own_and_their_target_are_found(place, start, monkeypatc
     (place / "conf" / "data").mkdir(parents=True)
     (place / "conf" / "data" / "mine.yaml").write_text("_target_: my_weather.splits\n")
     (place / "my_weather.py").write_text(
-        "from anemoi_gt.app.data.field_dataset import field_data\n\n\ndef splits():\n    return "
+        "from anemoi_gt.app.datasets.field_dataset import field_data\n\n\ndef splits():\n    return "
         "field_data('weather.nc')\n"
     )
     monkeypatch.syspath_prepend("")

@@ -10,7 +10,9 @@ import xarray
 from support.own_data import weather_file
 from support.pages import FILE, ROOT, blocks
 
-from anemoi_gt.app import evaluate, rollout, train
+from anemoi_gt.app import evaluate_command as evaluate
+from anemoi_gt.app import rollout_command as rollout
+from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.run_files import load_checkpoint
 
 PAGE = ROOT / "docs" / "own_data.md"

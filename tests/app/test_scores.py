@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from anemoi_gt.app.data.forecast_dataset import ForecastDataset
-from anemoi_gt.app.evaluate import write_scores
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.evaluate_command import write_scores
 from anemoi_gt.app.scores import as_table, measure, model_forecast
 from anemoi_gt.data.nodes import Nodes
 

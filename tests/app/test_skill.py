@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from anemoi_gt.app.hydra_app import build
-from anemoi_gt.app.train import train
+from anemoi_gt.app.train_command import train
 from anemoi_gt.app.training import Trainer
 
 

@@ -11,11 +11,13 @@ import xarray
 from support.own_data import TIMES, weather_file
 from support.weather import hourly_field
 
-from anemoi_gt.app import evaluate, rollout, train
-from anemoi_gt.app.data.era5_uk import split
-from anemoi_gt.app.data.field_dataset import field_data
-from anemoi_gt.app.data.schema import DataSchema
-from anemoi_gt.app.data.sphere_advection import sphere
+from anemoi_gt.app import evaluate_command as evaluate
+from anemoi_gt.app import rollout_command as rollout
+from anemoi_gt.app import train_command as train
+from anemoi_gt.app.datasets.era5_uk import split
+from anemoi_gt.app.datasets.field_dataset import field_data
+from anemoi_gt.app.datasets.schema import DataSchema
+from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.training.run_files import load_checkpoint, save_checkpoint
 
 SMALL = [

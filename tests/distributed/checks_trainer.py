@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
-from anemoi_gt.app.data.sphere_advection import sphere
-from anemoi_gt.app.train import resumes_on_ranks
+from anemoi_gt.app.datasets.sphere_advection import sphere
+from anemoi_gt.app.train_command import resumes_on_ranks
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import MetricsFile

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from anemoi_gt.distributed.grad_sync import clip_gradients, reduce_gradients, sum_loss
+from anemoi_gt.distributed.gradients import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.distributed.process_group import make_mesh
 from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, save_checkpoint

@@ -19,7 +19,7 @@ def fail(kind):
 
 
 def main(kind, rank, step, *arguments):
-    from anemoi_gt.app import train
+    from anemoi_gt.app import train_command as train
     from anemoi_gt.app.training.sharded import ShardedTrainingStep
 
     take_step = ShardedTrainingStep.training_step

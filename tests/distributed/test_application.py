@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from support.forked import Program
 
-from anemoi_gt.app import train
+from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.run_files import load_checkpoint
 from anemoi_gt.app.training.sharded import write_as_file
 from anemoi_gt.distributed.process_group import VARIABLES

@@ -4,10 +4,10 @@ import pytest
 import torch
 from support.weather import hourly_field
 
-from anemoi_gt.app.data import sphere_advection as module
-from anemoi_gt.app.data.era5_uk import split
-from anemoi_gt.app.data.forecast_dataset import ForecastDataset
-from anemoi_gt.app.data.sphere_advection import sphere
+from anemoi_gt.app.datasets import sphere_advection as module
+from anemoi_gt.app.datasets.era5_uk import split
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.sphere_advection import sphere
 
 ROWS = torch.tensor([5, 0, 3])
 

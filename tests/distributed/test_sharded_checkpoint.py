@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.refusals import raises
 
-from anemoi_gt.app import train
+from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.run_files import load_checkpoint as load_file
 from anemoi_gt.app.training.sharded import write_as_file
 from anemoi_gt.distributed import (

@@ -24,8 +24,8 @@ from anemoi_gt.export import (
     graph_tensors,
 )
 from anemoi_gt.export.program import decomposition_of
-from anemoi_gt.ops.torch_backend.export_decomposition import decompose
-from anemoi_gt.ops.torch_backend.op import edge_attention_torch
+from anemoi_gt.ops.torch_backend.aten_decomposition import decompose
+from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 
 from .conftest import OTHER
 

@@ -13,7 +13,7 @@ from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi.edge_cache import cached_list
+from anemoi_gt.integrations.anemoi.edge_lists import cached_list
 
 
 def batch_sizes(graph):

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.cuda_graph import checkpoints_without_generator
 from anemoi_gt.integrations import anemoi
-from anemoi_gt.integrations.anemoi.cuda_graph import held, indices_on_device
+from anemoi_gt.integrations.anemoi.captured_step import held, indices_on_device
 from anemoi_gt.integrations.anemoi.cuda_graph_callback import check_capturable
 
 PREDICTED = [0, 1, 2]  # variables of the model's output

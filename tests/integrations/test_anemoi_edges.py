@@ -14,8 +14,8 @@ from torch.library import opcheck
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi import edge_cache
-from anemoi_gt.integrations.anemoi.edge_cache import cached_list, structure_of
+from anemoi_gt.integrations.anemoi import edge_lists
+from anemoi_gt.integrations.anemoi.edge_lists import cached_list, structure_of
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_structures_are_freed_when_a_model_is_moved_and_by_uninstall(graph, youn
         assert not cached()
         model.float()(draw(graph))
         assert cached()
-    assert not cached() and not edge_cache._BY_BASE
+    assert not cached() and not edge_lists._BY_BASE
 
 
 @pytest.mark.parametrize("in_place", (False, True), ids=("another tensor", "written into"))
@@ -214,7 +214,7 @@ def test_an_unknown_list_is_sorted_once_while_it_lives(sorts, young):
     assert structure_of(edge_index, (3, 2), reverse=False)[0].row.tolist() == [1, 2, 2]
     del edge_index, first
     gc.collect()
-    assert not edge_cache._BY_TENSOR
+    assert not edge_lists._BY_TENSOR
 
 
 def test_lists_without_edges_work():
@@ -237,7 +237,7 @@ def test_compiled_code_may_write_into_the_structure_it_got_and_its_operator_keep
 ):
     edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
     opcheck(torch.ops.anemoi_gt.edge_structure.default, (edge_index, 3, 2, reverse))
-    for tensor in edge_cache.edge_structure(edge_index, 3, 2, reverse):
+    for tensor in edge_lists.edge_structure(edge_index, 3, 2, reverse):
         tensor.zero_()
     assert structure_of(edge_index, (3, 2), reverse=reverse)[0].validate().row.tolist() == [1, 0, 2]
 
@@ -264,7 +264,7 @@ def test_model_groups_of_other_sizes_have_lists_of_their_own():
 
     for size in (2, 4):
         group = SimpleNamespace(rank=lambda: 0, size=lambda size=size: size)
-        *_, local = edge_cache.prepare_edge_sharding.of(cut)(
+        *_, local = edge_lists.prepare_edge_sharding.of(cut)(
             None, x, shard_info, 1, None, whole, group
         )
         assert local.shape == (2, 4 // size)

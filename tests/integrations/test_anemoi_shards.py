@@ -16,7 +16,7 @@ from support.same_numbers import assert_same_numbers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi.patch import CALLED, PATCHES, SHARDING
+from anemoi_gt.integrations.anemoi.installation import CALLED, PATCHES, SHARDING
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import find
 

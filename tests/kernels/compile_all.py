@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.edge_grouping import group_both_ends_unordered, group_edges_unordered
+from anemoi_gt.graph.grouping import group_both_ends_unordered, group_edges_unordered
 from anemoi_gt.nn import GraphTransformerMapperBlock, fused_block, sublayers
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.operands import AttentionOperands

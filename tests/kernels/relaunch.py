@@ -24,11 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernels import backward, edge_features, forward, jit_launch
+from anemoi_gt.kernels import backward, edge_projection, forward
+from anemoi_gt.kernels import launch as launch_module
 from anemoi_gt.ops.triton_backend import plan
 
 KERNELS = [
-    kernel for module in (edge_features, forward, backward) for kernel in vars(module).values()
+    kernel for module in (edge_projection, forward, backward) for kernel in vars(module).values()
 ]
 KERNELS = [
     kernel
@@ -117,7 +118,7 @@ def repeated():
 
 def public():
     with (
-        mock.patch.object(jit_launch, "repeating_device", lambda: None),
+        mock.patch.object(launch_module, "repeating_device", lambda: None),
         mock.patch.object(plan, "repeating_device", lambda: None),
     ):
         repeated()

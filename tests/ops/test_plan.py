@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.triton_backend.plan import SCRATCH_ALIGNMENT, PlanBuilder
 
 pytestmark = pytest.mark.filterwarnings(

@@ -6,7 +6,7 @@ from support.differentiate import differentiate
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.torch_backend import op, reference
+from anemoi_gt.ops.torch_backend import edge_attention_torch, reference
 
 BATCH, NODES, EDGES, HEADS, CHANNELS = 2, 9, 40, 6, 4
 TORCH = AttentionConfig(backend="torch")
@@ -62,7 +62,9 @@ def test_result_and_gradients_do_not_depend_on_the_sizes(monkeypatch, sizes, edg
     attention, inputs = Attention(dropout_p), operands(edge_dim)
     expected = differentiate(attention, inputs, attention)
     for name, size in sizes.items():
-        monkeypatch.setattr(op if hasattr(op, name) else reference, name, size)
+        monkeypatch.setattr(
+            edge_attention_torch if hasattr(edge_attention_torch, name) else reference, name, size
+        )
     assert_same(differentiate(attention, inputs, attention), expected, 1e-12)
 
 
@@ -77,11 +79,11 @@ def test_logits_that_overflow_leave_no_nan():
     assert not bool(gradient.isnan().any())
 
 
-MOST = op.MAX_EDGE_HEADS
+MOST = edge_attention_torch.MAX_EDGE_HEADS
 
 
 @pytest.mark.parametrize(
     ("edges", "size"), [(MOST // 6, 6), (MOST // 6 + 1, 3), (MOST // 2, 2), (MOST, 1), (10**9, 1)]
 )
 def test_head_groups_divide_all_heads_within_the_limit(edges, size):
-    assert op.head_group_size(HEADS, edges) == size
+    assert edge_attention_torch.head_group_size(HEADS, edges) == size

@@ -7,7 +7,7 @@ from support.run import attend
 from support.same_numbers import assert_same
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.ops.torch_backend import op
+from anemoi_gt.ops.torch_backend import edge_attention_torch
 
 NODES, EDGES = 40, 1000
 
@@ -22,7 +22,7 @@ def hubs(seed=0):
 @pytest.mark.parametrize("heads_at_a_time", (1, 3))
 @pytest.mark.parametrize("form", ("raw", "embedded", "none"))
 def test_a_graph_with_hubs_gives_what_the_definition_gives(monkeypatch, form, heads_at_a_time):
-    monkeypatch.setattr(op, "MAX_EDGE_HEADS", heads_at_a_time * EDGES)
+    monkeypatch.setattr(edge_attention_torch, "MAX_EDGE_HEADS", heads_at_a_time * EDGES)
     problem = make_problem(hubs(), 3, 4, 5, form, torch.float64)
     assert_same(
         attend(problem, GraphStructure.from_edge_index(*hubs()), "torch"), oracle(problem), 1e-12

@@ -17,7 +17,7 @@ from support.poison import poisoned_memory
 from support.run import attend, leaves_of, structure, with_hubs
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.graph.validation import HUB_DEGREE
+from anemoi_gt.graph.checks import HUB_DEGREE
 from anemoi_gt.ops.triton_backend import tiles
 
 SEGMENT, SMALL = HUB_DEGREE // 2, 4  # edges of a segment, and of the small ones here

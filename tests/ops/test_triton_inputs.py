@@ -18,7 +18,7 @@ from anemoi_gt.ops.triton_backend import device
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
 TRITON = AttentionConfig(backend="triton")
-op = import_module("anemoi_gt.ops.triton_backend.op")
+op = import_module("anemoi_gt.ops.triton_backend.edge_attention_triton")
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning:triton"
 )  # numpy's, of the interpreter

@@ -41,7 +41,7 @@ def start():
 def serve():
     """Run a script for each line of stdin, and print its exit status and output."""
     import anemoi_gt.export
-    import anemoi_gt.ops.triton_backend.op  # noqa: F401
+    import anemoi_gt.ops.triton_backend.edge_attention_triton  # noqa: F401
 
     for line in sys.stdin:
         script, *arguments, timeout = json.loads(line)

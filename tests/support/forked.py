@@ -28,8 +28,8 @@ import torch.distributed.run
 import torch_geometric.data  # noqa: F401
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-import anemoi_gt.app.train  # noqa: F401
-from anemoi_gt.app import evaluate
+import anemoi_gt.app.train_command  # noqa: F401
+from anemoi_gt.app import evaluate_command as evaluate
 
 HAS_GPU = torch.cuda.is_available()
 PROCESSES = multiprocessing.get_context("spawn" if HAS_GPU else "forkserver")

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.kernels.launch import Launch
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

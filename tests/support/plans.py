@@ -5,7 +5,11 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from unittest import mock
 
-from anemoi_gt.ops.triton_backend import attention_sublayer, feed_forward_sublayer, op
+from anemoi_gt.ops.triton_backend import (
+    attention_sublayer,
+    edge_attention_triton,
+    feed_forward_sublayer,
+)
 from anemoi_gt.ops.triton_backend.sizes import sizes_of
 
 
@@ -17,11 +21,11 @@ def new_plans(**sizes) -> Iterator[None]:
         return sizes_of(*arguments, **options)._replace(**sizes)
 
     with ExitStack() as patches:
-        kept = [(op, "forward_plan"), (op, "backward_plan")]
+        kept = [(edge_attention_triton, "forward_plan"), (edge_attention_triton, "backward_plan")]
         kept += [(attention_sublayer, "plans_of"), (feed_forward_sublayer, "plans_of")]
         for module, name in kept:
             make = lru_cache(getattr(module, name).__wrapped__)
             patches.enter_context(mock.patch.object(module, name, make))
-        for module in (op, attention_sublayer):
+        for module in (edge_attention_triton, attention_sublayer):
             patches.enter_context(mock.patch.object(module, "sizes_of", changed))
         yield

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
-from anemoi_gt.app.data.era5_uk import HourlyField
+from anemoi_gt.app.datasets.era5_uk import HourlyField
 from anemoi_gt.data.grids import regional
 
 NODES = {"data": 30, "hidden": 11}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anemoi_gt.app.data.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.training.run_files import annotate_oserror
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
 import torch
 from torch import nn
 
-from anemoi_gt.app.data.forecast_dataset import ForecastDataset, Splits, load
-from anemoi_gt.app.data.schema import DataSchema
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, load
+from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.trained import check_same_network, current_config, current_target, schema_of
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.config import choose_device, cpu_threads
@@ -37,8 +37,8 @@ from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
+from anemoi_gt.explanation import explain
 from anemoi_gt.extras import import_extra
-from anemoi_gt.kernel_report import explain
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import torch
 
-from anemoi_gt.compatibility import installed, why_untested
 from anemoi_gt.ops.backends import BACKENDS, choose_backend, unsupported_reason
+from anemoi_gt.tested_versions import installed, why_untested
 from anemoi_gt.version import __version__
 
 # module: its package, and the extra that installs it (None: a dependency of the library itself)
@@ -97,7 +97,7 @@ def backends() -> Iterator[tuple[str, str]]:
 def anemoi_models() -> Iterator[tuple[str, str]]:
     """Yield the version of anemoi-models, and what `integrations.anemoi.install` would replace in it or why not."""
     try:
-        from anemoi_gt.integrations.anemoi.patch import plan
+        from anemoi_gt.integrations.anemoi.installation import plan
 
         replaced = plan()
     except ImportError as error:
@@ -112,7 +112,7 @@ def anemoi_models() -> Iterator[tuple[str, str]]:
 def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
     """Yield how `install` would compute each graph-transformer block of a checkpoint, and in one line all of them."""
     from anemoi_gt.integrations.anemoi import report
-    from anemoi_gt.integrations.anemoi.patch import examine
+    from anemoi_gt.integrations.anemoi.installation import examine
 
     model = torch.load(path, map_location="cpu", weights_only=False)
     if not isinstance(model, torch.nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from anemoi_gt.app.data.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.map_image import MapImage
 from anemoi_gt.app.scores import Outcome, Score
 from anemoi_gt.app.training.run_files import atomic_write, curve

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.app.data.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.option_checks import check_integer
 
 Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on the CPU

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from anemoi_gt.app.data.schema import DataSchema
+from anemoi_gt.app.datasets.schema import DataSchema
 
 log = logging.getLogger(__name__)
 
 MOVED = {  # beginnings of the names in `_target_` of 0.2.0
     "anemoi_gt.training.": "anemoi_gt.app.training.",
-    "anemoi_gt.data.field_dataset.": "anemoi_gt.app.data.field_dataset.",
-    "anemoi_gt.data.sphere_advection.": "anemoi_gt.app.data.sphere_advection.",
-    "anemoi_gt.data.era5_uk.": "anemoi_gt.app.data.era5_uk.",
+    "anemoi_gt.data.field_dataset.": "anemoi_gt.app.datasets.field_dataset.",
+    "anemoi_gt.data.sphere_advection.": "anemoi_gt.app.datasets.sphere_advection.",
+    "anemoi_gt.data.era5_uk.": "anemoi_gt.app.datasets.era5_uk.",
 }
 REMOVED = {"attention": ("tile", "fixed_degree_kernels")}  # options of 0.2.0 that changed no result
 CHANGE_NO_FORECAST = ("model.mapper_chunks", "model.checkpoint_groups", "model.dropout")

@@ -8,7 +8,7 @@ from anemoi_gt.distributed.consensus import (
     raise_on_all_ranks,
     run_on_rank0,
 )
-from anemoi_gt.distributed.grad_sync import (
+from anemoi_gt.distributed.gradients import (
     clip_gradients,
     optimizer_step,
     reduce_gradients,

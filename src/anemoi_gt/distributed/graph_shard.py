@@ -18,7 +18,7 @@ from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange, check_unprepared
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import check_edge_ids, check_edge_index, check_range, check_shape
+from anemoi_gt.graph.checks import check_edge_ids, check_edge_index, check_range, check_shape
 from anemoi_gt.nn.chunking import Chunk, RowsWithHalo, make_chunks
 from anemoi_gt.nn.input_validation import check_structure
 from anemoi_gt.ops.dtypes import cast_for_autocast

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anemoi_gt.graph.validation import check_shape
+from anemoi_gt.graph.checks import check_shape
 from anemoi_gt.option_checks import check_integer
 
 # Projections and feed-forward network of a node of F features take 12 F^2 products, attention reads

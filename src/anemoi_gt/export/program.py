@@ -163,10 +163,10 @@ def _custom_ops(program: ExportedProgram) -> set[torch._ops.OpOverload]:
 def decomposition_of(operator: torch._ops.OpOverload) -> Callable:
     """Return the decomposition of one of this library's operators; raise a ValueError if it has none."""
     if operator._opname == "edge_attention_torch":
-        from anemoi_gt.ops.torch_backend.export_decomposition import decompose
+        from anemoi_gt.ops.torch_backend.aten_decomposition import decompose
     elif operator._opname == "edge_attention_triton":
         check_kernels()
-        from anemoi_gt.ops.triton_backend.export_decomposition import decompose
+        from anemoi_gt.ops.triton_backend.launch_decomposition import decompose
     else:
         raise ValueError(
             f"a program must not sort edges, but the module calls {operator}: build a "

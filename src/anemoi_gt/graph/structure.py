@@ -29,11 +29,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils._pytree import KeyEntry, MappingKey, register_pytree_node, tree_map
 
-from anemoi_gt.compatibility import is_exporting
-from anemoi_gt.custom_ops import assert_async
-from anemoi_gt.graph.edge_grouping import GroupedEdges, group_coo, group_edges, pointers
-from anemoi_gt.graph.ordering import morton_order
-from anemoi_gt.graph.validation import (
+from anemoi_gt.graph.checks import (
     HUB_DEGREE,
     INDEX_DTYPES,
     as_size,
@@ -51,6 +47,9 @@ from anemoi_gt.graph.validation import (
     is_size,
     max_degree,
 )
+from anemoi_gt.graph.grouping import GroupedEdges, group_coo, group_edges, pointers
+from anemoi_gt.graph.ordering import morton_order
+from anemoi_gt.torch_compat import assert_async, is_exporting
 
 
 class ReverseIndex(NamedTuple):

@@ -1,13 +1,13 @@
 """Edge attention, backward: the kernels that walk edges and gather rows of heads x channels.
 
 Symbols as in `anemoi_gt.kernels.forward`, with the upstream gradients do_i, dlse_i and g_i = W^T
-do_i ready from `anemoi_gt.kernels.edge_features`.
+do_i ready from `anemoi_gt.kernels.edge_projection`.
 
     over destinations:
         dp_e    = m_e (<do_i, v_j> + <g_i, a_e>)
         delta_i = sum_e p_e dp_e / sum_e p_e                   with the forward's p, so that sum_e ds_e vanishes
         ds_e    = scale * p_e (dp_e - delta_i + dlse_i)
-        dq_i    = sum_e ds_e k_j                               W B_i joins dq_i in `edge_features`
+        dq_i    = sum_e ds_e k_j                               W B_i joins dq_i in `edge_projection`
         dx_e    = m_e p_e do_i + ds_e q_i                      embedded features only
 
     over sources:
@@ -22,7 +22,21 @@ import triton
 import triton.language as tl
 
 from anemoi_gt.kernels.forward import SIZES
-from anemoi_gt.kernels.head_rows import (
+from anemoi_gt.kernels.launch import launch_facts, row_kernel_name
+from anemoi_gt.kernels.primitives import (
+    as_index,
+    caller_edge,
+    destination,
+    hub_segment,
+    load_row,
+    num_blocks,
+    project_edges,
+    row_offsets,
+    row_or_segment,
+    segment_of_program,
+    segment_row,
+)
+from anemoi_gt.kernels.rows import (
     add_scaled,
     dot_rows,
     drop,
@@ -36,20 +50,6 @@ from anemoi_gt.kernels.head_rows import (
     store_heads,
     store_unpacked,
     zero_row,
-)
-from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
-from anemoi_gt.kernels.primitives import (
-    as_index,
-    caller_edge,
-    destination,
-    hub_segment,
-    load_row,
-    num_blocks,
-    project_edges,
-    row_offsets,
-    row_or_segment,
-    segment_of_program,
-    segment_row,
 )
 
 

@@ -12,7 +12,9 @@ All loads stand before the first store: none may pass one.
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.head_rows import (
+from anemoi_gt.kernels.launch import launch_facts, row_kernel_name
+from anemoi_gt.kernels.primitives import as_index, caller_edge, destination, load_row, row_offsets
+from anemoi_gt.kernels.rows import (
     add_scaled,
     dot_rows,
     drop,
@@ -25,8 +27,6 @@ from anemoi_gt.kernels.head_rows import (
     unpack,
     zero_row,
 )
-from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
-from anemoi_gt.kernels.primitives import as_index, caller_edge, destination, load_row, row_offsets
 
 LN_2 = tl.constexpr(0.6931471805599453)
 

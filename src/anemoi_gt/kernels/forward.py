@@ -1,13 +1,13 @@
 """Edge attention, forward: the kernel that walks the in-edges of each destination and gathers rows of heads x channels.
 
 For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^T q_i ready from
-`anemoi_gt.kernels.edge_features` (the bias is one more attribute that is always 1):
+`anemoi_gt.kernels.edge_projection` (the bias is one more attribute that is always 1):
 
     s_e   = (<q_i, k_j> + <u_i, a_e>) * scale * log2(e)
     r_e   = 2^(s_e - row_max_i)                                exp_scores, stored [E, H]
     p_e   = r_e * inv_denominator_i                            1 / sum_e r_e, stored [N_dst, H]
     lse_i = (row_max_i + log2 sum_e r_e) / log2(e)
-    o_i   = sum_e m_e p_e v_j,     A_i = sum_e m_e p_e a_e     W A_i joins o_i in `edge_features`
+    o_i   = sum_e m_e p_e v_j,     A_i = sum_e m_e p_e a_e     W A_i joins o_i in `edge_projection`
 
 m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
 
@@ -30,7 +30,19 @@ to `main_end`, then edge by edge for the remainder.
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.head_rows import (
+from anemoi_gt.kernels.launch import launch_facts, row_kernel_name
+from anemoi_gt.kernels.primitives import (
+    caller_edges,
+    destination,
+    keep_factor,
+    load_attributes,
+    product,
+    project_edges,
+    row_offsets,
+    row_or_segment,
+    tile_offsets,
+)
+from anemoi_gt.kernels.rows import (
     add_scaled,
     dot_rows,
     drop,
@@ -43,18 +55,6 @@ from anemoi_gt.kernels.head_rows import (
     store_heads,
     store_unpacked,
     zero_row,
-)
-from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
-from anemoi_gt.kernels.primitives import (
-    caller_edges,
-    destination,
-    keep_factor,
-    load_attributes,
-    product,
-    project_edges,
-    row_offsets,
-    row_or_segment,
-    tile_offsets,
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from anemoi_gt.kernels.forward import LN_2
-from anemoi_gt.kernels.jit_launch import row_kernel_name
+from anemoi_gt.kernels.launch import row_kernel_name
 from anemoi_gt.kernels.primitives import num_blocks, segment_of_program, segment_row
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import fused_block
-from anemoi_gt.nn.chunking import Chunk, Pair, map_chunks
+from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
 from anemoi_gt.nn.fused_block import BlockPath
 from anemoi_gt.nn.input_validation import (
     check_attributes,
@@ -189,16 +189,20 @@ class GraphTransformerBaseBlock(nn.Module):
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
         """
         edges = self.edge_operands(edge_attr)
-        options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
+        dropout_p = self.dropout if self.training else 0.0
         if isinstance(graph, GraphStructure):
+            query = self.make_query(dst)
+            key, value = self.key_value(src)
             out, _ = edge_attention(
-                self.make_query(dst), *self.key_value(src), graph, *edges, **options
+                query, key, value, graph, *edges, dropout_p=dropout_p, config=self.config
             )
             return self.combine(out, self.lin_self(dst))
         pending = graph.start_exchange(src)
         query, skip = self.make_query(dst), self.lin_self(dst)
         key, value = self.key_value(pending.wait())
-        out, _ = edge_attention(query, key, value, graph.structure, *edges, **options)
+        out, _ = edge_attention(
+            query, key, value, graph.structure, *edges, dropout_p=dropout_p, config=self.config
+        )
         return self.combine(out, skip)
 
     def path(self, x_dst: Tensor, cond: Tensor | None) -> BlockPath:
@@ -215,10 +219,10 @@ class GraphTransformerBaseBlock(nn.Module):
     def update_destinations(
         self,
         path: BlockPath,
-        x: Pair,
+        x: tuple[Tensor, Tensor],
         graph: GraphStructure | ShardedGraph,
         edge_attr: Tensor,
-        cond: Pair,
+        cond: Conditions,
     ) -> Tensor:
         """Return destinations [.., N_dst, out_channels] after attention and feed-forward network, both residual.
 
@@ -226,44 +230,45 @@ class GraphTransformerBaseBlock(nn.Module):
         in_channels], or [B, ...] both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond`
         holds the conditions of sources and destinations.
         """
-        is_shard = not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph)
-        if is_shard:
+        if isinstance(graph, GraphStructure):
+            check_nodes(graph, *x)
+        elif isinstance(graph, ShardedGraph):
             check_batch(*x)  # its local sources are checked by start_exchange
         else:
             check_structure(graph)
-            check_nodes(graph, *x)
         if isinstance(path.attention, str) or _is_empty_batch(x[1]):
             z = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         else:
-            z = self._fused_attention(path.attention, x, graph, edge_attr, cond, is_shard)
+            z = self._fused_attention(path.attention, x, graph, edge_attr, cond)
         return self._feed_forward(path.feed_forward, "dst", z, cond[1])
 
     def _fused_attention(
         self,
         parts: AttentionParts,
-        x: Pair,
+        x: tuple[Tensor, Tensor],
         graph: GraphStructure | ShardedGraph,
         edge_attr: Tensor,
-        cond: Pair,
-        is_shard: bool,
+        cond: Conditions,
     ) -> Tensor:
         x_src, x_dst = x
         is_one_set = x_src is x_dst and self.source_norm is self.layer_norm_attention
         check_attributes(edge_attr, self.lin_edge.weight.shape[1])
-        halo = None
-        if is_shard:  # the rows that `attend` sends: a rank whose block has hooks calls it
+        if isinstance(graph, GraphStructure):
+            structure = graph
+            halo = None
+        else:  # the rows that `attend` sends: a rank whose block has hooks calls it
             norm = partial(self.normed, self.source_norm)
             if cond[0] is None:
                 pending = graph.start_exchange(x_src, prepare=partial(norm, cond=None))
             else:
                 rows = cond[0].expand(*x_src.shape[:-1], cond[0].shape[-1])
                 pending = graph.start_exchange(x_src, prepare=norm, cond=rows)
-            x_src, halo, graph = pending.own, pending.wait_halo(), graph.structure
+            x_src, halo, structure = pending.own, pending.wait_halo(), graph.structure
         if len(self.edge_pre_mlp):
             check_dtype("edge_attr", edge_attr, like=self.lin_edge.weight)
             edge_attr = self.edge_pre_mlp(edge_attr)
         nodes = (None, x_src) if is_one_set else (x_src, x_dst)
-        return fused_block.attention(parts, nodes, graph, edge_attr, cond, halo)
+        return fused_block.attention(parts, nodes, structure, edge_attr, cond, halo)
 
     def _feed_forward(
         self, parts: FeedForwardParts | str, side: str, x: Tensor, cond: Tensor | None
@@ -274,7 +279,7 @@ class GraphTransformerBaseBlock(nn.Module):
             return x + mlp(apply_norm(norm, x, cond))
         return fused_block.feed_forward(parts, x, cond)
 
-    def normed_sides(self, x: Pair, cond: Pair) -> tuple[Tensor, Tensor]:
+    def normed_sides(self, x: tuple[Tensor, Tensor], cond: Conditions) -> tuple[Tensor, Tensor]:
         """Return the normed features of sources and destinations; of one set of nodes they are the same tensor."""
         dst = self.normed(self.layer_norm_attention, x[1], cond[1])
         is_one_set = x[0] is x[1] and self.source_norm is self.layer_norm_attention
@@ -306,7 +311,7 @@ class GraphTransformerBaseBlock(nn.Module):
             rearrange(out, "... nodes heads channels -> ... nodes (heads channels)") + skip
         )
 
-    def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the edge operands of the attention: attributes [.., E, edge_dim], embedding weight and bias.
 
         If `lin_edge` has hooks, or was replaced by another kind of layer, they are embedded edges,
@@ -455,12 +460,13 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        x_src, _ = x = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
-        cond_src, _ = cond = check_conditions(cond)
-        path = self.path(x[1], cond[1])
-        x_dst = map_chunks(partial(self.update_destinations, path), graph, x, edge_attr, cond)
+        x_src, x_dst = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
+        conditions = check_conditions(cond)
+        path = self.path(x_dst, conditions[1])
+        layer = partial(self.update_destinations, path)
+        x_dst = map_chunks(layer, graph, (x_src, x_dst), edge_attr, conditions)
         if self.update_src_nodes:
-            x_src = self._feed_forward(path.source_feed_forward, "src", x_src, cond_src)
+            x_src = self._feed_forward(path.source_feed_forward, "src", x_src, conditions[0])
         return x_src, x_dst
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.sublayers import (
     AttentionParts,
@@ -24,6 +23,7 @@ from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.operands import AttentionOperands, check_operands
 from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
+from anemoi_gt.torch_compat import is_exporting
 
 
 def pays(x: Tensor, config: AttentionConfig) -> bool:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import check_shape, have_size
+from anemoi_gt.graph.checks import check_shape, have_size
 
 
 def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> None:

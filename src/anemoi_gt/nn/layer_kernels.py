@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class LayerKernels:
     Linear(in_features=4, out_features=8, bias=True)
     """
 
-    Linear: Callable[..., nn.Module] = nn.Linear
+    Linear: Callable[..., Any] = nn.Linear  # Any: a module with parameters of these names
     LayerNorm: Callable[..., nn.Module] = nn.LayerNorm
     Activation: Callable[[], nn.Module] = nn.GELU
     QueryNorm: Callable[[int], nn.Module] = QKNorm

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.graph.validation import check_shape
+from anemoi_gt.graph.checks import check_shape
 from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.processor import GraphTransformerProcessor

@@ -12,7 +12,7 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.graph.validation import check_shape
+from anemoi_gt.graph.checks import check_shape
 from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.option_checks import check_integer
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, chunk_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
@@ -17,6 +16,7 @@ from anemoi_gt.nn.chunking import Chunk
 from anemoi_gt.nn.input_validation import check_features
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.option_checks import check_integer
+from anemoi_gt.torch_compat import is_exporting
 
 
 class GraphTransformerProcessor(nn.Module):

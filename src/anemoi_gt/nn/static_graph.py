@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import check_shape
+from anemoi_gt.graph.checks import check_shape
 from anemoi_gt.nn.chunking import Chunk, split_destinations
 from anemoi_gt.option_checks import check_integer
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import have_size
+from anemoi_gt.graph.checks import have_size
 from anemoi_gt.option_checks import check_number
 
 

@@ -9,7 +9,7 @@ from support.capturing import capture_in_place, without_inductor
 from torch import nn
 from torch._dynamo.utils import counters
 
-from anemoi_gt.app.data.forecast_dataset import TrainingBatches
+from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.run_files import load_checkpoint
 from anemoi_gt.app.training.step import OVERLAP_MESSAGES, TrainingStep, compile_blocks

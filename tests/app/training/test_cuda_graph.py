@@ -9,7 +9,7 @@ import torch
 from support.capturing import capture_in_place
 from torch import nn
 
-from anemoi_gt.app.data.forecast_dataset import Sample
+from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.step import AUTOCAST, REMEDY, check_capturable
 from anemoi_gt.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.capturing import capture_in_place, without_inductor
 
-from anemoi_gt.app.data.forecast_dataset import TrainingBatches
+from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
 from anemoi_gt.app.training.progress import Stopped, StopRequest
 from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint
 from anemoi_gt.rng import seed_generators

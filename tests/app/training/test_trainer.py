@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from anemoi_gt.app.data.forecast_dataset import TrainingBatches
+from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.run_files import curve, load_checkpoint
 from anemoi_gt.app.training.step import (

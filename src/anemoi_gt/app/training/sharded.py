@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.app.data.forecast_dataset import Sample, Splits, TrainingBatches
+from anemoi_gt.app.datasets.forecast_dataset import Sample, Splits, TrainingBatches
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.progress import StopRequest
 from anemoi_gt.app.training.run_files import MetricsFile, atomic_write
 from anemoi_gt.app.training.step import TrainingStep, autocast
 from anemoi_gt.app.training.trainer import BEST, LAST, Trainer
 from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
-from anemoi_gt.distributed.grad_sync import clip_gradients, reduce_gradients, sum_loss
+from anemoi_gt.distributed.gradients import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.module_shard import ModuleShard
 from anemoi_gt.distributed.process_group import world_group
 from anemoi_gt.distributed.sharded_checkpoint import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from anemoi_gt.app.data.forecast_dataset import Sample
+from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.run_files import load_weights
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph

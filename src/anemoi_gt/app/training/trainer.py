@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from anemoi_gt.app.data.forecast_dataset import Splits, TrainingBatches, load
-from anemoi_gt.app.data.schema import DataSchema
+from anemoi_gt.app.datasets.forecast_dataset import Splits, TrainingBatches, load
+from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.training.config import TrainingConfig, choose_device, cpu_threads
 from anemoi_gt.app.training.progress import Meter, Stopped, StopRequest, progress_bar
 from anemoi_gt.app.training.run_files import (

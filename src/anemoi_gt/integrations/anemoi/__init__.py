@@ -5,8 +5,8 @@
 
 from importlib import import_module
 
-from anemoi_gt.integrations.anemoi.cuda_graph import capture_step
-from anemoi_gt.integrations.anemoi.patch import (
+from anemoi_gt.integrations.anemoi.captured_step import capture_step
+from anemoi_gt.integrations.anemoi.installation import (
     Installation,
     graph_transformer_backward_mapper,
     graph_transformer_forward_mapper,

@@ -16,7 +16,7 @@ from anemoi_gt.integrations.anemoi.decision import (
     decide,
     dropout_of,
 )
-from anemoi_gt.integrations.anemoi.edge_cache import structure_of
+from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.sharding import (
     is_distributed,
     local_edges,

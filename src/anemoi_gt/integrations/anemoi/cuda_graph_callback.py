@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
-from anemoi_gt.distributed.grad_sync import average_gradients
-from anemoi_gt.integrations.anemoi.cuda_graph import (
+from anemoi_gt.distributed.gradients import average_gradients
+from anemoi_gt.integrations.anemoi.captured_step import (
     check_device,
     held,
     indices_on_device,

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.upstream import Upstream
@@ -25,6 +24,7 @@ from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.fused_block import BlockPath
 from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped_weights, hooks_of
 from anemoi_gt.nn.sublayers import FeedForwardParts, attention_parts, feed_forward_parts
+from anemoi_gt.torch_compat import is_exporting
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
 # methods of Anemoi's blocks that our forward does not call, or only for blocks that Anemoi serves

@@ -16,7 +16,7 @@ from anemoi.inference.runner import Runner
 from anemoi.inference.runners import runner_registry
 from anemoi.inference.runners.parallel import ParallelRunnerFactory, ParallelRunnerMixin
 
-from anemoi_gt.integrations.anemoi.patch import BLOCK, install
+from anemoi_gt.integrations.anemoi.installation import BLOCK, install
 from anemoi_gt.integrations.anemoi.upstream import find
 
 log = logging.getLogger(__name__)

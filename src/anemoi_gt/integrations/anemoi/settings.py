@@ -9,7 +9,7 @@ from torch import nn
 from anemoi_gt.attention_config import AttentionConfig
 
 if TYPE_CHECKING:
-    from anemoi_gt.integrations.anemoi.activation_checkpointing import Checkpointing
+    from anemoi_gt.integrations.anemoi.checkpointing_modes import Checkpointing
 
 
 @dataclass(frozen=True)

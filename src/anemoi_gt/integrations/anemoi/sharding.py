@@ -9,7 +9,7 @@ shard strategy "edges"
     model              every copy of every set of nodes is split along the grid: rows [copies, nodes of this rank]
 
 A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it,
-without a message. Both are cached with the list (`edge_cache`), once for each group, division of
+without a message. Both are cached with the list (`edge_lists`), once for each group, division of
 the nodes and number of copies.
 
 Replacements call upstream on one rank, for other shard strategies, for blocks without `sharding` in
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.distributed import HaloExchange, Ranges
-from anemoi_gt.integrations.anemoi.edge_cache import Derived, cached_list, derived_list, lookup
+from anemoi_gt.integrations.anemoi.edge_lists import Derived, cached_list, derived_list, lookup
 from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces

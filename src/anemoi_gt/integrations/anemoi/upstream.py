@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from inspect import signature
-from operator import attrgetter
 from types import ModuleType
 from typing import ClassVar
 
@@ -25,17 +24,17 @@ from anemoi_gt.nn import sublayers
 class Upstream:
     """Modules and classes of anemoi-models that replacements read, resolved once by `resolve_upstream`."""
 
-    mapper: ModuleType | None = None  # layers.mapper
-    processor: ModuleType | None = None  # layers.processor
-    partition: ModuleType | None = None  # distributed.khop_edges, since 0.16
-    block: type | None = None  # GraphTransformerBaseBlock
+    mapper: ModuleType  # layers.mapper
+    processor: ModuleType  # layers.processor
+    partition: ModuleType  # distributed.khop_edges, since 0.16
+    block: type  # GraphTransformerBaseBlock
     blocks: tuple[type, ...] = ()  # of processors and of mappers
     conv: type | None = None  # the attention of graph_attention_backend: pyg
     triton_conv: object = (
         None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
     )
-    block_module: ModuleType | None = None  # layers.block
-    shapes: ModuleType | None = None  # distributed.shapes
+    block_module: ModuleType  # layers.block
+    shapes: ModuleType  # distributed.shapes
     sources_take_destination_condition: bool = False  # where a mapper updates its sources
     own_methods: ClassVar[
         dict[type, str | None]
@@ -94,7 +93,10 @@ def _register_sublayers() -> None:
 def find(module: str, *name: str) -> type | ModuleType:
     """Return a class by module and name, or a module."""
     try:
-        return attrgetter(*name)(import_module(module)) if name else import_module(module)
+        thing: type | ModuleType = import_module(module)
+        for part in name:
+            thing = getattr(thing, part)
+        return thing
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"{module} is needed here and could not be imported ({error}): pip install "

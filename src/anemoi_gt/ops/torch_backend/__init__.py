@@ -1,5 +1,5 @@
 """The `torch` backend: the definition of edge attention in plain PyTorch, fast enough for real use on a CPU."""
 
-from anemoi_gt.ops.torch_backend.op import attend
+from anemoi_gt.ops.torch_backend.edge_attention_torch import attend
 
 __all__ = ["attend"]

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward, join_segments
-from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.kernels import backward, edge_projection, fixed_degree, forward, join_segments
+from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
 from anemoi_gt.ops.operands import AttentionOperands, Needs
@@ -332,7 +332,7 @@ def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile, stride: int) -
 def project_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = None) -> Launch:
     """Return the launch of `project`; `stride` is 0 for contiguous rows."""
     tile = tile or tiles.project_tile(sizes.channels, sizes.attributes)
-    return _node_map_launch(edge_features.project, sizes, tile, stride)
+    return _node_map_launch(edge_projection.project, sizes, tile, stride)
 
 
 def project(call: AttentionCall, rows: Buffer, projected: Buffer | None = None) -> Buffer:
@@ -359,7 +359,7 @@ def _map_stride(rows: Buffer) -> int:
 def embed_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = None) -> Launch:
     """Return the launch of `embed`; `stride` is 0 for contiguous rows."""
     tile = tile or tiles.embed_tile(sizes.channels, sizes.attributes)
-    return _node_map_launch(edge_features.embed, sizes, tile, stride)
+    return _node_map_launch(edge_projection.embed, sizes, tile, stride)
 
 
 def embed(call: AttentionCall, sums: Buffer, rows: Buffer, skip: Buffer | None = None) -> None:
@@ -542,7 +542,7 @@ def attribute_launch(sizes: Sizes) -> Launch:
     }
     del constants["C"]
     programs = sizes.destinations + sizes.batch * sizes.blocks(sizes.dst_segment)
-    return Launch(edge_features.attribute_bwd, (programs,), scalars, constants)
+    return Launch(edge_projection.attribute_bwd, (programs,), scalars, constants)
 
 
 def differentiate_attributes(
@@ -582,7 +582,9 @@ def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid, STRIDE=sizes.row_stride)
+    return _contraction_launch(
+        edge_projection.weight_bwd, sizes, tile, grid, STRIDE=sizes.row_stride
+    )
 
 
 def weight_sum_launch(sizes: Sizes, num_parts: int) -> Launch:
@@ -599,7 +601,7 @@ def weight_sum_launch(sizes: Sizes, num_parts: int) -> Launch:
         "ROWS": rows,
         "num_warps": 4,
     }
-    return Launch(edge_features.weight_sum, grid, {"num_parts": num_parts}, constants)
+    return Launch(edge_projection.weight_sum, grid, {"num_parts": num_parts}, constants)
 
 
 def differentiate_weight(

@@ -36,7 +36,6 @@ from torch import Tensor
 from anemoi_gt.custom_ops import (
     define_operator,
     flat_arguments,
-    is_batched,
     is_plain,
     needs_gradient,
     on_device,
@@ -62,6 +61,7 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     Shaped,
     SublayerPlans,
 )
+from anemoi_gt.torch_compat import is_batched
 
 KEPT = 128  # plans of each pass that are kept
 NUM_TENSORS = len(AttentionTensors._fields)

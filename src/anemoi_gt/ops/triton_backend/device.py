@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from anemoi_gt.compatibility import constant_when_traced
+from anemoi_gt.torch_compat import constant_when_traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

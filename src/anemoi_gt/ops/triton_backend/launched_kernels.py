@@ -3,7 +3,7 @@
 import torch
 
 from anemoi_gt.ops.operands import AttentionOperands, Needs
-from anemoi_gt.ops.triton_backend.op import backward_plan, forward_plan
+from anemoi_gt.ops.triton_backend.edge_attention_triton import backward_plan, forward_plan
 from anemoi_gt.ops.triton_backend.plan import BoundKernel, Plan
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 

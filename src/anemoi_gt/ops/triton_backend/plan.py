@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.kernels.jit_launch import ALIGNMENT, Launch, current_stream, repeating_device
+from anemoi_gt.kernels.launch import ALIGNMENT, Launch, current_stream, repeating_device
 
 SCRATCH_ALIGNMENT = 512  # bytes; PyTorch's allocator places tensors at such multiples too
 

@@ -11,7 +11,7 @@ writes sums.
 
 from typing import NamedTuple
 
-from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "sigmoid")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder, contiguous_stride
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two

@@ -1,0 +1,360 @@
+"""The `era5_uk` data set: hourly 2 m temperature of ERA5 over the United Kingdom, March 2019.
+
+33 x 49 points (58 to 50 degrees north, 10 west to 2 east, every quarter of a degree), 744 hours,
+one GRIB file of 2.5 MB: xarray's tutorial data set "era5-2mt-2019-03-uk.grib". It contains modified
+Copernicus Climate Change Service information (Hersbach et al. 2020) and is not part of this
+package.
+
+A forecast from start hour s (0 is 1 March, 00 UTC) uses fields up to s and is compared with the
+field at s + lead:
+
+    split   days        start hours s
+    train   1 to 24     the earliest input exists, and s + lead is within days 1 to 24
+    valid   25, 26      s and s + lead are within days 25 and 26
+    test    27 to 31    s and s + lead are within days 27 to 31
+
+No truth is shared between splits, and no truth of a later split is an input or truth of an earlier
+one. Inputs may reach back into the previous split, as in an operational forecast.
+
+References
+----------
+Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 146, 1999-2049.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step, find_start
+from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle
+from anemoi_gt.app.datasets.readers import import_cfgrib, read_dataset, read_xarray
+from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.extras import import_extra
+from anemoi_gt.option_checks import check_integer
+
+TUTORIAL_NAME = "era5-2mt-2019-03-uk.grib"
+HOURS_PER_DAY = 24
+FIRST_VALID_HOUR, FIRST_TEST_HOUR = 24 * HOURS_PER_DAY, 26 * HOURS_PER_DAY
+LAGS = (1, 2, 3, 6, 9, 12, 15, 18, 24)
+RIDGE_LAGS = (0, 1, 3, 6, 12, 18)
+
+
+@dataclass(frozen=True, eq=False)
+class HourlyField:
+    """Hourly values [T, N] float32 in K on N nodes, with their times [T] datetime64.
+
+    Raises ValueError if hours are missing, or values are not finite.
+    """
+
+    nodes: Nodes
+    times: np.ndarray
+    values: Tensor
+
+    def __post_init__(self):
+        if self.values.shape != (len(self.times), len(self.nodes)):
+            raise ValueError(
+                f"values must be [{len(self.times)}, {len(self.nodes)}], times by nodes, got "
+                f"{tuple(self.values.shape)}"
+            )
+        steps = np.diff(self.times)
+        if not (steps == np.timedelta64(1, "h")).all():
+            raise ValueError(f"times must be an hour apart, got steps of {np.unique(steps)}")
+        if not torch.isfinite(self.values).all():
+            raise ValueError("2 m temperature must be finite everywhere, got NaN or infinity")
+
+
+class Era5UkDataset(ForecastDataset):
+    """Forecasts of 2 m temperature from consecutive start hours.
+
+    The change is relative to the temperature 24 hours before the truth, so that the network need
+    not learn the daily cycle. Inputs are the present anomaly, the present minus the temperature
+    `LAGS` hours before it and minus the reference, two harmonics of the hour of the day, and the
+    position.
+
+    `field` has all hours; `starts` is the range of the samples' start hours, and `lead_time` 1 to
+    24 hours.
+    """
+
+    variables = ("t2m",)
+    units = ("K",)
+    attributes = MappingProxyType(
+        {"t2m": {"standard_name": "air_temperature", "long_name": "2 m temperature"}}
+    )
+    time_encoding = "two harmonics of the hour of the day, UTC"
+    reference_name = "the variables 24 hours before the truth"
+
+    def __init__(self, field, starts, lead_time):
+        self.field, self.starts, self.lead_time = field, starts, lead_time
+        self.nodes = field.nodes
+        self.weights = torch.ones(len(self.nodes))
+        self.lags = sorted({*LAGS, HOURS_PER_DAY - lead_time} - {0})
+        self.input_names = (
+            "present anomaly",
+            *(f"change in the last {lag} h" for lag in self.lags),
+            *(f"{f} {k} x hour of day" for k in (1, 2) for f in ("sin", "cos")),
+            *("latitude", "longitude"),
+        )
+        seen = field.values[:FIRST_VALID_HOUR]
+        daily_change = seen[HOURS_PER_DAY:] - seen[:-HOURS_PER_DAY]
+        self.change_mean, self.change_std = daily_change.mean()[None], daily_change.std()[None]
+        self._mean = seen.mean(dim=0)
+        self._anomaly_std = (seen - self._mean).std()
+        self._lag_std = torch.stack([(seen[lag:] - seen[:-lag]).std() for lag in self.lags])
+        position = torch.from_numpy(self.nodes.radians)
+        self._position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
+
+    def normalisation(self) -> dict[str, Tensor]:
+        """Return the statistics of the change, the mean at each node, and the deviations of anomaly and lags."""
+        statistics = {
+            "mean": self._mean,
+            "anomaly_std": self._anomaly_std,
+            "lag_std": self._lag_std,
+        }
+        return super().normalisation() | statistics
+
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
+        """Return the same samples, normalised by the statistics of `normalisation`."""
+        other = super().normalised_by(normalisation)
+        other._mean = normalisation["mean"].float()
+        other._anomaly_std = normalisation["anomaly_std"].float()
+        other._lag_std = normalisation["lag_std"].float()
+        return other
+
+    def physical_inputs(self) -> "Era5UkInputs":
+        """Return the module that makes input channels of the temperatures of the last hours."""
+        return Era5UkInputs(self)
+
+    def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the temperatures at the start of sample i and at the lags before it, [N, P], and the time."""
+        hours = [self.starts[i] - lag for lag in (0, *self.lags)]
+        seconds = self.start_time(i).astype("datetime64[s]").astype("int64")
+        return self.field.values[hours].T, torch.tensor(float(seconds), dtype=torch.float64)
+
+    def start_time(self, i: int) -> np.datetime64:
+        """Return the time of the present of sample i."""
+        return self.field.times[self.starts[i]]
+
+    def starting_at(self, start: str) -> "Era5UkDataset":
+        """Return the one sample that starts at a date, or at the "latest" time.
+
+        Raises ValueError if it is no time of the data, or has too few hours before it.
+        """
+        index = find_start(self.field.times, start)
+        if index < max(LAGS):
+            raise ValueError(
+                f"start must have {max(LAGS)} hours before it in the data, got {start}"
+            )
+        other = copy.copy(self)
+        other.starts = range(index, index + 1)
+        return other
+
+    def __len__(self):
+        return len(self.starts)
+
+    def inputs(self, i: int) -> Tensor:
+        return self._channels(self.field.values[: self.starts[i] + 1], self.starts[i])
+
+    def reference(self, i: int) -> Tensor:
+        """Return the temperature a day before the truth, [N, 1] in K."""
+        return self._at(self.starts[i] + self.lead_time - HOURS_PER_DAY)
+
+    def present(self, i: int) -> Tensor:
+        return self._at(self.starts[i])
+
+    def truth(self, i: int) -> Tensor:
+        return self._at(self.starts[i] + self.lead_time)
+
+    def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
+        """Return the step after these hourly forecasts.
+
+        Raises ValueError if the lead time is not 1 h: the inputs include every past hour, and a
+        longer step skips some.
+        """
+        if self.lead_time != 1:
+            raise ValueError(
+                "a rollout of era5_uk needs data.lead_time=1, because inputs include every hour, "
+                f"got {self.lead_time}"
+            )
+        start = self.starts[i]
+        seen = self.field.values[start - HOURS_PER_DAY : start + 1]  # no later hours
+        values = torch.cat([seen, *(forecast.T for forecast in forecasts)])
+        present = start + len(forecasts)
+        truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
+        return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
+
+    def title(self, i: int) -> str:
+        """Return the start of the forecast and its lead time."""
+        start = np.datetime_as_string(self.field.times[self.starts[i]], unit="m").replace("T", " ")
+        return f"{start} UTC + {self.lead_time} h"
+
+    def baselines(self, step: int | None = None):
+        """Return persistence, the same hour of the last day before the start, and two ridge regressions.
+
+        The regressions, not at a step of a rollout, are fitted on 24 and on 26 days. Unlike a
+        network, the second one is also fitted to the validation days.
+        """
+        after = ((step or 1) * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
+        found = super().baselines(step) | {
+            "same hour yesterday": lambda i: self._at(self.starts[i] + after)
+        }
+        for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR) if step is None else ():
+            found[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
+        return found
+
+    def _ridge(self, hours):
+        """Return the forecasts of a ridge regression fitted to the first `hours`, truths included."""
+
+        def predictors(start: int) -> Tensor:
+            """Return temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
+            past = self.field.values[[start - lag for lag in RIDGE_LAGS]].T
+            return torch.cat([past, harmonics_of_day(start, 1).expand(len(past), 2)], dim=1)
+
+        starts = range(max(RIDGE_LAGS), hours - self.lead_time)
+        target = self.field.values[starts.start + self.lead_time : hours]
+        predict = fit_ridge(torch.stack([predictors(start) for start in starts]), target)
+        return lambda i: predict(predictors(self.starts[i]))[:, None]
+
+    def _channels(self, values, hour):
+        """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
+        anomaly = (values[-1] - self._mean) / self._anomaly_std
+        changes = (
+            values[-1] - values[[-1 - lag for lag in self.lags]]
+        ).T / self._lag_std  # [N, lags]
+        time_of_day = harmonics_of_day(hour, 2).expand(len(self.nodes), 4)
+        return torch.cat([anomaly[:, None], changes, time_of_day, self._position], dim=1)
+
+    def _at(self, hour):
+        return self.field.values[hour][:, None]
+
+
+class Era5UkInputs(PhysicalInputs):
+    """The input channels of `Era5UkDataset`: anomaly, changes, harmonics of the hour of the day, and the position."""
+
+    mean: Tensor  # buffers
+    anomaly_std: Tensor
+    lag_std: Tensor
+    position: Tensor
+
+    def __init__(self, dataset: Era5UkDataset):
+        super().__init__()
+        self.names = ("t2m", *(f"t2m -{lag} h" for lag in dataset.lags))
+        self.units = ("K",) * len(self.names)
+        self.reference = (0, *dataset.lags).index(HOURS_PER_DAY - dataset.lead_time)
+        for name, tensor in {
+            "mean": dataset._mean,
+            "anomaly_std": dataset._anomaly_std,
+            "lag_std": dataset._lag_std,
+            "position": dataset._position,
+        }.items():
+            self.register_buffer(name, tensor)
+
+    # needs_time is True, so there always is a time.
+    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return normalised channels [B, N, in_channels] and the temperature a day before the truth, [B, N, 1]."""
+        anomaly = (fields[..., :1] - self.mean[:, None]) / self.anomaly_std
+        changes = (fields[..., :1] - fields[..., 1:]) / self.lag_std
+        angle = day_angle(time)
+        harmonics = torch.stack(
+            [angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], dim=1
+        ).float()
+        harmonics = harmonics[:, None].expand(-1, fields.shape[1], -1)
+        position = self.position.expand(fields.shape[0], -1, -1)
+        channels = torch.cat([anomaly, changes, harmonics, position], dim=2)
+        return channels, fields[..., self.reference : self.reference + 1]
+
+
+def fit_ridge(
+    predictors: Tensor, target: Tensor, penalty: float = 1.0
+) -> Callable[[Tensor], Tensor]:
+    """Fit a ridge regression at each of N points; return its prediction [N] float32 from predictors [N, F].
+
+        prediction[n] = target_mean[n] + <predictors[n] - predictor_mean[n], slope[n]>
+        slope[n]      = (X_n^T X_n + penalty I)^-1 X_n^T y_n            X_n, y_n centred, [S, F] and [S]
+
+    Predictors are [S, N, F], the target [S, N], the penalty in squared units of the predictors;
+    computed in float64.
+    """
+    x, y = predictors.double(), target.double()
+    x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
+    x, y = (x - x_mean).transpose(0, 1), (y - y_mean).T[..., None]  # [N, S, F], [N, S, 1]
+    gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
+    slope = torch.linalg.solve(gram, x.mT @ y)[..., 0]
+    return lambda predictors: (
+        y_mean + ((predictors.double() - x_mean) * slope).sum(dim=-1)
+    ).float()
+
+
+def harmonics_of_day(hour: int, count: int) -> Tensor:
+    """Return sine and cosine of 1 to `count` times the hour of the day as an angle, [2 * count] float32."""
+    angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
+    return torch.stack([angle.sin(), angle.cos()], dim=1).flatten()
+
+
+def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
+    """Return the `era5_uk` data set: start hours of days 1 to 24, 25 and 26, and 27 to 31.
+
+    Raises FileNotFoundError if there is no such file; ImportError if xarray or cfgrib is missing;
+    ValueError if the lead time is out of range, or the file does not hold the expected month.
+
+    Parameters
+    ----------
+    path : str, Path or None
+        The GRIB file; None downloads it once with `xarray.tutorial` into the user's cache.
+    lead_time : int
+        Hours from the present to the truth, 1 to 24.
+    """
+    return split(read_era5_uk(path), lead_time)
+
+
+def split(field: HourlyField, lead_time: int) -> Splits:
+    """Split the forecasts by day: start hours of days 1 to 24, of 25 and 26, and of the rest (see the module's table).
+
+    Raises ValueError if the lead time is not 1 to 24 hours, or the field ends before the first test
+    forecast.
+    """
+    check_integer("lead_time", lead_time, least=None)
+    if not 1 <= lead_time <= HOURS_PER_DAY:
+        raise ValueError(f"lead_time must be 1 to {HOURS_PER_DAY} hours, got {lead_time}")
+    bounds = [max(LAGS), FIRST_VALID_HOUR, FIRST_TEST_HOUR, len(field.times)]
+    if bounds[-1] <= FIRST_TEST_HOUR + lead_time:
+        raise ValueError(
+            f"the file must contain more than {FIRST_TEST_HOUR + lead_time} hours, got "
+            f"{len(field.times)}"
+        )
+    starts = (range(first, end - lead_time) for first, end in pairwise(bounds))
+    return Splits(*(Era5UkDataset(field, hours, lead_time) for hours in starts))
+
+
+def read_era5_uk(path: str | Path | None) -> HourlyField:
+    """Read 2 m temperature from the GRIB file of `era5_uk`, with its `path`. Raises as `era5_uk` does."""
+    fields = read_dataset(_download()) if path is None else read_xarray(path)
+    if "t2m" not in fields.readers:
+        raise ValueError(
+            f"the file must contain 2 m temperature (t2m), got {sorted(fields.readers)}"
+        )
+    values = np.stack([fields.readers["t2m"](t) for t in range(len(fields.times))])
+    return HourlyField(fields.nodes, fields.times, torch.from_numpy(values))
+
+
+def _download():
+    """Return the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
+    import_cfgrib()
+    xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
+    try:
+        # No index file: the folder may be read-only.
+        return xarray.tutorial.open_dataset(
+            TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""}
+        )
+    except (OSError, ValueError) as error:  # no network, a page in place of the file
+        raise OSError(
+            f"could not download {TUTORIAL_NAME} ({type(error).__name__}): give the file as "
+            "data.path=FILE"
+        ) from error

@@ -1,0 +1,618 @@
+"""Forecasts of fields from files: the data sets `xarray` and `anemoi`.
+
+With L the lead time and K input steps, a sample of present time t is
+
+    inputs     variables and forcings at t - (K - 1) L, ..., t - L, t, normalised; position, local hour, day of the year
+    truth      variables and diagnostics at t + L
+    reference  variables at t; 0 for diagnostics, which are no inputs
+
+Samples whose times are not all in the data are left out. Present and truth of a sample are within
+its split; inputs may reach back into the previous one, as in an operational forecast. Means and
+standard deviations are those of training samples, or those in the checkpoint of a trained model.
+Each member of an ensemble has samples of its own.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations, pairwise
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step, find_start
+from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle, year_angle
+from anemoi_gt.app.datasets.readers import READERS, Fields
+from anemoi_gt.app.datasets.schema import DataSchema
+from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
+from anemoi_gt.option_checks import check_integer, check_positive
+
+log = logging.getLogger(__name__)
+
+CACHE_BYTES = 4 * 2**30  # of fields read from files
+STATISTICS_SAMPLES = 256  # training samples that the normalisation is estimated from
+SHARES = (0.8, 0.9)  # where validation and test begin, if no times are given
+
+
+def field_data(
+    path: str | list[str],
+    format: str = "xarray",
+    variables: list[str] | None = None,
+    forcings: list[str] | None = None,
+    diagnostics: list[str] | None = None,
+    lead_time: float = 6.0,
+    input_steps: int = 2,
+    train: list[str] | None = None,
+    valid: list[str] | None = None,
+    test: list[str] | None = None,
+    *,
+    schema: DataSchema | None = None,
+) -> Splits:
+    """Return forecasts of the fields in files: training, validation and test samples.
+
+    Raises FileNotFoundError, ImportError or ValueError if a file cannot be read; ValueError if a
+    variable does not exist or is constant, a split has no sample, or the data are not those of
+    `schema`; FloatingPointError if a value is not finite.
+
+    Parameters
+    ----------
+    path : str or list of str
+        A file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these.
+    format : {"xarray", "anemoi"}
+        NetCDF, zarr and GRIB with coordinates, or a zarr of anemoi-datasets.
+    variables : list of str, optional
+        Inputs that are forecast. None: all that change with time and are neither forcings nor
+        diagnostics.
+    forcings : list of str, optional
+        Inputs that are not forecast, with or without time. None: all that do not change with time.
+    diagnostics : list of str, optional
+        Forecast, and no inputs, such as precipitation.
+    lead_time : float
+        Hours from the present to the truth, and between input steps.
+    input_steps : int
+        Number of input times, the present included.
+    train, valid, test : list of str, optional
+        First and last date of a split, such as [2019-03-01, 2019-03-24], both included; all three
+        or none. None: the first 80% of the times, the next 10%, and the rest.
+    schema : DataSchema, optional
+        That of a trained model: names, order and normalisation are taken from it, and splits may be
+        empty.
+    """
+    if format not in READERS:
+        raise ValueError(f"format must be one of {', '.join(READERS)}, got {format!r}")
+    check_integer("input_steps", input_steps)
+    check_positive("lead_time", lead_time, ", in hours")
+    fields = READERS[format](path)
+    periods = split_times(fields.times, train, valid, test)
+    chosen = ChosenRoles(variables, diagnostics, forcings)
+    if schema is not None:
+        fields, roles = roles_of_schema(fields, chosen, schema)
+        data = FieldDataset(fields, roles, lead_time, input_steps)
+        schema.check_same(data.schema())
+        data = data.normalised_by(schema.normalisation).within(periods[0]).as_training_samples()
+        return Splits(data, *(data.within(period) for period in periods[1:]))
+    fields, roles = choose_roles(fields, chosen, periods[0])
+    data = FieldDataset(fields, roles, lead_time, input_steps).within(periods[0])
+    data.require_samples()
+    data = data.with_own_normalisation().as_training_samples()
+    splits = Splits(data, *(data.within(period) for period in periods[1:]))
+    for part in splits:
+        part.require_samples()
+    return splits
+
+
+class ChosenRoles(NamedTuple):
+    """The roles that a user has chosen, as `Roles`; None: not chosen."""
+
+    variables: Sequence[str] | None
+    diagnostics: Sequence[str] | None
+    forcings: Sequence[str] | None
+
+
+class Roles(NamedTuple):
+    """Names of what is forecast from itself, what is forecast and no input, and what is input alone.
+
+    The channels have their order.
+    """
+
+    variables: tuple[str, ...]
+    diagnostics: tuple[str, ...]
+    forcings: tuple[str, ...]
+
+
+def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tuple[Fields, Roles]:
+    """Return the roles of the variables of files, and the fields with constants as static.
+
+    A variable with a time dimension may never change in a period [T] bool, as `lsm` and `z` in
+    files of the Climate Data Store: it is a constant, as one without time. Raises ValueError if a
+    name does not exist or has two roles.
+    """
+    variables, diagnostics, forcings = (
+        chosen.variables,
+        list(chosen.diagnostics or []),
+        chosen.forcings,
+    )
+    forecast = [*(variables or []), *diagnostics]
+    check_roles(fields, forecast, list(forcings or []))
+    candidates = list(fields.readers) if variables is None else list(forcings or [])
+    constants = find_constants(
+        fields, [name for name in candidates if name not in forecast], period
+    )
+    if constants:
+        log.info(
+            "inputs that never change, taken as forcings without time: %s", ", ".join(constants)
+        )
+        fields = fields.with_static(constants)
+    if forcings is None:
+        forcings = sorted(fields.static - set(forecast))
+    if variables is None:
+        variables = [
+            name for name in fields.readers if name not in {*fields.static, *forcings, *diagnostics}
+        ]
+    check_roles(fields, [*variables, *diagnostics], list(forcings))
+    if not variables and not diagnostics:
+        raise ValueError(
+            f"variables must be among {', '.join(fields.readers)}, in one role each, got none "
+            "that changes with time"
+        )
+    return fields, Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
+
+
+def roles_of_schema(
+    fields: Fields, chosen: ChosenRoles, schema: DataSchema
+) -> tuple[Fields, Roles]:
+    """Return the roles in a trained model, where none are chosen, and the fields with its constants as static.
+
+    Raises ValueError if the data lack a variable.
+    """
+    names = (*schema.variables, *schema.forcings)
+    lacking = [name for name in names if name not in fields.readers]
+    if lacking:
+        raise ValueError(
+            f"the data must hold the variables of the checkpoint, {', '.join(names)}; "
+            f"{fields.source} lacks "
+            f"{', '.join(lacking)}"
+        )
+    diagnostics = schema.diagnostics if chosen.diagnostics is None else chosen.diagnostics
+    forcings = schema.forcings if chosen.forcings is None else chosen.forcings
+    variables = chosen.variables
+    if variables is None:
+        variables = [name for name in schema.variables if name not in schema.diagnostics]
+    constants = [name for name in schema.constants if name not in fields.static]
+    return fields.with_static(constants), Roles(
+        tuple(variables), tuple(diagnostics), tuple(forcings)
+    )
+
+
+def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> None:
+    """Raise ValueError unless the names exist, each in one role, and what is forecast depends on time."""
+    names = [*forecast, *forcings]
+    wrong = [f"{name} missing" for name in names if name not in fields.readers]
+    wrong += sorted({f"{name} twice" for name in names if names.count(name) > 1})
+    wrong += [f"{name} without time" for name in sorted(fields.static & set(forecast))]
+    if wrong:
+        known = ", ".join(fields.readers)
+        raise ValueError(
+            f"variables must be among {known}, in one role each, got {', '.join(wrong)}"
+        )
+
+
+def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> list[str]:
+    """Return the variables with time that have the same values at all of up to 256 times of a period [T] bool."""
+    times = np.flatnonzero(period)
+    chosen = times[
+        np.unique(np.linspace(0, len(times) - 1, STATISTICS_SAMPLES).round().astype(int))
+    ]
+    if len(chosen) < 2:
+        return []
+    constants = []
+    for name in names:
+        if name in fields.static:
+            continue
+        first = fields.readers[name](int(chosen[0]))
+        if all(
+            np.array_equal(fields.readers[name](int(t)), first, equal_nan=True) for t in chosen[1:]
+        ):
+            constants.append(name)
+    return constants
+
+
+def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.ndarray]:
+    """Return masks of the times [T] in each of three periods, each a first and last date, or all None.
+
+    Raises ValueError if a period is not two dates, only some are given, or two overlap.
+    """
+    names = ("train", "valid", "test")
+    if all(period is None for period in periods):
+        bounds = [0, *(round(share * len(times)) for share in SHARES), len(times)]
+        place = np.arange(len(times))
+        return [(place >= first) & (place < end) for first, end in pairwise(bounds)]
+    masks = []
+    for name, period in zip(names, periods, strict=True):
+        try:
+            first, last = (np.datetime64(str(date)) for date in period or ())
+        except (TypeError, ValueError):
+            must = "must be a first and a last date, such as [2019-03-01, 2019-03-24], in all splits or in none"
+            raise ValueError(f"{name} {must}, got {period}") from None
+        masks.append(
+            (times >= first) & (times < last + 1)
+        )  # a date holds all its hours, a month all its days
+    for (one, here), (other, there) in combinations(zip(names, masks, strict=True), 2):
+        if (here & there).any():
+            raise ValueError(
+                f"{one} and {other} must not share times, got {(here & there).sum()} in both"
+            )
+    return masks
+
+
+class FieldDataset(ForecastDataset):
+    """Forecasts of fields; without samples until `within` or `starting_at` selects some.
+
+    The lead time is in hours. FloatingPointError is raised when a sample is read whose values are
+    not finite.
+    """
+
+    time_encoding = "sine and cosine of local solar time and of the day of the year"
+    reference_name = "the present, 0 for diagnostics"
+    _training: "FieldDataset | None"
+    _mean_state: Tensor | None
+
+    def __init__(self, fields: Fields, roles: Roles, lead_time: float, input_steps: int):
+        self.fields, self.lead_time, self.input_steps = fields, lead_time, input_steps
+        self.nodes, self.weights = fields.nodes, cell_weights(fields.nodes)
+        self.diagnostics, self.forcings = roles.diagnostics, roles.forcings
+        self.variables = (*roles.variables, *roles.diagnostics)
+        self.units = tuple(fields.units[name] for name in self.variables)
+        self.forcing_units = {name: fields.units[name] for name in roles.forcings}
+        self.constants = tuple(name for name in roles.forcings if name in fields.static)
+        self.attributes = fields.attributes
+        self._names, self._prognostic = (*self.variables, *roles.forcings), len(roles.variables)
+        self.levels = {name: fields.levels[name] for name in self._names if name in fields.levels}
+        now = [*range(self._prognostic), *range(len(self.variables), len(self._names))]
+        past = [column for column in now if self._names[column] not in fields.static]
+        self._inputs = [*[past] * (input_steps - 1), now]
+        self._dynamic = any(name not in fields.static for name in roles.forcings)
+        steps = [f" {-k * lead_time:g} h" if k else "" for k in range(input_steps - 1, -1, -1)]
+        self.input_names = (
+            *(
+                f"{self._names[c]}{step}"
+                for step, used in zip(steps, self._inputs, strict=True)
+                for c in used
+            ),
+            *(
+                f"{f} {x}"
+                for x in ("latitude", "longitude", "local time", "day of the year")
+                for f in ("sin", "cos")
+            ),
+        )
+        self._step = np.timedelta64(round(lead_time * 3_600_000), "ms")
+        self._read = lru_cache(max(1, CACHE_BYTES // (4 * len(self.nodes) * len(self._names))))(
+            self._read_file
+        )
+        lat, lon = torch.from_numpy(self.nodes.radians).T
+        position = torch.stack([lat.sin(), lat.cos(), lon.sin(), lon.cos()], dim=1)
+        self._position = (
+            (position - position.mean(dim=0)) / position.std(dim=0).clamp(min=1e-6)
+        ).float()
+        self.starts = np.empty(0, dtype=int)  # states, `member * T + time`
+        self._mean, self._std = torch.zeros(len(self._names)), torch.ones(len(self._names))
+        self.change_mean, self.change_std = (
+            torch.zeros(len(self.variables)),
+            torch.ones(len(self.variables)),
+        )
+        self._training, self._mean_state = None, None
+
+    def within(self, period: np.ndarray) -> "FieldDataset":
+        """Return the samples of a period [T] bool whose inputs and truth exist, with the normalisation of this one."""
+        after = self._find(1)
+        return self._starting(
+            np.flatnonzero(self._has_inputs() & (after >= 0) & period & period[after])
+        )
+
+    def starting_at(self, start: str) -> "FieldDataset":
+        """Return the samples, one per member, that start at a date, or at the "latest" time; a truth need not exist.
+
+        Raises ValueError if it is no time of the data, or its inputs are not all there.
+        """
+        has_inputs = self._has_inputs()
+        if not has_inputs.any():
+            raise ValueError(self._without_samples())
+        if start == "latest":
+            return self._starting(np.flatnonzero(has_inputs)[-1:])
+        index = find_start(self.fields.times, start)
+        if not has_inputs[index]:
+            raise ValueError(
+                f"start must have {self.input_steps} input times in the data, {self.lead_time:g} "
+                f"h apart, {start} "
+                "does not have all of them"
+            )
+        return self._starting(np.array([index]))
+
+    def require_samples(self) -> None:
+        """Raise ValueError if there is no sample, with the spacing of the times."""
+        if len(self) == 0:
+            raise ValueError(self._without_samples())
+
+    def with_own_normalisation(self) -> "FieldDataset":
+        """Return the same samples, normalised by their own means and deviations.
+
+        Raises ValueError if a variable does not change.
+        """
+        other = copy.copy(self)
+        _, other._mean, std = _moments((self._at(i, 0) for i in self._chosen()), self.weights)
+        other._std = torch.where(std > 0, std, 1.0)
+        changes = (self.truth(i) - self.reference(i) for i in self._chosen())
+        _, other.change_mean, other.change_std = _moments(changes, self.weights)
+        constant = [
+            name for name, std in zip(self.variables, other.change_std, strict=True) if not std > 0
+        ]
+        if constant:
+            names = ",".join(constant)
+            raise ValueError(
+                f"variables must change within {self.lead_time:g} h, {names} does not: leave it "
+                "out of "
+                f"data.variables, or take it as an input alone, data.forcings=[{names}]"
+            )
+        return other
+
+    def as_training_samples(self) -> "FieldDataset":
+        """Return the same samples, whose mean is a baseline for these and those of other periods."""
+        other = copy.copy(self)
+        other._training = self
+        return other
+
+    def normalisation(self) -> dict[str, Tensor]:
+        """Return means and deviations of variables and forcings, in this order, and of the change."""
+        return super().normalisation() | {"mean": self._mean, "std": self._std}
+
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
+        """Return the same samples, normalised by the statistics of `normalisation`."""
+        other = super().normalised_by(normalisation)
+        other._mean, other._std = normalisation["mean"].float(), normalisation["std"].float()
+        return other
+
+    def physical_inputs(self) -> "FieldInputs":
+        """Return the module that makes input channels of physical values."""
+        columns = [column for step in self._inputs for column in step]
+        first_of_now = len(columns) - len(self._inputs[-1])
+        units = {**dict(zip(self.variables, self.units, strict=True)), **self.forcing_units}
+        return FieldInputs(
+            names=self.input_names[: len(columns)],
+            units=tuple(units[self._names[column]] for column in columns),
+            mean=self._mean[columns],
+            std=self._std[columns],
+            position=self._position,
+            longitudes=torch.from_numpy(self.nodes.radians[:, 1].copy()),
+            present=slice(first_of_now, first_of_now + self._prognostic),
+            diagnostics=len(self.diagnostics),
+        )
+
+    def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the physical values of the input channels of sample i, [N, P], and the time of its start."""
+        steps = enumerate(self._inputs, start=1 - self.input_steps)
+        fields = torch.cat([self._at(i, step)[:, columns] for step, columns in steps], dim=1)
+        seconds = self.start_time(i).astype("datetime64[ms]").astype("int64") / 1000
+        return fields, torch.tensor(seconds, dtype=torch.float64)
+
+    def start_time(self, i: int) -> np.datetime64:
+        """Return the time of the present of sample i."""
+        return self.fields.times[self.starts[i] % len(self.fields.times)]
+
+    def __len__(self):
+        return len(self.starts)
+
+    def inputs(self, i: int) -> Tensor:
+        return self._channels(i, [])
+
+    def present(self, i: int) -> Tensor:
+        return self._at(i, 0)[:, : len(self.variables)]
+
+    def reference(self, i: int) -> Tensor:
+        """Return the variables at the start, 0 for diagnostics, [N, V]."""
+        return self._without_diagnostics(self.present(i))
+
+    def truth(self, i: int) -> Tensor:
+        return self._at(i, 1)[:, : len(self.variables)]
+
+    def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
+        """Return the step after these forecasts. Raises ValueError if the data lack forcings for it."""
+        reference = self._without_diagnostics(forecasts[-1] if forecasts else self.present(i))
+        end = self._index(i, len(forecasts) + 1)
+        truth = None if end is None else self._read(end)[:, : len(self.variables)]
+        return Step(self._channels(i, forecasts), reference, truth)
+
+    def title(self, i: int) -> str:
+        """Return the start of the forecast and its lead time."""
+        start = np.datetime_as_string(self.start_time(i), unit="m").replace("T", " ")
+        title = f"{start} UTC + {self.lead_time:g} h"
+        if self.fields.members == 1:
+            return title
+        return f"{title}, member {self.starts[i] // len(self.fields.times)}"
+
+    def baselines(self, step: int | None = None):
+        """Return persistence, and the mean of the training samples at each node."""
+        training = self._training
+        if (
+            training is None or len(training) == 0
+        ):  # a trained model on data without training samples
+            return super().baselines(step)
+        return super().baselines(step) | {"training mean": lambda i: training.mean_state()}
+
+    def mean_state(self) -> Tensor:
+        """Return the mean of up to 256 samples at each node, [N, V]."""
+        mean = self._mean_state
+        if mean is None:
+            mean, _, _ = _moments((self.present(i) for i in self._chosen()), self.weights)
+            self._mean_state = mean
+        return mean
+
+    def _starting(self, times: np.ndarray) -> "FieldDataset":
+        """Return the samples of all members that start at times given by index."""
+        other = copy.copy(self)
+        other.starts = (
+            np.arange(self.fields.members)[:, None] * len(self.fields.times) + times
+        ).ravel()
+        return other
+
+    def _chosen(self) -> list[int]:
+        """Return the samples that statistics are estimated from."""
+        return np.unique(
+            np.linspace(0, len(self) - 1, STATISTICS_SAMPLES).round().astype(int)
+        ).tolist()
+
+    def _find(self, steps: int) -> np.ndarray:
+        """Return for each time the index of the time so many lead times later, -1 where it is not in the data."""
+        return _find_times(self.fields.times, self.fields.times + steps * self._step)
+
+    def _has_inputs(self) -> np.ndarray:
+        return np.all([self._find(m) >= 0 for m in range(1 - self.input_steps, 1)], axis=0)
+
+    def _without_samples(self) -> str:
+        times = self.fields.times
+        spacing = (
+            ""
+            if len(times) < 2
+            else f" {np.median(np.diff(times)) / np.timedelta64(1, 'h'):g} h apart"
+        )
+        return (
+            f"each split must have {self.input_steps} inputs and a truth {self.lead_time:g} h "
+            "apart, got none in "
+            f"the {len(times)} times{spacing} of {self.fields.source}: change data.lead_time, "
+            "data.input_steps, or the "
+            "dates of the splits"
+        )
+
+    def _index(self, i, step):
+        """Return the state `step` lead times after the start of sample i, None if it is not in the data."""
+        member, time = divmod(int(self.starts[i]), len(self.fields.times))
+        found = _find_times(self.fields.times, self.fields.times[time, None] + step * self._step)[0]
+        return None if found < 0 else member * len(self.fields.times) + int(found)
+
+    def _at(self, i, step):
+        return self._read(self._index(i, step))
+
+    def _read_file(self, t):
+        """Return all fields at a time, [N, variables and forcings]; raise FloatingPointError if one is not finite."""
+        values = np.stack([self.fields.readers[name](t) for name in self._names], axis=1)
+        finite = np.isfinite(values).all(axis=0)
+        if not finite.all():
+            name = self._names[int(np.argmin(finite))]
+            at = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
+            raise FloatingPointError(
+                f"{name} must be finite, got NaN or infinity at {at}: leave it out of "
+                "data.variables, or fill it in "
+                "the file"
+            )
+        return torch.from_numpy(values)
+
+    def _channels(self, i, forecasts):
+        """Return the input channels after some forecasts."""
+        now, times = len(forecasts), []
+        for step, columns in enumerate(self._inputs, start=now - self.input_steps + 1):
+            at = (
+                step if step <= 0 or self._dynamic else 0
+            )  # forcings without time are those of the start
+            if self._index(i, at) is None:
+                raise ValueError(
+                    f"a rollout needs the forcings of every step, the data end before step {step}"
+                )
+            fields = self._at(i, at)
+            if step > 0:
+                fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
+            times.append(((fields - self._mean) / self._std)[:, columns])
+        return torch.cat([*times, self._position, self._clock(i, now)], dim=1)
+
+    def _clock(self, i, step):
+        """Return sine and cosine of the local solar time and of the day of the year, [N, 4]."""
+        time = self.start_time(i) + step * self._step
+        day = 2 * np.pi * ((time - time.astype("datetime64[D]")) / np.timedelta64(1, "D"))
+        year = 2 * np.pi * ((time - time.astype("datetime64[Y]")) / np.timedelta64(31_556_952, "s"))
+        local = day + self.nodes.radians[:, 1]
+        angles = np.stack(
+            [f(angle) for angle in (local, np.full_like(local, year)) for f in (np.sin, np.cos)],
+            axis=1,
+        )
+        return torch.from_numpy(angles).float()
+
+    def _without_diagnostics(self, state):
+        return torch.cat(
+            [state[:, : self._prognostic], torch.zeros_like(state[:, self._prognostic :])], dim=1
+        )
+
+
+class FieldInputs(PhysicalInputs):
+    """The input channels of `FieldDataset`: normalised fields, position, local solar time and day of the year.
+
+    `present` are the channels of the variables at the present, followed by `diagnostics` whose
+    reference is 0.
+    """
+
+    mean: Tensor  # buffers
+    std: Tensor
+    position: Tensor
+    longitudes: Tensor
+
+    def __init__(self, names, units, mean, std, position, longitudes, present, diagnostics):
+        super().__init__()
+        self.names, self.units = tuple(names), tuple(units)
+        self.present, self.diagnostics = present, diagnostics
+        for name, tensor in {
+            "mean": mean,
+            "std": std,
+            "position": position,
+            "longitudes": longitudes,
+        }.items():
+            self.register_buffer(name, tensor)
+
+    # needs_time is True, so there always is a time.
+    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return normalised channels [B, N, in_channels] and the reference [B, N, V]."""
+        local = day_angle(time)[:, None] + self.longitudes  # [B, N]
+        year = year_angle(time)[:, None].expand_as(local)
+        clock = torch.stack([local.sin(), local.cos(), year.sin(), year.cos()], dim=2).float()
+        position = self.position.expand(fields.shape[0], -1, -1)
+        channels = torch.cat([(fields - self.mean) / self.std, position, clock], dim=2)
+        present = fields[..., self.present]
+        zeros = fields.new_zeros(*fields.shape[:2], self.diagnostics)
+        return channels, torch.cat([present, zeros], dim=2)
+
+
+def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean of states [N, V] at each node, and weighted mean and deviation [V]; rounding is no deviation."""
+    weights = weights[:, None].double()
+    count = 0
+    total = squares = torch.zeros((), dtype=torch.float64)
+    for state in states:
+        count += 1
+        total = total + state.double()
+        squares = squares + (state.double().square() * weights).mean(0)
+    mean, square = total / count, squares / count
+    overall = (mean * weights).mean(dim=0)
+    variance = square - overall.square()
+    return (
+        mean.float(),
+        overall.float(),
+        torch.where(variance > 1e-12 * square, variance, 0.0).sqrt().float(),
+    )
+
+
+def cell_weights(nodes: Nodes) -> Tensor:
+    """Return area weights of mean 1, [N] float32.
+
+    On a grid of latitude rows, regular or reduced, that is the area of a row's band, shared by its
+    nodes; on other global grids the area of Voronoi cells; on other regional grids 1.
+    """
+    if 2 <= len(np.unique(nodes.lat.round(4))) <= len(nodes) / 2:
+        weights = row_weights(nodes)
+    else:
+        weights = area_weights(nodes) if np.ptp(nodes.lat) > 90 else np.ones(len(nodes))
+    return torch.from_numpy(weights).float()
+
+
+def _find_times(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return the indices of the wanted times, -1 for those that are not there."""
+    place = np.searchsorted(times, wanted).clip(max=len(times) - 1)
+    return np.where(times[place] == wanted, place, -1)

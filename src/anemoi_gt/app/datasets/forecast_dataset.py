@@ -1,0 +1,361 @@
+"""The interface between data sets and training: normalised samples, their batches, and forecasts in physical units.
+
+A network maps normalised channels to the normalised change of the variables. The data set holds the
+normalisation, so the data set converts outputs to forecasts:
+
+    forecast = reference + change_mean + output * change_std
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from anemoi_gt.app.datasets.physical import PhysicalInputs
+from anemoi_gt.app.datasets.schema import DataSchema
+from anemoi_gt.data.nodes import Nodes
+
+
+class Sample(NamedTuple):
+    """Normalised inputs [N, in_channels] float32 and target [N, out_channels] float32 of one forecast.
+
+    The target is the normalised change of each variable from `reference` to `truth`.
+    """
+
+    inputs: Tensor
+    target: Tensor
+
+
+class Step(NamedTuple):
+    """Normalised inputs [N, in_channels] float32, and two states [N, V] float32, physical, of one step of a rollout.
+
+    The predicted change is added to `reference`; `truth` is the state at the end of the step, None
+    beyond the end of the data.
+    """
+
+    inputs: Tensor
+    reference: Tensor
+    truth: Tensor | None
+
+
+class ForecastDataset(Dataset, ABC):
+    """Forecast samples on one set of nodes.
+
+    A subclass implements `__len__`, `inputs`, `present`, `truth` and `title`, all by sample index;
+    `reference` if the change is not relative to the present; `advance` to support rollouts;
+    `start_time` if samples have dates; and, if it normalises its inputs by statistics of its
+    samples, `normalisation` and `normalised_by`, so that a checkpoint keeps them.
+
+    Attributes
+    ----------
+    nodes : Nodes
+        N grid points.
+    weights : Tensor
+        [N] float32 of mean 1: weights of the nodes in loss and scores.
+    variables, units : tuple of str
+        Names and physical units of the V variables.
+    lead_time : float
+        Hours from the present to the truth.
+    input_names : tuple of str
+        Names of the input channels.
+    change_mean, change_std : Tensor
+        [V] float32, normalisation of the change, from training samples only.
+    diagnostics, forcings, constants, input_steps, time_encoding, levels
+        As in `DataSchema`; by default none, and one input step.
+    forcing_units : dict of str to str
+        Units of the forcings.
+    reference_name : str
+        What `reference` returns, in words.
+    attributes : dict of str to dict
+        CF attributes of the variables, such as `standard_name`, for files of forecasts.
+    """
+
+    nodes: Nodes
+    weights: Tensor
+    variables: tuple[str, ...]
+    units: tuple[str, ...]
+    lead_time: float
+    input_names: tuple[str, ...]
+    change_mean: Tensor
+    change_std: Tensor
+    diagnostics: tuple[str, ...] = ()
+    forcings: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    forcing_units: Mapping[str, str] = MappingProxyType({})
+    levels: Mapping[str, str] = MappingProxyType({})
+    attributes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    input_steps: int = 1
+    time_encoding: str = "none"
+    reference_name: str = "the present"
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def inputs(self, i: int) -> Tensor:
+        """Return the normalised input channels of sample i, [N, in_channels] float32."""
+
+    @abstractmethod
+    def present(self, i: int) -> Tensor:
+        """Return the variables at the start of the forecast in physical units, [N, V] float32."""
+
+    def reference(self, i: int) -> Tensor:
+        """Return the state that the predicted change is added to, by default the present, [N, V] float32, physical."""
+        return self.present(i)
+
+    @abstractmethod
+    def truth(self, i: int) -> Tensor:
+        """Return the variables after the lead time in physical units, [N, V] float32."""
+
+    @abstractmethod
+    def title(self, i: int) -> str:
+        """Return a title of sample i for plots and logs."""
+
+    def start_time(self, i: int) -> np.datetime64 | None:
+        """Return the time of the present of sample i, None if samples have no dates."""
+        return None
+
+    def starting_at(self, start: str) -> "ForecastDataset":
+        """Return the one sample, with or without a truth, that starts at a date or at the "latest" time.
+
+        Raises ValueError if the data set has no dates, or lacks the inputs of that time.
+        """
+        raise ValueError(
+            f"start needs a data set with dates, {type(self).__name__} has none: choose a test "
+            "sample"
+        )
+
+    def require_samples(self) -> None:
+        """Raise ValueError if there is no sample."""
+        if len(self) == 0:
+            raise ValueError("each split must have a sample, got none")
+
+    def normalisation(self) -> dict[str, Tensor]:
+        """Return the statistics that inputs and change are normalised by, by name."""
+        return {"change_mean": self.change_mean, "change_std": self.change_std}
+
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
+        """Return the same samples, normalised by what `normalisation` returned when a model was trained."""
+        other = copy.copy(self)
+        other.change_mean = normalisation["change_mean"].float()
+        other.change_std = normalisation["change_std"].float()
+        return other
+
+    def physical_inputs(self) -> PhysicalInputs:
+        """Return the module that makes input channels of physical values, for packages.
+
+        Raises ValueError if the data set does not have one.
+        """
+        raise ValueError(
+            f"a package needs a data set that implements physical_inputs() and physical_sample(), "
+            f"{type(self).__name__} does not: export the model itself by "
+            "anemoi_gt.export.export_model"
+        )
+
+    def physical_sample(self, i: int) -> tuple[Tensor, ...]:
+        """Collect the arguments of `physical_inputs` for sample i: fields [N, P], and the time if it needs one.
+
+        Raises ValueError if the data set does not have it.
+        """
+        raise ValueError(f"{type(self).__name__} does not implement physical_sample()")
+
+    def schema(self) -> DataSchema:
+        """Return the schema of the data for the checkpoints of a model trained on them."""
+        return DataSchema(
+            variables=tuple(self.variables),
+            diagnostics=tuple(self.diagnostics),
+            forcings=tuple(self.forcings),
+            constants=tuple(self.constants),
+            units=dict(zip(self.variables, self.units, strict=True)) | dict(self.forcing_units),
+            levels=dict(self.levels),
+            input_names=tuple(self.input_names),
+            lead_time=float(self.lead_time),
+            input_steps=self.input_steps,
+            reference=self.reference_name,
+            time_encoding=self.time_encoding,
+            nodes=self.nodes,
+            normalisation=self.normalisation(),
+        )
+
+    @property
+    def in_channels(self) -> int:
+        """Number of input channels."""
+        return len(self.input_names)
+
+    @property
+    def out_channels(self) -> int:
+        """Number of output channels, one per variable."""
+        return len(self.variables)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return the normalised sample i. Raises IndexError if i is not in [0, len)."""
+        self.check_sample(i)
+        change = self.truth(i) - self.reference(i)
+        return Sample(self.inputs(i), (change - self.change_mean) / self.change_std)
+
+    def check_sample(self, i: int) -> None:
+        """Raise IndexError unless i is in [0, len)."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample index must be in [0, {len(self)}), got {i}")
+
+    def forecast(self, i: int, output: Tensor) -> Tensor:
+        """Convert a network's output for `inputs(i)` to a forecast, [N, V] float32 in physical units.
+
+        The output is [N, out_channels], of any floating dtype, on the CPU. Raises ValueError if it
+        has another shape.
+        """
+        expected = (len(self.nodes), self.out_channels)
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if got != expected:
+            raise ValueError(
+                f"output must be a tensor {expected}, one row per node and one column per "
+                f"variable, got {got}"
+            )
+        return self.add_change(self.reference(i), output)
+
+    def add_change(self, reference: Tensor, output: Tensor) -> Tensor:
+        """Return reference + change_mean + output * change_std, [N, V] float32 in physical units."""
+        return reference + self.change_mean + output.to(torch.float32) * self.change_std
+
+    def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
+        """Return the rollout step from `len(forecasts)` to `len(forecasts) + 1` lead times after the start of sample i.
+
+        The forecasts of the previous steps, [N, V] each, are physical; there are none for the first
+        step, which is sample i. Raises ValueError if the data set does not support rollouts.
+        """
+        raise ValueError(
+            f"a rollout needs a data set that implements advance(), {type(self).__name__} does not"
+        )
+
+    def select_nodes(self, index: Tensor) -> Dataset:
+        """Return the same samples, and their `weights`, at the nodes `index` [n] int64.
+
+        The default slices complete samples; override it to compute or read the selected nodes only.
+        """
+        return NodeSubset(self, index)
+
+    def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:
+        """Return baseline forecasts by name, each a function from sample index to [N, V] in physical units.
+
+        At a step of a rollout, 1 the first, they are those that exist at any lead time.
+        """
+        return {"persistence": self.present}
+
+
+def find_start(times: np.ndarray, start: str) -> int:
+    """Return the index of a date in ascending times [T], of the last one for "latest".
+
+    Raises ValueError if it is no date, or not in the data.
+    """
+    if start == "latest":
+        return len(times) - 1
+    try:
+        wanted = np.datetime64(str(start).replace(" ", "T"))
+    except ValueError:
+        raise ValueError(
+            f"start must be latest or a date, such as 2020-01-31T18, got {start}"
+        ) from None
+    place = int(np.searchsorted(times, wanted))
+    if place == len(times) or times[place] != wanted:
+        first, last = (np.datetime_as_string(time, unit="m") for time in (times[0], times[-1]))
+        raise ValueError(
+            f"start must be a time of the data, which are from {first} to {last}, got {start}"
+        )
+    return place
+
+
+class NodeSubset(Dataset):
+    """The samples of `dataset` at the nodes `index` [n] int64."""
+
+    def __init__(self, dataset: ForecastDataset, index: Tensor):
+        self.dataset, self.index = dataset, index
+        self.weights = dataset.weights[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample i at these nodes."""
+        return Sample(*(field[self.index] for field in self.dataset[i]))
+
+
+class Splits(NamedTuple):
+    """Training, validation and test samples; no truth of one split is an input or truth of an earlier one."""
+
+    train: ForecastDataset
+    valid: ForecastDataset
+    test: ForecastDataset
+
+
+class TrainingBatches:
+    """Batches of a run, or the share of one data rank in them: the training samples in one random order after another.
+
+    The batch of a step depends on seed and step alone, so a run can continue from any step, on any
+    number of ranks. `batch_size` is that of all data ranks together, `steps` the number of batches
+    of the run, `rank` the data rank, and `ranks` the number of data ranks that share a batch.
+    Raises ValueError when the batch cannot be split evenly, or is larger than the data set.
+    """
+
+    def __init__(
+        self,
+        dataset: ForecastDataset,
+        batch_size: int,
+        steps: int,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        self.dataset, self.batch_size, self.steps, self.seed, self.device = (
+            dataset,
+            batch_size,
+            steps,
+            seed,
+            device,
+        )
+        self.rank, self.own_size = rank, share_of_batch(batch_size, ranks)
+        if batch_size > len(dataset):
+            must = f"must be at most {len(dataset)}, the number of training samples"
+            raise ValueError(f"training.batch_size {must}, got {batch_size}")
+
+    def since(self, step: int) -> Iterator[Sample]:
+        """Yield the batches after the first `step` ones; each is loaded when it is requested."""
+        generator = torch.Generator().manual_seed(self.seed)
+        order = RandomSampler(
+            self.dataset, num_samples=self.steps * self.batch_size, generator=generator
+        )
+        remaining = islice(enumerate(order), step * self.batch_size, None)
+        own = (
+            sample for n, sample in remaining if n % self.batch_size // self.own_size == self.rank
+        )
+        return load(self.dataset, self.own_size, self.device, own)
+
+
+def share_of_batch(batch_size: int, ranks: int) -> int:
+    """Return the batch size of each data rank. Raises ValueError when the batch cannot be split evenly."""
+    if batch_size % ranks:
+        must = f"must be a multiple of the {ranks} ranks of the data axis"
+        raise ValueError(f"training.batch_size {must}, got {batch_size}")
+    return batch_size // ranks
+
+
+def load(
+    dataset: ForecastDataset, batch_size: int, device: torch.device, order=None
+) -> Iterator[Sample]:
+    """Yield a data set in batches [B, N, channels] on a device, the last one possibly smaller.
+
+    `order` yields indices of the samples; None is all of them once, in order.
+    """
+    # Its own generator: otherwise each loader draws from the one that dropout uses.
+    for batch in DataLoader(
+        dataset, batch_size=batch_size, sampler=order, generator=torch.Generator()
+    ):
+        yield Sample(*(part.to(device) for part in batch))

@@ -1,0 +1,417 @@
+"""The `sphere` data set: advection of a tracer on the globe, generated, with the exact solution.
+
+A tracer q keeps its value along the trajectories of the wind:
+
+    q(x, end) = q(X(x; end -> start), start)
+
+The trajectories X of `Flow` are known in closed form, so the truth is exact on any grid. On the
+unit sphere, with axis a, centre b orthogonal to it and period T:
+
+    dx/dt = w a x x  +  2 k cos(pi t / T) <b(t), x> (x x b(t)),   w = 2 pi / T,   b(t) = b rotated about a by w t
+
+k = 0 is solid-body rotation. With k > 0 it is case 4 of Nair and Lauritzen (2010): in the rotating
+frame its stream function is k cos(pi t / T) <b, y>^2, which with b on the equator at 90 E is k
+sin^2(lon) cos^2(lat) cos(pi t / T). In that frame <b, y> is constant, because the velocity is
+orthogonal to b. So every particle circles b at its own rate,
+and with the effective time s = (T / pi) (sin(pi t1 / T) - sin(pi t0 / T))
+
+    y(t1) = y(t0) rotated about b by -2 k <b, y> s
+
+without integration in time. After one period every particle is back at its start.
+
+Each sample has its own flow and tracer: a random orientation, a random phase of the flow's period,
+and random hills. No two samples share a flow, so the test samples measure skill on unseen flows.
+
+References
+----------
+Nair, R. D. and Lauritzen, P. H. (2010), A class of deformational flow test cases for linear
+transport problems on the sphere, J. Comput. Phys. 229, 8868-8887, section 3. Lauritzen, P. H. et
+al. (2012), A standard test case suite for two-dimensional linear transport on the sphere, Geosci.
+Model Dev. 5, 887-901, section 2: the same with dimensions, T = 12 days and k T = 10.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step
+from anemoi_gt.app.datasets.physical import PhysicalInputs
+from anemoi_gt.data.grids import grid
+from anemoi_gt.data.nodes import EARTH_RADIUS, area_weights
+from anemoi_gt.option_checks import check_integer, check_positive
+
+SECONDS_PER_HOUR = 3600.0
+DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
+STATISTICS_SAMPLES, STATISTICS_NODES = (
+    64,
+    2**16,
+)  # training samples and nodes that the normalisation is estimated from
+BLOCK = 2**16  # nodes whose arrays fit into a cache
+
+
+def in_blocks(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+    """Return `function(*arrays)` for arrays with a row for each node, in blocks of rows, several threads at a time."""
+    if len(arrays[0]) <= BLOCK:
+        return function(*arrays)
+    blocks = [slice(start, start + BLOCK) for start in range(0, len(arrays[0]), BLOCK)]
+    with ThreadPoolExecutor() as pool:
+        return np.concatenate(
+            list(pool.map(lambda rows: function(*(array[rows] for array in arrays)), blocks))
+        )
+
+
+def rotate(x: np.ndarray, axis: np.ndarray, angle: float | np.ndarray) -> np.ndarray:
+    """Rotate vectors `x` [N, 3] anticlockwise about the unit vector `axis` [3] by `angle`, radians, scalar or [N].
+
+    Rodrigues' formula; returns [N, 3].
+    """
+    cos, sin = np.cos(angle)[..., None], np.sin(angle)[..., None]
+    return x * cos + np.cross(axis, x) * sin + axis * (x @ axis)[:, None] * (1 - cos)
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Wind on the Earth with exact trajectories: solid-body rotation, with or without deformation.
+
+    Raises ValueError if the vectors are not orthonormal, or the period is not positive.
+
+    Parameters
+    ----------
+    axis : array_like
+        [3], unit vector a of the rotation.
+    centre : array_like
+        [3], unit vector b orthogonal to `axis`: the centre of the deformation at time 0.
+    deformation : float
+        k T, the strength of the deformation; 10 in the published test case, 0 for solid-body
+        rotation.
+    period : float
+        T in hours.
+    """
+
+    axis: np.ndarray
+    centre: np.ndarray
+    deformation: float = 10.0
+    period: float = 288.0
+
+    def __post_init__(self):
+        for name in ("axis", "centre"):
+            vector = np.asarray(getattr(self, name), dtype=np.float64)
+            if vector.shape != (3,):
+                raise ValueError(f"{name} must be a vector [3], got {vector.shape}")
+            object.__setattr__(self, name, vector)
+        gram = np.stack([self.axis, self.centre]) @ np.stack([self.axis, self.centre]).T
+        if not np.allclose(gram, np.eye(2), atol=1e-12):
+            raise ValueError(
+                f"axis and centre must be orthogonal unit vectors, got {self.axis} and "
+                f"{self.centre}"
+            )
+        check_positive("period", self.period, ", in hours")
+
+    @property
+    def angular_speed(self) -> float:
+        """Speed w of the solid-body part, radians per hour."""
+        return 2 * np.pi / self.period
+
+    def wind(self, xyz: np.ndarray, time: float) -> np.ndarray:
+        """Return the velocity [N, 3] in m/s at unit vectors `xyz` [N, 3] and `time` in hours."""
+        centre = rotate(self.centre[None], self.axis, self.angular_speed * time)[0]
+        strength = 2 * self.deformation / self.period * np.cos(np.pi * time / self.period)
+        rotation = self.angular_speed * np.cross(self.axis, xyz)  # radians per hour
+        deformation = strength * (xyz @ centre)[:, None] * np.cross(xyz, centre)
+        return (rotation + deformation) * EARTH_RADIUS / SECONDS_PER_HOUR
+
+    def transport(self, xyz: np.ndarray, start: float, end: float) -> np.ndarray:
+        """Return the positions [N, 3] at time `end` of particles that are at unit vectors `xyz` [N, 3] at time `start`.
+
+        Times are in hours; with an end before the start trajectories are followed backwards.
+        """
+        y = rotate(xyz, self.axis, -self.angular_speed * start)
+        phase = np.pi / self.period
+        effective_time = (np.sin(phase * end) - np.sin(phase * start)) / phase
+        y = rotate(
+            y, self.centre, -2 * self.deformation / self.period * (y @ self.centre) * effective_time
+        )
+        return rotate(y, self.axis, self.angular_speed * end)
+
+
+@dataclass(frozen=True, eq=False)
+class Hills:
+    """A smooth tracer: sum over m of height_m exp(-sharpness_m |x - centre_m|^2), as in Nair and Lauritzen, section 4.
+
+    Centres [M, 3] are unit vectors, heights [M] in kg/kg; sharpness [M] of 5 is a half width at
+    half height of 21 degrees, 20 one of 11 degrees.
+    """
+
+    centres: np.ndarray
+    heights: np.ndarray
+    sharpness: np.ndarray
+
+    def __call__(self, xyz: np.ndarray) -> np.ndarray:
+        """Return the tracer at unit vectors `xyz` [N, 3]: [N]."""
+        squared_distance = 2 - 2 * xyz @ self.centres.T  # [N, M]
+        return np.exp(-self.sharpness * squared_distance) @ self.heights
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One advection problem: `hills` at time `start` (hours into the period), advected by `flow`."""
+
+    flow: Flow
+    hills: Hills
+    start: float
+
+    def tracer(self, xyz: np.ndarray, hours: float) -> np.ndarray:
+        """Return the exact tracer [N] at `xyz` [N, 3], `hours` after the start."""
+        return self.hills(self.flow.transport(xyz, self.start + hours, self.start))
+
+
+class Statistics(NamedTuple):
+    """Normalisation from training samples: tracer mean, standard deviations of tracer, its change and the wind."""
+
+    tracer_mean: float
+    tracer_std: float
+    change_std: float
+    wind_std: float
+
+
+class SphereDataset(ForecastDataset):
+    """Advection problems on one grid, generated on access and reproducible.
+
+    Inputs are the tracer, the wind at the start and at the end of the forecast (a transport model
+    is given the wind), and the position. Wind components are in the frame of the edge directions
+    (`Nodes.frame`), so that the upstream distance of a neighbour is an inner product of inputs.
+
+    The flow of each of the `size` samples is of one of the kinds `flows`, "rotation" or
+    "deformation"; the lead time is in hours. Sample i is seeded with the integers `key` and i.
+    `statistics` is the normalisation, from the first samples.
+    """
+
+    variables = ("tracer",)
+    units = ("kg/kg",)
+    input_names = (
+        "tracer",
+        *("wind x", "wind y", "wind x at the end", "wind y at the end"),
+        *("sin latitude", "cos latitude", "sin longitude", "cos longitude"),
+    )
+
+    def __init__(self, nodes, size, flows, lead_time, key):
+        self.nodes, self.size, self.flows, self.lead_time, self.key = (
+            nodes,
+            size,
+            flows,
+            lead_time,
+            key,
+        )
+        self.weights = torch.from_numpy(area_weights(nodes)).float()
+        self._xyz, self._frame = nodes.xyz, nodes.frame
+        self._position = torch.from_numpy(
+            np.stack([f(x) for x in nodes.radians.T for f in (np.sin, np.cos)], axis=-1)
+        )
+        cases = [self.case(i) for i in range(min(size, STATISTICS_SAMPLES))]
+        xyz = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
+        tracer, later = (
+            np.stack([case.tracer(xyz, hours) for case in cases]) for hours in (0, lead_time)
+        )
+        wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
+        change_std, wind_std = (
+            np.sqrt(((later - tracer) ** 2).mean()),
+            np.sqrt((wind**2).sum(-1).mean() / 2),
+        )
+        self.statistics = Statistics(tracer.mean(), tracer.std(), change_std, wind_std)
+        self.change_mean = torch.zeros(1)
+        self.change_std = torch.tensor([self.statistics.change_std], dtype=torch.float32)
+
+    def others(self, size: int, key: tuple[int, ...]) -> "SphereDataset":
+        """Return other samples on the same nodes, with the normalisation of these."""
+        other = copy.copy(self)
+        other.size, other.key = size, key
+        return other
+
+    def normalisation(self) -> dict[str, Tensor]:
+        """Return the statistics of tracer, change and wind."""
+        return {
+            name: torch.tensor(value, dtype=torch.float64)
+            for name, value in self.statistics._asdict().items()
+        }
+
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "SphereDataset":
+        """Return the same samples, normalised by the statistics of `normalisation`."""
+        other = copy.copy(self)
+        other.statistics = Statistics(
+            **{name: normalisation[name].item() for name in Statistics._fields}
+        )
+        other.change_std = torch.tensor([other.statistics.change_std], dtype=torch.float32)
+        return other
+
+    def __len__(self):
+        return self.size
+
+    def case(self, i: int) -> Case:
+        """Draw the problem of sample i: a kind of flow, its orientation and phase, and two to five hills.
+
+        Raises IndexError if i is not in [0, len).
+        """
+        self.check_sample(i)
+        rng = np.random.default_rng((*self.key, i))
+        kind = self.flows[rng.integers(len(self.flows))]
+        frame, _ = np.linalg.qr(rng.standard_normal((3, 3)))
+        flow = Flow(axis=frame[:, 0], centre=frame[:, 1], deformation=DEFORMATION[kind])
+        num_hills = rng.integers(2, 6)
+        centres = rng.standard_normal((num_hills, 3))
+        centres /= np.linalg.norm(centres, axis=1, keepdims=True)
+        hills = Hills(
+            centres,
+            heights=rng.uniform(0.3, 1.0, num_hills),
+            sharpness=rng.uniform(5.0, 20.0, num_hills),
+        )
+        return Case(flow, hills, start=rng.uniform(0, flow.period))
+
+    def inputs(self, i: int) -> Tensor:
+        case = self.case(i)
+        return self._channels(case, in_blocks(lambda xyz: case.tracer(xyz, 0), self._xyz), hours=0)
+
+    def present(self, i: int) -> Tensor:
+        return self._tracer(i, 0)
+
+    def truth(self, i: int) -> Tensor:
+        return self._tracer(i, self.lead_time)
+
+    def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
+        """Return the step after these forecasts: the last tracer, and the wind of its hours."""
+        if not forecasts:
+            return Step(self.inputs(i), self.present(i), self.truth(i))
+        hours = len(forecasts) * self.lead_time
+        inputs = self._channels(self.case(i), forecasts[-1][:, 0].numpy(), hours)
+        return Step(inputs, forecasts[-1], self._tracer(i, hours + self.lead_time))
+
+    def physical_inputs(self) -> "SphereInputs":
+        """Return the module that makes input channels of tracer and winds."""
+        return SphereInputs(self.statistics, self._position.float())
+
+    def physical_sample(self, i: int) -> tuple[Tensor]:
+        """Return tracer and winds of sample i, [N, 5]."""
+        fields = self.inputs(i)[:, :5].double()
+        mean = torch.tensor([self.statistics.tracer_mean, 0, 0, 0, 0])
+        std = torch.tensor([self.statistics.tracer_std, *[self.statistics.wind_std] * 4])
+        return ((fields * std + mean).float(),)
+
+    def select_nodes(self, index: Tensor) -> "SphereDataset":
+        """Return the same samples, computed only at the nodes `index` [n] int64."""
+        subset, rows = copy.copy(self), index.numpy()
+        subset.nodes, subset.weights, subset._position = (
+            self.nodes[rows],
+            self.weights[index],
+            self._position[index],
+        )
+        subset._xyz, subset._frame = self._xyz[rows], self._frame[rows]
+        return subset
+
+    def title(self, i: int) -> str:
+        """Return the kind of flow and the lead time."""
+        kind = "deformational flow" if self.case(i).flow.deformation else "solid-body rotation"
+        return f"{kind}, {self.lead_time:g} h"
+
+    def _channels(self, case, tracer, hours):
+        """Return the input channels for a tracer [N], `hours` after the start of a case."""
+        tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
+
+        def components(xyz, frame):
+            winds = [case.flow.wind(xyz, case.start + at) for at in (hours, hours + self.lead_time)]
+            return np.concatenate([np.einsum("nid,nd->ni", frame, wind) for wind in winds], axis=1)
+
+        winds = in_blocks(components, self._xyz, self._frame) / self.statistics.wind_std
+        changing = np.concatenate([tracer[:, None], winds], axis=1)
+        return torch.cat([torch.from_numpy(changing), self._position], dim=1).float()
+
+    def _tracer(self, i, hours):
+        case = self.case(i)
+        return torch.from_numpy(in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)).float()[
+            :, None
+        ]
+
+
+class SphereInputs(PhysicalInputs):
+    """The input channels of `SphereDataset`: normalised tracer and winds, and the position."""
+
+    names = SphereDataset.input_names[:5]
+    units = ("kg/kg", "m/s", "m/s", "m/s", "m/s")
+    needs_time = False
+
+    mean: Tensor  # buffers
+    std: Tensor
+    position: Tensor
+
+    def __init__(self, statistics: Statistics, position: Tensor):
+        super().__init__()
+        self.register_buffer(
+            "mean", torch.tensor([statistics.tracer_mean, 0, 0, 0, 0], dtype=torch.float32)
+        )
+        self.register_buffer(
+            "std", torch.tensor([statistics.tracer_std, *[statistics.wind_std] * 4]).float()
+        )
+        self.register_buffer("position", position)
+
+    # needs_time is False, so there is no time.
+    def forward(self, fields: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return normalised channels [B, N, 9] and the tracer [B, N, 1]."""
+        position = self.position.expand(fields.shape[0], -1, -1)
+        return torch.cat([(fields - self.mean) / self.std, position], dim=2), fields[..., :1]
+
+
+def sphere(
+    grid_name: str = "O24",
+    flows: Sequence[str] = ("rotation", "deformation"),
+    lead_time: float = 12.0,
+    train_size: int = 1024,
+    valid_size: int = 64,
+    test_size: int = 64,
+    seed: int = 0,
+) -> Splits:
+    """Return the `sphere` data set: training, validation and test samples, no two with the same flow.
+
+    Raises ValueError for an unknown kind of flow, a lead time or a size that is not positive, or a
+    negative seed.
+
+    Parameters
+    ----------
+    grid_name : str
+        Grid of the fields, a name for `grids.grid`.
+    flows : sequence of str
+        Kinds of flow to draw from: "rotation", "deformation", or both.
+    lead_time : float
+        Hours from the present to the truth. The flows rotate once in 288 h.
+    train_size, valid_size, test_size : int
+        Number of samples of each split.
+    seed : int
+        Seed of the samples, at least 0.
+
+    Examples
+    --------
+    >>> train, valid, test = sphere("O8", train_size=4, valid_size=1, test_size=1)
+    >>> train[0].inputs.shape, train[0].target.shape
+    (torch.Size([544, 9]), torch.Size([544, 1]))
+    """
+    if isinstance(flows, str) or not isinstance(flows, Sequence):
+        raise ValueError(
+            f"flows must be a list of kinds, such as [{', '.join(DEFORMATION)}], got {flows!r}"
+        )
+    if not flows or any(kind not in tuple(DEFORMATION) for kind in flows):
+        raise ValueError(
+            f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}"
+        )
+    for name, size in {
+        "train_size": train_size,
+        "valid_size": valid_size,
+        "test_size": test_size,
+    }.items():
+        check_integer(name, size)
+    check_integer("seed", seed, least=0)
+    check_positive("lead_time", lead_time, ", in hours")
+    train = SphereDataset(grid(grid_name), train_size, tuple(flows), lead_time, key=(seed, 0))
+    return Splits(train, train.others(valid_size, (seed, 1)), train.others(test_size, (seed, 2)))

@@ -1,0 +1,128 @@
+"""The evaluation application, `anemoi-gt evaluate checkpoint=FILE`: scores, plots and rollouts of a model.
+
+The config of the run is read from the checkpoint and can be overridden on the command line.
+Training writes the same report of its test samples when it ends.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from anemoi_gt.app import hydra_app
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.plots import chosen_variables, draw_rollout_plot, draw_training_plot
+from anemoi_gt.app.scores import (
+    Score,
+    as_table,
+    measure,
+    model_forecast,
+    roll_out,
+    rollout_table,
+    score_rollouts,
+)
+from anemoi_gt.app.training.config import cpu_threads
+from anemoi_gt.app.training.run_files import atomic_write, read_metrics
+from anemoi_gt.option_checks import check_integer
+
+log = logging.getLogger(__name__)
+
+
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
+    """Build the checkpoint's model and data, and return the evaluation as a function."""
+    check_integer("rollout", config.rollout)
+    hydra_app.check_explain(config.explain)
+    run, step = hydra_app.build_trained(config)
+    run.splits.test.require_samples()
+    chosen_variables(
+        run.splits.test, config.plots.variables
+    )  # raise before scoring if one is unknown
+    if config.rollout > 1:
+        run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
+    log.info("%s, after step %s", config.checkpoint, step)
+    if config.explain is not None:
+        with torch.no_grad():
+            hydra_app.write_explanation(run.model, run.splits.test, run.training, config.explain)
+    folder, variables = hydra_app.output_folder(), config.plots.variables
+    return partial(evaluate, run, Path(config.checkpoint), folder, config.rollout, variables)
+
+
+def evaluate(
+    run: hydra_app.Run,
+    checkpoint: Path,
+    folder: Path,
+    steps: int,
+    variables: Sequence[str] | None = None,
+) -> None:
+    """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
+
+    The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them. `variables` are
+    plotted, None: three.
+    """
+    with cpu_threads(run.training.threads):
+        records = read_metrics(checkpoint.parent / "metrics.jsonl")
+        write_report(folder, run.model, run.splits.test, records, variables)
+        if steps > 1:
+            write_rollout_report(folder, run.model, run.splits.test, steps, variables)
+
+
+def write_report(
+    folder: Path,
+    model: nn.Module,
+    test: ForecastDataset,
+    records: list[dict],
+    variables: Sequence[str] | None = None,
+) -> None:
+    """Score a model and the baselines on the test samples, and plot the forecast of median error.
+
+    Writes `scores.json`, with the model's scores first, and `forecast.png` to an existing folder.
+    The model is in evaluation mode; `records` are the run's metrics; `variables` are plotted, None:
+    the first three.
+    """
+    forecast = model_forecast(model, test)
+    errors = measure({"model": forecast, **test.baselines()}, test)
+    scores, sample = errors.scores(), errors.median_sample("model")
+    write_scores(folder / "scores.json", scores)
+    log.info("scores of %d test forecasts, %g h:\n%s", len(test), test.lead_time, as_table(scores))
+    draw_training_plot(
+        folder / "forecast.png", test, sample, forecast(sample), scores, records, variables
+    )
+    log.info("written: %s\nwritten: %s", folder / "forecast.png", folder / "scores.json")
+
+
+def write_rollout_report(
+    folder: Path,
+    model: nn.Module,
+    test: ForecastDataset,
+    steps: int,
+    variables: Sequence[str] | None = None,
+) -> None:
+    """Score rollouts of `steps` steps from the test samples, and plot the one of median error.
+
+    Writes `rollout.json`, by lead time, and `rollout.png` to an existing folder. The model is in
+    evaluation mode. Raises ValueError if the data set does not support rollouts.
+    """
+    scores, sample = score_rollouts(model, test, steps)
+    write_scores(folder / "rollout.json", scores)
+    log.info(
+        "rollouts of %d steps from %d test samples:\n%s", steps, len(test), rollout_table(scores)
+    )
+    outcomes = roll_out(model, test, sample, len({score.lead_time for score in scores}))
+    draw_rollout_plot(folder / "rollout.png", test, sample, outcomes, scores, variables)
+    log.info("written: %s\nwritten: %s", folder / "rollout.png", folder / "rollout.json")
+
+
+def write_scores(path: Path, scores: list[Score]) -> None:
+    """Write scores as a JSON list of records."""
+    with atomic_write(path) as file:
+        file.write((json.dumps([asdict(score) for score in scores], indent=2) + "\n").encode())
+
+
+def main() -> None:
+    """Run the application with the arguments of the command line."""
+    hydra_app.launch_on_checkpoint("evaluate", prepare)

@@ -1,0 +1,64 @@
+"""The rollout application, `anemoi-gt rollout checkpoint=FILE steps=8`: one long forecast as NetCDF or zarr.
+
+The config of the run is read from the checkpoint and can be overridden on the command line.
+`anemoi_gt.evaluate` scores rollouts.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from anemoi_gt.app import hydra_app
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, write_forecast
+from anemoi_gt.app.scores import roll_out
+from anemoi_gt.app.training.config import cpu_threads
+from anemoi_gt.extras import import_extra
+from anemoi_gt.option_checks import check_integer
+
+log = logging.getLogger(__name__)
+
+
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
+    """Build the checkpoint's model and data, and return the forecast as a function."""
+    check_integer("steps", config.steps)
+    check_integer("sample", config.sample, least=None)
+    path = hydra_app.output_folder() / str(config.out)
+    check_forecast_path(path)
+    import_extra("xarray", "xarray")
+    run, _ = hydra_app.build_trained(config)
+    if config.start is not None:
+        dataset = run.splits.test.starting_at(str(config.start))
+        samples = range(len(dataset))
+    else:
+        dataset = run.splits.test
+        dataset.require_samples()
+        if not -len(dataset) <= config.sample < len(dataset):
+            raise ValueError(
+                f"sample must be one of the {len(dataset)} test samples, -1 the last, got "
+                f"{config.sample}"
+            )
+        samples = range(config.sample % len(dataset), config.sample % len(dataset) + 1)
+    dataset.advance(samples[0], [])  # raise if there are no rollouts
+    return partial(rollout, run, dataset, samples, config.steps, path)
+
+
+def rollout(
+    run: hydra_app.Run, dataset: ForecastDataset, samples: range, steps: int, path: Path
+) -> None:
+    """Write the forecasts of `steps` steps from samples of a data set, which are the members of an ensemble."""
+    members = []
+    with cpu_threads(run.training.threads):
+        for sample in samples:
+            outcomes = roll_out(run.model, dataset, sample, steps)
+            members.append(torch.stack([outcome.forecast for outcome in outcomes]))
+    write_forecast(path, describe_forecast(dataset, samples[0], torch.stack(members).numpy()))
+    log.info("%s, %d steps\nwritten: %s", dataset.title(samples[0]), steps, path)
+
+
+def main() -> None:
+    """Run the application with the arguments of the command line."""
+    hydra_app.launch_on_checkpoint("rollout", prepare)

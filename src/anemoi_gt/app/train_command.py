@@ -1,0 +1,352 @@
+"""The training application, `anemoi-gt train`, on one process or under torchrun.
+
+`--help` lists the configs.
+"""
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from anemoi_gt.app import hydra_app
+from anemoi_gt.app.datasets.forecast_dataset import Splits, share_of_batch
+from anemoi_gt.app.evaluate_command import write_report
+from anemoi_gt.app.plots import chosen_variables
+from anemoi_gt.app.trained import current_config, flatten, schema_of
+from anemoi_gt.app.training import Trainer
+from anemoi_gt.app.training.config import choose_device, cpu_threads
+from anemoi_gt.app.training.memory_estimate import estimate_memory
+from anemoi_gt.app.training.progress import Stopped
+from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, load_weights
+from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
+from anemoi_gt.app.training.step import autocast
+from anemoi_gt.app.training.trainer import BEST, LAST
+from anemoi_gt.distributed import (
+    ShardingConfig,
+    broadcast_from_rank0,
+    init_distributed,
+    is_launched,
+    run_on_rank0,
+)
+from anemoi_gt.distributed.consensus import check_same
+from anemoi_gt.distributed.model_shard import scatter_model
+from anemoi_gt.distributed.process_group import (
+    exit_without_finalization,
+    local_device,
+    make_cpu_group,
+)
+from anemoi_gt.distributed.sharded_checkpoint import (
+    ONE_PROCESS,
+    TORCHRUN,
+    checkpoint_to_continue,
+    find_run,
+    load_values,
+    sharded,
+)
+
+log = logging.getLogger(__name__)
+
+# A run may continue with others: results are the same, or agree to rounding, but for compiled
+# dropout.
+MAY_DIFFER = (
+    *("attention.", "data.path", "sharding."),
+    *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
+)
+RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
+
+
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
+    """Build what Hydra composed; return a function that trains it."""
+    hydra_app.check_types(config, "sharding")
+    hydra_app.check_explain(config.explain)
+    if is_launched():
+        if config.explain is not None:
+            raise ValueError(
+                "explain must be null under torchrun: one process explains the layers of the "
+                "whole graph"
+            )
+        if hydra_app.is_multirun():
+            raise ValueError(
+                "--multirun must be left out under torchrun, which trains one run: start torchrun "
+                "for each"
+            )
+        return partial(train_on_ranks, config)
+    if hydra_app.instantiate(config.sharding).strategy != "none":
+        raise ValueError(
+            f"sharding={config.sharding.strategy} must be started on several ranks: "
+            "torchrun --nproc-per-node=NUMBER -m anemoi_gt.train ..."
+        )
+    folder, description = hydra_app.output_folder(), hydra_app.describe(config)
+    hydra_app.check_device(config)
+    state, schema = checkpoint_to_resume(folder, config.resume, description), None
+    if state is not None:
+        config.init_from = None  # weights are those of the checkpoint
+        schema = schema_of(state.get("schema"), folder / LAST)
+    run = hydra_app.build(config, schema)
+    for part in run.splits:
+        part.require_samples()
+    if run.training.compile:
+        # what earlier runs of a sweep compiled counts against PyTorch's limit
+        torch.compiler.reset()
+    chosen_variables(
+        run.splits.test, config.plots.variables
+    )  # raise before training if one is unknown
+    trainer = Trainer(run.model, run.splits, run.training, folder, description)
+    if state is not None:
+        trainer.load_state_dict({"schema": trainer.schema.to_dict()} | state)
+        log.info("continues after step %d", trainer.step.global_step)
+    if config.explain is not None:
+        with autocast(run.training.precision, trainer.device):
+            hydra_app.write_explanation(
+                trainer.step.model.train(), run.splits.train, run.training, config.explain
+            )
+    return partial(train, trainer, config.plots.variables)
+
+
+def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
+    """Return the state in a folder's `last.pt`, None to begin.
+
+    `resume` True continues from it if there is one, False requires a folder without; `description`
+    is the config as plain values. Raises ValueError if the folder holds a run that is not to be
+    continued, or one of torchrun or another config.
+    """
+    if (path := checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)) is None:
+        return None
+    state = load_checkpoint(path)
+    check_same_config(path, state.get("config", {}), description)
+    return state
+
+
+def check_same_config(path: Path, before: dict, now: dict) -> None:
+    """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER` and more steps."""
+    before, now = dict(flatten(current_config(before))), dict(flatten(now))
+    if before.get("training.steps", math.inf) < now.get("training.steps", 0):  # a run may grow
+        now["training.steps"] = before["training.steps"]
+    changed = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
+    if changes := [
+        f"{k}={before.get(k)}, not {now.get(k)}" for k in changed if not k.startswith(MAY_DIFFER)
+    ]:
+        raise ValueError(
+            f"a run is continued with its own config, {path} was written with {'; '.join(changes)}"
+        )
+
+
+def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
+    """Train, score and plot into the trainer's folder; return the lowest validation loss.
+
+    `variables` are plotted, None: the first three.
+    """
+    splits, folder = trainer.splits, trainer.folder
+    parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
+    log.info("%s\n%d parameters", describe_data(splits), parameters)
+    if (memory := estimate_memory(trainer.step.model, trainer.config)) is not None:
+        log.info("memory of a step: %s", memory)
+    start = time.perf_counter()
+    with MetricsFile(folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
+        trainer.fit(metrics)
+    log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
+    with cpu_threads(trainer.config.threads):
+        write_report(folder, trainer.best_model(), splits.test, metrics.records, variables)
+    return trainer.best_loss
+
+
+def describe_data(splits: Splits) -> str:
+    """Describe the training for the log: variables and forcings, lead time, and the samples of each split."""
+    data = splits.train
+    variables = ", ".join(
+        f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True)
+    )
+    steps = f"{data.input_steps} input time{'s' if data.input_steps > 1 else ''}"
+    lines = [f"{data.lead_time:g} h forecasts of {variables}, from {steps}"]
+    if data.diagnostics:
+        lines.append(f"of these no inputs: {', '.join(data.diagnostics)}")
+    if data.forcings:
+        lines.append(f"forcings: {', '.join(data.forcings)}")
+    for name, part in (
+        ("training", splits.train),
+        ("validation", splits.valid),
+        ("test", splits.test),
+    ):
+        line = f"{len(part)} {name} samples"
+        first, last = part.start_time(0), part.start_time(len(part) - 1)
+        if first is not None and last is not None:
+            dates = [
+                np.datetime_as_string(time, unit="m").replace("T", " ") for time in (first, last)
+            ]
+            line += f", starting {dates[0]} to {dates[1]} UTC"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
+    """Train on all ranks of torchrun; rank 0 leaves what `train` leaves, with the folder `last` in place of `last.pt`.
+
+    The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation
+    loss on rank 0, None on the others. Raises Stopped on rank 0, when one rank received a signal;
+    the others exit with its status.
+    """
+
+    @record  # for torchrun, which reports the first error last, with its traceback
+    def run() -> float | None:
+        sharding, device_type = (
+            hydra_app.instantiate(config.sharding),
+            choose_device(config.training.device).type,
+        )
+        try:
+            return _train_on_ranks(config, sharding, device_type)
+        except hydra_app.ERRORS_OF_PREPARATION as error:
+            log.debug("traceback", exc_info=error)
+            raise error.with_traceback(None) from None  # one sentence tells it all
+
+    try:
+        return run()
+    except hydra_app.ERRORS_OF_PREPARATION as error:
+        raise hydra_app.Refused(error) from error
+
+
+def _train_on_ranks(
+    config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str
+) -> float | None:
+    whole: Any = None  # the model of all nodes, on the first rank
+    with init_distributed(sharding, device_type) as mesh:
+        group = make_cpu_group(sharding)
+        check_same(shared_config(config, mesh), group)
+        share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
+        description = hydra_app.describe(config) | {"sharding": asdict(sharding)}
+        folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
+        resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
+        schema = None
+        if resume:
+            config.init_from = None
+            schema = schema_of(
+                run_on_rank0(partial(load_values, sharded(folder / LAST), "schema")), folder / LAST
+            )
+        splits, training = hydra_app.build_data(config, schema)
+        check_same_data(splits, folder)
+        if mesh.get_rank() == 0:
+            whole = hydra_app.build_model(config, splits.train)
+        model, shard = scatter_model(whole, mesh, group)
+        trainer = make_sharded_trainer(
+            model, shard, splits, training, folder, description, mesh=mesh, group=group
+        )
+        chosen_variables(splits.test, config.plots.variables)
+        log.info("%s", describe_data(splits))
+        log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
+        share = replace(training, batch_size=training.batch_size // mesh["data"].size())
+        log.info("memory of a step on the first rank: %s", estimate_memory(model, share))
+        test = splits.test if whole is not None else None
+        del splits, model  # keep this rank's shard alone
+        stopped = None
+        try:
+            records = fit_sharded(trainer, shard, resume=resume)
+        except Stopped as error:
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # torchrun sends it when the first rank has exited
+            stopped = error
+    if stopped is not None:
+        if whole is not None:
+            raise stopped
+        sys.exit(stopped.exit_status)
+    if whole is None or test is None or records is None:  # not on the first rank
+        return None
+    whole = whole.to(trainer.device)
+    load_weights(whole, load_checkpoint(folder / BEST))
+    with cpu_threads(training.threads):
+        write_report(folder, whole.eval(), test, records, config.plots.variables)
+    return trainer.best_loss
+
+
+def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
+    """Return True if a run of torchrun continues what is in its folder; raise as `checkpoint_to_resume` does."""
+    if (path := checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)) is None:
+        return False
+    before = load_values(path, "config")
+    check_same_config(path, before, description)
+    former, current = before.get("sharding"), description.get("sharding")
+    if former != current:
+        log.info("sharding changes from %s to %s", _in_words(former), _in_words(current))
+    return True
+
+
+def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
+    """Collect the values that all ranks must share, by name: config, attention backend and PyTorch's version."""
+    values = flatten(hydra_app.describe(config) | {"resume": config.resume})
+    shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
+    backend = hydra_app.check_backend(
+        hydra_app.instantiate(config.attention), local_device(mesh.device_type)
+    )
+    return shared | {"the attention backend": backend, "the version of torch": torch.__version__}
+
+
+def primary_config(arguments: list[str]) -> str:
+    """Return the name of the primary config: `resume`, with the config of its checkpoint, for a run that continues.
+
+    A command that chooses options of groups composes its config, `train`, and must arrive at the
+    same. Under torchrun the command line gets the sharding of the run, as far as the arguments do
+    not give it.
+    """
+    folder = hydra_app.argument_value(arguments, "hydra.run.dir")
+    if not folder or hydra_app.argument_value(arguments, "resume") is not True:
+        return "train"
+    if (found := find_run(Path(folder) / LAST)) is None:
+        return "train"
+    config = (
+        load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+    )
+    if is_launched() and isinstance(config, dict):
+        sys.argv += former_sharding(config.get("sharding", {}), arguments)
+    if any(
+        argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS
+        for argument in arguments
+    ):
+        return "train"
+    hydra_app.store_config(config, found)
+    return "resume"
+
+
+def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]:
+    """Return the arguments that choose the sharding of a checkpoint, but for the values that `arguments` give."""
+    given = {argument.lstrip("+").split("=")[0] for argument in arguments}
+    if not sharding or given & {"sharding", "sharding.strategy"}:
+        return []
+    values = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
+    return [
+        f"sharding={sharding['strategy']}",
+        *(value for value in values if value.split("=")[0] not in given),
+    ]
+
+
+def _in_words(sharding: dict[str, Any] | None) -> str:
+    """Return a sharding as arguments."""
+    if sharding is None:
+        return "that of a checkpoint which does not tell"
+    return " ".join(former_sharding(sharding, []))
+
+
+def main() -> None:
+    """Run the application with the arguments of the command line."""
+    choose_config = partial(primary_config, sys.argv[1:])
+    if not is_launched():
+        return hydra_app.launch("train", prepare, choose_config)
+    if int(os.environ["RANK"]) != 0:  # rank 0 has Hydra's folder and log
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
+    status = 0
+    try:
+        hydra_app.launch("train", prepare, choose_config)
+    except SystemExit as end:
+        if end.code:
+            status = end.code if isinstance(end.code, int) else 1
+    exit_without_finalization(status)

@@ -1,0 +1,251 @@
+"""`explain` runs a model once and records the operator calls of its attentions.
+
+Modules get no hooks of their own: Anemoi's blocks compute differently while one of their parts has
+a hook.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from anemoi_gt.custom_ops import NAMESPACE
+from anemoi_gt.explanation.results import Explanation, Layer, Pass
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops import edge_attention
+from anemoi_gt.ops.backends import rejected
+
+SUBLAYER = f"{NAMESPACE}::attention_sublayer_triton"  # norms, projections and attention of a block
+OPERATORS = {  # names of operators and their backends
+    f"{NAMESPACE}::edge_attention_torch": "torch",
+    f"{NAMESPACE}::edge_attention_triton": "triton",
+    SUBLAYER: "triton",
+}
+OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
+
+
+def explain(model: nn.Module, *inputs, **named) -> Explanation:
+    """Return the backend of each attention of a model, why others were rejected, and its operators and kernels.
+
+    The model computes once on the inputs, in its mode, under the caller's autocast and with or
+    without gradients. With gradients, the kernels of the backward pass are listed as well. The
+    state of random generators is restored. Raises ValueError if the model is not a module or
+    computes no attention of this library.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model with layers of this library or layers swapped for them. Of a compiled module, the
+        original one is explained.
+    *inputs, **named
+        Arguments of its call.
+
+    Returns
+    -------
+    Explanation
+        `print` shows it as text, `to_dict()` gives plain values.
+
+    Examples
+    --------
+    >>> from anemoi_gt import GraphStructure, GraphTransformerConv
+    >>> conv = GraphTransformerConv(4, 8, heads=2, edge_dim=3)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
+    >>> found = explain(conv, torch.randn(2, 4), graph, torch.randn(3, 3))
+    >>> found.layers[0].backend, [pass_.operator for pass_ in found.layers[0].passes]
+    ('torch', ['anemoi_gt::edge_attention_torch', 'anemoi_gt::edge_attention_torch_backward'])
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code has no modules
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; "
+            "use explain_attention for one call of edge_attention"
+        )
+    names = {module: name for name, module in model.named_modules()}
+    tensors = [*model.parameters(), *model.buffers()]
+    found = _explain(lambda: model(*inputs, **named), names, _gpus_of(tensors, inputs, named))
+    if not found.layers:
+        raise ValueError(
+            "model must compute an attention of anemoi_gt on these inputs, "
+            f"{type(model).__name__} computed none; "
+            "swap its layers, or explain a submodule that has some"
+        )
+    return found
+
+
+def explain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: GraphStructure,
+    *edges: Tensor | None,
+    **options,
+) -> Explanation:
+    """Return the same for one call of `anemoi_gt.edge_attention`, computed once, as one layer without a name.
+
+    Takes the arguments of `edge_attention`, and raises ValueError as it does.
+    """
+    return _explain(
+        lambda: edge_attention(query, key, value, graph, *edges, **options), {}, _gpus_of(query)
+    )
+
+
+def _explain(compute: Callable, names: dict, gpus: list[torch.device]) -> Explanation:
+    """Compute once and describe each attention on the way, so that no layer's operands are kept."""
+    layers: list[Layer] = []
+    recorder = _Recorder(lambda call: layers.append(_layer(call, names)))
+    with (
+        torch.random.fork_rng(gpus),
+        register_module_forward_pre_hook(recorder.enter_module),
+        register_module_forward_hook(recorder.leave_module, always_call=True),
+        recorder,
+    ):
+        compute()
+    return Explanation(tuple(layers))
+
+
+def _gpus_of(*tensors) -> list[torch.device]:
+    """GPUs that hold tensors, in any containers: the state of their generators is restored."""
+    devices = {leaf.device for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
+    return sorted(
+        (device for device in devices if device.type == "cuda"), key=lambda device: device.index
+    )
+
+
+class Call(NamedTuple):
+    """One attention, as its operator was called."""
+
+    module: nn.Module | None  # the innermost that was computing
+    operator: str
+    backend: str
+    arguments: dict[str, Any]  # by the names of the operator's schema
+    grad_enabled: bool
+
+
+class _Recorder(TorchDispatchMode):
+    """Dispatch mode that passes the attentions of this thread, and the module that computes each, to `record`."""
+
+    def __init__(self, record: Callable[[Call], None]):
+        super().__init__()
+        self._record = record
+        self._thread = threading.get_ident()
+        self._inside: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.name().partition(".")[0]
+        if name in OPERATORS:
+            names = [argument.name for argument in operator._schema.arguments]
+            arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+            if name == SUBLAYER:
+                arguments = _attention_in_sublayer(arguments)
+            module, grad_enabled = self._inside[-1]
+            self._record(Call(module, name, OPERATORS[name], arguments, grad_enabled))
+        return operator(*args, **(kwargs or {}))
+
+    def enter_module(self, module: nn.Module, inputs) -> None:
+        """Note the module that begins, and the grad mode: inside of an operator gradients are always off."""
+        if threading.get_ident() == self._thread:
+            self._inside.append((module, torch.is_grad_enabled()))
+
+    def leave_module(self, module: nn.Module, inputs, output) -> None:
+        if threading.get_ident() == self._thread:
+            self._inside.pop()
+
+
+def _layer(call: Call, names: dict) -> Layer:
+    query = call.arguments["query"]
+    return Layer(
+        name=names.get(call.module, ""),
+        module="" if call.module is None else type(call.module).__name__,
+        sizes=_sizes_of(call),
+        features=_features_of(call),
+        dtype=str(query.dtype).removeprefix("torch."),
+        device=str(query.device),
+        backend=call.backend,
+        rejected=rejected(call.backend, query),
+        passes=_passes_of(call),
+    )
+
+
+def _sizes_of(call: Call) -> dict[str, int]:
+    query, key, weight = (call.arguments[name] for name in ("query", "key", "edge_weight"))
+    return {
+        "batch": query.shape[0] if query.dim() == 4 else 1,
+        "sources": key.shape[-3],
+        "destinations": query.shape[-3],
+        "edges": call.arguments["row"].shape[0],
+        "heads": query.shape[-2],
+        "channels": query.shape[-1],
+        "attributes": 0 if weight is None else weight.shape[1],
+    }
+
+
+def _features_of(call: Call) -> str:
+    if call.arguments["edge_attr"] is None:
+        return "none"
+    return "embedded" if call.arguments["edge_weight"] is None else "raw"
+
+
+def _passes_of(call: Call) -> tuple[Pass, ...]:
+    """Return the forward pass, and the backward pass if some operand gets a gradient."""
+    needs = {}
+    for name in OPERANDS:
+        operand = call.arguments[name]
+        needs[name] = call.grad_enabled and operand is not None and operand.requires_grad
+    forward, backward = _kernels_of(call, needs) if call.backend == "triton" else ([], [])
+    passes = [Pass("forward", call.operator, tuple(forward))]
+    if any(needs.values()):
+        passes.append(Pass("backward", f"{call.operator}_backward", tuple(backward)))
+    return tuple(passes)
+
+
+def _kernels_of(call: Call, needs: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """Return the names of the kernels of a forward and a backward pass of backend `triton`."""
+    from anemoi_gt.ops.operands import AttentionOperands, Needs
+    from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
+    from anemoi_gt.ops.triton_backend.sizes import IndexTensors
+
+    operands = AttentionOperands(*(call.arguments[name] for name in AttentionOperands._fields))
+    index = IndexTensors(*(call.arguments[name] for name in IndexTensors._fields))
+    scale, dropout_p = call.arguments["scale"], call.arguments["dropout_p"]
+    return kernel_names(operands, index, scale, dropout_p, Needs(**needs))
+
+
+def _attention_in_sublayer(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the attention in a sub-layer, from the operator's; their rows have no memory.
+
+    It differentiates query, key, value, weight and bias as soon as the sub-layer has any gradient.
+    """
+    heads, batch, dtype, save = (arguments[name] for name in ("heads", "batch", "dtype", "save"))
+    width = arguments["query_weight"].shape[0]
+
+    def rows(x: Tensor, *shape: int, needs_grad: bool = save) -> Tensor:
+        return x.detach().new_empty((), dtype=dtype).expand(shape).requires_grad_(needs_grad)
+
+    def split_heads(x: Tensor, num_rows: int) -> Tensor:
+        return rows(x, *((batch,) if batch > 1 else ()), num_rows // batch, heads, width // heads)
+
+    x_dst, attr, weight = (arguments[name] for name in ("x_dst", "edge_attr", "edge_weight"))
+    x_src = x_dst if arguments["x_src"] is None else arguments["x_src"]
+    halo = arguments["halo"]
+    num_src = x_src.shape[0] + (0 if halo is None else halo.shape[0])
+    key = split_heads(x_src, num_src)
+    attention: dict[str, Tensor | None] = {
+        "query": split_heads(x_dst, x_dst.shape[0]),
+        "key": key,
+        "value": key,
+    }
+    shape = attr.shape
+    if batch > 1 and attr.dim() == 2:
+        shape = (1, *shape)
+    attention["edge_attr"] = rows(attr, *shape, needs_grad=attr.requires_grad)
+    has_bias = arguments["edge_bias"] is not None or arguments["value_bias"] is not None
+    attention |= {
+        "edge_weight": rows(weight, *weight.shape),
+        "edge_bias": rows(weight, width) if has_bias else None,
+    }
+    return arguments | attention | {"scale": (width // heads) ** -0.5, "dropout_p": 0.0}

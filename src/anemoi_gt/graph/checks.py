@@ -1,0 +1,161 @@
+"""Checks of index tensors: metadata always, values on request.
+
+While torch.compile or torch.export traces, sizes may be symbols and values are unknown. The
+compiled program checks what cannot be decided then, and raises RuntimeError instead of ValueError.
+"""
+
+from collections.abc import Callable
+from numbers import Integral
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+from anemoi_gt.torch_compat import assert_async
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+TO_CHECK = "build it with validate=True, outside compiled code"
+HUB_DEGREE = 256  # a node with more edges is a hub, which GPU kernels divide among programs
+
+
+def check_shape(name: str, value: object, wanted: str, fits: Callable[[Tensor], bool]) -> None:
+    """Raise ValueError unless `value` is a tensor that `fits`; `wanted` says which do, as in "[N, 2], one per node"."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor {wanted}, got {type(value).__name__}")
+    if not fits(value):
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
+
+
+def check_index(
+    name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None
+) -> None:
+    """Raise ValueError unless `index` is 1-D, of one of `dtypes` (default: that of `like`), on the device of `like`."""
+    if not isinstance(index, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(index).__name__}")
+    if index.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(index.shape)}")
+    dtypes = dtypes or ((like.dtype,) if like.dtype in INDEX_DTYPES else INDEX_DTYPES)
+    if index.dtype not in dtypes:
+        raise ValueError(
+            f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {index.dtype}"
+        )
+    if index.device != like.device:
+        raise ValueError(
+            f"all tensors must be on one device, got {name} on {index.device} and others on "
+            f"{like.device}"
+        )
+
+
+def check_edge_index(edge_index: Tensor) -> None:
+    """Raise ValueError unless `edge_index` is an int32 or int64 tensor [2, E]."""
+    check_shape(
+        "edge_index",
+        edge_index,
+        "[2, E] (sources, destinations)",
+        lambda e: e.dim() == 2 and e.shape[0] == 2,
+    )
+    if edge_index.dtype not in INDEX_DTYPES:
+        raise ValueError(f"edge_index must have dtype int32 or int64, got {edge_index.dtype}")
+
+
+def check_edge_ids(global_edge_id: Tensor, edge_index: Tensor) -> None:
+    """Raise ValueError unless `global_edge_id` is an int64 tensor [E] with an id for each edge of `edge_index`."""
+    check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
+    found, needed = global_edge_id.shape[0], edge_index.shape[1]
+    if not have_size(found, needed):
+        raise ValueError(f"global_edge_id must have {needed} entries, one per edge, got {found}")
+
+
+def as_size(name: str, size: int) -> int:
+    """Return a number of nodes as a Python int or SymInt; raise ValueError unless it is one."""
+    if isinstance(size, bool) or not isinstance(size, (Integral, torch.SymInt)) or size < 0:
+        raise ValueError(f"{name} must be a number of nodes >= 0, got {size!r}")
+    return size if isinstance(size, (int, torch.SymInt)) else int(size)
+
+
+def have_size(size: int, expected: int) -> bool:
+    """Return `size == expected`; where only the compiled program will know, assume it and let the program check."""
+    if not torch.compiler.is_compiling():
+        return size == expected
+    if not guard_or_true(size == expected):
+        return False
+    torch._check(size == expected)
+    return True
+
+
+def check_range(name: str, index: Tensor, size: int) -> None:
+    """Raise ValueError unless every value is in 0 .. size - 1; synchronises with the device."""
+    if torch.compiler.is_compiling():
+        assert_range(name, index, size)
+        return
+    low, high = torch.stack(torch.aminmax(index)).tolist() if index.numel() else (0, -1)
+    if low >= 0 and high < size:
+        return
+    raise ValueError(
+        f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values "
+        f"from {low} to {high}; "
+        "check the order (sources, destinations) of the indices and of the sizes"
+    )
+
+
+def assert_range(name: str, index: Tensor, size: int) -> None:
+    """Have the device assert that every value is in 0 .. size - 1, before memory is read with it: RuntimeError."""
+    inside = ((index >= 0) & (index < size)).all()
+    assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; {TO_CHECK}")
+
+
+def check_ends(edge_index: Tensor, *num_nodes: int, check: Callable = check_range) -> None:
+    """Call `check` with the sources and the destinations of edges [2, E], and with their numbers of nodes."""
+    for name, index, size in zip(
+        ("source (row 0", "destination (row 1"), edge_index, num_nodes, strict=True
+    ):
+        check(f"{name} of edge_index)", index, size)
+
+
+def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
+    """Have the device assert that `pointers` increase from 0 to `num_edges`: RuntimeError."""
+    valid = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~(pointers.diff() < 0).any()
+    assert_async(valid, f"{name} must increase from 0 to the number of edges; {TO_CHECK}")
+
+
+def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
+    """Raise ValueError unless `pointers` increase from 0 to `num_edges`; synchronises with the device."""
+    if torch.compiler.is_compiling():
+        assert_pointers(name, pointers, num_edges)
+        return
+    first, last = int(pointers[0]), int(pointers[-1])
+    if first != 0 or last != num_edges:
+        raise ValueError(
+            f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and "
+            f"{last}"
+        )
+    if len(decreases := (pointers.diff() < 0).nonzero()):
+        at = int(decreases[0])
+        raise ValueError(
+            f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at "
+            f"position {at}"
+        )
+
+
+def is_size(tensor: Tensor) -> bool:
+    """Return whether a tensor is [size, 0], which carries a size that torch.compile may trace."""
+    return tensor.dim() == 2 and tensor.shape[1] == 0
+
+
+def max_degree(pointers: Tensor) -> int:
+    """Return the largest number of edges of a node; synchronises with the device."""
+    return int(pointers.diff().amax()) if pointers.shape[0] > 1 else 0
+
+
+def check_permutation(name: str, index: Tensor, size: int) -> None:
+    """Raise ValueError unless `index` holds each of 0 .. size - 1 once; synchronises with the device."""
+    check_range(name, index, size)
+    found = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(
+        0, index.long(), True
+    )
+    if torch.compiler.is_compiling():
+        assert_async(found.all(), f"{name} must be a permutation")
+    elif missing := size - int(found.sum()):
+        raise ValueError(
+            f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing"
+        )

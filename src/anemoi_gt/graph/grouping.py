@@ -1,0 +1,172 @@
+"""Grouping of edges by node: a stable sort, or faster GPU kernels without order for graphs that change every step."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.custom_ops import define_operator, on_device
+
+EDGES_PER_PROGRAM, WARPS = (
+    256,
+    8,
+)  # one edge per thread: most atomics in flight, and whole memory sectors
+CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
+
+
+class GroupedEdges(NamedTuple):
+    """The edges of a graph by destination (CSC) and optionally by source (CSR), in the fields of GraphStructure."""
+
+    colptr: Tensor  # [N_dst + 1]
+    perm: Tensor | None  # [E], None where the caller's order is the CSC order
+    row: Tensor  # [E]
+    rowptr: Tensor | None = None  # [N_src + 1]
+    csr_to_csc: Tensor | None = None  # [E]
+    col: Tensor | None = None  # [E]
+
+
+def group_coo(
+    edge_index: Tensor,
+    num_src: int,
+    num_dst: int,
+    dtype: torch.dtype,
+    *,
+    stable: bool,
+    reverse: bool,
+) -> GroupedEdges:
+    """Group edges [2, E] by destination, and with `reverse` by source too where that costs no second sweep.
+
+    `dtype`, int32 or int64, is that of the result. With `stable` the edges of a destination keep
+    their order: one sort. Without, their order is unspecified: two GPU kernels and a scan replace
+    the sort, and group by source too. The sort is still used on a CPU and under deterministic
+    algorithms.
+    """
+    if stable or not _order_may_vary(edge_index):
+        src, dst = edge_index.to(dtype).unbind(0)
+        return GroupedEdges(*_sort_edges(dst, src, num_dst))
+    if reverse:
+        return GroupedEdges(*group_both_ends_unordered(edge_index, num_src, num_dst, dtype))
+    return GroupedEdges(*group_edges_unordered(edge_index, num_dst, dtype))
+
+
+def group_edges(
+    node: Tensor, neighbour: Tensor, num_nodes: int, *, stable: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Group edges by `node` [E]; `neighbour` [E] is their other end. `stable` as in `group_coo`.
+
+    Return pointers [num_nodes + 1], the edge at each position [E] and its other end [E]. Edges of
+    node n are at pointers[n] : pointers[n + 1].
+    """
+    if stable or not _order_may_vary(node):
+        return _sort_edges(node, neighbour, num_nodes)
+    return group_edges_unordered(torch.stack([neighbour, node]), num_nodes, node.dtype)
+
+
+def pointers(node: Tensor, num_nodes: int) -> Tensor:
+    """Return the first position of each node's edges once they are grouped, and the total: [num_nodes + 1]."""
+    counts = torch.zeros(num_nodes + 1, dtype=node.dtype, device=node.device)
+    counts.scatter_add_(0, node.long() + 1, torch.ones_like(node))
+    return counts.cumsum(0, dtype=node.dtype)
+
+
+def _order_may_vary(index: Tensor) -> bool:
+    return index.is_cuda and not torch.are_deterministic_algorithms_enabled()
+
+
+def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    node, order = torch.sort(node, stable=True)
+    return pointers(node, num_nodes), order.to(node.dtype), neighbour.index_select(0, order)
+
+
+@define_operator
+def group_edges_unordered(
+    edge_index: Tensor, num_dst: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return colptr, perm and row, unordered within a destination, without synchronising with the device."""
+    edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
+    count, place = _launches(num_edges, num_dst, None)
+    perm, row, rank = (edge_index.new_empty(num_edges, dtype=dtype) for _ in range(3))
+    ranks = {"rank_dst": rank, "rank_src": None}
+    with on_device(edge_index):
+        number = edge_index.new_zeros(1 + num_dst, dtype=dtype)
+        count(edge_index=edge_index, number=number, **ranks)
+        colptr = number.cumsum(0, dtype=dtype)
+        absent = dict.fromkeys(("colptr", "rowptr", "col", "csr_to_csc"))
+        place(edge_index=edge_index, begin=colptr, **ranks, perm=perm, row=row, **absent)
+    return colptr, perm, row
+
+
+@torch.library.register_fake("anemoi_gt::group_edges_unordered")
+def _(edge_index, num_dst, dtype):
+    perm, row = (edge_index.new_empty(edge_index.shape[1], dtype=dtype) for _ in range(2))
+    return edge_index.new_empty(num_dst + 1, dtype=dtype), perm, row
+
+
+@define_operator
+def group_both_ends_unordered(
+    edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `GroupedEdges`, unordered within a node, without synchronising with the device."""
+    edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
+    (count, place), counting = _launches(num_edges, num_dst, num_src), _counting_dtype(num_edges)
+    grouped = _empty_groups(edge_index, num_src, num_dst, dtype)
+    rank_dst, rank_src = (edge_index.new_empty(num_edges, dtype=counting) for _ in range(2))
+    ranks = {"rank_dst": rank_dst, "rank_src": rank_src}
+    with on_device(edge_index):
+        number = edge_index.new_zeros(1 + num_dst + num_src, dtype=counting)
+        count(edge_index=edge_index, number=number, **ranks)
+        begin = number.cumsum(0, dtype=counting)
+        place(
+            edge_index=edge_index,
+            begin=begin,
+            **ranks,
+            **dict(zip(GroupedEdges._fields, grouped, strict=True)),
+        )
+    return grouped
+
+
+@torch.library.register_fake("anemoi_gt::group_both_ends_unordered")
+def _(edge_index, num_src, num_dst, dtype):
+    return _empty_groups(edge_index, num_src, num_dst, dtype)
+
+
+@lru_cache(CACHED_LAUNCHES)
+def _launches(
+    num_edges: int, num_dst: int, num_src: int | None
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the launches of count and place; `num_src` None groups by destination only."""
+    from anemoi_gt.kernels import group_edges
+    from anemoi_gt.kernels.launch import Launch
+
+    sizes, constants = (
+        {"num_edges": num_edges, "num_dst": num_dst},
+        {"EDGES": EDGES_PER_PROGRAM, "num_warps": WARPS},
+    )
+    positions = num_edges if num_src is None else max(num_edges, num_dst + 1, num_src + 1)
+    count = Launch(
+        group_edges.group_edges_count, (-(-num_edges // EDGES_PER_PROGRAM),), sizes, constants
+    )
+    sizes = sizes | {"num_src": num_src or 0}
+    return count, Launch(
+        group_edges.group_edges_place, (-(-positions // EDGES_PER_PROGRAM),), sizes, constants
+    )
+
+
+def _counting_dtype(num_edges: int) -> torch.dtype:
+    """Return the dtype of the running sum over both ends, which reaches 2 E."""
+    return torch.int32 if 2 * num_edges < 2**31 else torch.int64
+
+
+def _empty_groups(
+    edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for the fields of `GroupedEdges`."""
+    num_edges = edge_index.shape[1]
+
+    def empty(length: int) -> Tensor:
+        return edge_index.new_empty(length, dtype=dtype)
+
+    by_dst = empty(num_dst + 1), empty(num_edges), empty(num_edges)
+    return *by_dst, empty(num_src + 1), empty(num_edges), empty(num_edges)

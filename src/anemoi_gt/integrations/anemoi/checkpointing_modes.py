@@ -1,0 +1,138 @@
+"""Activation checkpointing of Anemoi's components in words of memory, instead of each component's own switch.
+
+    "none"   all activations are kept, nothing is recomputed
+    "full"   the inputs of a chunk are kept, everything in it is recomputed
+
+A chunk is what Anemoi checkpoints: `num_layers / num_chunks` layers of a processor, some
+destinations of a mapper.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from anemoi_gt.integrations.anemoi.decision import keeping_decisions
+from anemoi_gt.integrations.anemoi.edge_lists import lookup
+from anemoi_gt.integrations.anemoi.settings import SETTINGS
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces, wraps_any
+from anemoi_gt.nn.activation_checkpointing import chunk_result
+
+MODES = "none", "full"
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """The mode of each component, one of `MODES`, or None for its own switch."""
+
+    encoder: str | None = None  # forward mappers
+    processor: str | None = None
+    decoder: str | None = None  # backward mappers
+
+    @classmethod
+    def of(cls, choice: str | Mapping[str, str | None] | None) -> "Checkpointing":
+        """Return the modes of a choice: one for all components, or one by name of a component."""
+        names = [field.name for field in fields(cls)]
+        modes = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(names, choice)
+        if "selective" in modes.values():
+            raise ValueError(
+                "activation_checkpointing 'selective' was removed, got "
+                f"{choice!r}; use 'none', which takes as little memory where blocks are fused, or "
+                "'full'"
+            )
+        if not set(modes) <= set(names) or not all(
+            mode in (None, *MODES) for mode in modes.values()
+        ):
+            raise ValueError(
+                f"activation_checkpointing must be one of {', '.join(MODES)}, or one for some of "
+                f"{', '.join(names)}, "
+                f"or None for the switches of Anemoi's config, got {choice!r}"
+            )
+        return cls(**modes)
+
+
+@replaces("func enabled args kwargs")
+def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
+    """Checkpoint in the mode of the component whose chunk it is."""
+    component = func.__self__  # not getattr with a default, which Dynamo would return
+    mode = _mode_of(component)
+    if mode == "none" or not (enabled or mode):
+        return func(*args, **kwargs)
+    func, args = _as_in_forward(func, args)
+    is_in_turn = isinstance(
+        component, Upstream.processor.GraphTransformerProcessor
+    )  # chunks of mappers are not
+    run = _with_copied_results(func) if is_in_turn and torch.compiler.is_compiling() else func
+    if mode is None:
+        return upstream(run, enabled, *args, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _mode_of(component: nn.Module | None) -> str | None:
+    """Return the mode of `install` for a component, None for its own switch."""
+    if (modes := SETTINGS.everywhere and SETTINGS.everywhere.checkpointing) is None:
+        return None
+    if isinstance(component, Upstream.mapper.GraphTransformerForwardMapper):
+        return modes.encoder
+    if isinstance(component, Upstream.processor.GraphTransformerProcessor):
+        return modes.processor
+    return (
+        modes.decoder
+        if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper)
+        else None
+    )
+
+
+@wraps_any
+def torchs_checkpoint(upstream, func, *args, **kwargs):
+    """Checkpoint as anemoi-models before 0.12.1 does; the recomputation takes the path of the forward pass."""
+    func, args = _as_in_forward(func, args)
+    return upstream(func, *args, **kwargs)
+
+
+def _as_in_forward(func: Callable, args: tuple) -> tuple[Callable, tuple]:
+    """Return a function and arguments to checkpoint whose recomputation decides and looks up nothing again."""
+    if torch.compiler.is_compiling():
+        return func, args
+    return _with_bound_lists(keeping_decisions(func), args)
+
+
+def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
+    """Return a function that holds the cached edge lists among its arguments, and the arguments without them.
+
+    A checkpoint saves its tensors for the recomputation, and hooks on saved tensors (`save_on_cpu`)
+    make copies of them. A copy of a list has no cache, so the recomputation would find another
+    structure than the forward pass.
+    """
+    is_bound = [isinstance(arg, Tensor) and lookup(arg) is not None for arg in args]
+    if not any(is_bound):
+        return func, args
+
+    def with_lists(*others, **kwargs):
+        others = iter(others)
+        arguments = [
+            arg if bound else next(others) for arg, bound in zip(args, is_bound, strict=True)
+        ]
+        return func(*arguments, **kwargs)
+
+    held = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
+    args = [
+        arg if bound else None for arg, bound in zip(args, is_bound, strict=True)
+    ]  # the others are not kept
+    return with_lists, tuple(held)
+
+
+def _with_copied_results(func: Callable) -> Callable:
+    """Return a function whose floating-point results are copies, for `torch.compile`."""
+
+    def copied(result):
+        return (
+            chunk_result(result)
+            if isinstance(result, Tensor) and result.is_floating_point()
+            else result
+        )
+
+    return lambda *args, **kwargs: tree_map(copied, func(*args, **kwargs))

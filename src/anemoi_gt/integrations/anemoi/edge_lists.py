@@ -1,0 +1,417 @@
+"""Cached edge lists: Anemoi's edge lists are handed out again, each with the structure of its graph.
+
+Anemoi makes a new `edge_index` at every forward pass, and cuts and renumbers it for every chunk and
+rank. Everything that follows from the graph alone is cached:
+
+    provider, batch size      -> the list that it expands to                    StaticGraphProvider._get_edges_impl
+    list, sizes of the shards -> the shard of this rank                         StaticGraphProvider._get_edges_impl
+    shard, gathered           -> the list that it was cut from                  gather_tensor
+    list, number of parts     -> the number of edges of each part               build_graph_partition
+    list, its partition       -> the renumbered list of a chunk                 GraphPartition.materialise
+    list, sizes of the shards -> the renumbered list of this rank               prepare_edge_sharding_wrapper
+    shard, group, its sizes   -> the list of this rank and its halo             sharding
+
+The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes
+the structure as an input of the compiled code. Lists belong to the edges of their provider, which
+are known weakly, or to the list that they were cut from: all are freed with these edges, as when a
+model is moved to another device. A list of unknown origin gets no attribute; its structure is kept
+as long as the tensor lives. All lists are such with anemoi-models 0.9.3 and 0.11.2, which have no
+StaticGraphProvider. No list is identified by its sizes.
+
+Replacements call upstream for lists without cache.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from anemoi_gt.custom_ops import define_operator
+from anemoi_gt.distributed import HaloExchange
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.integrations.anemoi.upstream import replaces
+from anemoi_gt.torch_compat import is_exporting
+
+_ATTRIBUTE = "_anemoi_gt_cache"
+_BY_BASE = (
+    WeakTensorKeyDictionary()
+)  # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
+_BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
+
+
+class Derived:
+    """Objects made from one edge list, as attributes: unlike keys, Dynamo sees those added while it traces."""
+
+    @staticmethod
+    def name(*key) -> str:
+        """Return the attribute for a key of integers and strings that describes in full how the object was made."""
+        return "_".join([str(part) for part in key])
+
+
+@dataclass(eq=False)
+class EdgeCache:
+    """The cache of one edge list."""
+
+    num_nodes: tuple[int, int]  # sources and destinations of the list
+    version: int  # of the tensor; another one means that somebody has written into it
+    batch: int = (
+        1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
+    )
+    validate: bool = True  # check the values when the list is sorted, which synchronises the device
+    sources: Tensor | None = (
+        None  # [N_src] int64, for a chunk: the sources of the whole list that remain
+    )
+    exchange: HaloExchange | None = None  # for a rank's edges, numbered by its nodes and its halo
+    whole: Callable[[], Tensor | None] = lambda: (
+        None
+    )  # for a shard: the list that it was cut from, until that is freed
+    graph: GraphStructure | None = None  # structure of one of the `batch` copies; made at first use
+    derived: Derived = field(
+        default_factory=Derived
+    )  # GraphPartitions, and the lists that were cut from this one
+
+
+def cached_list(
+    edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes
+) -> Tensor:
+    """Return an edge list with a cache: the same tensor."""
+    setattr(
+        edge_index, _ATTRIBUTE, EdgeCache(num_nodes, version_of(edge_index), batch, **attributes)
+    )
+    return edge_index
+
+
+def lookup(edge_index: Tensor) -> EdgeCache | None:
+    """Return the cache of a list, or None where it has none or was written into.
+
+    Compiled code does not check for writes: providers do, in eager code, whenever they hand out the
+    list.
+    """
+    cache = getattr(edge_index, _ATTRIBUTE, None)
+    if cache is None or torch.compiler.is_compiling():
+        return cache
+    return None if _is_stale(edge_index) else cache
+
+
+def structure_of(
+    edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: bool
+) -> tuple[GraphStructure, int]:
+    """Return the structure of an edge list between (num_src, num_dst) nodes and the batch size that shares it.
+
+    While torch.compile traces, the structure of a cached list is made at once and becomes an input
+    of the compiled code; that of any other list is looked up by an operator in the compiled code.
+    """
+    cache = lookup(edge_index)
+    if cache is not None and _make_structure(edge_index, reverse) and cache.graph is not None:
+        graph = cache.graph
+        if (
+            graph.num_src * cache.batch == num_nodes[0]
+            and graph.num_dst * cache.batch == num_nodes[1]
+        ):
+            return graph, cache.batch
+    if not torch.compiler.is_compiling():
+        return _structure_by_tensor(edge_index, num_nodes, reverse), 1
+    colptr, row, perm, *source_side = edge_structure(edge_index, *num_nodes, reverse)
+    sources = torch.empty(num_nodes[0], 0, device=edge_index.device)
+    return GraphStructure(colptr, row, sources, perm, None, *source_side), 1
+
+
+def prepare_structure(edge_index: Tensor) -> None:
+    """Make the structure of a cached list before blocks read it, so that compiled blocks need not recompile."""
+    if lookup(edge_index) is not None:
+        _make_structure(edge_index, torch.is_grad_enabled())
+
+
+@define_operator
+def edge_structure(edge_index: Tensor, num_src: int, num_dst: int, reverse: bool) -> list[Tensor]:
+    """Return copies of colptr, row, perm and, with `reverse`, rowptr, col, csr_to_csc; they may be overwritten."""
+    graph = _structure_by_tensor(edge_index, (num_src, num_dst), reverse)
+    tensors = [graph.colptr.clone(), graph.row.clone(), graph.edge_order().clone()]
+    source_side = graph.reverse_index()
+    if reverse and source_side is not None:
+        tensors += [tensor.clone() for tensor in source_side]
+    return tensors
+
+
+@torch.library.register_fake("anemoi_gt::edge_structure")
+def _(edge_index, num_src, num_dst, reverse):
+    num_edges = edge_index.shape[1]
+    dtype = torch.int32 if max(num_src, num_dst, num_edges) < 2**31 else torch.int64
+    lengths = (num_dst + 1, num_edges, num_edges) + (
+        (num_src + 1, num_edges, num_edges) if reverse else ()
+    )
+    return [edge_index.new_empty(length, dtype=dtype) for length in lengths]
+
+
+def clear_cache() -> None:
+    """Free all cached lists."""
+    _BY_BASE.clear()
+    _BY_TENSOR.clear()
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter of a tensor; inference tensors, which have none, are all of one version."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@replaces("self batch_size shard_edges model_comm_group")
+def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
+    """Hand out cached lists of a `StaticGraphProvider` without synchronising the device."""
+    if is_exporting() or torch.jit.is_tracing():
+        return upstream(self, batch_size, shard_edges, model_comm_group)
+    edge_index, num_nodes = _expanded_list(self, batch_size)
+    edge_attr = self.trainable(self.edge_attr, batch_size)
+    if not shard_edges:
+        return edge_attr, edge_index, None
+    shard_edges_1hop = import_module(type(self).__module__).shard_edges_1hop
+    edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
+    if sizes is not None:
+        name = Derived.name("shard", model_comm_group.rank(), *sizes)
+        shard = derived_list(
+            edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index))
+        )
+    return edge_attr, shard, sizes
+
+
+@torch.compiler.disable
+def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
+    """Return the edges of a provider, repeated for a batch, and the number of nodes on both sides."""
+    base, inc = provider.edge_index_base, provider.edge_inc
+    expanded, versions = _BY_BASE.setdefault(base, {}), (version_of(base), version_of(inc))
+    made_from, edge_index = expanded.get(batch_size, (None, None))
+    is_fresh = made_from is not None and made_from[0] is inc and made_from[1] == versions
+    cache = lookup(edge_index) if is_fresh else None
+    if cache is not None:
+        return edge_index, cache.num_nodes
+    with torch.inference_mode(False):
+        edge_index = provider._expand_edges(base, inc, batch_size)
+    num_src, num_dst = inc[:, 0].tolist()
+    num_nodes = num_src * batch_size, num_dst * batch_size
+    expanded[batch_size] = ((inc, versions), cached_list(edge_index, num_nodes, batch_size))
+    return edge_index, num_nodes
+
+
+@replaces("input_ dim sizes mgroup gather_in_backward")
+def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
+    """Return, on one rank, a cached list and not a view without cache."""
+    if (mgroup is None or mgroup.size() == 1) and lookup(input_) is not None:
+        return input_
+    return upstream(input_, dim, sizes, mgroup, *rest, **named)
+
+
+@replaces("input_ dim sizes mgroup")
+def gather_tensor(upstream, input_, dim, sizes, mgroup):
+    """Return the list from which the shards were cut instead of a copy of it.
+
+    The shards are exchanged all the same: if one rank left out the collective and another did not
+    know its shard, it would hang.
+    """
+    if (cache := lookup(input_)) is None:
+        return upstream(input_, dim, sizes, mgroup)
+    gathered = input_ if not mgroup else upstream(input_, dim, sizes, mgroup)
+    if mgroup and not torch.compiler.is_compiling():
+        whole = cache.whole()
+        is_whole = (
+            whole is not None
+            and lookup(whole) is not None
+            and dim == 1
+            and whole.shape == gathered.shape
+        )
+        gathered = whole if is_whole else gathered
+    prepare_structure(gathered)
+    return gathered
+
+
+@replaces(
+    "self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args "
+    "kwargs"
+)
+def processor_forward(
+    upstream,
+    self,
+    x,
+    batch_size,
+    shard_info,
+    edge_attr,
+    edge_index,
+    model_comm_group=None,
+    *rest,
+    **named,
+):
+    """Make the structure before the first block."""
+    if model_comm_group is None or model_comm_group.size() == 1:
+        prepare_structure(edge_index)
+    return upstream(
+        self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group, *rest, **named
+    )
+
+
+@replaces(
+    "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
+)
+def prepare_edge_sharding(
+    upstream,
+    self,
+    x,
+    shard_info,
+    batch_size,
+    edge_attr,
+    edge_index,
+    model_comm_group=None,
+    cond=None,
+    edges_are_dst_sorted=True,
+):
+    """Cache the renumbered list of this rank of a mapper."""
+    given = (
+        x,
+        shard_info,
+        batch_size,
+        edge_attr,
+        edge_index,
+        model_comm_group,
+        cond,
+        edges_are_dst_sorted,
+    )
+    x_src, x_dst, edge_attr, local, *rest = upstream(self, *given)
+    if (
+        not torch.compiler.is_compiling()
+        and lookup(edge_index) is not None
+        and lookup(local) is None
+    ):
+        sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
+        rank, world = (
+            (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
+        )
+        name = Derived.name(
+            "local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes
+        )
+        num_nodes = (x_src.shape[0], x_dst.shape[0])
+        local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
+    return x_src, x_dst, edge_attr, local, *rest
+
+
+@replaces("edge_index num_parts num_nodes")
+def build_graph_partition(upstream, edge_index, num_parts, num_nodes):
+    """Count the edges of a cached list once: later steps do not synchronise."""
+    cache = lookup(edge_index)
+    if cache is None or tuple(num_nodes) != cache.num_nodes:
+        return upstream(edge_index, num_parts, num_nodes)
+    name = Derived.name("partition", num_parts)
+    _count_parts(upstream, edge_index, num_parts, name)
+    return getattr(cache.derived, name)
+
+
+@replaces("self partition_id x edge_attr edge_index cond")
+def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=None):
+    """Renumber the sources of a cached list once for each chunk."""
+    if (cache := lookup(edge_index)) is None:
+        return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
+    edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
+    key = (edges.start, edges.stop, destinations.start, destinations.stop, self.num_parts)
+    _make_chunk(edge_index, key, torch.is_grad_enabled())
+    chunk = getattr(cache.derived, Derived.name("chunk", *key))
+    sources = getattr(chunk, _ATTRIBUTE).sources
+
+    def share(pair):
+        x_src, x_dst = pair
+        is_whole = sources.shape[0] == x_src.shape[0]
+        return x_src if is_whole else x_src.index_select(0, sources), x_dst[destinations]
+
+    return share(x), edge_attr[edges], chunk, None if cond is None else share(cond)
+
+
+# Dynamo calls a function that is assumed constant while it traces, with the real list, and reads
+# the result off the cache of the list afterwards, with guards. Its other arguments must be
+# constants.
+
+
+@torch.compiler.assume_constant_result
+def _make_structure(edge_index: Tensor, reverse: bool) -> bool:
+    """Make the structure of a list, with its source side if `reverse`; return False if the list was written into."""
+    cache = getattr(edge_index, _ATTRIBUTE)
+    if _is_stale(edge_index):
+        return False
+    _fill(cache, edge_index, reverse)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _count_parts(count: Callable, edge_index: Tensor, num_parts: int, name: str) -> None:
+    """Count the edges of the parts of a list as Anemoi does."""
+    cache = getattr(edge_index, _ATTRIBUTE)
+    if not hasattr(cache.derived, name):
+        setattr(cache.derived, name, count(edge_index, num_parts, cache.num_nodes))
+
+
+@torch.compiler.assume_constant_result
+def _make_chunk(edge_index: Tensor, key: tuple[int, ...], reverse: bool) -> None:
+    """Cut the edges of some destinations, number both sides from 0 and leave out sources without an edge."""
+    first_edge, last_edge, first_dst, last_dst, num_parts = key
+
+    def cut() -> Tensor:
+        with torch.inference_mode(False):
+            src, dst = edge_index[:, first_edge:last_edge]
+            sources, src = torch.unique(src, return_inverse=True)
+            chunk = torch.stack([src, dst - first_dst])
+        batch = getattr(edge_index, _ATTRIBUTE).batch
+        copies = batch // num_parts if batch % num_parts == 0 else 1
+        return cached_list(chunk, (sources.shape[0], last_dst - first_dst), copies, sources=sources)
+
+    _make_structure(derived_list(edge_index, Derived.name("chunk", *key), cut), reverse)
+
+
+def derived_list(edge_index: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
+    """Return the list that is cut from another as its name describes, made at the first call."""
+    derived = getattr(edge_index, _ATTRIBUTE).derived
+    if not hasattr(derived, name) or _is_stale(getattr(derived, name)):
+        setattr(derived, name, make())
+    return getattr(derived, name)
+
+
+def _is_stale(edge_index: Tensor) -> bool:
+    return getattr(edge_index, _ATTRIBUTE).version != version_of(edge_index)
+
+
+def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # an inference tensor could not serve a later training step
+        if cache.graph is None:
+            num_src, num_dst = cache.num_nodes
+            if cache.batch > 1 and not _is_replicated(edge_index, cache.num_nodes, cache.batch):
+                cache.batch = 1
+            one = edge_index[:, : edge_index.shape[1] // cache.batch]
+            num_nodes = (num_src // cache.batch, num_dst // cache.batch)
+            cache.graph = GraphStructure.from_edge_index(
+                one, num_nodes, validate=cache.validate, reverse=False
+            )
+        if reverse:
+            cache.graph = cache.graph.with_reverse()
+
+
+def _structure_by_tensor(
+    edge_index: Tensor, num_nodes: tuple[int, int], reverse: bool
+) -> GraphStructure:
+    """Return the structure of a list of unknown origin without checking its values: it may be sorted at every step."""
+    cache = _BY_TENSOR.get(edge_index)
+    if cache is None or cache.version != version_of(edge_index) or cache.num_nodes != num_nodes:
+        cache = _BY_TENSOR[edge_index] = EdgeCache(
+            num_nodes, version_of(edge_index), validate=False
+        )
+    _fill(cache, edge_index, reverse)
+    return cache.graph
+
+
+def _is_replicated(edge_index: Tensor, num_nodes: tuple[int, int], batch: int) -> bool:
+    """Return whether a list holds one graph `batch` times, its nodes behind one another; synchronises the device."""
+    if edge_index.shape[1] % batch or num_nodes[0] % batch or num_nodes[1] % batch:
+        return False
+    stride = edge_index.new_tensor(num_nodes).div(batch, rounding_mode="floor").view(2, 1, 1)
+    copies = edge_index.unflatten(1, (batch, -1))
+    shifts = torch.arange(batch, device=edge_index.device).view(1, batch, 1) * stride
+    return bool((copies == copies[:, :1] + shifts).all())

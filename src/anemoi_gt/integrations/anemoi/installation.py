@@ -1,0 +1,463 @@
+"""`install`, `swap_layers` and `uninstall`: methods of Anemoi's classes are replaced, and put back.
+
+Nothing is written on a module, so state dicts, pickles, copies and `isinstance` are Anemoi's own,
+with or without us.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.integrations.anemoi import (
+    assemble_output,
+    blocks,
+    decision,
+    edge_lists,
+    models,
+    report,
+    sharding,
+)
+from anemoi_gt.integrations.anemoi.bodies import unknown_body_in_block
+from anemoi_gt.integrations.anemoi.checkpointing_modes import (
+    Checkpointing,
+    maybe_checkpoint,
+    torchs_checkpoint,
+)
+from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.upstream import Replacement, find, resolve_upstream
+
+log = logging.getLogger(__name__)
+
+BLOCK = ("anemoi.models.layers.block", "GraphTransformerBaseBlock")
+PROVIDER = ("anemoi.models.layers.graph_provider", "StaticGraphProvider")
+MAPPER = ("anemoi.models.layers.mapper", "GraphTransformerBaseMapper")
+PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
+PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
+INTERFACE = ("anemoi.models.interface", "AnemoiModelInterface")
+BASE = ("anemoi.models.models.base", "BaseGraphModel")
+MODEL = ("anemoi.models.models.encoder_processor_decoder", "AnemoiModelEncProcDec")
+ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsModelEncProcDec")
+TARGETS = ("anemoi.models.layers.target_features",)
+NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
+NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
+PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
+MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
+# (class, or module that holds a function, name of the method or function): its replacement
+PATCHES = {
+    (PROCESSOR_BLOCK, "forward"): blocks.processor_block,
+    (MAPPER_BLOCK, "forward"): blocks.mapper_block,
+    (PROVIDER, "_get_edges_impl"): edge_lists.get_edges,
+    (MAPPER, "prepare_edge_sharding_wrapper"): edge_lists.prepare_edge_sharding,
+    (PROCESSOR, "forward"): edge_lists.processor_forward,
+    (PARTITION, "materialise"): edge_lists.materialise,
+    (PARTITION[:1], "build_graph_partition"): edge_lists.build_graph_partition,
+    (MAPPER[:1], "build_graph_partition"): edge_lists.build_graph_partition,
+    (PARTITION[:1], "shard_tensor"): edge_lists.shard_tensor,
+    (MAPPER[:1], "gather_tensor"): edge_lists.gather_tensor,
+    (PROCESSOR[:1], "gather_tensor"): edge_lists.gather_tensor,
+    (MAPPER[:1], "maybe_checkpoint"): maybe_checkpoint,
+    (PROCESSOR[:1], "maybe_checkpoint"): maybe_checkpoint,
+    (MAPPER[:1], "checkpoint"): torchs_checkpoint,
+    (PROCESSOR[:1], "checkpoint"): torchs_checkpoint,
+    (INTERFACE, "_build_model"): models.build_model,
+    (INTERFACE, "_update_metadata"): models.update_metadata,
+    (MODEL, "_assert_valid_sharding"): models.assert_valid_sharding,
+    (MODEL, "_assemble_output"): assemble_output.assemble_output,
+    (ENSEMBLE, "_assemble_output"): assemble_output.assemble_ensemble_output,
+}
+SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
+    (PROVIDER, "_get_edges_impl"): sharding.get_edges,
+    (MAPPER, "prepare_edge_sharding_wrapper"): sharding.prepare_edge_sharding,
+    (MAPPER, "mapper_forward_with_edge_sharding"): sharding.mapper_forward,
+    (MODEL, "_assert_valid_sharding"): sharding.assert_valid_sharding,
+    **{(place[:1], "shard_tensor"): sharding.shard_tensor for place in (MODEL, ENSEMBLE, TARGETS)},
+    **{(place[:1], "get_shard_sizes"): sharding.get_shard_sizes for place in (MODEL, ENSEMBLE)},
+    (NODES, "forward"): sharding.node_attributes,
+    (NOISE, "forward"): sharding.noise,
+}
+# Functions that sharding calls, which must be as in the versions we know.
+CALLED = (
+    (MAPPER[:1], "build_graph_partition"),
+    (PARTITION[:1], "shard_tensor"),
+    (MAPPER[:1], "gather_tensor"),
+)
+OLDER = {(MODEL, "_assert_valid_sharding"): BASE}  # the class that had the method in 0.9.6 to 0.11
+_upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
+
+
+class Match(NamedTuple):
+    """A method of anemoi-models and its replacement, or the reason why it is not replaced."""
+
+    owner: type | ModuleType | None
+    upstream: Callable | None
+    replacement: Callable | None
+    reason: str | None
+
+
+class Installation:
+    """Result of `install`; as a context manager, it restores the previous settings at its end.
+
+    It pickles as an empty context of the standard library, because layer kernels become part of
+    Anemoi's checkpoints.
+    """
+
+    def __init__(self, settings: Settings, before: Settings | None):
+        self._settings, self._before = settings, before
+
+    def __enter__(self) -> "Installation":
+        # they may have been removed, at the end of another `with` or by `uninstall`
+        _apply_patches()
+        SETTINGS.everywhere = self._settings
+        return self
+
+    def __exit__(self, *error) -> None:
+        SETTINGS.everywhere = self._before
+        if self._before is None:
+            _remove_patches_unless_used()
+        else:  # `uninstall` may have been called in between
+            _apply_patches()
+
+    def __reduce__(self):
+        return nullcontext, ()
+
+    def __repr__(self) -> str:
+        state = "in force" if SETTINGS.everywhere is self._settings else "ended"
+        return f"Installation({self._settings}; {state})"
+
+
+def install(
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    sharding: bool = True,
+    activation_checkpointing: str | Mapping[str, str | None] | None = None,
+) -> Installation:
+    """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
+
+    Parameters
+    ----------
+    backend : {"auto", "triton", "torch"}
+        As in `anemoi_gt.AttentionConfig`. Blocks that we cannot serve run Anemoi's own code with
+        `auto`, which logs the reason once, and raise with a named backend; both in eager and in
+        compiled code.
+    precision : {None, "fp32", "bf16", "fp16"}
+        As in `anemoi_gt.AttentionConfig`; None follows autocast.
+    fuse_edges : bool
+        Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x
+        channels. False embeds every edge as Anemoi does.
+    blocks : {None, True, False}
+        Compute the whole forward of a block by one operator: norms, projections, attention and
+        feed-forward network. None does so where it was measured to be faster, under 16-bit autocast
+        on a GPU with backend "triton"; True in float32 too. A block with conditional norms, another
+        activation, dropout, hooks or the like has its attention alone computed, which is logged
+        once; with True and a named backend it raises.
+    sharding : bool
+        Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges",
+        for graphs of any symmetry, batches and ensembles. False keeps Anemoi's own sharding, as
+        does a version whose methods differ, which is logged.
+    activation_checkpointing : {None, "none", "full"} or mapping
+        Keep for the backward pass everything ("none") or inputs of each chunk ("full"). One for all
+        components, or one for some of "encoder", "processor" and "decoder". None leaves it to the
+        `gradient_checkpointing` of Anemoi's config.
+
+    Returns
+    -------
+    Installation
+        Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A
+        backward pass belongs inside, because checkpointed activations are recomputed there.
+
+    Raises
+    ------
+    ValueError
+        For another backend, precision or activation checkpointing.
+    ImportError
+        If anemoi-models is missing, or its blocks do not attend as those of 0.9.3 to 0.19.0 do.
+
+    Notes
+    -----
+    The first installation and the end of the last one call `torch.compiler.reset`: compiled code
+    would go on with the methods it was made from. It is compiled again when it is called.
+    """
+    settings = _switch_on(
+        AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding
+    )
+    if activation_checkpointing is not None:
+        settings = replace(settings, checkpointing=Checkpointing.of(activation_checkpointing))
+    installation = Installation(settings, before=SETTINGS.everywhere)
+    if SETTINGS.everywhere != settings:  # Anemoi's configs install once for each component
+        log.info(
+            "anemoi_gt computes graph-transformer blocks of anemoi-models %s, where a model has "
+            "them: %s",
+            version("anemoi-models"),
+            settings,
+        )
+    SETTINGS.everywhere = settings
+    return installation
+
+
+@dataclass(frozen=True)
+class Installed(Settings):
+    """The settings in force, and how blocks were computed since.
+
+    Attributes
+    ----------
+    computed : tuple of Computed
+        Of each graph-transformer block of a model that has computed: path, class, "fused",
+        "attention only", "upstream" or "not yet", and the reason where it was not fused.
+    """
+
+    computed: tuple[report.Computed, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Installed({self}; {report.summary(self.computed)})"
+
+
+def installed() -> Installed | None:
+    """Return the settings of `install` that are in force, and what was computed how, or None without `install`.
+
+    Models of `swap_layers` have settings of their own; how their blocks were computed is told too.
+    """
+    if SETTINGS.everywhere is None:
+        return None
+    return Installed(**vars(SETTINGS.everywhere), computed=report.computed())
+
+
+def plan() -> dict[str, str | None]:
+    """Return what `install` would replace in this anemoi-models, by name, and why not, or None where it would.
+
+    Raise ImportError without anemoi-models. Nothing is replaced.
+    """
+    reasons = {seam: match.reason for seam, match in _matches().items()}
+    shards = {seam: _match(seam, patch).reason for seam, patch in SHARDING.items()}
+    if any(shards.values()) or any(reasons[seam] for seam in CALLED):
+        shards = {
+            seam: reason or "sharding is replaced as a whole, or not at all"
+            for seam, reason in shards.items()
+        }
+    return {f"{place[-1]}.{name}": reason for (place, name), reason in (shards | reasons).items()}
+
+
+def examine(model: nn.Module) -> tuple[report.Computed, ...]:
+    """Return how `install()` would compute the graph-transformer blocks of a model on this machine.
+
+    On the first GPU if there is one, under autocast to bfloat16. A condition of norms shows in the
+    classes of norms.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with install(), torch.autocast(device.type, torch.bfloat16):
+        decisions = [
+            (path, block, decision.examine(block, device))
+            for path, block in report.blocks_of(model)
+        ]
+    return tuple(
+        report.Computed(path, type(block).__name__, report.WORDS[made.path], made.reason)
+        for path, block, made in decisions
+    )
+
+
+def uninstall() -> None:
+    """Let all blocks of Anemoi, those of `swap_layers` included, compute with Anemoi's own code again."""
+    SETTINGS.clear()
+    _remove_patches_unless_used()
+
+
+def swap_layers(
+    model: nn.Module,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    sharding: bool = True,
+) -> nn.Module:
+    """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        It is not changed, and is returned: its blocks are registered. A copy or an unpickled model
+        has to be swapped again.
+    backend, precision, fuse_edges, blocks, sharding
+        As for `install`; they take precedence over those of `install`.
+
+    Raises
+    ------
+    ValueError
+        If it has no graph-transformer block, or for another backend or precision.
+    ImportError
+        As for `install`.
+    """
+    config = AttentionConfig(backend=backend, precision=precision)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
+    if not (found := [module for module in model.modules() if isinstance(module, find(*BLOCK))]):
+        raise ValueError(
+            f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} "
+            "without one"
+        )
+    settings = _switch_on(config, fuse_edges, blocks, sharding)
+    for each in found:
+        SETTINGS.choose(each, settings)
+    return model
+
+
+def graph_transformer_processor(
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+) -> nn.Module:
+    """Build Anemoi's `GraphTransformerProcessor` with swapped blocks; a target for configs whose validation is off.
+
+    `backend`, `precision` and `fuse_edges` are as for `install`, `options` those of Anemoi's class.
+    """
+    return swap_layers(find(*PROCESSOR)(**options), backend, precision, fuse_edges)
+
+
+def graph_transformer_forward_mapper(
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+) -> nn.Module:
+    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, as `graph_transformer_processor` a processor."""
+    return swap_layers(
+        find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges
+    )
+
+
+def graph_transformer_backward_mapper(
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+) -> nn.Module:
+    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, as `graph_transformer_processor` a processor."""
+    return swap_layers(
+        find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges
+    )
+
+
+def _switch_on(
+    config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool
+) -> Settings:
+    """Apply the patches and return the settings; halos are exchanged if all methods for that were replaced."""
+    if blocks is not None and not isinstance(blocks, bool):
+        raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
+    for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+    _apply_patches()
+    replaced = {name for _, name in _upstream}
+    return Settings(
+        config, fuse_edges, blocks, sharding and replaced.issuperset(name for _, name in SHARDING)
+    )
+
+
+def _apply_patches() -> None:
+    if _upstream:
+        return
+    matches = _matches()
+    reasons = [matches[place, "forward"].reason for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
+    if None not in reasons:
+        raise ImportError(
+            f"anemoi-models must have {PROCESSOR_BLOCK[1]}.forward as one of 0.9.2 to 0.19.0 has "
+            "it, got "
+            f"{version('anemoi-models')}: {reasons[0]}"
+        )
+    missing = [
+        seam
+        for seam, match in matches.items()
+        if match.reason is not None and PATCHES[seam].stands_in
+    ]
+    others = [f"{place[-1]}.{name}" for place, name in missing]
+    if others:
+        message = (
+            "this anemoi-models lacks, or has with other parameters or another body, %s: expect "
+            "less speed, not other "
+            "results"
+        )
+        log.warning(message, ", ".join(others))
+    found = {
+        (match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None
+    }
+    found = _with_sharding(
+        found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason]
+    )
+    resolve_upstream()
+    for (owner, name), match in found.items():
+        _upstream[owner, name] = match.upstream
+        setattr(owner, name, match.replacement)
+    _reset_compiled()
+
+
+def _matches() -> dict[tuple, Match]:
+    """Return what is replaced in this version, or why not, by seam."""
+    matches = {seam: _match(seam, PATCHES[seam]) for seam in _wanted()}
+    provider, partition = (PROVIDER, "_get_edges_impl"), (PARTITION, "materialise")
+    if matches[provider].reason is None and matches[partition].reason is not None:
+        reason = "its lists are sorted afterwards, where GraphPartition.materialise is not replaced"
+        matches[provider] = Match(None, None, None, reason)
+    return matches
+
+
+def _wanted() -> list[tuple]:
+    """Return what is replaced in this version; before 0.12.1 PyTorch's `checkpoint` is called where it is imported."""
+    old = not hasattr(find(*MAPPER[:1]), "maybe_checkpoint")
+    absent = "maybe_checkpoint" if old else "checkpoint"
+    return [seam for seam in PATCHES if seam[1] != absent]
+
+
+def _match(seam: tuple, patch: Replacement) -> Match:
+    """Find the method of a seam with the parameters of some version that we know."""
+    reason, name = f"this anemoi-models has no {'.'.join(seam[0])}", seam[1]
+    for place in filter(None, (seam[0], OLDER.get(seam))):
+        try:
+            owner = find(*place)
+        except ImportError:
+            continue
+        upstream = _upstream.get((owner, name), vars(owner).get(name))
+        reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
+        if reason is None and place in (PROCESSOR_BLOCK, MAPPER_BLOCK):
+            reason = unknown_body_in_block(owner)
+        if reason is None:
+            return Match(owner, upstream, patch.of(upstream), None)
+    return Match(None, None, None, reason)
+
+
+def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
+    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit.
+
+    `differing` names functions that they call and that are not as in the versions we know.
+    """
+    above = dict(found)
+    for (place, name), patch in SHARDING.items():
+        match = _match((place, name), patch)
+        if match.reason is not None:
+            differing.append(f"{place[-1]}.{name}")
+            continue
+        key = match.owner, name
+        below = found[key].replacement if key in found else match.upstream
+        above[key] = match._replace(replacement=patch.of(below))
+    if differing:
+        log.warning(
+            "this anemoi-models has another %s: its own sharding is kept", ", ".join(differing)
+        )
+        return found
+    return above
+
+
+def _remove_patches_unless_used() -> None:
+    if SETTINGS.is_empty and _upstream:
+        for (owner, name), method in _upstream.items():
+            setattr(owner, name, method)
+        _upstream.clear()
+        edge_lists.clear_cache()
+        report.clear()
+        _reset_compiled()
+
+
+def _reset_compiled() -> None:
+    """Drop compiled code, which holds the methods it was made from; PyTorch does not notice that a class got others."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

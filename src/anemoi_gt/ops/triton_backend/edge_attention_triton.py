@@ -1,0 +1,331 @@
+"""The `triton` backend: plans of forward and backward pass, and the two ways in that run them.
+
+Eager calls go through `EdgeAttention`, an autograd function, which takes half the host's time of an
+operator. Traced code, dispatch modes and tensor subclasses see the registered operators
+`edge_attention_triton` and its backward.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import linear
+
+from anemoi_gt.custom_ops import (
+    define_operator,
+    flat_arguments,
+    is_plain,
+    needs_gradient,
+    on_device,
+    refuse_second_derivative,
+)
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
+from anemoi_gt.ops.operands import AttentionOperands, Needs
+from anemoi_gt.ops.triton_backend.plan import Plan, PlanBuilder
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Options, sizes_of
+from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
+from anemoi_gt.tested_versions import warn_if_untested
+from anemoi_gt.torch_compat import is_batched
+
+KEPT = (
+    128  # plans of each pass that are kept: graphs times layers of different sizes in use at a time
+)
+NUM_OPERANDS = len(AttentionOperands._fields)
+NUM_TENSORS = NUM_OPERANDS + len(IndexTensors._fields) + 1  # and the seed
+
+
+def attend(
+    operands: AttentionOperands,
+    graph: GraphStructure,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
+
+    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. A batch of one may come
+    without B, in all of them: to the kernels it is the same memory, and views that add B would be
+    autograd nodes that cost a launch each. Attributes for which `embeds_first` are embedded before:
+    an edge's own [H, C] is smaller than what it has.
+    """
+    warn_if_untested("triton")
+    query, key, value, edge_attr, edge_weight, edge_bias = operands
+    save = needs_gradient(*operands)
+    if edge_weight is not None and embeds_first(operands, save):
+        with without_autocast(query.device.type):
+            edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
+        operands = AttentionOperands(query, key, value, edge_attr)
+    index = IndexTensors.of(graph)
+    if not is_plain(*operands, *index, seed):
+        out, lse, *_ = edge_attention_triton(*operands, *index, seed, scale, dropout_p, save)
+    elif save:
+        out, lse = EdgeAttention.apply(*operands, index, Options(seed, scale, dropout_p))
+    else:
+        tensors = _readable_tensors(*operands, *index, seed)
+        out, lse, *_ = _run_forward(tensors, scale, dropout_p, save=False)
+    return out, lse
+
+
+def embeds_first(operands: AttentionOperands, save: bool) -> bool:
+    """Return whether to embed the attributes [E, D] into [E, H, C] instead of factoring W out of the sums over edges.
+
+    They are where a program cannot hold D, and where that moves fewer bytes with D > C, which takes
+    many attributes and few edges a node. Elements of N nodes and E edges that one moves and the
+    other does not, with D padded to P columns:
+
+        factored    forward N H (3 C + 4 P),    backward N H (5 C + 9 P) + E (4 H + D)
+        embedded    forward E H 2 C,            backward N H C + E H 4 C
+
+    Symbolic sizes are not compared, because the program would depend on them: W is factored out.
+    """
+    query, _, _, edge_attr, edge_weight, edge_bias = operands
+    heads, channels, edge_dim = (
+        int(query.shape[-2]),
+        int(query.shape[-1]),
+        int(edge_weight.shape[1]),
+    )
+    columns = edge_dim + int(edge_bias is not None)
+    if columns > MOST_ATTRIBUTES or edge_dim <= channels:
+        return columns > MOST_ATTRIBUTES
+    samples, sets = (each.shape[0] if query.dim() == 4 else 1 for each in (query, edge_attr))
+    nodes, edges, columns = (
+        samples * query.shape[-3],
+        sets * edge_attr.shape[-2],
+        attribute_columns(columns),
+    )
+    factored, embedded = nodes * heads * (3 * channels + 4 * columns), edges * heads * 2 * channels
+    if save:
+        factored += nodes * heads * (5 * channels + 9 * columns) + edges * (4 * heads + edge_dim)
+        embedded += nodes * heads * channels + edges * heads * 4 * channels
+    return statically_known_true(embedded < factored)
+
+
+# -------------------------------------------------------------------------------------------------------------
+# plans
+
+
+def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    """Return what a plan depends on of a contiguous tensor."""
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+@lru_cache(KEPT)
+def forward_plan(specs: tuple, scale: float, dropout_p: float, save: bool) -> Plan:
+    """Return the plan of a forward pass over operands, index tensors and seed; see `forward_steps`."""
+    builder = PlanBuilder(specs)
+    return builder.finish(forward_steps(builder, scale, dropout_p, save))
+
+
+def forward_steps(
+    builder: PlanBuilder, scale: float, dropout_p: float, save: bool, holds=bool
+) -> list:
+    """Add the steps of a forward pass; return the buffers of out, lse, and with `save` what the backward pass reads."""
+    from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
+
+    *tensors, seed = builder.inputs
+    operands = AttentionOperands(*tensors[:NUM_OPERANDS])
+    index = IndexTensors(*tensors[NUM_OPERANDS:])
+    sizes = sizes_of(operands, index, scale, dropout_p, holds=holds)
+    out, lse, saved = attend(AttentionCall(builder, sizes, operands, index, seed))
+    return [out, lse, *saved] if save else [out, lse]
+
+
+@lru_cache(KEPT)
+def backward_plan(specs: tuple, scale: float, dropout_p: float, needs: Needs) -> Plan:
+    """Return the plan of a backward pass over the inputs of the forward pass, what it saved, grad_out and grad_lse.
+
+    Its results are the gradients of the operands, None for those that are not needed.
+    """
+    from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, Saved, gradients
+
+    builder = PlanBuilder(specs)
+    *tensors, seed = builder.inputs[:NUM_TENSORS]
+    *saved, grad_out, grad_lse = builder.inputs[NUM_TENSORS:]
+    operands = AttentionOperands(*tensors[:NUM_OPERANDS])
+    index = IndexTensors(*tensors[NUM_OPERANDS:])
+    call = AttentionCall(
+        builder, sizes_of(operands, index, scale, dropout_p), operands, index, seed
+    )
+    return builder.finish(gradients(call, Saved(*saved), grad_out, grad_lse, needs))
+
+
+def _readable_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return the same elements where a kernel can read them: contiguous, 16-bit pairs aligned to 32 bits."""
+    readable = []
+    for tensor in tensors:
+        if tensor is not None:
+            tensor = tensor.contiguous()
+            if tensor.data_ptr() % 4:
+                tensor = tensor.clone()
+        readable.append(tensor)
+    return readable
+
+
+def _run_forward(
+    tensors: Sequence[Tensor | None], scale: float, dropout_p: float, save: bool
+) -> list[Tensor | None]:
+    """Run the forward pass on readable operands, index tensors and seed; see `forward_steps`."""
+    with on_device(tensors[0]):
+        plan = forward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, save)
+        return plan.run(tensors)
+
+
+def _run_backward(
+    tensors: Sequence[Tensor | None],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    needs: Needs,
+) -> list[Tensor | None]:
+    """Run the backward pass on what the forward pass read and saved; return a gradient or None for each operand."""
+    if grad_out is None:
+        grad_out = torch.zeros_like(tensors[0])
+    tensors = [*tensors, *_readable_tensors(grad_out, grad_lse)]
+    with on_device(grad_out):
+        plan = backward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, needs)
+        return plan.run(tensors)
+
+
+# -------------------------------------------------------------------------------------------------------
+# eager calls
+
+
+class EdgeAttention(torch.autograd.Function):
+    """Edge attention of eager calls: apply(*operands, index, options) returns out and lse."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        *operands, index, options = arguments
+        tensors = _readable_tensors(*operands, *index, options.seed)
+        out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save=True)
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.dropout_p = options.scale, options.dropout_p
+        ctx.save_for_backward(*tensors, *saved)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        needs = Needs(*ctx.needs_input_grad[:NUM_OPERANDS])
+        if grad_out is None and grad_lse is None:
+            return (None,) * (NUM_OPERANDS + 2)
+        tensors = ctx.saved_tensors
+        is_eager = is_plain(*tensors, grad_out, grad_lse) and not is_batched(grad_out, grad_lse)
+        if torch.is_grad_enabled() or not is_eager:
+            gradients = _call_backward(tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs)
+        else:
+            gradients = _run_backward(tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs)
+        return *gradients, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# operators
+
+
+@define_operator
+def edge_attention_triton(
+    operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return out like query, lse [B, N_dst, H], without B as query, and what backward needs, empty unless `save`."""
+    tensors = _readable_tensors(*operands, *index, options.seed)
+    out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save)
+    saved = saved or [None, None, None]
+    return out, lse, *(lse.new_empty(0) if tensor is None else tensor for tensor in saved)
+
+
+@torch.library.register_fake("anemoi_gt::edge_attention_triton")
+@flat_arguments
+def _(operands: AttentionOperands, index: IndexTensors, options: Options, save: bool):
+    query = operands.query
+    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    if not save:
+        return out, lse, *(lse.new_empty(0) for _ in range(3))
+    sizes = sizes_of(operands, index, holds=statically_known_true)
+    exp_scores = lse.new_empty((sizes.batch, sizes.num_edges, sizes.heads))
+    inv_denominator = lse.new_empty(sizes.inverse_shape(lse.shape))
+    if operands.edge_weight is None:
+        return out, lse, inv_denominator, exp_scores, lse.new_empty(0)
+    projected = query.new_empty((*lse.shape, sizes.columns), dtype=scratch_dtype(query.dtype))
+    return out, lse, inv_denominator, exp_scores, projected
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    *tensors, ctx.scale, ctx.dropout_p, _ = inputs
+    _, _, *saved = output
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(*tensors, *saved)
+
+
+@define_operator
+def edge_attention_triton_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    operands: AttentionOperands,
+    index: IndexTensors,
+    options: Options,
+    inv_denominator: Tensor,
+    exp_scores: Tensor,
+    projected: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the operands, empty for those that `needs` does not ask for.
+
+    Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.
+    """
+    if operands.edge_weight is None:
+        projected = None
+    tensors = _readable_tensors(*operands, *index, options.seed)
+    tensors += [inv_denominator, exp_scores, projected]
+    gradients = _run_backward(
+        tensors, grad_out, grad_lse, options.scale, options.dropout_p, Needs(*needs)
+    )
+    return tuple(
+        exp_scores.new_empty(0) if gradient is None else gradient for gradient in gradients
+    )
+
+
+@torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
+@flat_arguments
+def _(
+    grad_out,
+    grad_lse,
+    operands: AttentionOperands,
+    index: IndexTensors,
+    options: Options,
+    inv,
+    exp,
+    proj,
+    needs,
+):
+    pairs = zip(operands, needs, strict=True)
+    return tuple(
+        operand.new_empty(operand.shape) if need else exp.new_empty(0) for operand, need in pairs
+    )
+
+
+def _backward(ctx, grad_out, grad_lse, *_):
+    num_arguments = NUM_TENSORS + 3
+    if grad_out is None and grad_lse is None:
+        return (None,) * num_arguments
+    needs = Needs(*ctx.needs_input_grad[:NUM_OPERANDS])
+    gradients = _call_backward(
+        ctx.saved_tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs
+    )
+    return *gradients, *((None,) * (num_arguments - NUM_OPERANDS))
+
+
+def _call_backward(
+    tensors, grad_out, grad_lse, scale: float, dropout_p: float, needs: Needs
+) -> list[Tensor | None]:
+    """Call the backward operator on what the forward pass read and saved; return a gradient or None per operand."""
+    arguments = (*tensors[:NUM_TENSORS], scale, dropout_p, *tensors[NUM_TENSORS:], list(needs))
+    gradients = edge_attention_triton_backward(grad_out, grad_lse, *arguments)
+    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+
+
+torch.library.register_autograd(edge_attention_triton, _backward, setup_context=_setup_context)
+refuse_second_derivative(edge_attention_triton_backward)

@@ -1,0 +1,74 @@
+"""Private names of PyTorch that the library looks up, each with what holds where a release lacks it.
+
+`anemoi_gt.kernels.launch` has Triton's, next to the launch that they make shorter. Names of PyTorch
+that are private in spelling but documented, such as `torch.utils._pytree`, are imported where they
+are used.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# Without the functions that know, the answers are those that are right for every call and cost more
+# host time: transforms, a mode and a profiler are there, no gradient is batched.
+_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_is_legacy_batched = getattr(
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda tensor: False
+)
+_assert_async = getattr(torch, "_assert_async", None)
+
+
+def constant_when_traced(function: Callable) -> Callable:
+    """Mark a function that torch.compile calls at trace time and whose result is a constant of the program.
+
+    torch.compiler.assume_constant_result sets the same mark but imports the compiler, which doubles
+    the import time.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+@constant_when_traced
+def is_exporting() -> bool:
+    """Return whether a program is being exported; before PyTorch 2.13, torch.compile traces PyTorch's as True."""
+    return torch.compiler.is_exporting()
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, ...) is active; in traced code that is PyTorch's matter."""
+    return not torch.compiler.is_compiling() and _transforms_are_active()
+
+
+def is_watched() -> bool:
+    """Return whether a transform of torch.func, a dispatch mode or a profiler looks for operators."""
+    return bool(_transforms_are_active() or _num_dispatch_modes() or _profiler_is_enabled())
+
+
+def is_batched(*gradients: Tensor | None) -> bool:
+    """Return whether gradients have a hidden batch dimension, as with `torch.autograd.grad(is_grads_batched=True)`.
+
+    Operators that take and return plain tensors are then called once per entry, by PyTorch's own
+    fallback.
+    """
+    return any(gradient is not None and _is_legacy_batched(gradient) for gradient in gradients)
+
+
+def forward_mode_is_active() -> bool:
+    """Return whether tangents may exist: inside `forward_ad.dual_level` or `torch.func.jvp`."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def assert_async(holds: Tensor, claim: str) -> None:
+    """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU from a device-side assertion.
+
+    Part of the graph in compiled and captured code. Without PyTorch's private operator the host
+    reads `holds`.
+    """
+    if _assert_async is not None:
+        _assert_async(holds, claim)
+    elif not bool(holds):
+        raise RuntimeError(claim)

@@ -1,0 +1,225 @@
+"""The export application: from a checkpoint to a package that runs in Python and C++, and its errors."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from support import applications
+from support.applications import last_error, logging_as_before
+
+from anemoi_gt import __main__ as command_line
+from anemoi_gt.app import export_command as application
+from anemoi_gt.app import hydra_app
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.sphere_advection import SphereDataset
+from anemoi_gt.app.scores import model_forecast
+from anemoi_gt.app.training.run_files import save_checkpoint
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
+SMALL = [
+    *applications.SMALL,
+    *(
+        "model.num_layers=1",
+        "model.channels=16",
+        "model.heads=2",
+        "training.device=cpu",
+        "attention.backend=torch",
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restore_logging(unoptimised_packages):
+    with logging_as_before():
+        yield
+
+
+@pytest.fixture(scope="module")
+def run():
+    """The model and data of a small run, untrained, and its config."""
+    with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
+        config = compose("train", SMALL)
+    return hydra_app.build(config), hydra_app.describe(config)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run, tmp_path_factory):
+    path, (_, model, _), config = tmp_path_factory.mktemp("run") / "best.pt", *run
+    save_checkpoint(path, {"average": model.state_dict(), "step": 12, "config": config})
+    return path
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Run `anemoi-gt export` in this process, with a folder for its files."""
+
+    def started(*arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", sys.argv[:])
+            command_line.main(
+                ["export", *arguments, f"hydra.run.dir={tmp_path_factory.mktemp('export')}"]
+            )
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def package(checkpoint, started):
+    path = checkpoint.with_name("model.pt2")
+    started(f"checkpoint={checkpoint}", f"out={path}", "max_batch=4")
+    return path
+
+
+@pytest.fixture
+def example(run, tmp_path):
+    """A file of physical fields, the path of the output, and the forecast of the application."""
+    (splits, model, _), _ = run
+    valid = splits.valid
+    fields = torch.stack([valid.physical_sample(i)[0] for i in (0, 1, 0)])
+    torch.save(fields, tmp_path / "fields.pt")
+    expected = torch.stack([model_forecast(model.eval(), valid)(i) for i in (0, 1, 0)])
+    return tmp_path / "fields.pt", tmp_path / "forecast.pt", expected
+
+
+def test_package_runs_in_python_without_this_library(package, example, run_without_library):
+    fields, forecast, expected = example
+    output = run_without_library(EXAMPLES / "run_package.py", package, fields, forecast)
+    assert '"channels": ["tracer", "wind x"' in output
+    torch.testing.assert_close(torch.load(forecast), expected)
+
+
+def test_package_runs_in_cpp(package, example, tmp_path):
+    fields, forecast, expected = example
+    torch_folder, program = Path(torch.__file__).parent, tmp_path / "run_package"
+    libraries = torch_folder / "lib"
+    compiler = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        f"-I{torch_folder / 'include'}",
+        EXAMPLES / "main.cpp",
+        "-o",
+        program,
+    ]
+    linker = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run([*compiler, *linker], check=True, capture_output=True, timeout=300)
+    result = subprocess.run(
+        [program, package, fields, forecast], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "forecast: physical values in, physical values out" in result.stdout
+    torch.testing.assert_close(torch.load(forecast), expected)
+
+
+def test_metadata_describes_inputs_outputs_and_origin(package, run):
+    (splits, *_), _ = run
+    metadata = torch._inductor.aoti_load_package(str(package)).get_metadata()
+    (inputs,), (outputs,) = (json.loads(metadata[name]) for name in ("inputs", "outputs"))
+    assert inputs["shape"] == ["1 to 4", 208, 5] and inputs["channels"] == list(
+        splits.train.input_names[:5]
+    )
+    assert inputs["units"] == ["kg/kg", "m/s", "m/s", "m/s", "m/s"]
+    assert outputs["variables"] == ["tracer"] and outputs["units"] == ["kg/kg"]
+    assert json.loads(metadata["normalisation"])["change_std"] == splits.train.statistics.change_std
+    expected = {
+        "lead_time_hours": "12",
+        "backend": "torch",
+        "step": "12",
+        "device": "cpu",
+        "precision": "32-true",
+    }
+    assert expected.items() <= metadata.items()
+    assert sorted(path.name for path in package.parent.iterdir()) == [
+        "best.pt",
+        "model.pt2",
+    ]  # and no other file
+
+
+@pytest.fixture
+def error_line(started, capsys):
+    return partial(last_error, capsys, started)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "checkpoint=nowhere.pt out={folder}/m.pt2",
+            "no checkpoint nowhere.pt: give the last.pt or best.pt",
+        ),
+        ("out={folder}/m.pt2", "checkpoint must be given, as checkpoint=VALUE"),
+        ("{checkpoint}", "out must be given, as out=VALUE"),
+        ("{checkpoint} out=5", "out must be a file name, such as model.pt2, got 5"),
+        ("{checkpoint} out=", "out must be a file name, such as model.pt2, got ''"),
+        ("{checkpoint} out={folder}/m.so", "must end in .pt2"),
+        (
+            "{checkpoint} out={folder}/none/m.pt2",
+            "could not write {folder}/none/m.pt2: No such file",
+        ),
+        ("{checkpoint} out={folder}/m.pt2 max_batch=0", "max_batch must be at least 1, got 0"),
+        (
+            "{checkpoint} out={folder}/m.pt2 precision=fp8",
+            "precision must be one of 32-true, bf16-mixed, ",
+        ),
+        (
+            "{checkpoint} out={folder}/m.pt2 model.channels=32",
+            "the checkpoint's weights must be those of",
+        ),
+    ],
+)
+def test_invalid_arguments_end_with_one_sentence(
+    arguments, message, checkpoint, error_line, tmp_path
+):
+    places = {"checkpoint": f"checkpoint={checkpoint}", "folder": tmp_path}
+    sentence = error_line(*arguments.format(**places).split())
+    assert sentence.startswith("anemoi_gt.export: ") and message.format(**places) in sentence
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled and run here")
+def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(
+    checkpoint, error_line, tmp_path, monkeypatch
+):
+    arguments = (
+        f"checkpoint={checkpoint}",
+        f"out={tmp_path / 'm.pt2'}",
+        "attention.backend=triton",
+    )
+    assert (
+        "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET"
+        in error_line(*arguments)
+    )
+    monkeypatch.setattr("anemoi_gt.ops.triton_backend.device.interpreted", lambda: False)
+    assert "attention backend 'triton' cannot run here: its kernels run on a GPU" in error_line(
+        *arguments
+    )
+
+
+def test_package_that_disagrees_with_the_model_is_not_left_behind(run, monkeypatch, tmp_path):
+    (splits, model, training), _ = run
+    monkeypatch.setattr(application, "export_model", lambda *_: None)
+    monkeypatch.setattr(application, "write_package", lambda _, path, __: path.write_bytes(b"any"))
+    monkeypatch.setattr(
+        torch._inductor, "aoti_load_package", lambda _: lambda x: torch.ones(len(x), 208, 1)
+    )
+    with pytest.raises(FloatingPointError, match="must agree with the model"):
+        application.export(
+            hydra_app.Run(splits, model, training),
+            tmp_path / "model.pt2",
+            4,
+            {"precision": "32-true"},
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_data_set_without_physical_inputs_is_refused(
+    checkpoint, error_line, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(SphereDataset, "physical_inputs", ForecastDataset.physical_inputs)
+    sentence = error_line(f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}")
+    assert "a package needs a data set that implements physical_inputs()" in sentence

@@ -1,0 +1,79 @@
+"""The walk of a call from an Anemoi block to the kernels: how many functions of the package it takes."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from support.anemoi_model import block_inputs, make_block
+
+import anemoi_gt
+from anemoi_gt.integrations import anemoi
+from anemoi_gt.integrations.anemoi.decision import Call
+from anemoi_gt.kernels.forward import edge_attention_fwd
+from anemoi_gt.ops.sublayer_tensors import AttentionTensors
+
+PACKAGE = Path(anemoi_gt.__file__).parent
+KERNELS = PACKAGE / "kernels"
+LAUNCH = KERNELS / "launch.py"
+PLAN = PACKAGE / "ops" / "triton_backend" / "plan.py"
+MOST_FUNCTIONS = 9  # from the forward of a block to the launch of the kernel that reads edge_attr
+MOST_CALLS = 200  # in one forward; docs/design.md says what they are
+KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
+
+
+def is_host_code(code) -> bool:
+    """Whether it is a function of the package that runs on the host; comprehensions are none."""
+    path = Path(code.co_filename)
+    is_kernel = path.parent == KERNELS and path != LAUNCH
+    return path.is_relative_to(PACKAGE) and not is_kernel and not code.co_name.startswith("<")
+
+
+@cache
+def walk_of(kind):
+    """Functions that the second forward of a fused block calls, and the chain of them down to the attention."""
+    block, inputs = make_block(KINDS[kind], qk_norm=True), block_inputs(KINDS[kind])
+    calls, chain = [], []
+
+    def note(frame, event, argument):
+        if event != "call":
+            return
+        if is_host_code(frame.f_code):
+            calls.append(frame.f_code)
+        elif frame.f_code.co_name == "edge_attention_fwd" and not chain:  # its first program
+            while frame is not None:
+                if is_host_code(frame.f_code):
+                    chain.append(frame.f_code.co_name)
+                frame = frame.f_back
+
+    with anemoi.install(backend="triton", blocks=True), torch.autocast("cpu", torch.bfloat16):
+        block(*inputs)  # makes the structure of the graph and the plans
+        sys.setprofile(note)
+        try:
+            block(*inputs)
+        finally:
+            sys.setprofile(None)
+    return calls, chain[::-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_functions_lie_between_a_block_and_the_kernel_that_reads_its_edges(kind):
+    _, chain = walk_of(kind)
+    assert f"{kind}_block" in chain and chain[-1] == "on", chain
+    assert len(chain) <= MOST_FUNCTIONS, chain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_of_a_fused_block_calls_few_functions(kind):
+    calls, _ = walk_of(kind)
+    # The interpreter takes a view of each argument of a kernel, where a GPU takes an address.
+    counted = [code for code in calls if Path(code.co_filename) not in (PLAN, LAUNCH)]
+    names = [f"{Path(code.co_filename).name}:{code.co_name}" for code in counted]
+    assert 20 < len(counted) <= MOST_CALLS, (len(counted), sorted(names))
+
+
+def test_edge_attr_has_one_name_from_the_block_to_the_kernel():
+    for names in (Call._fields, AttentionTensors._fields, edge_attention_fwd.arg_names):
+        assert "edge_attr" in names
