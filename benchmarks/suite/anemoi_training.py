@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from anemoi.models.layers.attention import MultiHeadSelfAttention
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from support.anemoi_model import build
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -106,7 +106,7 @@ def make_variants() -> dict[str, Variant]:
         bases, forms, recomputations, captures
     ):
         if capture and base == "untouched":
-            continue  # Anemoi's Triton operators wait for the device, which a capture refuses
+            continue  # Anemoi's own code waits for the device, which a capture refuses
         variants[base + form + recomputation + capture] = bases[base]._replace(
             compiled=frozenset(forms[form]),
             recompute=recomputations[recomputation],
@@ -157,6 +157,12 @@ def options_of(
         # FlexAttention takes the place of scaled_dot_product_attention in the model that is built.
         is_flash = attention == "flash_attention"
         model.processor.attention_implementation = attention if is_flash else ATTENTIONS[2]
+    # transformer.yaml of anemoi-training 0.17.1 lacks what anemoi-models 0.19.0 asks for.
+    for mapper in mappers:
+        if "num_channels" not in mapper:
+            mapper.num_channels = case.channels
+    if "latent_aggregator" not in model:
+        model.latent_aggregator = {"_target_": "anemoi.models.layers.aggregator.SumAggregator"}
     # They name variables of a data set, which the fields here do not have.
     model.bounding = {"datasets": {"data": []}}
     return OmegaConf.to_container(config, resolve=True)["model"]
@@ -202,27 +208,32 @@ class WindowedFlexAttention(nn.Module):
             def is_near(batch, head, query_node, key_node):
                 return (query_node - key_node).abs() <= window_size
 
-            self.mask = create_block_mask(is_near, None, None, *nodes, device=query.device)
+            # Eager, it would write tensors of nodes x nodes.
+            make_mask = torch.compile(create_block_mask)
+            self.mask = make_mask(is_near, None, None, *nodes, device=query.device)
         return self.attention(query, key, value, block_mask=self.mask)
 
 
 @cache
 def graph_of(case: Case) -> HeteroData:
-    """Return encoder, processor and decoder graph of a case."""
+    """Return encoder, processor and decoder graph of a case; a transformer processor has no edges."""
     nodes = grid(case.grid)
     if case.area_grid is None:
-        return icosphere_graph(nodes, refinement=case.refinement)
-    finer = grid(case.area_grid)
-    outside, inside = nodes[~nodes.inside(EUROPE)], finer[finer.inside(EUROPE)]
-    stretched = Nodes(
-        np.concatenate([outside.lat, inside.lat]), np.concatenate([outside.lon, inside.lon])
-    )
-    return stretched_graph(
-        stretched,
-        refinement=case.refinement,
-        area_refinement=case.area_refinement,
-        area=EUROPE,
-    )
+        graph = icosphere_graph(nodes, refinement=case.refinement)
+    else:
+        finer = grid(case.area_grid)
+        outside, inside = nodes[~nodes.inside(EUROPE)], finer[finer.inside(EUROPE)]
+        latitudes = np.concatenate([outside.lat, inside.lat])
+        longitudes = np.concatenate([outside.lon, inside.lon])
+        graph = stretched_graph(
+            Nodes(latitudes, longitudes),
+            refinement=case.refinement,
+            area_refinement=case.area_refinement,
+            area=EUROPE,
+        )
+    if case.family.startswith("transformer"):
+        del graph["hidden", "to", "hidden"]
+    return graph
 
 
 class Training:
