@@ -170,7 +170,7 @@ def part_inputs(training: Training) -> dict[str, tuple]:
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     with torch.no_grad():
-        training.loss(training.x, training.target)
+        training.loss(training.batch)
     for hook in hooks:
         hook.remove()
     return parts
@@ -240,9 +240,9 @@ def add_round(variants: dict, name: str, found: dict) -> None:
         total["peak_gb"] = max(each["peak_gb"] for each in rounds)
 
 
-def run_case(case: Case, options, results: Results, found: dict) -> None:
-    """Measure all variants of a case."""
-    training = Training(
+def make_training(case: Case, options, seed: int = 0) -> Training:
+    """Return the model of a case, as the command line asks for it."""
+    return Training(
         case,
         options.configs or find_configs(),
         device=options.device,
@@ -250,7 +250,13 @@ def run_case(case: Case, options, results: Results, found: dict) -> None:
         variables=options.variables,
         attention=options.attention,
         mapper_chunks=options.mapper_chunks,
+        seed=seed,
     )
+
+
+def run_case(case: Case, options, results: Results, found: dict) -> None:
+    """Measure all variants of a case."""
+    training = make_training(case, options)
     found["sizes"] = training.sizes
     if case.family.startswith("transformer"):
         found["attention of the processor"] = training.attention
@@ -317,8 +323,12 @@ def matching_variants(patterns: list[str]) -> list[str]:
     return [name for name in VARIANTS if any(fnmatch.fnmatch(name, each) for each in patterns)]
 
 
-def add_case_options(parser) -> None:
-    """Add what overrides the sizes of cases."""
+def add_model_options(parser) -> None:
+    """Add the options that choose models: cases, and what overrides their sizes."""
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument(
+        "--configs", type=Path, help="folder that holds model/, the YAML of Anemoi's models"
+    )
     for name, kind in Case.__annotations__.items():
         is_text = name in ("family", "grid", "area_grid")
         parser.add_argument(
@@ -326,29 +336,38 @@ def add_case_options(parser) -> None:
             type=str if is_text else int,
             help=f"of all cases ({kind})",
         )
-
-
-def case_of(name: str, options) -> Case:
-    """Return a case with the sizes that the command line gives."""
-    given = {field: getattr(options, field) for field in Case._fields}
-    changes = {field: value for field, value in given.items() if value is not None}
-    return CASES[name]._replace(**changes)
-
-
-def make_parser(description: str):
-    """Return the command line."""
-    parser = command_line.make_parser(description, seconds=540, variables=100, rounds=2, warmup=4)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--list", action="store_true", help="print cases and variants")
-    parser.add_argument(
-        "--configs", type=Path, help="folder that holds model/, the YAML of Anemoi's models"
-    )
-    add_case_options(parser)
-    parser.add_argument("--mapper-chunks", type=int, help="default: as in the YAML")
-    parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument(
         "--attention", choices=ATTENTIONS, help="of transformer processors; default: what there is"
     )
+
+
+def check_cases(parser, options) -> None:
+    """End with a message if a case is unknown."""
+    unknown = set(options.cases) - CASES.keys()
+    if unknown:
+        parser.error(f"a CASE must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+
+
+def case_of(case: Case, options) -> Case:
+    """Return a case with the sizes that the command line gives."""
+    given = {field: getattr(options, field) for field in Case._fields}
+    changes = {field: value for field, value in given.items() if value is not None}
+    return case._replace(**changes)
+
+
+def start_report(options) -> dict:
+    """Return the beginning of the report of these models."""
+    facts = describe(options.device, PACKAGES, options.commit)
+    return {"environment": facts, "options": vars(options) | {"output": None}}
+
+
+def make_parser():
+    """Return the command line."""
+    parser = command_line.make_parser(__doc__, seconds=540, variables=100, rounds=2, warmup=4)
+    add_model_options(parser)
+    parser.add_argument("--list", action="store_true", help="print cases and variants")
+    parser.add_argument("--mapper-chunks", type=int, help="default: as in the YAML")
+    parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument(
         "--variants", nargs="+", metavar="PATTERN", default=DEFAULT_VARIANTS, help="see --list"
     )
@@ -361,23 +380,19 @@ def make_parser(description: str):
 
 def main(arguments=None) -> dict | None:
     """Measure the cases; print their tables, write and return the report."""
-    parser = make_parser(__doc__)
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(f"{name}: {case}" for name, case in CASES.items()))
         print("\n".join(VARIANTS))
         return None
-    unknown = set(options.cases) - CASES.keys()
-    if unknown:
-        parser.error(f"a CASE must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    check_cases(parser, options)
     options.variants = matching_variants(options.variants)
-    facts = describe(options.device, PACKAGES, options.commit)
-    report = {"environment": facts, "options": vars(options) | {"output": None}, "cases": []}
-    results = Results(report, options.output, options.seconds)
+    results = Results(start_report(options) | {"cases": []}, options.output, options.seconds)
     for name in options.cases or ["benchmark"]:
-        case = case_of(name, options)
+        case = case_of(CASES[name], options)
         found = {"name": name, "case": case._asdict()}
-        report["cases"].append(found)
+        results.report["cases"].append(found)
         print(f"\n{name}: {case}\n{HEADER}", flush=True)
         results.run(name, partial(run_case, case, options, results, found))
         free_memory()

@@ -267,15 +267,11 @@ class Training:
             if parameter.requires_grad and not parameter.any():
                 nn.init.normal_(parameter, std=0.02, generator=generator)
 
-        generator = torch.Generator().manual_seed(1)
-        nodes, members = graph["data"].num_nodes, case.members
-        x = torch.randn(1, 2, members, nodes, variables, generator=generator)
-        target = torch.randn(1, 1, members, nodes, variables - forcings, generator=generator)
-        self.x, self.target = x.to(self.device), target.to(self.device)
+        self.shape = (1, 2, case.members, graph["data"].num_nodes, variables)
+        self.forcings = forcings
         self.is_ensemble = "_ens" in case.family
-        self.noise_level = None
-        if "transport" in case.family:
-            self.noise_level = torch.full((1, 1, members, 1, 1), 0.7, device=self.device)
+        self.is_transport = "transport" in case.family
+        self.draw(torch.Generator(self.device).manual_seed(1))
 
         self.sizes = {str(kind): graph[kind].num_edges for kind in graph.edge_types}
         self.sizes |= {name: graph[name].num_nodes for name in graph.node_types}
@@ -337,32 +333,49 @@ class Training:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
-    def loss(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a forward pass under autocast."""
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw a batch: the fields to predict are a smooth function of the input.
+
+        Of a transport model the batch has these fields with noise, and the level of the noise.
+        """
+        x = torch.randn(self.shape, device=self.device, generator=generator)
+        last = x[:, -1:, ..., : -self.forcings]
+        target = 0.5 * last + torch.tanh(last.roll(1, -1) * x[:, :1, ..., -1:])
+        self.batch = {"x": x, "target": target}
+        if self.is_transport:
+            shape = (1, 1, self.shape[2], 1, 1)
+            level = 0.5 + torch.rand(shape, device=self.device, generator=generator)
+            noise = torch.randn(target.shape, device=self.device, generator=generator)
+            self.batch |= {"noised": target + level * noise, "level": level}
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the loss of a forward pass under autocast; of a transport model weighted as in EDM, sigma_data 1."""
+        x = {"data": batch["x"]}
+        weight = 1.0
         with self.autocast():
-            if self.noise_level is not None:
-                # What is denoised stands in for the noised target.
-                out = self.model({"data": x}, {"data": target}, {"data": self.noise_level})
+            if self.is_transport:
+                level = batch["level"]
+                out = self.model(x, {"data": batch["noised"]}, {"data": level})
+                weight = (level.square() + 1) / level.square()
             elif self.is_ensemble:
-                out = self.model({"data": x}, fcstep=1)
+                out = self.model(x, fcstep=1)
             else:
-                out = self.model({"data": x})
-        return (out["data"].float() - target).square().mean()
+                out = self.model(x)
+        return (weight * (out["data"].float() - batch["target"]).square()).mean()
 
     def forward_backward(self, scale) -> torch.Tensor:
         """Return the loss, which has not been waited for; gradients of `scale(loss)` are left at the parameters."""
 
         def launched(batch):
-            loss = self.loss(*batch)
+            loss = self.loss(batch)
             scale(loss).backward()
             return loss.detach()
 
-        batch = self.x, self.target
         if not self.captured:
-            return launched(batch)
+            return launched(self.batch)
         if self.replayed is None:
             self.replayed = integration.capture_step(launched, self.model)
-        return self.replayed(batch)
+        return self.replayed(self.batch)
 
     def step(self) -> torch.Tensor:
         """Return the loss of a training step, which has not been waited for."""
