@@ -7,8 +7,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 FAMILIES = {  # the first whose pattern is found in the name of a kernel
-    "norms and GELU, ours": r"anemoi_gt_(layer_norm|gelu)",
-    "attention, ours": r"anemoi_gt|edge_attention|edge_attr",
+    "norms and activations, ours": r"anemoi_gt_(norm|head_norm|activation|layer_norm|gelu)",
+    "attention, ours": r"anemoi_gt|edge_attention|edge_attr|group_edges",
+    "attention of PyTorch or flash-attn": r"flex_attention|fmha|flash",
     "fused by Inductor": r"^triton_(poi|red|per|tem|for|mm)_|^cpp_fused",
     "attention, Anemoi's": r"_gt_fwd|_gt_bwd|graph_transformer",
     "sort, scan, unique": r"sort|scan|radix|unique|histogram|bincount|DeviceSelect|merge",
@@ -20,6 +21,19 @@ FAMILIES = {  # the first whose pattern is found in the name of a kernel
     "sums": r"reduce|sum",
     "elementwise": r"elementwise|vectorized|gelu|add|mul",
 }
+GROUPS = {  # of families; a family that is in none counts as "other"
+    "products": ("matrix products",),
+    "attention": ("attention, ours", "attention, Anemoi's", "attention of PyTorch or flash-attn"),
+    "rows, norms, elementwise": (
+        "norms and activations, ours",
+        "fused by Inductor",
+        "layer norms",
+        "copies and casts",
+        "sums",
+        "elementwise",
+    ),
+    "other": (),
+}
 LONGEST, NAME = 25, 160  # kernels that are listed, and characters of their names
 
 
@@ -29,6 +43,14 @@ def family_of(kernel):
         (name for name, pattern in FAMILIES.items() if re.search(pattern, kernel, re.IGNORECASE)),
         "other",
     )
+
+
+def group_of(family):
+    """Return the group of a family."""
+    for group, families in GROUPS.items():
+        if family in families:
+            return group
+    return "other"
 
 
 def profile_of(step, steps, wait, device_type):
@@ -49,12 +71,16 @@ def profile_of(step, steps, wait, device_type):
     families = Counter()
     for kernel, ms in kernels.items():
         families[family_of(kernel)] += ms
+    groups = dict.fromkeys(GROUPS, 0.0)
+    for family, ms in families.items():
+        groups[group_of(family)] += ms
     longest = [
         {"name": name[:NAME], "ms": ms, "launches": launches[name]}
         for name, ms in kernels.most_common(LONGEST)
     ]
     return {
         "total_ms": sum(kernels.values()),
+        "groups_ms": groups,
         "families_ms": dict(families.most_common()),
         "kernels": longest,
     }

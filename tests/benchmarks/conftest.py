@@ -1,6 +1,8 @@
-"""A tiny problem."""
+"""A tiny problem, and configs of small Anemoi models."""
 
 import pytest
+from omegaconf import OmegaConf
+from support.anemoi_model import make_family_options, make_options
 
 
 @pytest.fixture
@@ -13,3 +15,33 @@ def tiny(monkeypatch):
     tiny = problems.Problem("encoder-tiny-c8", "tiny", problems.Random(9, 7, 30), **sizes)
     monkeypatch.setattr(problems, "PROBLEMS", {tiny.name: tiny})
     return tiny
+
+
+@pytest.fixture
+def anemoi_configs(tmp_path):
+    """A folder with `model/` as anemoi-training has it, with the layers of its models."""
+    transformer = make_options()
+    processor = transformer["processor"]
+    for name in ("sub_graph_edge_attributes", "trainable_size", "shard_strategy", "edge_pre_mlp"):
+        del processor[name]
+    del processor["graph_attention_backend"], transformer["latent_aggregator"]
+    processor |= {
+        "_target_": "anemoi.models.layers.processor.TransformerProcessor",
+        "window_size": 5,
+        "dropout_p": 0.0,
+        "attention_implementation": "flash_attention",
+        "softcap": 0.0,
+        "use_alibi_slopes": False,
+        "use_rotary_embeddings": False,
+    }
+    models = {
+        "graphtransformer": make_options(),
+        "graphtransformer_ens": make_family_options("ensemble"),
+        "graphtransformer_transport_edm": make_family_options("transport"),
+        "transformer": transformer,
+    }
+    folder = tmp_path / "config"
+    (folder / "model").mkdir(parents=True)
+    for family, options in models.items():
+        OmegaConf.save(options, folder / "model" / f"{family}.yaml")
+    return folder

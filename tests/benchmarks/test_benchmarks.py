@@ -10,9 +10,9 @@ from dataclasses import replace
 import accuracy
 import anemoi_curves
 import anemoi_inference
-import anemoi_step
 import check_gpu
 import cpu_attention
+import families
 import inference_9km
 import pyg_models
 import pytest
@@ -21,8 +21,9 @@ import run
 import tiles
 import torch
 import train_9km
+from anemoi.models.layers.attention import SDPAAttentionWrapper
 from gpu_checks import model
-from suite import baselines, correctness, graphs, operands, problems
+from suite import anemoi_training, baselines, correctness, graphs, operands, problems
 from suite.baselines import compiled, eager
 from suite.inference import (
     CONTENDERS,
@@ -35,12 +36,11 @@ from suite.inference import (
 from support.corpus import corpus
 from support.forked import PROCESSES, forked_commands, start_server
 
-STEP = shlex.split(
-    "--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --device cpu"
+# The channels are those of the config, whose conditional norms have them too.
+SMALL_MODEL = shlex.split(
+    "--grid O4 --refinement 1 --channels 32 --layers 2 --variables 4 --device cpu --commit abc"
 )
-ANEMOI = shlex.split(
-    "--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu"
-)
+SHORT = shlex.split("--precision 32 --warmup 1 --variant-seconds 0")
 
 
 def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, monkeypatch, capsys):
@@ -134,52 +134,101 @@ def test_tiles_are_searched(tiny, tmp_path, monkeypatch, capsys):
     assert found["verdict"] in capsys.readouterr().out
 
 
-@contextmanager
-def doubled(model):
-    """Stand in for a variant: another result."""
-    hook = model.processor.proc[0].lin_value.register_forward_hook(
-        lambda module, inputs, out: 2 * out
-    )
-    yield
-    hook.remove()
+def replace_gelu(monkeypatch, gelu):
+    """Let `install` replace nothing but the function GELU."""
+
+    @contextmanager
+    def install(blocks=None):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.GELU, "forward", gelu)
+            yield
+
+    monkeypatch.setattr(anemoi_training.integration, "install", install)
 
 
-def test_steps_of_an_anemoi_model_are_timed_and_profiled_where_they_are_right(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setitem(anemoi_step.VARIANTS, "wrong", doubled)
-    options = shlex.split(
-        "--rounds 2 --steps 2 --warmup 1 --precision bf16-mixed --variants untouched install wrong"
-    )
-    with pytest.raises(
-        SystemExit, match="compare wrong: ValueError: nothing is timed that is not right"
-    ):
-        anemoi_step.main([*STEP, *options, "--output", str(tmp_path / "step.json")])
-    found = json.loads((tmp_path / "step.json").read_text())
-    assert list(found["variants"]) == ["untouched", "install"] and list(found["problems"]) == [
-        "compare wrong"
-    ]
-    assert [sorted(order) for order in found["rounds"]] == [sorted(found["variants"])] * 2
-    assert {"commit", "device", "versions"} <= set(found["environment"]) and found["sizes"][
-        "data"
-    ] == 208
+@pytest.mark.parametrize(
+    ("case", "is_of_case"),
+    [
+        ("benchmark", {}),
+        ("stretched", {"area_grid": "O8", "area_refinement": 2}),
+        ("ensemble of 4", {"members": 4}),
+        ("diffusion", {}),
+        ("transformer", {}),
+    ],
+)
+def test_a_step_of_each_family_is_compared_and_timed(tmp_path, anemoi_configs, case, is_of_case):
+    out = tmp_path / "families.json"
+    variants = ["untouched", "install", "install, no recomputation"]
+    sizes = [] if case != "stretched" else ["--area-grid", "O8", "--area-refinement", "2"]
+    options = ["--configs", str(anemoi_configs), "--output", str(out), "--parts", "--variants"]
+    families.main([case, *SMALL_MODEL, *SHORT, *sizes, *options, *variants])
+    report = json.loads(out.read_text())
+    found = report["cases"][0]
+    assert report["environment"]["commit"] == "abc" and found["reference"] == "untouched"
+    assert found["case"].items() >= ({"channels": 32, "layers": 2} | is_of_case).items()
+    assert list(found["variants"]) == variants
     for name, variant in found["variants"].items():
-        families = variant["profile"]["families_ms"]
-        assert variant["median_ms"] > 0 and sum(families.values()) == pytest.approx(
-            variant["profile"]["total_ms"]
-        )
-        assert ("attention, ours" in families) == (name == "install")
+        assert len(variant["rounds"]) == 2 and variant["median_ms"] >= variant["host_ms"] > 0
+        assert set(variant["parts_ms"]) == {"encoder encoder", "processor", "decoder decoder"}
+        profile = variant["profile"]
+        assert sum(profile["groups_ms"].values()) == pytest.approx(profile["total_ms"])
+        assert ("attention, ours" in profile["families_ms"]) == (name != "untouched")
 
 
-def test_loss_curves_of_an_anemoi_model_are_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(anemoi_curves, "PRECISIONS", ("32",))
-    found = anemoi_curves.main(
-        [*ANEMOI, "--training-steps", "2", "--output", str(tmp_path / "curves.json")]
+def test_a_variant_that_differs_is_not_timed(tmp_path, monkeypatch, anemoi_configs):
+    replace_gelu(monkeypatch, lambda module, x: 2 * torch.nn.functional.gelu(x))
+    out = tmp_path / "families.json"
+    options = ["--configs", str(anemoi_configs), "--output", str(out), "--variants"]
+    with pytest.raises(SystemExit, match="install: ValueError: nothing is timed that is not right"):
+        families.main(["benchmark", *SMALL_MODEL, *SHORT, *options, "install", "untouched"])
+    report = json.loads(out.read_text())
+    assert list(report["cases"][0]["variants"]) == ["untouched"]
+    assert list(report["problems"]) == ["benchmark, install"]
+
+
+def test_a_variant_that_runs_out_of_memory_is_reported_and_the_others_go_on(
+    monkeypatch, anemoi_configs, capsys
+):
+    def without_memory(module, x):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    replace_gelu(monkeypatch, without_memory)
+    options = ["--configs", str(anemoi_configs), "--variants", "untouched", "install"]
+    report = families.main(["benchmark", *SMALL_MODEL, *SHORT, *options])
+    variants = report["cases"][0]["variants"]
+    assert variants["install"] == {"outcome": "out of memory"}
+    assert variants["untouched"]["median_ms"] > 0
+    assert "| install | out of memory |" in capsys.readouterr().out
+
+
+def test_without_the_configs_of_anemoi_the_message_says_what_to_pass(monkeypatch):
+    monkeypatch.setattr(anemoi_training, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pass --configs FOLDER"):
+        families.main(["benchmark", *SMALL_MODEL, *SHORT])
+
+
+def test_an_unknown_variant_is_refused():
+    with pytest.raises(ValueError, match="variants must match names of untouched, "):
+        families.main(["benchmark", "--variants", "untouched", "replayed"])
+
+
+def test_flex_attention_has_the_window_of_anemois_attention(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    query, key, value = torch.randn(3, 1, 2, 20, 16, generator=torch.Generator().manual_seed(0))
+    expected = SDPAAttentionWrapper()(query, key, value, 1, window_size=3)
+    actual = anemoi_training.WindowedFlexAttention()(query, key, value, 1, window_size=3)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("case", ("benchmark", "ensemble", "diffusion"))
+def test_loss_curves_of_anemoi_models_are_compared(tmp_path, anemoi_configs, case):
+    options = ["--configs", str(anemoi_configs), "--precisions", "32", "--training-steps", "2"]
+    report = anemoi_curves.main(
+        [case, *SMALL_MODEL, *options, "--output", str(tmp_path / "c.json")]
     )
-    assert found["32"]["spread_of_seeds"] > 0 and len(found["32"]["losses"]) == 4
-    assert set(found["32"]["apart"]["install"]) == {0, 1} and found["32"]["within"] == {
-        "install": True
-    }
+    found = report[case]["32"]
+    assert found["spread_of_seeds"] > 0 and len(found["losses"]) == 4
+    assert set(found["apart"]["install"]) == {0, 1} and found["within"] == {"install": True}
 
 
 def test_inference_of_an_anemoi_model_is_timed(tmp_path):

@@ -1,0 +1,405 @@
+"""A training step of each model family that Anemoi ships, untouched and under `install`: time, memory, kernels.
+
+    python benchmarks/families.py --list
+    python benchmarks/families.py benchmark ensemble diffusion --output outputs/families.json
+    python benchmarks/families.py ensemble --members 4 --variants "untouched*" "install*captured"
+    python benchmarks/families.py O96 --configs FOLDER --channels 32 --layers 2 --device cpu
+
+Models are built from Anemoi's own YAML: `config/model` of the installed anemoi-training, or
+FOLDER/model. A case is a family with sizes; options override the sizes of all cases. A step is
+forward and backward pass under autocast, GradScaler and AdamW, fused on a GPU.
+
+All variants of a case share one model and one process: in each round all take their turn, in every
+second round in the opposite order. Before a variant is timed for the first time, its loss and
+gradients are compared with those of the untouched model; one that differs is reported and not
+timed. One that runs out of memory is reported as such, and the others go on.
+
+    ms          median of whole steps, each waited for
+    host ms     median of the times until the call of a step returns
+    kernels     ms of GPU kernels of a step, by group; on a CPU, of operators
+    GB          peak memory; of a captured step that of its capture, because a replay allocates nothing
+    loss, gradients   relative difference from the untouched model
+    parts       with --parts, ms of forward and backward pass of encoder, processor and decoder alone
+"""
+
+import fnmatch
+import gc
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from kernel_families import GROUPS, profile_of
+from suite import command_line
+from suite.anemoi_training import (
+    ATTENTIONS,
+    CASES,
+    PACKAGES,
+    PRECISIONS,
+    VARIANTS,
+    Case,
+    Training,
+    find_configs,
+)
+from suite.environment import describe
+from suite.results import Results
+from suite.timing import CLOCKS, seconds_of
+from torch.utils._pytree import tree_leaves, tree_map
+
+REFERENCES = ("untouched", "untouched, blocks compiled", "untouched, compiled whole")
+DEFAULT_VARIANTS = [name for name in VARIANTS if "attention alone" not in name]
+FEWEST, MOST = 3, 50  # measured steps of a variant in a round
+PART_REPEATS = 5
+OUT_OF_MEMORY = "out of memory"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error, or one that it was raised from, is that no memory was left."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def unless_out_of_memory(call):
+    """Return the result of a call, or `OUT_OF_MEMORY`."""
+    try:
+        return call()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return OUT_OF_MEMORY
+
+
+def free_memory() -> None:
+    """Give back what earlier variants held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def reference_of(training: Training, results: Results, found: dict):
+    """Return loss and gradients of the first untouched form that fits in memory, or None; its name is noted."""
+    for name in REFERENCES:
+
+        def gradients(name=name):
+            with training.computing(name):
+                return training.gradients()
+
+        reference = results.run(f"reference {name}", partial(unless_out_of_memory, gradients))
+        free_memory()
+        if reference is None:
+            return None
+        if reference != OUT_OF_MEMORY:
+            found["reference"] = name
+            return reference
+    found["reference"] = f"none: every untouched form runs {OUT_OF_MEMORY}"
+    print(found["reference"], flush=True)
+    return None
+
+
+def difference(training: Training, reference) -> dict[str, float]:
+    """Return the relative difference of loss, and of all gradients together, from a reference.
+
+    Raises
+    ------
+    ValueError
+        If they are not right.
+    """
+    expected_loss, expected = reference
+    loss, gradients = training.gradients()
+    if gradients.keys() != expected.keys():
+        missing = sorted(gradients.keys() ^ expected.keys())
+        raise ValueError(f"the same parameters must get gradients, these do not: {missing}")
+    squares, differences = 0.0, 0.0
+    for name, gradient in expected.items():
+        squares += gradient.square().sum().item()
+        differences += (gradients[name] - gradient).square().sum().item()
+    off = {
+        "loss": abs(loss - expected_loss) / abs(expected_loss),
+        "gradients": (differences / squares) ** 0.5,
+    }
+    limit = 1e-4 if training.dtype is None else 5e-2
+    if not all(value < limit for value in off.values()):
+        raise ValueError(f"nothing is timed that is not right; allowed {limit}, got {off}")
+    return off
+
+
+def time_steps(training: Training, warmup: int, seconds: float) -> dict:
+    """Return times of single steps and of their calls in ms, peak memory in GB, and the scaler's last scale."""
+    on_gpu = training.device.type == "cuda"
+    wait = CLOCKS[training.device.type].synchronize
+    for number in range(warmup):
+        # A replay allocates nothing: its peak is that of the capture, at the first step.
+        if on_gpu and number == (0 if training.captured else warmup - 1):
+            torch.cuda.reset_peak_memory_stats()
+        training.step()
+    wait()
+    steps, calls = [], []
+    deadline = time.perf_counter() + seconds
+    while len(steps) < FEWEST or (len(steps) < MOST and time.perf_counter() < deadline):
+        begin = time.perf_counter()
+        training.step()
+        calls.append(1e3 * (time.perf_counter() - begin))
+        wait()
+        steps.append(1e3 * (time.perf_counter() - begin))
+    peak_gb = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
+    # A scale that fell tells of steps that were left out.
+    scale = training.scaler.get_scale()
+    return {"ms": steps, "host_ms": calls, "peak_gb": peak_gb, "scale": scale}
+
+
+def part_inputs(training: Training) -> dict[str, tuple]:
+    """Return the module and the inputs, on the CPU, of encoder, processor and decoder."""
+    model = training.model
+    modules = {"processor": model.processor}
+    for kind, mappers in (("encoder", model.encoder), ("decoder", model.decoder)):
+        for name, mapper in mappers.items():
+            modules[f"{kind} {name}"] = mapper
+    parts, hooks = {}, []
+
+    def on_cpu(value):
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+    for name, module in modules.items():
+
+        def keep(module, arguments, options, name=name):
+            parts[name] = module, tree_map(on_cpu, arguments), tree_map(on_cpu, options)
+
+        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+    with torch.no_grad():
+        training.loss(training.batch)
+    for hook in hooks:
+        hook.remove()
+    return parts
+
+
+def time_part(training: Training, module, arguments, options) -> float:
+    """Return the ms of forward and backward pass of a part, gradients of all its inputs included."""
+
+    def as_input(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.to(training.device)
+        return value.requires_grad_() if value.is_floating_point() else value
+
+    arguments, options = tree_map(as_input, arguments), tree_map(as_input, options)
+    directions = {}
+
+    def forward_backward():
+        with training.autocast():
+            out = module(*arguments, **options)
+        outputs = [
+            value
+            for value in tree_leaves(out)
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        for number, output in enumerate(outputs):
+            if number not in directions:
+                directions[number] = torch.randn_like(output)
+        torch.autograd.backward(outputs, [directions[i] for i in range(len(outputs))])
+
+    for _ in range(2):
+        forward_backward()
+    times = seconds_of(forward_backward, PART_REPEATS, training.device.type)
+    module.zero_grad(set_to_none=True)
+    return 1e3 * statistics.median(times)
+
+
+def measure(training: Training, name: str, options, reference, parts, is_first: bool) -> dict:
+    """Compare a variant with the reference, time it and profile it; in later rounds, time it."""
+    found = {}
+    with training.computing(name):
+        if is_first and reference is not None:
+            found["difference"] = difference(training, reference)
+        training.restart()
+        found |= time_steps(training, options.warmup, options.variant_seconds)
+        if is_first:
+            kind = training.device.type
+            steps = 3 if kind == "cuda" else 1
+            found["profile"] = profile_of(training.step, steps, CLOCKS[kind].synchronize, kind)
+            if parts and not training.captured:
+                found["parts_ms"] = {
+                    part: time_part(training, *inputs) for part, inputs in parts.items()
+                }
+    return found
+
+
+def add_round(variants: dict, name: str, found: dict) -> None:
+    """Add the figures of a round to those of a variant."""
+    total = variants.setdefault(name, {"rounds": []})
+    total["rounds"].append({key: found.pop(key) for key in ("ms", "host_ms", "peak_gb", "scale")})
+    total |= found
+    rounds = total["rounds"]
+    total["median_ms"] = statistics.median([ms for each in rounds for ms in each["ms"]])
+    total["host_ms"] = statistics.median([ms for each in rounds for ms in each["host_ms"]])
+    total["peak_gb"] = None
+    if rounds[0]["peak_gb"] is not None:
+        total["peak_gb"] = max(each["peak_gb"] for each in rounds)
+
+
+def make_training(case: Case, options, seed: int = 0) -> Training:
+    """Return the model of a case, as the command line asks for it."""
+    return Training(
+        case,
+        options.configs or find_configs(),
+        device=options.device,
+        precision=options.precision,
+        variables=options.variables,
+        attention=options.attention,
+        mapper_chunks=options.mapper_chunks,
+        seed=seed,
+    )
+
+
+def run_case(case: Case, options, results: Results, found: dict) -> None:
+    """Measure all variants of a case."""
+    training = make_training(case, options)
+    found["sizes"] = training.sizes
+    if case.family.startswith("transformer"):
+        found["attention of the processor"] = training.attention
+    variants = found["variants"] = {}
+    reference = reference_of(training, results, found)
+    if reference is None and not found.get("reference"):
+        return  # it failed, which is among the problems
+    parts = part_inputs(training) if options.parts else {}
+    left = list(options.variants)
+    for number in range(options.rounds):
+        for name in left if number % 2 == 0 else left[::-1]:
+            call = partial(measure, training, name, options, reference, parts, is_first=number == 0)
+            measured = results.run(f"{found['name']}, {name}", partial(unless_out_of_memory, call))
+            free_memory()
+            if measured == OUT_OF_MEMORY:
+                variants[name] = {"outcome": OUT_OF_MEMORY}
+            elif measured is not None:
+                add_round(variants, name, measured)
+                print(row(name, variants[name]), flush=True)
+        left = [name for name in left if "median_ms" in variants.get(name, {})]
+
+
+HEADER = (
+    f"| variant | ms | host ms | kernels | {' | '.join(GROUPS)} | GB | loss | gradients |\n"
+    f"|---|{'---|' * (len(GROUPS) + 6)}"
+)
+
+
+def row(name: str, found: dict) -> str:
+    """Return the line of a variant in the table."""
+    if "outcome" in found:
+        return f"| {name} | {found['outcome']} |{' |' * (len(GROUPS) + 5)}"
+    profile = found["profile"]
+    cells = [f"{found['median_ms']:.1f}", f"{found['host_ms']:.1f}", f"{profile['total_ms']:.1f}"]
+    cells += [f"{ms:.1f}" for ms in profile["groups_ms"].values()]
+    cells.append("" if found["peak_gb"] is None else f"{found['peak_gb']:.1f}")
+    off = found.get("difference")
+    cells += ["not compared"] * 2 if off is None else [f"{value:.1e}" for value in off.values()]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def table(found: dict) -> str:
+    """Return the table of a case, and below it the times of parts."""
+    lines = [f"\n{found['name']}: {found['case']}", HEADER]
+    lines += [row(name, variant) for name, variant in found["variants"].items()]
+    for name, variant in found["variants"].items():
+        if "parts_ms" in variant:
+            parts = (f"{part} {ms:.1f} ms" for part, ms in variant["parts_ms"].items())
+            lines.append(f"{name}: {', '.join(parts)}")
+    return "\n".join(lines)
+
+
+def matching_variants(patterns: list[str]) -> list[str]:
+    """Return the variants whose names match a pattern, in their order.
+
+    Raises
+    ------
+    ValueError
+        If a pattern matches none.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(VARIANTS, pattern):
+            raise ValueError(f"variants must match names of {', '.join(VARIANTS)}, got {pattern!r}")
+    return [name for name in VARIANTS if any(fnmatch.fnmatch(name, each) for each in patterns)]
+
+
+def add_model_options(parser) -> None:
+    """Add the options that choose models: cases, and what overrides their sizes."""
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument(
+        "--configs", type=Path, help="folder that holds model/, the YAML of Anemoi's models"
+    )
+    for name, kind in Case.__annotations__.items():
+        is_text = name in ("family", "grid", "area_grid")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=str if is_text else int,
+            help=f"of all cases ({kind})",
+        )
+    parser.add_argument(
+        "--attention", choices=ATTENTIONS, help="of transformer processors; default: what there is"
+    )
+
+
+def check_cases(parser, options) -> None:
+    """End with a message if a case is unknown."""
+    unknown = set(options.cases) - CASES.keys()
+    if unknown:
+        parser.error(f"a CASE must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+
+
+def case_of(case: Case, options) -> Case:
+    """Return a case with the sizes that the command line gives."""
+    given = {field: getattr(options, field) for field in Case._fields}
+    changes = {field: value for field, value in given.items() if value is not None}
+    return case._replace(**changes)
+
+
+def start_report(options) -> dict:
+    """Return the beginning of the report of these models."""
+    facts = describe(options.device, PACKAGES, options.commit)
+    return {"environment": facts, "options": vars(options) | {"output": None}}
+
+
+def make_parser():
+    """Return the command line."""
+    parser = command_line.make_parser(__doc__, seconds=540, variables=100, rounds=2, warmup=4)
+    add_model_options(parser)
+    parser.add_argument("--list", action="store_true", help="print cases and variants")
+    parser.add_argument("--mapper-chunks", type=int, help="default: as in the YAML")
+    parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
+    parser.add_argument(
+        "--variants", nargs="+", metavar="PATTERN", default=DEFAULT_VARIANTS, help="see --list"
+    )
+    parser.add_argument(
+        "--variant-seconds", type=float, default=3.0, help="of measured steps in a round"
+    )
+    parser.add_argument("--parts", action="store_true", help="time encoder, processor, decoder")
+    return parser
+
+
+def main(arguments=None) -> dict | None:
+    """Measure the cases; print their tables, write and return the report."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(f"{name}: {case}" for name, case in CASES.items()))
+        print("\n".join(VARIANTS))
+        return None
+    check_cases(parser, options)
+    options.variants = matching_variants(options.variants)
+    results = Results(start_report(options) | {"cases": []}, options.output, options.seconds)
+    for name in options.cases or ["benchmark"]:
+        case = case_of(CASES[name], options)
+        found = {"name": name, "case": case._asdict()}
+        results.report["cases"].append(found)
+        print(f"\n{name}: {case}\n{HEADER}", flush=True)
+        results.run(name, partial(run_case, case, options, results, found))
+        free_memory()
+        if "variants" in found:
+            print(table(found), flush=True)
+    return results.end()
+
+
+if __name__ == "__main__":
+    main()
