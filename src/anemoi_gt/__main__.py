@@ -1,4 +1,4 @@
-"""Command line of the package, `anemoi-gt` or `python -m anemoi_gt`: installation info, and applications by name."""
+"""Command line of the package, `anemoi-gt` or `python -m anemoi_gt`: info and applications."""
 
 import argparse
 import sys

@@ -21,7 +21,7 @@ TESTED = (
 
 
 class UntestedVersionsWarning(UserWarning):
-    """Warning that this package has not been tested with the installed releases of PyTorch and Triton.
+    """Warning that the installed releases of PyTorch and Triton are untested with this package.
 
     Issued once per process and backend, when attention is first computed; `anemoi-gt info` says it
     before.
@@ -43,7 +43,7 @@ def installed() -> tuple[str, str | None]:
 
 
 def why_untested(torch_release: str, triton_release: str | None) -> str | None:
-    """Return a sentence about untested releases, or None if they are tested; without Triton only PyTorch counts."""
+    """Return a sentence about untested releases, or None; without Triton only PyTorch counts."""
     known = {pair[0] for pair in TESTED} if triton_release is None else set(TESTED)
     if (torch_release if triton_release is None else (torch_release, triton_release)) in known:
         return None
@@ -56,7 +56,7 @@ def why_untested(torch_release: str, triton_release: str | None) -> str | None:
 
 
 def constant_when_traced(function: Callable) -> Callable:
-    """Mark a function that torch.compile calls at trace time and whose result is a constant of the program.
+    """Mark a function whose result torch.compile computes at trace time, as a constant.
 
     torch.compiler.assume_constant_result sets the same mark but imports the compiler, which doubles
     the import time.
@@ -67,7 +67,10 @@ def constant_when_traced(function: Callable) -> Callable:
 
 @constant_when_traced
 def is_exporting() -> bool:
-    """Return whether a program is being exported; before PyTorch 2.13, torch.compile traces PyTorch's as True."""
+    """Return whether a program is being exported.
+
+    Before PyTorch 2.13, torch.compile traces PyTorch's own function as True.
+    """
     return torch.compiler.is_exporting()
 
 
@@ -84,7 +87,7 @@ def _warn(backend: str) -> None:
 
 @constant_when_traced  # releases do not change; looking them up cannot be traced
 def warn_if_untested(backend: str) -> None:
-    """Warn once per process if `backend` runs on untested releases; for "torch" Triton does not matter."""
+    """Warn once per process if `backend` runs on untested releases; "torch" ignores Triton."""
     _warn(backend)
 
 

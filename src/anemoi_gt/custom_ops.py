@@ -1,4 +1,4 @@
-"""Custom operators from functions whose arguments may be tuples, and what a call of one has to know of PyTorch.
+"""Custom operators from functions with tuple arguments, and what their calls need from PyTorch.
 
 An operator's schema is flat. A function takes operands that belong together as one NamedTuple;
 `flat_arguments` turns each into its fields, in order. An operator costs 0.15 to 0.7 ms of host time
@@ -26,7 +26,7 @@ NO_FORWARD_MODE = (
 
 
 def flat_arguments(function: Callable) -> Callable:
-    """Return `function` with the fields of each parameter annotated as a NamedTuple in the parameter's place."""
+    """Return `function` with each parameter annotated as a NamedTuple replaced by its fields."""
     groups, parameters = [], []
     for parameter in inspect.signature(function).parameters.values():
         kind = parameter.annotation
@@ -53,7 +53,9 @@ def flat_arguments(function: Callable) -> Callable:
 
 
 def define_operator(function: Callable) -> torch._ops.OpOverload:
-    """Register `function` as `torch.ops.anemoi_gt.<its name>`, with a schema from its annotations; return the operator.
+    """Register `function` as `torch.ops.anemoi_gt.<its name>`; return the operator.
+
+    Its schema follows from its annotations.
 
     It must not mutate its arguments nor return them. `torch.library.custom_op` checks that at every
     call, which costs more than the launch of a kernel (0.7 ms a call with torch 2.11 on Python
@@ -79,7 +81,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func (grad, vmap, ...) is active; in traced code that is PyTorch's matter.
+    """Return whether a torch.func transform (grad, vmap, ...) is active; False in traced code.
 
     True without PyTorch's private function that knows: what serves transforms serves all calls,
     with more host time.
@@ -95,7 +97,7 @@ _PLAIN = frozenset(
 
 
 def is_plain(*args) -> bool:
-    """Return whether only autograd concerns an operator call with `args`: then it may bypass the dispatcher.
+    """Return whether the call of an operator with `args` can skip the dispatcher.
 
     Not in traced code, transforms of torch.func, dispatch modes and profilers, which look for
     operators, for tensors of other classes or without memory, or without PyTorch's private
@@ -120,7 +122,7 @@ _IS_BATCHED = getattr(
 
 
 def is_batched(*gradients: Tensor | None) -> bool:
-    """Return whether gradients have a hidden batch dimension, as with `torch.autograd.grad(is_grads_batched=True)`.
+    """Return whether gradients have a hidden batch dimension (`is_grads_batched=True`).
 
     Operators that take and return plain tensors are then called once per entry, by PyTorch's own
     fallback.
@@ -129,7 +131,7 @@ def is_batched(*gradients: Tensor | None) -> bool:
 
 
 def needs_gradient(*operands: Tensor | None) -> bool:
-    """Return whether a gradient of an operand may be asked for; under torch.func, whose wrappers hide it, always."""
+    """Return whether a gradient of an operand may be needed; always True under torch.func."""
     if not torch.is_grad_enabled():
         return False
     return (
@@ -142,7 +144,7 @@ _ASSERT_ASYNC = getattr(torch, "_assert_async", None)
 
 
 def assert_async(holds: Tensor, claim: str) -> None:
-    """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU from a device-side assertion.
+    """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU by the device.
 
     Part of the graph in compiled and captured code. Without PyTorch's private operator the host
     reads `holds`.
@@ -154,7 +156,7 @@ def assert_async(holds: Tensor, claim: str) -> None:
 
 
 def refuse_second_derivative(operator: torch._ops.OpOverload) -> None:
-    """Make `operator`, which computes a first derivative, raise where a derivative of its own is asked for."""
+    """Make the derivative of `operator`, itself a first derivative, raise."""
     torch.library.register_autograd(operator, _refuse_second_derivative)
 
 
@@ -167,7 +169,7 @@ def _refuse_second_derivative(ctx, *_):
 
 
 def refuse_forward_mode(*operands: Tensor | None) -> None:
-    """Raise RuntimeError where an operand carries a tangent, which an operator of ours would drop silently."""
+    """Raise RuntimeError if an operand carries a tangent, which an operator would drop silently."""
     if (
         torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0
     ):  # nobody asks for tangents

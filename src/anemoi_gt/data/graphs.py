@@ -1,9 +1,10 @@
-"""Encoder-processor-decoder graphs: data nodes, hidden meshes and the edges between them, as `HeteroData`.
+"""Encoder-processor-decoder graphs: data nodes, hidden meshes and their edges, as `HeteroData`.
 
 The layout is that of anemoi-graphs, so that a model accepts either:
 
     graph["data"].x, graph["hidden"].x       [N, 2] latitude, longitude, radians
-    graph["data", "to", "hidden"]            encoder: edge_index [2, E], edge_length [E, 1], edge_dirs [E, 2]
+    graph["data", "to", "hidden"]            encoder: edge_index [2, E], edge_length [E, 1],
+                                                 edge_dirs [E, 2]
     graph["hidden", "to", "hidden"]          processor
     graph["hidden", "to", "data"]            decoder
 
@@ -82,7 +83,10 @@ def icosphere_graph(
 
 
 def check_fit(graph: HeteroData) -> None:
-    """Raise ValueError unless most hidden nodes have a data node within 0.6 of the distance to their neighbour."""
+    """Raise ValueError unless most hidden nodes have a data node nearby.
+
+    Nearby means within 0.6 of the distance to their neighbour.
+    """
     data, hidden = (unit_vectors(graph[name].x.double().numpy()) for name in (DATA, HIDDEN))
     empty = edges.nearest_distance(hidden, data) > 0.6 * edges.nearest_distance(hidden)
     if empty.mean() <= 0.5:
@@ -183,7 +187,8 @@ def stretched_graph(
     Examples
     --------
     >>> from anemoi_gt.data.grids import octahedral
-    >>> alps = stretched_graph(octahedral(96), refinement=4, area_refinement=6, area=(49, 4, 43, 17))
+    >>> grid, area = octahedral(96), (49, 4, 43, 17)
+    >>> alps = stretched_graph(grid, refinement=4, area_refinement=6, area=area)
     >>> len(alps["hidden"].x) - len(icosphere_graph(octahedral(96), refinement=4)["hidden"].x)
     60
     """

@@ -6,7 +6,7 @@ passed to every layer. The caller's edge features are never permuted: they are r
     edge_index = [[2, 0, 2, 1],     src      4 edges, 3 sources, 3 destinations
                   [0, 2, 2, 0]]     dst
 
-    perm       = [0, 3, 1, 2]       caller's edge at each CSC position: edges by dst, the caller's order inside
+    perm       = [0, 3, 1, 2]       caller's edge at each CSC position, sorted stably by dst
     row        = [2, 1, 0, 2]       src of each edge, CSC order
     colptr     = [0, 2, 2, 4]       in-edges of dst i are colptr[i] : colptr[i + 1]; dst 1 has none
 
@@ -229,7 +229,7 @@ class GraphStructure:
         validate: bool = True,
         reverse: bool = True,
     ) -> "GraphStructure":
-        """Sort the edges of a COO `edge_index` by destination and by source, keeping the caller's order within a node.
+        """Sort the edges of a COO `edge_index` stably by destination and by source.
 
         Parameters
         ----------
@@ -267,7 +267,8 @@ class GraphStructure:
 
         Examples
         --------
-        >>> graph = GraphStructure.from_edge_index(torch.tensor([[2, 0, 2, 1], [0, 2, 2, 0]]), (3, 3))
+        >>> edge_index = torch.tensor([[2, 0, 2, 1], [0, 2, 2, 0]])
+        >>> graph = GraphStructure.from_edge_index(edge_index, (3, 3))
         >>> graph.colptr.tolist(), graph.row.tolist(), graph.perm.tolist()
         ([0, 2, 2, 4], [2, 1, 0, 2], [0, 3, 1, 2])
         """
@@ -495,7 +496,7 @@ class GraphStructure:
         return cls(**joined, sources=torch.empty(src_begin[-1], 0, device=graphs[0].device))
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
-        """Return this structure with the reverse (CSR) structure, which gradients of key and value need.
+        """Return this structure with its reverse (CSR) structure, for key and value gradients.
 
         `stable` keeps CSC order within a source; see `from_edge_index`.
         """
@@ -505,7 +506,7 @@ class GraphStructure:
         return replace(self, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc)
 
     def with_dst_schedule(self, positions: Tensor) -> "GraphStructure":
-        """Return this structure with a destination schedule along a Morton curve, for cache locality.
+        """Return this structure with a destination schedule on a Morton curve, for cache locality.
 
         Nearby destinations share sources, so programs that run at the same time share rows in the
         cache. `positions` [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise
@@ -538,7 +539,7 @@ class GraphStructure:
         return self.edge_order().long() if self.global_edge_id is None else self.global_edge_id
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
-        """Return this structure on `device`, as a PyG `Data` that holds it does. Raise ValueError for a dtype."""
+        """Return this structure on `device`, also called by PyG's `Data`; reject a dtype."""
         if isinstance(device, torch.dtype):
             raise ValueError(
                 f"device must be a device, got {device}: index dtypes follow from the sizes"
@@ -585,7 +586,7 @@ class GraphStructure:
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors that are not None by field name; safe for `torch.load(weights_only=True)`."""
+        """Return the tensors by field, without None; safe for `torch.load(weights_only=True)`."""
         return {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
 
     @classmethod
@@ -613,7 +614,7 @@ class GraphStructure:
         return self._numbers(self.num_edges) if self.perm is None else self.perm
 
     def _with_degrees(self, is_known: bool) -> "GraphStructure":
-        """Return this structure with fixed in-degree and hubs, which are found in checked values; synchronises then."""
+        """Return this structure with fixed in-degree and hubs from checked values; synchronises."""
         if not is_known or torch.compiler.is_compiling():
             return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
         most = max_degree(self.colptr)
@@ -643,7 +644,7 @@ FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 
 def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple[int, int]:
-    """Return (num_src, num_dst) from the caller or an EdgeIndex that knows them; never guess from the indices."""
+    """Return (num_src, num_dst) from the caller or an EdgeIndex; never guess from the indices."""
     known_src, known_dst = None, None
     if hasattr(edge_index, "sparse_size"):
         known_src, known_dst = edge_index.sparse_size()
@@ -670,7 +671,9 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
 
 
 def _index_dtype(*sizes: int) -> torch.dtype:
-    """Return int32 where all sizes are known to allow it; data-dependent sizes in traced code are unbounded.
+    """Return int32 if all sizes are known to be below 2^31, else int64.
+
+    Data-dependent sizes in traced code are unbounded.
 
     An exported program serves the whole range of a named dimension, so no guard may narrow it
     there.
@@ -680,7 +683,7 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 
 
 def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Concatenate indices of several graphs, each shifted by its offset; the last offset is the total."""
+    """Concatenate indices of several graphs, shifted by `offsets`, whose last is the total."""
     return torch.cat(
         [index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)]
     )

@@ -5,7 +5,7 @@ do_i ready from `anemoi_gt.kernels.edge_features`.
 
     over destinations:
         dp_e    = m_e (<do_i, v_j> + <g_i, a_e>)
-        delta_i = sum_e p_e dp_e / sum_e p_e                   with the forward's p, so that sum_e ds_e vanishes
+        delta_i = sum_e p_e dp_e / sum_e p_e                   the forward's p, so sum_e ds_e = 0
         ds_e    = scale * p_e (dp_e - delta_i + dlse_i)
         dq_i    = sum_e ds_e k_j                               W B_i joins dq_i in `edge_features`
         dx_e    = m_e p_e do_i + ds_e q_i                      embedded features only
@@ -105,9 +105,10 @@ def edge_attention_bwd_dst(
     SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dquery
 ):
-    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
+    """Grid (B * N_dst, ceil(H / HEADS)): one program per destination, batch entry and HEADS heads.
 
-    Writes its row of dquery (without W B), and of its in-edges dx (embedded features), and p_ds = [m p, ds], which the
+    Writes its row of dquery (without W B) and, for its in-edges, dx (embedded features) and
+    p_ds = [m p, ds], which the
     kernels over sources and over attributes read. With hubs the grid is (B * (blocks + N_dst), ..),
     and the program of a segment writes its dp and its parts of the sums of p and p dp.
     """
@@ -302,7 +303,7 @@ def _differentiate_weights(
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Write dp of edges begin .. end - 1, EACH at a time; return the sums of p and of p dp so far."""
+    """Write dp of edges begin .. end - 1, EACH at a time; return running sums of p and p dp."""
     for e in range(begin, end, EACH):
         v = gather(value, e, source, layout, WIDTH, PACKED, EACH)
         r = load_edge_heads(exp_scores, first_edge + e, heads, H, EACH)
@@ -345,7 +346,10 @@ def _differentiate_scores(
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Write [m p, ds], and dx, of edges begin .. end - 1, EACH at a time; return the sum of ds k so far, if key is."""
+    """Write [m p, ds] and dx of edges begin .. end - 1; return the running sum of ds k, if any key.
+
+    Edges are processed EACH at a time.
+    """
     for e in range(begin, end, EACH):
         if key is not None:
             k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
@@ -395,7 +399,7 @@ def edge_attention_bwd_src(
     SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dkey and dvalue
 ):
-    """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns HEADS heads of NODES sources of a batch entry.
+    """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): one program per NODES sources, HEADS heads.
 
     Writes their rows of dkey and dvalue. With hubs the grid is (B * (blocks + ceil(N_src / NODES)),
     ..), and the program of a segment writes its rows of segment_dkey and segment_dvalue.
@@ -469,7 +473,7 @@ def _sum_over_edges(
     UNROLL: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """Return the sums of ds q, for dkey, and of m p do, for dvalue, over the edges begin .. end - 1 in CSR order."""
+    """Sum ds q, for dkey, and m p do, for dvalue, over the edges begin .. end - 1 in CSR order."""
     dk = tl.zeros((HEADS, CHANNELS), tl.float32)
     dv = tl.zeros((HEADS, CHANNELS), tl.float32)
     for x in tl.range(begin, end, loop_unroll_factor=UNROLL):

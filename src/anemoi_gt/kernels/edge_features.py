@@ -6,7 +6,8 @@ kernels has ATTRIBUTES columns, a power of two, zero behind D + BIAS:
 
     project           u_i = W_h^T q_i                            rows [.., H, C] to [.., H, D]
     embed             o_i += W_h A_i                             [.., H, D] into rows [.., H, C]
-    attribute_bwd     A_i = sum_e w_e a_e,   B_i = sum_e ds_e a_e,   da_e = sum_h (w_e g_i + ds_e u_i)
+    attribute_bwd     A_i = sum_e w_e a_e,   B_i = sum_e ds_e a_e,
+                      da_e = sum_h (w_e g_i + ds_e u_i)
     weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs
     weight_sum        dW, db = the sum of these
 
@@ -44,7 +45,7 @@ def _load_weight(
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
 ):
-    """Return W_h with the bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
+    """Load W_h, bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
     at = head * C + c
@@ -67,7 +68,9 @@ def _tile_offsets(
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr = 0,
 ):
-    """Return offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on.
+    """Return offsets and mask [nodes, columns] of one head in a tensor [N, H, WIDTH].
+
+    Columns start at `column`.
 
     STRIDE elements lie between the rows of two nodes, H * WIDTH where it is 0.
     """
@@ -310,7 +313,7 @@ def weight_sum(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (ceil(H * C / ROWS),): a program sums ROWS rows of all parts, PARTS at a time, and rounds once."""
+    """Grid (ceil(H * C / ROWS),): sum ROWS rows of all parts, PARTS at a time, and round once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, ATTRIBUTES)
     at, inside = tile_offsets(row, row < H * C, d, D + BIAS, D + BIAS)

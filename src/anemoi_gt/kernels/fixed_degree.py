@@ -1,4 +1,4 @@
-"""Edge attention, forward and backward, where every destination has K in-edges, as k nearest neighbours give.
+"""Edge attention, forward and backward, for graphs with fixed in-degree K (k nearest neighbours).
 
 The equations are those of `anemoi_gt.kernels.forward` and `backward`. With K known when compiled
 there is no loop over edges and no second one, hence no array [E, H] of scores between them and no
@@ -35,7 +35,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def _load_attributes(
     edge_attr, edge, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr
 ):
-    """Return a_e of one edge as float32 [1, ATTRIBUTES], 1 after the last with BIAS; it broadcasts over heads."""
+    """Load a_e of one edge as float32 [1, ATTRIBUTES]; with BIAS, element D is 1."""
     d = tl.arange(0, ATTRIBUTES)[None, :]
     a = tl.load(edge_attr + edge * D + d, mask=d < D, other=0.0).to(tl.float32)
     return tl.where(d == D, 1.0, a) if BIAS else a
@@ -54,7 +54,7 @@ def _gather(
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Return of K edges from `first` on: where the rows of their sources start, these rows raw, their attributes."""
+    """For K edges from `first`, return offsets of their source rows, packed rows and attributes."""
     row, first_src, edge_attr, perm, first_attr = source
     starts = ()
     for j in tl.static_range(K):

@@ -1,4 +1,4 @@
-"""Edge attention, forward: the kernel that walks the in-edges of each destination and gathers rows of heads x channels.
+"""Edge attention, forward: reduce the in-edges of each destination over rows [heads, channels].
 
 For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^T q_i ready from
 `anemoi_gt.kernels.edge_features` (the bias is one more attribute that is always 1):
@@ -110,7 +110,7 @@ def edge_attention_fwd(
     INT64: tl.constexpr,
     SEGMENT: tl.constexpr,  # edges of a segment of a hub; 0 where no destination is one
 ):
-    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
+    """Grid (B * N_dst, ceil(H / HEADS)): one program per destination, batch entry and HEADS heads.
 
     Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its
     in-edges. With hubs the grid is (B * (blocks + N_dst), ..), and the program of a segment writes
@@ -253,7 +253,10 @@ def _score(
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Write the scores of edges begin .. end - 1, EACH at a time; return the maximum of them and `row_max`."""
+    """Write the scores of edges begin .. end - 1; return the maximum of them and `row_max`.
+
+    Edges are processed EACH at a time.
+    """
     for e in range(begin, end, EACH):
         k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
         if attr_scores is not None:
@@ -323,7 +326,10 @@ def _sum_attributes(
     EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1; r_e without inv_denominator."""
+    """Write attr_sums[node, h] = sum_e m_e p_e a_e over edges begin .. end - 1.
+
+    Without inv_denominator, r_e replaces p_e.
+    """
     perm, global_edge_id, seed, b, h, drop_below, survivor = dropout
     offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
     tl.debug_barrier()

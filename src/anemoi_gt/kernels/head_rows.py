@@ -64,7 +64,7 @@ def load_unpacked(rows, start, layout, PACKED: tl.constexpr):
 
 @triton.jit
 def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
-    """Write what `load_unpacked` would read; into a tensor of another dtype than PACKED element by element."""
+    """Store a row, inverse of `load_unpacked`; element by element for dtypes not PACKED."""
     if PACKED is not None:
         dtype: tl.constexpr = tl.bfloat16 if PACKED == "bf16" else tl.float16
         if rows.dtype.element_ty == dtype:
@@ -153,7 +153,7 @@ def load_edge_heads(x, edge, heads, H: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def gather(rows, e, source, layout, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
-    """Return the raw rows of the sources of edges e .. e + EACH - 1, behind them raw features if the edges have any.
+    """Gather the packed source rows of EACH edges from `e`, then their edge features, if any.
 
     `source` is (row, first_src, features, perm, first_attr), with features [E, H, C] in the
     caller's order or None.

@@ -1,4 +1,4 @@
-"""Edge attention: nodes with so many edges that one program would walk them long after all others have finished.
+"""Edge attention: hubs, nodes with so many edges that one program would delay all others.
 
 The edges, in CSC or CSR order, are divided into blocks of SEGMENT. A node with more than 2 SEGMENT
 edges is a hub. It is divided where blocks begin, into segments of fewer than 2 SEGMENT edges. Each
@@ -127,7 +127,10 @@ def join_segments(
 def _statistics(
     segment_max, segment_denominator, first, count, head, H: tl.constexpr, STATISTICS: tl.constexpr
 ):
-    """Return row_max, 0 for -inf, and denominator of a head of the hub with `count` segments from `first` on."""
+    """Return row_max (0 for -inf) and denominator of a head of a hub.
+
+    The hub has `count` segments from `first`.
+    """
     row_max = -float("inf")
     for k in range(0, count, STATISTICS):
         n = k + tl.arange(0, STATISTICS)
@@ -145,7 +148,7 @@ def _statistics(
 
 @triton.jit
 def _weight(statistics, part, inside):
-    """Return the weights of the segments whose statistics are at `part`, 0 where they are not `inside`."""
+    """Return the weights of the segments with statistics at `part`, 0 if not `inside`."""
     segment_max, row_max, inverse = statistics
     return (
         tl.exp2(tl.load(segment_max + part, mask=inside, other=-float("inf")) - row_max) * inverse
@@ -167,7 +170,10 @@ def _join(
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Write a tile of rows[at ..], the sum of segment_rows[n, head] over `count` segments from `first` on, weighted."""
+    """Write a tile of rows[at ..], the weighted sum of segment_rows[n, head] over `count` segments.
+
+    Segments start at `first`.
+    """
     c = tile * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in range(0, count, SEGMENTS):
