@@ -1,4 +1,4 @@
-"""Halo exchange: rows that other ranks own, in one all-to-all forward and one reverse exchange backward.
+"""Halo exchange: remote rows by one all-to-all forward and one reverse exchange backward.
 
     forward     y = the rows of x that this rank requested, from their owners
     backward    dx_j = dx_j of local use + sum over ranks p of dy_j on p, rank 0 first
@@ -7,10 +7,10 @@ A message carries each row once, so the scatter-add is one addition per rank, in
 and bitwise reproducible. Sending and waiting are separate, forward and backward, so that
 computation can run in between:
 
-    pending = exchange.start(x)    messages leave                 backward:  4. reverse exchange is awaited and added
-    ...                            local work                                3. backward of the local work
-    y = pending.wait()             messages have arrived                     2. reverse exchange leaves
-    ...                            work on y                                 1. backward of the work on y
+    pending = exchange.start(x)    messages sent        backward:  4. reverse exchange added
+    ...                            local work                      3. backward of the local work
+    y = pending.wait()             messages arrived                2. reverse exchange sent
+    ...                            work on y                       1. backward of the work on y
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class MessageConsensus:
         }  # process groups are not pickled; copies do not ask again
 
     def reach(self, sent: Tensor) -> None:
-        """Raise ValueError on all ranks unless rows [S, .., F] have the same form. Collective the first time."""
+        """Raise ValueError on all ranks unless rows [S, .., F] agree. Collective the first time."""
         if self.is_reached or (sent.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         message = {
@@ -93,7 +93,7 @@ class HaloExchange:
     def of_requests(
         cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup
     ) -> "HaloExchange":
-        """Set up an exchange that delivers the wanted rows in their order, by telling their owners. Collective.
+        """Set up an exchange of the wanted rows by asking their owners. Collective.
 
         `wanted` [R], int64, are the positions of the rows that this rank reads, sorted ascending,
         on a device that the group communicates from; `ranges` are their owners.
@@ -143,13 +143,16 @@ class HaloExchange:
         return sum(self.recv_counts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the wanted rows [.., R, F] from x [.., N, F] of all ranks. Collective, and so is its backward."""
+        """Return the wanted rows [.., R, F] of all ranks' x [.., N, F]. Collective.
+
+        The backward pass is collective too.
+        """
         return self.start(x).wait_halo()
 
     def start(
         self, x: Tensor, prepare: Callable[..., Tensor] | None = None, cond: Tensor | None = None
     ) -> "PendingExchange":
-        """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, and so is its backward.
+        """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, also backward.
 
         `prepare` maps the rows to be sent [S, .., F], and with `cond` [.., N, K] the conditions of
         these rows [S, .., K], to what is sent; the local rows stay as they are. The first time,
@@ -169,19 +172,22 @@ class HaloExchange:
         )
 
     def send(self, sent: Tensor) -> Tensor:
-        """Start to send rows [S, ...]; return [R, ...], not to be read before `functional.wait_tensor`."""
+        """Start to send rows [S, ...]; return [R, ...], readable after `functional.wait_tensor`."""
         return functional.all_to_all_single(
             sent.contiguous(), self.recv_counts, self.send_counts, self.group_name
         )
 
     def send_reverse(self, y: Tensor) -> Tensor:
-        """Start to return rows [R, ...] to their owners; return [S, ...], to be awaited by `scatter_add`."""
+        """Start to return rows [R, ...] to their owners; `scatter_add` awaits the result."""
         return functional.all_to_all_single(
             y.contiguous(), self.send_counts, self.recv_counts, self.group_name
         )
 
     def scatter_add(self, returned: Tensor, total: Tensor) -> Tensor:
-        """Return `total` [N, ...] plus awaited rows [S, ...] of `send_reverse`, rank 0 first; may modify `total`."""
+        """Add awaited rows [S, ...] of `send_reverse` to `total` [N, ...], rank 0 first.
+
+        May modify `total`.
+        """
         received = functional.wait_tensor(returned)
         if self.sent_position is not None and torch.compiler.is_compiling():
             for position in self.sent_position:
@@ -214,7 +220,7 @@ class PendingExchange:
         self._in_flight: tuple[Tensor, Tensor] | None = (sent, arriving)
 
     def wait(self) -> Tensor:
-        """Return the local rows concatenated with the halo, [N + R, F] or [B, N + R, F]; raise as `wait_halo`.
+        """Return local rows and halo, [N + R, F] or [B, N + R, F]; raise like `wait_halo`.
 
         Raise ValueError after `prepare`, too: the local rows are not prepared.
         """
@@ -238,7 +244,7 @@ class PendingExchange:
 
 
 class _SendRows(torch.autograd.Function):
-    """x [.., N, F] to itself and the rows [S, .., F] to send; backward awaits their gradients and adds them."""
+    """Select rows [S, .., F] to send from x [.., N, F]; backward adds their gradients."""
 
     @staticmethod
     def forward(ctx, x, exchange):
@@ -253,7 +259,10 @@ class _SendRows(torch.autograd.Function):
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Arrived rows [R, ...]; backward starts the reverse exchange, and waits for it if rows were prepared."""
+    """Received rows [R, ...]; backward starts the reverse exchange.
+
+    Backward waits for it if rows were prepared.
+    """
 
     @staticmethod
     def forward(ctx, sent, arriving, exchange, is_prepared):
@@ -280,7 +289,7 @@ def check_unprepared(is_prepared: bool) -> None:
 
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:
-    """Return the positions of `size` local rows among the sent `rows`, for each rank that reads any; -1: not sent."""
+    """Return the positions of local rows among the sent `rows`, per reading rank; -1: not sent."""
     read = torch.tensor([count for count in counts if count], dtype=torch.int64, device=rows.device)
     position = rows.new_full((len(read), size), -1)
     readers = torch.repeat_interleave(torch.arange(len(read), device=rows.device), read)

@@ -1,4 +1,4 @@
-"""Model sharding: `shard_model` where all ranks hold the whole model, `scatter_model` where only rank 0 does.
+"""Model sharding: `shard_model` if all ranks hold the whole model, `scatter_model` if rank 0 does.
 
 As in `module_shard`; the tables of a model are coordinates and trainable features of its nodes,
 fixed and trainable attributes of its edges. Every set of nodes is ordered by a Morton curve through

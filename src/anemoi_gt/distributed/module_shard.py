@@ -65,7 +65,7 @@ class ModuleShard:
     graphs: dict[Kind, GraphShard]
 
     def parameters(self, module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that the ranks of a module share, and those of which each rank owns some rows."""
+        """Return the parameters shared by the ranks of a module, and those sharded by rows."""
         shared: list[nn.Parameter] = []
         own: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():  # a tied one once, by its first name
@@ -77,7 +77,7 @@ class ModuleShard:
         return rows.index_select(-2, self.partitions[name].nodes(self.rank, rows.device))
 
     def edges(self, kind: Kind, rows: Tensor) -> Tensor:
-        """Return the edges [.., E_own, D] of rows [.., E, D] of a graph that this rank's shard reads, in its order."""
+        """Return this rank's edges [.., E_own, D] from the edges [.., E, D] of a graph."""
         return rows.index_select(-2, self.graphs[kind].edges.to(rows.device))
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ def shard_module(
 
 
 class ShardPlan:
-    """Shard plan of a whole module: owners of all nodes and edges, made in one process without communication.
+    """Shard plan of a whole module: owners of all nodes and edges, made without communication.
 
     Parameters are those of `shard_module`, and the number of layers that read a graph where it is
     not 1. The module is left unchanged.
@@ -212,7 +212,7 @@ class ShardPlan:
         return rows.attach(self.module, self.graphs, shards, mesh)
 
     def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "OwnRows":
-        """Return the rows that a rank keeps, from the edges [E_own] of each graph that it reads, in its order."""
+        """Return the rows of a rank, from the edges [E_own] that it reads of each graph."""
         nodes = {name: partition.nodes(rank).clone() for name, partition in self.partitions.items()}
         own: dict[Any, Tensor] = dict(nodes)  # clones: a view is sent with its whole storage
         own.update(edges)
@@ -255,7 +255,7 @@ class OwnRows:
     def attach(
         self, module: nn.Module, graphs: Graphs, shards: dict[Kind, GraphShard], mesh: DeviceMesh
     ) -> ModuleShard:
-        """Put the shards in place of the `StaticEdges` of a module that has these rows. Collective."""
+        """Replace the `StaticEdges` of a module with these rows by their shards. Collective."""
         for kind, edges in graphs.items():
             if isinstance(edges, StaticEdges):  # in the same number of chunks
                 edges.structure = FixedGraph(shards[kind].split(max(1, len(edges.chunks))))
@@ -366,7 +366,7 @@ def _check_no_gradients(module: nn.Module) -> None:
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """Return what configures each layer of a module beside its weights: plain values of its attributes, by name.
+    """Return the options of each layer of a module, plain attributes other than weights, by name.
 
     Only of layers of `LIBRARIES` and those derived from ours: a layer of the user may keep its rank
     in an attribute.

@@ -168,7 +168,7 @@ class Partition:
 
     @classmethod
     def balanced(cls, cost: Tensor, num_ranks: int, order: Tensor | None = None) -> "Partition":
-        """Split a node order so that all ranks have about the same cost, as `Ranges.balanced` does positions.
+        """Split a node order into ranges of about equal cost, like `Ranges.balanced`.
 
         `cost` [N], integer, is by node; `order` is that of `Partition`, for example
         `anemoi_gt.graph.ordering.morton_order` of node coordinates.
@@ -197,5 +197,5 @@ class Partition:
 
 
 def destination_cost(in_degree: Tensor) -> Tensor:
-    """Return the cost of each destination [N_dst] int64, in units of one edge, from its number of in-edges."""
+    """Return the cost of each destination [N_dst], int64, in edges, from its in-degree."""
     return in_degree.long() + NODE_COST

@@ -78,7 +78,7 @@ class ShardingConfig:
 
 
 def is_launched() -> bool:
-    """Return True if torchrun, or another launcher that sets the same variables, started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return all(name in os.environ for name in VARIABLES)
 
 
@@ -101,7 +101,7 @@ def local_device(device_type: str) -> torch.device:
 
 @contextmanager
 def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
-    """Initialise the process group and the mesh of a job, and destroy the group at the end. Collective.
+    """Initialise process group and mesh of a job; destroy the group at the end. Collective.
 
     An error in the block is recorded for torchrun's report. One that follows from another rank's
     waits for torchrun to end this process, so that the report names the rank that failed first. The
@@ -154,7 +154,7 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
 
 @contextmanager
 def _recorded_error() -> Iterator[None]:
-    """Record an error of the block, in the file that torchrun reads, after those of which it is a consequence."""
+    """Record an error of the block in torchrun's error file, after the errors that caused it."""
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -177,7 +177,7 @@ def _wait_for_end() -> None:
 
 
 def world_group() -> dist.ProcessGroup:
-    """Return the group of all ranks; raise RuntimeError before `torch.distributed` is initialised."""
+    """Return the group of all ranks; RuntimeError if `torch.distributed` is not initialised."""
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError(
@@ -236,12 +236,14 @@ def check_device_type(device_type: object) -> None:
 
 
 def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:
-    """Return a group of all ranks that communicates from the CPU (gloo), with the timeout of the job. Collective."""
+    """Return a group of all ranks on the CPU (gloo), with the job's timeout. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
 
 
 def drain_threads() -> None:
-    """Give gloo's threads time to release the tensors of the last collectives, for which they need the interpreter.
+    """Give gloo's threads time to release the tensors of the last collectives.
+
+    They need the interpreter for it.
 
     Before Python 3.14 a thread that waits for the interpreter when its finalisation begins aborts
     the process ("terminate called without an active exception").

@@ -1,11 +1,11 @@
-"""Checkpoints of a sharded model by torch.distributed.checkpoint (DCP), and the last checkpoint of a run.
+"""Checkpoints of a sharded model in torch.distributed.checkpoint (DCP) format.
 
 Rows of nodes and edges (trainable features, and their optimiser state) are written as the table of
 the whole graph, in the caller's numbering, so a checkpoint does not depend on the sharding: it is
 read on any number of ranks. All other tensors are the same on all ranks, and written once.
 
     one process   the file last.pt
-    torchrun      the folder last/, or last.former/ when the job was interrupted between the two renames
+    torchrun      the folder last/, or last.former/ if interrupted between the two renames
 """
 
 import os
@@ -34,7 +34,7 @@ REMEDY = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true wi
 
 
 class ShardedTable:
-    """Rows of a table of which each rank of a model holds some, and together each row once. Construction is collective.
+    """Sharded rows of a table; the ranks together hold each row once. Construction is collective.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class ShardedTable:
         self.exchange = HaloExchange.of_requests(ascending, self.chunks, mesh.get_group("model"))
 
     def to_dtensor(self, rows: Tensor) -> DTensor:
-        """Return the table [size, ..] of all ranks' rows [n, ..], as a DTensor sharded over model. Collective.
+        """Return all ranks' rows [n, ..] as a DTensor [size, ..] over model. Collective.
 
         Rows that `fully_shard` has divided over data are gathered first.
         """
@@ -91,7 +91,7 @@ def save_checkpoint(
     tables: Mapping[str, ShardedTable],
     group: dist.ProcessGroup,
 ) -> None:
-    """Write a checkpoint so that `folder` always holds a complete one, the former or this one. Collective.
+    """Write a checkpoint; `folder` always holds a complete one, old or new. Collective.
 
     Parameters
     ----------
@@ -142,7 +142,10 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: str | Path) -> Path | None:
-    """Return `folder` of `save_checkpoint`, the former one if the job was interrupted between the renames, or None."""
+    """Return `folder` of `save_checkpoint`, or None.
+
+    If the job was interrupted between the renames, return the former folder.
+    """
     folder = Path(folder)
     return next(
         (place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None
@@ -162,7 +165,9 @@ def load_checkpoint(
     tables: Mapping[str, ShardedTable],
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """Return the state in a checkpoint, written on any number of ranks, with this rank's rows. Collective.
+    """Return the state of a checkpoint with this rank's rows. Collective.
+
+    Any number of ranks may have written it.
 
     Parameters
     ----------
@@ -191,7 +196,7 @@ def load_checkpoint(
 
 
 def load_values(folder: str | Path, key: str) -> Any:
-    """Return the dict of plain values, and dicts of them, below a key of a checkpoint; not collective.
+    """Return the dict of plain values, and dicts of them, at a key of a checkpoint; not collective.
 
     Empty dicts are left out. Raise FileNotFoundError when `folder` has no checkpoint, ValueError
     when it is corrupt.
@@ -220,7 +225,7 @@ def _without_values(found: Path, key: str) -> dict[str, Any]:
 
 @contextmanager
 def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Raise ValueError with the path of a checkpoint that cannot be read; let other errors, as of a lost rank, pass.
+    """Raise ValueError with the path of an unreadable checkpoint; let other errors pass.
 
     On one rank pass Exception in `errors`: truncated files raise one of a dozen types.
     """
@@ -248,7 +253,7 @@ def _former(folder: Path) -> Path:
 def _check_saves_all(
     state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> None:
-    """Raise ValueError on all ranks unless every tensor has rows of a table or is the same on all ranks. Collective."""
+    """Raise ValueError on all ranks if a tensor is neither a table nor equal on all. Collective."""
     same = {}
     with consensus(group):
         for key, name, tensor in _check_tables(state, tables):
@@ -269,7 +274,7 @@ def _check_saves_all(
 def _check_tables(
     state: dict[str, Any], tables: Mapping[str, ShardedTable]
 ) -> list[tuple[str, str | None, Tensor]]:
-    """Return key, name of table or None, and tensor of all tensors; raise ValueError unless each table's rows occur."""
+    """Return key, table name or None, and tensor of each; ValueError if a table is missing."""
     tensors: list[tuple[str, str | None, Tensor]] = []
 
     def note(key: str, name: str | None, tensor: Tensor) -> Tensor:
@@ -305,7 +310,7 @@ def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> d
 def _from_dtensors(
     whole: dict[str, Any], state: dict[str, Any], tables: Mapping[str, ShardedTable]
 ) -> dict[str, Any]:
-    """Return a state of `_to_dtensors` with this rank's rows, each in the layout that it has in `state`. Collective."""
+    """Return a state of `_to_dtensors` as this rank's rows, laid out as in `state`. Collective."""
     layouts = {key: tensor for key, _, tensor in _check_tables(state, tables)}
 
     def from_dtensor(key: str, name: str | None, tensor: Tensor) -> Tensor:
@@ -328,7 +333,7 @@ def _map_tensors(
     path: tuple[str, ...] = (),
     name: str | None = None,
 ) -> Any:
-    """Return `value` with `function(key, name, tensor)` in place of each tensor in its dicts, lists and tuples.
+    """Map `function(key, name, tensor)` over the tensors in nested dicts, lists and tuples.
 
     The key is the path of keys to the tensor, joined by dots; the name that of the table whose rows
     it has, or None.
@@ -376,13 +381,13 @@ def sharded(path: str | Path) -> Path:
 
 
 def find_run(last: str | Path) -> Path | None:
-    """Return the last checkpoint of a run, of either form, or None. `last` is its name for one process."""
+    """Return the last checkpoint of a run, file or folder, or None. `last` is the file."""
     last = Path(last)
     return last if last.exists() else find_checkpoint(sharded(last))
 
 
 def require_file(path: str | Path) -> None:
-    """Raise ValueError, with the command that converts it, when only a folder of several ranks exists for a file."""
+    """Raise ValueError with the conversion command if only a folder exists for a file."""
     found = None if Path(path).is_file() else find_checkpoint(sharded(path))
     if found is not None:
         raise ValueError(

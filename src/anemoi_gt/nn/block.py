@@ -1,9 +1,10 @@
-"""Blocks with Anemoi's state dict: edge attention and a feed-forward network, each with norm and residual connection.
+"""Blocks with Anemoi's state dict: residual edge attention and feed-forward network with norms.
 
 For destination i, source j, edge e = (j -> i) with attributes a_e and each head of C channels, x
 being normed features:
 
-    q_i = q_norm(W_query x_i)    k_j = k_norm(W_key x_j)    v_j = W_value x_j    x_e = W_edge edge_pre_mlp(a_e)
+    q_i = q_norm(W_query x_i)    k_j = k_norm(W_key x_j)
+        v_j = W_value x_j            x_e = W_edge edge_pre_mlp(a_e)
     p_e = softmax over the in-edges of i of < q_i , k_j + x_e > / sqrt(C)
     attended_i = projection(sum_e p_e (v_j + x_e) + W_self x_i)
 
@@ -48,7 +49,7 @@ from anemoi_gt.option_checks import check_integer, check_probability
 
 
 class PendingRows(Protocol):
-    """Async handle of the sources of a sharded graph: call `wait`, or after `prepare` `wait_halo`, once."""
+    """Async handle of remote source rows: call `wait`, or after `prepare` `wait_halo`, once."""
 
     own: Tensor  # local sources [.., N_local, F], to be read in place of what was passed
 
@@ -61,7 +62,7 @@ class PendingRows(Protocol):
 
 @runtime_checkable
 class ShardedGraph(Protocol):
-    """One rank's shard of a graph, which layers take in place of a `GraphStructure`; see `anemoi_gt.distributed`.
+    """One rank's shard of a graph, accepted as a `GraphStructure`; see `anemoi_gt.distributed`.
 
     Where it has `chunks` of its structure, from `GraphShard.split`, layers call its `exchange`
     before the first.
@@ -80,7 +81,7 @@ class ShardedGraph(Protocol):
         prepare: Callable[..., Tensor] | None = None,
         cond: Tensor | None = None,
     ) -> PendingRows:
-        """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective.
+        """Send local source rows [.., N_local, F] to their readers; do not wait. Collective.
 
         `prepare` maps the rows to be sent, and with `cond` [.., N_local, K] their conditions, each
         row by itself; the local rows stay as they are.
@@ -88,7 +89,7 @@ class ShardedGraph(Protocol):
 
 
 class GraphTransformerBaseBlock(nn.Module):
-    """Base class of both blocks: projections, attention, norms and feed-forward network of the destinations.
+    """Base class of both blocks: projections, attention, norms and feed-forward network.
 
     `GraphTransformerProcessorBlock` and `GraphTransformerMapperBlock` define the sources. Modules
     are made in the order of Anemoi's, so that one seed gives the same weights and an optimiser
@@ -144,7 +145,7 @@ class GraphTransformerBaseBlock(nn.Module):
         edge_pre_mlp: bool = False,
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
         dropout: float = 0.0,
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all blocks
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
         width = out_channels if attn_channels is None else attn_channels
@@ -175,7 +176,7 @@ class GraphTransformerBaseBlock(nn.Module):
     def attend(
         self, src: Tensor, dst: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor
     ) -> Tensor:
-        """Return what the residual connection adds [.., N_dst, out_channels]: destinations attend to their sources.
+        """Attend to the sources; return the residual update [.., N_dst, out_channels].
 
         Parameters
         ----------
@@ -202,7 +203,7 @@ class GraphTransformerBaseBlock(nn.Module):
         return self.combine(out, skip)
 
     def path(self, x_dst: Tensor, cond: Tensor | None) -> BlockPath:
-        """Return what computes each sub-layer in a call on destinations like x_dst; asked once per call."""
+        """Return the path of each sub-layer for destinations like x_dst; called once per call."""
         if type(self) not in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock):
             return BlockPath.by_modules(
                 f"{type(self).__qualname__} may override what a fused sub-layer would skip"
@@ -220,7 +221,7 @@ class GraphTransformerBaseBlock(nn.Module):
         edge_attr: Tensor,
         cond: Pair,
     ) -> Tensor:
-        """Return destinations [.., N_dst, out_channels] after attention and feed-forward network, both residual.
+        """Update destinations [.., N_dst, out_channels] by attention and feed-forward network.
 
         `path` is that of the call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
         in_channels], or [B, ...] both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond`
@@ -275,7 +276,7 @@ class GraphTransformerBaseBlock(nn.Module):
         return fused_block.feed_forward(parts, x, cond)
 
     def normed_sides(self, x: Pair, cond: Pair) -> tuple[Tensor, Tensor]:
-        """Return the normed features of sources and destinations; of one set of nodes they are the same tensor."""
+        """Return normed sources and destinations; the same tensor for one set of nodes."""
         dst = self.normed(self.layer_norm_attention, x[1], cond[1])
         is_one_set = x[0] is x[1] and self.source_norm is self.layer_norm_attention
         return dst if is_one_set else self.normed(self.source_norm, x[0], cond[0]), dst
@@ -286,28 +287,28 @@ class GraphTransformerBaseBlock(nn.Module):
         return self.layer_norm_attention
 
     def normed(self, norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
-        """Return normed features in the dtype in which all projections read them, cast once if all are `nn.Linear`."""
+        """Return normed features, cast once for all projections if all are `nn.Linear`."""
         projections = (self.lin_query, self.lin_key, self.lin_value, self.lin_self)
         return cast_for_projections(apply_norm(norm, x, cond), *projections)
 
     def make_query(self, dst: Tensor) -> Tensor:
-        """Return the query [..., heads, C] of the normed features [..., in_channels] of destinations."""
+        """Return the query [..., heads, C] from normed destinations [..., in_channels]."""
         return apply_norm(self.q_norm, self._split_heads(self.lin_query(dst)))
 
     def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key and value [..., heads, C] of the normed features [..., in_channels] of sources."""
+        """Return key and value [..., heads, C] from normed sources [..., in_channels]."""
         return apply_norm(self.k_norm, self._split_heads(self.lin_key(src))), self._split_heads(
             self.lin_value(src)
         )
 
     def combine(self, out: Tensor, skip: Tensor) -> Tensor:
-        """Project the result of the attention [..., heads, C] plus `skip`, the `lin_self` of the destinations."""
+        """Project attention output [..., heads, C] plus `skip`, the destinations' `lin_self`."""
         return self.projection(
             rearrange(out, "... nodes heads channels -> ... nodes (heads channels)") + skip
         )
 
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the edge operands of the attention: attributes [.., E, edge_dim], embedding weight and bias.
+        """Return the edge operands: attributes [.., E, edge_dim], embedding weight and bias.
 
         If `lin_edge` has hooks, or was replaced by another kind of layer, they are embedded edges,
         None and None.
@@ -344,7 +345,7 @@ METHODS = tuple(
 
 
 class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
-    """Block within one set of nodes, with the state dict of Anemoi's `GraphTransformerProcessorBlock`.
+    """Block within one set of nodes, with the state dict of Anemoi's class of this name.
 
         n = layer_norm_attention(x)
         x = x + attended(n, n)
@@ -354,7 +355,8 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
 
     Examples
     --------
-    >>> block = GraphTransformerProcessorBlock(in_channels=16, hidden_dim=64, out_channels=16, num_heads=2, edge_dim=3)
+    >>> sizes = {"in_channels": 16, "hidden_dim": 64, "out_channels": 16}
+    >>> block = GraphTransformerProcessorBlock(**sizes, num_heads=2, edge_dim=3)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), 5)
     >>> block(torch.randn(2, 5, 16), graph, torch.randn(3, 3)).shape
     torch.Size([2, 5, 16])
@@ -390,11 +392,11 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
 
 
 class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
-    """Block from source nodes to destination nodes, with the state dict of Anemoi's `GraphTransformerMapperBlock`.
+    """Block from source to destination nodes, with the state dict of Anemoi's class.
 
         dst   = x_dst + attended(layer_norm_attention_src(x_src), layer_norm_attention(x_dst))
         y_dst = dst + node_dst_mlp(layer_norm_mlp_dst(dst))
-        y_src = x_src + node_src_mlp(layer_norm_mlp_src(x_src))                  x_src without update_src_nodes
+        y_src = x_src + node_src_mlp(layer_norm_mlp_src(x_src))    if update_src_nodes, else x_src
 
     `layer_norm_attention_dest` is another name of `layer_norm_attention`: the state dict has both,
     as in Anemoi.
@@ -408,9 +410,11 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
 
     Examples
     --------
-    >>> block = GraphTransformerMapperBlock(in_channels=16, hidden_dim=64, out_channels=16, num_heads=2, edge_dim=3)
+    >>> sizes = {"in_channels": 16, "hidden_dim": 64, "out_channels": 16}
+    >>> block = GraphTransformerMapperBlock(**sizes, num_heads=2, edge_dim=3)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), (5, 2))
-    >>> x_src, x_dst = block((torch.randn(1, 5, 16), torch.randn(1, 2, 16)), graph, torch.randn(3, 3))
+    >>> x = torch.randn(1, 5, 16), torch.randn(1, 2, 16)
+    >>> x_src, x_dst = block(x, graph, torch.randn(3, 3))
     >>> x_dst.shape
     torch.Size([1, 2, 16])
     """
@@ -437,7 +441,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         *,
         cond: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (y_src, y_dst), of the shapes of `x`: updated destinations, and sources if `update_src_nodes`.
+        """Return (y_src, y_dst), shaped like `x`; sources change only if `update_src_nodes`.
 
         Parameters
         ----------

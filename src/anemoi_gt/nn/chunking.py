@@ -1,4 +1,4 @@
-"""Chunks: ranges of consecutive destinations, so that a layer holds the features of one range at a time.
+"""Chunks: ranges of consecutive destinations, so that a layer holds one range at a time.
 
 A destination reads its own in-edges only. Chunk c has the destinations dst_c, their in-edges and
 the sources src_c of these; a layer computes the chunks one after the other, and the results are
@@ -30,7 +30,7 @@ from anemoi_gt.option_checks import check_integer
 
 @dataclass(frozen=True, eq=False)
 class RowsWithHalo:
-    """Rows of local sources [.., N_local, F] and of a halo [.., R, F], of which chunks read some: not concatenated."""
+    """Rows of local sources [.., N_local, F] and of a halo [.., R, F], not concatenated."""
 
     own: Tensor
     halo: Tensor
@@ -82,7 +82,7 @@ class Chunk:
         return torch.cat([local, rows.halo.index_select(-2, self.halo)], dim=-2)
 
     def destinations(self, rows: Tensor) -> Tensor:
-        """Return the rows of the chunk's destinations from those of all destinations [..., N_dst, F]."""
+        """Select the chunk's rows from the rows [..., N_dst, F] of all destinations."""
         return rows if self.sizes is None else rows[..., self.dst, :]
 
     def attributes(self, edge_attr: Tensor | None) -> Tensor | None:
@@ -98,7 +98,7 @@ class Chunk:
         edge_attr: Tensor | None,
         cond: tuple[Tensor | RowsWithHalo | None, Tensor | None],
     ) -> Tensor:
-        """Return `layer(x, graph, edge_attr, cond)` on the chunk, from what belongs to the whole graph."""
+        """Return `layer(x, graph, edge_attr, cond)` on the chunk, from whole-graph inputs."""
         rows = _select(x[0], self.sources), _select(x[1], self.destinations)
         conditions = _select_cond(cond[0], self.sources), _select_cond(cond[1], self.destinations)
         return layer(rows, self.graph, self.attributes(edge_attr), conditions)
@@ -156,7 +156,10 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
 
 
 def make_chunks(graph: GraphStructure, num_chunks: int, num_local: int) -> tuple[Chunk, ...]:
-    """Return the chunks of a graph, or of a shard whose halo follows `num_local` sources, where some may be empty."""
+    """Return the chunks of a graph or shard, some of which may be empty.
+
+    The halo of a shard follows `num_local` sources.
+    """
     bounds = [graph.num_dst * i // num_chunks for i in range(num_chunks + 1)]
     return tuple(_make_chunk(graph, slice(*ends), num_local) for ends in pairwise(bounds))
 
@@ -170,7 +173,7 @@ def map_chunks(
     *,
     call: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Return [..., N_dst, F] of `layer((x_src, x_dst), graph, edge_attr, (cond_src, cond_dst))`, chunk after chunk.
+    """Return `layer((x_src, x_dst), graph, edge_attr, conditions)` chunk by chunk: [..., N_dst, F].
 
     `graph` is a graph, or its chunks from `split_destinations`, or a ShardedGraph, in chunks or
     not; `x`, `edge_attr` and `cond` are those of the whole graph, or of a rank's shard. A condition

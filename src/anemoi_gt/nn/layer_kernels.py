@@ -37,7 +37,8 @@ class LayerKernels:
     Examples
     --------
     >>> from anemoi_gt.nn import ConditionalLayerNorm
-    >>> LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4)).LayerNorm(normalized_shape=8).scale
+    >>> kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4))
+    >>> kernels.LayerNorm(normalized_shape=8).scale
     Linear(in_features=4, out_features=8, bias=True)
     """
 
@@ -49,7 +50,7 @@ class LayerKernels:
 
 
 def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
-    """Return `x` in autocast's dtype if all projections are `nn.Linear`; other classes cast for themselves."""
+    """Cast `x` to autocast's dtype if all projections are `nn.Linear`; others cast themselves."""
     return (
         cast_for_autocast(x)
         if all(type(projection) is nn.Linear for projection in projections)
@@ -67,7 +68,7 @@ def class_path(kind: type) -> str:
 
 
 def hooks_of(module: nn.Module) -> list:
-    """Return what a call of the module would run beside its class: hooks, or a `forward` set on the instance.
+    """Return hooks and instance-level `forward` overrides of a module.
 
     PyTorch's spectral norm and pruning are such hooks, offloading and quantisation of other
     libraries such a `forward`.
@@ -77,7 +78,10 @@ def hooks_of(module: nn.Module) -> list:
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks are registered for all modules, as by `register_module_forward_hook`; our own only watch."""
+    """Return whether hooks of others are registered for all modules.
+
+    `register_module_forward_hook` registers such a hook; ours only observe.
+    """
     hooks = [
         hook for name in HOOKS for hook in getattr(nn.modules.module, f"_global{name}", {}).values()
     ]
@@ -85,14 +89,14 @@ def has_global_hooks() -> bool:
 
 
 def has_wrapped_weights(module: nn.Module) -> bool:
-    """Return whether weight or bias is a tensor subclass that computes for itself: distributed, quantised."""
+    """Return whether weight or bias is a tensor subclass with its own ops: DTensor, quantised."""
     return hasattr(module.weight, "__tensor_flatten__") or hasattr(
         module.bias, "__tensor_flatten__"
     )
 
 
 def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a linear layer does more than a plain weight and bias say, with a warning: adapters, hooks.
+    """Return whether a linear layer is more than weight and bias: adapters, hooks. Warn if so.
 
     The attention reads the weight and bias of an edge embedding instead of calling it. `kind` is
     the class whose `forward` needs nothing else.

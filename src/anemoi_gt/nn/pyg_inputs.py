@@ -43,7 +43,7 @@ def read_edges(
 
 
 def _is_readable(edges) -> bool:
-    """Tell whether the host can read the values without synchronisation: not on a device, nor in a fake tensor."""
+    """Return whether the host can read values without synchronising; not on a GPU or if fake."""
     return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 
 
@@ -53,7 +53,7 @@ def is_adjacency(edges) -> bool:
 
 
 def is_sparse_tensor(edges) -> TypeGuard[Any]:
-    """Tell whether `edges` is a torch_sparse.SparseTensor, by its methods, without importing its package."""
+    """Return whether `edges` is a torch_sparse.SparseTensor, without importing its package."""
     return hasattr(edges, "sparse_sizes") and hasattr(edges, "csr")
 
 

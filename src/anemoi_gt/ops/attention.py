@@ -1,4 +1,4 @@
-"""`edge_attention`, the public operation: checks, dtypes and choice of a backend, which does the work."""
+"""`edge_attention`, the public operation: checks, dtypes and choice of a backend."""
 
 from torch import Tensor
 
