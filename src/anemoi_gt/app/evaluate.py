@@ -1,4 +1,4 @@
-"""The evaluation application, `anemoi-gt evaluate checkpoint=FILE`: scores, plots and rollouts of a model.
+"""The evaluation application, `anemoi-gt evaluate checkpoint=FILE`: scores, plots and rollouts.
 
 The config of the run is read from the checkpoint and can be overridden on the command line.
 Training writes the same report of its test samples when it ends.

@@ -1,4 +1,4 @@
-"""Files of forecasts with CF conventions, which xarray, CDO and ncview open: NetCDF, or zarr by the suffix of the path.
+"""Forecast files with CF conventions, for xarray, CDO and ncview: NetCDF, or zarr by suffix.
 
     (number, time, latitude, longitude)    a regular grid, in the order of the data
     (number, time, node)                   any other grid
@@ -39,7 +39,7 @@ def check_forecast_path(path: Path) -> None:
 
 
 def write_forecast(path: Path, forecast: "xarray.Dataset") -> None:
-    """Write a forecast as NetCDF or zarr. Raises OSError, which names `path`, if it cannot be written."""
+    """Write a forecast as NetCDF or zarr. Raises OSError, which names `path`, on failure."""
     with annotate_oserror(path):
         if path.suffix == ".zarr":
             forecast.to_zarr(path, mode="w")
@@ -141,7 +141,7 @@ def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str
 
 
 def regular_axes(nodes: Nodes) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return latitudes and longitudes of a regular grid whose rows follow each other, None for another grid.
+    """Return latitudes and longitudes of a regular grid in row order, None for other grids.
 
     Examples
     --------

@@ -53,7 +53,7 @@ def draw_training_plot(
     records: list[dict],
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot a test sample, its forecast, the errors of both, scores and losses as a PNG file, a panel per variable.
+    """Plot a test sample: forecast, errors, scores and losses, as PNG, one panel per variable.
 
     `forecast` is the model's for the sample, that of median error; `scores` are of the model and
     the baselines, the model's first; `records` are the run's metrics; `variables` are as for
@@ -102,7 +102,7 @@ def draw_rollout_plot(
     scores: list[Score],
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot a rollout from a test sample, and the scores of all rollouts, as a PNG file, a panel per variable.
+    """Plot a rollout from a test sample and the scores of all, as PNG, one panel per variable.
 
     Truth, forecast and error are at several lead times; `outcomes` are the steps of the rollout,
     all with a truth; `variables` are as for `chosen_variables`. Raises ImportError if matplotlib or
@@ -118,7 +118,7 @@ def draw_rollout_plot(
 
 
 def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
-    """Draw one variable: rows of truth, forecast and error by lead time, and the growth of the error."""
+    """Draw one variable: truth, forecast and error by lead time, and error growth."""
     steps = drawn_steps(len(outcomes))
     grid = figure.add_gridspec(3, len(steps) + 1, width_ratios=[*([1] * len(steps)), 1.2])
     axes = [
@@ -154,7 +154,7 @@ def _caption(dataset: ForecastDataset, v: int) -> str:
 
 
 def drawn_steps(steps: int) -> list[int]:
-    """Return the steps with maps, counted from 1: the first, the last, and evenly spaced ones between."""
+    """Return the steps with maps, counted from 1: first, last, and evenly spaced between."""
     return sorted({round(n) for n in np.linspace(1, steps, COLUMNS)})
 
 
@@ -207,7 +207,7 @@ def _draw_loss(axes, records):
 
 
 def _label_log_axis(axes):
-    """Label a logarithmic axis y whatever its range: powers of ten with 2 and 5, or round numbers within a decade."""
+    """Label a logarithmic y axis: powers of ten with 2 and 5, or round numbers within a decade."""
     ticker = import_extra("matplotlib.ticker", "train")
     low, high = axes.get_ylim()
     if high / low < 10:

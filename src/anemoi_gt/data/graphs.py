@@ -4,7 +4,7 @@ The layout is that of anemoi-graphs, so that a model accepts either:
 
     graph["data"].x, graph["hidden"].x       [N, 2] latitude, longitude, radians
     graph["data", "to", "hidden"]            encoder: edge_index [2, E], edge_length [E, 1],
-                                                 edge_dirs [E, 2]
+                                             edge_dirs [E, 2]
     graph["hidden", "to", "hidden"]          processor
     graph["hidden", "to", "data"]            decoder
 

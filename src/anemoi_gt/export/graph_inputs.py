@@ -111,7 +111,7 @@ def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
     >>> graph = graphs.icosphere_graph(grids.octahedral(4), refinement=1)
     >>> model = EncoderProcessorDecoder(graph, in_channels=4, out_channels=1, channels=16, heads=2)
     >>> tensors = graph_tensors(model).items()
-        >>> {name: tuple(tensor.shape) for name, tensor in tensors if name.startswith("processor")}
+    >>> {name: tuple(tensor.shape) for name, tensor in tensors if name.startswith("processor")}
     {'processor_edges.edge_attr': (240, 3), 'processor_edges.trainable': (240, 8), \
 'processor_edges.structure.colptr': (43,), 'processor_edges.structure.row': (240,), \
 'processor_edges.structure.sources': (42, 0)}

@@ -539,7 +539,7 @@ class GraphStructure:
         return self.edge_order().long() if self.global_edge_id is None else self.global_edge_id
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
-        """Return this structure on `device`, also called by PyG's `Data`; reject a dtype."""
+        """Return this structure on `device`, also for PyG's `Data`. Raise ValueError for dtypes."""
         if isinstance(device, torch.dtype):
             raise ValueError(
                 f"device must be a device, got {device}: index dtypes follow from the sizes"

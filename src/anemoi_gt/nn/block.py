@@ -4,7 +4,7 @@ For destination i, source j, edge e = (j -> i) with attributes a_e and each head
 being normed features:
 
     q_i = q_norm(W_query x_i)    k_j = k_norm(W_key x_j)
-        v_j = W_value x_j            x_e = W_edge edge_pre_mlp(a_e)
+    v_j = W_value x_j            x_e = W_edge edge_pre_mlp(a_e)
     p_e = softmax over the in-edges of i of < q_i , k_j + x_e > / sqrt(C)
     attended_i = projection(sum_e p_e (v_j + x_e) + W_self x_i)
 

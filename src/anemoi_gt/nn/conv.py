@@ -35,7 +35,7 @@ class GraphTransformerConv(MessagePassing):
         out_i = sum_e p_e (W_value x_j + W_edge a_e)
         y_i   = out_i + W_skip x_i                                                       root_weight
         y_i   = g W_skip x_i + (1 - g) out_i                                             beta
-                g     = sigmoid(W_beta [out_i, W_skip x_i, out_i - W_skip x_i])
+        g     = sigmoid(W_beta [out_i, W_skip x_i, out_i - W_skip x_i])
 
     W_query, W_key, W_value and W_skip have a bias if `bias` is set. No tensor of size [E, heads *
     C] is materialised.
@@ -176,9 +176,9 @@ class GraphTransformerConv(MessagePassing):
         -------
         Tensor [N_dst, F_out] or [B, N_dst, F_out]
             F_out = heads * out_channels, or out_channels without `concat`. With
-                        `return_attention_weights` a pair: this
-            tensor, and (edge_index, weights [E, heads] or [B, E, heads]), before dropout, in the
-            caller's edge order; for a SparseTensor, that tensor with the weights as values.
+            `return_attention_weights` a pair: this tensor, and (edge_index, weights [E, heads]
+            or [B, E, heads]), before dropout, in the caller's edge order; for a SparseTensor, that
+            tensor with the weights as values.
 
         Raises
         ------

@@ -174,7 +174,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     --------
     >>> mapper = GraphTransformerBackwardMapper(
     ...     in_channels_src=16, in_channels_dst=4, out_channels_dst=3, num_channels=16,
-        ...     num_heads=2, edge_dim=3)
+    ...     num_heads=2, edge_dim=3)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 4]]), (2, 5))
     >>> mapper((torch.randn(2, 16), torch.randn(5, 4)), graph, torch.randn(3, 3)).shape
     torch.Size([5, 3])

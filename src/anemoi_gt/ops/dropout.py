@@ -1,7 +1,7 @@
 """The dropout mask of edge attention, a function of seed, batch index, global edge id and head.
 
     word = philox(counter = (edge mod 2^32, edge div 2^32, batch, head), key = seed)[0]
-        keep = word >= rate * 2^32
+    keep = word >= rate * 2^32
 
 so it is the same for all backends, edge orders and shardings.
 

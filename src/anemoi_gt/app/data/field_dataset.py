@@ -2,7 +2,8 @@
 
 With L the lead time and K input steps, a sample of present time t is
 
-    inputs     variables and forcings at t - (K - 1) L, ..., t - L, t, normalised; position, local hour, day of the year
+    inputs     variables and forcings at t - (K - 1) L, ..., t - L, t, normalised; position,
+               local hour, day of the year
     truth      variables and diagnostics at t + L
     reference  variables at t; 0 for diagnostics, which are no inputs
 
@@ -113,7 +114,7 @@ class ChosenRoles(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """Names of what is forecast from itself, what is forecast and no input, and what is input alone.
+    """Names of prognostic variables, diagnostics (outputs only) and forcings (inputs only).
 
     The channels have their order.
     """
@@ -164,7 +165,7 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
 def roles_of_schema(
     fields: Fields, chosen: ChosenRoles, schema: DataSchema
 ) -> tuple[Fields, Roles]:
-    """Return the roles in a trained model, where none are chosen, and the fields with its constants as static.
+    """Return the roles of a trained model, if none are chosen, and fields with static constants.
 
     Raises ValueError if the data lack a variable.
     """
@@ -188,7 +189,7 @@ def roles_of_schema(
 
 
 def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> None:
-    """Raise ValueError unless the names exist, each in one role, and what is forecast depends on time."""
+    """Raise ValueError unless all names exist, in one role each, and forecast ones have a time."""
     names = [*forecast, *forcings]
     wrong = [f"{name} missing" for name in names if name not in fields.readers]
     wrong += sorted({f"{name} twice" for name in names if names.count(name) > 1})
@@ -201,7 +202,7 @@ def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> Non
 
 
 def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> list[str]:
-    """Return the variables with time that have the same values at all of up to 256 times of a period [T] bool."""
+    """Return the variables with time that are constant at up to 256 times of a period [T]."""
     times = np.flatnonzero(period)
     chosen = times[
         np.unique(np.linspace(0, len(times) - 1, STATISTICS_SAMPLES).round().astype(int))
@@ -221,7 +222,7 @@ def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> 
 
 
 def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.ndarray]:
-    """Return masks of the times [T] in each of three periods, each a first and last date, or all None.
+    """Return masks of the times [T] in three periods, each a first and last date, or all None.
 
     Raises ValueError if a period is not two dates, only some are given, or two overlap.
     """
@@ -235,7 +236,10 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
         try:
             first, last = (np.datetime64(str(date)) for date in period or ())
         except (TypeError, ValueError):
-            must = "must be a first and a last date, such as [2019-03-01, 2019-03-24], in all splits or in none"
+            must = (
+                "must be a first and a last date, such as [2019-03-01, 2019-03-24], in all splits "
+                "or in none"
+            )
             raise ValueError(f"{name} {must}, got {period}") from None
         masks.append(
             (times >= first) & (times < last + 1)
@@ -306,14 +310,14 @@ class FieldDataset(ForecastDataset):
         self._training, self._mean_state = None, None
 
     def within(self, period: np.ndarray) -> "FieldDataset":
-        """Return the samples of a period [T] bool whose inputs and truth exist, with the normalisation of this one."""
+        """Return the samples of a period [T] bool with inputs and truth, normalised as here."""
         after = self._find(1)
         return self._starting(
             np.flatnonzero(self._has_inputs() & (after >= 0) & period & period[after])
         )
 
     def starting_at(self, start: str) -> "FieldDataset":
-        """Return the samples, one per member, that start at a date, or at the "latest" time; a truth need not exist.
+        """Return the samples, one per member, starting at a date or the "latest" time.
 
         Raises ValueError if it is no time of the data, or its inputs are not all there.
         """
@@ -359,13 +363,13 @@ class FieldDataset(ForecastDataset):
         return other
 
     def as_training_samples(self) -> "FieldDataset":
-        """Return the same samples, whose mean is a baseline for these and those of other periods."""
+        """Return the same samples, whose mean becomes the baseline of other periods too."""
         other = copy.copy(self)
         other._training = self
         return other
 
     def normalisation(self) -> dict[str, Tensor]:
-        """Return means and deviations of variables and forcings, in this order, and of the change."""
+        """Return means and standard deviations of variables and forcings, and of the change."""
         return super().normalisation() | {"mean": self._mean, "std": self._std}
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
@@ -391,7 +395,7 @@ class FieldDataset(ForecastDataset):
         )
 
     def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the physical values of the input channels of sample i, [N, P], and the time of its start."""
+        """Return the physical input channels of sample i, [N, P], and its start time."""
         steps = enumerate(self._inputs, start=1 - self.input_steps)
         fields = torch.cat([self._at(i, step)[:, columns] for step, columns in steps], dim=1)
         seconds = self.start_time(i).astype("datetime64[ms]").astype("int64") / 1000
@@ -418,7 +422,7 @@ class FieldDataset(ForecastDataset):
         return self._at(i, 1)[:, : len(self.variables)]
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the step after these forecasts. Raises ValueError if the data lack forcings for it."""
+        """Return the step after these forecasts. Raises ValueError if forcings are missing."""
         reference = self._without_diagnostics(forecasts[-1] if forecasts else self.present(i))
         end = self._index(i, len(forecasts) + 1)
         truth = None if end is None else self._read(end)[:, : len(self.variables)]
@@ -464,7 +468,7 @@ class FieldDataset(ForecastDataset):
         ).tolist()
 
     def _find(self, steps: int) -> np.ndarray:
-        """Return for each time the index of the time so many lead times later, -1 where it is not in the data."""
+        """Return per time the index of the time `steps` lead times later, -1 if missing."""
         return _find_times(self.fields.times, self.fields.times + steps * self._step)
 
     def _has_inputs(self) -> np.ndarray:
@@ -486,7 +490,7 @@ class FieldDataset(ForecastDataset):
         )
 
     def _index(self, i, step):
-        """Return the state `step` lead times after the start of sample i, None if it is not in the data."""
+        """Return the state `step` lead times after the start of sample i, None if missing."""
         member, time = divmod(int(self.starts[i]), len(self.fields.times))
         found = _find_times(self.fields.times, self.fields.times[time, None] + step * self._step)[0]
         return None if found < 0 else member * len(self.fields.times) + int(found)
@@ -495,7 +499,7 @@ class FieldDataset(ForecastDataset):
         return self._read(self._index(i, step))
 
     def _read_file(self, t):
-        """Return all fields at a time, [N, variables and forcings]; raise FloatingPointError if one is not finite."""
+        """Return all fields at a time, [N, variables and forcings]; raise if any is not finite."""
         values = np.stack([self.fields.readers[name](t) for name in self._names], axis=1)
         finite = np.isfinite(values).all(axis=0)
         if not finite.all():
@@ -544,7 +548,7 @@ class FieldDataset(ForecastDataset):
 
 
 class FieldInputs(PhysicalInputs):
-    """The input channels of `FieldDataset`: normalised fields, position, local solar time and day of the year.
+    """The input channels of `FieldDataset`: normalised fields, position, solar time, day of year.
 
     `present` are the channels of the variables at the present, followed by `diagnostics` whose
     reference is 0.
@@ -568,7 +572,9 @@ class FieldInputs(PhysicalInputs):
             self.register_buffer(name, tensor)
 
     # needs_time is True, so there always is a time.
-    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, fields: Tensor, time: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return normalised channels [B, N, in_channels] and the reference [B, N, V]."""
         local = day_angle(time)[:, None] + self.longitudes  # [B, N]
         year = year_angle(time)[:, None].expand_as(local)
@@ -581,7 +587,10 @@ class FieldInputs(PhysicalInputs):
 
 
 def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean of states [N, V] at each node, and weighted mean and deviation [V]; rounding is no deviation."""
+    """Return mean of states [N, V] per node, weighted mean and deviation [V].
+
+    A deviation that is only rounding counts as 0.
+    """
     weights = weights[:, None].double()
     count = 0
     total = squares = torch.zeros((), dtype=torch.float64)

@@ -162,7 +162,7 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
 
 
 class _Axes(NamedTuple):
-    """The dimensions of a variable without levels: of the grid, of time and of ensemble members, None without."""
+    """The dimensions of a variable without levels: grid, time and ensemble members, or None."""
 
     grid: tuple
     time: str | None
@@ -173,7 +173,7 @@ class _Axes(NamedTuple):
 
 
 def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None":
-    """Return the coordinate of the times, None if there is none; raise a ValueError for another calendar."""
+    """Return the time coordinate, or None; raise ValueError for a non-standard calendar."""
     for array in source.coords.values():
         calendar = (
             getattr(array.values.flat[0], "calendar", None)
@@ -191,7 +191,7 @@ def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None"
 
 
 def read_anemoi(path: str | Path) -> Fields:
-    """Return the fields of a zarr that anemoi-datasets wrote, without its missing dates; of an ensemble, member 0.
+    """Return the fields of an anemoi-datasets zarr, without missing dates and of member 0 only.
 
     Raises FileNotFoundError if there is no such folder; ImportError if zarr is missing; ValueError
     if it is another.
@@ -260,7 +260,7 @@ def _open(file: str) -> list["xarray.Dataset"]:
 
 
 def import_cfgrib() -> ModuleType:
-    """Import cfgrib, after pyproj if cartopy brought it: with wheels of both, the other order crashes the process."""
+    """Import cfgrib, after pyproj if cartopy is installed: the other order crashes with wheels."""
     with suppress(ImportError):
         import_module("pyproj")
     return import_extra("cfgrib", "era5")

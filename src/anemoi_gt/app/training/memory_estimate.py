@@ -3,8 +3,8 @@
     state          20 bytes a parameter: weight, gradient, two moments of AdamW, average
     graph          buffers of the model; of a sharded model, this rank's structures too
     fields         input and target, float32, and output, error and gradient at the loss
-    kept           inputs of the checkpointed groups of processor layers, or what all layers keep for the backward pass
-    working set    what the largest chunk of a mapper or group of layers keeps, and its largest gradients
+    kept           inputs of checkpointed groups of processor layers, or all saved activations
+    working set    saved by the largest mapper chunk or group of layers, and its largest gradients
 
 A destination keeps two inputs of norms, two normed copies, query, result of the attention and input
 of its projection, and both sides of the activation in the feed-forward network. A source keeps its
@@ -50,7 +50,7 @@ class MemoryEstimate(NamedTuple):
 
 
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
-    """Return an estimate of a training step with eager blocks, of a sharded model on this rank; None for other models.
+    """Estimate the memory of a training step with eager blocks on this rank; None for other models.
 
     `config.batch_size` is that of one model.
     """
@@ -132,7 +132,7 @@ def _shard_bytes(model: EncoderProcessorDecoder) -> int:
 
 
 def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
-    """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients.
+    """Return the bytes each mapper keeps in all, and of its largest chunk with gradients.
 
     `mappers` and `edges` are ModuleDicts by data set, as those of a model.
     """
@@ -199,7 +199,7 @@ def _source(block: BlockSizes, size: int) -> int:
 
 
 def _gradients(block: BlockSizes, size: int) -> int:
-    """Return the bytes of a destination's gradients where they are largest, at the activation or at the projections."""
+    """Return the gradient bytes of a destination at their largest: activation or projections."""
     if block.fused_feed_forward:
         return size * (3 * block.width + 2 * block.channels)
     return size * (2 * block.hidden + block.channels)

@@ -29,7 +29,7 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return the state in a file of `save_checkpoint`, with tensors on the CPU, read without executing code.
+    """Return the state in a file of `save_checkpoint`, tensors on the CPU, without running code.
 
     Raises FileNotFoundError if there is no such file; OSError if the system cannot read it;
     ValueError if the file is not a checkpoint, or damaged.
@@ -54,7 +54,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:
-    """Load a checkpoint's weights into a model: the averaged ones, which forecast, or those of the optimiser.
+    """Load a checkpoint's weights into a model: averaged, for forecasts, or the optimiser's.
 
     `part` is "average" or "model". Raises ValueError if the checkpoint has none, or those of
     another model.
@@ -70,7 +70,7 @@ def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average")
 
 
 def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Load the averaged weights of a checkpoint that fit a model; return those of the model that stay as they are.
+    """Load a checkpoint's averaged weights that fit a model; return the names of the others.
 
     Raises ValueError if the checkpoint has no weights, or none fit.
     """
@@ -123,14 +123,14 @@ class MetricsFile:
             self._file.close()
 
     def write(self, **record: int | float | str) -> None:
-        """Append a record; raise ValueError if a number is not finite, OSError with the reason if writing fails."""
+        """Append a record; ValueError if a number is not finite, OSError if writing fails."""
         with annotate_oserror(self.path):
             self._file.write(_line(record))
             self._file.flush()
         self.records.append(record)
 
     def sync(self) -> None:
-        """Wait until all records are on disk, so that they are at least as recent as the next checkpoint."""
+        """Wait until all records are on disk, at least as recent as the next checkpoint."""
         with annotate_oserror(self.path):
             os.fsync(self._file.fileno())
 
@@ -186,7 +186,7 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def annotate_oserror(path: Path) -> Iterator[None]:
-    """Raise an OSError with `path` and the reason, in place of one without, when the system refuses to write a file."""
+    """Add `path` and the reason to an OSError without them when writing a file fails."""
     try:
         yield
     except (
