@@ -1,4 +1,4 @@
-"""Loss curves of an Anemoi model, untouched and in other variants, in mixed precision, against the spread of two seeds.
+"""Loss curves of an Anemoi model, untouched and in other variants, against the seed spread.
 
     python benchmarks/anemoi_curves.py --output benchmarks/results/anemoi_curves.json
     python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --layers 2
@@ -41,7 +41,7 @@ def curve(training, seed, steps, name):
 
 
 def compare(curves):
-    """Return, by variant, the maximum distance from the untouched curve of a seed, and that between two seeds of it."""
+    """Return each variant's maximum distance from the untouched curve, and that of another seed."""
     smoothed = {
         key: losses.unfold(0, min(WINDOW, len(losses)), 1).mean(-1)
         for key, losses in curves.items()

@@ -1,4 +1,4 @@
-"""Inference of Anemoi's models, untouched and under `install`: time and peak memory with one and with many chunks.
+"""Inference of Anemoi's models, untouched and under `install`: time and memory by chunks.
 
     python benchmarks/anemoi_inference.py --output benchmarks/results/anemoi_inference_h200.json
     PYTHONPATH=FOLDER python benchmarks/anemoi_inference.py --parts encoder decoder

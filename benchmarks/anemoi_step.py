@@ -1,4 +1,4 @@
-"""A training step of an Anemoi model, untouched and under `install`: time, peak memory, kernels by family.
+"""A training step of an Anemoi model, untouched and under `install`: time, memory, kernels.
 
     python benchmarks/anemoi_step.py --output benchmarks/results/anemoi_step.json
     python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --layers 2 --rounds 2
@@ -146,7 +146,7 @@ class Training:
             return (self.model(x, **self.call)["data"] - target).square().mean()
 
     def forward_backward(self, scale):
-        """Loss, which has not been waited for; the gradients of the scaled loss are left at the parameters."""
+        """Set the gradients of the scaled loss; return the loss without waiting for it."""
 
         def launched(batch):
             loss = self.loss(*batch)
@@ -182,7 +182,7 @@ def reference_of(training, name):
 
 
 def difference(training, name, expected):
-    """Relative difference of a variant's loss, and of all its gradients together, from what is expected."""
+    """Return the relative differences of a variant's loss and gradients from the reference."""
     (loss, gradients), (other_loss, others) = expected, reference_of(training, name)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     off = torch.stack(
@@ -196,7 +196,7 @@ def difference(training, name, expected):
 
 
 def compare(training, results, variants, reference="untouched"):
-    """Return the variants that are right; the distance of each from the reference goes to the report."""
+    """Return the correct variants; report the distance of each from the reference."""
     found = results.report["difference_from_untouched"] = {}
     expected = results.run(f"compare {reference}", partial(reference_of, training, reference))
     if expected is None:
@@ -210,7 +210,7 @@ def compare(training, results, variants, reference="untouched"):
 
 
 def measure(training, name, options, with_profile):
-    """Times of single steps in ms, peak memory in GB, the scaler's last scale, and a profile, of a variant in a round.
+    """Return step times in ms, peak GB, last loss scale and profile of a variant in one round.
 
     The profile has milliseconds a step by family of kernels, and the longest kernels.
     """

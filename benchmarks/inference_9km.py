@@ -1,4 +1,4 @@
-"""Encoder and decoder of a model at 9 km, without gradients: time, peak memory and correctness, beside anemoi-models.
+"""Encoder and decoder at 9 km, without gradients: time, memory, correctness, anemoi-models.
 
     python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
     python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5
@@ -97,7 +97,7 @@ def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: flo
 
 
 def measure(options: argparse.Namespace, results: Results, folder: Path) -> None:
-    """Run anemoi_gt with each number of chunks, the others with more and more chunks until they are right."""
+    """Run anemoi_gt with each number of chunks, baselines with more until they are correct."""
     runs = results.report["runs"] = []
 
     def one(part: str, contender: str, number: int) -> str | None:

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/sharding.py: times and memory of a model that is sharded over the ranks of torchrun.
+"""One rank of benchmarks/sharding.py: times and memory of a model sharded by torchrun.
 
 Times are medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; halo
 bytes and work are those of the busiest rank, in all layers, forward and backward. Nothing is timed

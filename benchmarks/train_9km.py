@@ -58,7 +58,7 @@ def write_graphs(options: argparse.Namespace, folder: Path) -> dict:
 
 
 def start(part: str, options: argparse.Namespace, results: Results, folder: Path) -> None:
-    """Run a part in a process of its own and record each line; raise RuntimeError if it ends with an error."""
+    """Run a part in its own process and record each line; RuntimeError if it fails."""
     lines, errors = folder / f"{part}.jsonl", folder / f"{part}.err"
     with lines.open("w") as out, errors.open("w") as err:
         launcher = (

@@ -1,4 +1,4 @@
-"""Training, export and the loaders of the example as a user runs them: commands, each in a process of its own."""
+"""Training, export and the example's loaders as a user runs them, each in its own process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The kernels that `anemoi_gt.explain_attention` lists are those in a profile, eager and compiled."""
+"""Kernels listed by `anemoi_gt.explain_attention` match a profile, eager and compiled."""
 
 import torch
 from torch.profiler import ProfilerActivity, profile

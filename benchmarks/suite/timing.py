@@ -42,7 +42,7 @@ class Gpu:
 
     @staticmethod
     def record(call: Callable) -> Callable:
-        """Capture a call in a CUDA graph, which owns the memory that it allocates; return the replay."""
+        """Capture a call in a CUDA graph, which owns its memory; return the replay."""
         _, replay = capture_cuda_graph(call, warm_up=call)
         return replay
 
@@ -58,13 +58,13 @@ class Gpu:
 
     @staticmethod
     def free() -> None:
-        """Give the memory that no tensor holds back to the device, for the processes beside this one."""
+        """Return unused memory to the device, for other processes."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 class Cpu:
-    """The host's clock around every call; baselines take turns, so that all see the same machine."""
+    """Host clock around every call; baselines take turns, so all see the same machine state."""
 
     WARM_UP, FEWEST, MOST = 1, 2, 50
     BUDGET, ROUNDS = 0.5, 3
@@ -106,7 +106,7 @@ CLOCKS = {"cuda": Gpu, "cpu": Cpu}
 
 
 def measure(clock: type[Gpu] | type[Cpu], calls: Sequence[Callable]) -> list[float]:
-    """Milliseconds of calls that take turns, after some that are not counted; how many, the time they take decides."""
+    """Return milliseconds of calls that take turns, after warm-up; their time sets the number."""
     for call in islice(cycle(calls), max(clock.WARM_UP, len(calls))):
         call()
     clock.synchronize()

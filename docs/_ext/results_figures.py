@@ -1,4 +1,4 @@
-"""Sphinx extension: plots and tables of results files, made when a page is built, in the colours of the theme.
+"""Sphinx extension: plots and tables of results files, made at build time, in theme colours.
 
 ```{roofline} n320_h200.json
 ```
@@ -76,7 +76,7 @@ class Roofline(ResultsFigure):
 
 
 def legend(results: dict) -> str:
-    """Marks of the roofline with the full names of the baselines, as text of the page, which wraps."""
+    """Return roofline marks with full baseline names, as page text, which wraps."""
     marks = [
         f'<path class="peer{place}" d="{plot.MARKS[place]}"/>'
         for place in range(len(results["baselines"]))

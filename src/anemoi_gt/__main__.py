@@ -36,7 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name, summary in (info | APPLICATIONS).items():
         command = commands.add_parser(name, help=summary)
         if name == "info":
-            meaning = "tell how Anemoi's install would compute the blocks of a whole model, such as inference-last.ckpt"
+            meaning = (
+                "list how Anemoi's install would compute the blocks of a model file, such as "
+                "inference-last.ckpt"
+            )
             command.add_argument("--checkpoint", metavar="FILE", help=meaning)
     options = parser.parse_args(arguments)
 

@@ -355,7 +355,7 @@ def watch(register):
 
 
 UNSERVED = {
-    f"{__name__}.OwnConv is a class of its own": {"kind": OwnConv},
+    f"{__name__}.OwnConv is a subclass": {"kind": OwnConv},
     "aggr must be 'add', attention is a weighted sum, got 'max'": {"aggr": "max"},
     f"its lin_edge is {__name__}.OwnLinear, and PyG's Linear is needed": {
         "change": lambda conv: setattr(conv, "lin_edge", OwnLinear(DIM, 4, bias=False))

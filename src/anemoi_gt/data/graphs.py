@@ -93,7 +93,10 @@ def check_fit(graph: HeteroData) -> None:
         return
     # Nodes all over the globe have their mean near its centre, those of a region near its surface.
     if np.linalg.norm(data.mean(axis=0)) > 0.1:
-        remedy = "the data cover a region, take graph=default, or graph=limited_area with a graph.refinement for it"
+        remedy = (
+            "the data cover a region, take graph=default, or graph=limited_area with a "
+            "graph.refinement for it"
+        )
     else:
         remedy = "the mesh is finer than the data, take graph=default, or a lower graph.refinement"
     raise ValueError(

@@ -578,7 +578,10 @@ class GraphStructure:
             src = self._numbers(self.num_src).repeat_interleave(degrees, output_size=self.num_edges)
             position = reverse.csr_to_csc.long()
             same = self.row[position].eq(src).all() & self.dst[position].eq(reverse.col).all()
-            claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
+            claim = (
+                "rowptr, col must hold the edges of colptr, row: leave them out and call "
+                "with_reverse()"
+            )
             if not is_readable:
                 assert_async(same, claim)
             elif not bool(same):

@@ -1,4 +1,4 @@
-"""PyG's `TransformerConv` in existing models, replaced by `GraphTransformerConv` with the same parameters, and back."""
+"""Replacement of PyG's `TransformerConv` in existing models by `GraphTransformerConv`, and back."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -49,7 +49,9 @@ def swap_layers(
     stable_sort: bool = True,
     subclasses: Sequence[type[TransformerConv]] = (),
 ) -> nn.Module:
-    """Replace each `TransformerConv` of a model by a `GraphTransformerConv` with its parameters; return the model.
+    """Replace each `TransformerConv` of a model by a `GraphTransformerConv`; return the model.
+
+    Parameters are moved.
 
     Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode,
     the state dict and what else the layer was given stay. A layer that appears twice in the model
@@ -76,7 +78,8 @@ def swap_layers(
 
     Examples
     --------
-    >>> model = torch.nn.ModuleDict({"first": TransformerConv(4, 8), "second": TransformerConv(8, 2)})
+    >>> layers = {"first": TransformerConv(4, 8), "second": TransformerConv(8, 2)}
+    >>> model = torch.nn.ModuleDict(layers)
     >>> swap_layers(model)
     ModuleDict(
       (first): GraphTransformerConv(4, 8, heads=1)
@@ -98,7 +101,7 @@ def swap_layers(
 
 
 def swap_back(model: nn.Module) -> nn.Module:
-    """Put back each layer that `swap_layers` replaced, with parameters, hooks and mode of its replacement.
+    """Restore each replaced layer, with parameters, hooks and mode of its replacement.
 
     Parameters
     ----------
@@ -119,7 +122,7 @@ def swap_back(model: nn.Module) -> nn.Module:
 
 
 class GraphData(Data):
-    """PyG's `Data` for a graph with a `GraphStructure`: batches hold one structure, joined by `disjoint`.
+    """PyG `Data` with a `GraphStructure`; batches hold one structure, joined by `disjoint`.
 
     PyG's own `Data` leaves a list of structures in a batch. Joining sorts nothing. It works
     wherever PyG makes a `Batch`, its `DataLoader` included; a batch with structures cannot be taken
@@ -162,7 +165,7 @@ class _GraphStorage(GlobalStorage):
 def _checked_subclasses(
     subclasses: Sequence[type[TransformerConv]],
 ) -> tuple[type[TransformerConv], ...]:
-    """Return the subclasses as a tuple; raise ValueError unless all are, and compute as TransformerConv does."""
+    """Return the subclasses as a tuple; raise ValueError unless all compute as TransformerConv."""
     kinds = tuple(subclasses) if isinstance(subclasses, (tuple, list)) else (subclasses,)
     for kind in kinds:
         if not isinstance(kind, type) or not issubclass(kind, TransformerConv):
@@ -180,7 +183,7 @@ def _checked_subclasses(
 
 
 def _defines(kind: type, name: str) -> bool:
-    """Return whether a class has a method of its own; PyG writes a compiled `propagate` on classes."""
+    """Return whether a class defines a method itself, apart from PyG's compiled `propagate`."""
     return name in vars(kind) and not getattr(vars(kind)[name], "__module__", "").endswith(
         "_propagate"
     )
@@ -189,7 +192,7 @@ def _defines(kind: type, name: str) -> bool:
 def _layers_of(
     model: nn.Module, wanted: str, accepts: Callable[[nn.Module], bool]
 ) -> list[nn.Module]:
-    """Return the layers of a module that are `wanted`; raise ValueError for none, or if `model` is itself a layer."""
+    """Return the layers of a module that are `wanted`; ValueError if none, or if `model` is one."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     if isinstance(model, KINDS):
@@ -215,7 +218,7 @@ def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
 def _replacement(
     upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]
 ) -> nn.Module:
-    """Return our layer with the parameters of `upstream`, or `upstream` itself if `config` allows that."""
+    """Return our layer with the parameters of `upstream`, or `upstream` if `config` allows that."""
     if (reason := _unsupported_reason(upstream, subclasses)) is None:
         try:
             return _with_parameters_of(upstream, config)
@@ -234,7 +237,9 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
     """Return why our layer cannot stand for this one, or None when it can."""
     kind = type(upstream)
     if kind is not TransformerConv and kind not in subclasses:
-        return f"{class_path(kind)} is a class of its own, which may compute something else; see `subclasses`"
+        return (
+            f"{class_path(kind)} is a subclass, which may compute something else; see `subclasses`"
+        )
     pygs = (kind._orig_propagate, kind._jinja_propagate)  # which explainers leave on the layer
     replaced = [
         name
@@ -246,7 +251,10 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
     for name in ("lin_query", "lin_key"):
         kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
-            return f"its {name} is {class_path(kind)}, and PyG's Linear is needed, which knows its in_channels"
+            return (
+                f"its {name} is {class_path(kind)}, and PyG's Linear is needed, "
+                "which knows its in_channels"
+            )
     if (embed := upstream.lin_edge) is None:
         return None
     if type(embed) is not Linear:
@@ -288,7 +296,7 @@ def _restored(ours: Any) -> TransformerConv:
 
 
 def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> None:
-    """Give one layer what another holds: modules, parameters, buffers, mode, and these attributes, such as hooks.
+    """Move modules, parameters, buffers, mode and these attributes, such as hooks, between layers.
 
     What the other does not hold is taken away, so that their state dicts are the same.
     """

@@ -135,7 +135,9 @@ def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] 
     for name, tensor in rows.items():
         kind, number = kinds[name.rpartition("_")[2]]
         is_cond = name.startswith("cond")
-        expected = f"{number} rows, one per {kind} of the whole graph{', or one for all' if is_cond else ''}"
+        expected = f"{number} rows, one per {kind} of the whole graph"
+        if is_cond:
+            expected += ", or one for all"
         if isinstance(tensor, tuple) and name.startswith("x_"):
             tensor = tensor[0]  # columns of the same nodes
         if tensor is None:

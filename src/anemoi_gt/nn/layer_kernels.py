@@ -133,8 +133,12 @@ def check_kernels(kernels: object) -> None:
     for name in names:
         maker = getattr(kernels, name)
         if not callable(maker) or isinstance(maker, nn.Module):
+            example = "Linear"
+            if name == "Activation":
+                example = "GELU"
+            elif "Norm" in name:
+                example = "LayerNorm"
             raise ValueError(
                 f"layer_kernels.{name} must be a class, or a function that returns a module, such "
-                "as torch.nn."
-                f"{'GELU' if name == 'Activation' else 'LayerNorm' if 'Norm' in name else 'Linear'}, got {maker!r}"
+                f"as torch.nn.{example}, got {maker!r}"
             )

@@ -121,7 +121,7 @@ IN_BLOCKS = tuple(  # methods of blocks that the forward of a block calls
 
 
 def unknown_body_in_block(kind: type) -> str | None:
-    """Return which method that the forward of a class of blocks calls is none that we stand in for, None if all are."""
+    """Return the method called by the forward of a block class whose body is unknown, or None."""
     for name in IN_BLOCKS:
         method = getattr(kind, name, None)
         reason = None if method is None else unknown_body(method)
@@ -154,7 +154,7 @@ def hash_of_definition(definition: ast.FunctionDef) -> str:
 
 @cache
 def _definitions(file: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    """Return the functions that a file defines, by name and the first line, that of a decorator included."""
+    """Return the functions of a file by name and first line, decorators included."""
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError):

@@ -1,4 +1,4 @@
-"""A runner of anemoi-inference whose models compute with anemoi_gt: `runner: anemoi-gt` in its config.
+"""The anemoi-inference runner `anemoi-gt`, whose models use anemoi_gt.
 
 It is found by the entry-point group `anemoi.inference.runners`, and is the runner of the
 checkpoint's task, after `install`. On several ranks it is upstream's runner `parallel` around that
@@ -79,7 +79,7 @@ class AnemoiGTRunner(Runner):
 
 
 def _runner_class(name: str, config) -> type[Runner]:
-    """Return the class of a runner; `auto`, which upstream cannot split over ranks, is that of the task."""
+    """Return the class of a runner; for `auto`, which cannot run on several ranks, the task's."""
     if name == "auto":
         checkpoint = Checkpoint(config.checkpoint, patch_metadata=config.patch_metadata)
         name = checkpoint.task or "forecaster"

@@ -142,7 +142,7 @@ def install(
     sharding: bool = True,
     activation_checkpointing: str | Mapping[str, str | None] | None = None,
 ) -> Installation:
-    """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
+    """Switch all graph-transformer blocks of Anemoi, existing and future, to anemoi_gt.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ class Installed(Settings):
 
 
 def installed() -> Installed | None:
-    """Return the settings of `install` that are in force, and what was computed how, or None without `install`.
+    """Return the active settings of `install` and the path of each block, or None.
 
     Models of `swap_layers` have settings of their own; how their blocks were computed is told too.
     """
@@ -233,7 +233,7 @@ def installed() -> Installed | None:
 
 
 def plan() -> dict[str, str | None]:
-    """Return what `install` would replace in this anemoi-models, by name, and why not, or None where it would.
+    """Return what `install` would replace, by name, each with None or the reason why not.
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
@@ -266,7 +266,7 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
 
 
 def uninstall() -> None:
-    """Let all blocks of Anemoi, those of `swap_layers` included, compute with Anemoi's own code again."""
+    """Restore Anemoi's own code in all blocks, including blocks of `swap_layers`."""
     SETTINGS.clear()
     _remove_patches_unless_used()
 
@@ -313,7 +313,7 @@ def swap_layers(
 def graph_transformer_processor(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerProcessor` with swapped blocks; a target for configs whose validation is off.
+    """Build Anemoi's `GraphTransformerProcessor` with swapped blocks, for unvalidated configs.
 
     `backend`, `precision` and `fuse_edges` are as for `install`, `options` those of Anemoi's class.
     """
@@ -323,7 +323,7 @@ def graph_transformer_processor(
 def graph_transformer_forward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, as `graph_transformer_processor` a processor."""
+    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with swapped blocks."""
     return swap_layers(
         find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges
     )
@@ -332,7 +332,7 @@ def graph_transformer_forward_mapper(
 def graph_transformer_backward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, as `graph_transformer_processor` a processor."""
+    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with swapped blocks."""
     return swap_layers(
         find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges
     )
@@ -341,7 +341,7 @@ def graph_transformer_backward_mapper(
 def _switch_on(
     config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool
 ) -> Settings:
-    """Apply the patches and return the settings; halos are exchanged if all methods for that were replaced."""
+    """Apply the patches; return the settings. Halos need all of their methods replaced."""
     if blocks is not None and not isinstance(blocks, bool):
         raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
     for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
@@ -402,7 +402,10 @@ def _matches() -> dict[tuple, Match]:
 
 
 def _wanted() -> list[tuple]:
-    """Return what is replaced in this version; before 0.12.1 PyTorch's `checkpoint` is called where it is imported."""
+    """Return what to replace in this version.
+
+    Before 0.12.1, PyTorch's `checkpoint` is replaced where it is imported.
+    """
     old = not hasattr(find(*MAPPER[:1]), "maybe_checkpoint")
     absent = "maybe_checkpoint" if old else "checkpoint"
     return [seam for seam in PATCHES if seam[1] != absent]
@@ -426,7 +429,7 @@ def _match(seam: tuple, patch: Replacement) -> Match:
 
 
 def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
-    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit.
+    """Return the replacements with `SHARDING` on top, or without if one of those does not fit.
 
     `differing` names functions that they call and that are not as in the versions we know.
     """
@@ -458,6 +461,6 @@ def _remove_patches_unless_used() -> None:
 
 
 def _reset_compiled() -> None:
-    """Drop compiled code, which holds the methods it was made from; PyTorch does not notice that a class got others."""
+    """Drop compiled code, which holds old methods; PyTorch does not notice replaced methods."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""What was computed how: kept for each block, told by `installed()`, by `anemoi-gt info` and in one line of the log.
+"""Report of block paths for `installed()`, `anemoi-gt info` and one log line per model.
 
 A block of compiled code is not seen one by one: blocks of its class are counted by what was traced.
 """
@@ -83,7 +83,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def computed() -> tuple[Computed, ...]:
-    """Return how the blocks of all known models, and other blocks that have computed, were computed."""
+    """Return the path of each block of all known models, and of other blocks that have run."""
     found, seen = [], set()
     for model in list(_MODELS):
         for path, block in blocks_of(model):
@@ -103,7 +103,7 @@ def _of_block(path: str, block: nn.Module) -> Computed:
 
 
 def summary(blocks: tuple[Computed, ...]) -> str:
-    """Return in one line how many blocks of each class were computed how, and why not fused, with their paths."""
+    """Return a line: blocks of each class by path, and reasons with module paths if not fused."""
     parts = []
     for kind in dict.fromkeys(block.kind for block in blocks):
         counts = Counter((block.outcome, block.reason) for block in blocks if block.kind == kind)
@@ -129,7 +129,7 @@ def _shortened(paths: list[str]) -> list[str]:
 
 
 def after_step(model: nn.Module) -> None:
-    """Log one line about a model whose forward pass has ended, once, and again when blocks are computed otherwise."""
+    """Log a line about a model after its first forward pass, and again when a path changes."""
     if model in _UP_TO_DATE:
         return
     add_model(model)

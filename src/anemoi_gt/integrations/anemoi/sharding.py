@@ -1,12 +1,12 @@
-"""Sharding of Anemoi's models on our halo exchange: replacements for what Anemoi does with several ranks of a model.
+"""Sharding of Anemoi's models on our halo exchange: replacements of its multi-rank methods.
 
 Anemoi hands every layer the nodes of its rank, contiguous ranges, and the edges into them. With
 shard strategy "edges"
 
     processor block    exchanges halo rows of the normed nodes, in autocast's dtype
     mapper             exchanges halo rows of the sources; nothing is gathered
-    provider           edges of one copy of the graph, and their attributes for each copy of a batch or an ensemble
-    model              every copy of every set of nodes is split along the grid: rows [copies, nodes of this rank]
+    provider           edges of one copy of the graph; attributes for each copy in the batch
+    model              each copy of each node set is split along the grid: [copies, local nodes]
 
 A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it,
 without a message. Both are cached with the list (`edge_cache`), once for each group, division of
@@ -151,7 +151,7 @@ def node_attributes(upstream, self, name, batch_size):
 
 @replaces("tensor dim model_comm_group")
 def get_shard_sizes(upstream, tensor, dim, model_comm_group=None):
-    """Return sizes of shards of the nodes, however often they are repeated, for a model's module."""
+    """Return the shard sizes of the nodes for a model's module, however often they repeat."""
     copies = getattr(tensor, _COPIES, 1)
     if copies > 1 and dim == 0 and is_distributed(model_comm_group):
         tensor = tensor[: tensor.shape[0] // copies]
@@ -208,7 +208,7 @@ def shards_edges(block: nn.Module) -> bool:
 
 
 def _splits_copies(model: nn.Module) -> bool:
-    """Return whether all parts of a model split the copies of a batch or ensemble along the grid."""
+    """Return whether all parts of a model split the copies of a batch or ensemble by grid."""
     mapper, layers = Upstream.mapper, Upstream.processor
     providers = import_module("anemoi.models.layers.graph_provider")
     if type(model).forward.__module__ not in _MODELS:
@@ -251,7 +251,7 @@ def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
 
 
 def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
-    """Return this rank's rows of each copy of nodes that all ranks hold; their gradients are gathered."""
+    """Return this rank's rows of each copy of replicated nodes; gradients are gathered."""
     rows = rows.unflatten(0, (copies, -1))
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
@@ -266,7 +266,7 @@ def start_halo(
     norm: nn.Module | None = None,
     cond: Tensor | None = None,
 ):
-    """Send halo rows of a processor block, normed, in autocast's dtype; `local` is of `local_edges`.
+    """Send normed halo rows of a processor block in autocast's dtype; `local` is a `local_edges`.
 
     `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any;
     None: x is normed. Both send the same, since ranks may differ.
@@ -289,7 +289,7 @@ def start_halo(
 
 
 def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
-    """Return this rank's edges, numbered by its nodes and its halo, with their exchange; None where upstream serves."""
+    """Return this rank's edges, numbered locally, with their exchange; None if unsupported."""
     if not is_distributed(group) or not shards_edges(block) or sizes[0] is None or sizes[1] is None:
         return None
     src, dst, rank = tuple(sizes[0]), tuple(sizes[1]), group.rank()
@@ -315,14 +315,14 @@ def _make_local_edges(
     dst: tuple[int, ...],
     copies: int,
 ) -> bool:
-    """Make the local edges of a shard once; return False where the list that it was cut from is not known."""
+    """Make the local edges of a shard once; return False if its source list is unknown."""
     whole = lookup(edge_index).whole()
     if whole is None or lookup(whole) is None:
         return False
     sources, destinations = (Ranges((0, *accumulate(sizes))) for sizes in (src, dst))
 
     def number_locally() -> Tensor:
-        """Return the edges into this rank's destinations, of each copy, with the exchange that delivers their halo."""
+        """Return edges into local destinations, of each copy, with the exchange of their halo."""
         _check_division(whole, sources, destinations)
         with torch.inference_mode(False), torch.no_grad():
             bounds = torch.tensor(destinations.bounds, device=whole.device)
@@ -351,7 +351,7 @@ def _make_local_edges(
 
 
 def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -> None:
-    """Raise unless the ranges are those of a graph whose edges Anemoi has cut evenly by destination."""
+    """Raise unless Anemoi cut the edges of the graph evenly by destination, as these ranges."""
     num_nodes = lookup(edge_index).num_nodes
     if (sources.size, destinations.size) != num_nodes:
         raise ValueError(

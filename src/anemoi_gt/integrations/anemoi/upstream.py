@@ -1,4 +1,4 @@
-"""Code of anemoi-models: what the installed version has, and replacements for its methods and functions.
+"""The installed anemoi-models: its modules, and replacements for its methods and functions.
 
 A replacement is a function that takes the upstream method first, then what that takes:
 
@@ -23,7 +23,7 @@ from anemoi_gt.nn import sublayers
 
 
 class Upstream:
-    """Modules and classes of anemoi-models that replacements read, resolved once by `resolve_upstream`."""
+    """Modules and classes of anemoi-models for replacements, resolved by `resolve_upstream`."""
 
     mapper: ModuleType | None = None  # layers.mapper
     processor: ModuleType | None = None  # layers.processor
@@ -125,7 +125,7 @@ class Replacement:
         return wraps(upstream)(method)
 
     def misfit(self, upstream: Callable) -> str | None:
-        """Return why `upstream` cannot be replaced, or None if it has known parameters and a known body."""
+        """Return why `upstream` cannot be replaced, or None if parameters and body are known."""
         given = parameters_of(upstream)
         if not self.known or given in map(str.split, self.known):
             return unknown_body(upstream) if self.stands_in else None
@@ -139,7 +139,7 @@ def replaces(*known: str) -> Callable[[Callable], Replacement]:
 
 
 def wraps_any(function: Callable) -> Replacement:
-    """Make a function the replacement of a method that it calls with all arguments, whatever its parameters."""
+    """Make a replacement that calls the upstream method with all arguments, whatever they are."""
     return Replacement(function, (), stands_in=False)
 
 
