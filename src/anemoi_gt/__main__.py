@@ -15,7 +15,7 @@ APPLICATIONS = {  # also python -m anemoi_gt.NAME
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command with `arguments`, by default those of the command line."""
+    """Run a command with `arguments`, by default from the command line."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if arguments[0] in APPLICATIONS:
         name, *rest = arguments

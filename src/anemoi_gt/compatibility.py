@@ -23,7 +23,7 @@ TESTED = (
 class UntestedVersionsWarning(UserWarning):
     """Warning that the installed releases of PyTorch and Triton are untested with this package.
 
-    Issued once per process and backend, when attention is first computed; `anemoi-gt info` says it
+    Issued once per process and backend, when attention is first computed; `anemoi-gt info` lists it
     before.
 
     Examples

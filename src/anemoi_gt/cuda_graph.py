@@ -81,7 +81,7 @@ class CUDAGraphedStep:
         self._captured: CapturedPass | None = None
 
     def __call__(self, batch: Any) -> Any:
-        """Replace the parameters' gradients by those of a batch; return the function's result.
+        """Set the parameters' gradients for a batch, replacing old ones; return the result.
 
         Raises ValueError for a batch of other shapes or dtypes than the first.
         """
@@ -191,8 +191,8 @@ def capture_cuda_graph(
     function) `WARM_UP` times before. Returns the outputs of the function, in memory of the graph
     and undefined before the first replay, and `replay`, which computes them on the current stream.
     """
-    # Memory that launched steps left in the allocator serves neither the side stream nor the graph:
-    # the device would hold it up to three times. `torch.cuda.graph` frees that of the side stream.
+    # Memory cached by launched steps is usable by neither the side stream nor the graph:
+    # the device would hold it up to three times. `torch.cuda.graph` frees the side stream's memory.
     gc.collect()
     torch.cuda.empty_cache()
     side = torch.cuda.Stream()
@@ -213,8 +213,8 @@ def capture_cuda_graph(
 def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterator[None]:
     """Keep `torch.utils.checkpoint` from reading the generator's state, which fails during capture.
 
-    Raises ValueError at the end if a recomputation drew random numbers, which would not be those of
-    the forward pass. `state` returns the state of the generator, None during capture.
+    Raises ValueError at the end if a recomputation drew random numbers, which would differ from the
+    forward pass. `state` returns the state of the generator, None during capture.
     """
     module, begin, drew = torch.utils.checkpoint, None, False
 

@@ -83,8 +83,8 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
 def is_transformed() -> bool:
     """Return whether a torch.func transform (grad, vmap, ...) is active; False in traced code.
 
-    True without PyTorch's private function that knows: what serves transforms serves all calls,
-    with more host time.
+    Conservatively True if PyTorch's private query is unavailable: the path for transforms is
+    correct for all calls, with more host time.
     """
     return not torch.compiler.is_compiling() and _HAS_TRANSFORMS()
 
@@ -172,7 +172,7 @@ def refuse_forward_mode(*operands: Tensor | None) -> None:
     """Raise RuntimeError if an operand carries a tangent, which an operator would drop silently."""
     if (
         torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0
-    ):  # nobody asks for tangents
+    ):  # forward-mode AD is inactive
         return
     if any(
         operand is not None and forward_ad.unpack_dual(operand).tangent is not None

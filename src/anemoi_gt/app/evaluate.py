@@ -59,7 +59,7 @@ def evaluate(
     steps: int,
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
+    """Write scores and plots, also of the metrics next to the checkpoint, to an existing folder.
 
     The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them. `variables` are
     plotted, None: three.

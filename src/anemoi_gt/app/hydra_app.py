@@ -139,7 +139,7 @@ def describe_graph(graph: "HeteroData") -> str:
 def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
     """Build the objects of a checkpoint's config, with its weights, on the device of the config.
 
-    Returns it and the step of the checkpoint, None if it does not say.
+    Returns it and the step of the checkpoint, None if unknown.
     """
     from omegaconf import OmegaConf
 
@@ -313,7 +313,7 @@ def write_explanation(
 
 
 def is_multirun() -> bool:
-    """Return True under Hydra's `--multirun`."""
+    """Return whether Hydra runs with `--multirun`."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -337,9 +337,9 @@ def launch(
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal
     with 128 and its number. A run that is refused leaves no folder.
 
-    `name` is that of the application's module. `prepare` returns the job for the composed config,
-    and its errors are reported as errors in the config; `choose_config` returns the name of the
-    primary config in `anemoi_gt.configs`.
+    `name` is the name of the application's module. `prepare` returns the job for the composed
+    config, and its errors are reported as errors in the config; `choose_config` returns the name of
+    the primary config in `anemoi_gt.configs`.
     """
     module = f"anemoi_gt.{name}"
     try:

@@ -30,7 +30,7 @@ MOST_TICKS = 6
 def chosen_variables(dataset: ForecastDataset, names: Sequence[str] | None) -> list[int]:
     """Return the indices of the variables to plot, the first three for None.
 
-    Raises ValueError if a name is not that of a variable, or there is none.
+    Raises ValueError if a name is not a variable, or there are none.
     """
     if names is None:
         return list(range(min(MOST_VARIABLES, len(dataset.variables))))
@@ -55,8 +55,8 @@ def draw_training_plot(
 ) -> None:
     """Plot a test sample: forecast, errors, scores and losses, as PNG, one panel per variable.
 
-    `forecast` is the model's for the sample, that of median error; `scores` are of the model and
-    the baselines, the model's first; `records` are the run's metrics; `variables` are as for
+    `forecast` is the model's for the sample of median error; `scores` are of the model and the
+    baselines, the model's first; `records` are the run's metrics; `variables` are as for
     `chosen_variables`. Raises ImportError if matplotlib or scipy is missing, ValueError if a
     variable is unknown.
     """

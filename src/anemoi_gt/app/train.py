@@ -92,7 +92,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     hydra_app.check_device(config)
     state, schema = checkpoint_to_resume(folder, config.resume, description), None
     if state is not None:
-        config.init_from = None  # weights are those of the checkpoint
+        config.init_from = None  # the weights come from the checkpoint
         schema = schema_of(state.get("schema"), folder / LAST)
     run = hydra_app.build(config, schema)
     for part in run.splits:
@@ -211,7 +211,7 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
             return _train_on_ranks(config, sharding, device_type)
         except hydra_app.ERRORS_OF_PREPARATION as error:
             log.debug("traceback", exc_info=error)
-            raise error.with_traceback(None) from None  # one sentence tells it all
+            raise error.with_traceback(None) from None  # one sentence is enough
 
     try:
         return run()

@@ -35,8 +35,8 @@ def edge_direction(source: Nodes, destination: Nodes, edge_index: np.ndarray) ->
     """Return the direction from each edge's destination to its source, [E, 2] float64 of length 1.
 
     It is 0 where source and destination coincide or are antipodes. (anemoi-graphs gives coinciding
-    nodes, such as those of two levels of a hierarchy, the direction of a rounding error.)
-    Parameters and errors are those of `edge_length`.
+    nodes, such as nodes of two levels of a hierarchy, the direction of a rounding error.)
+    Parameters and errors as for `edge_length`.
     """
     _check_edges(source, destination, edge_index)
     xy = np.einsum("eid,ed->ei", destination.frame[edge_index[1]], source.xyz[edge_index[0]])

@@ -24,7 +24,7 @@ from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
 MAX_NEIGHBOURS = 64
-# distances closer than this are equal: between float64 rounding (1e-16) and that of positions
+# distances closer than this are equal: between float64 rounding (1e-16) and rounding of positions
 # (1e-7)
 TIE = 1e-9
 MOST_TIES = 8  # a vertex of a triangular mesh has at most six equally far neighbours

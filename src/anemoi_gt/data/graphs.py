@@ -1,6 +1,6 @@
 """Encoder-processor-decoder graphs: data nodes, hidden meshes and their edges, as `HeteroData`.
 
-The layout is that of anemoi-graphs, so that a model accepts either:
+The layout is the same as in anemoi-graphs, so that a model accepts either:
 
     graph["data"].x, graph["hidden"].x       [N, 2] latitude, longitude, radians
     graph["data", "to", "hidden"]            encoder: edge_index [2, E], edge_length [E, 1],
@@ -91,7 +91,7 @@ def check_fit(graph: HeteroData) -> None:
     empty = edges.nearest_distance(hidden, data) > 0.6 * edges.nearest_distance(hidden)
     if empty.mean() <= 0.5:
         return
-    # Nodes all over the globe have their mean near its centre, those of a region near its surface.
+    # The mean of global nodes is near the centre of the globe, of regional nodes near its surface.
     if np.linalg.norm(data.mean(axis=0)) > 0.1:
         remedy = (
             "the data cover a region, take graph=default, or graph=limited_area with a "
@@ -122,10 +122,10 @@ def limited_area_graph(
     ----------
     refinement : int, optional
         Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. None: the
-        coarsest one whose spacing is at most four times that of the data nodes.
+        coarsest one whose spacing is at most four times the spacing of the data nodes.
     margin : float, optional
-        Distance in kilometres by which the hidden mesh extends beyond the data nodes. None: that of
-        neighbours.
+        Distance in kilometres by which the hidden mesh extends beyond the data nodes. None: the
+        distance of neighbours.
     cutoff, nearest
         As for `icosphere_graph`.
 
@@ -272,7 +272,7 @@ def hierarchical_graph(
 def encoder_processor_decoder(
     nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3
 ) -> HeteroData:
-    """Return the graph of data nodes and any hidden mesh, whose edges are those of the processor.
+    """Return the graph of data nodes and any hidden mesh, whose edges the processor uses.
 
     `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if mesh is not a Mesh, or
     an option is out of range.

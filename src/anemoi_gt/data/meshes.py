@@ -1,9 +1,9 @@
 """Hidden meshes: refined icosahedra of the globe, limited areas and stretched grids.
 
 Refinement r splits every triangle of the icosahedron r times in four and projects new vertices onto
-the sphere: 10 * 4^r + 2 vertices, of which those of level l < r are a subset; 60 * 4^l directed
-edges at level l. A multi-scale mesh has the edges of several levels, so that a message crosses the
-globe in a few steps (Lam et al. 2023).
+the sphere: 10 * 4^r + 2 vertices, of which the vertices of level l < r are a subset; 60 * 4^l
+directed edges at level l. A multi-scale mesh has the edges of several levels, so that a message
+crosses the globe in a few steps (Lam et al. 2023).
 
 Vertices are sorted by latitude, north first, then by longitude, east first, both as float32
 radians. anemoi-graphs sorts its TriNodes by latitude too, but with an unstable sort: the order
@@ -53,7 +53,7 @@ class Mesh:
 def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     """Return a refined icosahedron: 10 * 4^refinement + 2 nodes, 60 * 4^l edges per level l.
 
-    Each triangle is split in four `refinement` times, at least once; `levels` are those of the
+    Each triangle is split in four `refinement` times, at least once; `levels` are the levels of the
     edges, None means 1 to `refinement`. Raises ValueError if refinement is below 1, or a level is
     not in [0, refinement].
 
@@ -70,8 +70,8 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
 def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
     """Return a regional part of a multi-scale icosphere, with edges of levels 1 to `refinement`.
 
-    The region is that of the points `area`, such as its data nodes, and `margin` kilometres around
-    them. Raises ValueError if refinement is below 1, margin negative, or area empty.
+    The region is the area of the points `area`, such as its data nodes, and `margin` kilometres
+    around them. Raises ValueError if refinement is below 1, margin negative, or area empty.
 
     Examples
     --------
@@ -88,10 +88,10 @@ def stretched_icosphere(
 ) -> Mesh:
     """Return a multi-scale icosphere that is finer over a region.
 
-    It has the vertices of the icosphere of `refinement` and, over the region, those of
-    `area_refinement`, with the edges of levels 1 to `area_refinement` between them; `area` and
-    `margin` (km) give the region, as for `limited_area_icosphere`. Raises ValueError if refinement
-    is below 1, area_refinement not above it, margin negative, or area empty.
+    It has the vertices of the icosphere of `refinement` and, over the region, of `area_refinement`,
+    with the edges of levels 1 to `area_refinement` between them; `area` and `margin` (km) give the
+    region, as for `limited_area_icosphere`. Raises ValueError if refinement is below 1,
+    area_refinement not above it, margin negative, or area empty.
 
     Examples
     --------

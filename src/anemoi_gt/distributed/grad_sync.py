@@ -10,7 +10,7 @@ its own number. A `mesh` has axes (data, model), as `make_mesh` makes it; functi
 for others.
 
 DDP and `fully_shard` over the data axis take the mean over data during backward. DDP's gradients
-are equal there, and their mean is what they are; those of `fully_shard` are DTensors, whose local
+are equal there, so averaging changes nothing; gradients of `fully_shard` are DTensors, whose local
 parts are summed over model only.
 """
 

@@ -41,7 +41,7 @@ class MessageConsensus:
         return {
             "group": None,
             "is_reached": True,
-        }  # process groups are not pickled; copies do not ask again
+        }  # process groups are not pickled; copies keep the consensus
 
     def reach(self, sent: Tensor) -> None:
         """Raise ValueError on all ranks unless rows [S, .., F] agree. Collective the first time."""
@@ -51,7 +51,7 @@ class MessageConsensus:
             "batch size": tuple(sent.shape[1:-1]),
             "features": sent.shape[-1],
             "dtype (of the input, or by autocast)": sent.dtype,
-            # else the backward of one rank waits for that of another
+            # else the backward of one rank waits for another rank's
             "requires_grad": sent.requires_grad,
         }
         check_same(
@@ -210,7 +210,7 @@ class PendingExchange:
     Attributes
     ----------
     own : Tensor [N, F] or [B, N, F]
-        The local rows, to be read in place of what was sent: then their gradients meet in one sum.
+        The local rows, to be read instead of the rows sent, so that their gradients are added once.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModuleShard
 def scatter_model(
     model: EncoderProcessorDecoder | None, mesh: DeviceMesh, group: dist.ProcessGroup
 ) -> tuple[EncoderProcessorDecoder, ModuleShard]:
-    """Give every rank its shard of a model that only the first rank of the mesh holds. Collective.
+    """Send every rank its shard of a model that only rank 0 of the mesh holds. Collective.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def scatter_model(
         bare = strip_sharded_rows(model)
         for other, rank in reversed(
             [*enumerate(ranks[0])]
-        ):  # the first rank holds one shard beside the whole
+        ):  # rank 0 holds one shard in addition to the whole
             nodes = {name: partition.nodes(other) for name, partition in plan.partitions.items()}
             edges = {
                 kind: in_edges(structure, nodes[kind[1]])

@@ -41,7 +41,7 @@ Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
 @dataclass(frozen=True)
 class ModuleShard:
-    """Sharding of a module, as one rank sees it; printed, it says what this rank holds.
+    """Sharding of a module on one rank; its `repr` lists what this rank holds.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class ModuleShard:
         each name of a tied one; of buffers only those in the state dict. All other parameters are
         shared.
     graphs : dict of (str, str) to GraphShard
-        By the names of the sets of sources and destinations; layers take them in place of
+        By the names of the sets of sources and destinations; layers accept them instead of
         structures.
     """
 
@@ -145,8 +145,8 @@ def shard_module(
 class ShardPlan:
     """Shard plan of a whole module: owners of all nodes and edges, made without communication.
 
-    Parameters are those of `shard_module`, and the number of layers that read a graph where it is
-    not 1. The module is left unchanged.
+    Parameters as for `shard_module`, plus the number of layers that read a graph where it is not 1.
+    The module is left unchanged.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class OwnRows:
     ]  # rows of each table [n], int64, and how many the whole has
 
     def cut(self, whole: nn.Module, module: nn.Module) -> None:
-        """Give a module these rows of the tables of the whole; both may be the same.
+        """Set a module's tables to these rows of the whole module's tables; both may be one module.
 
         Parameters stay the objects that they are: optimisers hold them, and other layers are tied
         to them. Buffers are replaced: a caller may go on to use the tensor that became one.
@@ -268,7 +268,7 @@ class OwnRows:
 
 
 class FixedGraph(nn.Module):
-    """Module that returns a graph shard, in place of `StaticStructure`."""
+    """Module that returns a graph shard, replacing `StaticStructure`."""
 
     def __init__(self, graph: GraphShard):
         super().__init__()
@@ -346,7 +346,7 @@ def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dic
 
 
 def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
-    """Give a parameter other rows; it stays the same object."""
+    """Set a parameter to other rows, in place: it stays the same object."""
     # While a result of the whole module is alive, the parameter has a node that expects gradients
     # of its former shape. PyTorch (2.13, `VariableHooks::set_data`) forgets it when the dtype
     # changes, but not when the shape does.
@@ -386,7 +386,7 @@ def _options(module: nn.Module) -> dict[str, Any]:
 def _table_size(
     module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]
 ) -> int:
-    """Return the number of rows of a table, that of its set of nodes or graph, checked."""
+    """Return the number of rows of a table, checked against its set of nodes or graph."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     if name not in tensors:

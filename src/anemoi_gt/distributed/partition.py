@@ -59,7 +59,7 @@ class Ranges:
     def balanced(cls, cost: Tensor, num_ranks: int) -> "Ranges":
         """Split so that all ranks have about the same cost.
 
-        `cost` [N], integer and at least 0, is that of each position; sums stay below 2^63 /
+        `cost` [N], integer and at least 0, is the cost of each position; sums stay below 2^63 /
         num_ranks. Raise ValueError for costs that are not integers (ranks could round differently)
         or negative, or no ranks.
         """
@@ -170,7 +170,7 @@ class Partition:
     def balanced(cls, cost: Tensor, num_ranks: int, order: Tensor | None = None) -> "Partition":
         """Split a node order into ranges of about equal cost, like `Ranges.balanced`.
 
-        `cost` [N], integer, is by node; `order` is that of `Partition`, for example
+        `cost` [N], integer, is by node; `order` as in `Partition`, for example
         `anemoi_gt.graph.ordering.morton_order` of node coordinates.
         """
         return cls(Ranges.balanced(cost if order is None else cost[order], num_ranks), order)

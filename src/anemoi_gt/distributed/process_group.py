@@ -93,8 +93,7 @@ def local_device(device_type: str) -> torch.device:
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
         raise ValueError(
-            f"every rank of a host must have a GPU of its own, got local rank {local} and {count} "
-            "GPUs"
+            f"every rank of a host must have its own GPU, got local rank {local} and {count} GPUs"
         )
     return torch.device("cuda", local)
 
@@ -162,7 +161,7 @@ def _recorded_error() -> Iterator[None]:
     except Exception as error:
         if is_consequence(error):
             error.add_note(
-                "This error follows from that of another rank, which ended or raised it first."
+                "This error follows from an error of another rank, which ended or raised first."
             )
             _wait_for_end()
         handler.record_exception(error)
@@ -241,7 +240,7 @@ def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:
 
 
 def drain_threads() -> None:
-    """Give gloo's threads time to release the tensors of the last collectives.
+    """Wait until gloo's threads have released the tensors of the last collectives.
 
     They need the interpreter for it.
 

@@ -212,7 +212,7 @@ def load_values(folder: str | Path, key: str) -> Any:
 
 
 def _without_values(found: Path, key: str) -> dict[str, Any]:
-    """Return the dicts below a key of a checkpoint, with None in place of values."""
+    """Return the dicts below a key of a checkpoint, with None instead of values."""
     state: dict[str, Any] = {key: {}}
     for path in dcp.FileSystemReader(found).read_metadata().planner_data.values():
         if path[0] == key:
@@ -299,7 +299,7 @@ def _check_tables(
 
 
 def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> dict[str, Any]:
-    """Return a state with the table of the whole graph in place of rows. Collective."""
+    """Return a state with tables of the whole graph instead of rows. Collective."""
 
     def to_dtensor(_: str, name: str | None, tensor: Tensor) -> Tensor:
         return tensor if name is None else tables[name].to_dtensor(tensor)
@@ -335,7 +335,7 @@ def _map_tensors(
 ) -> Any:
     """Map `function(key, name, tensor)` over the tensors in nested dicts, lists and tuples.
 
-    The key is the path of keys to the tensor, joined by dots; the name that of the table whose rows
+    The key is the path of keys to the tensor, joined by dots; the name is of the table whose rows
     it has, or None.
     """
     if isinstance(value, dict):
@@ -366,7 +366,7 @@ def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) ->
     that of the table.
     """
     names = {}
-    for name in sorted(tables, key=len):  # a longer name says more, and replaces a shorter one
+    for name in sorted(tables, key=len):  # a longer name is more specific: it replaces shorter ones
         ends = [key for key in keys if isinstance(key, str) and f".{key}".endswith(f".{name}")]
         prefixes = [key.removesuffix(name) for key in ends]
         for prefix in prefixes:
@@ -376,7 +376,7 @@ def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) ->
 
 
 def sharded(path: str | Path) -> Path:
-    """Return the folder that several ranks write in place of a file: `last` for `last.pt`."""
+    """Return the folder that several ranks write instead of a file: `last` for `last.pt`."""
     return Path(path).with_suffix("")
 
 

@@ -163,5 +163,5 @@ def _checked(model: nn.Module) -> EncoderProcessorDecoder:
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers and parameters of a module, without those of submodules."""
+    """Return the buffers and parameters of a module, without submodules."""
     return [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]

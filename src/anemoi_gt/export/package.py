@@ -154,7 +154,7 @@ def verify_package(
         Called as `compared(output, *batch)`; what it returns is compared. None compares outputs.
         Use it where an output is the sum of a large state and a small change.
     rounding : float
-        Added to the allowed error: that of float32 in what is compared.
+        Added to the allowed error: the rounding error of float32 in the comparison.
     """
     if dtype not in LIMITS:
         raise ValueError(f"dtype must be one of {', '.join(map(str, LIMITS))}, got {dtype}")

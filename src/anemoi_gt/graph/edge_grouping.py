@@ -41,10 +41,10 @@ def group_coo(
 ) -> GroupedEdges:
     """Group edges [2, E] by destination; with `reverse`, also by source if that needs no sweep.
 
-    `dtype`, int32 or int64, is that of the result. With `stable` the edges of a destination keep
-    their order: one sort. Without, their order is unspecified: two GPU kernels and a scan replace
-    the sort, and group by source too. The sort is still used on a CPU and under deterministic
-    algorithms.
+    `dtype`, int32 or int64, is the dtype of the result. With `stable` the edges of a destination
+    keep their order: one sort. Without, their order is unspecified: two GPU kernels and a scan
+    replace the sort, and group by source too. The sort is still used on a CPU and under
+    deterministic algorithms.
     """
     if stable or not _order_may_vary(edge_index):
         src, dst = edge_index.to(dtype).unbind(0)

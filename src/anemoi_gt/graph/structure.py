@@ -422,7 +422,7 @@ class GraphStructure:
         Parameters
         ----------
         graphs : sequence of GraphStructure, at least one, all on one device
-            Nodes of graph b follow those of graph b - 1 on both sides, and so do its edges.
+            Nodes and edges of graph b follow the nodes and edges of graph b - 1.
 
         Returns
         -------
@@ -678,7 +678,7 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 
     Data-dependent sizes in traced code are unbounded.
 
-    An exported program serves the whole range of a named dimension, so no guard may narrow it
+    An exported program must support the whole range of a named dimension, so no guard may narrow it
     there.
     """
     is_below = statically_known_true if is_exporting() else guard_or_false

@@ -63,8 +63,8 @@ def swap_layers(
     model : torch.nn.Module
         Its layers are replaced in place.
     backend, precision, stable_sort
-        As in `anemoi_gt.AttentionConfig`. With backend "auto" a layer that ours cannot stand for
-        stays PyG's, and the log says so with the reason.
+        As in `anemoi_gt.AttentionConfig`. With backend "auto" a layer that ours cannot replace
+        stays PyG's, which is logged with the reason.
     subclasses : sequence of type
         Classes that inherit from `TransformerConv` and compute the same, to replace as well. What
         they add is not called any more.
@@ -72,8 +72,8 @@ def swap_layers(
     Raises
     ------
     ValueError
-        For another backend or precision; for a model without a layer to serve, or that is itself a
-        layer; for a layer that ours cannot stand for, if `backend` names one. Nothing is replaced
+        For another backend or precision; for a model without such a layer, or that is itself a
+        layer; for a layer that ours cannot replace, if `backend` names one. Nothing is replaced
         then.
 
     Examples
@@ -234,7 +234,7 @@ def _replacement(
 
 
 def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...]) -> str | None:
-    """Return why our layer cannot stand for this one, or None when it can."""
+    """Return why our layer cannot replace this one, or None if it can."""
     kind = type(upstream)
     if kind is not TransformerConv and kind not in subclasses:
         return (
@@ -266,7 +266,7 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         getattr(hook, "__func__", None) is not Linear.initialize_parameters
         for hook in hooks_of(embed)
     ):
-        # that of a lazy Linear apart, which ours runs
+        # except the hook of a lazy Linear, which ours runs
         return "hooks watch its lin_edge, which would not be called"
     return None
 
@@ -288,7 +288,7 @@ def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> G
 
 
 def _restored(ours: Any) -> TransformerConv:
-    """Return the layer that `ours` stands for, with what `ours` holds now."""
+    """Return the layer that `ours` replaced, with the current contents of `ours`."""
     upstream, added = ours._upstream
     _move(ours, upstream, [name for name in added if name in vars(ours)])
     upstream.dropout = ours.dropout
@@ -307,7 +307,7 @@ def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> No
             delattr(target, name)
     for name, part in (
         source._modules | source._parameters
-    ).items():  # what else somebody has put there, too
+    ).items():  # with anything else stored on the layer
         setattr(target, name, part)
     for name, buffer in source._buffers.items():
         target.register_buffer(

@@ -1,7 +1,6 @@
 """`explain` runs a model once and records the operator calls of its attentions.
 
-Modules get no hooks of their own: Anemoi's blocks compute differently while one of their parts has
-a hook.
+Modules get no hooks: Anemoi's blocks compute differently while one of their parts has a hook.
 """
 
 import threading

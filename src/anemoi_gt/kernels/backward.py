@@ -66,7 +66,7 @@ def edge_attention_bwd_dst(
     projected_grad,  # [B, N_dst, H, ATTRIBUTES] g, or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    # [B, N_dst, H]; with hubs [B * N_dst + B * blocks, H], weights of segments behind
+    # [B, N_dst, H]; with hubs [B * N_dst + B * blocks, H], segment weights last
     inv_denominator,
     exp_scores,  # [B, E, H] r
     colptr,  # [N_dst + 1]

@@ -1,8 +1,8 @@
 """Edge attention: the kernels that contract over the D edge attributes.
 
 W [H * C, D] is the embedding, b [H * C] its bias; with BIAS the bias is one more column of W, for
-an attribute that is always 1, so that all below holds with D + 1 attributes. What passes between
-kernels has ATTRIBUTES columns, a power of two, zero behind D + BIAS:
+an attribute that is always 1, so that all below holds with D + 1 attributes. Tensors between
+kernels have ATTRIBUTES columns, a power of two, zero after D + BIAS:
 
     project           u_i = W_h^T q_i                            rows [.., H, C] to [.., H, D]
     embed             o_i += W_h A_i                             [.., H, D] into rows [.., H, C]
@@ -11,9 +11,9 @@ kernels has ATTRIBUTES columns, a power of two, zero behind D + BIAS:
     weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs
     weight_sum        dW, db = the sum of these
 
-Each reads and writes its rows once, at the speed of the memory: batched matrix products with an
-inner size of D = 11 are what they stand for, and far slower. 16-bit operands stay as they are: they
-are multiplied in their own dtype, or as tf32, which holds both.
+Each reads and writes its rows once, at memory bandwidth. They replace batched matmuls with inner
+size D = 11, which are far slower. 16-bit operands are multiplied in their own dtype, or as tf32,
+which holds both exactly.
 """
 
 import triton

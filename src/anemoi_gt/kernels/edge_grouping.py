@@ -4,13 +4,13 @@
     scan     begin[n]  = sum of number[m], m < n  (a library call between the two kernels)
     place    place_e   = begin[node_e] + rank_e,  order[place_e] = e,  ...
 
-Both ends of the edges are grouped in one sweep. The numbers of the sources stand behind those of
-the destinations, so that one scan serves both; it reaches the sources with the E edges of the
-destinations, which `place` takes off again.
+Both ends of the edges are grouped in one sweep. The source counts follow the destination counts, so
+one scan covers both; the scanned source counts include the E edges of the destinations, which
+`place` subtracts.
 
 Counting is one integer atomic for each end, and what it returns is the rank. Numbers are exact, but
 which edge of a node comes first changes from run to run, so results that sum over a node's edges
-may differ in the last bit. The stable sort is there where that matters.
+may differ in the last bit. Use the stable sort for bitwise reproducibility.
 """
 
 import triton

@@ -1,12 +1,12 @@
 """Edge attention, forward and backward, for graphs with fixed in-degree K (k nearest neighbours).
 
-The equations are those of `anemoi_gt.kernels.forward` and `backward`. With K known when compiled
-there is no loop over edges and no second one, hence no array [E, H] of scores between them and no
-barrier: the rows of all edges of a destination are in flight together, and its scores stay in
-registers. The pass backward over destinations has w, ds, u and g in registers too, so that A, B and
-the gradient of edge_attr need no kernel of their own.
+Equations as in `anemoi_gt.kernels.forward` and `backward`. K is constexpr, so the edge loop
+unrolls: there is no second loop, no [E, H] score buffer and no barrier. The rows of all edges of a
+destination are in flight together, and its scores stay in registers. The backward pass over
+destinations also has w, ds, u and g in registers, so A, B and the gradient of edge_attr need no
+separate kernel.
 
-All loads stand before the first store: none may pass one.
+All loads precede the first store: loads cannot be hoisted above stores that may alias them.
 """
 
 import triton
@@ -181,7 +181,7 @@ def edge_attention_fixed_degree_fwd(
     do_not_specialize=["num_dst", "num_src", "num_edges", "attr_stride", "drop_below"],
 )
 def edge_attention_fixed_degree_bwd_dst(
-    query,  # [B, N_dst, H, C], not read; a profiler is told its shape
+    query,  # [B, N_dst, H, C], not read; gives a profiler the shape
     key,  # [B, N_src, H, C]
     value,  # [B, N_src, H, C]
     edge_attr,  # [1 or B, E, D], or None

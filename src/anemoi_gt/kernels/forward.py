@@ -11,20 +11,20 @@ For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^
 
 m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
 
-Work on D elements an edge and work on a row of C elements an edge are separate loops over the same
-edges: in one loop the layouts of [heads, D] and [heads, C] meet at every edge. The former are small
-matrix products where a node has edges enough. One loop hands to the next through [E, H] arrays,
-which stay in the cache; the barrier between them makes the elements visible to all threads of the
+Work on D elements per edge and work on a row of C elements per edge are separate loops over the
+same edges: fusing both loops costs a layout conversion per edge. Work on D elements uses small
+matrix products if a node has enough edges. One loop hands to the next through [E, H] arrays, which
+stay in the cache; the barrier between them makes the elements visible to all threads of the
 program. No loop reads and writes one array: several warps may hold the same element, and one could
-overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a
-power of two, zero behind D + BIAS: whole rows, no mask.
+overwrite it before another has read it. Arrays of D elements per node have ATTRIBUTES columns, a
+power of two, zero after D + BIAS: whole rows, no mask.
 
-A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`),
-where the largest degree may be that large: SEGMENT is 0 in all other graphs. A segment is computed
-as a destination is, with a row_max of its own, and `join_segments` writes the hub's rows.
+A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`).
+SEGMENT is 0 unless the graph may contain hubs. A segment is computed like a destination, with its
+own row_max, and `join_segments` writes the hub's rows.
 
-Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up
-to `main_end`, then edge by edge for the remainder.
+Each loop over rows is a function that processes EACH edges per step. It is called twice: with
+UNROLL up to `main_end`, then edge by edge for the remainder.
 """
 
 import triton

@@ -1,12 +1,12 @@
 """Rows [heads, channels] in registers: gathered, unpacked, multiplied, summed and stored.
 
 PACKED is "bf16" or "fp16" where a row of 16-bit elements is read as pairs in 32 bits, which halves
-the loads, and None where it is not. As it lies in memory a row is called raw: [HEADS, CHANNELS / 2]
-int32 with PACKED, else [HEADS, CHANNELS]. Unpacked it is a tuple of float32 tiles: the even and the
-odd channels [HEADS, CHANNELS / 2] with PACKED, else the row alone.
+the loads, and None where it is not. A row as stored in memory is called packed or raw: [HEADS,
+CHANNELS / 2] int32 with PACKED, else [HEADS, CHANNELS]. Unpacked it is a tuple of float32 tiles:
+the even and the odd channels [HEADS, CHANNELS / 2] with PACKED, else the row alone.
 
-A load may not pass a store that stands before it, because both could mean the same memory. So a
-step over EACH edges reads the raw rows of all of them before it writes anything for the first.
+Loads cannot be hoisted above stores that may alias them. So a step over EACH edges loads all raw
+rows before its first store.
 """
 
 import triton
@@ -33,7 +33,7 @@ def raw_offsets(
 
 @triton.jit
 def load_raw(rows, start, layout, PACKED: tl.constexpr):
-    """Return the raw row that begins `start` raw elements behind `rows`."""
+    """Load the packed row at offset `start` from `rows`."""
     if PACKED is not None:
         return tl.load(
             rows.to(tl.pointer_type(tl.int32)) + start + layout[0], mask=layout[1], other=0
@@ -121,7 +121,7 @@ def scale_row(factor, x):
 
 @triton.jit
 def load_heads(x, place, heads, H: tl.constexpr):
-    """Return x[place] of a tensor [.., H] as float32 [HEADS].
+    """Load row x[place] of a tensor [.., H] as float32 [HEADS].
 
     `heads` is the number of each head and a mask, None where every program has HEADS heads.
     """
@@ -134,7 +134,7 @@ def load_heads(x, place, heads, H: tl.constexpr):
 
 @triton.jit
 def store_heads(x, place, heads, elements, H: tl.constexpr):
-    """Write what `load_heads` would read."""
+    """Store one row; inverse of `load_heads`."""
     at = x + (place * H + heads[0])
     if heads[1] is None:
         tl.store(at, elements.to(x.dtype.element_ty))

@@ -2,8 +2,8 @@
 
 The edges, in CSC or CSR order, are divided into blocks of SEGMENT. A node with more than 2 SEGMENT
 edges is a hub. It is divided where blocks begin, into segments of fewer than 2 SEGMENT edges. Each
-block is that of at most one segment, so ceil(E / SEGMENT) programs serve any graph, without knowing
-how many hubs it has. A program finds the node of its block by bisection of the pointers
+block belongs to at most one segment, so ceil(E / SEGMENT) programs suffice for any graph, whatever
+its number of hubs. A program finds the node of its block by bisection of the pointers
 (`anemoi_gt.kernels.primitives.hub_segment`).
 
 A segment k has its part of each sum in float32, at its block in a tensor [B, blocks, ..]. Parts are

@@ -3,7 +3,7 @@
 Letters: b batch entry, i destination, j source, e edge in CSC order, h head, c channel, d
 attribute. Pointers carry the tensor's name. Every load that can overrun is masked with `other=`;
 sums are float32. Constants: H heads, C channels and D attributes of the problem; HEADS, CHANNELS,
-ATTRIBUTES their padded sizes in a program; INT64 says that offsets need 64 bits.
+ATTRIBUTES their padded sizes in a program; INT64 is set if offsets need 64 bits.
 """
 
 import triton
@@ -51,7 +51,7 @@ def hub_segment(pointers, block, num_rows, SEGMENT: tl.constexpr):
 
 @triton.jit
 def num_blocks(num_edges, SEGMENT: tl.constexpr):
-    """Return the number of blocks of the edges, that of programs in which hubs can be divided."""
+    """Return the number of blocks of edges, which bounds the number of hub segments."""
     return (num_edges + SEGMENT - 1) // SEGMENT
 
 
@@ -98,7 +98,7 @@ def segment_of_program(pointers, num_rows, num_edges, SEGMENT: tl.constexpr, INT
 
 @triton.jit
 def segment_row(slot, programs, num_rows):
-    """Return the row of a segment behind those of B * num_rows nodes: grid (B * programs, ..)."""
+    """Return the row index of a segment; segment rows follow the B * num_rows node rows."""
     return (tl.num_programs(0) // programs).to(slot.dtype) * num_rows + slot
 
 
@@ -179,7 +179,7 @@ def tile_offsets(edge, inside, column, WIDTH: tl.constexpr, COLUMNS: tl.constexp
 def keep_factor(edge_id, seed, b, h, drop_below, survivor):
     """Return the dropout factor of edges and heads, broadcast: 0 or 1 / (1 - rate).
 
-    The mask is that of `anemoi_gt.ops.dropout`.
+    `anemoi_gt.ops.dropout` defines the mask.
     """
     edge_id = edge_id + tl.full((), 0, tl.int64)
     zero = ((edge_id + h) * 0).to(tl.uint32)

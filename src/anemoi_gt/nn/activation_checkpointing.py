@@ -14,9 +14,9 @@ def checkpoint_activations(
 ) -> Tensor:
     """Return `function(*inputs)`; save only the inputs, and recompute in the backward pass.
 
-    `device` is that of the computation. If the function `draws` random numbers, as dropout does,
-    backward must restore the generator state to draw the same. PyTorch cannot read that state while
-    a CUDA graph is captured, and raises; without draws the state is not read during capture.
+    `device` is where the function computes. If the function `draws` random numbers, as dropout
+    does, backward must restore the generator state to draw the same. PyTorch cannot read that state
+    while a CUDA graph is captured, and raises; without draws the state is not read during capture.
     """
     captured = (
         not torch.compiler.is_compiling()

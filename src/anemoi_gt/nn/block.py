@@ -51,7 +51,7 @@ from anemoi_gt.option_checks import check_integer, check_probability
 class PendingRows(Protocol):
     """Async handle of remote source rows: call `wait`, or after `prepare` `wait_halo`, once."""
 
-    own: Tensor  # local sources [.., N_local, F], to be read in place of what was passed
+    own: Tensor  # local sources [.., N_local, F], to be read instead of the rows passed
 
     def wait(self) -> Tensor:
         """Return local sources concatenated with the halo [.., N_local + halo, F]."""
@@ -223,7 +223,7 @@ class GraphTransformerBaseBlock(nn.Module):
     ) -> Tensor:
         """Update destinations [.., N_dst, out_channels] by attention and feed-forward network.
 
-        `path` is that of the call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
+        `path` is the path of this call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
         in_channels], or [B, ...] both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond`
         holds the conditions of sources and destinations.
         """
@@ -351,7 +351,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         x = x + attended(n, n)
         y = x + node_dst_mlp(layer_norm_mlp_dst(x))
 
-    Parameters are those of `GraphTransformerBaseBlock`, by keyword.
+    Parameters as for `GraphTransformerBaseBlock`, by keyword.
 
     Examples
     --------
@@ -404,7 +404,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
     Parameters
     ----------
     update_src_nodes : bool
-        Give the sources a feed-forward network of their own.
+        Give the sources their own feed-forward network.
     **options
         Of `GraphTransformerBaseBlock`.
 

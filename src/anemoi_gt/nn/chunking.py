@@ -73,7 +73,7 @@ class Chunk:
     halo: Tensor | None = None
 
     def sources(self, rows: Tensor | RowsWithHalo) -> Tensor:
-        """Return the rows of the chunk's sources from those of all sources [..., N_src, F]."""
+        """Select the chunk's rows from the rows [..., N_src, F] of all sources."""
         local = rows.own if isinstance(rows, RowsWithHalo) else rows
         if self.src is not None:
             local = local.index_select(-2, self.src)
@@ -86,7 +86,7 @@ class Chunk:
         return rows if self.sizes is None else rows[..., self.dst, :]
 
     def attributes(self, edge_attr: Tensor | None) -> Tensor | None:
-        """Return the attributes of the chunk's edges from those of all edges [..., E, D]."""
+        """Select the chunk's attributes from the attributes [..., E, D] of all edges."""
         return (
             edge_attr if self.sizes is None or edge_attr is None else edge_attr[..., self.edges, :]
         )
@@ -126,7 +126,7 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
     Returns
     -------
     tuple of Chunk
-        With reverse structures, for gradients. Layers take it in place of the graph.
+        With reverse structures, for gradients. Layers accept it instead of the graph.
 
     Raises
     ------
@@ -176,10 +176,10 @@ def map_chunks(
     """Return `layer((x_src, x_dst), graph, edge_attr, conditions)` chunk by chunk: [..., N_dst, F].
 
     `graph` is a graph, or its chunks from `split_destinations`, or a ShardedGraph, in chunks or
-    not; `x`, `edge_attr` and `cond` are those of the whole graph, or of a rank's shard. A condition
+    not; `x`, `edge_attr` and `cond` belong to the whole graph, or to a rank's shard. A condition
     has a row per node, or one for all nodes. A side of x may be a tuple of tensors: the layer gets
     a tuple with the rows of its chunk. `call(function, *inputs)`, for activation checkpointing,
-    replaces `function(*inputs)` for each chunk. Raise ValueError when chunks are not all those of
+    replaces `function(*inputs)` for each chunk. Raise ValueError unless chunks are all chunks of
     one graph in order, or rows do not fit the whole graph.
     """
     call = call or (lambda function, *inputs: function(*inputs))
@@ -197,7 +197,7 @@ def map_chunks(
     conditions: Tensor | RowsWithHalo | None = cond_src
     if not isinstance(graph, (tuple, list)):
         sources = _select(x_src, graph.exchange)
-        # A row for all becomes one for each: a rank with one source could not tell them apart.
+        # One row for all becomes one per node: a rank with one source could not distinguish them.
         if cond_src is not None and sizes is not None:
             each = cond_src.expand(*cond_src.shape[:-2], sizes[0], cond_src.shape[-1])
             conditions = graph.exchange(each)
@@ -209,7 +209,7 @@ def map_chunks(
 
 
 def is_chunked(graph: object) -> TypeGuard[tuple[Chunk, ...] | list[Chunk] | ShardInChunks]:
-    """Return whether chunks, or a shard in chunks, were passed in place of a graph."""
+    """Return whether `graph` is chunked, a shard in chunks included."""
     return isinstance(graph, (tuple, list)) or bool(getattr(graph, "chunks", ()))
 
 
@@ -269,7 +269,7 @@ def _select(rows: SourceRows, select: Callable) -> Any:
 def _select_cond(
     cond: Tensor | RowsWithHalo | None, select: Callable[[Any], Tensor]
 ) -> Tensor | None:
-    """Return the rows of a condition that has one per node; one row is that of every node."""
+    """Select rows of a condition with one per node; a single row applies to every node."""
     if cond is None or (isinstance(cond, Tensor) and cond.shape[-2] == 1):
         return cond
     return select(cond)

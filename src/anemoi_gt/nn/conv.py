@@ -162,7 +162,7 @@ class GraphTransformerConv(MessagePassing):
             The batch shares one graph; different graphs form one graph, as PyG's `Batch` makes it.
         edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency
         adj_t
-            Of a ShardedGraph, x_src holds the local sources. Chunks are those of
+            For a ShardedGraph, x_src holds the local sources. Chunks come from
             `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
             whose values [E, D] replace a missing `edge_attr`. Tensors and adjacencies are sorted in
             every call (see `AttentionConfig.stable_sort`), and their indices are checked on the
@@ -184,7 +184,7 @@ class GraphTransformerConv(MessagePassing):
         ------
         ValueError
             When x, edges and attributes do not fit together, or `config` names a backend that
-            cannot serve.
+            cannot run.
         RuntimeError
             In an ONNX export, which has no operator for it.
         """
@@ -251,7 +251,7 @@ class GraphTransformerConv(MessagePassing):
         edge_attr: OptTensor,
         index: Tensor,
         ptr: OptTensor,
-        size_i: Optional[int],  # noqa: UP045  PyG reads the annotations and knows no other spelling
+        size_i: Optional[int],  # noqa: UP045  PyG reads the annotations and supports no other spelling
     ) -> Tensor:
         """Return the message of each edge [E, heads, C], for PyG's explainers and message hooks."""
         if self.lin_edge is not None:
@@ -357,7 +357,7 @@ class GraphTransformerConv(MessagePassing):
         return gate * skip + (1 - gate) * out
 
     def _needs_messages(self) -> bool:
-        """Tell whether a PyG explainer or message hook is active."""
+        """Return whether a PyG explainer or message hook is active."""
         hooks = (
             self._propagate_forward_pre_hooks,
             self._propagate_forward_hooks,

@@ -94,7 +94,7 @@ class GraphTransformerBaseMapper(nn.Module):
             tensor of all nodes is made.
         graph : GraphStructure, or its chunks from `split_destinations`
             Chunks need less memory for the same result, up to the rounding of matrix products with
-            fewer rows; each chunk draws a dropout mask of its own.
+            fewer rows; each chunk draws its own dropout mask.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes of the whole graph in the caller's edge order, which for chunks is sorted
             by destination.
@@ -110,7 +110,7 @@ class GraphTransformerBaseMapper(nn.Module):
         Raises
         ------
         ValueError
-            When rows do not fit the graph, or chunks are not those of one graph.
+            When rows do not fit the graph, or chunks do not make up one graph.
         """
         weight: Any = self.emb_nodes_dst.weight  # of a linear map of any class
         x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=weight)
@@ -129,7 +129,7 @@ class GraphTransformerBaseMapper(nn.Module):
 class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
     """Encoder: data nodes to hidden nodes, with the state dict of Anemoi's class of this name.
 
-    Parameters are those of `GraphTransformerBaseMapper`, by keyword.
+    Parameters as for `GraphTransformerBaseMapper`, by keyword.
 
     Examples
     --------

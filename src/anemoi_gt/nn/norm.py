@@ -24,7 +24,7 @@ OVERFLOW_NUMEL = 2**32
 class AutocastLayerNorm(nn.LayerNorm):
     """Layer norm that keeps the dtype of its input, even under autocast.
 
-    Parameters and state dict are those of `torch.nn.LayerNorm`.
+    Parameters and state dict equal `torch.nn.LayerNorm`.
 
     Examples
     --------
@@ -41,7 +41,7 @@ class AutocastLayerNorm(nn.LayerNorm):
 class ConditionalLayerNorm(nn.Module):
     """Layer norm whose scale and shift are linear functions of a condition.
 
-    The state dict is that of Anemoi's class of this name: scale.weight, scale.bias, bias.weight,
+    The state dict equals Anemoi's class of this name: scale.weight, scale.bias, bias.weight,
     bias.bias. They are initialised to zero, which gives a layer norm without parameters. The output
     has the dtype of the input.
 
@@ -77,8 +77,8 @@ class ConditionalLayerNorm(nn.Module):
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         """Normalise `x` [..., N, normalized_shape] with `cond` [..., N or 1, condition_shape].
 
-        Their batch dimensions broadcast; a batch of the condition alone becomes that of the result.
-        Raise ValueError when features or condition have the wrong shape or dtype.
+        Their batch dimensions broadcast; a batch dimension of the condition alone is one of the
+        result. Raise ValueError when features or condition have the wrong shape or dtype.
         """
         channels, features = self.scale.out_features, self.scale.in_features
         check_shape(
@@ -105,7 +105,7 @@ class ConditionalLayerNorm(nn.Module):
 def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
     """Norm `x`, with a condition if there is one, in chunks where PyTorch's kernel would overflow.
 
-    `norm` must treat each row of `x` [..., F] by itself. Raise ValueError when it takes no
+    `norm` must treat each row of `x` [..., F] separately. Raise ValueError if it accepts no
     condition, or requires one.
     """
     return (

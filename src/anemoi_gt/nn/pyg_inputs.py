@@ -48,7 +48,7 @@ def _is_readable(edges) -> bool:
 
 
 def is_adjacency(edges) -> bool:
-    """Tell whether `edges` is a sparse matrix."""
+    """Return whether `edges` is a sparse matrix."""
     return is_sparse_tensor(edges) or is_torch_sparse_tensor(edges)
 
 

@@ -40,7 +40,7 @@ def keep_factor(
 
 
 def drop_threshold(rate: float) -> int:
-    """Return how many of the 2^32 32-bit values are dropped."""
+    """Return the number of the 2^32 32-bit values that are dropped."""
     return round(rate * 2**32)
 
 

@@ -1,4 +1,4 @@
-"""Dtypes of edge attention: the configured precision, else autocast's, else that of query."""
+"""Dtypes of edge attention: the configured precision, else autocast's, else query's."""
 
 from contextlib import AbstractContextManager, nullcontext
 

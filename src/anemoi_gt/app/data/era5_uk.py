@@ -358,7 +358,7 @@ def _download():
         return xarray.tutorial.open_dataset(
             TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""}
         )
-    except (OSError, ValueError) as error:  # no network, a page in place of the file
+    except (OSError, ValueError) as error:  # no network, or a web page instead of the file
         raise OSError(
             f"could not download {TUTORIAL_NAME} ({type(error).__name__}): give the file as "
             "data.path=FILE"

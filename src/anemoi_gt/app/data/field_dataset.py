@@ -9,8 +9,8 @@ With L the lead time and K input steps, a sample of present time t is
 
 Samples whose times are not all in the data are left out. Present and truth of a sample are within
 its split; inputs may reach back into the previous one, as in an operational forecast. Means and
-standard deviations are those of training samples, or those in the checkpoint of a trained model.
-Each member of an ensemble has samples of its own.
+standard deviations come from the training samples, or from the checkpoint of a trained model. Each
+member of an ensemble has its own samples.
 """
 
 import copy
@@ -55,7 +55,7 @@ def field_data(
     """Return forecasts of the fields in files: training, validation and test samples.
 
     Raises FileNotFoundError, ImportError or ValueError if a file cannot be read; ValueError if a
-    variable does not exist or is constant, a split has no sample, or the data are not those of
+    variable does not exist or is constant, a split has no sample, or the data do not match
     `schema`; FloatingPointError if a value is not finite.
 
     Parameters
@@ -518,7 +518,7 @@ class FieldDataset(ForecastDataset):
         for step, columns in enumerate(self._inputs, start=now - self.input_steps + 1):
             at = (
                 step if step <= 0 or self._dynamic else 0
-            )  # forcings without time are those of the start
+            )  # forcings without time come from the start
             if self._index(i, at) is None:
                 raise ValueError(
                     f"a rollout needs the forcings of every step, the data end before step {step}"
@@ -622,6 +622,6 @@ def cell_weights(nodes: Nodes) -> Tensor:
 
 
 def _find_times(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the indices of the wanted times, -1 for those that are not there."""
+    """Return the indices of the wanted times, -1 for missing ones."""
     place = np.searchsorted(times, wanted).clip(max=len(times) - 1)
     return np.where(times[place] == wanted, place, -1)

@@ -299,9 +299,9 @@ class TrainingBatches:
     """Batches of a run, or one data rank's share, from repeated random orders of the samples.
 
     The batch of a step depends on seed and step alone, so a run can continue from any step, on any
-    number of ranks. `batch_size` is that of all data ranks together, `steps` the number of batches
-    of the run, `rank` the data rank, and `ranks` the number of data ranks that share a batch.
-    Raises ValueError when the batch cannot be split evenly, or is larger than the data set.
+    number of ranks. `batch_size` is the total over all data ranks, `steps` the number of batches of
+    the run, `rank` the data rank, and `ranks` the number of data ranks that share a batch. Raises
+    ValueError when the batch cannot be split evenly, or is larger than the data set.
     """
 
     def __init__(

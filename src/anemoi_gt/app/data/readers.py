@@ -88,9 +88,9 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
     """Return the fields of NetCDF, zarr or GRIB files on one grid, regular, reduced or irregular.
 
     `path` is a file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these. Grid
-    and times are those of the coordinates. A variable with levels is one variable per level, such
-    as `t_850`. Files with the same variables follow each other in time; those with others are
-    joined at the same times.
+    and times come from the coordinates. A variable with levels is one variable per level, such as
+    `t_850`. Files with the same variables follow each other in time; those with others are joined
+    at the same times.
 
     Raises FileNotFoundError if there is no such file; ImportError if xarray or the reader of a
     format is missing; ValueError if a file cannot be read, lacks coordinates, or does not fit the
@@ -119,9 +119,9 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
 def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields:
     """Return the fields of an xarray data set.
 
-    A dimension of ensemble members, such as `number`, makes states of its own. Every other
-    dimension beside grid and time makes variables, one per level. Raises ValueError, with its
-    `name`, if it lacks coordinates, holds a time twice, or has another calendar.
+    Each member along a dimension such as `number` is a separate state. Every other dimension
+    besides grid and time makes variables, one per level. Raises ValueError, with its `name`, if it
+    lacks coordinates, holds a time twice, or has another calendar.
     """
     lat, lon = (_coordinate(source, axis, name) for axis in UNITS)
     lat, lon = import_extra("xarray", "xarray").broadcast(lat, lon)

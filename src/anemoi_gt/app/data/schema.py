@@ -33,7 +33,7 @@ class DataSchema:
     constants : tuple of str
         Those of `forcings` that do not change with time.
     units : dict of str to str
-        By variable and forcing; "" if the data do not say.
+        By variable and forcing; "" if unknown.
     levels : dict of str to str
         The level of variables that have one, with its units, such as "500 hPa".
     input_names : tuple of str
@@ -124,7 +124,7 @@ class DataSchema:
                 )
 
     def check_names(self, variables: tuple[str, ...], forcings: tuple[str, ...]) -> None:
-        """Raise ValueError unless the names and their order are those of the checkpoint."""
+        """Raise ValueError unless names and order equal the checkpoint's."""
         for kind, expected, got in (
             ("variables", self.variables, variables),
             ("forcings", self.forcings, forcings),

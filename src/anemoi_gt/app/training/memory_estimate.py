@@ -11,7 +11,7 @@ of its projection, and both sides of the activation in the feed-forward network.
 input, a normed copy, key and value. Norms keep float32. A fused attention sub-layer keeps its
 inputs, query, key, value and the result of the attention, a fused feed-forward sub-layer its input
 and that of the activation; both keep their weights in the dtype of products. Edges, and rows that
-other ranks read, keep little beside that. Compiled blocks need less.
+other ranks read, keep little more. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class MemoryEstimate(NamedTuple):
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
     """Estimate the memory of a training step with eager blocks on this rank; None for other models.
 
-    `config.batch_size` is that of one model.
+    `config.batch_size` is the batch size of one model.
     """
     if not isinstance(model, EncoderProcessorDecoder):
         return None
@@ -134,7 +134,7 @@ def _shard_bytes(model: EncoderProcessorDecoder) -> int:
 def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
     """Return the bytes each mapper keeps in all, and of its largest chunk with gradients.
 
-    `mappers` and `edges` are ModuleDicts by data set, as those of a model.
+    `mappers` and `edges` are ModuleDicts by data set, as in a model.
     """
     sizes = []
     for name, mapper in mappers.items():
@@ -154,7 +154,7 @@ def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
 
 
 class BlockSizes(NamedTuple):
-    """What decides how much a block keeps."""
+    """The sizes and options that determine the memory a block keeps."""
 
     channels: int  # features of a node
     width: int  # features of query, key or value, all heads together
@@ -193,7 +193,7 @@ def _destination(block: BlockSizes, size: int) -> int:
 
 
 def _source(block: BlockSizes, size: int) -> int:
-    """Return the bytes that a source keeps: its norm is not that of a destination in mappers."""
+    """Return the bytes that a source keeps: in mappers it has its own norm."""
     norm = size if block.fused_attention else FLOAT32 + size
     return size * 2 * block.width + norm * block.channels
 

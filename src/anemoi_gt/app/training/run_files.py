@@ -56,7 +56,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:
     """Load a checkpoint's weights into a model: averaged, for forecasts, or the optimiser's.
 
-    `part` is "average" or "model". Raises ValueError if the checkpoint has none, or those of
+    `part` is "average" or "model". Raises ValueError if the checkpoint has none, or weights of
     another model.
     """
     weights = _weights(state, part)
@@ -102,8 +102,8 @@ def _weights(state: dict[str, Any], part: str) -> dict[str, Any]:
 class MetricsFile:
     """A file of records, which also keeps them in memory for the plot.
 
-    An existing file is truncated after step `until`, that of the checkpoint that the run resumes
-    from.
+    An existing file is truncated after step `until`, the step of the checkpoint that the run
+    resumes from.
     """
 
     def __init__(self, path: str | Path, until: int = 0):

@@ -230,7 +230,7 @@ class ShardedTrainingStep(TrainingStep):
             return (error * self.weights).sum() / self.num_nodes
 
     def is_finite(self) -> bool:
-        """Return True if the weights of all ranks are finite. Collective; waits for the device."""
+        """Return whether the weights of all ranks are finite. Collective; synchronises."""
         finite = torch.tensor(float(super().is_finite()), device=self.device)
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
@@ -277,9 +277,9 @@ def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 class SharedStopRequest(StopRequest):
     """A stop request shared by all ranks: they agree after each step whether one got a signal.
 
-    After each step the ranks start a vote and read that of the step before, so none waits for it
-    and a run ends one step after the signal. A vote fails when a rank is gone: it is on the CPU, in
-    a gloo group of all ranks, and never waits for a GPU.
+    After each step the ranks start a vote and read the vote of the previous step, so none waits for
+    it and a run ends one step after the signal. A vote fails when a rank is gone: it is on the CPU,
+    in a gloo group of all ranks, and never waits for a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup):

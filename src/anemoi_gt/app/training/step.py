@@ -37,7 +37,7 @@ OVERLAP_MESSAGES = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
 }
-STATEFUL = ("optimizer", "schedule", "scaler")  # beside the weights, with state dicts of their own
+STATEFUL = ("optimizer", "schedule", "scaler")  # besides the weights, with their own state dicts
 
 
 class TrainingStep:
@@ -59,7 +59,7 @@ class TrainingStep:
     model : nn.Module
         With the weights after the last step; its blocks are compiled if `config.compile` is True.
     average : torch.optim.swa_utils.AveragedModel
-        With an exponential moving average of them, which forecasts; its buffers are those of
+        With an exponential moving average of the weights for forecasts, which shares the buffers of
         `model`.
     global_step : int
         Steps taken.
@@ -154,11 +154,11 @@ class TrainingStep:
         return self.optimizer.param_groups[0]["lr"]
 
     def is_finite(self) -> bool:
-        """Return True if all weights are finite; waits for the device."""
+        """Return whether all weights are finite; synchronises."""
         return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
 
     def has_lost_gradients(self) -> bool:
-        """Return True if skipped steps have used up the loss scale; waits for the device."""
+        """Return whether skipped steps have used up the loss scale; synchronises."""
         return self.scaler.is_enabled() and self.scaler.get_scale() < LOWEST_SCALE
 
     def state_dict(self) -> dict:
@@ -254,7 +254,7 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
 def compile_blocks(model: nn.Module) -> None:
     """Compile each graph-transformer block in place, at its first call and for each size or dtype.
 
-    Blocks are compiled one by one: those of a kind share the compiled code, so a deep model
+    Blocks are compiled one by one and blocks of a kind share the compiled code, so a deep model
     compiles as fast as a shallow one, and chunks of a mapper share it too. The norm and linear map
     at the end of a decoder are compiled with its block. Weights and their names do not change, and
     a copy of the model is not compiled. Raises ValueError when the model has no such block.

@@ -45,7 +45,7 @@ class Trainer:
     description : dict
         Plain values kept in the checkpoints: the whole config of the run.
     schema : DataSchema, optional
-        Kept in the checkpoints: what forecasts depend on beside the weights. None: that of
+        Kept in the checkpoints: what forecasts depend on besides the weights. None: the schema of
         `splits.train`.
     make_step, make_batches, save, stop_request : callable
         Called as `TrainingStep(model, weights, config, device)`, `TrainingBatches(dataset,
@@ -153,7 +153,7 @@ class Trainer:
     def load_state_dict(self, state: dict) -> None:
         """Continue a run from a `load_checkpoint` result; the next `fit` takes the remaining steps.
 
-        Raises ValueError if the state lacks an entry, or its weights are those of another model.
+        Raises ValueError if the state lacks an entry, or its weights belong to another model.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(

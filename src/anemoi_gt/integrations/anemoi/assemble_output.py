@@ -52,7 +52,7 @@ def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, da
 def assemble_ensemble_output(
     upstream, self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None
 ):
-    """Return the output of a model that is told batch size times ensemble size."""
+    """Return the output of a model that is called with batch size times ensemble size."""
     sizes = batch_size, batch_ens_size // batch_size
     return assemble_output.function(upstream, self, x_out, x_skip, *sizes, dtype, dataset_name)
 

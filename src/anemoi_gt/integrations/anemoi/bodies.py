@@ -1,8 +1,8 @@
-"""Bodies of anemoi-models that replacements stand in for, recognised by a hash of what they say.
+"""Bodies of anemoi-models that replacements stand in for, recognised by a hash of their source.
 
-The parameters of a method do not tell what it computes: those of 0.12.0's `_assemble_output` are
-those of 0.19.0, whose output has one dimension more. A body that is in no version that was read is
-left to upstream.
+The parameters of a method do not determine what it computes: `_assemble_output` has the same
+parameters in 0.12.0 and 0.19.0, whose output has one dimension more. A body that is in no version
+that was read is left to upstream.
 
 The hash is of the syntax tree without docstring, annotations and comments, which change no result.
 It is the same on all versions of Python that this library supports: `ast.dump` is not.

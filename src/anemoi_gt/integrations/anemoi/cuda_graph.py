@@ -117,7 +117,7 @@ def places_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterato
 
 @contextmanager
 def held(replacements: Iterable[tuple[Place, Any]]) -> Iterator[None]:
-    """Put other values into places, and put back at the end what was there, if anything."""
+    """Replace values in places during the block, and restore the former values after it."""
     before = []
     try:
         for (holder, key), value in replacements:

@@ -37,8 +37,8 @@ class CUDAGraphCallback(Callback):
     and again when two batches in a row have other shapes. Validation, and single batches of other
     shapes, are launched as without. The gradients of several processes are averaged once they are
     complete, not by DDP, whose hooks no replay calls. A replay repeats what the captured step did
-    on the host: numbers that the module logs without a tensor, and `batch_idx`, are those of the
-    captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+    on the host: numbers that the module logs without a tensor, and `batch_idx`, keep the values of
+    the captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
 
     def __init__(self, capture: Capture = capture_cuda_graph):
@@ -49,7 +49,7 @@ class CUDAGraphCallback(Callback):
         self._refused = False  # the last batch could not be replayed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the place of the strategy's `training_step` and the module's `backward`.
+        """Replace the strategy's `training_step` and the module's `backward`.
 
         Raises ValueError for a trainer whose steps cannot be captured.
         """
@@ -63,7 +63,7 @@ class CUDAGraphCallback(Callback):
         self._release()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put back what was replaced, and release the captured step."""
+        """Restore the replaced methods, and release the captured step."""
         if self._differentiate is not None:
             del trainer.strategy.training_step, pl_module.backward
         self._differentiate = None

@@ -18,7 +18,7 @@ the structure as an input of the compiled code. Lists belong to the edges of the
 are known weakly, or to the list that they were cut from: all are freed with these edges, as when a
 model is moved to another device. A list of unknown origin gets no attribute; its structure is kept
 as long as the tensor lives. All lists are such with anemoi-models 0.9.3 and 0.11.2, which have no
-StaticGraphProvider. No list is identified by its sizes.
+StaticGraphProvider. Lookups never use sizes.
 
 Replacements call upstream for lists without cache.
 """
@@ -59,7 +59,7 @@ class EdgeCache:
     """The cache of one edge list."""
 
     num_nodes: tuple[int, int]  # sources and destinations of the list
-    version: int  # of the tensor; another one means that somebody has written into it
+    version: int  # of the tensor; it changes when the tensor is written
     batch: int = (
         1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
     )
@@ -105,7 +105,7 @@ def structure_of(
     """Return the structure of an edge list between (num_src, num_dst) nodes, and its batch size.
 
     While torch.compile traces, the structure of a cached list is made at once and becomes an input
-    of the compiled code; that of any other list is looked up by an operator in the compiled code.
+    of the compiled code; for any other list, an operator in the compiled code looks it up.
     """
     cache = lookup(edge_index)
     if cache is not None and _make_structure(edge_index, reverse) and cache.graph is not None:
@@ -244,7 +244,7 @@ def processor_forward(
     *rest,
     **named,
 ):
-    """Make the structure before the first block."""
+    """Build the structure before the first block runs."""
     if model_comm_group is None or model_comm_group.size() == 1:
         prepare_structure(edge_index)
     return upstream(
@@ -382,7 +382,7 @@ def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-    ):  # an inference tensor could not serve a later training step
+    ):  # an inference tensor cannot be used by a later training step
         if cache.graph is None:
             num_src, num_dst = cache.num_nodes
             if cache.batch > 1 and not _is_replicated(edge_index, cache.num_nodes, cache.batch):

@@ -33,8 +33,8 @@ class AnemoiGTRunner(Runner):
     config : anemoi.inference.config.run.RunConfiguration
         The config of the forecast.
     runner : str
-        Name of the runner to build; `auto` is that of the checkpoint's task, `parallel` splits it
-        over ranks.
+        Name of the runner to build; `auto` is the runner of the checkpoint's task, `parallel`
+        splits it over ranks.
     backend, precision, fuse_edges
         As for `install`, which may raise.
     **options

@@ -147,7 +147,7 @@ def install(
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        As in `anemoi_gt.AttentionConfig`. Blocks that we cannot serve run Anemoi's own code with
+        As in `anemoi_gt.AttentionConfig`. Unsupported blocks fall back to Anemoi's own code with
         `auto`, which logs the reason once, and raise with a named backend; both in eager and in
         compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
@@ -181,7 +181,7 @@ def install(
     ValueError
         For another backend, precision or activation checkpointing.
     ImportError
-        If anemoi-models is missing, or its blocks do not attend as those of 0.9.3 to 0.19.0 do.
+        If anemoi-models is missing, or its blocks do not attend as in 0.9.3 to 0.19.0.
 
     Notes
     -----
@@ -225,7 +225,7 @@ class Installed(Settings):
 def installed() -> Installed | None:
     """Return the active settings of `install` and the path of each block, or None.
 
-    Models of `swap_layers` have settings of their own; how their blocks were computed is told too.
+    Models of `swap_layers` have their own settings; the paths of their blocks are listed too.
     """
     if SETTINGS.everywhere is None:
         return None
@@ -248,7 +248,7 @@ def plan() -> dict[str, str | None]:
 
 
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
-    """Return how `install()` would compute the graph-transformer blocks of a model on this machine.
+    """Predict the path of each graph-transformer block of a model under `install()` here.
 
     On the first GPU if there is one, under autocast to bfloat16. A condition of norms shows in the
     classes of norms.
@@ -279,7 +279,7 @@ def swap_layers(
     blocks: bool | None = None,
     sharding: bool = True,
 ) -> nn.Module:
-    """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
+    """Switch the graph-transformer blocks of one model to anemoi_gt.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ def swap_layers(
         It is not changed, and is returned: its blocks are registered. A copy or an unpickled model
         has to be swapped again.
     backend, precision, fuse_edges, blocks, sharding
-        As for `install`; they take precedence over those of `install`.
+        As for `install`, over which they take precedence.
 
     Raises
     ------
@@ -315,7 +315,7 @@ def graph_transformer_processor(
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerProcessor` with swapped blocks, for unvalidated configs.
 
-    `backend`, `precision` and `fuse_edges` are as for `install`, `options` those of Anemoi's class.
+    `backend`, `precision` and `fuse_edges` are as for `install`, `options` as for Anemoi's class.
     """
     return swap_layers(find(*PROCESSOR)(**options), backend, precision, fuse_edges)
 
@@ -392,7 +392,7 @@ def _apply_patches() -> None:
 
 
 def _matches() -> dict[tuple, Match]:
-    """Return what is replaced in this version, or why not, by seam."""
+    """Return the replacement in this version, or the reason for none, by seam."""
     matches = {seam: _match(seam, PATCHES[seam]) for seam in _wanted()}
     provider, partition = (PROVIDER, "_get_edges_impl"), (PARTITION, "materialise")
     if matches[provider].reason is None and matches[partition].reason is not None:

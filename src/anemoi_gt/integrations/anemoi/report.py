@@ -31,7 +31,7 @@ _UP_TO_DATE: WeakSet[nn.Module] = WeakSet()  # models of which nothing has chang
 
 
 class Computed(NamedTuple):
-    """How a block was computed."""
+    """The path of a block, and why it is not fused."""
 
     path: str  # of the module in its model, empty for a block outside of a known model
     kind: str  # name of its class
@@ -60,7 +60,7 @@ def record_traced(kind: type, path: str, reason: str | None) -> None:
 
 
 def clear() -> None:
-    """Forget what was computed; models are told of anew."""
+    """Clear all paths, so that models are logged again."""
     _BLOCKS.clear()
     _TRACED.clear()
     _MODELS.clear()
@@ -69,7 +69,7 @@ def clear() -> None:
 
 
 def add_model(model: nn.Module) -> None:
-    """Know a model, so that its blocks have paths."""
+    """Register a model, so that its blocks have module paths."""
     _MODELS[model] = None
 
 
@@ -145,7 +145,7 @@ def after_step(model: nn.Module) -> None:
 
 
 def after_build(model: nn.Module) -> None:
-    """Say that nothing of a model is computed by us, if it has no graph-transformer block."""
+    """Log that a model does not use anemoi_gt if it has no graph-transformer block."""
     add_model(model)
     if not blocks_of(model):
         message = "%s has no graph-transformer block: anemoi_gt computes nothing of it"

@@ -8,9 +8,9 @@ shard strategy "edges"
     provider           edges of one copy of the graph; attributes for each copy in the batch
     model              each copy of each node set is split along the grid: [copies, local nodes]
 
-A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it,
-without a message. Both are cached with the list (`edge_cache`), once for each group, division of
-the nodes and number of copies.
+A rank knows the whole edge list of a provider, so it computes its halo, and the rows that others
+read from it, without communication. Both are cached with the list (`edge_cache`), once for each
+group, division of the nodes and number of copies.
 
 Replacements call upstream on one rank, for other shard strategies, for blocks without `sharding` in
 their settings, and for edge lists of unknown origin.
@@ -38,7 +38,7 @@ _MODELS = (
 
 @replaces("self batch_size shard_edges model_comm_group")
 def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
-    """Take the same range of every copy of a batch as the shard of a `StaticGraphProvider`."""
+    """Shard a `StaticGraphProvider` by the same range of every copy of a batch."""
     if not (
         shard_edges
         and batch_size > 1
@@ -142,7 +142,7 @@ def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
 
 @replaces("self name batch_size")
 def node_attributes(upstream, self, name, batch_size):
-    """Note on node attributes how often the nodes are repeated."""
+    """Tag node attributes with the number of copies of the nodes."""
     rows = upstream(self, name, batch_size)
     if batch_size > 1 and SETTINGS.any_sharding:
         setattr(rows, _COPIES, batch_size)
@@ -170,7 +170,7 @@ def noise(
     noise_dtype=torch.float32,
     model_comm_group=None,
 ):
-    """Take this rank's nodes of the noise of every member of an ensemble."""
+    """Select this rank's nodes from the noise of every ensemble member."""
     copies, given = (
         batch_size * ensemble_size,
         (x, batch_size, ensemble_size, grid_size, grid_shard_sizes),

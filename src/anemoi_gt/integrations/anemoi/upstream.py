@@ -32,7 +32,7 @@ class Upstream:
     blocks: tuple[type, ...] = ()  # of processors and of mappers
     conv: type | None = None  # the attention of graph_attention_backend: pyg
     triton_conv: object = (
-        None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
+        None  # for `triton`; before 0.18.0 the class with this `apply`; None before 0.11
     )
     block_module: ModuleType | None = None  # layers.block
     shapes: ModuleType | None = None  # distributed.shapes
@@ -74,7 +74,7 @@ def resolve_upstream() -> None:
 
 
 def _register_sublayers() -> None:
-    """Let fused sub-layers stand for Anemoi's norms and networks whose bodies we know."""
+    """Allow fused sub-layers for Anemoi's norms and networks with known bodies."""
     kinds = {
         "layer_norm": ("normalization", "AutocastLayerNorm"),
         "conditional_norm": ("normalization", "ConditionalLayerNorm"),
@@ -113,7 +113,7 @@ class Replacement:
     stands_in: bool = True  # False: it calls upstream whatever its body is
 
     def of(self, upstream: Callable) -> Callable:
-        """Return what is to be set in place of `upstream`."""
+        """Return the replacement of `upstream`."""
         function = self.function
 
         def method(*args, **kwargs):
@@ -134,7 +134,7 @@ class Replacement:
 
 
 def replaces(*known: str) -> Callable[[Callable], Replacement]:
-    """Make a function the replacement of a method with these parameters; see `Replacement`."""
+    """Mark a function as the replacement of a method with these parameters; see `Replacement`."""
     return lambda function: Replacement(function, known)
 
 

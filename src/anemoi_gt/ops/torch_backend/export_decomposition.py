@@ -1,8 +1,8 @@
 """The forward pass of the `torch` backend for export: only PyTorch operators, symbolic sizes.
 
 A process without this library cannot run our operator, so `anemoi_gt.export.export_program`
-replaces it by this decomposition. The formulas are those of `reference`. A loop over batch and
-heads would be unrolled, so both are folded into nodes and edges instead:
+replaces it by this decomposition. The formulas are in `reference`. A loop over batch and heads
+would be unrolled, so both are folded into nodes and edges instead:
 
     node i of batch index b and head h is row (b H + h) N + i, edge e is (b H + h) E + e
 

@@ -28,7 +28,7 @@ from anemoi_gt.ops.torch_backend.reference import (
     weighted_sum,
 )
 
-MAX_EDGE_HEADS = 2**21  # of a group of heads: its number of heads times that of edges or nodes
+MAX_EDGE_HEADS = 2**21  # number of heads in a group times number of edges or nodes
 
 
 class FlatArguments(NamedTuple):
@@ -129,7 +129,7 @@ class OutEdges(NamedTuple):
 
     @classmethod
     def of(cls, flat: FlatArguments, heads: int) -> "OutEdges":
-        """Return those of `heads` heads at a time; raise ValueError without a reverse structure."""
+        """Return out-edges for `heads` heads at a time. Raise ValueError without reverse."""
         if flat.rowptr is None or flat.col is None or flat.csr_to_csc is None:
             raise ValueError(
                 "gradients of key and value need rowptr, col and csr_to_csc, got a graph without "
@@ -219,7 +219,7 @@ def edge_attention_torch_backward(
     p: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the six operands, empty for those that `needs` does not ask for.
+    """Return the gradients of the six operands, empty where `needs` is False.
 
     Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.
     """

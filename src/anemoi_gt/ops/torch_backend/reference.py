@@ -207,7 +207,7 @@ def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor, Tensor
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """Gradients of a group of heads, and w and ds of each edge for those of key and value."""
+    """Gradients of a group of heads, and w and ds of each edge, for dkey and dvalue."""
 
     dq: Tensor  # [N_dst, G, C]
     da: Tensor | None  # [E, D] raw or [E, G, C] embedded, CSC order
