@@ -47,10 +47,10 @@ def why_untested(torch_release: str, triton_release: str | None) -> str | None:
     known = {pair[0] for pair in TESTED} if triton_release is None else set(TESTED)
     if (torch_release if triton_release is None else (torch_release, triton_release)) in known:
         return None
-    found = f"PyTorch {torch_release}" + (
+    installed = f"PyTorch {torch_release}" + (
         "" if triton_release is None else f" with Triton {triton_release}"
     )
-    return f"{found} has not been tested; tested are " + ", ".join(
+    return f"{installed} has not been tested; tested are " + ", ".join(
         f"{pair[0]} with {pair[1]}" for pair in TESTED
     )
 

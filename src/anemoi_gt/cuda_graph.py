@@ -130,7 +130,7 @@ class CUDAGraphedStep:
         static = (
             set()
             if self._captured is None
-            else {id(each) for each in self._captured.outputs.gradients}
+            else {id(gradient) for gradient in self._captured.outputs.gradients}
         )
         for parameter in self.parameters:
             if id(parameter.grad) in static:

@@ -197,37 +197,39 @@ def argument_value(arguments: list[str], key: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    given = [argument for argument in arguments if argument.startswith(f"{key}=")]
+    matching = [argument for argument in arguments if argument.startswith(f"{key}=")]
     try:
-        return OverridesParser.create().parse_override(given[-1]).value() if given else None
+        return OverridesParser.create().parse_override(matching[-1]).value() if matching else None
     except HydraException:
         return None
 
 
 def check_folder(arguments: list[str]) -> Path:
     """Return the existing folder in which Hydra will create the run's; ValueError if it cannot."""
-    if (given := argument_value(arguments, "hydra.run.dir")) == "":
+    if (value := argument_value(arguments, "hydra.run.dir")) == "":
         raise ValueError(
             "hydra.run.dir must name a folder, got nothing: the run would write to the working "
             "directory"
         )
-    folder = Path(str(given or "outputs")).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    folder = Path(str(value or "outputs")).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        TemporaryDirectory(dir=there).cleanup()
+        TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
         must = "hydra.run.dir must be a folder that can be created"
-        raise ValueError(f"{must}, got {folder}: {there}: {error.strerror}") from error
-    return there
+        raise ValueError(f"{must}, got {folder}: {existing}: {error.strerror}") from error
+    return existing
 
 
-def remove_empty_run(there: Path) -> None:
+def remove_empty_run(existing: Path) -> None:
     """Remove the folder of a failed run if created in `there` and with only Hydra's files."""
     folder = output_folder()
-    contents = {path.name for path in folder.iterdir()} if there in folder.parents else {"not ours"}
+    contents = (
+        {path.name for path in folder.iterdir()} if existing in folder.parents else {"not ours"}
+    )
     if all(name == ".hydra" or name.endswith(".log") for name in contents):
         shutil.rmtree(folder)
-        for parent in folder.parents[: folder.parents.index(there)]:
+        for parent in folder.parents[: folder.parents.index(existing)]:
             with suppress(OSError):  # another run is there
                 parent.rmdir()
 
@@ -345,7 +347,7 @@ def launch(
     try:
         hydra, *_ = (import_extra(module, "train") for module in NEEDED)
         config_name = choose_config()
-        there = check_folder(sys.argv[1:])
+        existing = check_folder(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)
 
@@ -366,7 +368,7 @@ def launch(
             error = out_of_memory(config)
         except (Refused, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
             error = caught
-        remove_empty_run(there)
+        remove_empty_run(existing)
         if isinstance(error, KeyboardInterrupt):
             raise error
         exit_with_error(module, error)
@@ -400,12 +402,12 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
     def choose_config() -> str:
         if is_launched():
             raise ValueError(f"{name} runs in one process, without torchrun: anemoi-gt {name} ...")
-        given = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
-        if given:  # --help needs none; otherwise Hydra reports it as missing
-            value = argument_value(given, "checkpoint")
+        matching = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
+        if matching:  # --help needs none; otherwise Hydra reports it as missing
+            value = argument_value(matching, "checkpoint")
             if not isinstance(value, str):
                 raise ValueError(
-                    f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces "
+                    f"checkpoint must name one file, got {matching[-1]!r}; quote names with spaces "
                     "or special characters "
                     "twice: \"checkpoint='run (1)/best.pt'\""
                 )
@@ -436,16 +438,16 @@ def prepare_job(
 
 def resume_command(folder: Path) -> str:
     """Return the command that continues a run, to be pasted into a shell."""
-    place = f"hydra.run.dir={folder}"
-    if not re.fullmatch(r"[\w./=-]+", place):  # quoted for Hydra, and for the shell
+    override = f"hydra.run.dir={folder}"
+    if not re.fullmatch(r"[\w./=-]+", override):  # quoted for Hydra, and for the shell
         escaped = str(folder).replace("'", "\\'")
-        place = shlex.quote(f"hydra.run.dir='{escaped}'")
+        override = shlex.quote(f"hydra.run.dir='{escaped}'")
     program = "anemoi-gt train"
     if "RANK" in os.environ:
         shared = " ".join(argument for argument in sys.argv[1:] if argument.startswith("sharding"))
         launcher = f"torchrun --nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"
         program = f"{launcher} -m anemoi_gt.train {shared}".rstrip()
-    return f"{program} resume=true {place}"
+    return f"{program} resume=true {override}"
 
 
 def out_of_memory(config: "DictConfig") -> str:

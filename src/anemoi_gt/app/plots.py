@@ -72,8 +72,8 @@ def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, recor
     """Draw one variable: start, truth, forecast, and below them loss, scores and the errors."""
     hours, units = f"{dataset.lead_time:g} h", dataset.units[v]
     grid = figure.add_gridspec(2, 3)
-    places = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2))
-    axes = [figure.add_subplot(grid[place], projection=image.projection) for place in places]
+    cells = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2))
+    axes = [figure.add_subplot(grid[cell], projection=image.projection) for cell in cells]
     start = dataset.present(sample)[:, v].numpy()
     truth = dataset.truth(sample)[:, v].numpy()
     forecast = forecast[:, v].numpy()

@@ -186,7 +186,7 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
             errors[n].add("model", i, forecast, truth)
             for name, baseline in baselines[n].items():
                 errors[n].add(name, i, baseline(i), truth)
-    scores = [score for each in errors for score in each.scores()]
+    scores = [score for step_errors in errors for score in step_errors.scores()]
     if (
         diverged := next((score for score in scores if not math.isfinite(score.rmse)), None)
     ) is not None:

@@ -304,10 +304,12 @@ def primary_config(arguments: list[str]) -> str:
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
     if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
-    if (found := find_run(Path(folder) / LAST)) is None:
+    if (checkpoint := find_run(Path(folder) / LAST)) is None:
         return "train"
     config = (
-        load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+        load_checkpoint(checkpoint).get("config")
+        if checkpoint.is_file()
+        else load_values(checkpoint, "config")
     )
     if is_launched() and isinstance(config, dict):
         sys.argv += former_sharding(config.get("sharding", {}), arguments)
@@ -316,19 +318,19 @@ def primary_config(arguments: list[str]) -> str:
         for argument in arguments
     ):
         return "train"
-    hydra_app.store_config(config, found)
+    hydra_app.store_config(config, checkpoint)
     return "resume"
 
 
 def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]:
     """Return the arguments that select a checkpoint's sharding, except those in `arguments`."""
-    given = {argument.lstrip("+").split("=")[0] for argument in arguments}
-    if not sharding or given & {"sharding", "sharding.strategy"}:
+    keys = {argument.lstrip("+").split("=")[0] for argument in arguments}
+    if not sharding or keys & {"sharding", "sharding.strategy"}:
         return []
     values = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
     return [
         f"sharding={sharding['strategy']}",
-        *(value for value in values if value.split("=")[0] not in given),
+        *(value for value in values if value.split("=")[0] not in keys),
     ]
 
 

@@ -25,8 +25,8 @@ def raise_on_all_ranks(
     """
     problems = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
-    if wrong := [rank for rank, said in enumerate(problems) if said is not None]:
-        raise _of_all_ranks(error(f"{_ranks(wrong)}: {problems[wrong[0]]}"), group)
+    if failing := [rank for rank, text in enumerate(problems) if text is not None]:
+        raise _of_all_ranks(error(f"{_ranks(failing)}: {problems[failing[0]]}"), group)
 
 
 @contextmanager

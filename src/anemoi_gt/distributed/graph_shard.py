@@ -167,10 +167,10 @@ def shard_graph(
     with consensus(group):
         check_structure(graph)
         partitions = {"destinations": destinations, "sources": sources}
-        found = {
+        signatures = {
             name: None if nodes is None else _signature(nodes) for name, nodes in partitions.items()
         }
-    check_same({"graph": fingerprint(*graph.state_dict().values())} | found, group)
+    check_same({"graph": fingerprint(*graph.state_dict().values())} | signatures, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     destinations = destinations or Partition.balanced(
         destination_cost(graph.colptr.diff()), num_ranks
@@ -179,9 +179,11 @@ def shard_graph(
         is_one_set = graph.num_src == destinations.size
         sources = destinations if is_one_set else Partition(Ranges.even(graph.num_src, num_ranks))
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
-    edge_index, own = in_edges(graph, destinations.nodes(rank, graph.device))
+    edge_index, positions = in_edges(graph, destinations.nodes(rank, graph.device))
     owners = {"destinations": destinations, "sources": sources}
-    shard = shard_edges(edge_index, group, **owners, global_edge_id=graph.global_edge_ids()[own])
+    shard = shard_edges(
+        edge_index, group, **owners, global_edge_id=graph.global_edge_ids()[positions]
+    )
     schedule = None
     if graph.dst_schedule is not None:
         schedule = destinations.positions(graph.dst_schedule)
@@ -189,7 +191,7 @@ def shard_graph(
             schedule[destinations.ranges.owns(rank, schedule)] - destinations.ranges.of(rank).start
         )
         schedule = schedule.to(graph.colptr.dtype)
-    edges = graph.edge_order().long()[own][shard.edges]
+    edges = graph.edge_order().long()[positions][shard.edges]
     return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
 
 
@@ -237,8 +239,8 @@ def shard_edges(
     _check_member(group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     with consensus(group):
-        found = {"destinations": _signature(destinations), "sources": _signature(sources)}
-    check_same(found | {"presence of global_edge_id": global_edge_id is not None}, group)
+        signatures = {"destinations": _signature(destinations), "sources": _signature(sources)}
+    check_same(signatures | {"presence of global_edge_id": global_edge_id is not None}, group)
     _check_partitions(sources, destinations, (sources.size, destinations.size), num_ranks)
     with consensus(group):
         _check_own_edges(edge_index, sources, destinations, rank)

@@ -104,9 +104,9 @@ class HaloExchange:
         sends, recvs = send_counts.tolist(), recv_counts.tolist()
         requested = wanted.new_empty(sum(sends))
         dist.all_to_all_single(requested, wanted.contiguous(), sends, recvs, group=group)
-        own = ranges.of(dist.get_rank(group))
-        rows = requested - own.start
-        positions = _sent_position(rows, sends, own.stop - own.start)
+        local = ranges.of(dist.get_rank(group))
+        rows = requested - local.start
+        positions = _sent_position(rows, sends, local.stop - local.start)
         return cls(
             group.group_name, rows, tuple(sends), tuple(recvs), positions, MessageConsensus(group)
         )
@@ -120,8 +120,8 @@ class HaloExchange:
         `wanted` are for each rank the positions [R], int64, that it reads and does not own, sorted
         ascending.
         """
-        own = ranges.of(rank)
-        sent = [rows[ranges.owns(rank, rows)] - own.start for rows in wanted]
+        local = ranges.of(rank)
+        sent = [rows[ranges.owns(rank, rows)] - local.start for rows in wanted]
         counts, rows = [len(part) for part in sent], torch.cat(sent)
         recvs = torch.bincount(ranges.owner(wanted[rank]), minlength=ranges.num_ranks).tolist()
         return cls(
@@ -129,7 +129,7 @@ class HaloExchange:
             rows,
             tuple(counts),
             tuple(recvs),
-            _sent_position(rows, counts, own.stop - own.start),
+            _sent_position(rows, counts, local.stop - local.start),
         )
 
     @property
@@ -159,7 +159,7 @@ class HaloExchange:
         raise ValueError on all ranks unless batch size, features, dtype and requires_grad are the
         same.
         """
-        own, sent = _SendRows.apply(x, self)
+        local, sent = _SendRows.apply(x, self)
         if prepare is not None and cond is not None:
             _, sent_cond = _SendRows.apply(cond, self)
             sent = prepare(sent, sent_cond)
@@ -168,7 +168,7 @@ class HaloExchange:
         if not torch.compiler.is_compiling() and self.consensus is not None:
             self.consensus.reach(sent)
         return PendingExchange(
-            own, sent, self.send(sent.detach()), self, is_prepared=prepare is not None
+            local, sent, self.send(sent.detach()), self, is_prepared=prepare is not None
         )
 
     def send(self, sent: Tensor) -> Tensor:
@@ -253,8 +253,8 @@ class _SendRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, own, returned):
-        total = own.clone(memory_format=torch.contiguous_format)
+    def backward(ctx, grad, returned):
+        total = grad.clone(memory_format=torch.contiguous_format)
         return ctx.exchange.scatter_add(returned, total.movedim(-2, 0)).movedim(0, -2), None
 
 

@@ -109,14 +109,14 @@ def scatter_model(
     if data == 0:
         for row in ranks[1:]:
             dist.send_object_list(received, dst=row[column], group=group)
-    own, rows, edges = received[0]
-    own, shards = own.to(mesh.device_type), {}
+    shard, rows, edges = received[0]
+    shard, shards = shard.to(mesh.device_type), {}
     for (src, dst), parts in edges.items():
         edge_index, ids = (part.to(mesh.device_type) for part in parts)
         owners = {"sources": rows.partitions[src], "destinations": rows.partitions[dst]}
         graph = shard_edges(edge_index, mesh.get_group("model"), **owners, global_edge_id=ids)
         shards[src, dst] = replace(graph, edges=ids)
-    return own, rows.attach(own, edges_of_model(own), shards, mesh)
+    return shard, rows.attach(shard, edges_of_model(shard), shards, mesh)
 
 
 def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:

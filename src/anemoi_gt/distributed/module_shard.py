@@ -67,10 +67,10 @@ class ModuleShard:
     def parameters(self, module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters shared by the ranks of a module, and those sharded by rows."""
         shared: list[nn.Parameter] = []
-        own: list[nn.Parameter] = []
+        sharded: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():  # a tied one once, by its first name
-            (own if name in self.tables else shared).append(parameter)
-        return shared, own
+            (sharded if name in self.tables else shared).append(parameter)
+        return shared, sharded
 
     def nodes(self, name: str, rows: Tensor) -> Tensor:
         """Return this rank's nodes [.., n, F] of rows [.., N, F] of a set of nodes."""
@@ -214,12 +214,12 @@ class ShardPlan:
     def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "OwnRows":
         """Return the rows of a rank, from the edges [E_own] that it reads of each graph."""
         nodes = {name: partition.nodes(rank).clone() for name, partition in self.partitions.items()}
-        own: dict[Any, Tensor] = dict(nodes)  # clones: a view is sent with its whole storage
-        own.update(edges)
+        local_rows: dict[Any, Tensor] = dict(nodes)  # clones: a view is sent with its whole storage
+        local_rows.update(edges)
         return OwnRows(
             rank,
             self.partitions,
-            {name: (own[of], size) for name, (of, size) in self.tables.items()},
+            {name: (local_rows[of], size) for name, (of, size) in self.tables.items()},
         )
 
 
@@ -315,16 +315,16 @@ def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
 def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
     """Return the tensors of the `StaticEdges` of a module, by name, with their graph."""
     paths = {id(part): path for path, part in module.named_modules()}
-    found: dict[str, Kind] = {}
+    kinds: dict[str, Kind] = {}
     for kind, edges in graphs.items():
         if isinstance(edges, StaticEdges):
             if id(edges) not in paths:
                 raise ValueError(f"StaticEdges must be part of the module, got others for {kind}")
             prefix = f"{paths[id(edges)]}." if paths[id(edges)] else ""
-            found |= {
+            kinds |= {
                 f"{prefix}{name}": kind for name in EDGE_ROWS if getattr(edges, name) is not None
             }
-    return found
+    return kinds
 
 
 def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dict[str, str | Kind]:

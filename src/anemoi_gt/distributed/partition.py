@@ -107,8 +107,8 @@ class Ranges:
 
     def owns(self, rank: int, index: Tensor) -> Tensor:
         """Return whether `rank` owns each position of `index` [n], bool."""
-        own = self.of(rank)
-        return (index >= own.start) & (index < own.stop)
+        local = self.of(rank)
+        return (index >= local.start) & (index < local.stop)
 
     def owner(self, index: Tensor) -> Tensor:
         """Return the rank that owns each position of `index` [n], int64."""
@@ -182,10 +182,10 @@ class Partition:
 
     def nodes(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return the nodes that `rank` owns [n], int64, in the order of its rows."""
-        own = self.ranges.of(rank)
+        local = self.ranges.of(rank)
         if self.order is None:
-            return torch.arange(own.start, own.stop, device=device)
-        return self.order[own].to(device)
+            return torch.arange(local.start, local.stop, device=device)
+        return self.order[local].to(device)
 
     def positions(self, nodes: Tensor) -> Tensor:
         """Return the position of each of `nodes` [n], int64."""

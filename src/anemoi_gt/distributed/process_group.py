@@ -270,5 +270,5 @@ def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -
     """
     if len(ranks) == 1:
         return world_group()
-    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
-    return own
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
+    return group

@@ -60,12 +60,12 @@ class ShardedTable:
 
         Rows that `fully_shard` has divided over data are gathered first.
         """
-        own = self.chunks.counts[self.mesh.get_local_rank("model")]
+        num_local = self.chunks.counts[self.mesh.get_local_rank("model")]
         rows = rows.detach()
         rows = rows.full_tensor() if isinstance(rows, DTensor) else rows
         rows = rows[self.order]
         chunk = self.exchange.scatter_add(
-            self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:])
+            self.exchange.send_reverse(rows), rows.new_zeros(num_local, *rows.shape[1:])
         )
         table = torch.empty((self.size, *rows.shape[1:]), device="meta")
         return DTensor.from_local(
@@ -147,16 +147,14 @@ def find_checkpoint(folder: str | Path) -> Path | None:
     If the job was interrupted between the renames, return the former folder.
     """
     folder = Path(folder)
-    return next(
-        (place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None
-    )
+    return next((path for path in (folder, _former(folder)) if (path / ".metadata").exists()), None)
 
 
 def require_checkpoint(folder: str | Path) -> Path:
     """Return `find_checkpoint(folder)`, or raise FileNotFoundError when there is none."""
-    if (found := find_checkpoint(folder)) is None:
+    if (path := find_checkpoint(folder)) is None:
         raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
-    return found
+    return path
 
 
 def load_checkpoint(
@@ -186,12 +184,12 @@ def load_checkpoint(
         On all ranks, when it is corrupt or of another model, or a table does not occur in the
         state.
     """
-    found = require_checkpoint(folder)
+    path = require_checkpoint(folder)
     with consensus(group):
         _check_tables(state, tables)
     whole = _to_dtensors(state, tables)
-    with _reading(found):
-        dcp.load(whole, checkpoint_id=found, process_group=group)
+    with _reading(path):
+        dcp.load(whole, checkpoint_id=path, process_group=group)
     return _from_dtensors(whole, state, tables)
 
 
@@ -201,30 +199,30 @@ def load_values(folder: str | Path, key: str) -> Any:
     Empty dicts are left out. Raise FileNotFoundError when `folder` has no checkpoint, ValueError
     when it is corrupt.
     """
-    found = require_checkpoint(folder)
-    with _reading(found, Exception), warnings.catch_warnings():
+    path = require_checkpoint(folder)
+    with _reading(path, Exception), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "torch.distributed is disabled"
         )  # intended: one rank reads
-        state = _without_values(found, key)
-        dcp.load(state, checkpoint_id=found, no_dist=True)
+        state = _without_values(path, key)
+        dcp.load(state, checkpoint_id=path, no_dist=True)
     return state[key]
 
 
-def _without_values(found: Path, key: str) -> dict[str, Any]:
+def _without_values(checkpoint: Path, key: str) -> dict[str, Any]:
     """Return the dicts below a key of a checkpoint, with None instead of values."""
     state: dict[str, Any] = {key: {}}
-    for path in dcp.FileSystemReader(found).read_metadata().planner_data.values():
+    for path in dcp.FileSystemReader(checkpoint).read_metadata().planner_data.values():
         if path[0] == key:
-            place = state
+            values = state
             for name in path[:-1]:
-                place = place.setdefault(name, {})
-            place[path[-1]] = None
+                values = values.setdefault(name, {})
+            values[path[-1]] = None
     return state
 
 
 @contextmanager
-def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
+def _reading(checkpoint: Path, *errors: type[Exception]) -> Iterator[None]:
     """Raise ValueError with the path of an unreadable checkpoint; let other errors pass.
 
     On one rank pass Exception in `errors`: truncated files raise one of a dozen types.
@@ -235,7 +233,7 @@ def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
     except kinds as error:
         why = _reason(error)
         raise ValueError(
-            f"a checkpoint must be complete and of this model, cannot read {found}: {why}"
+            f"a checkpoint must be complete and of this model, cannot read {checkpoint}: {why}"
         ) from error
 
 
@@ -388,12 +386,12 @@ def find_run(last: str | Path) -> Path | None:
 
 def require_file(path: str | Path) -> None:
     """Raise ValueError with the conversion command if only a folder exists for a file."""
-    found = None if Path(path).is_file() else find_checkpoint(sharded(path))
-    if found is not None:
+    checkpoint = None if Path(path).is_file() else find_checkpoint(sharded(path))
+    if checkpoint is not None:
         raise ValueError(
-            f"the checkpoint must be one file, got the folder {found} of several ranks "
+            f"the checkpoint must be one file, got the folder {checkpoint} of several ranks "
             "(they write best.pt at the end); convert it with "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found} FILE.pt"
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {checkpoint} FILE.pt"
         )
 
 
@@ -407,14 +405,14 @@ def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Pa
     if not isinstance(resume, bool):
         raise ValueError(f"resume must be true or false, got {resume!r}")
     last = Path(last)
-    if (found := find_run(last)) is None:
+    if (checkpoint := find_run(last)) is None:
         return None
-    former_writer = ONE_PROCESS if found == last else TORCHRUN
+    former_writer = ONE_PROCESS if checkpoint == last else TORCHRUN
     if resume and writer == former_writer:
-        return found
+        return checkpoint
     of, remedy = "", "resume=true"
     if writer != former_writer:
-        of, remedy = f" of {former_writer}, in {found.name}", REMEDY[former_writer]
+        of, remedy = f" of {former_writer}, in {checkpoint.name}", REMEDY[former_writer]
     raise ValueError(
         f"{last.parent} holds a run{of}: {remedy} continues it, another hydra.run.dir starts a "
         "new one"

@@ -461,7 +461,7 @@ class GraphStructure:
         sizes = zip(
             *((graph.num_src, graph.num_dst, graph.num_edges) for graph in graphs), strict=True
         )
-        src_begin, dst_begin, edge_begin = ([0, *accumulate(each)] for each in sizes)
+        src_begin, dst_begin, edge_begin = ([0, *accumulate(numbers)] for numbers in sizes)
         dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
         kept = {"row": ([graph.row for graph in graphs], src_begin)}
         if any(graph.perm is not None for graph in graphs):

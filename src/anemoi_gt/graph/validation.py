@@ -67,9 +67,9 @@ def check_edge_index(edge_index: Tensor) -> None:
 def check_edge_ids(global_edge_id: Tensor, edge_index: Tensor) -> None:
     """Raise ValueError unless `global_edge_id` is int64 [E], one id per edge of `edge_index`."""
     check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
-    found, needed = global_edge_id.shape[0], edge_index.shape[1]
-    if not have_size(found, needed):
-        raise ValueError(f"global_edge_id must have {needed} entries, one per edge, got {found}")
+    count, needed = global_edge_id.shape[0], edge_index.shape[1]
+    if not have_size(count, needed):
+        raise ValueError(f"global_edge_id must have {needed} entries, one per edge, got {count}")
 
 
 def as_size(name: str, size: int) -> int:
@@ -139,10 +139,10 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
             f"{last}"
         )
     if len(decreases := (pointers.diff() < 0).nonzero()):
-        at = int(decreases[0])
+        position = int(decreases[0])
         raise ValueError(
-            f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at "
-            f"position {at}"
+            f"{name} must not decrease, got {int(pointers[position])}, "
+            f"{int(pointers[position + 1])} at position {position}"
         )
 
 
@@ -159,12 +159,12 @@ def max_degree(pointers: Tensor) -> int:
 def check_permutation(name: str, index: Tensor, size: int) -> None:
     """Raise ValueError unless `index` holds each of 0 .. size - 1 once; synchronises."""
     check_range(name, index, size)
-    found = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(
+    seen = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(
         0, index.long(), True
     )
     if torch.compiler.is_compiling():
-        assert_async(found.all(), f"{name} must be a permutation")
-    elif missing := size - int(found.sum()):
+        assert_async(seen.all(), f"{name} must be a permutation")
+    elif missing := size - int(seen.sum()):
         raise ValueError(
             f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing"
         )

@@ -153,7 +153,7 @@ class _GraphStorage(GlobalStorage):
         are_graphs = (
             isinstance(value, list)
             and value
-            and all(isinstance(each, GraphStructure) for each in value)
+            and all(isinstance(item, GraphStructure) for item in value)
         )
         parent = self.__dict__.get("_parent", lambda: None)()
         super().__setitem__(
@@ -173,10 +173,12 @@ def _checked_subclasses(
                 f"subclasses must be classes that inherit from TransformerConv, got {kind!r}"
             )
         between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
-        if own := [name for name in COMPUTING if any(_defines(each, name) for each in between)]:
+        if overridden := [
+            name for name in COMPUTING if any(_defines(subclass, name) for subclass in between)
+        ]:
             raise ValueError(
                 f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with "
-                f"{own[0]} of its own; "
+                f"{overridden[0]} of its own; "
                 "leave it out, or put what it adds into a module around the layer"
             )
     return kinds
@@ -301,9 +303,9 @@ def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> No
     What the other does not hold is taken away, so that their state dicts are the same.
     """
     vars(target).update({name: vars(source)[name] for name in attributes})
-    held = source._modules | source._parameters | source._buffers
+    registered = source._modules | source._parameters | source._buffers
     for name, state in (target._modules | target._parameters | target._buffers).items():
-        if state is not None and name not in held:
+        if state is not None and name not in registered:
             delattr(target, name)
     for name, part in (
         source._modules | source._parameters

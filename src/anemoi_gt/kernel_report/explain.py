@@ -54,8 +54,9 @@ def explain(model: nn.Module, *inputs, **named) -> Explanation:
     >>> from anemoi_gt import GraphStructure, GraphTransformerConv
     >>> conv = GraphTransformerConv(4, 8, heads=2, edge_dim=3)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
-    >>> found = explain(conv, torch.randn(2, 4), graph, torch.randn(3, 3))
-    >>> found.layers[0].backend, [pass_.operator for pass_ in found.layers[0].passes]
+    >>> explanation = explain(conv, torch.randn(2, 4), graph, torch.randn(3, 3))
+    >>> layer = explanation.layers[0]
+    >>> layer.backend, [pass_.operator for pass_ in layer.passes]
     ('torch', ['anemoi_gt::edge_attention_torch', 'anemoi_gt::edge_attention_torch_backward'])
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code has no modules
@@ -66,14 +67,14 @@ def explain(model: nn.Module, *inputs, **named) -> Explanation:
         )
     names = {module: name for name, module in model.named_modules()}
     tensors = [*model.parameters(), *model.buffers()]
-    found = _explain(lambda: model(*inputs, **named), names, _gpus_of(tensors, inputs, named))
-    if not found.layers:
+    explanation = _explain(lambda: model(*inputs, **named), names, _gpus_of(tensors, inputs, named))
+    if not explanation.layers:
         raise ValueError(
             "model must compute an attention of anemoi_gt on these inputs, "
             f"{type(model).__name__} computed none; "
             "swap its layers, or explain a submodule that has some"
         )
-    return found
+    return explanation
 
 
 def explain_attention(

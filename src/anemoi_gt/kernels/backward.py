@@ -161,10 +161,10 @@ def edge_attention_bwd_dst(
     )
     main_end = end - (end - begin) % UNROLL
     do = load_unpacked(grad_out, node * GRADIENT, layout, PACKED)
-    place = node
+    stats_row = node
     if SEGMENT > 0 and slot >= 0:
-        place = segment_row(slot, num_blocks(num_edges, SEGMENT) + num_dst, num_dst)
-    inverse = load_heads(inv_denominator, place, heads, H)
+        stats_row = segment_row(slot, num_blocks(num_edges, SEGMENT) + num_dst, num_dst)
+    inverse = load_heads(inv_denominator, stats_row, heads, H)
     p_sum = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
     weights = (do, inverse, value, attr_dp if D > 0 else None, exp_scores, dp)
@@ -489,9 +489,9 @@ def _sum_over_edges(
 
 
 @triton.jit
-def _store_rows(dkey, dvalue, at, offsets, mask, sums):
+def _store_rows(dkey, dvalue, start, offsets, mask, sums):
     """Write the sums of `_sum_over_edges` to the rows of dkey and dvalue that begin at `at`."""
     if dkey is not None:
-        tl.store(dkey + at + offsets, sums[0].to(dkey.dtype.element_ty), mask=mask)
+        tl.store(dkey + start + offsets, sums[0].to(dkey.dtype.element_ty), mask=mask)
     if dvalue is not None:
-        tl.store(dvalue + at + offsets, sums[1].to(dvalue.dtype.element_ty), mask=mask)
+        tl.store(dvalue + start + offsets, sums[1].to(dvalue.dtype.element_ty), mask=mask)

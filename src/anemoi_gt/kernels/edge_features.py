@@ -48,11 +48,13 @@ def _load_weight(
     """Load W_h, bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
-    at = head * C + c
+    channel_row = head * C + c
     inside = (c < C)[:, None] & (d < D)[None, :]
-    w = tl.load(edge_weight + at[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(edge_weight + channel_row[:, None] * D + d[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if edge_bias is not None:
-        b = tl.load(edge_bias + at, mask=c < C, other=0.0).to(tl.float32)
+        b = tl.load(edge_bias + channel_row, mask=c < C, other=0.0).to(tl.float32)
         w = tl.where((d == D)[None, :], b[:, None], w)
     return w
 
@@ -118,8 +120,8 @@ def project(
                     edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES
                 )
             u = product(x, w, u, PRECISION)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
-        tl.store(projected + at, u.to(projected.dtype.element_ty), mask=inside)
+        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        tl.store(projected + offset, u.to(projected.dtype.element_ty), mask=inside)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_embed", "rows"), do_not_specialize=["num_nodes"])
@@ -153,8 +155,8 @@ def embed(
         w = _load_weight(edge_weight, edge_bias, head, 0, H, C, D, CHANNELS, ATTRIBUTES)
     for tile in range(TILES):
         node = first + tile * NODES + tl.arange(0, NODES)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
-        s = tl.load(sums + at, mask=inside, other=0.0)  # [NODES, ATTRIBUTES]
+        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        s = tl.load(sums + offset, mask=inside, other=0.0)  # [NODES, ATTRIBUTES]
         for channel in tl.static_range(0, C, CHANNELS):
             if CHANNELS < C:
                 w = _load_weight(
@@ -225,16 +227,16 @@ def attribute_bwd(
         inside = e < end
         edge = caller_edges(perm, e, inside)
         a = load_attributes(edge_attr, b * attr_stride + edge, inside, D, BIAS, ATTRIBUTES)
-        at, known = tile_offsets(first_edge + e, inside, h, 2 * H, H)
-        w = tl.load(p_ds + at, mask=known, other=0.0)  # [EDGES, HEADS]
-        ds = tl.load(p_ds + at + H, mask=known, other=0.0)
+        offset, known = tile_offsets(first_edge + e, inside, h, 2 * H, H)
+        w = tl.load(p_ds + offset, mask=known, other=0.0)  # [EDGES, HEADS]
+        ds = tl.load(p_ds + offset + H, mask=known, other=0.0)
         value_sums = product(tl.trans(w), a, value_sums, PRECISION)
         score_sums = product(tl.trans(ds), a, score_sums, PRECISION)
         if dedge_attr is not None:
             da = product(w, g, tl.zeros((EDGES, ATTRIBUTES), tl.float32), PRECISION)
             da = product(ds, u, da, PRECISION)
-            at, known = tile_offsets(first_edge + edge, inside, d, D, D)
-            tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=known)
+            offset, known = tile_offsets(first_edge + edge, inside, d, D, D)
+            tl.store(dedge_attr + offset, da.to(dedge_attr.dtype.element_ty), mask=known)
     if SEGMENT > 0 and slot >= 0:
         tl.store(segment_attr_sums + slot * (H * ATTRIBUTES) + offsets, value_sums, mask=mask)
         tl.store(segment_dscore_sums + slot * (H * ATTRIBUTES) + offsets, score_sums, mask=mask)
@@ -286,15 +288,15 @@ def weight_bwd(
         q = tl.load(query + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
         do_offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
         do = tl.load(grad_out + do_offsets, mask=mask, other=0.0)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
-        value_sums = tl.load(attr_sums + at, mask=inside, other=0.0)
-        score_sums = tl.load(dscore_sums + at, mask=inside, other=0.0)
+        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        value_sums = tl.load(attr_sums + offset, mask=inside, other=0.0)
+        score_sums = tl.load(dscore_sums + offset, mask=inside, other=0.0)
         dw = product(tl.trans(do), value_sums, dw, PRECISION)
         dw = product(tl.trans(q), score_sums, dw, PRECISION)
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
-    at = ((part * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
-    tl.store(partial + at, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])
+    offset = ((part * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
+    tl.store(partial + offset, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])
 
 
 @triton.jit(
@@ -316,18 +318,20 @@ def weight_sum(
     """Grid (ceil(H * C / ROWS),): sum ROWS rows of all parts, PARTS at a time, and round once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, ATTRIBUTES)
-    at, inside = tile_offsets(row, row < H * C, d, D + BIAS, D + BIAS)
+    offset, inside = tile_offsets(row, row < H * C, d, D + BIAS, D + BIAS)
     total = tl.zeros((ROWS, ATTRIBUTES), tl.float32)
     for first in range(0, num_parts, PARTS):
         part = first + tl.arange(0, PARTS)[:, None, None]
         known = (part < num_parts) & inside[None, :, :]
         total += tl.sum(
-            tl.load(partial + part * (H * C * (D + BIAS)) + at[None, :, :], mask=known, other=0.0),
+            tl.load(
+                partial + part * (H * C * (D + BIAS)) + offset[None, :, :], mask=known, other=0.0
+            ),
             0,
         )
     if dweight is not None:
-        at, inside = tile_offsets(row, row < H * C, d, D, D)
-        tl.store(dweight + at, total.to(dweight.dtype.element_ty), mask=inside)
+        offset, inside = tile_offsets(row, row < H * C, d, D, D)
+        tl.store(dweight + offset, total.to(dweight.dtype.element_ty), mask=inside)
     if dbias is not None:
         bias = tl.sum(tl.where((d == D)[None, :], total, 0.0), 1)
         tl.store(dbias + row, bias.to(dbias.dtype.element_ty), mask=row < H * C)

@@ -59,23 +59,23 @@ def _gather(
     starts = ()
     for j in tl.static_range(K):
         starts = starts + ((first_src + tl.load(row + first + j)) * WIDTH,)
-    found = ()
+    packed = ()
     attributes = ()
     for j in tl.static_range(K):
-        found = found + (load_raw(rows, starts[j], layout, PACKED),)
+        packed = packed + (load_raw(rows, starts[j], layout, PACKED),)
         if D > 0:
             edge = first_attr + caller_edge(perm, first + j)
             attributes = attributes + (_load_attributes(edge_attr, edge, D, BIAS, ATTRIBUTES),)
-    return starts, found, attributes
+    return starts, packed, attributes
 
 
 @triton.jit
 def _keep_factors(first, dropout, K: tl.constexpr):
     """Return the dropout factors of K edges from `first` on, [HEADS] each; ones without dropout."""
-    found = ()
+    factors = ()
     for j in tl.static_range(K):
-        found = found + (drop(1.0, first + j, dropout),)
-    return found
+        factors = factors + (drop(1.0, first + j, dropout),)
+    return factors
 
 
 @triton.jit(
@@ -281,11 +281,11 @@ def edge_attention_fixed_degree_bwd_dst(
         if dedge_attr is not None:
             d = tl.arange(0, ATTRIBUTES)
             da = tl.sum(w[:, None] * g + ds[:, None] * u, axis=0)
-            at = (b * num_edges + caller_edge(perm, first + j)) * D
-            tl.store(dedge_attr + at + d, da.to(dedge_attr.dtype.element_ty), mask=d < D)
+            offset = (b * num_edges + caller_edge(perm, first + j)) * D
+            tl.store(dedge_attr + offset + d, da.to(dedge_attr.dtype.element_ty), mask=d < D)
     if dquery is not None:
         store_unpacked(dquery, node * GRADIENT, layout, dq, PACKED)
     if D > 0:
-        at = node * (H * ATTRIBUTES) + sums_at
-        tl.store(attr_sums + at, value_sums.to(attr_sums.dtype.element_ty), mask=known)
-        tl.store(dscore_sums + at, score_sums.to(dscore_sums.dtype.element_ty), mask=known)
+        offset = node * (H * ATTRIBUTES) + sums_at
+        tl.store(attr_sums + offset, value_sums.to(attr_sums.dtype.element_ty), mask=known)
+        tl.store(dscore_sums + offset, score_sums.to(dscore_sums.dtype.element_ty), mask=known)

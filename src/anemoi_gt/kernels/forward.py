@@ -261,15 +261,15 @@ def _score(
         k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
         if attr_scores is not None:
             t = load_edge_heads(attr_scores, first_edge + e, heads, H, EACH)
-        found = ()
+        new_scores = ()
         for n in tl.static_range(EACH):
             s = dot_rows(q, gathered_row(k, n, PACKED, EACH)) * score_scale
             if attr_scores is not None:
                 s += t[n]
             row_max = tl.maximum(row_max, s, propagate_nan=tl.PropagateNan.ALL)
-            found = found + (s,)
+            new_scores = new_scores + (s,)
         for n in tl.static_range(EACH):
-            store_heads(scores, first_edge + e + n, heads, found[n], H)
+            store_heads(scores, first_edge + e + n, heads, new_scores[n], H)
     return row_max
 
 
@@ -339,8 +339,8 @@ def _sum_attributes(
         inside = e < end
         edge = caller_edges(perm, e, inside)
         a = load_attributes(edge_attr, first_attr + edge, inside, D, BIAS, ATTRIBUTES)
-        at, known = tile_offsets(first_edge + e, inside, h, H, H)
-        r = tl.load(exp_scores + at, mask=known, other=0.0)  # [EDGES, HEADS]
+        offset, known = tile_offsets(first_edge + e, inside, h, H, H)
+        r = tl.load(exp_scores + offset, mask=known, other=0.0)  # [EDGES, HEADS]
         if seed is not None:
             edge_id = (
                 edge

@@ -74,9 +74,9 @@ def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
                 rows.to(tl.pointer_type(tl.int32)) + start + layout[0], even | odd, mask=layout[1]
             )
         else:
-            at = rows + start * 2 + layout[0] * 2
-            tl.store(at, row[0].to(rows.dtype.element_ty), mask=layout[1])
-            tl.store(at + 1, row[1].to(rows.dtype.element_ty), mask=layout[1])
+            address = rows + start * 2 + layout[0] * 2
+            tl.store(address, row[0].to(rows.dtype.element_ty), mask=layout[1])
+            tl.store(address + 1, row[1].to(rows.dtype.element_ty), mask=layout[1])
     else:
         tl.store(rows + start + layout[0], row[0].to(rows.dtype.element_ty), mask=layout[1])
 
@@ -120,35 +120,35 @@ def scale_row(factor, x):
 
 
 @triton.jit
-def load_heads(x, place, heads, H: tl.constexpr):
-    """Load row x[place] of a tensor [.., H] as float32 [HEADS].
+def load_heads(x, index, heads, H: tl.constexpr):
+    """Load row x[index] of a tensor [.., H] as float32 [HEADS].
 
     `heads` is the number of each head and a mask, None where every program has HEADS heads.
     """
-    at = x + (place * H + heads[0])
+    address = x + (index * H + heads[0])
     if heads[1] is None:
-        return tl.load(at).to(tl.float32)
+        return tl.load(address).to(tl.float32)
     else:
-        return tl.load(at, mask=heads[1], other=0.0).to(tl.float32)
+        return tl.load(address, mask=heads[1], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_heads(x, place, heads, elements, H: tl.constexpr):
+def store_heads(x, index, heads, elements, H: tl.constexpr):
     """Store one row; inverse of `load_heads`."""
-    at = x + (place * H + heads[0])
+    address = x + (index * H + heads[0])
     if heads[1] is None:
-        tl.store(at, elements.to(x.dtype.element_ty))
+        tl.store(address, elements.to(x.dtype.element_ty))
     else:
-        tl.store(at, elements.to(x.dtype.element_ty), mask=heads[1])
+        tl.store(address, elements.to(x.dtype.element_ty), mask=heads[1])
 
 
 @triton.jit
 def load_edge_heads(x, edge, heads, H: tl.constexpr, EACH: tl.constexpr):
     """Return rows edge .. edge + EACH - 1 of a tensor [E, H], a tuple of [HEADS]."""
-    found = ()
+    loaded = ()
     for n in tl.static_range(EACH):
-        found = found + (load_heads(x, edge + n, heads, H),)
-    return found
+        loaded = loaded + (load_heads(x, edge + n, heads, H),)
+    return loaded
 
 
 @triton.jit
@@ -161,22 +161,22 @@ def gather(rows, e, source, layout, WIDTH: tl.constexpr, PACKED: tl.constexpr, E
     starts = ()
     for n in tl.static_range(EACH):
         starts = starts + ((source[1] + tl.load(source[0] + e + n)) * WIDTH,)
-    found = ()
+    packed = ()
     for n in tl.static_range(EACH):
-        found = found + (load_raw(rows, starts[n], layout, PACKED),)
+        packed = packed + (load_raw(rows, starts[n], layout, PACKED),)
     if source[2] is not None:
         for n in tl.static_range(EACH):
             start = (source[4] + caller_edge(source[3], e + n)) * WIDTH
-            found = found + (load_raw(source[2], start, layout, PACKED),)
-    return found
+            packed = packed + (load_raw(source[2], start, layout, PACKED),)
+    return packed
 
 
 @triton.jit
-def gathered_row(found, n: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
+def gathered_row(packed, n: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
     """Return row n of what `gather` found, unpacked, with the features of its edge added."""
-    row = unpack(found[n], PACKED)
-    if len(found) > EACH:
-        features = unpack(found[EACH + n], PACKED)
+    row = unpack(packed[n], PACKED)
+    if len(packed) > EACH:
+        features = unpack(packed[EACH + n], PACKED)
         total = ()
         for x in tl.static_range(len(row)):
             total = total + (row[x] + features[x],)

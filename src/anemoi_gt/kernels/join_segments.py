@@ -88,11 +88,11 @@ def join_segments(
                     weight = _weight(statistics, part, n < count)
                     tl.store(inv_denominator + weights + part, weight, mask=n < count)
         if tile < TILES:
-            at = node * STRIDE + head * WIDTH
+            start = node * STRIDE + head * WIDTH
             _join(
                 segment_rows,
                 rows,
-                at,
+                start,
                 tile,
                 first,
                 count,
@@ -106,11 +106,11 @@ def join_segments(
         elif segment_others is not None:
             ROW: tl.constexpr = STRIDE if OTHERS == WIDTH else H * OTHERS
             tile -= TILES
-            at = node * ROW + head * OTHERS
+            start = node * ROW + head * OTHERS
             _join(
                 segment_others,
                 others,
-                at,
+                start,
                 tile,
                 first,
                 count,
@@ -134,15 +134,19 @@ def _statistics(
     row_max = -float("inf")
     for k in range(0, count, STATISTICS):
         n = k + tl.arange(0, STATISTICS)
-        found = tl.load(segment_max + (first + n) * H + head, mask=n < count, other=-float("inf"))
-        row_max = tl.maximum(row_max, tl.max(found, axis=0))
+        statistic = tl.load(
+            segment_max + (first + n) * H + head, mask=n < count, other=-float("inf")
+        )
+        row_max = tl.maximum(row_max, tl.max(statistic, axis=0))
     row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
     denominator = 0.0
     for k in range(0, count, STATISTICS):
         n = k + tl.arange(0, STATISTICS)
         part = (first + n) * H + head
-        found = tl.load(segment_denominator + part, mask=n < count, other=0.0)
-        denominator += tl.sum(_weight((segment_max, row_max, 1.0), part, n < count) * found, axis=0)
+        statistic = tl.load(segment_denominator + part, mask=n < count, other=0.0)
+        denominator += tl.sum(
+            _weight((segment_max, row_max, 1.0), part, n < count) * statistic, axis=0
+        )
     return row_max, denominator
 
 
@@ -159,7 +163,7 @@ def _weight(statistics, part, inside):
 def _join(
     segment_rows,
     rows,
-    at,
+    start,
     tile,
     first,
     count,
@@ -170,7 +174,7 @@ def _join(
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Write a tile of rows[at ..], the weighted sum of segment_rows[n, head] over `count` segments.
+    """Write a tile of rows[start ..], the weighted sum of `count` rows segment_rows[n, head].
 
     Segments start at `first`.
     """
@@ -180,8 +184,10 @@ def _join(
         n = k + tl.arange(0, SEGMENTS)
         part = (first + n) * H + head
         inside = (n < count)[:, None] & (c < WIDTH)[None, :]
-        found = tl.load(segment_rows + part[:, None] * WIDTH + c[None, :], mask=inside, other=0.0)
+        part_rows = tl.load(
+            segment_rows + part[:, None] * WIDTH + c[None, :], mask=inside, other=0.0
+        )
         if statistics[0] is not None:
-            found *= _weight(statistics, part, n < count)[:, None]
-        total += tl.sum(found, axis=0)
-    tl.store(rows + at + c, total.to(rows.dtype.element_ty), mask=c < WIDTH)
+            part_rows *= _weight(statistics, part, n < count)[:, None]
+        total += tl.sum(part_rows, axis=0)
+    tl.store(rows + start + c, total.to(rows.dtype.element_ty), mask=c < WIDTH)

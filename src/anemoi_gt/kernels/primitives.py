@@ -67,20 +67,20 @@ def row_or_segment(
     """
     blocks = num_blocks(num_edges, SEGMENT)
     b = as_index(tl.program_id(0) // (blocks + num_rows), INT64)
-    place = as_index(tl.program_id(0) % (blocks + num_rows), INT64)
-    if place < blocks:
-        i, begin, end, _, _ = hub_segment(pointers, place, num_rows, SEGMENT)
-        slot = b * blocks + place
+    program = as_index(tl.program_id(0) % (blocks + num_rows), INT64)
+    if program < blocks:
+        i, begin, end, _, _ = hub_segment(pointers, program, num_rows, SEGMENT)
+        slot = b * blocks + program
     else:
-        i = place - blocks
+        i = program - blocks
         if schedule is not None:
-            i = tl.load(schedule + i).to(place.dtype)
+            i = tl.load(schedule + i).to(program.dtype)
         begin, end = (
-            tl.load(pointers + i).to(place.dtype),
-            tl.load(pointers + i + 1).to(place.dtype),
+            tl.load(pointers + i).to(program.dtype),
+            tl.load(pointers + i + 1).to(program.dtype),
         )
         end = tl.where(end - begin > 2 * SEGMENT, begin, end)
-        slot = place * 0 - 1
+        slot = program * 0 - 1
     return b, i, begin, end, slot
 
 
@@ -162,8 +162,10 @@ def load_attributes(
     With BIAS the attribute after the last is 1, so that its weight is the bias.
     """
     d = tl.arange(0, ATTRIBUTES)
-    at = edge[:, None] * D + d[None, :]
-    a = tl.load(edge_attr + at, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    offset = edge[:, None] * D + d[None, :]
+    a = tl.load(edge_attr + offset, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(
+        tl.float32
+    )
     if BIAS:
         a = tl.where(inside[:, None] & (d == D)[None, :], 1.0, a)
     return a
@@ -230,5 +232,5 @@ def project_edges(
             t = tl.sum(u[None, :, :] * a[:, None, :], axis=2)  # [EDGES, HEADS]
         else:
             t = product(a, tl.trans(u), tl.zeros((EDGES, HEADS), tl.float32), PRECISION)
-        at, known = tile_offsets(first_edge + e, inside, h, H, H)
-        tl.store(result + at, t * factor, mask=known)
+        offset, known = tile_offsets(first_edge + e, inside, h, H, H)
+        tl.store(result + offset, t * factor, mask=known)

@@ -199,8 +199,8 @@ def map_chunks(
         sources = _select(x_src, graph.exchange)
         # One row for all becomes one per node: a rank with one source could not distinguish them.
         if cond_src is not None and sizes is not None:
-            each = cond_src.expand(*cond_src.shape[:-2], sizes[0], cond_src.shape[-1])
-            conditions = graph.exchange(each)
+            condition = cond_src.expand(*cond_src.shape[:-2], sizes[0], cond_src.shape[-1])
+            conditions = graph.exchange(condition)
     results = []
     for chunk in chunks:
         sides = (sources, x_dst), edge_attr, (conditions, cond_dst)

@@ -202,12 +202,12 @@ class Era5UkDataset(ForecastDataset):
         network, the second one is also fitted to the validation days.
         """
         after = ((step or 1) * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
-        found = super().baselines(step) | {
+        forecasts = super().baselines(step) | {
             "same hour yesterday": lambda i: self._at(self.starts[i] + after)
         }
         for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR) if step is None else ():
-            found[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
-        return found
+            forecasts[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
+        return forecasts
 
     def _ridge(self, hours):
         """Return the forecasts of a ridge regression fitted to the first `hours` of truth."""

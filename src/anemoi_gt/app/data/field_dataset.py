@@ -229,8 +229,8 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
     names = ("train", "valid", "test")
     if all(period is None for period in periods):
         bounds = [0, *(round(share * len(times)) for share in SHARES), len(times)]
-        place = np.arange(len(times))
-        return [(place >= first) & (place < end) for first, end in pairwise(bounds)]
+        index = np.arange(len(times))
+        return [(index >= first) & (index < end) for first, end in pairwise(bounds)]
     masks = []
     for name, period in zip(names, periods, strict=True):
         try:
@@ -244,10 +244,10 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
         masks.append(
             (times >= first) & (times < last + 1)
         )  # a date holds all its hours, a month all its days
-    for (one, here), (other, there) in combinations(zip(names, masks, strict=True), 2):
-        if (here & there).any():
+    for (one, mask), (other, other_mask) in combinations(zip(names, masks, strict=True), 2):
+        if (mask & other_mask).any():
             raise ValueError(
-                f"{one} and {other} must not share times, got {(here & there).sum()} in both"
+                f"{one} and {other} must not share times, got {(mask & other_mask).sum()} in both"
             )
     return masks
 
@@ -492,8 +492,8 @@ class FieldDataset(ForecastDataset):
     def _index(self, i, step):
         """Return the state `step` lead times after the start of sample i, None if missing."""
         member, time = divmod(int(self.starts[i]), len(self.fields.times))
-        found = _find_times(self.fields.times, self.fields.times[time, None] + step * self._step)[0]
-        return None if found < 0 else member * len(self.fields.times) + int(found)
+        index = _find_times(self.fields.times, self.fields.times[time, None] + step * self._step)[0]
+        return None if index < 0 else member * len(self.fields.times) + int(index)
 
     def _at(self, i, step):
         return self._read(self._index(i, step))
@@ -504,9 +504,9 @@ class FieldDataset(ForecastDataset):
         finite = np.isfinite(values).all(axis=0)
         if not finite.all():
             name = self._names[int(np.argmin(finite))]
-            at = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
+            date = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
             raise FloatingPointError(
-                f"{name} must be finite, got NaN or infinity at {at}: leave it out of "
+                f"{name} must be finite, got NaN or infinity at {date}: leave it out of "
                 "data.variables, or fill it in "
                 "the file"
             )
@@ -516,14 +516,14 @@ class FieldDataset(ForecastDataset):
         """Return the input channels after some forecasts."""
         now, times = len(forecasts), []
         for step, columns in enumerate(self._inputs, start=now - self.input_steps + 1):
-            at = (
+            field_step = (
                 step if step <= 0 or self._dynamic else 0
             )  # forcings without time come from the start
-            if self._index(i, at) is None:
+            if self._index(i, field_step) is None:
                 raise ValueError(
                     f"a rollout needs the forcings of every step, the data end before step {step}"
                 )
-            fields = self._at(i, at)
+            fields = self._at(i, field_step)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
             times.append(((fields - self._mean) / self._std)[:, columns])
@@ -623,5 +623,5 @@ def cell_weights(nodes: Nodes) -> Tensor:
 
 def _find_times(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return the indices of the wanted times, -1 for missing ones."""
-    place = np.searchsorted(times, wanted).clip(max=len(times) - 1)
-    return np.where(times[place] == wanted, place, -1)
+    index = np.searchsorted(times, wanted).clip(max=len(times) - 1)
+    return np.where(times[index] == wanted, index, -1)

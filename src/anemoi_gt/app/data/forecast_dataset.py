@@ -263,13 +263,13 @@ def find_start(times: np.ndarray, start: str) -> int:
         raise ValueError(
             f"start must be latest or a date, such as 2020-01-31T18, got {start}"
         ) from None
-    place = int(np.searchsorted(times, wanted))
-    if place == len(times) or times[place] != wanted:
+    index = int(np.searchsorted(times, wanted))
+    if index == len(times) or times[index] != wanted:
         first, last = (np.datetime_as_string(time, unit="m") for time in (times[0], times[-1]))
         raise ValueError(
             f"start must be a time of the data, which are from {first} to {last}, got {start}"
         )
-    return place
+    return index
 
 
 class NodeSubset(Dataset):
@@ -333,10 +333,10 @@ class TrainingBatches:
             self.dataset, num_samples=self.steps * self.batch_size, generator=generator
         )
         remaining = islice(enumerate(order), step * self.batch_size, None)
-        own = (
+        batches = (
             sample for n, sample in remaining if n % self.batch_size // self.own_size == self.rank
         )
-        return load(self.dataset, self.own_size, self.device, own)
+        return load(self.dataset, self.own_size, self.device, batches)
 
 
 def share_of_batch(batch_size: int, ranks: int) -> int:

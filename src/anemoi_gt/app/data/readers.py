@@ -207,16 +207,18 @@ def read_anemoi(path: str | Path) -> Fields:
     except Exception as error:  # of any type: zarr has versions
         raise _unreadable(path, "a zarr of anemoi-datasets", error) from error
     times = times.astype("datetime64[s]")
-    there = np.flatnonzero(
+    present = np.flatnonzero(
         ~np.isin(times, np.array(store.attrs.get("missing_dates", []), "datetime64[s]"))
     )
     state = lru_cache(1)(
-        lambda t: np.asarray(data[int(there[t])])[:, 0]
+        lambda t: np.asarray(data[int(present[t])])[:, 0]
     )  # all variables are one chunk
     readers: dict[str, Callable[[int], np.ndarray]] = {}
     for v, variable in enumerate(variables):
         readers[variable] = partial(lambda v, t: state(t)[v], v)
-    return Fields(Nodes(lat, lon), times[there], dict.fromkeys(variables, ""), readers, source=path)
+    return Fields(
+        Nodes(lat, lon), times[present], dict.fromkeys(variables, ""), readers, source=path
+    )
 
 
 READERS: dict[str, Callable[[Any], Fields]] = {"xarray": read_xarray, "anemoi": read_anemoi}
@@ -281,9 +283,10 @@ def _coordinate(source: "xarray.Dataset", axis: str, name: str) -> "xarray.DataA
             or array.attrs.get("units") in UNITS[axis]
         ):
             return source[key]
-    found = ", ".join(map(str, source.variables))
+    variables = ", ".join(map(str, source.variables))
     raise ValueError(
-        f"{name} must have the coordinates latitude and longitude, got {found or 'no variables'}"
+        f"{name} must have the coordinates latitude and longitude, got "
+        f"{variables or 'no variables'}"
     )
 
 

@@ -327,7 +327,9 @@ class SphereDataset(ForecastDataset):
         tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
 
         def components(xyz, frame):
-            winds = [case.flow.wind(xyz, case.start + at) for at in (hours, hours + self.lead_time)]
+            winds = [
+                case.flow.wind(xyz, case.start + hour) for hour in (hours, hours + self.lead_time)
+            ]
             return np.concatenate([np.einsum("nid,nd->ni", frame, wind) for wind in winds], axis=1)
 
         winds = in_blocks(components, self._xyz, self._frame) / self.statistics.wind_std

@@ -121,7 +121,9 @@ def _shard_bytes(model: EncoderProcessorDecoder) -> int:
     """Return the bytes of the structures of graph shards and their chunks, which are no buffers."""
     edges = (*model.encoder_edges.values(), model.processor_edges, *model.decoder_edges.values())
     shards = [
-        each.structure() for each in edges if not isinstance(each.structure(), GraphStructure)
+        static_edges.structure()
+        for static_edges in edges
+        if not isinstance(static_edges.structure(), GraphStructure)
     ]
     graphs = [
         graph

@@ -74,9 +74,11 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
 
     Raises ValueError if the checkpoint has no weights, or none fit.
     """
-    own, given = model.state_dict(), _weights(state, "average")
+    weights, loaded = model.state_dict(), _weights(state, "average")
     fitting = {
-        name: given[name] for name in own if name in given and given[name].shape == own[name].shape
+        name: loaded[name]
+        for name in weights
+        if name in loaded and loaded[name].shape == weights[name].shape
     }
     if not fitting:
         raise ValueError(
@@ -84,9 +86,9 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
         )
     model.load_state_dict(fitting, strict=False)
     return [
-        f"{name} {list(own[name].shape)}, "
-        f"{list(given[name].shape) if name in given else 'absent'} in the file"
-        for name in own
+        f"{name} {list(weights[name].shape)}, "
+        f"{list(loaded[name].shape) if name in loaded else 'absent'} in the file"
+        for name in weights
         if name not in fitting
     ]
 

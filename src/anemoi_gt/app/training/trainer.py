@@ -220,6 +220,6 @@ class Trainer:
             )
 
     def _not_finite(
-        self, what: str, remedy: str = "lower training.learning_rate"
+        self, problem: str, remedy: str = "lower training.learning_rate"
     ) -> FloatingPointError:
-        return FloatingPointError(f"{what} at step {self.step.global_step}: {remedy}")
+        return FloatingPointError(f"{problem} at step {self.step.global_step}: {remedy}")

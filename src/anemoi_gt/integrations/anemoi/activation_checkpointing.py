@@ -118,11 +118,11 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
         ]
         return func(*arguments, **kwargs)
 
-    held = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
+    unbound = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
     args = [
         arg if bound else None for arg, bound in zip(args, is_bound, strict=True)
     ]  # the others are not kept
-    return with_lists, tuple(held)
+    return with_lists, tuple(unbound)
 
 
 def _with_copied_results(func: Callable) -> Callable:

@@ -83,7 +83,7 @@ def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Pla
 
     def is_index(name: str, value: Any) -> bool:
         if isinstance(value, list):
-            return "indices" in name and bool(value) and all(type(each) is int for each in value)
+            return "indices" in name and bool(value) and all(type(index) is int for index in value)
         is_host_tensor = isinstance(value, Tensor) and value.device.type == "cpu" != device.type
         is_index = is_host_tensor and value.dtype in (torch.int32, torch.int64) and value.dim() > 0
         return is_index and name not in ("_buffers", "_parameters")

@@ -268,7 +268,7 @@ def prepare_edge_sharding(
     edges_are_dst_sorted=True,
 ):
     """Cache the renumbered list of this rank of a mapper."""
-    given = (
+    arguments = (
         x,
         shard_info,
         batch_size,
@@ -278,7 +278,7 @@ def prepare_edge_sharding(
         cond,
         edges_are_dst_sorted,
     )
-    x_src, x_dst, edge_attr, local, *rest = upstream(self, *given)
+    x_src, x_dst, edge_attr, local, *rest = upstream(self, *arguments)
     if (
         not torch.compiler.is_compiling()
         and lookup(edge_index) is not None

@@ -244,7 +244,7 @@ def plan() -> dict[str, str | None]:
             seam: reason or "sharding is replaced as a whole, or not at all"
             for seam, reason in shards.items()
         }
-    return {f"{place[-1]}.{name}": reason for (place, name), reason in (shards | reasons).items()}
+    return {f"{owner[-1]}.{name}": reason for (owner, name), reason in (shards | reasons).items()}
 
 
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
@@ -260,8 +260,8 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
             for path, block in report.blocks_of(model)
         ]
     return tuple(
-        report.Computed(path, type(block).__name__, report.WORDS[made.path], made.reason)
-        for path, block, made in decisions
+        report.Computed(path, type(block).__name__, report.WORDS[outcome.path], outcome.reason)
+        for path, block, outcome in decisions
     )
 
 
@@ -299,14 +299,15 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    if not (found := [module for module in model.modules() if isinstance(module, find(*BLOCK))]):
+    swapped = [module for module in model.modules() if isinstance(module, find(*BLOCK))]
+    if not swapped:
         raise ValueError(
             f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} "
             "without one"
         )
     settings = _switch_on(config, fuse_edges, blocks, sharding)
-    for each in found:
-        SETTINGS.choose(each, settings)
+    for block in swapped:
+        SETTINGS.choose(block, settings)
     return model
 
 
@@ -358,7 +359,7 @@ def _apply_patches() -> None:
     if _upstream:
         return
     matches = _matches()
-    reasons = [matches[place, "forward"].reason for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
+    reasons = [matches[path, "forward"].reason for path in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
     if None not in reasons:
         raise ImportError(
             f"anemoi-models must have {PROCESSOR_BLOCK[1]}.forward as one of 0.9.2 to 0.19.0 has "
@@ -370,7 +371,7 @@ def _apply_patches() -> None:
         for seam, match in matches.items()
         if match.reason is not None and PATCHES[seam].stands_in
     ]
-    others = [f"{place[-1]}.{name}" for place, name in missing]
+    others = [f"{path[-1]}.{name}" for path, name in missing]
     if others:
         message = (
             "this anemoi-models lacks, or has with other parameters or another body, %s: expect "
@@ -378,14 +379,14 @@ def _apply_patches() -> None:
             "results"
         )
         log.warning(message, ", ".join(others))
-    found = {
+    replacements = {
         (match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None
     }
-    found = _with_sharding(
-        found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason]
+    replacements = _with_sharding(
+        replacements, [f"{path[0]}.{name}" for path, name in CALLED if matches[path, name].reason]
     )
     resolve_upstream()
-    for (owner, name), match in found.items():
+    for (owner, name), match in replacements.items():
         _upstream[owner, name] = match.upstream
         setattr(owner, name, match.replacement)
     _reset_compiled()
@@ -414,39 +415,39 @@ def _wanted() -> list[tuple]:
 def _match(seam: tuple, patch: Replacement) -> Match:
     """Find the method of a seam with the parameters of some version that we know."""
     reason, name = f"this anemoi-models has no {'.'.join(seam[0])}", seam[1]
-    for place in filter(None, (seam[0], OLDER.get(seam))):
+    for path in filter(None, (seam[0], OLDER.get(seam))):
         try:
-            owner = find(*place)
+            owner = find(*path)
         except ImportError:
             continue
         upstream = _upstream.get((owner, name), vars(owner).get(name))
         reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
-        if reason is None and place in (PROCESSOR_BLOCK, MAPPER_BLOCK):
+        if reason is None and path in (PROCESSOR_BLOCK, MAPPER_BLOCK):
             reason = unknown_body_in_block(owner)
         if reason is None:
             return Match(owner, upstream, patch.of(upstream), None)
     return Match(None, None, None, reason)
 
 
-def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
+def _with_sharding(matches: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
     """Return the replacements with `SHARDING` on top, or without if one of those does not fit.
 
     `differing` names functions that they call and that are not as in the versions we know.
     """
-    above = dict(found)
-    for (place, name), patch in SHARDING.items():
-        match = _match((place, name), patch)
+    above = dict(matches)
+    for (path, name), patch in SHARDING.items():
+        match = _match((path, name), patch)
         if match.reason is not None:
-            differing.append(f"{place[-1]}.{name}")
+            differing.append(f"{path[-1]}.{name}")
             continue
         key = match.owner, name
-        below = found[key].replacement if key in found else match.upstream
+        below = matches[key].replacement if key in matches else match.upstream
         above[key] = match._replace(replacement=patch.of(below))
     if differing:
         log.warning(
             "this anemoi-models has another %s: its own sharding is kept", ", ".join(differing)
         )
-        return found
+        return matches
     return above
 
 

@@ -84,16 +84,16 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def computed() -> tuple[Computed, ...]:
     """Return the path of each block of all known models, and of other blocks that have run."""
-    found, seen = [], set()
+    paths, seen = [], set()
     for model in list(_MODELS):
         for path, block in blocks_of(model):
             if id(block) not in seen:
                 seen.add(id(block))
-                found.append(_of_block(path, block))
+                paths.append(_of_block(path, block))
     for block in list(_BLOCKS):
         if id(block) not in seen:
-            found.append(_of_block("", block))
-    return tuple(found)
+            paths.append(_of_block("", block))
+    return tuple(paths)
 
 
 def _of_block(path: str, block: nn.Module) -> Computed:
@@ -138,9 +138,9 @@ def after_step(model: nn.Module) -> None:
     if not any(block in _BLOCKS or type(block) in _TRACED for _, block in blocks):
         return
     line = summary(tuple(_of_block(path, block) for path, block in blocks))
-    told = _TOLD.setdefault(model, set())
-    if line not in told:
-        told.add(line)
+    logged = _TOLD.setdefault(model, set())
+    if line not in logged:
+        logged.add(line)
         log.info("anemoi_gt computes blocks of %s: %s", type(model).__name__, line)
 
 

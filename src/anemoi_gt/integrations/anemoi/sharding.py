@@ -70,8 +70,8 @@ def prepare_edge_sharding(
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     local = local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
     if local is None:
-        given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
-        return upstream(self, *given, *rest, **named)
+        arguments = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
+        return upstream(self, *arguments, *rest, **named)
     (src, dst), (x_src, x_dst) = sizes, x
     if not shard_info.src_is_sharded():
         if cond is not None and cond[0].shape[0] == x_src.shape[0]:
@@ -117,16 +117,16 @@ def mapper_forward(
     **named,
 ):
     """Gather the destinations of every copy along the grid."""
-    given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
+    arguments = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     gathers = not keep_x_dst_sharded and batch_size > 1
     if (
         not gathers
         or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None
     ):
-        return upstream(self, *given, keep_x_dst_sharded, *rest, **named)
-    own = upstream(self, *given, True, *rest, **named)
-    rows = own.unflatten(0, (batch_size, -1))
+        return upstream(self, *arguments, keep_x_dst_sharded, *rest, **named)
+    result = upstream(self, *arguments, True, *rest, **named)
+    rows = result.unflatten(0, (batch_size, -1))
     return Upstream.mapper.gather_tensor(rows, 1, sizes[1], model_comm_group).flatten(0, 1)
 
 
@@ -171,13 +171,13 @@ def noise(
     model_comm_group=None,
 ):
     """Select this rank's nodes from the noise of every ensemble member."""
-    copies, given = (
+    copies, arguments = (
         batch_size * ensemble_size,
         (x, batch_size, ensemble_size, grid_size, grid_shard_sizes),
     )
     if copies == 1 or not (SETTINGS.any_sharding and is_distributed(model_comm_group)):
-        return upstream(self, *given, noise_dtype, model_comm_group)
-    x, noise = upstream(self, *given, noise_dtype, None)
+        return upstream(self, *arguments, noise_dtype, model_comm_group)
+    x, noise = upstream(self, *arguments, noise_dtype, None)
     rows = noise.unflatten(0, (copies, -1)).split(grid_shard_sizes, 1)[model_comm_group.rank()]
     return x, rows.flatten(0, 1)
 
@@ -230,24 +230,23 @@ def _mapper_sizes(x, shard_info, copies: int, group) -> tuple[list[int], list[in
     """Return the numbers of sources and destinations of each rank, or None on one rank."""
     if not is_distributed(group):
         return None
-    given = (shard_info.src_nodes, shard_info.dst_nodes)
+    shard_sizes = (shard_info.src_nodes, shard_info.dst_nodes)
     counts = (rows.shape[0] // copies for rows in x)
     return tuple(
         list(Ranges.even(count, group.size()).counts) if sizes is None else sizes
-        for sizes, count in zip(given, counts, strict=True)
+        for sizes, count in zip(shard_sizes, counts, strict=True)
     )
 
 
 def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
     """Return the rows of this rank as [copies, nodes, F]."""
-    own = sizes[group.rank()]
-    if rows.shape[0] != copies * own:
+    num_local = sizes[group.rank()]
+    if rows.shape[0] != copies * num_local:
         raise ValueError(
-            f"with sharding, a rank must hold its {own} nodes of each of {copies} members of the "
-            "batch, got "
-            f"{rows.shape[0]} rows; install(sharding=False) keeps Anemoi's own division"
+            f"with sharding, a rank must hold its {num_local} nodes of each of {copies} members of "
+            f"the batch, got {rows.shape[0]} rows; install(sharding=False) keeps Anemoi's own division"
         )
-    return rows.unflatten(0, (copies, own))
+    return rows.unflatten(0, (copies, num_local))
 
 
 def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
@@ -332,10 +331,10 @@ def _make_local_edges(
             read = [part[0].unique() for part in by_rank]
             wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
             exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
-            (src, dst), own, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
+            (src, dst), own_range, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
             src = torch.where(
                 sources.owns(rank, src),
-                src - own.start,
+                src - own_range.start,
                 num_own + torch.searchsorted(wanted[rank], src),
             )
             local = torch.stack([src, dst - destinations.of(rank).start])

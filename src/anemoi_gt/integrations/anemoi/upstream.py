@@ -126,11 +126,11 @@ class Replacement:
 
     def misfit(self, upstream: Callable) -> str | None:
         """Return why `upstream` cannot be replaced, or None if parameters and body are known."""
-        given = parameters_of(upstream)
-        if not self.known or given in map(str.split, self.known):
+        parameters = parameters_of(upstream)
+        if not self.known or parameters in map(str.split, self.known):
             return unknown_body(upstream) if self.stands_in else None
-        expected = " or ".join(f"({', '.join(each.split())})" for each in self.known)
-        return f"it takes ({', '.join(given)}), not {expected}"
+        expected = " or ".join(f"({', '.join(names.split())})" for names in self.known)
+        return f"it takes ({', '.join(parameters)}), not {expected}"
 
 
 def replaces(*known: str) -> Callable[[Callable], Replacement]:

@@ -94,7 +94,8 @@ class FlatArguments(NamedTuple):
             )
         q, k, v = (rows[b, :, group].contiguous() for rows in self[:3])
         weight, bias = (
-            None if each is None else each[group] for each in (self.edge_weight, self.edge_bias)
+            None if tensor is None else tensor[group]
+            for tensor in (self.edge_weight, self.edge_bias)
         )
         return HeadGroup(q, k, v, attr, weight, bias, keep, self.scale)
 

@@ -142,10 +142,10 @@ def _dots(
     `left` is [N_dst, G, C], `right` [N_src, G, C], `projected` W^T left or None.
     """
     dots, step = [], max(1, CHUNK // max(left[0:1].numel(), 1))
-    for to, origin, at in zip(
+    for to, origin, edge in zip(
         *(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True
     ):
-        a = None if heads.a is None else heads.a.index_select(0, at)
+        a = None if heads.a is None else heads.a.index_select(0, edge)
         rows = right.index_select(0, origin)
         if a is not None and projected is None:
             rows.add_(heads.embed_shared(a))
