@@ -46,7 +46,7 @@ def scores(folder, name="scores.json"):
     return json.loads((folder / name).read_text())
 
 
-def test_scores_and_plot_of_the_best_checkpoint_are_those_of_the_end_of_training(
+def test_scores_and_plot_of_the_best_checkpoint_equal_the_end_of_training(
     trained, evaluated, capsys
 ):
     folder = evaluated(f"checkpoint={trained / 'best.pt'}")

@@ -49,7 +49,7 @@ def one_rank(name):
 @pytest.mark.parametrize(
     "name", [*CASES, "conditioned"]
 )  # of meshes, ensembles, ranks without nodes, whole inputs, ..
-def test_loss_and_gradients_are_those_of_one_rank(folder, name):
+def test_loss_and_gradients_equal_one_rank(folder, name):
     loss, gradients, _ = torch.load(folder / f"{name}.pt")
     expected, of_one = one_rank(name)
     if name in CASES and CASES[name].fused:

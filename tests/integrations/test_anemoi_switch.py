@@ -94,7 +94,7 @@ def test_an_inner_context_brings_back_the_outer_one(inputs, attentions, leave):
     assert len(attentions) == 1 and SETTINGS.is_empty
 
 
-def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
+def test_install_logs_one_line_with_the_active_settings(caplog):
     assert integration.installed() is None
     with caplog.at_level(logging.INFO, logger="anemoi_gt"):
         outer = integration.install(backend="torch", fuse_edges=False)
@@ -125,7 +125,7 @@ def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
     assert integration.installed() is None and repr(outer).endswith("; ended)")
 
 
-def test_a_context_ends_what_it_began_and_can_be_entered_again(inputs, attentions):
+def test_a_context_uninstalls_on_exit_and_can_be_entered_again(inputs, attentions):
     installation = integration.install(precision="bf16")
     for calls in (1, 2):
         with installation:
@@ -279,7 +279,7 @@ UNSERVED = {
 
 @pytest.mark.parametrize("reason", UNSERVED)
 @pytest.mark.parametrize("fuse_edges", (False, True))
-def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(
+def test_an_unsupported_block_falls_back_to_anemoi_and_logs_it_once(
     inputs, attentions, said, reason, fuse_edges
 ):
     torch.compiler.reset()

@@ -107,7 +107,7 @@ def test_activation_checkpointing_still_records_gradients():
     assert all(operators(layer) == TORCH_PASSES for layer in found.layers)
 
 
-def test_the_dtype_is_that_of_autocast(conv, inputs):
+def test_the_dtype_follows_autocast(conv, inputs):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert explain(conv, *inputs).layers[0].dtype == "bfloat16"
 

@@ -21,7 +21,7 @@ def hubs(seed=0):
 
 @pytest.mark.parametrize("heads_at_a_time", (1, 3))
 @pytest.mark.parametrize("form", ("raw", "embedded", "none"))
-def test_a_graph_with_hubs_gives_what_the_definition_gives(monkeypatch, form, heads_at_a_time):
+def test_a_graph_with_hubs_matches_the_definition(monkeypatch, form, heads_at_a_time):
     monkeypatch.setattr(op, "MAX_EDGE_HEADS", heads_at_a_time * EDGES)
     problem = make_problem(hubs(), 3, 4, 5, form, torch.float64)
     assert_same(
@@ -29,7 +29,7 @@ def test_a_graph_with_hubs_gives_what_the_definition_gives(monkeypatch, form, he
     )
 
 
-def test_hubs_give_the_same_bits_again_and_with_other_threads():
+def test_hubs_are_bitwise_reproducible_for_any_number_of_threads():
     threads, graph = torch.get_num_threads(), GraphStructure.from_edge_index(*hubs())
     problem = make_problem(hubs(), 4, 16, 5, "raw", torch.float32)
     try:
