@@ -385,7 +385,7 @@ UNSERVED = {
 def test_a_named_backend_raises_for_an_unsupported_layer_and_auto_logs_why_it_stays(reason, caplog):
     model = nn.ModuleList([TransformerConv(6, 4), conv_with(**UNSERVED[reason])])
     last = model[1]
-    with pytest.raises(ValueError, match=f"attention backend 'torch' cannot serve .*: {reason}"):
+    with pytest.raises(ValueError, match=f"attention backend 'torch' cannot run .*: {reason}"):
         swap_layers(model, backend="torch")
     assert type(model[0]) is TransformerConv
     with caplog.at_level(logging.WARNING, logger="anemoi_gt"):

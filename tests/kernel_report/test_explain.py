@@ -76,7 +76,7 @@ def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
     conv.config = AttentionConfig(backend="torch")
     assert explain(conv, *inputs).layers[0].rejected == {
-        "triton": "could serve; the config names 'torch'"
+        "triton": "supported; the config names 'torch'"
     }
 
 

@@ -228,7 +228,7 @@ def _replacement(
             reason = str(error)
     if config.backend != "auto":
         raise ValueError(
-            f"attention backend {config.backend!r} cannot serve {upstream}: {reason}; backend "
+            f"attention backend {config.backend!r} cannot run {upstream}: {reason}; backend "
             "'auto' leaves it as it is"
         )
     log.warning("%s stays PyG's own: %s", upstream, reason)

@@ -64,6 +64,6 @@ def rejected(chosen: str, query: Tensor) -> dict[str, str]:
     """Return the reason by name for each backend other than `chosen`, which runs for `query`."""
     reasons = {name: backend.auto_unsupported_reason(query) for name, backend in BACKENDS.items()}
     first = next(name for name, reason in reasons.items() if reason is None)
-    taken_by = "'auto' takes" if first == chosen else "the config names"
-    could_serve = f"could serve; {taken_by} {chosen!r}"
-    return {name: reason or could_serve for name, reason in reasons.items() if name != chosen}
+    selected_by = "'auto' selects" if first == chosen else "the config names"
+    supported = f"supported; {selected_by} {chosen!r}"
+    return {name: reason or supported for name, reason in reasons.items() if name != chosen}
