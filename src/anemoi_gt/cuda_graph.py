@@ -29,8 +29,8 @@ WARM_UP = (
 class Outputs(NamedTuple):
     """Static outputs of a pass."""
 
-    result: Any  # what the function returned, tensors in any nesting
-    gradients: list[Tensor | None]  # of each parameter; None where it gets none
+    result: Any  # the function's result, tensors in any nesting
+    gradients: list[Tensor | None]  # one per parameter, None without a gradient
 
 
 class CapturedPass(NamedTuple):

@@ -66,7 +66,7 @@ def define_operator(function: Callable) -> torch._ops.OpOverload:
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "default")(flat)
     operator = getattr(torch.ops.anemoi_gt, function.__name__).default
-    operator.function = flat  # for calls that bypass the dispatcher
+    operator.function = flat  # called directly to bypass the dispatcher
     return operator
 
 

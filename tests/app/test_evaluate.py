@@ -106,7 +106,7 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot(
         (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be an integer, got 'far'"),
         (
             ["checkpoint={trained}/best.pt", "model.channels=64"],
-            "the checkpoint's weights must be those of the config",
+            "the checkpoint's weights must fit the config",
         ),
     ],
 )

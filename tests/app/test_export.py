@@ -168,7 +168,7 @@ def error_line(started, capsys):
         ),
         (
             "{checkpoint} out={folder}/m.pt2 model.channels=32",
-            "the checkpoint's weights must be those of",
+            "the checkpoint's weights must fit",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str
     """Return the CF attributes of a forecast variable from the attributes of the data."""
     standard_name = attributes.get("standard_name", attributes.get("GRIB_cfName", "unknown"))
     described = {}
-    if standard_name != "unknown":  # what cfgrib writes for a name that it does not know
+    if standard_name != "unknown":  # cfgrib's value for unknown names
         described["standard_name"] = standard_name
     if "long_name" in attributes:
         described["long_name"] = attributes["long_name"]

@@ -23,7 +23,7 @@ LINES = ("-", "--", ":", "-.")
 FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches, of the plot of a run
 MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in the plot of a rollout
 COLUMNS = 4  # lead times with maps
-MOST_VARIABLES = 3  # that are plotted unless some are chosen
+MOST_VARIABLES = 3  # plotted by default
 MOST_TICKS = 6
 
 

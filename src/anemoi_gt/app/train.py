@@ -98,7 +98,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     for part in run.splits:
         part.require_samples()
     if run.training.compile:
-        # what earlier runs of a sweep compiled counts against PyTorch's limit
+        # code compiled by earlier runs of a sweep counts against PyTorch's limit
         torch.compiler.reset()
     chosen_variables(
         run.splits.test, config.plots.variables
@@ -201,7 +201,7 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     the others exit with its status.
     """
 
-    @record  # for torchrun, which reports the first error last, with its traceback
+    @record  # torchrun then reports the first error last, with its traceback
     def run() -> float | None:
         sharding, device_type = (
             hydra_app.instantiate(config.sharding),
@@ -337,7 +337,7 @@ def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]
 def _in_words(sharding: dict[str, Any] | None) -> str:
     """Return a sharding as arguments."""
     if sharding is None:
-        return "that of a checkpoint which does not tell"
+        return "unknown: the checkpoint does not store it"
     return " ".join(former_sharding(sharding, []))
 
 

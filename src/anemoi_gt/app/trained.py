@@ -50,9 +50,8 @@ def schema_of(values: Mapping[str, Any] | None, path: Path) -> DataSchema | None
         return DataSchema.from_dict(dict(values))
     log.warning(
         "%s was written by 0.2.0, which did not keep the order of the variables, their units, "
-        "means and deviations, "
-        "and the grid: they are derived again from the data, and are those of the run only if the "
-        "data are the same",
+        "means and standard deviations, and the grid: they come from the data now, and are correct "
+        "only if these are the data of the run",
         path,
     )
     return None

@@ -103,7 +103,7 @@ def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
     if not margin >= 0:
         raise ValueError(f"margin must not be negative, in kilometres, got {margin}")
     angle = min(1e3 * margin / EARTH_RADIUS, np.pi)
-    radius = 2 * np.sin(angle / 2) * (1 + TIE) + TIE  # so that a node is within 0 km of itself
+    radius = 2 * np.sin(angle / 2) * (1 + TIE) + TIE  # a node must be within 0 km of itself
     distance, _ = _tree(reference).query(_points(nodes), distance_upper_bound=radius, workers=-1)
     return np.isfinite(distance)
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.partition import Ranges
 
-functional = torch.ops._c10d_functional  # what torch.compile traces
+functional = torch.ops._c10d_functional  # traceable by torch.compile
 
 
 class MessageConsensus:

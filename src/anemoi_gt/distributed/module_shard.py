@@ -34,7 +34,7 @@ LIBRARIES = (
     "anemoi_gt",
     "torch",
     "torch_geometric",
-)  # whose layers keep no value of one rank in an attribute
+)  # their layers have no rank-specific attributes
 Kind = tuple[str, str]  # sets of sources and of destinations
 Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 

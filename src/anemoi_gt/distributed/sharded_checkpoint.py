@@ -112,8 +112,7 @@ def save_checkpoint(
     ------
     ValueError
         On all ranks, before anything is written, when a table does not occur in the state, or a
-        tensor with rows of none differs between ranks, whose rows would be lost but for those of
-        one rank.
+        tensor without rows of a table differs between ranks: only one rank's values would be kept.
     OSError
         If it cannot be written; the former one is kept.
     """
@@ -255,9 +254,7 @@ def _check_saves_all(
     same = {}
     with consensus(group):
         for key, name, tensor in _check_tables(state, tables):
-            if name is None and not isinstance(
-                tensor, DTensor
-            ):  # of which each rank writes what it holds
+            if name is None and not isinstance(tensor, DTensor):  # each rank writes its own part
                 same[key] = fingerprint(tensor)
     try:
         check_same(same, group)
@@ -361,7 +358,7 @@ def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) ->
     """Return the name of the table for each key that is this name, or ends in it after a dot.
 
     Beside `module.weight`, a key `module.conv.weight` is no table `weight`: its module is inside
-    that of the table.
+    the table's module.
     """
     names = {}
     for name in sorted(tables, key=len):  # a longer name is more specific: it replaces shorter ones

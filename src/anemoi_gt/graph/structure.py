@@ -479,7 +479,7 @@ class GraphStructure:
         joined: dict[str, Any] = {
             name: _concatenate(indices, offsets, dtype) for name, (indices, offsets) in kept.items()
         }
-        for name in pointers:  # which number the edges of all graphs
+        for name in pointers:  # pointers count the edges of all graphs
             begins = _concatenate(
                 [getattr(graph, name)[:-1] for graph in graphs], edge_begin, dtype
             )

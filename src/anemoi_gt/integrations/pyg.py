@@ -242,7 +242,7 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         return (
             f"{class_path(kind)} is a subclass, which may compute something else; see `subclasses`"
         )
-    pygs = (kind._orig_propagate, kind._jinja_propagate)  # which explainers leave on the layer
+    pygs = (kind._orig_propagate, kind._jinja_propagate)  # explainers leave these on the layer
     replaced = [
         name
         for name, value in vars(upstream).items()

@@ -59,7 +59,7 @@ def explain(model: nn.Module, *inputs, **named) -> Explanation:
     >>> layer.backend, [pass_.operator for pass_ in layer.passes]
     ('torch', ['anemoi_gt::edge_attention_torch', 'anemoi_gt::edge_attention_torch_backward'])
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code has no modules
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no modules
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model must be a torch.nn.Module, got {type(model).__name__}; "

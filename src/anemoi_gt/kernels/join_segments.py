@@ -39,7 +39,7 @@ def join_segments(
     rows,  # [B, N, H, WIDTH]
     others,  # [B, N, H, OTHERS], or None
     lse,  # [B, N, H], or None without denominators
-    # [B * N + B * blocks, H], those of nodes and weight_k, or None without denominators
+    # [B * N + B * blocks, H], nodes then weight_k, or None without denominators
     inv_denominator,
     num_nodes,
     num_edges,

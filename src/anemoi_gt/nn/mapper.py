@@ -193,7 +193,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return destination fields [..., N_dst, out_channels_dst] of a graph or one chunk."""
         x_dst = super().map_nodes(x, graph, edge_attr, cond)
-        return apply_norm(self.node_data_extractor, x_dst)  # which begins with a norm
+        return apply_norm(self.node_data_extractor, x_dst)  # a norm, then a linear map
 
 
 def _concatenate(rows: Rows) -> Tensor:

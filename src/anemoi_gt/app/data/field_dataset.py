@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 CACHE_BYTES = 4 * 2**30  # of fields read from files
 STATISTICS_SAMPLES = 256  # training samples that the normalisation is estimated from
-SHARES = (0.8, 0.9)  # where validation and test begin, if no times are given
+SHARES = (0.8, 0.9)  # where validation and test begin by default
 
 
 def field_data(

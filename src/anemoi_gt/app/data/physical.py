@@ -96,7 +96,7 @@ def year_angle(time: Tensor) -> Tensor:
     year = (
         year + era * 400 + (day_of_year >= 306).long()
     )  # January and February are of the next year
-    before = year - 1  # whose March begins the era year in which 1 January lies
+    before = year - 1  # 1 January belongs to the era year that begins in March of this year
     era = torch.div(before, 400, rounding_mode="floor")
     rest = before - era * 400
     new_year = era * 146_097 + rest * 365 + rest // 4 - rest // 100 + 306 - 719_468

@@ -204,7 +204,7 @@ def read_anemoi(path: str | Path) -> Fields:
         lat, lon, times = (
             np.asarray(store[key][:]) for key in ("latitudes", "longitudes", "dates")
         )
-    except Exception as error:  # of any type: zarr has versions
+    except Exception as error:  # the type depends on the zarr version
         raise _unreadable(path, "a zarr of anemoi-datasets", error) from error
     times = times.astype("datetime64[s]")
     present = np.flatnonzero(

@@ -159,7 +159,7 @@ class DataSchema:
         if (apart > SAME_PLACE).any():
             first = int(np.argmax(apart > SAME_PLACE))
             raise ValueError(
-                f"the grid must be that of the checkpoint, whose node {first} is at "
+                f"the grid must equal the checkpoint's, whose node {first} is at "
                 f"{_place(self.nodes, first)}, "
                 f"got {_place(nodes, first)}"
             )

@@ -10,7 +10,7 @@ A destination keeps two inputs of norms, two normed copies, query, result of the
 of its projection, and both sides of the activation in the feed-forward network. A source keeps its
 input, a normed copy, key and value. Norms keep float32. A fused attention sub-layer keeps its
 inputs, query, key, value and the result of the attention, a fused feed-forward sub-layer its input
-and that of the activation; both keep their weights in the dtype of products. Edges, and rows that
+and the activation's input; both keep their weights in the dtype of products. Edges, and rows that
 other ranks read, keep little more. Compiled blocks need less.
 """
 

@@ -42,7 +42,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # of a dozen types
+    except Exception as error:  # torch.load raises a dozen types
         raise ValueError(
             f"a checkpoint must be a whole file that training wrote, {path} cannot be read"
         ) from error
@@ -65,7 +65,7 @@ def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average")
     except (RuntimeError, TypeError) as error:
         why = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(
-            f"the checkpoint's weights must be those of the configured model: {why}"
+            f"the checkpoint's weights must fit the configured model: {why}"
         ) from error
 
 

@@ -25,7 +25,7 @@ from anemoi_gt.nn import (
 
 log = logging.getLogger(__name__)
 
-LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and the scaler raises it
+LOSS_SCALE = 2.0**10  # initial scale for float16; losses are about 1, and the scaler raises it
 LOWEST_SCALE = (
     2.0**-14
 )  # a gradient that overflows float16 even here is above 2**30, and no scale helps
@@ -179,7 +179,7 @@ class TrainingStep:
         for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
             group["lr"] = rate * self._relative_rate(
                 state["step"]
-            )  # of the schedule of this config, if steps grew
+            )  # from this config's schedule, because steps may have grown
         self.global_step = state["step"]
         self.average.n_averaged.fill_(
             self.global_step

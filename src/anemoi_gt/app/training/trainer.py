@@ -112,7 +112,7 @@ class Trainer:
         self._meter.start()
         samples = (
             self.config.batch_size
-        )  # of a step, in all processes; a batch here may be a part of them
+        )  # per step, in all processes; a local batch may be a part of them
         with (
             cpu_threads(self.config.threads),
             closing(self.step),

@@ -45,7 +45,7 @@ class CUDAGraphCallback(Callback):
         self._capture = capture
         self._step: CUDAGraphedStep | None = None
         self._differentiate: Any = None  # the module's backward, while it is replaced
-        self._gradients: list[Tensor | None] | None = None  # of the batch that was replayed
+        self._gradients: list[Tensor | None] | None = None  # of the replayed batch
         self._refused = False  # the last batch could not be replayed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,7 +101,7 @@ class CUDAGraphCallback(Callback):
                 function, module.parameters(), device, self._capture, REMEDY
             )
         self._refused = False
-        # of the last step, which Lightning forgets after `training_step`
+        # of the last step; Lightning discards it after `training_step`
         self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
         for arguments, options in logged:

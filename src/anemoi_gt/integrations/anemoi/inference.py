@@ -20,7 +20,7 @@ from anemoi_gt.integrations.anemoi.patch import BLOCK, install
 from anemoi_gt.integrations.anemoi.upstream import find
 
 log = logging.getLogger(__name__)
-NAME = "anemoi-gt"  # of the entry point
+NAME = "anemoi-gt"  # entry point
 
 
 class AnemoiGTRunner(Runner):

@@ -91,7 +91,7 @@ CALLED = (
     (MAPPER[:1], "gather_tensor"),
 )
 OLDER = {(MODEL, "_assert_valid_sharding"): BASE}  # the class that had the method in 0.9.6 to 0.11
-_upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
+_upstream: dict[tuple[type | ModuleType, str], object] = {}  # the replaced methods and functions
 
 
 class Match(NamedTuple):

@@ -25,7 +25,7 @@ _BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = (
 _TRACED: dict[type, Outcome] = {}
 _MODELS: WeakKeyDictionary[nn.Module, None] = (
     WeakKeyDictionary()
-)  # of Anemoi, in the order in which they were met
+)  # Anemoi models, in order of first use
 _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the lines about a model
 _UP_TO_DATE: WeakSet[nn.Module] = WeakSet()  # models of which nothing has changed since
 

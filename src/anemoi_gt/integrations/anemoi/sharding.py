@@ -244,7 +244,7 @@ def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
     if rows.shape[0] != copies * num_local:
         raise ValueError(
             f"with sharding, a rank must hold its {num_local} nodes of each of {copies} members of "
-            f"the batch, got {rows.shape[0]} rows; install(sharding=False) keeps Anemoi's own division"
+            f"the batch, got {rows.shape[0]} rows; install(sharding=False) keeps Anemoi's sharding"
         )
     return rows.unflatten(0, (copies, num_local))
 

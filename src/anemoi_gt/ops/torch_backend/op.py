@@ -50,7 +50,7 @@ class FlatArguments(NamedTuple):
     seed: Tensor | None  # [1], None without dropout
     scale: float
     dropout_p: float
-    save: bool  # what the backward pass reads
+    save: bool  # keep tensors for the backward pass
 
     def in_accumulator_dtype(self) -> "FlatArguments":
         """Return contiguous operands in the accumulator dtype, weight [H, C, D], bias [H, C]."""
