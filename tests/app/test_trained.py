@@ -166,7 +166,7 @@ def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_wha
     for name in ("best.pt", "last.pt"):
         as_by_0_2_0(place / "run" / name)
     start(evaluate, CHECKPOINT, "hydra.run.dir=scores")
-    said = "was written by 0.2.0, which did not keep the order of the variables, their units, means and deviations"
+    said = "was written by 0.2.0, which did not keep the order of the variables, their units, means and standard deviations"
     assert said in capsys.readouterr().out and rmse("scores") == rmse("run")
     start(train, "resume=true", "hydra.run.dir=run", "training.steps=6")
     assert said in capsys.readouterr().out
