@@ -117,7 +117,7 @@ class CUDAGraphedStep:
         return Outputs(tree_map_only(Tensor, Tensor.clone, result), gradients)
 
     def accepts(self, batch: Any) -> bool:
-        """Return whether a batch matches the captured shapes and constants, or none is captured."""
+        """Return whether a batch can be replayed, or captured because none has been yet."""
         return self._captured is None or _kind(batch) == _kind(self._captured.batch)
 
     def reset(self) -> None:

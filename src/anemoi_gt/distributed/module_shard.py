@@ -77,7 +77,7 @@ class ModuleShard:
         return rows.index_select(-2, self.partitions[name].nodes(self.rank, rows.device))
 
     def edges(self, kind: Kind, rows: Tensor) -> Tensor:
-        """Return this rank's edges [.., E_own, D] from the edges [.., E, D] of a graph."""
+        """Select this rank's edge rows [.., E_own, D] from the edge rows [.., E, D] of a graph."""
         return rows.index_select(-2, self.graphs[kind].edges.to(rows.device))
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def as_index(index, INT64: tl.constexpr):
-    """Return `index` in the integer type in which offsets cannot overflow, and so its products."""
+    """Cast `index` to an integer type in which offsets computed from it cannot overflow."""
     if INT64:
         return index + tl.full((), 0, tl.int64)
     else:

@@ -157,7 +157,7 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
 
 
 def _accepts(module: nn.Module, *inputs, **options) -> bool:
-    """Return whether a module accepts these inputs; True without a signature, as scripted ones."""
+    """Return whether a module accepts these inputs; True if it has no signature (scripted)."""
     try:
         call = signature(module.forward)
     except (TypeError, ValueError):

@@ -43,7 +43,7 @@ def read_edges(
 
 
 def _is_readable(edges) -> bool:
-    """Return whether the host can read values without synchronising; not on a GPU or if fake."""
+    """Return whether the host can read values without synchronising: a real tensor on a CPU."""
     return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 
 

@@ -203,7 +203,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 
 def share_buffers(copied: nn.Module, model: nn.Module) -> None:
-    """Share a model's buffers with its copy: one graph in memory, nothing to average."""
+    """Share a model's buffers with its copy, so that the graph is stored once."""
     for part, original in zip(copied.modules(), model.modules(), strict=True):
         for name, buffer in original.named_buffers(recurse=False):
             setattr(part, name, buffer)

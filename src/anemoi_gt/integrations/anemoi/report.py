@@ -103,7 +103,7 @@ def _of_block(path: str, block: nn.Module) -> Computed:
 
 
 def summary(blocks: tuple[Computed, ...]) -> str:
-    """Return a line: blocks of each class by path, and reasons with module paths if not fused."""
+    """Summarise the paths of the blocks of each class in one line, with reasons if not fused."""
     parts = []
     for kind in dict.fromkeys(block.kind for block in blocks):
         counts = Counter((block.outcome, block.reason) for block in blocks if block.kind == kind)

@@ -350,7 +350,7 @@ def _make_local_edges(
 
 
 def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -> None:
-    """Raise unless Anemoi cut the edges of the graph evenly by destination, as these ranges."""
+    """Raise ValueError unless the ranges divide the nodes of one copy of the graph."""
     num_nodes = lookup(edge_index).num_nodes
     if (sources.size, destinations.size) != num_nodes:
         raise ValueError(

@@ -95,7 +95,7 @@ class HeadGroup:
 
     @property
     def projects(self) -> bool:
-        """True if <W^T q_i, a_e>, with fewer terms, replaces <q_i, W a_e>; else by chunks."""
+        """Return whether <W^T q_i, a_e> has fewer terms than <q_i, W a_e>, which needs chunks."""
         return self.weight is not None and self.weight.shape[2] < self.weight.shape[1]
 
     def project(self, rows: Tensor) -> Tensor:
