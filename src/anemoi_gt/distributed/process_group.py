@@ -240,12 +240,11 @@ def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:
 
 
 def drain_threads() -> None:
-    """Wait until gloo's threads have released the tensors of the last collectives.
+    """Give gloo's threads time to release the tensors of the last collectives.
 
-    They need the interpreter for it.
-
-    Before Python 3.14 a thread that waits for the interpreter when its finalisation begins aborts
-    the process ("terminate called without an active exception").
+    They need the interpreter for it. Before Python 3.14 a thread that waits for the interpreter
+    when its finalisation begins aborts the process ("terminate called without an active
+    exception").
     """
     if sys.version_info < (3, 14):
         time.sleep(DRAIN_SECONDS)

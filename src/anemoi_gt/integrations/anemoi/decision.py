@@ -1,7 +1,7 @@
 """What computes a block, decided once in each of its forward passes.
 
-    fused       its attention sub-layer by one operator, and its feed-forward sub-layer by another where it can be
-    attention   the block's own modules, around our attention; its feed-forward sub-layer fused where it can be
+    fused       its attention sub-layer fused, and its feed-forward sub-layer if possible
+    attention   the block's modules around our attention; its feed-forward fused if possible
     upstream    Anemoi's own forward
 
 The answer depends on what may change at any time, such as hooks; so nobody asks twice. A chunk that
@@ -93,7 +93,7 @@ class ChunkDecisions:
         self.position: int | None = None  # in a recomputation: of the next block
 
     def take(self) -> Decision | None:
-        """Return the decision of the forward pass for the next block, None in the forward pass itself."""
+        """Return the forward pass's decision for the next block, None in the forward itself."""
         if self.position is None or self.position >= len(self.made):
             return None
         self.position += 1
@@ -104,7 +104,7 @@ _CHUNK: ContextVar[ChunkDecisions | None] = ContextVar("chunk", default=None)
 
 
 def keeping_decisions(function: Callable) -> Callable:
-    """Return a function to checkpoint: its first call is the forward pass, whose decisions all later calls take."""
+    """Return a function to checkpoint; recomputations keep the decisions of its first call."""
     decisions, has_run = ChunkDecisions(), False
 
     @wraps(function)
@@ -123,7 +123,7 @@ def keeping_decisions(function: Callable) -> Callable:
 
 
 def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decision:
-    """Return what computes a block with destinations `x_dst`; say so where it is less than was asked for.
+    """Return the path of a block with destinations `x_dst`; log it if it is less than requested.
 
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that
     cannot serve.
@@ -144,7 +144,7 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
 
 
 def examine(block: nn.Module, device: torch.device) -> Decision:
-    """Return what would compute a block on one rank and a device, as far as the block tells; nothing is logged."""
+    """Predict the path of a block on one rank and device, from the block alone; log nothing."""
     x = torch.empty(0, block.lin_query.in_features, device=device)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     call = Call.of(x, x, edge_index)
@@ -218,7 +218,10 @@ def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
         return GLOBAL_HOOKS
     is_updated = call.cond is not None and getattr(block, "update_src_nodes", False)
     if is_updated and Upstream.sources_take_destination_condition:
-        return "it updates its sources under the condition of its destinations, as anemoi-models 0.9 to 0.13 do"
+        return (
+            "it updates its sources under the condition of its destinations, as anemoi-models "
+            "0.9 to 0.13 do"
+        )
     conv = block.conv
     if Upstream.triton_conv is not None and Upstream.triton_conv in (
         conv,
@@ -233,7 +236,7 @@ def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
 
 
 def _reason_to_embed(block: nn.Module, settings: Settings, gathers: bool) -> str | None:
-    """Return why edges are embedded before the attention; None where they need not be, or must be anyway."""
+    """Return why edges must be embedded before the attention, or None."""
     if not settings.fuse_edges or gathers:
         return None
     if type(block.lin_edge) is not nn.Linear:
@@ -284,7 +287,7 @@ def _own_network(block: nn.Module, name: str) -> str | None:
 
 @torch.compiler.assume_constant_result
 def own_method_of(kind: type) -> str | None:
-    """Return which method that our forward does not call a class of blocks overrides, None if none."""
+    """Return the overridden method of a block class that our forward does not call, or None."""
     if kind not in Upstream.own_methods:
         upstream = _upstream_class(kind)
         own = [
@@ -300,7 +303,7 @@ def own_method_of(kind: type) -> str | None:
 
 @torch.compiler.assume_constant_result
 def own_network_of(kind: type, name: str) -> str | None:
-    """Return that a class of blocks overrides what runs a feed-forward network, None if it does not."""
+    """Return the reason if a block class overrides its feed-forward computation, or None."""
     is_own = getattr(kind, name) is not getattr(_upstream_class(kind), name)
     return f"{kind.__qualname__} has a {name} of its own" if is_own else None
 

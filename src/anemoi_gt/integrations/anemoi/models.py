@@ -1,4 +1,4 @@
-"""Anemoi's models when they are built and rebuilt: what is said of them, and what swapped blocks keep."""
+"""Building and rebuilding of Anemoi's models: log lines, and settings of swapped blocks."""
 
 import torch
 
@@ -9,7 +9,7 @@ from anemoi_gt.integrations.anemoi.upstream import wraps_any
 
 @wraps_any
 def build_model(upstream, self, *args, **kwargs):
-    """Keep the settings of swapped blocks where a model is built again, as after a change of its graph."""
+    """Keep the settings of swapped blocks when a model is rebuilt, as after a graph change."""
     before = _settings_by_path(self)
     result = upstream(self, *args, **kwargs)
     if before:
