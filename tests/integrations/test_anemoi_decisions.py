@@ -101,16 +101,14 @@ def test_block_paths_are_listed_by_module_path_and_reason(graph, caplog):
     ]
     assert line.startswith("anemoi_gt computes blocks of AnemoiModelEncProcDec: ")
     assert len(found) == 4 and found["processor.proc.1"].outcome == "upstream"
-    assert found["processor.proc.1"].reason == "hooks watch its conv, which would not be called"
+    assert found["processor.proc.1"].reason == "its conv has hooks, which would be skipped"
     assert (
         found["processor.proc.0"].outcome
         == found["encoder.encoder.proc"].outcome
         == "attention only"
     )
     for text in (line, told):
-        assert (
-            "1 upstream (processor.proc.1: hooks watch its conv, which would not be called)" in text
-        )
+        assert "1 upstream (processor.proc.1: its conv has hooks, which would be skipped)" in text
         assert "GraphTransformerMapperBlock: 2 attention only (" in text
 
 
@@ -174,7 +172,7 @@ def test_a_model_without_graph_transformers_is_named_when_it_is_built(interface,
 
     interface(make)
     (message,) = said()
-    assert message == "Linear has no graph-transformer block: anemoi_gt computes nothing of it"
+    assert message == "Linear has no graph-transformer block: anemoi_gt is not used"
 
 
 def test_a_rebuilt_model_stays_swapped(graph, interface, attentions):

@@ -351,9 +351,7 @@ NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alon
     "its layer_norm_mlp_dst is a torch.nn.modules.normalization.RMSNorm, and": with_part(
         "layer_norm_mlp_dst", lambda _: nn.RMSNorm(16)
     ),
-    "OwnUpdate has a run_node_dst_mlp of its own": lambda block: setattr(
-        block, "__class__", OwnUpdate
-    ),
+    "OwnUpdate overrides run_node_dst_mlp": lambda block: setattr(block, "__class__", OwnUpdate),
     "its node_dst_mlp is a .*OwnMLP, and an MLP or a torch.nn.Sequential": lambda block: setattr(
         block.node_dst_mlp, "__class__", OwnMLP
     ),
@@ -441,7 +439,7 @@ def test_hooks_of_all_modules_see_the_parts_of_a_block(is_compiled, said, traced
             assert_same_numbers(differentiate_block(block, inputs), expected)
     finally:
         hook.remove()
-    assert "hooks watch all modules, and those of its parts would not be called" in said()[0]
+    assert "hooks on all modules would skip its submodules" in said()[0]
 
 
 @pytest.mark.parametrize("name", ("lin_edge", "projection"))

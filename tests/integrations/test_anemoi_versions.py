@@ -146,11 +146,11 @@ def test_install_names_the_methods_that_differ_from_known_versions(report):
             all(name in message for name in SINCE_0_16)
             and "GraphTransformerBaseBlock" not in message
         )
-        assert message.endswith("expect less speed, not other results")
+        assert message.endswith("slower, same results")
     else:
         assert not methods, f"anemoi-models {report['version']}: {methods}"
     named = "target_features.shard_tensor" in sharding and sharding.endswith(
-        "its own sharding is kept"
+        "Anemoi's sharding is kept"
     )
     assert named is (report["version"] in VERSIONS[:-1]), (
         f"anemoi-models {report['version']}: {sharding}"

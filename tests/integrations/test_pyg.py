@@ -360,9 +360,9 @@ UNSERVED = {
     f"its lin_edge is {__name__}.OwnLinear, and PyG's Linear is needed": {
         "change": lambda conv: setattr(conv, "lin_edge", OwnLinear(DIM, 4, bias=False))
     },
-    "hooks watch its lin_edge": {"change": watch("register_forward_hook")},
-    "hooks watch its lin_edge, which": {"change": watch("register_forward_pre_hook")},
-    "hooks watch its lin_edge, which would": {"change": watch("register_full_backward_hook")},
+    "its lin_edge has hooks": {"change": watch("register_forward_hook")},
+    "its lin_edge has hooks, which": {"change": watch("register_forward_pre_hook")},
+    "its lin_edge has hooks, which would": {"change": watch("register_full_backward_hook")},
     "its lin_edge has a bias, which PyG's does not have": {
         "change": lambda conv: setattr(conv.lin_edge, "bias", nn.Parameter(torch.ones(4)))
     },

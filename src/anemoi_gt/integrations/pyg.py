@@ -269,7 +269,7 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         for hook in hooks_of(embed)
     ):
         # except the hook of a lazy Linear, which ours runs
-        return "hooks watch its lin_edge, which would not be called"
+        return "its lin_edge has hooks, which would be skipped"
     return None
 
 

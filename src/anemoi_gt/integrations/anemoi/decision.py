@@ -33,7 +33,7 @@ BYPASSED = (
     *("_forward_edges_sharded_attention", "_forward_heads_sharded_attention"),
     *("_forward_edges_shard_strategy", "_forward_heads_shard_strategy"),
 )
-GLOBAL_HOOKS = "hooks watch all modules, and those of its parts would not be called"
+GLOBAL_HOOKS = "hooks on all modules would skip its submodules"
 
 
 NOT_FUSED = BlockPath.by_modules("its sub-layers are not fused")
@@ -166,11 +166,11 @@ def _decide(
     if reason is not None:
         if settings.config.backend != "auto" and not _is_passing(reason):
             raise ValueError(
-                f"attention backend {settings.config.backend!r} cannot serve this Anemoi block: "
+                f"attention backend {settings.config.backend!r} cannot run this Anemoi block: "
                 f"{reason}; "
                 "backend 'auto' runs Anemoi's own code there"
             )
-        tell(f"an Anemoi block runs Anemoi's own attention: {reason}")
+        tell(f"an Anemoi block falls back to Anemoi's attention: {reason}")
         return Decision(settings, UPSTREAM, reason=reason, is_overridden=own_method is not None)
 
     reason_to_embed = _reason_to_embed(block, settings, gathers)
@@ -231,8 +231,8 @@ def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
     if type(conv) is not Upstream.conv:
         return f"its conv is {class_path(type(conv))}, which is not Anemoi's attention"
     if "forward" in conv.__dict__:
-        return "its conv has a forward of its own"
-    return "hooks watch its conv, which would not be called" if hooks_of(conv) else None
+        return "its conv has an instance-level forward"
+    return "its conv has hooks, which would be skipped" if hooks_of(conv) else None
 
 
 def _reason_to_embed(block: nn.Module, settings: Settings, gathers: bool) -> str | None:
@@ -242,7 +242,7 @@ def _reason_to_embed(block: nn.Module, settings: Settings, gathers: bool) -> str
     if type(block.lin_edge) is not nn.Linear:
         return f"its lin_edge is {class_path(type(block.lin_edge))}, and torch.nn.Linear is needed"
     if hooks_of(block.lin_edge):
-        return "hooks watch its lin_edge, which would not be called"
+        return "its lin_edge has hooks, which would be skipped"
     if has_wrapped_weights(block.lin_edge):
         return "its lin_edge has weights that are a tensor subclass"
     return None
@@ -295,9 +295,7 @@ def own_method_of(kind: type) -> str | None:
             for name in BYPASSED
             if getattr(kind, name, None) is not getattr(upstream, name, None)
         ]
-        Upstream.own_methods[kind] = (
-            f"{kind.__qualname__} has a {own[0]} of its own" if own else None
-        )
+        Upstream.own_methods[kind] = f"{kind.__qualname__} overrides {own[0]}" if own else None
     return Upstream.own_methods[kind]
 
 
@@ -305,7 +303,7 @@ def own_method_of(kind: type) -> str | None:
 def own_network_of(kind: type, name: str) -> str | None:
     """Return the reason if a block class overrides its feed-forward computation, or None."""
     is_own = getattr(kind, name) is not getattr(_upstream_class(kind), name)
-    return f"{kind.__qualname__} has a {name} of its own" if is_own else None
+    return f"{kind.__qualname__} overrides {name}" if is_own else None
 
 
 def _upstream_class(kind: type) -> type:

@@ -153,14 +153,13 @@ def install(
     precision : {None, "fp32", "bf16", "fp16"}
         As in `anemoi_gt.AttentionConfig`; None follows autocast.
     fuse_edges : bool
-        Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x
-        channels. False embeds every edge as Anemoi does.
+        Pass raw edge attributes to the attention, which then never materialises a tensor of edges
+        x heads x channels. False embeds every edge as Anemoi does.
     blocks : {None, True, False}
-        Compute the whole forward of a block by one operator: norms, projections, attention and
-        feed-forward network. None does so where it was measured to be faster, under 16-bit autocast
-        on a GPU with backend "triton"; True in float32 too. A block with conditional norms, another
-        activation, dropout, hooks or the like has its attention alone computed, which is logged
-        once; with True and a named backend it raises.
+        Fuse the attention and feed-forward sub-layers of blocks. None fuses them where it was
+        measured to be faster, under 16-bit autocast on a GPU with backend "triton"; True in float32
+        too. A sub-layer that cannot be fused is computed by the block's own modules, which is
+        logged once; with True and a named backend it raises. False replaces the attention only.
     sharding : bool
         Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges",
         for graphs of any symmetry, batches and ensembles. False keeps Anemoi's own sharding, as
@@ -185,8 +184,8 @@ def install(
 
     Notes
     -----
-    The first installation and the end of the last one call `torch.compiler.reset`: compiled code
-    would go on with the methods it was made from. It is compiled again when it is called.
+    The first installation and the end of the last one call `torch.compiler.reset`, because compiled
+    code keeps the methods it was traced with. It is compiled again when called.
     """
     settings = _switch_on(
         AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding
@@ -284,8 +283,8 @@ def swap_layers(
     Parameters
     ----------
     model : torch.nn.Module
-        It is not changed, and is returned: its blocks are registered. A copy or an unpickled model
-        has to be swapped again.
+        Returned unchanged: its blocks are only registered. A copy or an unpickled model must be
+        swapped again.
     backend, precision, fuse_edges, blocks, sharding
         As for `install`, over which they take precedence.
 
@@ -374,9 +373,8 @@ def _apply_patches() -> None:
     others = [f"{path[-1]}.{name}" for path, name in missing]
     if others:
         message = (
-            "this anemoi-models lacks, or has with other parameters or another body, %s: expect "
-            "less speed, not other "
-            "results"
+            "missing in this anemoi-models, or with other parameters or another body, %s: slower, "
+            "same results"
         )
         log.warning(message, ", ".join(others))
     replacements = {
@@ -445,7 +443,7 @@ def _with_sharding(matches: dict[tuple, Match], differing: list[str]) -> dict[tu
         above[key] = match._replace(replacement=patch.of(below))
     if differing:
         log.warning(
-            "this anemoi-models has another %s: its own sharding is kept", ", ".join(differing)
+            "this anemoi-models has another %s: Anemoi's sharding is kept", ", ".join(differing)
         )
         return matches
     return above

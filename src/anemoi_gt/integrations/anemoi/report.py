@@ -148,5 +148,5 @@ def after_build(model: nn.Module) -> None:
     """Log that a model does not use anemoi_gt if it has no graph-transformer block."""
     add_model(model)
     if not blocks_of(model):
-        message = "%s has no graph-transformer block: anemoi_gt computes nothing of it"
+        message = "%s has no graph-transformer block: anemoi_gt is not used"
         log.warning(message, type(model).__name__)

@@ -363,5 +363,5 @@ def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -
     if destinations != Ranges.even(destinations.size, destinations.num_ranks):
         raise ValueError(
             f"with sharding, destinations must be divided evenly, as Anemoi divides the edges, got "
-            f"{destinations.counts}; install(sharding=False) keeps Anemoi's own division"
+            f"{destinations.counts}; install(sharding=False) keeps Anemoi's sharding"
         )
