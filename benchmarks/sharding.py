@@ -15,9 +15,8 @@ several computes and holds, without messages and without a check of results. Par
     compiled    the same with blocks compiled by Inductor, launched and replayed
     sizes       smaller grids: weak scaling
     anemoi      the same model of anemoi-models: with its own sharding, untouched and under
-                `install`, and with our
-                halo, launched, and where these parts are asked for compiled (not strategy `heads`)
-                and replayed (halo)
+                `install`, and with our halo, launched; on request also compiled (not strategy
+                `heads`) and replayed (halo)
 
     efficiency        t(1) / (n t(n))                          of one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory falls as 1 / n

@@ -48,17 +48,17 @@ Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
 class CUDAGraphedStep:
     """A captured forward and backward pass; replays are bitwise identical to eager calls.
 
-    It is captured again when a parameter has moved to other memory. Errors during capture say how
-    to do without.
+    It is captured again when a parameter has moved to other memory. Errors during capture name the
+    alternative.
 
     Parameters
     ----------
     function : callable
-        Takes a batch, leaves gradients at the parameters and returns tensors without history in any
-        nesting, such as the loss. It works on the device alone, does the same for every batch, and
-        changes nothing but gradients and random generators.
+        Takes a batch, sets the parameters' gradients and returns detached tensors in any nesting,
+        such as the loss. It runs on the device only, does the same work for every batch, and
+        changes only gradients and random generators.
     parameters : iterable of Parameter
-        Those that may get a gradient.
+        Parameters that may get a gradient.
     device : torch.device
         Device whose random generator the function draws from.
     capture : callable

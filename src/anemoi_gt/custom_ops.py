@@ -99,9 +99,9 @@ _PLAIN = frozenset(
 def is_plain(*args) -> bool:
     """Return whether the call of an operator with `args` can skip the dispatcher.
 
-    Not in traced code, transforms of torch.func, dispatch modes and profilers, which look for
-    operators, for tensors of other classes or without memory, or without PyTorch's private
-    functions that tell.
+    False in traced code and under torch.func transforms, dispatch modes and profilers, which need
+    the operator; for tensor subclasses and tensors without memory; and if PyTorch's private queries
+    are unavailable.
     """
     if (
         torch.compiler.is_compiling()

@@ -67,8 +67,8 @@ class GraphStructure:
 
     Make one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once per graph, and
     pass it to every layer. It is an immutable value: every method that adds something returns a new
-    one, and these four copy what they keep. The constructor and `from_state` keep the tensors they
-    are given, which must not be written into.
+    one, and these four copy what they keep. The constructor and `from_state` keep the tensors
+    passed, which must not be modified.
 
     Parameters
     ----------
@@ -95,13 +95,12 @@ class GraphStructure:
         Order in which GPU programs process the destinations; None is 0, 1, 2, ... It changes speed,
         not results.
     fixed_in_degree : Tensor [K, 0], or None
-        Every destination has K in-edges, as k nearest neighbours give, for which there are faster
-        kernels. Has no elements. None: not so, or not known. Detected when values are checked.
+        Marks a constant in-degree K of all destinations (k nearest neighbours), for faster kernels.
+        Has no elements. None if it is unknown or not constant. Detected when values are checked.
     dst_hubs, src_hubs : Tensor [257, 0], or None
-        Some destination or source has, or may have, 257 edges or more: GPU kernels look for such
-        hubs and divide their edges among programs, in segments of half as many. Have no elements.
-        None: there are none, or they may be slow. Detected when values are checked; present where
-        they are not.
+        Mark that a destination or source has, or may have, 257 edges or more: GPU kernels split
+        such hubs into segments of half that many edges. Have no elements. None disables hub
+        splitting. Detected when values are checked; present if values are not checked.
 
     Raises
     ------

@@ -107,10 +107,10 @@ def edge_attention_bwd_dst(
 ):
     """Grid (B * N_dst, ceil(H / HEADS)): one program per destination, batch entry and HEADS heads.
 
-    Writes its row of dquery (without W B) and, for its in-edges, dx (embedded features) and
-    p_ds = [m p, ds], which the
-    kernels over sources and over attributes read. With hubs the grid is (B * (blocks + N_dst), ..),
-    and the program of a segment writes its dp and its parts of the sums of p and p dp.
+    Writes its row of dquery (without W B) and, for its in-edges, dx (embedded features) and p_ds =
+    [m p, ds], which the kernels over sources and over attributes read. With hubs the grid is (B *
+    (blocks + N_dst), ..), and the program of a segment writes its dp and its parts of the sums of p
+    and p dp.
     """
     if SEGMENT > 0:
         b, i, begin, end, slot = row_or_segment(

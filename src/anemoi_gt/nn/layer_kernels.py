@@ -114,9 +114,8 @@ def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
 @torch.compiler.assume_constant_result
 def _warn_of_call(kind: type) -> None:
     warnings.warn(
-        f"lin_edge, a {class_path(kind)}, has hooks, weights that are a tensor subclass, or "
-        "another class than it was "
-        "built as: it is called, which makes a tensor of edges x heads x channels",
+        f"lin_edge, a {class_path(kind)}, has hooks, weights that are a tensor subclass, or a "
+        "replaced class: falling back to materialised edge features [E, H, C]",
         stacklevel=3,
     )
 
