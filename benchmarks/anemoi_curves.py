@@ -41,7 +41,7 @@ def curve(training, seed, steps, name):
 
 
 def compare(curves):
-    """Return each variant's maximum distance from the untouched curve, and that of another seed."""
+    """Return each variant's maximum distance from the untouched curve, and another seed's."""
     smoothed = {
         key: losses.unfold(0, min(WINDOW, len(losses)), 1).mean(-1)
         for key, losses in curves.items()

@@ -139,7 +139,7 @@ def difference(problem, device):
 
 
 def measure(problem, name, chunks, options):
-    """Milliseconds of each pass, and the memory that one takes beside model and input in GiB."""
+    """Return milliseconds of each pass, and its memory beyond model and input in GiB."""
     on_gpu = options.device == "cuda"
     gc.collect()
     with contender(name, options.device):

@@ -42,7 +42,7 @@ def median_ms(functions, repeats):
 
 
 def layers(heads, channels, edge_dim, **options):
-    """Return PyG's layer and that of anemoi_gt with the same parameters."""
+    """Return PyG's and anemoi_gt's layer with the same parameters."""
     sizes = {
         "in_channels": heads * channels,
         "out_channels": channels,

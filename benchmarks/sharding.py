@@ -150,7 +150,7 @@ def efficiency(records: dict[int, dict], n: int) -> float | None:
 
 
 def share(records: dict[int, dict], n: int) -> float | None:
-    """Return the memory of n ranks together over that of one; None if not measured."""
+    """Return the memory of n ranks together over one rank's; None if not measured."""
     alone, here = (records.get(k, {}).get("peak_gb") for k in (1, n))
     return n * here / alone if alone and here else None
 

@@ -5,7 +5,7 @@
 
 For each problem and kernel, attention runs forward and backward with every candidate tile, best
 score first. On a GPU the kernel's time is its median in a profile; without one, kernels are
-interpreted and the time is that of the whole pass. Results with another tile must be those of the
+interpreted and the time covers the whole pass. Results with another tile must equal those of the
 chosen tile but for rounding, and those are checked against the oracle first. Tiles are compiled by
 several processes before they are timed. Exit status 1 unless the chosen tiles are within 10% of the
 fastest in the geometric mean and 25% at worst, everything searched.

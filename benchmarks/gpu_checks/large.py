@@ -171,7 +171,7 @@ def _check_bias(large: Large, dedge_bias: torch.Tensor) -> None:
 def weather_graphs(names: list[str]) -> str:
     """Check encoder, processor and decoder of 16 x 64 with 11 attributes, bfloat16 and float32.
 
-    Names are those of `anemoi_gt.data.grids.grid` and the icosphere's refinement: "O32:3".
+    Names combine `anemoi_gt.data.grids.grid` and the icosphere's refinement: "O32:3".
     """
     from anemoi_gt.data.graphs import icosphere_graph
     from anemoi_gt.data.grids import grid

@@ -89,7 +89,7 @@ class Training:
         return [parameter.detach() for parameter in self.model.parameters()] + kept
 
     def run(self, step: Callable[[], Tensor]) -> list[Tensor]:
-        """Losses of some steps, and all parameters behind them."""
+        """Return the losses of some steps, and all parameters after them."""
         losses = []
         for number in range(STEPS):
             self.load(number)
@@ -206,7 +206,7 @@ def step_never_waits() -> str:
 
 
 def compiled(modes: tuple[str, ...] = ("default", "reduce-overhead"), **options) -> str:
-    """Compare output and gradients of the compiled model, one graph, with those of eager."""
+    """Compare output and gradients of the compiled model, one graph, with eager."""
     problems = {}
     for mode in modes:
         torch.compiler.reset()
@@ -218,7 +218,7 @@ def compiled(modes: tuple[str, ...] = ("default", "reduce-overhead"), **options)
         ]  # records, captures, replays twice
         graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
         if graphs != 1 or skips:
-            said.append(f"{graphs} graphs in place of 1, {skips} of them not captured")
+            said.append(f"{graphs} graphs instead of 1, {skips} of them not captured")
         said = [problem for problem in said if problem is not None]
         if said:
             problems[mode] = said

@@ -18,7 +18,7 @@ from anemoi_gt.nn import (
 from suite.baselines import missing
 
 PARTS = ("encoder", "decoder")
-TRAINED = 8  # attributes of an edge beside its length and direction
+TRAINED = 8  # attributes of an edge besides its length and direction
 POSITION = 12  # features of a hidden node that come in: sines, cosines and trained numbers
 CHECKED = 16  # destinations of each kind
 LIMIT = 2**31
@@ -160,7 +160,7 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
             out = upstream(
                 problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index
             )
-        return out if torch.is_tensor(out) else out[1]  # a forward mapper hands the sources on
+        return out if torch.is_tensor(out) else out[1]  # a forward mapper returns the sources too
 
     return call
 
@@ -234,7 +234,7 @@ def _attend(
 
 @torch.no_grad()
 def compare_with_plain(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
-    """Return whether a result's error is at most twice that of plain PyTorch, plus rounding."""
+    """Return whether a result's error is at most twice plain PyTorch's, plus rounding."""
     dtype, device = result.dtype, result.device
     exact, _ = plain_mapper(problem, destinations, torch.float64, "cpu")
     computed = result[destinations], plain_mapper(problem, destinations, dtype, device)[0]

@@ -132,13 +132,13 @@ def bars(results: dict) -> str:
 
 
 def write(svg: str, path: Path) -> None:
-    """Write a plot as a file of its own, and beside it one for dark ground, `name-dark.svg`."""
+    """Write a plot as a separate file, and `name-dark.svg` for dark backgrounds next to it."""
     path.write_text(as_file(svg, LIGHT))
     path.with_stem(f"{path.stem}-dark").write_text(as_file(svg, DARK))
 
 
 def as_file(svg: str, theme: str) -> str:
-    """Return a plot with the colours of a theme, as a file of its own."""
+    """Return a plot with the colours of a theme, as a separate file."""
     text, dim, grid = INK[theme]
     baselines = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate((*COLOURS, text)))
     style = (

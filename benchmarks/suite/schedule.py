@@ -66,7 +66,7 @@ class Run:
         save(self)
 
     def _check(self, problem: Problem, name: str, worker: Worker) -> bool:
-        """Return whether the baseline is right on the problem; record the reason if not."""
+        """Return whether the baseline is correct on the problem; record the reason if not."""
         if (problem.name, name) in self.right:
             return True
         try:

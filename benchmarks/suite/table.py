@@ -120,7 +120,7 @@ def _memory(results: dict, found: dict) -> str:
 
 
 def _titles(results: dict) -> list[str]:
-    """Names of the baselines without how they are called, which the page says."""
+    """Return the names of the baselines without call details, which the page has."""
     return [title.partition(", as ")[0] for title in results["baselines"].values()]
 
 

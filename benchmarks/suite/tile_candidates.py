@@ -39,7 +39,7 @@ def candidates(kernel: str, shape: Shape) -> list[Tile]:
 
     The kernel is in `ROW_KERNELS` or `CONTRACTIONS`.
 
-    `shape` is that of the edges that the kernel walks, or of the destinations for a contraction.
+    `shape` is the shape of the edges of a row kernel, or of the destinations for a contraction.
     """
     if kernel in ROW_KERNELS:
         chosen = ROW_KERNELS[kernel](shape)

@@ -11,7 +11,7 @@ from anemoi_gt.cuda_graph import capture_cuda_graph
 
 
 class Gpu:
-    """Device events around every call; calls are queued one behind the other, as in training."""
+    """Device events around every call; calls are queued one after the other, as in training."""
 
     WARM_UP, FEWEST, MOST = 3, 10, 200  # calls
     BUDGET, ROUNDS = 0.3, 1  # seconds of one measurement; measurements in turn
@@ -76,7 +76,7 @@ class Cpu:
 
     @staticmethod
     def synchronize() -> None:
-        """Nothing runs behind the host's back."""
+        """Do nothing: no work is asynchronous on a CPU."""
 
     @staticmethod
     def times(calls: list[Callable]) -> list[float]:

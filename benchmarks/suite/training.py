@@ -162,8 +162,8 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
 def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
     """Yield, on rank 0, loss and gradients of all ranks and of one GPU, then timed steps.
 
-    Times are those of the slowest rank, memory is that of the rank that needs most. A rank alone
-    only times steps.
+    Times are from the slowest rank, memory from the rank that needs most. A rank alone only times
+    steps.
     """
     sharding = ShardingConfig("edges", options.ranks, timeout=options.limit)
     device, is_alone = options.device, options.alone is not None
@@ -242,8 +242,8 @@ def on_first_rank(found: dict) -> Iterator[dict]:
 def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterator[dict]:
     """Yield time and memory of Anemoi's own steps, by decreasing number of chunks.
 
-    Loss and gradients are compared with those of the untouched, eager model with the most chunks:
-    one that is off by more than 5% computes nonsense.
+    Loss and gradients are compared with the untouched, eager model with the most chunks: one that
+    is off by more than 5% computes nonsense.
     """
     from support.anemoi_model import build, make_options
 
@@ -348,7 +348,7 @@ def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict:
 def judge(actual: dict, exact: dict, baseline: dict, dtype: torch.dtype) -> dict:
     """Return "right" if every tensor meets the accuracy criterion, else the worst.
 
-    The error of an output may be twice, that of a gradient three times that of plain PyTorch in the
+    The error of an output may be twice, of a gradient three times the error of plain PyTorch in the
     dtype, plus rounding of the tensor itself.
     """
     wrong = []
