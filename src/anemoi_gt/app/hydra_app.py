@@ -58,8 +58,8 @@ ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPo
 ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
 
 
-class Refused(Exception):
-    """A job found out that it cannot run as configured."""
+class ConfigError(Exception):
+    """The run cannot start as configured."""
 
 
 class Run(NamedTuple):
@@ -366,7 +366,7 @@ def launch(
             )
         except torch.OutOfMemoryError:
             error = out_of_memory(config)
-        except (Refused, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
+        except (ConfigError, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
             error = caught
         remove_empty_run(existing)
         if isinstance(error, KeyboardInterrupt):
@@ -422,18 +422,18 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
 def prepare_job(
     prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
 ) -> Callable[[], Any]:
-    """Return the job for a config; raise Refused, with one sentence, for what the user can fix."""
+    """Return the job for a config; raise ConfigError, with one sentence, for what the user can fix."""
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
         return prepare(config)
     except MissingMandatoryValue as error:  # left at ???
-        raise Refused(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error
+        raise ConfigError(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        raise Refused(str(error).splitlines()[0]) from error
+        raise ConfigError(str(error).splitlines()[0]) from error
     except (HydraException, *ERRORS_OF_PREPARATION) as error:
-        raise Refused(error) from error
+        raise ConfigError(error) from error
 
 
 def resume_command(folder: Path) -> str:

@@ -216,7 +216,7 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     try:
         return run()
     except hydra_app.ERRORS_OF_PREPARATION as error:
-        raise hydra_app.Refused(error) from error
+        raise hydra_app.ConfigError(error) from error
 
 
 def _train_on_ranks(

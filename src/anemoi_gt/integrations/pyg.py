@@ -178,7 +178,7 @@ def _checked_subclasses(
         ]:
             raise ValueError(
                 f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with "
-                f"{overridden[0]} of its own; "
+                f"another {overridden[0]}; "
                 "leave it out, or put what it adds into a module around the layer"
             )
     return kinds

@@ -165,7 +165,7 @@ def row_conditions(cond: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _source_conditions(x: Nodes, cond: Conditions) -> Tensor | None:
-    """Return the conditions of the sources; None where the destinations' serve."""
+    """Return the conditions of the sources, or None to use the destinations' conditions."""
     return None if x[0] is None else row_conditions(cond[0], x[0])
 
 

@@ -150,7 +150,7 @@ class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
 class FieldExtractor(nn.Sequential):
     """Norm and linear map from features to fields.
 
-    A class of its own, because torch.compile skips PyTorch's classes.
+    A separate class, because torch.compile skips PyTorch's classes.
     """
 
     def forward(self, x: Tensor) -> Tensor:

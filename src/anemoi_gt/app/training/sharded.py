@@ -156,7 +156,7 @@ def write_as_file(path: str | Path) -> None:
     """
     source = require_checkpoint(sharded(path))
     with atomic_write(path) as file:
-        target: Any = file  # torch.save takes an open file in place of a path
+        target: Any = file  # torch.save accepts an open file instead of a path
         dcp_to_torch_save(source, target)
 
 

@@ -1,8 +1,8 @@
 """Replacements of `forward` of Anemoi's graph-transformer blocks: processors and mappers.
 
-Each decides once what computes the block (`decision`): one operator, the block's own modules around
-our attention, or upstream's forward. Sources that another rank owns come by our halo exchange, by
-Anemoi's, or by its strategy "heads".
+Each decides once how the block is computed (`decision`): by fused sub-layers, by the block's own
+modules around our attention, or by upstream's forward. Sources of other ranks arrive by our halo
+exchange, by Anemoi's, or by its strategy "heads".
 """
 
 import torch

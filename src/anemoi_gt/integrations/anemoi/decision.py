@@ -1,12 +1,11 @@
-"""What computes a block, decided once in each of its forward passes.
+"""The path of a block, decided once in each of its forward passes.
 
     fused       its attention sub-layer fused, and its feed-forward sub-layer if possible
     attention   the block's modules around our attention; its feed-forward fused if possible
     upstream    Anemoi's own forward
 
-The answer depends on what may change at any time, such as hooks; so nobody asks twice. A chunk that
-is checkpointed keeps the decisions of its forward pass for the recomputation, which would else save
-other tensors.
+The decision depends on mutable state, such as hooks, so it is taken once. A checkpointed chunk
+keeps the decisions of its forward pass for the recomputation, which must save the same tensors.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped
 from anemoi_gt.nn.sublayers import FeedForwardParts, attention_parts, feed_forward_parts
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
-# methods of Anemoi's blocks that our forward does not call, or only for blocks that Anemoi serves
+# methods of Anemoi's blocks that our forward does not call, or only for blocks that fall back
 BYPASSED = (
     *("get_qkve", "prepare_qkve_edge_sharding", "attention_block", "apply_gt", "_apply_qk_norm"),
     *("_forward_edges_sharded_attention", "_forward_heads_sharded_attention"),
@@ -41,7 +40,7 @@ NO_SOURCES = "its sources are not updated"
 
 
 class Decision(NamedTuple):
-    """What computes a block in one forward pass."""
+    """The path of a block in one forward pass."""
 
     settings: Settings | None  # None: nobody asked for us
     path: str  # FUSED, ATTENTION or UPSTREAM
@@ -49,7 +48,7 @@ class Decision(NamedTuple):
     reason: str | None = None  # why no better path; None where nobody asked for one
     sublayers: BlockPath = NOT_FUSED  # parts of each fused sub-layer
     is_overridden: bool = (
-        False  # by a class of blocks with methods of its own, on which all ranks agree
+        False  # by a class of blocks that overrides methods, on which all ranks agree
     )
 
 
@@ -126,7 +125,7 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
     """Return the path of a block with destinations `x_dst`; log it if it is less than requested.
 
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that
-    cannot serve.
+    cannot run.
     """
     if torch.compiler.is_compiling():
         decision = _decide(block, x_dst, call, gathers)
@@ -201,12 +200,12 @@ def _decide(
 
 
 def _is_passing(reason: str) -> bool:
-    """Return whether a reason is a tool that watches for a while, which must not end a run."""
+    """Return whether a reason is a temporary observing tool, which must not end a run."""
     return "hooks" in reason or reason.startswith("torch.jit")
 
 
 def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
-    """Return why our attention cannot take the place of a block's, None if it can."""
+    """Return why our attention cannot replace a block's, None if it can."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it, which would make constants of sizes"
     if not isinstance(call.edge_index, Tensor) or call.edge_index.layout != torch.strided:
