@@ -422,7 +422,7 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
 def prepare_job(
     prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
 ) -> Callable[[], Any]:
-    """Return the job for a config; raise ConfigError, with one sentence, for what the user can fix."""
+    """Return the job for a config; raise ConfigError with one sentence for user errors."""
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 

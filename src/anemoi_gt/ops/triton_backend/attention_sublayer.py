@@ -1,6 +1,6 @@
-"""The attention sub-layer of a block as one operator: norms, projections, edge attention, residual connection.
+"""The attention sub-layer of a block as one operator: norms, projections, attention, residual.
 
-    n_i = norm(x_i)              n_j = norm_src(x_j), or norm(x_j) where sources and destinations are one set
+    n_i = norm(x_i)              n_j = norm_src(x_j), or norm(x_j) for one set of nodes
     q_i = q_norm(W_query n_i + b_query)      k_j = k_norm(W_key n_j + b_key)      v_j = W_value n_j
     x_e = W_edge a_e + b_edge + b_value      p_e = softmax of < q_i , k_j + x_e > / sqrt(C)
     y_i = sum_e p_e (v_j + x_e) + W_self n_i + b_self
@@ -18,8 +18,8 @@ of biases and norms are made by the passes over rows that are needed anyway.
 
 Kept for the backward pass: query and key before their norms, value, y, the edge attributes if they
 were cast, what edge attention saves, and the cast weights. Gradients of query, y, key and value are
-columns of one tensor, so that those of n, and of the weights, are one product each. The backward
-pass makes normed rows again, where it reads x.
+columns of one tensor, so that the gradients of n and of the weights are one product each. The
+backward pass makes normed rows again, where it reads x.
 """
 
 from functools import lru_cache
@@ -59,7 +59,7 @@ NUM_INPUTS = NUM_TENSORS + len(IndexTensors._fields)
 
 
 class SublayerNeeds(NamedTuple):
-    """Gradients that cost launches of their own, and are made only where they are needed."""
+    """Gradients that need separate launches and are computed only if needed."""
 
     edge_attr: bool
     condition: bool
@@ -126,10 +126,6 @@ def attention_sublayer(
     if save:
         return AttentionSublayer.apply(*tensors, index, options)
     return _run_forward(tensors, index, options, save=False)[0]
-
-
-# -------------------------------------------------------------------------------------------------------------
-# plans
 
 
 def _weight_groups(t: AttentionTensors) -> dict[str, list[Buffer]]:
@@ -240,7 +236,7 @@ def _attention_call(
 def _head_norm(
     builder: PlanBuilder, layout: _Layout, x: Buffer, scale: Buffer | None, eps: float
 ) -> Buffer:
-    """Return rows [B * N, H * C] normed per head; x itself where eps is 0, which stands for no norm."""
+    """Return rows [B * N, H * C] normed per head; x itself if eps is 0, which means no norm."""
     if not eps:
         return x
     out = builder.empty_like(x)
@@ -254,7 +250,7 @@ def _head_norm(
 
 @lru_cache(KEPT)
 def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
-    """Return the plan of a forward pass over tensors and index: z, and with `save` `SublayerSaved`."""
+    """Return the plan of a forward pass over tensors and index: z and what `save` keeps."""
     from anemoi_gt.ops.triton_backend import attention_steps
 
     builder = PlanBuilder(specs)
@@ -327,7 +323,10 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
 
 
 def _destinations_of(builder: PlanBuilder, layout: _Layout, n_src: Buffer) -> Buffer:
-    """Return the rows of own sources [B * N, F] of rows [B * (N + R), F]: a view, or a copy in a batch with a halo."""
+    """Return the local rows [B * N, F] of rows [B * (N + R), F]: a view, or else a copy.
+
+    Only a batch with a halo needs the copy.
+    """
     if not layout.halo:
         return n_src
     if layout.batch == 1:
@@ -341,7 +340,7 @@ def _destinations_of(builder: PlanBuilder, layout: _Layout, n_src: Buffer) -> Bu
 
 @lru_cache(KEPT)
 def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds) -> Plan:
-    """Return the plan of a backward pass over tensors, index, `SublayerSaved` and the gradient of z.
+    """Return the plan of a backward pass over tensors, index, saved tensors and grad of z.
 
     Its results are `SublayerGradients`.
     """
@@ -518,7 +517,9 @@ def _through_norm(
     grad_weight: Buffer,
     halo: Buffer | None,
 ) -> Buffer | None:
-    """Differentiate x -> n -> the columns whose gradients are `gradients`; return the gradient of the halo, if any.
+    """Differentiate x -> n -> columns; return the gradient of the halo, if any.
+
+    The gradients of the columns are `gradients`.
 
     Fill dx and the gradient of the stacked weights; `layout` names the rows of x as own sources.
     """
@@ -563,7 +564,7 @@ def _through_norm(
 def _head_norm_backward(
     sums, layout: _Layout, name: str, x: Buffer, gradient: Buffer, scale: Buffer | None, eps: float
 ) -> None:
-    """Differentiate the norm of the heads of x [B * N, H * C], in place of the gradient of its output."""
+    """Differentiate the head norm of x [B * N, H * C], in place of its output's gradient."""
     if not eps:
         return
     columns = sums.columns.get(name)
@@ -599,7 +600,7 @@ def _sum_rows(rows: Tensor, total: Tensor) -> None:
 
 
 def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
-    """Sum rows [B * N, width] over the destinations that have in-edges: their attention weights sum to 1."""
+    """Sum rows [B * N, width] over destinations with in-edges, whose weights sum to 1."""
     attends = (colptr.diff() > 0).to(rows.dtype)
     num_entries = rows.shape[0] // max(1, attends.shape[0])
     torch.sum(rows * attends.repeat(num_entries).unsqueeze(1), 0, out=total)
@@ -610,7 +611,7 @@ def _map_by(weight: Tensor, x: Tensor, out: Tensor) -> None:
 
 
 def _sum_widths(t: AttentionTensors) -> dict[str, int]:
-    """Return the columns of the sums over nodes; norm_total is the gradient of the projection's bias."""
+    """Return the widths of sums over nodes; norm_total is the projection bias's gradient."""
     features = t.x_dst.shape[1]
     widths = sublayer_steps.norm_sums("norm", features)
     if t.x_src is not None:
@@ -692,10 +693,6 @@ def _run_backward(
         return SublayerGradients(*plan.run(inputs))
 
 
-# -------------------------------------------------------------------------------------------------------
-# eager calls
-
-
 class AttentionSublayer(torch.autograd.Function):
     """The sub-layer of eager calls: apply(*tensors, index, options) returns z."""
 
@@ -723,15 +720,14 @@ class AttentionSublayer(torch.autograd.Function):
         return *sublayer_steps.needed(gradients, needs), None, None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# operators
-
-
 @define_operator
 def attention_sublayer_triton(
     tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool
 ) -> tuple[(Tensor,) * (1 + len(SublayerSaved._fields))]:
-    """Return z and `SublayerSaved`, with empty tensors for None; all of them are empty unless `save`."""
+    """Return z and `SublayerSaved`; empty tensors stand for None.
+
+    All saved tensors are empty unless `save`.
+    """
     z, *saved = _run_forward(tensors, index, options, save)
     saved = saved or [None] * len(SublayerSaved._fields)
     return z, *(z.new_empty(0) if tensor is None else tensor for tensor in saved)

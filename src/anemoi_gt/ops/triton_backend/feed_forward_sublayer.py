@@ -1,7 +1,8 @@
 """The feed-forward sub-layer of a block as one operator: norm, network, residual connection.
 
     m = norm(x)                                  see `anemoi_gt.ops.sublayer_tensors`
-    h = W_in m + b_in                            [N, K_h]; gated: [W_gate; W_in] m + [b_gate; b_in]  [N, 2 K_h]
+    h = W_in m + b_in                                                       [N, K_h]
+    h = [W_gate; W_in] m + [b_gate; b_in]               gated               [N, 2 K_h]
     a = act(h), gated act(h_gate) h_value        [N, K_h]
     y = x + W_out a + b_out
 
@@ -50,10 +51,6 @@ def feed_forward_sublayer(tensors: FeedForwardTensors, options: FeedForwardOptio
     if save:
         return FeedForward.apply(*tensors, options)
     return _run_forward(tensors, options, save=False)[0]
-
-
-# -------------------------------------------------------------------------------------------------------------
-# plans
 
 
 def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Buffer]]:
@@ -118,7 +115,7 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
 
 @lru_cache(KEPT)
 def backward_plan(specs: tuple, options: FeedForwardOptions, need_condition: bool) -> Plan:
-    """Return the plan of a backward pass over the tensors, h, the packed weights and the gradient of y.
+    """Return the plan of a backward pass over tensors, h, packed weights and the gradient of y.
 
     Results: gradients of x, of the condition (or None), of the packed "in" and "out" weights, of
     the map of the condition (or None), and the sums over nodes, whose columns are `_sum_widths`.
@@ -245,10 +242,6 @@ def _run_backward(
         return backward_plan(sublayer_steps.specs_of(inputs), options, need_condition).run(inputs)
 
 
-# -------------------------------------------------------------------------------------------------------
-# eager calls
-
-
 class FeedForward(torch.autograd.Function):
     """The sub-layer of eager calls: apply(*tensors, options) returns y."""
 
@@ -272,10 +265,6 @@ class FeedForward(torch.autograd.Function):
             results = _run_backward(t, ctx.options, hidden, packed, grad, bool(needs.condition))
             gradients = _named_gradients(t, results)
         return *sublayer_steps.needed(gradients, needs), None
-
-
-# ---------------------------------------------------------------------------------------------------------
-# operators
 
 
 @define_operator

@@ -104,7 +104,7 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
 
 
 def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
-    """Return what a plan depends on of a contiguous tensor."""
+    """Return the key of a plan for a contiguous tensor: shape and dtype."""
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 

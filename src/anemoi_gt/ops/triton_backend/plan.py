@@ -1,11 +1,11 @@
-"""A call as a plan: its kernel launches and tensor operations in order, over buffers in a few blocks of memory.
+"""A call as a plan: kernel launches and tensor operations in order, over a few buffers.
 
 A plan is made from sizes, dtypes and options alone, and holds no tensor, so one plan runs every
 call of these sizes. Its steps name `Buffer`s: parts of the inputs, of the results, and of scratch
 memory, which is one allocation in which buffers that are not alive at the same time share bytes. A
 kernel takes addresses, a tensor operation takes views, which are cut once per run.
 
-    builder = PlanBuilder(specs)             shape and dtype of each input tensor, None for an absent one
+    builder = PlanBuilder(specs)             shape and dtype of each input tensor, None if absent
     out = builder.empty(shape, dtype)        memory that a step writes
     builder.launch(launch, x=builder.inputs[0], out=out)
     plan = builder.finish([out])             what is not a result is scratch
@@ -115,7 +115,7 @@ class PlanBuilder:
         return self.empty(buffer.shape, buffer.dtype if dtype is None else dtype)
 
     def launch(self, launch: Launch, **buffers: Buffer | None) -> None:
-        """Launch a kernel on buffers by the names of its arguments; all of them are given, None for an absent one."""
+        """Launch a kernel on buffers by argument name; all must be passed, None for absent ones."""
         self.steps.append(KernelStep(launch, tuple(buffers[name] for name in launch.tensors)))
 
     def compute(self, function: Callable[..., object], *buffers: Buffer | None) -> None:
@@ -123,7 +123,7 @@ class PlanBuilder:
         self.steps.append(TensorStep(function, buffers))
 
     def finish(self, results: Sequence[Buffer | None]) -> "Plan":
-        """Return the plan that makes `results`, whole buffers of `empty`; all other memory is scratch."""
+        """Return the plan for `results`, whole buffers of `empty`; other memory is scratch."""
         num_inputs = len(self.inputs)
         returned = [result.block for result in results if result is not None]
         bases = {block: block for block in range(num_inputs)}
@@ -207,7 +207,7 @@ class Plan:
     num_places: int
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the results of the steps on input tensors on the current device, laid out as those of the plan."""
+        """Run the steps on input tensors on the current device; return results as planned."""
         device = next(tensor.device for tensor in inputs if tensor is not None)
         bases: list[Tensor | None] = list(inputs)
         results: list[Tensor | None] = []

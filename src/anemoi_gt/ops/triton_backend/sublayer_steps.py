@@ -1,4 +1,4 @@
-"""Steps that both sub-layers of a block put on a plan: packed weights, linear maps, norms, sums over nodes.
+"""Plan steps of both sub-layers of a block: packed weights, linear maps, norms, node sums.
 
 Parameters are cast to the dtype of the products once per forward pass, into one packed tensor that
 the backward pass reads too. They are not remembered from step to step: version counters do not
@@ -30,19 +30,15 @@ def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
         yield part * num_rows // number, (part + 1) * num_rows // number
 
 
-# -------------------------------------------------------------------------------------------------
-# packed weights
-
-
 class PackedWeights(NamedTuple):
-    """Layout of parameters in one tensor: parameters of a group are stacked along their first dimension."""
+    """Layout of parameters in one tensor; parameters of a group are stacked along dim 0."""
 
     num_elements: int
     groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
 
     @classmethod
     def of(cls, groups: Mapping[str, Sequence[Buffer]]) -> "PackedWeights":
-        """Lay out groups of parameters; the parameters of a group differ in their first dimension alone."""
+        """Lay out groups of parameters, which differ only in their first dimension."""
         places = {}
         num_elements = 0
         for name, parameters in groups.items():
@@ -87,10 +83,6 @@ def _copy_all(*tensors: Tensor) -> None:
     torch._foreach_copy_(list(tensors[:number]), list(tensors[number:]))
 
 
-# ---------------------------------------------------------------------------------------------------
-# linear maps
-
-
 def linear(
     builder: PlanBuilder, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer | None = None
 ) -> Buffer:
@@ -120,7 +112,7 @@ def add_product(builder: PlanBuilder, x: Buffer, y: Buffer, out: Buffer) -> None
 def outer_product(
     builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer, is_first: bool
 ) -> None:
-    """Write dy^T x, the gradient of a weight, into `total` in float32, or add it unless `is_first`."""
+    """Write dy^T x, a weight gradient, into `total` in float32; add it unless `is_first`."""
     builder.compute(partial(_outer_product, is_first=is_first), dy, x, total)
 
 
@@ -144,7 +136,7 @@ def _outer_product(dy: Tensor, x: Tensor, total: Tensor, is_first: bool) -> None
         else:
             total.add_(gradient)
         return
-    # Rows beyond a multiple of 64 have a product of their own: cuBLAS may leave some of them out
+    # Rows beyond a multiple of 64 have a separate product: cuBLAS may leave some of them out
     # (docs/upstream.md).
     aligned = dy.shape[0] // 64 * 64
     if is_first:
@@ -191,10 +183,6 @@ def _zero(out: Tensor) -> None:
     out.zero_()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# norms
-
-
 class NormParameters(NamedTuple):
     """Parameters of a norm as `anemoi_gt.ops.sublayer_tensors` describes them."""
 
@@ -205,7 +193,7 @@ class NormParameters(NamedTuple):
     condition: Buffer | None
 
     def groups(self, name: str) -> dict[str, list[Buffer]]:
-        """Return the parameters to cast: with a condition W [2 F, K] and b [2 F], scale before shift."""
+        """Return the parameters to cast: for a condition W [2 F, K] and b [2 F], scale first."""
         if self.condition is None:
             return {}
         return {
@@ -259,7 +247,9 @@ def _add_one(scale_bias: Tensor) -> None:
 def norm_forward(
     builder: PlanBuilder, x: Buffer, norm: Norm, out: Buffer, batch: int = 1, entry_rows: int = 0
 ) -> None:
-    """Write the normed rows of x [N, F] into `out`, or into the first rows of each batch entry of `entry_rows` rows.
+    """Write the normed rows of x [N, F] into `out`.
+
+    With `entry_rows`, into the first rows of each batch entry of that number of rows.
 
     Where scale and shift of every row are made of a condition, rows are taken in chunks.
     """
@@ -314,7 +304,7 @@ def _sum_rows(partial: Tensor, total: Tensor) -> None:
 
 
 def norm_sums(name: str, features: int) -> dict[str, int]:
-    """Return the widths of the sums that `norm_backward` makes: of scale, shift, and of the residual's gradient."""
+    """Return the widths of `norm_backward`'s sums: scale, shift and residual gradient."""
     return {f"{name}_scale": features, f"{name}_shift": features, f"{name}_total": features}
 
 
@@ -353,7 +343,9 @@ def norm_backward(
     batch: int = 1,
     entry_rows: int = 0,
 ) -> None:
-    """Differentiate the norm of rows `rows` (begin, end) of its condition: fill dx, and `normed` with its output again.
+    """Differentiate a norm over condition rows `rows` (begin, end): fill dx and `normed`.
+
+    `normed` is the output, recomputed.
 
     Tensors hold these rows alone, `grad_normed` and `normed` [rows, F], or [B * entry_rows, F]. The
     gradients of scale and shift are added to the sums, or with a condition to `modulation`.
@@ -412,17 +404,13 @@ def norm_backward(
         )
 
 
-# -------------------------------------------------------------------------------------------
-# tensors around a plan
-
-
 def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the same elements, contiguous."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def specs_of(tensors: Sequence[Tensor | None]) -> tuple:
-    """Return what a plan depends on of contiguous tensors: shapes and dtypes."""
+    """Return the key of a plan for contiguous tensors: shapes and dtypes."""
     return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
 
 
