@@ -1,8 +1,8 @@
-"""Accuracy of attention: errors against the float64 oracle over the corpus of the tests, as a table.
+"""Accuracy of attention against the float64 oracle over the corpus of the tests, as a table.
 
     python benchmarks/accuracy.py --out benchmarks/results/accuracy_cpu.json
-    python benchmarks/accuracy.py --backend triton --out benchmarks/results/accuracy_h200.json           on a GPU
-    TRITON_INTERPRET=1 python benchmarks/accuracy.py --backend triton --device cpu --out outputs/a.json   without one
+    on a GPU:        python benchmarks/accuracy.py --backend triton --out outputs/accuracy_h200.json
+    without a GPU:   TRITON_INTERPRET=1 python benchmarks/accuracy.py --backend triton --device cpu
     python benchmarks/accuracy.py --table benchmarks/results/accuracy_cpu.json --page
     docs/backends.md
 

@@ -1,4 +1,4 @@
-"""Inference of Anemoi's models, untouched and under `install`: time and peak memory with one and with many chunks.
+"""Inference of Anemoi's models, untouched and under `install`: time and memory by chunks.
 
     python benchmarks/anemoi_inference.py --output benchmarks/results/anemoi_inference_h200.json
     PYTHONPATH=FOLDER python benchmarks/anemoi_inference.py --parts encoder decoder
@@ -139,7 +139,7 @@ def difference(problem, device):
 
 
 def measure(problem, name, chunks, options):
-    """Milliseconds of each pass, and the memory that one takes beside model and input in GiB."""
+    """Return milliseconds of each pass, and its memory beyond model and input in GiB."""
     on_gpu = options.device == "cuda"
     gc.collect()
     with contender(name, options.device):

@@ -1,4 +1,4 @@
-"""Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, same work, same process, alternating.
+"""Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, alternating in one process.
 
     python benchmarks/cpu_attention.py --output benchmarks/results/cpu_attention.json
     python benchmarks/cpu_attention.py --batches --repeats 50 --output
@@ -42,7 +42,7 @@ def median_ms(functions, repeats):
 
 
 def layers(heads, channels, edge_dim, **options):
-    """Return PyG's layer and that of anemoi_gt with the same parameters."""
+    """Return PyG's and anemoi_gt's layer with the same parameters."""
     sizes = {
         "in_channels": heads * channels,
         "out_channels": channels,
@@ -55,7 +55,7 @@ def layers(heads, channels, edge_dim, **options):
 
 
 def times_of(calls, step, repeats):
-    """Return the times of calls without gradients and of steps with them, and those of PyG over the others."""
+    """Return the times of inference and training calls, and their ratios to PyG."""
 
     result = {}
     for kind, function in (

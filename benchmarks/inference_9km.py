@@ -1,4 +1,4 @@
-"""Encoder and decoder of a model at 9 km, without gradients: time, peak memory and correctness, beside anemoi-models.
+"""Encoder and decoder at 9 km, without gradients: time, memory, correctness, anemoi-models.
 
     python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
     python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5
@@ -7,11 +7,11 @@ The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 h
 bfloat16: the features of the grid hold 3.1 x 2^31 elements. The encoder is a forward mapper, the
 decoder a backward mapper with the three nearest hidden nodes. `anemoi_gt` takes the numbers of
 chunks that `--chunks` lists; `anemoi`, the mapper of anemoi-models with the same weights, takes 1,
-2, 4, ... chunks until it fits into memory and is right.
+2, 4, ... chunks until it fits into memory and is correct.
 
 Results are checked against plain PyTorch in float64, at destinations from the beginning, the middle
-and the end and at those that read the last sources; the error may be twice that of plain PyTorch in
-the dtype. Each run has its own process.
+and the end and at those that read the last sources; the error may be twice the error of plain
+PyTorch in the dtype. Each run has its own process.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def run(setting: Setting, part: str, contender: str, num_chunks: int, folder: Pa
 
 
 def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: float) -> dict:
-    """Run in a process of its own; a failure or a timeout is a result too."""
+    """Run in a separate process; a failure or a timeout is a result too."""
     command = [
         sys.executable,
         __file__,
@@ -97,7 +97,7 @@ def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: flo
 
 
 def measure(options: argparse.Namespace, results: Results, folder: Path) -> None:
-    """Run anemoi_gt with each number of chunks, the others with more and more chunks until they are right."""
+    """Run anemoi_gt with each number of chunks, baselines with more until they are correct."""
     runs = results.report["runs"] = []
 
     def one(part: str, contender: str, number: int) -> str | None:

@@ -87,7 +87,7 @@ def profile_of(step, steps, wait, device_type):
 
 
 def is_kernel(event):
-    """Return True if an event of a profile is work of the device, not a range that the program named."""
+    """Return whether a profile event is device work, not a range named by the program."""
     return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
         event, "is_user_annotation", False
     )

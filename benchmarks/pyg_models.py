@@ -1,4 +1,4 @@
-"""Three PyG models with `TransformerConv`, untouched and swapped: time and peak memory of a training step.
+"""Three PyG models with `TransformerConv`, untouched and swapped: time and memory of a step.
 
     python benchmarks/pyg_models.py --output benchmarks/results/pyg_models.json
     python benchmarks/pyg_models.py --nodes 2000 --edges 20000 --hidden 8 --repeats 3 --device cpu
@@ -29,7 +29,7 @@ AGREE = 1e-3
 
 
 def draw_graph(options, device):
-    """x, edge_index, edge_attr; sources and destinations drawn so that a few nodes have most of the edges."""
+    """Return x, edge_index and edge_attr of a random graph in which a few nodes have most edges."""
     generator = torch.Generator().manual_seed(0)
     ends = (torch.rand(2, options.edges, generator=generator).square() * options.nodes).long()
     x = torch.randn(options.nodes, options.channels, generator=generator)

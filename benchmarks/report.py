@@ -1,8 +1,8 @@
 """Tables and plots of a results file of benchmarks/run.py.
 
-python benchmarks/report.py benchmarks/results/h200.json                                     print the tables
-python benchmarks/report.py benchmarks/results/h200.json --page docs/performance.md          put them into the page
-python benchmarks/report.py benchmarks/results/h200.json --bars docs/_static/speed.svg       plot the bars of the README
+python benchmarks/report.py benchmarks/results/h200.json                               print tables
+python benchmarks/report.py benchmarks/results/h200.json --page docs/performance.md    update a page
+python benchmarks/report.py benchmarks/results/h200.json --bars docs/_static/speed.svg plot the bars
 
 A plot is written twice: for light ground and, as NAME-dark.svg, for dark.
 """

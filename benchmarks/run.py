@@ -1,4 +1,4 @@
-"""Edge attention of anemoi_gt beside baselines: one process each, one measurement at a time.
+"""Edge attention of anemoi_gt and baselines: one process each, one measurement at a time.
 
     python benchmarks/run.py                                          what this machine supports
     python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --out

@@ -14,13 +14,13 @@ several computes and holds, without messages and without a check of results. Par
     replay      the same captured in a CUDA graph
     compiled    the same with blocks compiled by Inductor, launched and replayed
     sizes       smaller grids: weak scaling
-    anemoi      the same model of anemoi-models: with its own sharding, untouched and under `install`, and with our
-                halo, launched, and where these parts are asked for compiled (not strategy `heads`)
-                and replayed (halo)
+    anemoi      the same model of anemoi-models: with its own sharding, untouched and under
+                `install`, and with our halo, launched; on request also compiled (not strategy
+                `heads`) and replayed (halo)
 
     efficiency        t(1) / (n t(n))                          of one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory falls as 1 / n
-    weak efficiency   (t(1) / work(1)) / (t(n) / work(n))      of two graphs with about the same work per rank
+    weak efficiency   (t(1) / work(1)) / (t(n) / work(n))      of graphs with equal work per rank
 """
 
 import argparse
@@ -150,13 +150,13 @@ def efficiency(records: dict[int, dict], n: int) -> float | None:
 
 
 def share(records: dict[int, dict], n: int) -> float | None:
-    """Return the memory of n ranks together over that of one; None if not measured."""
+    """Return the memory of n ranks together over one rank's; None if not measured."""
     alone, here = (records.get(k, {}).get("peak_gb") for k in (1, n))
     return n * here / alone if alone and here else None
 
 
 def weak(report: dict) -> list[tuple[dict, dict]]:
-    """Return passes on one rank, each with the pass on n ranks whose work per rank is nearest to its own."""
+    """Return passes on one rank, each with the pass on n ranks of nearest work per rank."""
     known = [record for record in report["results"] if "work" in record and not record["compiled"]]
     pairs = []
     for alone in (record for record in known if record["ranks"] == 1):
@@ -177,7 +177,8 @@ def summary(report: dict) -> str:
     """Return the environment, times and efficiency."""
     facts, ranks = report["environment"], _ranks(report)
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
-    where = f"{facts['device']}, {facts['dtype']}, {facts['date'].split()[0]}; {versions}, NCCL {facts['nccl']}."
+    where = f"{facts['device']}, {facts['dtype']}, {facts['date'].split()[0]}; {versions}"
+    where += f", NCCL {facts['nccl']}."
     times = []
     for name, records in series(report).items():
         row = [name]
@@ -240,7 +241,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def plot(report: dict) -> str:
-    """Return times of the large graph as bars, one for each number of ranks, with a line at ideal scaling."""
+    """Return a bar plot of the large graph's times by number of ranks, with ideal scaling."""
     shown = report | {
         "results": [record for record in report["results"] if record["part"] in PLOTTED]
     }

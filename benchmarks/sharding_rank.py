@@ -1,8 +1,8 @@
-"""One rank of benchmarks/sharding.py: times and memory of a model that is sharded over the ranks of torchrun.
+"""One rank of benchmarks/sharding.py: times and memory of a model sharded by torchrun.
 
 Times are medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; halo
-bytes and work are those of the busiest rank, in all layers, forward and backward. Nothing is timed
-before loss and gradients agree with those of one rank.
+bytes and work are from the busiest rank, in all layers, forward and backward. Nothing is timed
+before loss and gradients agree with one rank.
 """
 
 import gc
@@ -147,7 +147,7 @@ def signature(model: nn.Module, loss: Tensor) -> list[float]:
 
 
 def check(found: list[float], expected: list[float] | None, limit: float) -> None:
-    """Raise ValueError unless loss and gradient norms agree with those of one rank."""
+    """Raise ValueError unless loss and gradient norms agree with one rank."""
     if expected is None or any(
         not abs(a - b) <= limit * abs(b) for a, b in zip(found, expected, strict=True)
     ):

@@ -1,11 +1,11 @@
-"""Exhaustive search over the tiles of each kernel, to check the heuristic of `anemoi_gt.ops.triton_backend.tiles`.
+"""Exhaustive search over the tiles of each kernel, to check the heuristic of `tiles`.
 
-    python benchmarks/tiles.py --output benchmarks/results/tiles_h200.json       encoder, processor, decoder of N320
+    python benchmarks/tiles.py --output benchmarks/results/tiles_h200.json       N320 model parts
     python benchmarks/tiles.py --problems decoder-n320-c64 --kernels forward
 
 For each problem and kernel, attention runs forward and backward with every candidate tile, best
 score first. On a GPU the kernel's time is its median in a profile; without one, kernels are
-interpreted and the time is that of the whole pass. Results with another tile must be those of the
+interpreted and the time covers the whole pass. Results with another tile must equal those of the
 chosen tile but for rounding, and those are checked against the oracle first. Tiles are compiled by
 several processes before they are timed. Exit status 1 unless the chosen tiles are within 10% of the
 fastest in the geometric mean and 25% at worst, everything searched.
@@ -123,7 +123,7 @@ class Case:
 
 @contextmanager
 def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
-    """Launch a kernel with `tile` inside, None being the chosen one; collect the sizes of its launches."""
+    """Launch a kernel with `tile`, or the chosen one for None; collect its launch sizes."""
     name, seen = KERNELS[kernel][0], []
     original = getattr(attention_steps, name)
 
@@ -156,7 +156,7 @@ def compile_tiles(problem: Problem, kernel: str, folder: Path, first: int) -> No
 
 
 def assert_alike(found: tuple, expected: tuple, name: str) -> None:
-    """Raise unless two tiles give the same but for rounding: RMS difference at most 4 units of the dtype."""
+    """Raise unless two tiles agree to rounding: RMS difference at most 4 units of the dtype."""
     for actual, wanted in zip(found, expected, strict=True):
         unit = 2.5e-5 if wanted.dtype == torch.float32 else torch.finfo(wanted.dtype).eps
         difference = (actual.float() - wanted.float()).square().mean().sqrt().item()
@@ -168,7 +168,7 @@ def assert_alike(found: tuple, expected: tuple, name: str) -> None:
 
 
 def search(case: Case, kernel: str, most: int | None) -> dict:
-    """Time one kernel with all candidate tiles, the chosen one and those within 5% of the fastest with more runs."""
+    """Time a kernel with all tiles; repeat the chosen one and those within 5% of the fastest."""
     expected, times, failed = case.run(), {}, {}
     for tile in case.tiles(kernel)[:most]:
         with replaced(kernel, tile):
@@ -228,7 +228,7 @@ def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
 
 
 def verdict(results: list[dict], missing: dict[str, str]) -> tuple[bool, str]:
-    """Return whether the chosen tiles are as good as they have to be, and a sentence that says so."""
+    """Return whether the chosen tiles are good enough, and a sentence about it."""
     rest = f"; not searched: {', '.join(missing)}" if missing else ""
     if not results:
         return False, f"FAIL: nothing was searched{rest}"

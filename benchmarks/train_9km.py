@@ -1,4 +1,4 @@
-"""A training step at 9 km on one GPU: correctness, time and peak memory, beside Anemoi's own model.
+"""A training step at 9 km on one GPU: correctness, time and peak memory, and Anemoi's own model.
 
     python benchmarks/train_9km.py --output benchmarks/results/train_9km_h200.json
     python benchmarks/train_9km.py --grid O4 --refinement 1 --channels 32 --heads 2 --layers 2
@@ -9,12 +9,12 @@ layers, 200 fields in and 90 out, bf16-mixed, one sample. A step of ours is one 
 forward, backward, clipping, AdamW and the average of the weights; one of anemoi-models is forward,
 backward and AdamW.
 
-Parts, each in a process of its own, in this order: `check_model` compares loss and all gradients on
+Parts, each in its own process, in this order: `check_model` compares loss and all gradients on
 `--check-grid` with float32 in many chunks, `check_mappers` the rows and gradients of some
 destinations of the large grid with float64; `ours`, `anemoi` and `install`, Anemoi's model with
-whole blocks of ours, time steps. Errors are compared with those of plain PyTorch in the same
-precision. `sharded`, only if asked for, trains one model on `--ranks` GPUs: it compares loss and
-all gradients with those of one GPU and times steps.
+whole blocks of ours, time steps. Errors are compared with plain PyTorch in the same precision.
+`sharded`, only if asked for, trains one model on `--ranks` GPUs: it compares loss and all gradients
+with one GPU and times steps.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def write_graphs(options: argparse.Namespace, folder: Path) -> dict:
 
 
 def start(part: str, options: argparse.Namespace, results: Results, folder: Path) -> None:
-    """Run a part in a process of its own and record each line; raise RuntimeError if it ends with an error."""
+    """Run a part in its own process and record each line; RuntimeError if it fails."""
     lines, errors = folder / f"{part}.jsonl", folder / f"{part}.err"
     with lines.open("w") as out, errors.open("w") as err:
         launcher = (

@@ -1,4 +1,4 @@
-"""Sphinx configuration. The build reads the installed package and the configs beside it, and needs no network."""
+"""Sphinx configuration. The build needs the installed package and its configs, no network."""
 
 import sys
 from importlib.util import find_spec

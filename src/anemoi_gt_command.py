@@ -1,4 +1,4 @@
-"""The console script `anemoi-gt`: an interrupt while packages are imported ends it without a traceback."""
+"""Console script `anemoi-gt`: an interrupt during imports ends it without a traceback."""
 
 import signal
 import sys

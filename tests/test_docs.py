@@ -225,7 +225,7 @@ def in_file(thing):
 
 
 @pytest.mark.parametrize("name", public())
-def test_docstring_of_a_function_that_raises_says_so(name):
+def test_docstring_of_a_function_that_raises_has_a_raises_section(name):
     for place, function in functions(name).items():
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         described = pydoc.locate(name) if place.rpartition(".")[2] in BUILT else function

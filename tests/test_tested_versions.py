@@ -105,7 +105,7 @@ def test_importing_the_package_looks_up_no_release_and_imports_no_compiler():
     assert result.returncode == 0, result.stderr
 
 
-def test_info_says_whether_the_pair_is_tested_without_a_warning(untested):
+def test_info_states_whether_the_pair_is_tested_without_a_warning(untested):
     assert (
         "  tested     PyTorch 9.8 with Triton 7.6 has not been tested; tested are 2.10 with 3.6"
         in info.describe()

@@ -225,12 +225,12 @@ def test_data_names_wrong_arguments(wrong, message):
 
 
 @pytest.mark.parametrize("part", ["inputs", "present", "truth", "title"])
-def test_a_sample_that_is_not_there_is_not_made(part):
+def test_a_missing_sample_is_not_made(part):
     with pytest.raises(IndexError, match=r"sample index must be in \[0, 2\), got 2"):
         getattr(tracer(), part)(2)
 
 
-def test_flows_take_lists():
+def test_flows_accept_lists():
     flow = Flow([1, 0, 0], [0, 1, 0])
     assert np.isfinite(flow.wind(POINTS.xyz, 0.0)).all()
 

@@ -1,4 +1,4 @@
-"""Training, export and the loaders of the example as a user runs them: commands, each in a process of its own."""
+"""Training, export and the example's loaders as a user runs them, each in its own process."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def _installed(site: Path) -> Path:
 
 
 def _shape(package: Path) -> list[int]:
-    """Nodes and channels of a sample, which the package tells."""
+    """Return nodes and channels of a sample, from the package metadata."""
     metadata = torch._inductor.aoti_load_package(str(package)).get_metadata()
     return json.loads(metadata["inputs"])[0]["shape"][1:]
 

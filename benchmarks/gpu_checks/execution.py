@@ -1,4 +1,4 @@
-"""Execution of the kernels: the same bits each time, on any stream, without host synchronisation."""
+"""Execution of the kernels: bitwise reproducible, on any stream, without synchronisation."""
 
 from dataclasses import dataclass
 
@@ -89,7 +89,8 @@ def repeat() -> str:
     first = work()
     for _ in range(HERE.runs):
         assert_same_bits(work(), first)
-    return f"{HERE.runs} runs gave the bits of the first: {HERE.num_edges} edges, {HERE.heads} x {HERE.channels}"
+    problem = f"{HERE.num_edges} edges, {HERE.heads} x {HERE.channels}"
+    return f"{HERE.runs} runs gave the bits of the first: {problem}"
 
 
 def stream() -> str:

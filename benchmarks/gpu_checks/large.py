@@ -1,4 +1,4 @@
-"""Problems too large for the oracle, which checks selected destinations and sources on the subgraph they depend on."""
+"""Large problems; the oracle checks selected destinations and sources on their subgraph."""
 
 from dataclasses import dataclass
 
@@ -76,7 +76,7 @@ class Large:
 def check_rows(
     large: Large, result: dict[str, torch.Tensor], destinations: list[int], sources: list[int]
 ) -> int:
-    """Check the rows of some destinations and sources; return the number of destinations that the oracle computed.
+    """Check the rows of some destinations and sources; return how many the oracle computed.
 
     A source's gradients hold terms of the destinations it has edges to, and theirs depend on all
     their in-edges.
@@ -131,7 +131,7 @@ def check_rows(
 
 
 def beyond_32_bits() -> str:
-    """Nodes x heads x channels, edges x 2 x heads and their like beyond 2^31, where 32-bit offsets would wrap."""
+    """Check sizes such as nodes x heads x channels beyond 2^31, where 32-bit offsets overflow."""
     num_dst, degree, heads, channels = (
         (2_200_000, 31, 16, 64) if DEVICE.type == "cuda" else (12, 3, 2, 8)
     )
@@ -159,7 +159,7 @@ def beyond_32_bits() -> str:
 
 
 def _check_bias(large: Large, dedge_bias: torch.Tensor) -> None:
-    """Check the sum over all nodes: if every destination has an in-edge, weights sum to 1 and db is the sum of do."""
+    """Check the sum over all nodes: if all have in-edges, weights sum to 1 and db to sum of do."""
     exact = torch.zeros_like(dedge_bias, dtype=torch.float64)
     for piece in large.grad_out.flatten(1).split(100_000):
         exact += piece.double().sum(0)
@@ -169,9 +169,9 @@ def _check_bias(large: Large, dedge_bias: torch.Tensor) -> None:
 
 
 def weather_graphs(names: list[str]) -> str:
-    """Encoder, processor and decoder between a grid and an icosphere, 16 x 64 with 11 attributes, bfloat16 and float32.
+    """Check encoder, processor and decoder of 16 x 64 with 11 attributes, bfloat16 and float32.
 
-    Names are those of `anemoi_gt.data.grids.grid` and the icosphere's refinement: "O32:3".
+    Names combine `anemoi_gt.data.grids.grid` and the icosphere's refinement: "O32:3".
     """
     from anemoi_gt.data.graphs import icosphere_graph
     from anemoi_gt.data.grids import grid
@@ -197,7 +197,7 @@ def weather_graphs(names: list[str]) -> str:
 
 
 def norm_beyond_32_bits() -> str:
-    """Compare norms of rows beyond 2^32 elements, where PyTorch's own kernel may fail, with those of the rows alone."""
+    """Compare norms of rows beyond 2^32 elements, which PyTorch may compute wrongly, one by one."""
     features = 1024
     rows = OVERFLOW_NUMEL // features + 1000 if DEVICE.type == "cuda" else 2000
     generator = torch.Generator(DEVICE).manual_seed(0)

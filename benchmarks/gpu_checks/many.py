@@ -1,4 +1,4 @@
-"""Many small problems, spread over processes because compilation takes the time: random graphs, the test matrix."""
+"""Many small problems, over processes because compilation dominates: random graphs, test matrix."""
 
 import multiprocessing
 import random
@@ -55,7 +55,8 @@ class Outcome:
             }
             name = max(ratios, key=ratios.get)
             worst.append(f"{dtype} {ratios[name]:.2f} ({name})")
-        return f"{self.count} as accurate as plain PyTorch; worst RMS error over its: {', '.join(worst) or 'per case'}"
+        ratios = ", ".join(worst) or "per case"
+        return f"{self.count} as accurate as plain PyTorch; worst RMS error over its: {ratios}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Configuration:
 
 
 def random_graphs(count: int, configurations: int, processes: int, seed: int) -> str:
-    """`count` random graphs over random sizes, forms, dtypes, batches and dropout, by both accuracy criteria."""
+    """Check `count` random graphs over sizes, forms, dtypes, batches and dropout."""
     configurations = min(configurations, count)
     shares = [
         count // configurations + (place < count % configurations)
@@ -130,7 +131,8 @@ def _random_configuration(configuration: Configuration) -> Outcome:
             assert_within(*found, dtype)
             corpus.add_errors(*found[:3])
         except Exception as error:
-            facts = f"seed {configuration.seed} graph {number} {shape} {form} {dtype} {dropout_p=} {segment=}"
+            facts = f"seed {configuration.seed} graph {number} {shape} {form} {dtype} "
+            facts += f"{dropout_p=} {segment=}"
             outcome.failures.append(f"{facts}: {error}")
     return outcome
 
@@ -156,7 +158,7 @@ def _random_graph(
 
 
 def _random_edges(rng: random.Random) -> tuple:
-    """Up to 24 nodes a side and 120 edges: spread out, in hubs, few, or of fixed in-degree; sorted or not."""
+    """Draw up to 24 nodes and 120 edges: spread, hubs, few, fixed in-degree; sorted or not."""
     num_src, num_dst = rng.randint(1, 24), rng.randint(1, 24)
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     degree = rng.choice((0, 0, 0, 0, 1, 3))  # 0: of any degree

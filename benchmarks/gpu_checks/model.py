@@ -1,4 +1,4 @@
-"""A whole model: training step in a CUDA graph, without host synchronisation, and under torch.compile."""
+"""A whole model: training step in a CUDA graph, without synchronisation, and compiled."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ STEPS = 3  # training steps that are compared
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of the model of a check; the default has the nodes of O96 and an icosphere of refinement 5."""
+    """Size of the model of a check; by default the nodes of O96 and icosphere 5."""
 
     data: int = 40_320
     hidden: int = 10_242
@@ -36,7 +36,7 @@ HERE = ModelSize() if DEVICE.type == "cuda" else TINY
 
 
 class Training:
-    """A model with its optimiser and a batch that never moves, as a CUDA graph needs it; one seed, one set of bits.
+    """A model with optimiser and a static batch, as CUDA graphs need; bitwise fixed by its seed.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class Training:
         return [parameter.detach() for parameter in self.model.parameters()] + kept
 
     def run(self, step: Callable[[], Tensor]) -> list[Tensor]:
-        """Losses of some steps, and all parameters behind them."""
+        """Return the losses of some steps, and all parameters after them."""
         losses = []
         for number in range(STEPS):
             self.load(number)
@@ -98,7 +98,7 @@ class Training:
 
 
 def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Record a call in a CUDA graph; returns what replays it and gives the tensor that it writes."""
+    """Capture a call in a CUDA graph; return its replay, which returns the output tensor."""
     recorded = torch.cuda.CUDAGraph()
     with torch.cuda.graph(recorded):
         result = call()
@@ -111,7 +111,7 @@ def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def warm(call: Callable[[], Tensor]) -> None:
-    """Call it as PyTorch requires before a capture, so that kernels are compiled and memory is allocated."""
+    """Warm up a call as PyTorch requires before a capture: kernels and memory."""
     if DEVICE.type != "cuda":
         call()
         return
@@ -170,7 +170,8 @@ def step_in_graph(capture: Callable = capture) -> str:
                 parameter.copy_(begin)
         assert_same(training.run(replay), expected, f"losses and parameters with {options}")
         said.append("checkpointed, in chunks" if options else "plain")
-    return f"{STEPS} replays of forward, backward and AdamW gave the bits of eager steps: {', '.join(said)}"
+    options = ", ".join(said)
+    return f"{STEPS} replays of forward, backward and AdamW gave the bits of eager steps: {options}"
 
 
 @contextmanager
@@ -205,7 +206,7 @@ def step_never_waits() -> str:
 
 
 def compiled(modes: tuple[str, ...] = ("default", "reduce-overhead"), **options) -> str:
-    """Compare output and gradients of the compiled model, one graph, with those of eager."""
+    """Compare output and gradients of the compiled model, one graph, with eager."""
     problems = {}
     for mode in modes:
         torch.compiler.reset()
@@ -217,17 +218,18 @@ def compiled(modes: tuple[str, ...] = ("default", "reduce-overhead"), **options)
         ]  # records, captures, replays twice
         graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
         if graphs != 1 or skips:
-            said.append(f"{graphs} graphs in place of 1, {skips} of them not captured")
+            said.append(f"{graphs} graphs instead of 1, {skips} of them not captured")
         said = [problem for problem in said if problem is not None]
         if said:
             problems[mode] = said
     if problems:
         raise AssertionError(str(problems))
-    return f"loss and gradients as exact as eager's, one graph, no pass left out of a CUDA graph: {', '.join(modes)}"
+    exact = "loss and gradients as exact as eager's, one graph, no pass left out of a CUDA graph"
+    return f"{exact}: {', '.join(modes)}"
 
 
 def _compare(training: Training, function: Callable, number: int) -> str | None:
-    """Say what of a pass is further from float32 than eager's roundings explain; None when nothing is."""
+    """Return what exceeds eager's rounding error against float32, or None."""
     training.load(number)
     eager = _results(training, None)
     mixed, training.mixed = training.mixed, False

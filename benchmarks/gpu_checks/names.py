@@ -1,4 +1,4 @@
-"""The kernels that `anemoi_gt.explain_attention` lists are those in a profile, eager and compiled."""
+"""Kernels listed by `anemoi_gt.explain_attention` match a profile, eager and compiled."""
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -10,7 +10,7 @@ PREFIX = "edge_attention_"  # of kernel names
 
 
 def kernel_names() -> str:
-    """Compare the kernels of traces with those of the explanation."""
+    """Compare the kernels of traces with the explanation."""
     work = Work(HERE)
     query, key, value, *edges = work.leaves
     (layer,) = explain_attention(query, key, value, work.graph, *edges, config=TRITON).layers

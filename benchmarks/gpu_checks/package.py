@@ -1,4 +1,4 @@
-"""Packages: what AOTInductor makes of models and layers with the Triton kernels, run without this library."""
+"""AOTInductor packages of models and layers with Triton kernels, run without this library."""
 
 import subprocess
 import sys
@@ -76,7 +76,7 @@ def _errors_of_model(dtype: torch.dtype) -> dict[int, float]:
 
 
 def layers() -> str:
-    """Check a layer with dynamic batch, nodes and edges, on graphs of other sizes than it was exported with."""
+    """Check a layer with dynamic batch, nodes and edges on graphs of other sizes."""
     conv = GraphTransformerConv(
         (4, 5), CHANNELS, HEADS, edge_dim=EDGE_DIM, config=AttentionConfig(backend="triton")
     )

@@ -1,4 +1,4 @@
-"""Report of a run, printed and logged: device, commit, date and versions, then one line for each check."""
+"""Report of a run, printed and logged: device, commit, date, versions, one line per check."""
 
 import time
 import traceback

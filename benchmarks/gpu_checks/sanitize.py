@@ -1,6 +1,6 @@
-"""The kernels under NVIDIA's compute-sanitizer, which sees every access out of bounds and every race in shared memory.
+"""The kernels under NVIDIA's compute-sanitizer: out-of-bounds accesses and shared-memory races.
 
-    python benchmarks/gpu_checks/sanitize.py     the work itself: odd shapes, all forms and dtypes, forward and backward
+    python benchmarks/gpu_checks/sanitize.py     the work: odd shapes, all forms, dtypes
 
 `check` runs that under the tool, with PyTorch's caching allocator off: it hands out parts of large
 blocks, in which an overrun stays unseen.
@@ -46,7 +46,7 @@ def _work_alone(environment: dict[str, str]) -> None:
 
 
 def work() -> None:
-    """Run forward and backward on shapes that fill no tile, or take several warps, with unsorted structures."""
+    """Run both passes on shapes that fill no tile, or several warps, with unsorted structures."""
     import torch
     from support.graphs import GRAPHS
     from support.oracle import make_problem

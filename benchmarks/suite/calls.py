@@ -9,7 +9,7 @@ from suite.timing import Gpu
 
 
 class Refused(Exception):
-    """A baseline does not do something; says why."""
+    """A baseline does not support something; the message is the reason."""
 
 
 def forward(operands: Operands, attend: Callable) -> Callable:

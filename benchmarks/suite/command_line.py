@@ -9,7 +9,7 @@ import torch
 def make_parser(
     description: str, *, seconds: float, **defaults: int | float | str
 ) -> argparse.ArgumentParser:
-    """Return a parser of device, time limit, commit, results file, and options of the types of their defaults."""
+    """Return a parser of device, time limit, commit, results file and typed options."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

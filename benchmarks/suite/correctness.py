@@ -29,7 +29,7 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Some destinations with all their in-edges, and among them all that some sources have edges to.
+    """Some destinations with all in-edges, including all destinations of some sources.
 
     Where a gradient arrives at these destinations alone, theirs are the only edges that any
     gradient knows of.

@@ -41,7 +41,7 @@ def _processor() -> str:
 
 def _version(package: str) -> str | None:
     if package == "torch":
-        return torch.__version__  # tells the build for a CPU from those for a GPU
+        return torch.__version__  # distinguishes CPU from GPU builds
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Mappers between a grid and an icosphere, without gradients: graphs, operands, contenders, and their check."""
+"""Mappers between grid and icosphere, without gradients: graphs, operands, baselines, check."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from anemoi_gt.nn import (
 from suite.baselines import missing
 
 PARTS = ("encoder", "decoder")
-TRAINED = 8  # attributes of an edge beside its length and direction
+TRAINED = 8  # attributes of an edge besides its length and direction
 POSITION = 12  # features of a hidden node that come in: sines, cosines and trained numbers
 CHECKED = 16  # destinations of each kind
 LIMIT = 2**31
@@ -160,7 +160,7 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
             out = upstream(
                 problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index
             )
-        return out if torch.is_tensor(out) else out[1]  # a forward mapper hands the sources on
+        return out if torch.is_tensor(out) else out[1]  # a forward mapper returns the sources too
 
     return call
 
@@ -174,7 +174,7 @@ def unsupported_reason(contender: str) -> str | None:
 
 
 def checked_destinations(problem: Problem, most: int = CHECKED) -> Tensor:
-    """Destinations from the beginning, the middle and the end, and those that read the last sources; `most` of each."""
+    """Return `most` destinations each: first, middle, last, and readers of the last sources."""
     number = problem.x[1].shape[0]
     count = min(most, number)
     near = torch.arange(count, device=problem.edge_index.device)
@@ -186,7 +186,7 @@ def checked_destinations(problem: Problem, most: int = CHECKED) -> Tensor:
 def plain_mapper(
     problem: Problem, destinations: Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, nn.Module]:
-    """Compute some destinations by plain PyTorch: gather, softmax, scatter; return them with the mapper's copy used."""
+    """Compute some destinations by plain PyTorch; return them with the mapper copy used."""
     src, dst = problem.edge_index[0], problem.edge_index[1].contiguous()
     starts, ends = (
         torch.searchsorted(dst, destinations),
@@ -234,7 +234,7 @@ def _attend(
 
 @torch.no_grad()
 def compare_with_plain(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
-    """Return whether the error of a result is at most twice that of plain PyTorch in the dtype, plus rounding."""
+    """Return whether a result's error is at most twice plain PyTorch's, plus rounding."""
     dtype, device = result.dtype, result.device
     exact, _ = plain_mapper(problem, destinations, torch.float64, "cpu")
     computed = result[destinations], plain_mapper(problem, destinations, dtype, device)[0]

@@ -1,4 +1,4 @@
-"""One rank of several by itself, where there is one GPU: it computes what it would in a job, and no message is sent.
+"""One rank of several by itself on one GPU: it computes as in a job, without messages.
 
 Its time and memory are those of a job but for the messages, in place of which it copies rows of its
 own. What it computes means nothing, but the numbers are of the right size: a GPU is faster on NaN
@@ -17,7 +17,7 @@ from anemoi_gt.distributed.partition import Ranges
 
 
 def start(rank: int, num_ranks: int) -> None:
-    """Initialise a process group whose collectives do nothing, the last rank for a `rank` that is too large."""
+    """Initialise a process group with no-op collectives; a too large `rank` is the last."""
     rank = min(rank, num_ranks - 1)
     os.environ |= {"LOCAL_RANK": "0"}
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
@@ -31,7 +31,7 @@ def _repeated(rows: Tensor, count: int) -> Tensor:
 
 
 def _mirrored(wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> halo.HaloExchange:
-    """Return an exchange that sends to each rank as many rows as it receives: nobody tells what others want."""
+    """Return an exchange that sends each rank as many rows as it receives."""
     counts = torch.bincount(ranges.owner(wanted), minlength=ranges.num_ranks).tolist()
     rows = torch.cat([torch.arange(count, device=wanted.device) for count in counts])
     positions = halo._sent_position(rows, counts, ranges.counts[dist.get_rank(group)])

@@ -2,15 +2,15 @@
 
 With s bytes an element, R = s H C a row, and everything read or written once:
 
-    forward             R (2 N_dst + 2 N_src) + 4 H N_dst + E (s D + 4)     q, out, k, v; lse; attributes and source
-    backward            R (3 N_dst + 4 N_src) + 8 H N_dst + E (s D + 8)     q, do, dq, k, v, dk, dv; statistics; edges
-    structure           16 E + 4 (4 E + N_dst + N_src + 2)                  edge_index; row, col, map, order, pointers
+    forward             R (2 N_dst + 2 N_src) + 4 H N_dst + E (s D + 4)   q, out, k, v; lse; edges
+    backward            R (3 N_dst + 4 N_src) + 8 H N_dst + E (s D + 8)   seven rows; edges
+    structure           16 E + 4 (4 E + N_dst + N_src + 2)                edge_index; index arrays
 
 What belongs to nodes is repeated for each batch entry. Over the speed of a copy, these are a lower
 bound of the time.
 
-    flops forward       E H (4 C + 4 D) + 4 N_dst H C D                     <q, k>, p v, <u, a>, p a; u and W A
-    flops backward      E H (8 C + 8 D) + 8 N_dst H C D                     four products each with rows, attributes
+    flops forward       E H (4 C + 4 D) + 4 N_dst H C D                   four products; u, W A
+    flops backward      E H (8 C + 8 D) + 8 N_dst H C D                   four products each
 """
 
 from suite.problems import STRUCTURE, Problem

@@ -16,7 +16,7 @@ MOST_SETS = 32
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of one call and the gradient that arrives; of nodes [N, H, C], or [B, N, H, C] in a batch."""
+    """Operands of one call and the incoming gradient; node rows are [N, H, C] or [B, N, H, C]."""
 
     coo: Coo
     query: Tensor
@@ -45,7 +45,7 @@ class Operands:
         return self.query.shape[0] if self.query.dim() == 4 else 1
 
     def side_by_side(self) -> "Operands":
-        """The samples of a batch as one large graph, for baselines that know no batch; edge_attr stays as it is."""
+        """Return a batch as one large graph, for baselines without batch; edge_attr is shared."""
         coo, samples = self.coo, self.num_samples
         if self.query.dim() == 3:
             return self

@@ -71,7 +71,7 @@ class LogAxis:
 
 
 def roofline(results: dict) -> list[str]:
-    """Return a panel for each pass and number of channels, of encoders, processors and decoders; raise as `drawn`."""
+    """Return a panel per pass and number of channels; raise ValueError like `drawn`."""
     problems = drawn(results)
     widths = sorted({facts["channels"] for facts in problems.values()}, reverse=True)
     return [
@@ -86,7 +86,7 @@ def roofline(results: dict) -> list[str]:
 
 
 def bars(results: dict) -> str:
-    """Return the times of forward and backward as bars for each part of the widest model, lower bounds as lines.
+    """Return the forward and backward times of the widest model as bars, with lower bounds.
 
     The first two baselines are drawn: bars of others, up to 40 times as long, would leave no room.
     Raises as `drawn`.
@@ -115,7 +115,8 @@ def bars(results: dict) -> str:
             f"lower bound of {name}: {figure(1e3 * lower_bound_seconds(results, name, kind))} ms"
         )
         shapes.append(
-            f'<path class="floor" d="M{x:.1f},{top - 4}V{top + group - GAP + 2}"><title>{about}</title></path>'
+            f'<path class="floor" d="M{x:.1f},{top - 4}V{top + group - GAP + 2}">'
+            f"<title>{about}</title></path>"
         )
     height = TOP + group * len(problems) + 20
     legend = words(NAMES, 16, "Attention, forward and backward, time in ms", size=15) + _legend(
@@ -131,13 +132,13 @@ def bars(results: dict) -> str:
 
 
 def write(svg: str, path: Path) -> None:
-    """Write a plot as a file of its own, and beside it one for dark ground, `name-dark.svg`."""
+    """Write a plot as a separate file, and `name-dark.svg` for dark backgrounds next to it."""
     path.write_text(as_file(svg, LIGHT))
     path.with_stem(f"{path.stem}-dark").write_text(as_file(svg, DARK))
 
 
 def as_file(svg: str, theme: str) -> str:
-    """Return a plot with the colours of a theme, as a file of its own."""
+    """Return a plot with the colours of a theme, as a separate file."""
     text, dim, grid = INK[theme]
     baselines = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate((*COLOURS, text)))
     style = (
@@ -151,7 +152,7 @@ def as_file(svg: str, theme: str) -> str:
 
 
 def drawn(results: dict) -> dict[str, dict]:
-    """Return the problems that plots show, the timed parts of whole models; raise ValueError if there is none."""
+    """Return the timed parts of whole models, which plots show; raise ValueError if none."""
     timed = {line["problem"] for line in results["results"] if "median_ms" in line}
     problems = {
         name: facts
@@ -169,7 +170,7 @@ def drawn(results: dict) -> dict[str, dict]:
 
 
 def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, float, float]]:
-    """Return baseline, problem, operations per compulsory byte and 10^12 operations per second of every measurement."""
+    """Return baseline, problem, operations per byte and Tflop/s of every measurement."""
     return [
         (
             baseline,
@@ -291,7 +292,8 @@ def words(
 ) -> str:
     """A line of text, of the class `kind`."""
     name = f' class="{kind}"' if kind else ""
-    return f'<text{name} x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{text}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text{name} {place}>{text}</text>"
 
 
 def canvas(width: float, height: float, label: str, shapes: str) -> str:

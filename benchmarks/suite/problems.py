@@ -118,7 +118,7 @@ def _variants(group: str, grid: str, refinement: int) -> list[Problem]:
 
 
 def _replays(group: str, grid: str, refinement: int) -> list[Problem]:
-    """The same parts from a CUDA graph beside what the host launches: how much of a time is the host's."""
+    """Return the same parts replayed from a CUDA graph and launched, which shows the host time."""
     return [
         replace(
             problem,
@@ -132,7 +132,7 @@ def _replays(group: str, grid: str, refinement: int) -> list[Problem]:
 
 
 def _skewed() -> list[Problem]:
-    """A graph with one destination of a sixth of the edges, and power-law graphs of the size that users of PyG have."""
+    """Return a graph with a hub of a sixth of the edges, and large power-law graphs."""
     hub = Problem("hub-c64", "skewed", Skewed(40_962, 1_200_000, "power", 6.0))
     zipf = [
         Problem(

@@ -1,4 +1,4 @@
-"""Results files: JSON with a record a line, written after each step of a benchmark; steps that fail are listed."""
+"""Results files: JSON, one record per line, written after each step; failed steps are listed."""
 
 import json
 import time
@@ -59,7 +59,7 @@ class Results:
         self.write()
 
     def run(self, name: str, call: Callable[[], object]):
-        """Return the result of `call()`, or None if it raises or no time is left; the error goes to `problems`."""
+        """Return `call()`, or None if it raises or no time is left; log the error in `problems`."""
         self.write()
         if time.monotonic() > self.deadline:
             self._add_problem(name, "not run: no time was left")

@@ -1,4 +1,4 @@
-"""The order of work: graphs, then everything that compiles side by side, then one measurement at a time."""
+"""Order of work: graphs, then all compilation in parallel, then one measurement at a time."""
 
 import os
 import statistics
@@ -19,7 +19,7 @@ from suite.worker import Worker
 def warm(
     problems: list[Problem], names: tuple[str, ...], device: str, folder: Path, processes: int
 ) -> set[tuple]:
-    """Check every problem with every baseline, each in a process of its own; return the pairs of names that are right.
+    """Check every problem with every baseline, each in its own process; return correct pairs.
 
     What is compiled lies on disk afterwards. Whatever fails here, for want of memory perhaps, is
     tried again alone.
@@ -66,7 +66,7 @@ class Run:
         save(self)
 
     def _check(self, problem: Problem, name: str, worker: Worker) -> bool:
-        """Return whether the baseline is right on the problem; record the reason if not."""
+        """Return whether the baseline is correct on the problem; record the reason if not."""
         if (problem.name, name) in self.right:
             return True
         try:

@@ -20,7 +20,7 @@ def tables(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """Return the environment, times of forward and backward, memory, and the reasons of empty cells."""
+    """Return environment, forward and backward times, memory, and reasons of empty cells."""
     found = _lines(results)
     times = _times(results, found, ("forward_backward",), HEADINGS["forward_backward"])
     return _joined(_where(results), times, _memory(results, found), _notes(results))
@@ -59,7 +59,7 @@ def put_into(page: str, name: str, text: str) -> str:
 
 
 def lower_bound_seconds(results: dict, problem: str, kind: str) -> float:
-    """The time in which the device copies the bytes of a pass; of the copies of the run, the fastest counts."""
+    """Return the time to copy the bytes of a pass on the device, by the run's fastest copy."""
     return results["problems"][problem]["bytes"][kind] / max(
         results["environment"]["copy_bytes_per_second"]
     )
@@ -74,7 +74,7 @@ def _where(results: dict) -> str:
 
 
 def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> str:
-    """Medians of all baselines beside the lower bound; others also as multiples of the first baseline's."""
+    """Return median times, lower bounds, and multiples of the first baseline's time."""
     first, *others = results["baselines"]
     rows = []
     for name, problem in results["problems"].items():
@@ -120,7 +120,7 @@ def _memory(results: dict, found: dict) -> str:
 
 
 def _titles(results: dict) -> list[str]:
-    """Names of the baselines without how they are called, which the page says."""
+    """Return the names of the baselines without call details, which the page has."""
     return [title.partition(", as ")[0] for title in results["baselines"].values()]
 
 

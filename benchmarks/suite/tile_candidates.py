@@ -1,9 +1,9 @@
 """Tiles that `benchmarks/tiles.py` tries: all that a kernel can have, ordered by a score.
 
     held       = heads C / (lanes warps)                              elements of a row in a thread
-    registers  = 40 + 1.5 held + held unroll itemsize / 4             of a thread, rounded up to a multiple of 8
+    registers  = 40 + 1.5 held + held unroll itemsize / 4             of a thread, a multiple of 8
     resident   = min(32, 64 / warps, 65536 / (registers lanes warps)) programs of an SM
-    in flight  = resident nodes heads C itemsize degree / steps       bytes of rows that an SM waits for at a time
+    in flight  = resident nodes heads C itemsize degree / steps       bytes of rows awaited by an SM
 
 More bytes in flight come first, then more coalesced bytes an access; ties keep the order of the
 list. The score does not decide: its first tile is 14% slower than the heuristic's in the geometric
@@ -35,9 +35,11 @@ CONTRACTIONS = {
 
 
 def candidates(kernel: str, shape: Shape) -> list[Tile]:
-    """Return the tiles that a kernel of `ROW_KERNELS` or `CONTRACTIONS` can have, the heuristic's first, then by score.
+    """Return the possible tiles of a kernel, the heuristic's first, then by score.
 
-    `shape` is that of the edges that the kernel walks, or of the destinations for a contraction.
+    The kernel is in `ROW_KERNELS` or `CONTRACTIONS`.
+
+    `shape` is the shape of the edges of a row kernel, or of the destinations for a contraction.
     """
     if kernel in ROW_KERNELS:
         chosen = ROW_KERNELS[kernel](shape)
@@ -61,7 +63,7 @@ def _row_tiles(kernel: str, shape: Shape) -> Iterator[RowTile]:
 
 
 def _score(shape: Shape, tile: RowTile) -> tuple[float, float]:
-    """Bytes of rows in flight on an SM, and coalesced bytes that a thread reads in one access; more is better."""
+    """Return bytes of rows in flight per SM, and coalesced bytes per access; more is better."""
     held = tile.heads * tile.channels / (LANES * tile.num_warps)
     registers = -int(-(40 + 1.5 * held + held * tile.unroll * shape.itemsize / 4) // 8) * 8
     resident = min(

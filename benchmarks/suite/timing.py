@@ -11,7 +11,7 @@ from anemoi_gt.cuda_graph import capture_cuda_graph
 
 
 class Gpu:
-    """Device events around every call; calls are queued one behind the other, as in training."""
+    """Device events around every call; calls are queued one after the other, as in training."""
 
     WARM_UP, FEWEST, MOST = 3, 10, 200  # calls
     BUDGET, ROUNDS = 0.3, 1  # seconds of one measurement; measurements in turn
@@ -42,7 +42,7 @@ class Gpu:
 
     @staticmethod
     def record(call: Callable) -> Callable:
-        """Capture a call in a CUDA graph, which owns the memory that it allocates; return the replay."""
+        """Capture a call in a CUDA graph, which owns its memory; return the replay."""
         _, replay = capture_cuda_graph(call, warm_up=call)
         return replay
 
@@ -58,13 +58,13 @@ class Gpu:
 
     @staticmethod
     def free() -> None:
-        """Give the memory that no tensor holds back to the device, for the processes beside this one."""
+        """Return unused memory to the device, for other processes."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 class Cpu:
-    """The host's clock around every call; baselines take turns, so that all see the same machine."""
+    """Host clock around every call; baselines take turns, so all see the same machine state."""
 
     WARM_UP, FEWEST, MOST = 1, 2, 50
     BUDGET, ROUNDS = 0.5, 3
@@ -76,7 +76,7 @@ class Cpu:
 
     @staticmethod
     def synchronize() -> None:
-        """Nothing runs behind the host's back."""
+        """Do nothing: no work is asynchronous on a CPU."""
 
     @staticmethod
     def times(calls: list[Callable]) -> list[float]:
@@ -106,7 +106,7 @@ CLOCKS = {"cuda": Gpu, "cpu": Cpu}
 
 
 def measure(clock: type[Gpu] | type[Cpu], calls: Sequence[Callable]) -> list[float]:
-    """Milliseconds of calls that take turns, after some that are not counted; how many, the time they take decides."""
+    """Return milliseconds of calls that take turns, after warm-up; their time sets the number."""
     for call in islice(cycle(calls), max(clock.WARM_UP, len(calls))):
         call()
     clock.synchronize()

@@ -1,4 +1,4 @@
-"""A training step of an encoder-processor-decoder model on one grid: ours and Anemoi's, and the checks of ours."""
+"""A training step of a model on one grid: ours and Anemoi's, and checks of ours."""
 
 import time
 from argparse import Namespace
@@ -39,7 +39,7 @@ FLOAT32_ERROR = 1e-4  # of all gradients together, relative
 
 
 def setting(options: Namespace) -> Setting:
-    """Return the sizes of single mappers, which compute in the precision of the run from float32 operands."""
+    """Return the sizes of single mappers, which compute in the run's precision from float32."""
     sizes = {
         name: getattr(options, name)
         for name in ("grid", "refinement", "channels", "heads", "device")
@@ -70,7 +70,7 @@ def draw(nodes: int, options: Namespace) -> Sample:
 def computing(
     model: nn.Module, chunks: int, compiled: bool = False, average: nn.Module | None = None
 ) -> Iterator[None]:
-    """Compute mappers in a number of chunks, blocks compiled or not; an averaged model shares the chunks."""
+    """Compute mappers in chunks, blocks compiled or not; an averaged model shares the chunks."""
     for name in ("encoder_edges", "decoder_edges"):
         for data_set, edges in getattr(model, name).items():
             if isinstance(edges.structure, FixedGraph):
@@ -90,7 +90,7 @@ def computing(
 
 
 def measure(step: Callable[[], Tensor], options: Namespace) -> dict:
-    """Return seconds of single steps, after some that are not timed, their peak memory in GB, and the last loss."""
+    """Return step times in seconds after warm-up, peak memory in GB, and the last loss."""
     on_gpu, last = options.device == "cuda", []
 
     def keep_loss() -> None:
@@ -111,7 +111,7 @@ def measure(step: Callable[[], Tensor], options: Namespace) -> dict:
 
 
 def ours(options: Namespace, folder: Path) -> Iterator[dict]:
-    """Yield time and memory of steps of the application, for each number of chunks, by turns; then the kernels."""
+    """Yield time and memory of the application's steps per number of chunks; then the kernels."""
     from kernel_families import profile_of
 
     graph = torch.load(folder / "9km.graph", weights_only=False)
@@ -160,10 +160,10 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
 
 
 def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
-    """Yield, on the first rank of torchrun, loss and gradients of all ranks beside those of one GPU, then timed steps.
+    """Yield, on rank 0, loss and gradients of all ranks and of one GPU, then timed steps.
 
-    Times are those of the slowest rank, memory is that of the rank that needs most. A rank alone
-    only times steps.
+    Times are from the slowest rank, memory from the rank that needs most. A rank alone only times
+    steps.
     """
     sharding = ShardingConfig("edges", options.ranks, timeout=options.limit)
     device, is_alone = options.device, options.alone is not None
@@ -228,7 +228,7 @@ def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
 
 
 def on_first_rank(found: dict) -> Iterator[dict]:
-    """Yield, on the first rank, what was found, with the largest numbers of all ranks. Collective."""
+    """Yield, on rank 0, the results with the maxima over all ranks. Collective."""
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)
     if dist.get_rank() == 0 or dist.get_backend() == "fake":
@@ -240,10 +240,10 @@ def on_first_rank(found: dict) -> Iterator[dict]:
 
 
 def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterator[dict]:
-    """Yield time and memory of steps of Anemoi's own model, untouched or under `install`, from the most chunks down.
+    """Yield time and memory of Anemoi's own steps, by decreasing number of chunks.
 
-    Loss and gradients are compared with those of the untouched, eager model with the most chunks:
-    one that is off by more than 5% computes nonsense.
+    Loss and gradients are compared with the untouched, eager model with the most chunks: one that
+    is off by more than 5% computes nonsense.
     """
     from support.anemoi_model import build, make_options
 
@@ -346,9 +346,9 @@ def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict:
 
 
 def judge(actual: dict, exact: dict, baseline: dict, dtype: torch.dtype) -> dict:
-    """Return "right" if no tensor is further from the exact one than the criterion allows, else the worst.
+    """Return "right" if every tensor meets the accuracy criterion, else the worst.
 
-    The error of an output may be twice, that of a gradient three times that of plain PyTorch in the
+    The error of an output may be twice, of a gradient three times the error of plain PyTorch in the
     dtype, plus rounding of the tensor itself.
     """
     wrong = []
@@ -369,7 +369,7 @@ def judge(actual: dict, exact: dict, baseline: dict, dtype: torch.dtype) -> dict
 
 
 def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
-    """Yield comparisons of loss and all gradients on the small grid with those of float32 in many chunks."""
+    """Yield comparisons of loss and gradients on the small grid with float32 in many chunks."""
     graph = torch.load(folder / "check.graph", weights_only=False)
     batch, model = draw(graph["data"].num_nodes, options), make_model(graph, options)
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
@@ -407,7 +407,7 @@ def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
 
 
 def check_mappers(options: Namespace, folder: Path) -> Iterator[dict]:
-    """Yield comparisons of each mapper on the large grid with float64 at some destinations: rows and gradients."""
+    """Yield comparisons of each mapper with float64 at some destinations of the large grid."""
     for part, numbers in zip(PARTS, options.check_chunks, strict=True):
         yield from check_mapper(part, numbers, options, folder)
 

@@ -1,4 +1,4 @@
-"""One process for each baseline, which checks and times problems; a process that breaks is replaced."""
+"""One process per baseline, which checks and times problems; a broken process is replaced."""
 
 import gc
 import multiprocessing
@@ -69,7 +69,7 @@ class Baseline:
 
 
 def answer(baseline: Baseline, method: str, arguments: tuple) -> tuple[str, object]:
-    """Return ("done", what a method of a baseline returns), or ("refused", why), or ("broken", the error)."""
+    """Return ("done", result), ("refused", reason) or ("broken", error) of a baseline's method."""
     try:
         return "done", getattr(baseline, method)(*arguments)
     except Refused as refusal:
@@ -98,7 +98,7 @@ def _serve(connection: Connection, name: str, device: str, folder: Path) -> None
 
 
 class Worker:
-    """A process that serves one baseline; a new one is started where one broke. Use as a context."""
+    """A process for one baseline, restarted if it breaks. Use as a context."""
 
     def __init__(self, name: str, device: str, folder: Path):
         self.arguments = name, device, folder
@@ -112,7 +112,7 @@ class Worker:
         theirs.close()  # so that the death of the process ends a wait for its answer
 
     def call(self, method: str, *arguments):
-        """Return what the method of `Baseline` returns; raise Refused if it does not do it, or wrongly, or broke."""
+        """Return a `Baseline` method's result; raise Refused if it refuses, fails or breaks."""
         if self.connection.closed:
             self._start()
         try:

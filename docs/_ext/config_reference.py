@@ -1,4 +1,4 @@
-"""Sphinx extension: the reference of a Hydra config group, generated when the documentation is built.
+"""Sphinx extension: the reference of a Hydra config group, generated at build time.
 
     ```{config-group} model
     ```

@@ -1,4 +1,4 @@
-"""Tables of the Hydra configs, from their YAML files and the docstrings of the functions and classes that they name."""
+"""Tables of the Hydra configs, from their YAML files and the docstrings of their targets."""
 
 import json
 import re

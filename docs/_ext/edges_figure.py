@@ -1,4 +1,4 @@
-"""Sphinx extension: a figure of encoder, processor and decoder edges, computed by the library when the page is built.
+"""Sphinx extension: a figure of encoder, processor and decoder edges, made at build time.
 
     ```{edges-figure}
     ```
@@ -78,7 +78,8 @@ def draw(panel: Panel, graph, members: dict[str, Nodes], centre: int) -> str:
         for x, y in seen(members[name].xyz, middle, panel.half_width)
     )
     goal = f'<circle class="goal" cx="{SIDE / 2}" cy="{SIDE / 2}" r="8"/>'
-    text = f"{panel.title}: one {panel.destination} node and the {panel.source} nodes of its {len(ends)} edges"
+    edges = f"the {panel.source} nodes of its {len(ends)} edges"
+    text = f"{panel.title}: one {panel.destination} node and {edges}"
     return map_of(f"{dots}{arrows}{goal}", text)
 
 

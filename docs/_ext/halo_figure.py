@@ -1,4 +1,4 @@
-"""Sphinx extension: a figure of owned and halo nodes, computed by the library when the page is built.
+"""Sphinx extension: a figure of owned and halo nodes, made at build time.
 
     ```{halo-figure}
     ```

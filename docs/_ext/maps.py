@@ -18,7 +18,7 @@ def map_of(shapes: str, text: str) -> str:
 
 
 def seen(xyz: np.ndarray, middle: Nodes, half_width: float) -> np.ndarray:
-    """Return the positions of the visible ones of points [N, 3] on a map around `middle`, [M, 2] in SVG units."""
+    """Return the positions [M, 2] of visible points [N, 3] on a map around `middle`, SVG units."""
     places = project(xyz[xyz @ middle.xyz[0] > 0], middle, half_width)
     return places[np.abs(places - SIDE / 2).max(axis=1) < SIDE / 2]
 

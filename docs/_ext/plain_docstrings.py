@@ -14,7 +14,7 @@ PROSE_SECTIONS = ("Notes", "Warnings")
 
 
 def mark_up(what: str, lines: list[str]) -> list[str]:
-    """Return the docstring of a `what` ("module", "class", ...) as reStructuredText for numpydoc."""
+    """Return the docstring of a `what` ("module", "class", ...) as numpydoc reStructuredText."""
     marked, section = [], ""
     for number, line in enumerate(lines):
         below = lines[number + 1] if number + 1 < len(lines) else ""
@@ -38,7 +38,7 @@ def mark_up(what: str, lines: list[str]) -> list[str]:
 
 
 def _stands_alone(lines: list[str], number: int) -> bool:
-    """Return whether the indented block around this line follows a blank line below prose, not a list."""
+    """Return whether the indented block here follows a blank line below prose, not a list."""
     first = number
     while first > 0 and (lines[first - 1].startswith(" ") or not lines[first - 1]):
         first -= 1

@@ -1,4 +1,4 @@
-"""Sphinx extension: plots and tables of results files, made when a page is built, in the colours of the theme.
+"""Sphinx extension: plots and tables of results files, made at build time, in theme colours.
 
 ```{roofline} n320_h200.json
 ```
@@ -33,7 +33,7 @@ class ResultsFigure(SphinxDirective):
     required_arguments = 1
 
     def run(self):
-        """Put the plot in place of the directive."""
+        """Replace the directive by the plot."""
         return [nodes.raw("", self.html(*self.results()), format="html")]
 
     def results(self) -> list[dict]:
@@ -50,12 +50,12 @@ class Tables(ResultsFigure):
     tables = staticmethod(table.tables)
 
     def run(self):
-        """Put the tables in place of the directive."""
+        """Replace the directive by the tables."""
         return self.parse_text_to_nodes(type(self).tables(*self.results()))
 
 
 class Details(Tables):
-    """`results-details`: the tables beside the summary that the page holds as text."""
+    """`results-details`: the tables that supplement the summary in the page."""
 
     tables = staticmethod(table.details)
 
@@ -76,7 +76,7 @@ class Roofline(ResultsFigure):
 
 
 def legend(results: dict) -> str:
-    """Marks of the roofline with the full names of the baselines, as text of the page, which wraps."""
+    """Return roofline marks with full baseline names, as page text, which wraps."""
     marks = [
         f'<path class="peer{place}" d="{plot.MARKS[place]}"/>'
         for place in range(len(results["baselines"]))

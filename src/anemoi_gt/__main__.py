@@ -1,4 +1,4 @@
-"""Command line of the package, `anemoi-gt` or `python -m anemoi_gt`: installation info, and applications by name."""
+"""Command line of the package, `anemoi-gt` or `python -m anemoi_gt`: info and applications."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ APPLICATIONS = {  # also python -m anemoi_gt.NAME
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command with `arguments`, by default those of the command line."""
+    """Run a command with `arguments`, by default from the command line."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if arguments[0] in APPLICATIONS:
         name, *rest = arguments
@@ -36,7 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name, summary in (info | APPLICATIONS).items():
         command = commands.add_parser(name, help=summary)
         if name == "info":
-            meaning = "tell how Anemoi's install would compute the blocks of a whole model, such as inference-last.ckpt"
+            meaning = (
+                "list how Anemoi's install would compute the blocks of a model file, such as "
+                "inference-last.ckpt"
+            )
             command.add_argument("--checkpoint", metavar="FILE", help=meaning)
     options = parser.parse_args(arguments)
 

@@ -1,7 +1,7 @@
 """Forward and backward of a step, captured once in a CUDA graph and replayed for every batch.
 
-    first batch     copied into static tensors;  warm-up passes;  the pass is captured;  random generators set back
-    every batch     copied into the same tensors;  the graph is replayed;  gradients are assigned to their parameters
+    first batch     copied into static tensors; warm-up passes; pass captured; generators restored
+    every batch     copied into the same tensors; graph replayed; gradients assigned to parameters
 
 A graph reads and writes the same memory each time, so batch, result and gradients stay where they
 were during capture. It draws from PyTorch's generator on the device what the same pass would draw
@@ -29,8 +29,8 @@ WARM_UP = (
 class Outputs(NamedTuple):
     """Static outputs of a pass."""
 
-    result: Any  # what the function returned, tensors in any nesting
-    gradients: list[Tensor | None]  # of each parameter; None where it gets none
+    result: Any  # the function's result, tensors in any nesting
+    gradients: list[Tensor | None]  # one per parameter, None without a gradient
 
 
 class CapturedPass(NamedTuple):
@@ -46,19 +46,19 @@ Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
 
 
 class CUDAGraphedStep:
-    """A function that computes forward and backward, captured at the first batch; the results are the same bit for bit.
+    """A captured forward and backward pass; replays are bitwise identical to eager calls.
 
-    It is captured again when a parameter has moved to other memory. Errors during capture say how
-    to do without.
+    It is captured again when a parameter has moved to other memory. Errors during capture name the
+    alternative.
 
     Parameters
     ----------
     function : callable
-        Takes a batch, leaves gradients at the parameters and returns tensors without history in any
-        nesting, such as the loss. It works on the device alone, does the same for every batch, and
-        changes nothing but gradients and random generators.
+        Takes a batch, sets the parameters' gradients and returns detached tensors in any nesting,
+        such as the loss. It runs on the device only, does the same work for every batch, and
+        changes only gradients and random generators.
     parameters : iterable of Parameter
-        Those that may get a gradient.
+        Parameters that may get a gradient.
     device : torch.device
         Device whose random generator the function draws from.
     capture : callable
@@ -81,7 +81,7 @@ class CUDAGraphedStep:
         self._captured: CapturedPass | None = None
 
     def __call__(self, batch: Any) -> Any:
-        """Leave the gradients of a batch at the parameters, instead of those there; return the function's result.
+        """Set the parameters' gradients for a batch, replacing old ones; return the result.
 
         Raises ValueError for a batch of other shapes or dtypes than the first.
         """
@@ -90,7 +90,9 @@ class CUDAGraphedStep:
         return result
 
     def replay(self, batch: Any) -> Outputs:
-        """Return the result for a batch, and the gradients, which the next replay overwrites; parameters keep theirs.
+        """Return result and gradients of a batch, valid until the next replay.
+
+        Gradients of the parameters do not change.
 
         Raises ValueError as a call does.
         """
@@ -115,11 +117,11 @@ class CUDAGraphedStep:
         return Outputs(tree_map_only(Tensor, Tensor.clone, result), gradients)
 
     def accepts(self, batch: Any) -> bool:
-        """Return True if a batch has the shapes, dtypes and constants of the captured one, or would be captured."""
+        """Return whether a batch can be replayed, or captured because none has been yet."""
         return self._captured is None or _kind(batch) == _kind(self._captured.batch)
 
     def reset(self) -> None:
-        """Release the captured pass and its memory, gradients included; the next batch is captured again."""
+        """Release the captured pass, its memory and gradients; the next batch is captured again."""
         self.release_gradients()
         self._captured = None
 
@@ -128,7 +130,7 @@ class CUDAGraphedStep:
         static = (
             set()
             if self._captured is None
-            else {id(each) for each in self._captured.outputs.gradients}
+            else {id(gradient) for gradient in self._captured.outputs.gradients}
         )
         for parameter in self.parameters:
             if id(parameter.grad) in static:
@@ -148,7 +150,7 @@ class CUDAGraphedStep:
         return CapturedPass(static, outputs, replay, self._addresses())
 
     def _outputs(self, batch: Any) -> Outputs:
-        """Compute the pass and take its gradients; parameters have none meanwhile, so backward does not accumulate."""
+        """Run the pass and take its gradients; parameters have none yet, so none accumulate."""
         before = [parameter.grad for parameter in self.parameters]
         self._assign([None] * len(self.parameters))
 
@@ -189,8 +191,8 @@ def capture_cuda_graph(
     function) `WARM_UP` times before. Returns the outputs of the function, in memory of the graph
     and undefined before the first replay, and `replay`, which computes them on the current stream.
     """
-    # Memory that launched steps left in the allocator serves neither the side stream nor the graph:
-    # the device would hold it up to three times. `torch.cuda.graph` frees that of the side stream.
+    # Memory cached by launched steps is usable by neither the side stream nor the graph:
+    # the device would hold it up to three times. `torch.cuda.graph` frees the side stream's memory.
     gc.collect()
     torch.cuda.empty_cache()
     side = torch.cuda.Stream()
@@ -209,10 +211,10 @@ def capture_cuda_graph(
 
 @contextmanager
 def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterator[None]:
-    """Let `torch.utils.checkpoint` leave the device's generator alone, whose state cannot be read during capture.
+    """Keep `torch.utils.checkpoint` from reading the generator's state, which fails during capture.
 
-    Raises ValueError at the end if a recomputation drew random numbers, which would not be those of
-    the forward pass. `state` returns the state of the generator, None during capture.
+    Raises ValueError at the end if a recomputation drew random numbers, which would differ from the
+    forward pass. `state` returns the state of the generator, None during capture.
     """
     module, begin, drew = torch.utils.checkpoint, None, False
 

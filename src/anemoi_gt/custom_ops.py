@@ -1,4 +1,4 @@
-"""Custom operators from functions whose arguments may be tuples, and what a call of one has to know of PyTorch.
+"""Custom operators from functions with tuple arguments, and what their calls need from PyTorch.
 
 An operator's schema is flat. A function takes operands that belong together as one NamedTuple;
 `flat_arguments` turns each into its fields, in order. An operator costs 0.15 to 0.7 ms of host time
@@ -28,7 +28,7 @@ NO_FORWARD_MODE = (
 
 
 def flat_arguments(function: Callable) -> Callable:
-    """Return `function` with the fields of each parameter annotated as a NamedTuple in the parameter's place."""
+    """Return `function` with each parameter annotated as a NamedTuple replaced by its fields."""
     groups, parameters = [], []
     for parameter in inspect.signature(function).parameters.values():
         kind = parameter.annotation
@@ -56,7 +56,9 @@ def flat_arguments(function: Callable) -> Callable:
 
 
 def define_operator(function: Callable) -> torch._ops.OpOverload:
-    """Register `function` as `torch.ops.anemoi_gt.<its name>`, with a schema from its annotations; return the operator.
+    """Register `function` as `torch.ops.anemoi_gt.<its name>`; return the operator.
+
+    Its schema follows from its annotations.
 
     It must not mutate its arguments nor return them. `torch.library.custom_op` checks that at every
     call, which costs more than the launch of a kernel (0.7 ms a call with torch 2.11 on Python
@@ -67,7 +69,7 @@ def define_operator(function: Callable) -> torch._ops.OpOverload:
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "default")(flat)
     operator = getattr(torch.ops.anemoi_gt, function.__name__).default
-    operator.function = flat  # for calls that bypass the dispatcher
+    operator.function = flat  # called directly to bypass the dispatcher
     return operator
 
 
@@ -84,11 +86,11 @@ _PLAIN = frozenset(
 
 
 def is_plain(*args) -> bool:
-    """Return whether only autograd concerns an operator call with `args`: then it may bypass the dispatcher.
+    """Return whether the call of an operator with `args` can skip the dispatcher.
 
-    Not in traced code, transforms of torch.func, dispatch modes and profilers, which look for
-    operators, for tensors of other classes or without memory, or without PyTorch's private
-    functions that tell.
+    False in traced code and under torch.func transforms, dispatch modes and profilers, which need
+    the operator; for tensor subclasses and tensors without memory; and if PyTorch's private queries
+    are unavailable.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_watched():
         return False
@@ -98,7 +100,7 @@ def is_plain(*args) -> bool:
 
 
 def needs_gradient(*operands: Tensor | None) -> bool:
-    """Return whether a gradient of an operand may be asked for; under torch.func, whose wrappers hide it, always."""
+    """Return whether a gradient of an operand may be needed; always True under torch.func."""
     if not torch.is_grad_enabled():
         return False
     return (
@@ -108,7 +110,7 @@ def needs_gradient(*operands: Tensor | None) -> bool:
 
 
 def refuse_second_derivative(operator: torch._ops.OpOverload) -> None:
-    """Make `operator`, which computes a first derivative, raise where a derivative of its own is asked for."""
+    """Make the derivative of `operator`, itself a first derivative, raise."""
     torch.library.register_autograd(operator, _refuse_second_derivative)
 
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import `module`, such as "scipy.spatial"; if it is missing, raise ImportError with the command for `extra`."""
+    """Import `module`; if it is missing, raise ImportError with the install command of `extra`."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -11,7 +11,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def check_integer(name: str, value: object, least: int | None = 1, note: str = "") -> None:
-    """Raise ValueError unless `value` is an integer of Python or NumPy and at least `least` if that is set.
+    """Raise ValueError unless `value` is a Python or NumPy integer, at least `least` if set.
 
     A bool is not an integer. `note` extends the message: the meaning, or what else is allowed, as
     in ", or null".
@@ -23,7 +23,10 @@ def check_integer(name: str, value: object, least: int | None = 1, note: str = "
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether it is a real number of Python or NumPy, NaN and infinity included, and not a bool."""
+    """Return whether `value` is a real number.
+
+    Rejects bool, accepts NaN and infinity, of Python or NumPy.
+    """
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -34,7 +37,7 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_positive(name: str, value: object, note: str = "") -> None:
-    """Raise ValueError unless `value` is a positive, finite number; `note` extends the message, as ", in hours"."""
+    """Raise ValueError unless `value` is positive and finite; `note` extends the message."""
     check_number(name, value)
     if is_number(value) and not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite{note}, got {value}")

@@ -1,4 +1,4 @@
-"""Global random generators of a run: PyTorch's on CPU and GPU (dropout), Python's and NumPy's (data sets)."""
+"""Global random generators of a run: PyTorch (dropout), Python and NumPy (data sets)."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of all global generators, with the GPU's if `device` is one, for a checkpoint."""
+    """Return the states of all global generators, with the GPU generator if `device` is a GPU."""
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002  a dict
     inner = numpy_state["state"]
     legacy = (

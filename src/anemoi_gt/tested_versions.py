@@ -22,9 +22,9 @@ TESTED = (
 
 
 class UntestedVersionsWarning(UserWarning):
-    """Warning that this package has not been tested with the installed releases of PyTorch and Triton.
+    """Warning that the installed releases of PyTorch and Triton are untested with this package.
 
-    Issued once per process and backend, when attention is first computed; `anemoi-gt info` says it
+    Issued once per process and backend, when attention is first computed; `anemoi-gt info` lists it
     before.
 
     Examples
@@ -44,14 +44,14 @@ def installed() -> tuple[str, str | None]:
 
 
 def why_untested(torch_release: str, triton_release: str | None) -> str | None:
-    """Return a sentence about untested releases, or None if they are tested; without Triton only PyTorch counts."""
+    """Return a sentence about untested releases, or None; without Triton only PyTorch counts."""
     known = {pair[0] for pair in TESTED} if triton_release is None else set(TESTED)
     if (torch_release if triton_release is None else (torch_release, triton_release)) in known:
         return None
-    found = f"PyTorch {torch_release}" + (
+    installed = f"PyTorch {torch_release}" + (
         "" if triton_release is None else f" with Triton {triton_release}"
     )
-    return f"{found} has not been tested; tested are " + ", ".join(
+    return f"{installed} has not been tested; tested are " + ", ".join(
         f"{pair[0]} with {pair[1]}" for pair in TESTED
     )
 
@@ -69,7 +69,7 @@ def _warn(backend: str) -> None:
 
 @constant_when_traced  # releases do not change; looking them up cannot be traced
 def warn_if_untested(backend: str) -> None:
-    """Warn once per process if `backend` runs on untested releases; for "torch" Triton does not matter."""
+    """Warn once per process if `backend` runs on untested releases; "torch" ignores Triton."""
     _warn(backend)
 
 

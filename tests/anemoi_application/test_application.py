@@ -68,7 +68,7 @@ def train(folder):
     return start
 
 
-def test_losses_are_those_of_the_untouched_training(train, capsys):
+def test_losses_equal_the_untouched_training(train, capsys):
     theirs, ours = train("untouched"), train("with_us")
     assert theirs["attentions"] == 0 and ours["attentions"] >= 20 * (2 + 1 + 1)
     assert len(theirs["losses"]) == 20 and ours["losses"] == pytest.approx(
@@ -146,7 +146,7 @@ def forecast(folder, checkpoint, name, *overrides, launcher=(), data="uk.zarr"):
 
 
 @pytest.mark.parametrize("config", ("untouched", "with_us"))
-def test_the_runner_computes_with_us_says_so_and_gives_the_same_forecast(folder, train, config):
+def test_the_runner_uses_anemoi_gt_logs_it_and_gives_the_same_forecast(folder, train, config):
     checkpoint = folder / "out" / "checkpoint" / train(config)["id"] / "inference-last.ckpt"
     said = "anemoi_gt computes the attention of 4 graph-transformer blocks"
     theirs, log = forecast(folder, checkpoint, f"{config}_theirs.nc")

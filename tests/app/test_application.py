@@ -71,7 +71,7 @@ TINY_9_KM = [
 TINY_9_KM += ["model.checkpoint_groups=1", "training.compile=false"]
 
 
-def test_the_recipe_of_9_km_trains_and_tells_the_memory_before(application):
+def test_the_9_km_recipe_trains_and_logs_its_memory_estimate(application):
     folder = application(*TINY_9_KM)
     log = (folder / "train.log").read_text()
     assert re.search(
@@ -156,7 +156,7 @@ def test_a_wrong_value_is_one_sentence(refusal, argument, message):
 @pytest.mark.parametrize(
     "argument", ["training.stpes=3", "model=resnet", "training=null", "attention/backend=cuda"]
 )
-def test_an_error_of_hydra_is_followed_by_where_the_options_are(application, capsys, argument):
+def test_an_error_of_hydra_is_followed_by_a_pointer_to_help(application, capsys, argument):
     with pytest.raises(SystemExit, match="^1$"):
         application(*SMALL, argument)
     end = "anemoi_gt.train: nothing was started; anemoi-gt train --help lists all groups and options\n"
@@ -290,7 +290,7 @@ def fields_of(
     """Options of a data set."""
 
 
-def test_lists_are_checked_and_types_that_omegaconf_does_not_know_are_not(monkeypatch):
+def test_lists_are_checked_and_types_unknown_to_omegaconf_are_not(monkeypatch):
     monkeypatch.setattr(train, "fields_of", fields_of, raising=False)
     values = {
         "_target_": "anemoi_gt.app.train_command.fields_of",

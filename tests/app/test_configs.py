@@ -139,7 +139,7 @@ def test_a_graph_for_another_grid_is_refused():
         build(composed("graph=n320", *TINY_SPHERE))
 
 
-def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_path):
+def test_your_own_data_use_the_default_graph_model_and_training(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.yaml").write_text("_target_: my.splits\n")
     config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")

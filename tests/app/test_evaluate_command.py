@@ -47,7 +47,7 @@ def scores(folder, name="scores.json"):
     return json.loads((folder / name).read_text())
 
 
-def test_scores_and_plot_of_the_best_checkpoint_are_those_of_the_end_of_training(
+def test_scores_and_plot_of_the_best_checkpoint_equal_the_end_of_training(
     trained, evaluated, capsys
 ):
     folder = evaluated(f"checkpoint={trained / 'best.pt'}")
@@ -107,7 +107,7 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot(
         (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be an integer, got 'far'"),
         (
             ["checkpoint={trained}/best.pt", "model.channels=64"],
-            "the checkpoint's weights must be those of the config",
+            "the checkpoint's weights must fit the config",
         ),
     ],
 )

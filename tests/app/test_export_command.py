@@ -168,7 +168,7 @@ def error_line(started, capsys):
         ),
         (
             "{checkpoint} out={folder}/m.pt2 model.channels=32",
-            "the checkpoint's weights must be those of",
+            "the checkpoint's weights must fit",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(
     )
 
 
-def test_package_that_disagrees_with_the_model_is_not_left_behind(run, monkeypatch, tmp_path):
+def test_package_that_disagrees_with_the_model_is_removed(run, monkeypatch, tmp_path):
     (splits, model, training), _ = run
     monkeypatch.setattr(application, "export_model", lambda *_: None)
     monkeypatch.setattr(application, "write_package", lambda _, path, __: path.write_bytes(b"any"))

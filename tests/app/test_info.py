@@ -126,7 +126,7 @@ def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not
     )
 
 
-def test_a_checkpoint_is_told_of_block_by_block(tmp_path, capsys, anemoi_as_it_is):
+def test_a_checkpoint_is_listed_block_by_block(tmp_path, capsys, anemoi_as_it_is):
     model = build(weather_graph(), make_options(channels=16, heads=2))
     model.processor.proc[1].conv = OwnConv(model.processor.proc[1].conv)
     torch.save(model, tmp_path / "inference-last.ckpt")

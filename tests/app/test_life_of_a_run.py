@@ -144,7 +144,7 @@ def test_a_rollout_that_cannot_be_made_is_refused(begun, start, error_line):
     )
 
 
-def test_configs_of_ones_own_and_their_target_are_found(place, start, monkeypatch):
+def test_your_own_configs_and_their_target_are_found(place, start, monkeypatch):
     (place / "conf" / "data").mkdir(parents=True)
     (place / "conf" / "data" / "mine.yaml").write_text("_target_: my_weather.splits\n")
     (place / "my_weather.py").write_text(
@@ -171,7 +171,7 @@ def test_a_refused_command_leaves_no_folder(place, start, error_line, arguments)
     assert {path.name for path in place.iterdir()} == {"weather.nc"}
 
 
-def test_a_refused_command_removes_nothing_that_was_there(place, start, error_line):
+def test_a_failed_command_removes_no_existing_file(place, start, error_line):
     (place / "kept").mkdir()
     error_line(start, train, "training.steps=0", "hydra.run.dir=kept/run")
     assert list((place / "kept").iterdir()) == []

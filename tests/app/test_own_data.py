@@ -116,13 +116,13 @@ def test_the_config_of_the_page_runs_on_its_own_file(place, start):
     assert state["config"]["graph"]["refinement"] == 5
 
 
-def test_a_global_graph_for_a_region_is_refused_with_the_graph_to_take(place, start, error_line):
+def test_a_global_graph_for_a_region_raises_and_names_a_fitting_graph(place, start, error_line):
     weather_file().to_netcdf("weather.nc")
     sentence = error_line(start, train, "data=xarray", "data.path=weather.nc", "graph=icosphere")
     assert "have no data near them: the data cover a region, take graph=default" in sentence
 
 
-def test_a_variable_that_is_not_there_cannot_be_plotted(place, start, error_line):
+def test_a_missing_variable_cannot_be_plotted(place, start, error_line):
     weather_file().to_netcdf("weather.nc")
     arguments = ("data=xarray", "data.path=weather.nc", "plots.variables=[t2m,q]", *SMALL)
     assert "plots.variables must be among t2m, z_500, z_850, tp, got q" in error_line(

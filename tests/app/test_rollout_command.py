@@ -40,7 +40,7 @@ def model(dataset):
     return InputModel(dataset.in_channels).eval()
 
 
-def test_forecasts_and_scores_at_the_first_lead_time_are_those_of_training(dataset, model):
+def test_forecasts_and_scores_at_the_first_lead_time_equal_trainings(dataset, model):
     for i in (0, len(dataset) - 1):
         first, *_ = roll_out(model, dataset, i, 3)
         assert torch.equal(first.forecast, model_forecast(model, dataset)(i))
@@ -100,7 +100,7 @@ def test_lead_times_are_scored_over_the_samples_with_a_truth(weather):
     assert rollouts.median_sample <= samples - steps
 
 
-def test_error_at_a_lead_time_is_that_of_its_forecasts_and_truths(splits):
+def test_error_at_a_lead_time_compares_its_forecasts_and_truths(splits):
     dataset, model = splits.test, InputModel(splits.test.in_channels)
     at_end = [roll_out(model, dataset, i, 3)[-1] for i in range(len(dataset))]
     squares = [((o.forecast - o.truth)[:, 0].square() * dataset.weights).mean() for o in at_end]

@@ -70,7 +70,7 @@ def test_table_has_every_forecast_variable_and_unit():
     assert len({len(line) for line in table.splitlines()}) == 1
 
 
-def test_median_sample_is_that_of_median_error_of_the_first_variable():
+def test_median_sample_has_the_median_error_of_the_first_variable():
     dataset = FiveSamples()
     errors = [3.0, -1.0, 0.0, 4.0, 2.0]  # and the opposite order in the second variable
     forecasts = {"model": lambda i: dataset.truth(i) + torch.tensor([errors[i], 9 - errors[i]])}

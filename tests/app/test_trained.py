@@ -71,7 +71,7 @@ def test_a_zarr_lists_its_variables_in_one_order_in_every_process(tmp_path):
     assert first.variables == second.variables == ("t2m", "tp", "z_500", "z_850")
 
 
-def test_a_forecast_from_a_part_of_the_file_is_that_of_the_whole_file(place, start):
+def test_a_forecast_from_a_part_of_the_file_equals_the_whole_files(place, start):
     weather_file().isel(time=slice(10, None)).to_netcdf(
         "tail.nc"
     )  # the last test sample is the same
@@ -141,7 +141,7 @@ def test_a_continued_run_has_the_normalisation_that_it_began_with(place, start):
         (lambda s: s, ("model.heads=2",), "model.heads must be 4, as in the checkpoint, got 2"),
     ],
 )
-def test_data_or_a_network_other_than_those_of_the_checkpoint_are_refused(
+def test_data_or_a_network_that_differ_from_the_checkpoint_raise(
     place, start, error_line, change, arguments, message
 ):
     changed = change(weather_file())
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_wha
     for name in ("best.pt", "last.pt"):
         as_by_0_2_0(place / "run" / name)
     start(evaluate, CHECKPOINT, "hydra.run.dir=scores")
-    said = "was written by 0.2.0, which did not keep the order of the variables, their units, means and deviations"
+    said = "was written by 0.2.0, which did not keep the order of the variables, their units, means and standard deviations"
     assert said in capsys.readouterr().out and rmse("scores") == rmse("run")
     start(train, "resume=true", "hydra.run.dir=run", "training.steps=6")
     assert said in capsys.readouterr().out
@@ -199,7 +199,7 @@ def test_a_schema_survives_a_checkpoint_bit_by_bit(kind, tmp_path):
     )
 
 
-def test_statistics_of_generated_data_are_those_of_the_checkpoint():
+def test_statistics_of_generated_data_come_from_the_checkpoint():
     few, many = sphere("O4", train_size=2).train, sphere("O4", train_size=32).train
     assert not torch.equal(few[0].target, many[0].target)
     assert torch.equal(few.normalised_by(many.schema().normalisation)[0].target, many[0].target)

@@ -47,7 +47,7 @@ def test_backends_holds_the_table_of_errors():
     )
 
 
-def test_plots_of_the_readme_are_those_of_the_results():
+def test_plots_of_the_readme_match_the_results():
     for name, theme in (("speed", plot.LIGHT), ("speed-dark", plot.DARK)):
         committed = (DOCS / "_static" / f"{name}.svg").read_text()
         assert committed == plot.as_file(plot.bars(load("n320_h200")), theme), (

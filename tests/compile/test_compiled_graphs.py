@@ -91,14 +91,14 @@ def test_edges_from_a_mask_are_compiled_once_for_any_number():
     assert_step_is_eager(layer, from_mask(layer), draw_mask(SIZES[0]), draw_mask(SIZES[1]))
 
 
-def test_kernels_take_edges_that_are_grouped_without_order(kernel_device, unordered):
+def test_kernels_accept_edges_grouped_without_order(kernel_device, unordered):
     layer = make_layer("conv", "triton", kernel_device)
     assert_step_is_eager(
         layer, from_nonzero(layer, stable=False), draw_matrix((5, 4, 9, 1), device=kernel_device)
     )
 
 
-def test_a_layer_takes_an_edge_index_of_unknown_size():
+def test_a_layer_accepts_an_edge_index_of_unknown_size():
     layer = make_layer("conv")
     assert_step_is_eager(layer, from_nonzero(layer, as_structure=False), draw_matrix(SIZES[0]))
 

@@ -152,7 +152,7 @@ def test_autocast_gives_the_bits_of_eager(where):
     assert [name for name in present if not torch.equal(actual[name], expected[name])] == []
 
 
-def test_a_backend_that_cannot_run_says_why_while_compiling():
+def test_a_backend_that_cannot_run_raises_the_reason_while_compiling():
     layer, sample = make_layer("conv", "triton").double(), sample_for("conv", SIZES[0])
     doubles = {name: tensor.double() for name, tensor in sample.tensors.items()}
     with pytest.raises(

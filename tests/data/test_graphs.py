@@ -38,7 +38,7 @@ def graph():
     return icosphere_graph(O16, refinement=3)
 
 
-def test_layout_is_that_of_anemoi_graphs_with_positions_in_radians(graph):
+def test_layout_equals_anemoi_graphs_with_positions_in_radians(graph):
     assert (
         graph.metadata() == (["data", "hidden"], [ENCODER, PROCESSOR, DECODER]) and graph.validate()
     )

@@ -44,7 +44,7 @@ def test_edges_are_unique_bidirectional_and_sorted_by_destination_then_source():
     )
 
 
-def test_multi_scale_edges_are_those_of_all_levels():
+def test_multi_scale_edges_include_all_levels():
     single = np.concatenate(
         [icosphere(3, levels=(level,)).edge_index for level in (1, 2, 3)], axis=1
     )

@@ -283,7 +283,7 @@ def test_a_run_that_is_resumed_without_sharding_keeps_its_own(place, raised):
     }
 
 
-def test_the_log_says_that_the_sharding_changes(continued):
+def test_the_log_states_that_the_sharding_changes(continued):
     before = "sharding=edges sharding.model=4 sharding.timeout=300.0"
     after = "sharding=edges sharding.model=2 sharding.timeout=300.0"
     assert f"sharding changes from {before} to {after}" in continued[1][0]

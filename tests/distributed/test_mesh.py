@@ -65,14 +65,12 @@ def test_init_distributed_needs_a_sharding_config():
 @pytest.mark.parametrize(
     ("device_type", "device"), [("cpu", torch.device("cpu")), ("cuda", torch.device("cuda", 1))]
 )
-def test_a_rank_takes_the_gpu_of_its_local_rank_if_there_is_one_or_the_cpu(
-    monkeypatch, device_type, device
-):
+def test_a_rank_uses_the_gpu_of_its_local_rank_or_the_cpu(monkeypatch, device_type, device):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert local_device(device_type) == device
     monkeypatch.setenv("LOCAL_RANK", "2")
-    message = "^every rank of a host must have a GPU of its own, got local rank 2 and 2 GPUs"
+    message = "^every rank of a host must have its own GPU, got local rank 2 and 2 GPUs"
     raises(lambda: local_device("cuda"), message)
 
 

@@ -76,7 +76,7 @@ def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
     conv.config = AttentionConfig(backend="torch")
     assert explain(conv, *inputs).layers[0].rejected == {
-        "triton": "could serve; the config names 'torch'"
+        "triton": "supported; the config names 'torch'"
     }
 
 
@@ -107,7 +107,7 @@ def test_activation_checkpointing_still_records_gradients():
     assert all(operators(layer) == TORCH_PASSES for layer in found.layers)
 
 
-def test_the_dtype_is_that_of_autocast(conv, inputs):
+def test_the_dtype_follows_autocast(conv, inputs):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert explain(conv, *inputs).layers[0].dtype == "bfloat16"
 

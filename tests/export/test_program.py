@@ -38,7 +38,7 @@ def assert_same(program, inputs, expected):
     torch.testing.assert_close(program.module()(*inputs), expected)
 
 
-def test_a_program_takes_any_batch_size_and_holds_neither_our_operators_nor_a_reverse_structure(
+def test_a_program_accepts_any_batch_size_without_our_operators_and_reverse_structure(
     make_model, fields
 ):
     model = make_model(dropout=0.5, checkpoint_groups=1).train()
@@ -72,7 +72,7 @@ def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
         assert_same(program, (x, graph_tensors(other)), other(x))
 
 
-def test_a_tensor_graph_layer_takes_any_nodes_and_edges():
+def test_a_tensor_graph_layer_accepts_any_nodes_and_edges():
     sizes = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
     block = GraphTransformerProcessorBlock(**sizes, config=AttentionConfig(backend="torch"))
     layer, (batch, nodes, edges) = (

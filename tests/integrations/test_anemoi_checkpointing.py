@@ -76,7 +76,7 @@ def test_modes_have_the_same_bits_and_compute_once_unless_full(graph, expected, 
 
 
 @pytest.mark.parametrize("mode", [None, "full"])
-def test_hooks_on_saved_tensors_may_copy_what_is_saved(graph, expected, mode):
+def test_hooks_on_saved_tensors_may_copy_them(graph, expected, mode):
     """As `save_on_cpu` does, and offloading of activations."""
     copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
     with anemoi.install(activation_checkpointing=mode), copies:
@@ -154,7 +154,7 @@ def test_other_modes_and_components_are_refused(choice):
 
 
 @pytest.mark.parametrize("choice", ["selective", {"processor": "selective"}])
-def test_selective_checkpointing_is_refused_with_what_to_use_instead(choice):
+def test_selective_checkpointing_raises_and_names_the_alternatives(choice):
     with pytest.raises(
         ValueError, match="'selective' was removed, got .*; use 'none', .* or 'full'"
     ):

@@ -59,7 +59,7 @@ def test_the_layer_kernel_passes_the_schema_and_installs_us(composed, graph, att
     assert len(attentions) == 2 + 2 + 2
 
 
-def test_the_layer_kernel_takes_the_options_of_install(composed, graph):
+def test_the_layer_kernel_accepts_the_options_of_install(composed, graph):
     kernel = "model.layer_kernels.AnemoiGT.install"
     options = (f"{kernel}.backend=torch", f"{kernel}.precision=bf16", f"{kernel}.fuse_edges=false")
     options += (f"{kernel}.sharding=false",)

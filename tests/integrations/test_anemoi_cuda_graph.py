@@ -220,7 +220,7 @@ def test_one_process_of_ddp_replays_and_launches_single_batches_of_another_shape
     assert runs[1][0].calls > runs[0][0].calls  # in warm-up passes
 
 
-def test_gradients_that_are_zeroed_in_place_are_those_of_the_batch(graph, monkeypatch):
+def test_gradients_that_are_zeroed_in_place_belong_to_the_batch(graph, monkeypatch):
     zero = lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(set_to_none=False)  # noqa: E731
     monkeypatch.setattr(Forecaster, "optimizer_zero_grad", zero)
     assert_same(fit(graph, [callback()], epochs=1), fit(graph, epochs=1))
@@ -246,7 +246,7 @@ def test_a_step_is_captured_again_when_a_weight_has_moved(graph):
     assert capture.call_count == 2
 
 
-def test_an_exception_puts_back_what_was_replaced(graph):
+def test_an_exception_restores_the_replaced_methods(graph):
     replays = callback()
     failing = LambdaCallback(on_train_batch_end=Mock(side_effect=RuntimeError("the disk is full")))
     with pytest.raises(RuntimeError, match="disk is full"):
@@ -323,7 +323,7 @@ def test_a_loop_of_ones_own_with_replays_has_the_bits_of_one_without(graph):
     assert all(map(torch.equal, others, weights))
 
 
-def test_indices_on_the_host_are_found_and_put_back(graph):
+def test_indices_on_the_host_are_replaced_and_restored(graph):
     module = Forecaster(graph)
     indices = indices_on_device(module, torch.device("meta"))
     before = [holder[key] for (holder, key), _ in indices]

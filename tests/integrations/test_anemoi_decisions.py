@@ -87,7 +87,7 @@ def test_a_diagnostic_that_watches_does_not_end_a_run_with_a_named_backend(graph
         assert {block.outcome for block in integration.installed().computed} == {"attention only"}
 
 
-def test_what_was_computed_how_is_told_by_module_path_and_reason(graph, caplog):
+def test_block_paths_are_listed_by_module_path_and_reason(graph, caplog):
     model, x = build(graph, make_options(channels=16, heads=2)), draw(graph)
     model.processor.proc[1].conv.register_forward_hook(lambda *_: None)
     with integration.install(), caplog.at_level(logging.INFO, logger="anemoi_gt"):
@@ -101,20 +101,18 @@ def test_what_was_computed_how_is_told_by_module_path_and_reason(graph, caplog):
     ]
     assert line.startswith("anemoi_gt computes blocks of AnemoiModelEncProcDec: ")
     assert len(found) == 4 and found["processor.proc.1"].outcome == "upstream"
-    assert found["processor.proc.1"].reason == "hooks watch its conv, which would not be called"
+    assert found["processor.proc.1"].reason == "its conv has hooks, which would be skipped"
     assert (
         found["processor.proc.0"].outcome
         == found["encoder.encoder.proc"].outcome
         == "attention only"
     )
     for text in (line, told):
-        assert (
-            "1 upstream (processor.proc.1: hooks watch its conv, which would not be called)" in text
-        )
+        assert "1 upstream (processor.proc.1: its conv has hooks, which would be skipped)" in text
         assert "GraphTransformerMapperBlock: 2 attention only (" in text
 
 
-def test_a_second_model_is_told_of_with_its_own_blocks(graph, caplog, few_programs):
+def test_a_second_model_is_logged_with_its_own_blocks(graph, caplog, few_programs):
     x = draw(graph, ensemble=2)
     models = [
         build(graph, make_ensemble_options(channels=16, heads=2), seed=seed) for seed in (0, 1)
@@ -174,10 +172,10 @@ def test_a_model_without_graph_transformers_is_named_when_it_is_built(interface,
 
     interface(make)
     (message,) = said()
-    assert message == "Linear has no graph-transformer block: anemoi_gt computes nothing of it"
+    assert message == "Linear has no graph-transformer block: anemoi_gt is not used"
 
 
-def test_a_model_that_is_built_again_stays_swapped(graph, interface, attentions):
+def test_a_rebuilt_model_stays_swapped(graph, interface, attentions):
     model, x = interface(lambda: build(graph, make_options(channels=16, heads=2))), draw(graph)
     integration.swap_layers(model, precision="bf16")
     model.model(x)
@@ -191,7 +189,7 @@ def test_a_model_that_is_built_again_stays_swapped(graph, interface, attentions)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_torchscript_trace_is_of_anemois_code_which_is_said(graph, said):
+def test_a_torchscript_trace_records_anemois_code_which_is_logged(graph, said):
     model = build(graph, make_options(channels=16, heads=2, checkpointing=False)).eval()
     x = draw(graph)["data"]
 
@@ -213,7 +211,7 @@ def test_a_torchscript_trace_is_of_anemois_code_which_is_said(graph, said):
     assert [message for message in said() if "torch.jit.trace records it" in message]
 
 
-def test_a_block_outside_of_a_model_is_told_of_by_its_class(inputs):
+def test_a_block_outside_of_a_model_is_listed_by_its_class(inputs):
     with integration.install():
         module = make_block()
         module(*inputs)

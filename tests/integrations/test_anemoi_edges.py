@@ -160,7 +160,7 @@ def test_a_graph_of_the_same_sizes_is_not_taken_for_the_one_before(graph, in_pla
     assert (after - before).abs().max() > 1e-3
 
 
-def test_a_list_that_was_written_into_is_made_again(graph, young):
+def test_a_modified_list_is_rebuilt(graph, young):
     model, x = build(graph, make_options()), draw(graph)
     expected = model(x)["data"]
     with integration.install():

@@ -110,7 +110,7 @@ CHANGES = {  # of parts of a block that stays fused
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_block_with_other_parts_that_kernels_serve_is_fused(change):
+def test_a_block_with_other_supported_parts_is_fused(change):
     block, inputs = block_of("processor"), block_inputs()
     CHANGES[change](block)
     expected = differentiate_block(block, inputs)
@@ -191,7 +191,7 @@ def assert_as_accurate(ours, anemoi, exact, dtype):
 @pytest.mark.parametrize(
     ("nodes", "compiler"), ((torch.bfloat16, None), (torch.float16, "aot_eager")), ids=str
 )
-def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, compiler):
+def test_errors_are_at_most_three_times_anemois_blocks(kind, nodes, compiler):
     """Against float64, for 16-bit nodes, as Anemoi's embeddings are under autocast."""
     inputs = block_inputs(KINDS[kind])
     exact = differentiate_block(block_of(kind).double(), widened(inputs, torch.float64))
@@ -206,7 +206,7 @@ def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, comp
     assert_as_accurate(ours, anemoi, exact, nodes)
 
 
-def test_a_model_gives_what_anemoi_gives(graph):
+def test_a_model_matches_anemoi(graph):
     """A batch of two, which chunks of mappers hold as one graph."""
     model, x = (
         small.build(graph, small.make_options(checkpointing=False, mapper_chunks=3)),
@@ -351,9 +351,7 @@ NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alon
     "its layer_norm_mlp_dst is a torch.nn.modules.normalization.RMSNorm, and": with_part(
         "layer_norm_mlp_dst", lambda _: nn.RMSNorm(16)
     ),
-    "OwnUpdate has a run_node_dst_mlp of its own": lambda block: setattr(
-        block, "__class__", OwnUpdate
-    ),
+    "OwnUpdate overrides run_node_dst_mlp": lambda block: setattr(block, "__class__", OwnUpdate),
     "its node_dst_mlp is a .*OwnMLP, and an MLP or a torch.nn.Sequential": lambda block: setattr(
         block.node_dst_mlp, "__class__", OwnMLP
     ),
@@ -370,7 +368,7 @@ def remaining(reason):
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
-def test_what_a_sub_layer_cannot_serve_costs_that_sub_layer_alone_and_is_said_once(reason, said):
+def test_an_unsupported_option_costs_only_its_sub_layer_and_is_logged_once(reason, said):
     block, inputs = block_of("processor"), block_inputs()
     UNSERVED[reason](block)
     exact = differentiate_block(block, inputs)
@@ -441,7 +439,7 @@ def test_hooks_of_all_modules_see_the_parts_of_a_block(is_compiled, said, traced
             assert_same_numbers(differentiate_block(block, inputs), expected)
     finally:
         hook.remove()
-    assert "hooks watch all modules, and those of its parts would not be called" in said()[0]
+    assert "hooks on all modules would skip its submodules" in said()[0]
 
 
 @pytest.mark.parametrize("name", ("lin_edge", "projection"))
@@ -454,7 +452,7 @@ def test_a_forward_set_on_a_linear_map_is_called(name):
 
 
 @pytest.mark.parametrize(("mode", "times"), (("full", 2), ("none", 1)))
-def test_only_a_full_checkpoint_computes_sub_layers_again(mode, times, graph):
+def test_only_a_full_checkpoint_recomputes_sub_layers(mode, times, graph):
     model, x = small.build(graph, small.make_options(mapper_chunks=1)), small.draw(graph)
     expected = small.differentiate(model, x)
     with BLOCKS(activation_checkpointing=mode), Operators() as operators:

@@ -57,12 +57,12 @@ def test_output_and_gradients_are_anemois(graph, assert_same, changes):
 
 @pytest.mark.parametrize("strategy", ("edges", "heads"))
 @pytest.mark.parametrize(("chunks", "fuse_edges"), ((1, True), (2, True), (3, True), (2, False)))
-def test_a_batch_gives_what_anemoi_gives(graph, assert_same, chunks, fuse_edges, strategy):
+def test_a_batch_matches_anemoi(graph, assert_same, chunks, fuse_edges, strategy):
     options = make_options(mapper_chunks=chunks, shard_strategy=strategy)
     assert_same(options, draw(graph, batch=3 if chunks == 3 else 2), fuse_edges)
 
 
-def test_an_ensemble_with_conditional_layer_norm_gives_what_anemoi_gives(graph, assert_same):
+def test_an_ensemble_with_conditional_layer_norm_matches_anemoi(graph, assert_same):
     assert_same(make_ensemble_options(), draw(graph, batch=2, ensemble=2), fcstep=1)
 
 

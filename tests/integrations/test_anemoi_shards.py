@@ -49,7 +49,7 @@ def one_rank(name):
 @pytest.mark.parametrize(
     "name", [*CASES, "conditioned"]
 )  # of meshes, ensembles, ranks without nodes, whole inputs, ..
-def test_loss_and_gradients_are_those_of_one_rank(folder, name):
+def test_loss_and_gradients_equal_one_rank(folder, name):
     loss, gradients, _ = torch.load(folder / f"{name}.pt")
     expected, of_one = one_rank(name)
     if name in CASES and CASES[name].fused:
@@ -137,7 +137,7 @@ def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(
             key for key, method in before.items() if vars(find(*key[0]))[key[1]] is not method
         ]
         assert set(replaced) <= set(PATCHES)
-    assert f"this anemoi-models has another {place[-1]}.{name}: its own sharding is kept" in said()
+    assert f"this anemoi-models has another {place[-1]}.{name}: Anemoi's sharding is kept" in said()
 
 
 def test_nodes_that_are_not_divided_along_the_grid_are_refused(graph, two_ranks):

@@ -107,7 +107,7 @@ def in_versions(listed, version):
 
 
 @pytest.mark.parametrize("version", (*VERSIONS[:-1], *OTHERS))
-def test_the_bodies_that_we_stand_in_for_are_those_of_the_versions_named(version):
+def test_the_replaced_bodies_match_the_versions_named(version):
     found = definitions(version)
     for name, bodies in KNOWN.items():
         expected = [digest for digest, listed in bodies.items() if in_versions(listed, version)]
@@ -138,7 +138,7 @@ def test_blocks_that_were_built_for_a_gpu_compute_with_us(report):
 
 
 @every_version
-def test_install_names_the_methods_that_are_not_as_in_the_versions_we_know(report):
+def test_install_names_the_methods_that_differ_from_known_versions(report):
     *methods, sharding = report["said"] or [""]
     if report["version"] in ("0.9.3", "0.11.2"):
         (message,) = methods
@@ -146,11 +146,11 @@ def test_install_names_the_methods_that_are_not_as_in_the_versions_we_know(repor
             all(name in message for name in SINCE_0_16)
             and "GraphTransformerBaseBlock" not in message
         )
-        assert message.endswith("expect less speed, not other results")
+        assert message.endswith("slower, same results")
     else:
         assert not methods, f"anemoi-models {report['version']}: {methods}"
     named = "target_features.shard_tensor" in sharding and sharding.endswith(
-        "its own sharding is kept"
+        "Anemoi's sharding is kept"
     )
     assert named is (report["version"] in VERSIONS[:-1]), (
         f"anemoi-models {report['version']}: {sharding}"

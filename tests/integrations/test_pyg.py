@@ -64,7 +64,7 @@ def assert_same_gradients(ours, theirs, *inputs):
 
 
 @models
-def test_a_model_computes_what_it_did_on_a_graph_and_on_mini_batches_of_neighbourhoods(make):
+def test_a_swapped_model_matches_on_a_graph_and_on_mini_batches(make):
     theirs, ours = make_pair(make)
     assert not layers_of(ours, TransformerConv)
     assert len(layers_of(ours, GraphTransformerConv)) == len(layers_of(theirs, TransformerConv))
@@ -104,7 +104,7 @@ def test_hooks_stay_and_can_be_removed():
 
 
 @pytest.mark.parametrize("training", (False, True))
-def test_what_else_the_layer_was_given_stays_and_nothing_is_drawn_or_allocated(training):
+def test_other_attributes_of_the_layer_stay_and_nothing_is_drawn_or_allocated(training):
     conv = TransformerConv(6, 4).train(training)
     conv.extra, conv.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
     conv.register_buffer("kept", torch.ones(1))
@@ -132,7 +132,7 @@ def test_the_direction_of_flow_and_the_attention_weights_are_pygs(flow, weights)
     assert_same_numbers(swap_one(conv)(*make_graph(), return_attention_weights=weights), expected)
 
 
-def test_a_lazy_layer_takes_its_sizes_afterwards():
+def test_a_lazy_layer_infers_its_sizes_afterwards():
     torch.manual_seed(1)
     ours = swap_one(TransformerConv(-1, 4, heads=2, edge_dim=-1))
     ours(*make_graph())
@@ -182,7 +182,7 @@ def test_a_swapped_model_pickles_and_copies():
         assert_same_numbers(twin(*make_graph()), ours(*make_graph()))
 
 
-def test_the_options_reach_every_layer_and_so_do_those_of_a_second_call():
+def test_the_options_of_each_call_reach_every_layer():
     model = swap_layers(TextGraphEncoder(), "torch", "bf16", stable_sort=False)
     first = layers_of(model, GraphTransformerConv)
     assert {layer.config for layer in first} == {
@@ -192,7 +192,7 @@ def test_the_options_reach_every_layer_and_so_do_those_of_a_second_call():
     assert {layer.config for layer in first} == {AttentionConfig(precision="fp16")}
 
 
-def test_swapping_back_puts_back_the_layers_with_what_their_replacements_hold():
+def test_swapping_back_restores_the_layers_with_the_current_parameters():
     model, calls = TextGraphEncoder().eval(), []
     before = [
         (name, module) for name, module in model.named_modules() if type(module) is TransformerConv
@@ -237,7 +237,7 @@ def test_a_submodule_that_the_layer_does_not_have_is_not_made():
     torch.testing.assert_close(model[0](*inputs), expected)
 
 
-def test_a_submodule_that_was_taken_from_a_swapped_layer_does_not_come_back():
+def test_a_submodule_removed_from_a_swapped_layer_stays_removed():
     model = swap_layers(nn.ModuleList([TransformerConv(6, 4, root_weight=False)]))
     del model[0].lin_skip
     assert not [name for name in swap_back(model).state_dict() if "lin_skip" in name]
@@ -270,7 +270,7 @@ class OwnConv(TransformerConv):
         self.name = "own"
 
 
-def test_a_subclass_is_swapped_on_request_and_comes_back_as_itself():
+def test_a_subclass_is_swapped_on_request_and_restored_as_itself():
     model = nn.ModuleList([OwnConv(6, 4, edge_dim=DIM)]).eval()
     own, expected = model[0], model[0](*make_graph())
     assert (
@@ -355,14 +355,14 @@ def watch(register):
 
 
 UNSERVED = {
-    f"{__name__}.OwnConv is a class of its own": {"kind": OwnConv},
+    f"{__name__}.OwnConv is a subclass": {"kind": OwnConv},
     "aggr must be 'add', attention is a weighted sum, got 'max'": {"aggr": "max"},
     f"its lin_edge is {__name__}.OwnLinear, and PyG's Linear is needed": {
         "change": lambda conv: setattr(conv, "lin_edge", OwnLinear(DIM, 4, bias=False))
     },
-    "hooks watch its lin_edge": {"change": watch("register_forward_hook")},
-    "hooks watch its lin_edge, which": {"change": watch("register_forward_pre_hook")},
-    "hooks watch its lin_edge, which would": {"change": watch("register_full_backward_hook")},
+    "its lin_edge has hooks": {"change": watch("register_forward_hook")},
+    "its lin_edge has hooks, which": {"change": watch("register_forward_pre_hook")},
+    "its lin_edge has hooks, which would": {"change": watch("register_full_backward_hook")},
     "its lin_edge has a bias, which PyG's does not have": {
         "change": lambda conv: setattr(conv.lin_edge, "bias", nn.Parameter(torch.ones(4)))
     },
@@ -382,12 +382,10 @@ UNSERVED = {
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
-def test_a_named_backend_refuses_what_ours_cannot_stand_for_and_auto_leaves_it_and_the_log_says_why(
-    reason, caplog
-):
+def test_a_named_backend_raises_for_an_unsupported_layer_and_auto_logs_why_it_stays(reason, caplog):
     model = nn.ModuleList([TransformerConv(6, 4), conv_with(**UNSERVED[reason])])
     last = model[1]
-    with pytest.raises(ValueError, match=f"attention backend 'torch' cannot serve .*: {reason}"):
+    with pytest.raises(ValueError, match=f"attention backend 'torch' cannot run .*: {reason}"):
         swap_layers(model, backend="torch")
     assert type(model[0]) is TransformerConv
     with caplog.at_level(logging.WARNING, logger="anemoi_gt"):
@@ -409,7 +407,7 @@ class FirstLayer(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:.*legacy TorchScript-based ONNX export")
-def test_an_onnx_export_of_a_swapped_model_says_that_swapping_back_helps(tmp_path):
+def test_the_error_of_an_onnx_export_points_to_swap_back(tmp_path):
     model = swap_layers(nn.Sequential(TransformerConv(6, 4)))
     forward, (x, edge_index, _) = FirstLayer(model), make_graph()
     with pytest.raises(

@@ -97,7 +97,7 @@ def test_every_kernel_compiles(target):
     assert max(line["shared"] for line in compiled) <= SHARED[target]
 
 
-def test_names_in_a_profile_tell_dtype_and_sizes():
+def test_names_in_a_profile_contain_dtype_and_sizes():
     compiled = compile_kernels("standard", "cuda:90")
     named = [line for line in compiled if "c64" in line["name"] or "bwd_attributes" in line["name"]]
     names = {line["kernel"]: line["name"].removeprefix("edge_attention_") for line in named}
@@ -171,7 +171,7 @@ def test_an_update_that_races_would_be_seen(warps, between, found):
     assert unordered_updates(UPDATE.replace("WARPS", warps).replace("BETWEEN", between)) == found
 
 
-def test_a_profiler_is_told_bytes_and_flops_of_a_launch():
+def test_a_profiler_gets_bytes_and_flops_of_a_launch():
     told = {
         (line["name"], line["form"]): (line["bytes"], line["flops16"])
         for line in compile_kernels("facts")
@@ -199,7 +199,7 @@ def relaunch(what):
 
 
 @pytest.mark.parametrize(("what", "repeats"), [("repeated", True), ("public", False)])
-def test_the_second_run_of_a_plan_hands_the_driver_what_triton_hands_it(what, repeats):
+def test_the_second_run_of_a_plan_passes_the_driver_tritons_arguments(what, repeats):
     first, second = relaunch(what)
     assert len(first["launches"]) == LAUNCHES + WITH_HUBS
     assert second["launches"] == first["launches"]
@@ -209,7 +209,7 @@ def test_the_second_run_of_a_plan_hands_the_driver_what_triton_hands_it(what, re
         assert all(first["tensors"]) and second["tensors"] == first["tensors"]
 
 
-def test_a_graph_without_destinations_runs_again_and_again():
+def test_a_graph_without_destinations_runs_repeatedly():
     names = [line["name"] for line in relaunch("empty")]
     assert len(names) % 4 == 0 and names == 4 * names[: len(names) // 4]
 
@@ -231,7 +231,7 @@ def test_unaligned_operands_go_to_a_kernel_compiled_for_them_which_is_then_repea
     assert all(line["repeated"] for line in lines[LAUNCHES:])
 
 
-def test_a_profiler_hears_of_every_launch_and_is_told_its_bytes():
+def test_a_launch_hook_sees_every_launch_and_its_bytes():
     lines = relaunch("watched")
     assert len(lines) == LAUNCHES
     told = {line["name"] for line in lines if line.get("bytes")}

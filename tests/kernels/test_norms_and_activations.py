@@ -115,7 +115,7 @@ FORMS = ("scale and shift", "scale", "shift", "neither", "modulated")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_norm_is_that_of_pytorch(draw, poisoned, num_rows, features, form):
+def test_norm_equals_pytorchs(draw, poisoned, num_rows, features, form):
     x, parameters = (
         draw(num_rows, features),
         norm_parameters(draw, num_rows, features, form, torch.float32),
@@ -221,9 +221,7 @@ def run_norm_backward(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_gradients_of_a_norm_are_those_of_pytorch(
-    draw, poisoned, make_partial, num_rows, features, form
-):
+def test_gradients_of_a_norm_equal_pytorchs(draw, poisoned, make_partial, num_rows, features, form):
     float32 = torch.float32
     run_norm_backward(
         draw, poisoned, make_partial, num_rows, features, form, float32, float32, float32
@@ -375,9 +373,7 @@ def test_head_norm_and_its_gradients(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradient_of_a_head_norm_may_overwrite_the_gradient_that_comes_in(
-    draw, make_partial, dtype
-):
+def test_gradient_of_a_head_norm_may_overwrite_the_incoming_gradient(draw, make_partial, dtype):
     key, scale, grads = draw(37, 4 * 10, dtype=dtype), draw(10), draw(37, 3 * 40, dtype=dtype)
     partial, before = make_partial(10), grads.clone()
     columns = grads[:, 40:80]
@@ -544,7 +540,7 @@ def test_without_rows_only_kernels_that_write_sums_are_launched():
         assert (0 in launch.grid) == ("partial" not in launch.tensors)
 
 
-def test_names_in_a_profile_tell_kernel_dtype_and_sizes():
+def test_names_in_a_profile_contain_kernel_dtype_and_sizes():
     names = [launch.name({"x": "*bf16", "hidden": "*bf16"}) for launch in all_launches(37)]
     assert names == [
         "anemoi_gt_norm_fwd_bf16_f512",

@@ -53,7 +53,7 @@ def run(block, x, edge_index, edge_attr, **options):
 @pytest.mark.parametrize(
     "shared", (True, False), ids=("one edge_attr", "edge_attr per batch element")
 )
-def test_a_batch_on_one_graph_gives_what_each_element_gives_alone(kind, shared):
+def test_a_batch_on_one_graph_matches_its_elements(kind, shared):
     block, (edge_index, _), x = make_block(kind), make_edges(8, 8), draw(2, 8, CHANNELS)
     edge_attr = draw(30, DIM) if shared else draw(2, 30, DIM)
     expected = [
@@ -114,7 +114,7 @@ def test_conditional_norms_without_a_condition_are_refused(kind):
 
 
 @every_kind
-def test_a_condition_for_norms_that_take_none_is_refused(kind):
+def test_a_condition_for_unconditional_norms_raises(kind):
     cond = draw(8, 2) if kind == "processor" else (draw(8, 2), draw(8, 2))
     with pytest.raises(
         ValueError,

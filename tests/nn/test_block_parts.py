@@ -155,7 +155,7 @@ def test_adapters_and_hooks_of_an_edge_embedding_are_called(layer, change, compi
     change(layer)
     torch.compiler.reset()
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-    with pytest.warns(UserWarning, match="lin_edge, a .*, has hooks, .* or another class"):
+    with pytest.warns(UserWarning, match="lin_edge, a .*, has hooks, .* or a replaced class"):
         out = call(*inputs)
     torch.testing.assert_close(out, expected(*inputs))
 

@@ -207,7 +207,7 @@ def test_features_exist_for_one_chunk_at_a_time(kind):
 
 
 @pytest.mark.parametrize("number", (0, -1, 12))
-def test_number_of_chunks_beyond_that_of_destinations_is_refused(graph, number):
+def test_more_chunks_than_destinations_raise(graph, number):
     message = f"num_chunks must be in 1 .. 11, the number of destinations, got {number}"
     raises(lambda: split_destinations(graph, number), message)
 

@@ -82,7 +82,7 @@ def stored_order(adj_t):
 
 
 @pytest.mark.parametrize("sort_order", (None, "row", "col"))
-def test_edge_index_of_pyg_gives_what_a_tensor_gives(conv, x, edge_index, edge_attr, sort_order):
+def test_edge_index_of_pyg_matches_a_tensor(conv, x, edge_index, edge_attr, sort_order):
     edges, order = EdgeIndex(edge_index, sparse_size=(SRC, DST)), torch.arange(EDGES)
     if sort_order is not None:
         edges, order = edges.sort_by(sort_order)
@@ -97,7 +97,7 @@ def test_edge_index_of_pyg_with_other_sizes_than_x_is_refused(conv, x, edge_inde
     )
 
 
-def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_order(
+def test_graph_structure_matches_a_tensor_with_weights_in_the_callers_order(
     conv, x, edge_index, edge_attr
 ):
     expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
@@ -109,7 +109,7 @@ def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_or
 
 
 @pytest.mark.parametrize("layout", ("COO", "uncoalesced COO", "CSR", "CSC"))
-def test_sparse_adjacency_gives_what_a_tensor_gives(conv, x, edge_index, edge_attr, layout):
+def test_sparse_adjacency_matches_a_tensor(conv, x, edge_index, edge_attr, layout):
     adj_t = make_adj_t(layout, edge_index, torch.arange(1.0, EDGES + 1))
     assert_same(conv(x, adj_t, edge_attr[stored_order(adj_t)]), conv(x, edge_index, edge_attr))
 
@@ -128,7 +128,7 @@ def test_weights_of_a_sparse_adjacency_are_not_attributes_as_in_pyg(x, edge_inde
     assert_same(ours(x, adj_t), theirs(x, adj_t))
 
 
-def test_attention_weights_of_a_sparse_adjacency_come_in_its_order_as_in_pyg(
+def test_attention_weights_of_a_sparse_adjacency_are_in_its_order_as_in_pyg(
     x, edge_index, edge_attr
 ):
     layers = (TransformerConv, GraphTransformerConv)
@@ -141,9 +141,7 @@ def test_attention_weights_of_a_sparse_adjacency_come_in_its_order_as_in_pyg(
     assert_same(weights, expected)
 
 
-def test_sparse_tensor_gives_what_a_tensor_gives_and_holds_the_weights(
-    conv, x, edge_index, edge_attr
-):
+def test_sparse_tensor_matches_a_tensor_and_holds_the_weights(conv, x, edge_index, edge_attr):
     adj_t = FakeSparseTensor(edge_index, edge_attr, (DST, SRC))
     out, weights = conv(x, adj_t, return_attention_weights=True)
     expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
@@ -154,7 +152,7 @@ def test_sparse_tensor_gives_what_a_tensor_gives_and_holds_the_weights(
 
 
 @pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per element"))
-def test_a_batch_on_one_graph_gives_what_each_element_gives_alone(conv, edge_index, shared):
+def test_a_batch_on_one_graph_matches_its_elements(conv, edge_index, shared):
     x = (torch.randn(3, SRC, 6, dtype=torch.float64), torch.randn(3, DST, 4, dtype=torch.float64))
     edge_attr = torch.randn(3, EDGES, DIM, dtype=torch.float64)
     edge_attr = edge_attr[:1].expand(3, -1, -1) if shared else edge_attr
@@ -177,7 +175,7 @@ def make_graphs(*sizes):
     ]
 
 
-def test_a_pyg_batch_of_different_graphs_gives_what_each_gives_alone():
+def test_a_pyg_batch_of_different_graphs_matches_its_graphs():
     conv = GraphTransformerConv(6, 8, heads=3, edge_dim=DIM).double()
     graphs = make_graphs((7, 20), (3, 1), (4, 0), (9, 40))
     batch = Batch.from_data_list(graphs)

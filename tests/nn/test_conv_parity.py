@@ -46,7 +46,7 @@ def make_pair(bipartite, options):
 
 @pytest.mark.parametrize("bipartite", FLAGS, ids=("one set of nodes", "bipartite"))
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
-def test_output_and_gradients_are_those_of_pyg(options, bipartite):
+def test_output_and_gradients_equal_pygs(options, bipartite):
     x, edge_index, edge_attr = make_inputs(bipartite, options["edge_dim"])
     inputs = dict(enumerate(x if bipartite else (x,))) | (
         {} if edge_attr is None else {"edge_attr": edge_attr}
@@ -61,7 +61,7 @@ def test_output_and_gradients_are_those_of_pyg(options, bipartite):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
-def test_state_dict_is_that_of_pyg_in_both_directions(options):
+def test_state_dict_loads_to_and_from_pyg(options):
     theirs, ours = make_pair(True, options)
     ours.reset_parameters()
     theirs.load_state_dict(ours.state_dict())
@@ -71,7 +71,7 @@ def test_state_dict_is_that_of_pyg_in_both_directions(options):
 
 @pytest.mark.parametrize("asked", FLAGS)
 @pytest.mark.parametrize("edge_dim", (None, 5))
-def test_attention_weights_and_their_gradient_are_those_of_pyg(edge_dim, asked):
+def test_attention_weights_and_their_gradient_equal_pygs(edge_dim, asked):
     x, edge_index, edge_attr = make_inputs(True, edge_dim)
     theirs, ours = make_pair(True, {"heads": 3, "edge_dim": edge_dim})
     out, (edges, weights) = ours(x, edge_index, edge_attr, return_attention_weights=asked)

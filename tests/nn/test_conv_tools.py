@@ -43,7 +43,7 @@ def test_pygs_sequential_runs_it(data):
     assert torch.equal(model(x, graph, edge_attr), expected)
 
 
-def test_to_hetero_makes_of_it_what_it_makes_of_pygs_layer():
+def test_to_hetero_converts_it_like_pygs_layer():
     graph = make_hetero()
     inputs = (graph.x_dict, graph.edge_index_dict, graph.edge_attr_dict)
     layers = (TransformerConv, GraphTransformerConv)
@@ -90,7 +90,7 @@ def explain(model, algorithm, data, **masks):
 
 
 @pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
-def test_explainers_find_what_they_find_in_pygs_layer(data):
+def test_explainers_agree_with_pygs_layer(data):
     theirs, ours = TwoLayers(TransformerConv), TwoLayers(GraphTransformerConv)
     ours.load_state_dict(theirs.state_dict())
     masks = {"edge_mask_type": "object"}
@@ -124,7 +124,7 @@ def test_backend_triton_refuses_messages(data):
 
 
 @pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
-def test_layer_takes_every_form_of_edges_while_a_hook_is_active(data):
+def test_layer_accepts_every_form_of_edges_while_a_hook_is_active(data):
     x, edge_index, edge_attr = data
     sides = (x, torch.randn(5, 4))
     edge_index = torch.stack([edge_index[0], edge_index[1] % 5])
@@ -152,7 +152,7 @@ def test_layer_refuses_a_batch_while_a_hook_is_active(data):
 
 
 @pytest.mark.parametrize("smallest", [None, 0])
-def test_an_exported_layer_takes_any_named_number_of_nodes_and_edges(data, smallest):
+def test_an_exported_layer_accepts_any_named_number_of_nodes_and_edges(data, smallest):
     x, edge_index, edge_attr = data
     conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM).eval()
     nodes, edges = (Dim(name, min=smallest) for name in ("N", "E"))

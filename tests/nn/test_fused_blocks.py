@@ -83,9 +83,7 @@ def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", (False, True))
 @pytest.mark.parametrize(("batch", "num_chunks"), (((1,), 3), ((2,), 1), ((2,), 3)))
-def test_errors_are_at_most_three_times_those_of_separate_operators(
-    kind, batch, num_chunks, shared
-):
+def test_errors_are_at_most_three_times_separate_operators(kind, batch, num_chunks, shared):
     block, *given = make(kind, batch, num_chunks, shared, config=AttentionConfig("torch"))
     exact = differentiate(copy.deepcopy(block).double(), *given, torch.float64)
     results = []

@@ -44,12 +44,12 @@ def make_model(graph, in_channels=IN, out_channels=OUT, **options):
     )
 
 
-def test_every_data_set_that_comes_out_has_its_own_fields_on_its_own_nodes(graph, x):
+def test_every_output_data_set_has_its_own_fields_on_its_own_nodes(graph, x):
     shapes = {name: tuple(out.shape) for name, out in make_model(graph)(x).items()}
     assert shapes == {"region": (SAMPLES, 17, 2), "stations": (SAMPLES, 8, 3)}
 
 
-def test_every_field_that_goes_in_matters_to_every_field_that_comes_out(graph, x):
+def test_every_output_field_depends_on_every_input_field(graph, x):
     model = randomise(make_model(graph).double())
     for target in OUT:
         inputs = {name: fields.double() for name, fields in x.items()}
@@ -89,7 +89,7 @@ def test_order_of_the_data_sets_in_the_input_does_not_matter(graph, x):
     torch.testing.assert_close(model(dict(reversed(x.items()))), model(x), rtol=0, atol=0)
 
 
-def test_residual_is_given_by_data_set(graph, x):
+def test_residual_is_specified_per_data_set(graph, x):
     expected = make_model(graph)(x)
     expected["region"][..., 1] += x["region"][..., 3]
     torch.testing.assert_close(make_model(graph, residual={"region": {1: 3}})(x), expected)

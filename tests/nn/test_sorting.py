@@ -27,7 +27,7 @@ def train(layers, edges, steps=1):
     return out.detach(), x.grad
 
 
-def test_a_graph_is_sorted_once_a_side_where_it_is_built_and_never_in_training():
+def test_a_graph_is_sorted_once_per_side_when_built_and_never_in_training():
     layers = [GraphTransformerConv(4, 4) for _ in range(2)]
     with Operators() as building:
         graph = GraphStructure.from_edge_index(EDGE_INDEX, NODES)

@@ -139,7 +139,7 @@ def assert_parts_compute(parts, norm, mlp):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_parts_of_a_network_compute_what_its_modules_compute(library, norm, implementation):
+def test_parts_of_a_network_match_its_modules(library, norm, implementation):
     block = make("mapper", library, norm, mlp_implementation=implementation, update_src_nodes=True)
     parts = network_parts(block)
     assert_parts_compute(parts, block.layer_norm_mlp_dst, block.node_dst_mlp)
@@ -242,7 +242,7 @@ def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind,
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_options_of_the_attention_are_those_of_its_modules(library):
+def test_options_of_the_attention_match_its_modules(library):
     block = make("mapper", library, qk_norm=True, bias=False)
     block.layer_norm_attention.eps, block.layer_norm_attention_src.eps = 0.5, 0.25
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
@@ -682,7 +682,7 @@ def test_a_class_is_registered_once():
 # asked again
 
 
-def test_a_parameter_that_was_replaced_is_that_of_the_next_answer():
+def test_a_replaced_parameter_is_read_by_the_next_call():
     block = make()
     attention_parts(block)
     block.lin_query.weight = nn.Parameter(torch.zeros(CHANNELS, CHANNELS))
@@ -691,7 +691,7 @@ def test_a_parameter_that_was_replaced_is_that_of_the_next_answer():
     assert network_parts(block).options(torch.float32).eps == 0.5
 
 
-def test_parameters_of_functional_call_are_those_of_the_answer():
+def test_parameters_of_functional_call_are_read():
     block = make()
     parameters = {name: torch.zeros_like(value) for name, value in block.named_parameters()}
     answers = []

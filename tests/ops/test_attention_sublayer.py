@@ -122,9 +122,7 @@ def errors_over(cases, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
-def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pytorch(
-    dtype, kernel_device
-):
+def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = errors_over(CASES, dtype, kernel_device)
     assert len(corpus.ours) == 1 + len(AttentionTensors._fields)
     corpus.assert_accurate()

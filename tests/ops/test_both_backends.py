@@ -154,7 +154,7 @@ def test_precision_casts_inputs_and_casts_the_output_back(problem_and_graph, bac
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_decides_the_dtype_and_gradients_have_that_of_the_leaves(
+def test_autocast_decides_the_dtype_and_gradients_keep_the_dtype_of_the_leaves(
     problem_and_graph, backend, dtype
 ):
     problem, graph = problem_and_graph()

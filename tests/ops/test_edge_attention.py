@@ -228,7 +228,7 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_pytorch(name, form, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_over_the_corpus_the_error_is_at_most_twice_that_of_plain_pytorch(dtype):
+def test_corpus_error_is_at_most_twice_plain_pytorchs(dtype):
     judged = Corpus()
     for problem, graph in corpus(dtype):
         judged.add(attend(problem, graph, "torch"), problem)

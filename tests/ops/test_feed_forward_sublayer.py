@@ -65,9 +65,7 @@ def by_operator(named, activation="gelu", dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
-def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pytorch(
-    dtype, kernel_device
-):
+def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = Corpus()
     for seed, case in enumerate(CASES):
         named, grad = draw(kernel_device, seed=seed, **case)

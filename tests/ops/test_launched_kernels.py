@@ -63,9 +63,7 @@ def graph(request):
 @pytest.mark.parametrize(
     ("form", "batch_size"), [("raw", 1), ("raw_without_bias", 3), ("embedded", 3), ("none", 1)]
 )
-def test_the_listed_kernels_are_those_of_a_forward_and_a_backward(
-    launched, graph, form, batch_size
-):
+def test_the_listed_kernels_match_a_forward_and_a_backward(launched, graph, form, batch_size):
     names = compare(launched, operands_of(form, batch_size), graph)
     fixed_degree = sum("_fixed_degree_" in name for name in names)
     assert fixed_degree == (2 if graph.fixed_in_degree is not None and form != "embedded" else 0)
@@ -104,7 +102,7 @@ def test_a_gradient_that_does_not_arrive_is_not_made_up(launched, graph):
 
 @pytest.mark.parametrize("form", ["raw", "embedded", "none"])
 @pytest.mark.parametrize("wanted", ["all", "query", "value"])
-def test_the_listed_kernels_are_those_of_a_call_with_hubs(launched, graph, form, wanted):
+def test_the_listed_kernels_match_a_call_with_hubs(launched, graph, form, wanted):
     operands = operands_of(form, 3)
     for name, operand in operands.items():
         if operand is not None:
@@ -163,6 +161,6 @@ def packed_in(launched, graph, query, key):
     return packed
 
 
-def test_the_fixed_degree_kernels_serve_only_a_structure_that_knows_its_degree(launched, graph):
+def test_fixed_degree_kernels_require_a_known_fixed_in_degree(launched, graph):
     names = compare(launched, operands_of("raw"), replace(graph, fixed_in_degree=None))
     assert not any("_fixed_degree_" in name for name in names)

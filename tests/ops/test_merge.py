@@ -35,7 +35,7 @@ DTYPES = [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_dtypes_are_those_of_the_first_result(dtypes):
+def test_dtypes_follow_the_first_result(dtypes):
     for other in (partial(1.0, 0.0), partial(1.0, 0.0, torch.float64, torch.float64)):
         out, lse = merge(*partial(1.0, 0.0, *dtypes), *other)
         assert (out.dtype, lse.dtype) == dtypes

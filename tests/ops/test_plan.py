@@ -117,7 +117,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("where", ["input", "input with an offset", "scratch", "result"])
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_of_a_buffer_is_that_of_a_tensor(name, where):
+def test_a_view_of_a_buffer_matches_a_view_of_a_tensor(name, where):
     of_buffer, of_tensor = VIEWS[name]
     x = torch.arange(48.0).view(8, 6)
     if where == "input with an offset":
@@ -177,7 +177,7 @@ def test_launches_of_no_program_are_left_out():
     ids=["no destinations", "no edges", "no sources", "no nodes"],
 )
 @pytest.mark.parametrize("form", ["raw", "embedded", "none"])
-def test_an_empty_graph_runs_again_and_again(edges, num_src, num_dst, form, kernel_device):
+def test_an_empty_graph_runs_repeatedly(edges, num_src, num_dst, form, kernel_device):
     graph = GraphStructure.from_edge_index(
         torch.zeros(2, edges, dtype=torch.int64), (num_src, num_dst)
     )

@@ -29,7 +29,7 @@ def test_a_graph_with_hubs_gives_what_the_definition_gives(monkeypatch, form, he
     )
 
 
-def test_hubs_give_the_same_bits_again_and_with_other_threads():
+def test_hubs_are_bitwise_reproducible_for_any_number_of_threads():
     threads, graph = torch.get_num_threads(), GraphStructure.from_edge_index(*hubs())
     problem = make_problem(hubs(), 4, 16, 5, "raw", torch.float32)
     try:

@@ -68,7 +68,7 @@ def test_the_pairwise_table_holds_every_pair_and_every_graph_twice():
 
 
 @pytest.mark.parametrize("dtype", COLUMNS["dtype"], ids=str)
-def test_over_the_corpus_the_error_is_at_most_twice_that_of_plain_pytorch(dtype, kernel_device):
+def test_corpus_error_is_at_most_twice_plain_pytorchs(dtype, kernel_device):
     corpus = Corpus()
     plain = [
         Case(shape, 11, dtype, form, "plain", graph)

@@ -156,7 +156,7 @@ def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_dev
 
 
 class TestStructure:
-    def test_hubs_survive_what_keeps_edges_and_one_hub_is_enough_for_disjoint_graphs(self):
+    def test_hub_marks_survive_conversions_and_disjoint_graphs_with_one_hub_have_it(self):
         hubs, calm = (
             GraphStructure.from_edge_index(*crowd(5, 6, to=to, edges=600)) for to in (3, None)
         )

@@ -103,7 +103,7 @@ def test_a_batch_over_graphs_side_by_side_equals_the_oracle(kernel_device, dropo
 
 
 @pytest.mark.parametrize("form", ["raw", "none"])
-def test_dropout_drops_what_the_torch_backend_drops(problem_and_graph, form):
+def test_dropout_mask_equals_the_torch_backends(problem_and_graph, form):
     samples = [make_problem(GRAPHS["self_loops"], 3, 4, 5, form, seed=seed) for seed in range(2)]
     problem = stack(share(samples, "edge_weight", "edge_bias"))
     (_, graph), results = problem_and_graph("self_loops"), []
@@ -135,9 +135,7 @@ CHOICE = {  # degree, heads, channels, edge_dim, bias: whether attributes are em
 
 @pytest.mark.parametrize("case", CHOICE)
 @pytest.mark.parametrize("training", [True, False])
-def test_attributes_reach_the_operator_embedded_where_that_moves_fewer_bytes(
-    case, training, kernel_device
-):
+def test_attributes_are_embedded_first_if_that_moves_fewer_bytes(case, training, kernel_device):
     (degree, heads, channels, edge_dim, bias), expected = CHOICE[case]
     numbers = torch.arange(3 * degree)
     edges = (torch.stack([numbers % 3, numbers % 3]), (3, 3))

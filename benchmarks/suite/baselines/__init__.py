@@ -3,8 +3,8 @@
     TITLE                           name in tables
     PACKAGES                        distributions whose versions belong to its figures
     unsupported_reason(problem, device)     why it cannot run a problem, or None
-    attention(operands)             a function without arguments that returns out, of the shape of grad_out
-    structure(coo, kind)            a function without arguments that returns `Sides`; None if it takes edge lists
+    attention(operands)             a function without arguments that returns out, like grad_out
+    structure(coo, kind)            a function without arguments that returns `Sides`, or None
 
 The inputs of all are projected queries, keys and values, and raw attributes with the weight and
 bias that embed them.

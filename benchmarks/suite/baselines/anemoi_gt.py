@@ -15,7 +15,7 @@ PACKAGES = ("torch", "triton")
 
 
 def unsupported_reason(problem: Problem, device: str) -> str | None:
-    """It serves every problem."""
+    """Supports every problem."""
     return None
 
 

@@ -14,7 +14,7 @@ unsupported_reason = eager.unsupported_reason
 structure = None  # it takes edge_index as it is
 
 torch._dynamo.config.recompile_limit = (
-    1000  # each problem has shapes of its own, and beyond the limit nothing is compiled
+    1000  # each problem has its own shapes, and beyond the limit nothing is compiled
 )
 attend = torch.compile(eager.attend, fullgraph=True, dynamic=False)
 

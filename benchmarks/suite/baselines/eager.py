@@ -18,7 +18,7 @@ structure = None  # it takes edge_index as it is
 
 
 def unsupported_reason(problem: Problem, device: str) -> str | None:
-    """It serves every problem that fits into memory."""
+    """Supports every problem that fits into memory."""
     return None
 
 

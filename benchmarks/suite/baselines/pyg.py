@@ -33,7 +33,7 @@ class Embedding(torch.nn.Module):
 
 
 def unsupported_reason(problem: Problem, device: str) -> str | None:
-    """It serves every problem that fits into memory."""
+    """Supports every problem that fits into memory."""
     return missing("torch_geometric", "torch-geometric")
 
 

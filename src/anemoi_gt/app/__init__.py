@@ -1,4 +1,4 @@
-"""The application: commands with Hydra configs, data sets from files, training, scores, plots and exports.
+"""The application: Hydra commands, data sets, training, scores, plots and export.
 
 The library does not import it.
 """

@@ -1,4 +1,4 @@
-"""The evaluation application, `anemoi-gt evaluate checkpoint=FILE`: scores, plots and rollouts of a model.
+"""The evaluation application, `anemoi-gt evaluate checkpoint=FILE`: scores, plots and rollouts.
 
 The config of the run is read from the checkpoint and can be overridden on the command line.
 Training writes the same report of its test samples when it ends.
@@ -59,7 +59,7 @@ def evaluate(
     steps: int,
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
+    """Write scores and plots, also of the metrics next to the checkpoint, to an existing folder.
 
     The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them. `variables` are
     plotted, None: three.

@@ -31,7 +31,7 @@ VERIFIED_BATCH = 3  # batch size at which a package is compared with the model
 
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
-    """Check the options, build the checkpoint's model and data, and return the export as a function."""
+    """Check the options, build the checkpoint's model and data; return the export function."""
     if not isinstance(config.out, str) or not config.out:
         raise ValueError(f"out must be a file name, such as model.pt2, got {config.out!r}")
     out, max_batch, precision = Path(config.out), config.max_batch, config.precision

@@ -1,10 +1,9 @@
-"""Files of forecasts with CF conventions, which xarray, CDO and ncview open: NetCDF, or zarr by the suffix of the path.
+"""Forecast files with CF conventions, for xarray, CDO and ncview: NetCDF, or zarr by suffix.
 
     (number, time, latitude, longitude)    a regular grid, in the order of the data
     (number, time, node)                   any other grid
 
-`number` is there for several ensemble members; data without dates have `lead_time` in place of
-`time`.
+`number` exists for several ensemble members; data without dates have `lead_time` instead of `time`.
 """
 
 import re
@@ -33,13 +32,13 @@ LEAD_TIME = {
 
 
 def check_forecast_path(path: Path) -> None:
-    """Raise ValueError unless the suffix of a path says in which format a forecast is written."""
+    """Raise ValueError unless the suffix of a path selects a forecast format."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"out must end in {' or '.join(SUFFIXES)}, for NetCDF or zarr, got {path}")
 
 
 def write_forecast(path: Path, forecast: "xarray.Dataset") -> None:
-    """Write a forecast as NetCDF or zarr. Raises OSError, which names `path`, if it cannot be written."""
+    """Write a forecast as NetCDF or zarr. Raises OSError, which names `path`, on failure."""
     with annotate_oserror(path):
         if path.suffix == ".zarr":
             forecast.to_zarr(path, mode="w")
@@ -57,7 +56,7 @@ def describe_forecast(
     dataset : ForecastDataset
         The samples that the forecast starts from.
     sample : int
-        The sample of the first member; those of the others follow.
+        The sample of the first member; the other members follow.
     states : np.ndarray
         [members, steps, N, V], physical.
     """
@@ -90,7 +89,7 @@ def describe_forecast(
 def _time_coordinates(
     dataset: ForecastDataset, sample: int, steps: int
 ) -> tuple[str, dict[str, tuple]]:
-    """Return the dimension of the steps, and the coordinates that say when they are valid."""
+    """Return the dimension of the steps, and the coordinates of their valid times."""
     hours = np.arange(1, steps + 1) * float(dataset.lead_time)
     start = dataset.start_time(sample)
     if start is None:
@@ -128,10 +127,10 @@ def _grid_coordinates(nodes: Nodes) -> tuple[tuple[str, ...], tuple[int, ...], d
 
 
 def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str]:
-    """Return the CF attributes of a variable of a forecast from those of the data."""
+    """Return the CF attributes of a forecast variable from the attributes of the data."""
     standard_name = attributes.get("standard_name", attributes.get("GRIB_cfName", "unknown"))
     described = {}
-    if standard_name != "unknown":  # what cfgrib writes for a name that it does not know
+    if standard_name != "unknown":  # cfgrib's value for unknown names
         described["standard_name"] = standard_name
     if "long_name" in attributes:
         described["long_name"] = attributes["long_name"]
@@ -141,7 +140,7 @@ def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str
 
 
 def regular_axes(nodes: Nodes) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return latitudes and longitudes of a regular grid whose rows follow each other, None for another grid.
+    """Return latitudes and longitudes of a regular grid in row order, None for other grids.
 
     Examples
     --------

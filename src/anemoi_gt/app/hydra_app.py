@@ -1,4 +1,4 @@
-"""Common parts of the Hydra applications: objects from configs, the command line and its help, errors as one sentence.
+"""Common parts of the Hydra applications: objects from configs, command line, help, errors.
 
 The config groups are in `anemoi_gt.configs`.
 """
@@ -58,8 +58,8 @@ ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPo
 ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
 
 
-class Refused(Exception):
-    """A job found out that it cannot run as configured."""
+class ConfigError(Exception):
+    """The run cannot start as configured."""
 
 
 class Run(NamedTuple):
@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
 
 def build(config: "DictConfig", schema: DataSchema | None = None) -> Run:
-    """Build the objects that a config describes, the model on the CPU with weights drawn from `training.seed`.
+    """Build the objects of a config; the model is on the CPU, with weights from `training.seed`.
 
     The data set takes names, order and normalisation from the schema of a trained model, None for a
     new one. Raises ValueError, TypeError, ImportError or OSError of the constructor of the object
@@ -84,7 +84,10 @@ def build(config: "DictConfig", schema: DataSchema | None = None) -> Run:
 def build_data(
     config: "DictConfig", schema: DataSchema | None = None
 ) -> tuple[Splits, TrainingConfig]:
-    """Check a config and build its data set and training config, which every rank has. Raises as `build` does."""
+    """Check a config; build its data set and training config. Raises like `build`.
+
+    Every rank has both.
+    """
     check_types(config, *GROUPS)
     training = instantiate(config.training)
     check_backend(instantiate(config.attention), choose_device(training.device))
@@ -93,7 +96,7 @@ def build_data(
 
 
 def build_same_data(config: "DictConfig", schema: DataSchema) -> Splits:
-    """Build a data set for a trained model; raise ValueError if it is another than that of its schema."""
+    """Build a data set for a trained model; raise ValueError if its schema differs."""
     from hydra.utils import get_object, instantiate
 
     make = instantiate(config, _partial_=True)
@@ -134,9 +137,9 @@ def describe_graph(graph: "HeteroData") -> str:
 
 
 def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
-    """Build what the config of a checkpoint describes, with its weights, to be evaluated on the device of the config.
+    """Build the objects of a checkpoint's config, with its weights, on the device of the config.
 
-    Returns it and the step of the checkpoint, None if it does not say.
+    Returns it and the step of the checkpoint, None if unknown.
     """
     from omegaconf import OmegaConf
 
@@ -152,7 +155,7 @@ def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
 
 
 def store_config(config: Any, checkpoint: Path) -> None:
-    """Register the config in a checkpoint as Hydra's `run: of_checkpoint`; raise a ValueError if it is none."""
+    """Register a checkpoint's config as Hydra's `run: of_checkpoint`; ValueError if it has none."""
     from hydra.core.config_store import ConfigStore
 
     if not isinstance(config, dict):
@@ -163,7 +166,7 @@ def store_config(config: Any, checkpoint: Path) -> None:
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
-    """Check a config; return its `GROUPS` as plain values, for checkpoints, with an absolute `data.path`."""
+    """Check a config; return its `GROUPS` as plain values, with an absolute `data.path`."""
     from omegaconf import OmegaConf
 
     def absolute(path: Any) -> Any:
@@ -179,7 +182,7 @@ def describe(config: "DictConfig") -> dict[str, Any]:
 
 
 def instantiate(config: "DictConfig"):
-    """Build an object from its config; errors are those of its constructor, not wrapped by Hydra."""
+    """Build an object from its config; its errors are not wrapped by Hydra."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
@@ -190,41 +193,43 @@ def instantiate(config: "DictConfig"):
 
 
 def argument_value(arguments: list[str], key: str) -> Any:
-    """Return the value of the last KEY=VALUE as Hydra parses it, None if there is none or it is no single value."""
+    """Return the value of the last KEY=VALUE as Hydra parses it; None if absent or not single."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    given = [argument for argument in arguments if argument.startswith(f"{key}=")]
+    matching = [argument for argument in arguments if argument.startswith(f"{key}=")]
     try:
-        return OverridesParser.create().parse_override(given[-1]).value() if given else None
+        return OverridesParser.create().parse_override(matching[-1]).value() if matching else None
     except HydraException:
         return None
 
 
 def check_folder(arguments: list[str]) -> Path:
-    """Return the existing folder in which Hydra will create that of the run; raise a ValueError if it cannot."""
-    if (given := argument_value(arguments, "hydra.run.dir")) == "":
+    """Return the existing folder in which Hydra will create the run's; ValueError if it cannot."""
+    if (value := argument_value(arguments, "hydra.run.dir")) == "":
         raise ValueError(
             "hydra.run.dir must name a folder, got nothing: the run would write to the working "
             "directory"
         )
-    folder = Path(str(given or "outputs")).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    folder = Path(str(value or "outputs")).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        TemporaryDirectory(dir=there).cleanup()
+        TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
         must = "hydra.run.dir must be a folder that can be created"
-        raise ValueError(f"{must}, got {folder}: {there}: {error.strerror}") from error
-    return there
+        raise ValueError(f"{must}, got {folder}: {existing}: {error.strerror}") from error
+    return existing
 
 
-def remove_empty_run(there: Path) -> None:
-    """Remove the folder of a run that was refused, if it was created in `there` and holds nothing but Hydra's files."""
+def remove_empty_run(existing: Path) -> None:
+    """Remove the folder of a failed run if created in `there` and with only Hydra's files."""
     folder = output_folder()
-    contents = {path.name for path in folder.iterdir()} if there in folder.parents else {"not ours"}
+    contents = (
+        {path.name for path in folder.iterdir()} if existing in folder.parents else {"not ours"}
+    )
     if all(name == ".hydra" or name.endswith(".log") for name in contents):
         shutil.rmtree(folder)
-        for parent in folder.parents[: folder.parents.index(there)]:
+        for parent in folder.parents[: folder.parents.index(existing)]:
             with suppress(OSError):  # another run is there
                 parent.rmdir()
 
@@ -288,7 +293,7 @@ def check_explain(target: Any) -> None:
 def write_explanation(
     model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str
 ) -> None:
-    """Log which kernels serve a model on its device for the first batch (target "print"), or write it to a file.
+    """Report which kernels a model runs for the first batch: log it ("print") or write a file.
 
     A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else
     text.
@@ -310,7 +315,7 @@ def write_explanation(
 
 
 def is_multirun() -> bool:
-    """Return True under Hydra's `--multirun`."""
+    """Return whether Hydra runs with `--multirun`."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -334,15 +339,15 @@ def launch(
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal
     with 128 and its number. A run that is refused leaves no folder.
 
-    `name` is that of the application's module. `prepare` returns the job for the composed config,
-    and its errors are reported as errors in the config; `choose_config` returns the name of the
-    primary config in `anemoi_gt.configs`.
+    `name` is the name of the application's module. `prepare` returns the job for the composed
+    config, and its errors are reported as errors in the config; `choose_config` returns the name of
+    the primary config in `anemoi_gt.configs`.
     """
     module = f"anemoi_gt.{name}"
     try:
         hydra, *_ = (import_extra(module, "train") for module in NEEDED)
         config_name = choose_config()
-        there = check_folder(sys.argv[1:])
+        existing = check_folder(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)
 
@@ -361,9 +366,9 @@ def launch(
             )
         except torch.OutOfMemoryError:
             error = out_of_memory(config)
-        except (Refused, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
+        except (ConfigError, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
             error = caught
-        remove_empty_run(there)
+        remove_empty_run(existing)
         if isinstance(error, KeyboardInterrupt):
             raise error
         exit_with_error(module, error)
@@ -397,12 +402,12 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
     def choose_config() -> str:
         if is_launched():
             raise ValueError(f"{name} runs in one process, without torchrun: anemoi-gt {name} ...")
-        given = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
-        if given:  # --help needs none; otherwise Hydra reports it as missing
-            value = argument_value(given, "checkpoint")
+        matching = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
+        if matching:  # --help needs none; otherwise Hydra reports it as missing
+            value = argument_value(matching, "checkpoint")
             if not isinstance(value, str):
                 raise ValueError(
-                    f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces "
+                    f"checkpoint must name one file, got {matching[-1]!r}; quote names with spaces "
                     "or special characters "
                     "twice: \"checkpoint='run (1)/best.pt'\""
                 )
@@ -417,31 +422,32 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
 def prepare_job(
     prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
 ) -> Callable[[], Any]:
-    """Return the job for a config; raise Refused, with one sentence, for what the user can fix."""
+    """Return the job for a config; raise ConfigError with one sentence for user errors."""
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
         return prepare(config)
     except MissingMandatoryValue as error:  # left at ???
-        raise Refused(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error
+        raise ConfigError(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        raise Refused(str(error).splitlines()[0]) from error
+        raise ConfigError(str(error).splitlines()[0]) from error
     except (HydraException, *ERRORS_OF_PREPARATION) as error:
-        raise Refused(error) from error
+        raise ConfigError(error) from error
 
 
 def resume_command(folder: Path) -> str:
     """Return the command that continues a run, to be pasted into a shell."""
-    place = f"hydra.run.dir={folder}"
-    if not re.fullmatch(r"[\w./=-]+", place):  # quoted for Hydra, and for the shell
+    override = f"hydra.run.dir={folder}"
+    if not re.fullmatch(r"[\w./=-]+", override):  # quoted for Hydra, and for the shell
         escaped = str(folder).replace("'", "\\'")
-        place = shlex.quote(f"hydra.run.dir='{escaped}'")
+        override = shlex.quote(f"hydra.run.dir='{escaped}'")
     program = "anemoi-gt train"
     if "RANK" in os.environ:
         shared = " ".join(argument for argument in sys.argv[1:] if argument.startswith("sharding"))
-        program = f"torchrun --nproc-per-node={os.environ['LOCAL_WORLD_SIZE']} -m anemoi_gt.train {shared}".rstrip()
-    return f"{program} resume=true {place}"
+        launcher = f"torchrun --nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"
+        program = f"{launcher} -m anemoi_gt.train {shared}".rstrip()
+    return f"{program} resume=true {override}"
 
 
 def out_of_memory(config: "DictConfig") -> str:
@@ -456,7 +462,10 @@ def out_of_memory(config: "DictConfig") -> str:
 
 
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:
-    """Exit with one sentence on standard error; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
+    """Exit with one sentence on standard error; log the traceback at level DEBUG.
+
+    `hydra.verbose=true` shows it.
+    """
     log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
     error = " ".join(str(error).split()) if isinstance(error, Exception) else error
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
@@ -467,13 +476,13 @@ def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoR
 
 
 def quote_null(argument: str) -> str:
-    """Quote the null of `attention/precision=null`, which Hydra cannot parse as the name of a choice."""
+    """Quote the null of `attention/precision=null`, which Hydra cannot parse as a choice."""
     groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
     return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)
 
 
 def meanings(target: str) -> dict[str, str]:
-    """Return type and description of each parameter of a function or class, from its NumPy docstring."""
+    """Return type and description of each parameter of a callable, from its NumPy docstring."""
     from hydra.utils import get_object
 
     lines = (inspect.getdoc(get_object(target)) or "").splitlines()
@@ -493,7 +502,7 @@ def meanings(target: str) -> dict[str, str]:
 
 
 def options_help(*, _root_: "DictConfig") -> str:
-    """Return a line for each option of a composed config: name, value, and the first sentence of its description."""
+    """Return a line per option of a composed config: name, value, and short description."""
     from omegaconf import OmegaConf
 
     text = files("anemoi_gt.configs").joinpath(f"{_root_.hydra.job.name}.yaml").read_text()

@@ -1,4 +1,4 @@
-"""The output of `anemoi-gt info`: versions, devices, available backends, Anemoi. Needs only torch."""
+"""The output of `anemoi-gt info`: versions, devices, backends, Anemoi. Needs only torch."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ PACKAGES = {
 
 
 def describe(checkpoint: str | None = None) -> str:
-    """Return versions, packages, devices, where each attention backend runs or why not, and what `install` replaces.
+    """Return versions, packages, devices, backends per device, and what `install` replaces.
 
     With a checkpoint of a whole Anemoi model, such as Anemoi's for inference: how `install` would
     compute its blocks. It is unpickled, which runs what is in it.
@@ -84,7 +84,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 
 def backends() -> Iterator[tuple[str, str]]:
-    """Yield for each device and backend whether it runs there or why not, and which one `auto` takes."""
+    """Yield for each device and backend whether it runs or why not, and the choice of `auto`."""
     for device in (torch.device("cpu"), *_gpus()):
         query = torch.empty(1, 1, 1, 16, device=device)
         chosen = choose_backend("auto", query)
@@ -95,7 +95,7 @@ def backends() -> Iterator[tuple[str, str]]:
 
 
 def anemoi_models() -> Iterator[tuple[str, str]]:
-    """Yield the version of anemoi-models, and what `integrations.anemoi.install` would replace in it or why not."""
+    """Yield the version of anemoi-models, and what `install` would replace in it or why not."""
     try:
         from anemoi_gt.integrations.anemoi.installation import plan
 
@@ -110,7 +110,7 @@ def anemoi_models() -> Iterator[tuple[str, str]]:
 
 
 def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
-    """Yield how `install` would compute each graph-transformer block of a checkpoint, and in one line all of them."""
+    """Yield how `install` would compute each block of a checkpoint, and a one-line summary."""
     from anemoi_gt.integrations.anemoi import report
     from anemoi_gt.integrations.anemoi.installation import examine
 

@@ -15,7 +15,7 @@ NEIGHBOURS = 3  # nodes interpolated to a pixel, with inverse squared distance w
 
 
 class MapImage:
-    """Image of values on nodes: the globe in Mollweide's equal-area projection, a region in longitude and latitude.
+    """Image of values on nodes: Mollweide projection for the globe, longitude-latitude for regions.
 
     Nodes over more than 90 degrees of latitude are drawn as a globe. `projection` is Matplotlib's
     name of the projection of the axes to draw on. Raises ImportError if scipy is missing.
@@ -37,7 +37,7 @@ class MapImage:
         self._coastlines = [unit(line + np.array([turn, 0])) for line in lines for turn in turns]
 
     def draw(self, axes, values: np.ndarray, **style):
-        """Draw values [N] on axes of this projection by `pcolormesh(**style)`, and return the mesh."""
+        """Draw values [N] on axes of this projection by `pcolormesh(**style)`; return the mesh."""
         image = (
             (values[self._node] * self._weight).sum(axis=1).reshape(len(self._lat), len(self._lon))
         )
@@ -58,7 +58,7 @@ class MapImage:
 
 
 def coastlines(resolution: str) -> list[np.ndarray]:
-    """Return the coastlines of Natural Earth as lines [P, 2] of longitude and latitude; none without cartopy.
+    """Return Natural Earth coastlines as lines [P, 2] of longitude, latitude; none without cartopy.
 
     `resolution` is "110m", "50m" or "10m". Cartopy downloads them once; without a network there are
     none. A line ends where it crosses the date line.

@@ -23,14 +23,14 @@ LINES = ("-", "--", ":", "-.")
 FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches, of the plot of a run
 MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in the plot of a rollout
 COLUMNS = 4  # lead times with maps
-MOST_VARIABLES = 3  # that are plotted unless some are chosen
+MOST_VARIABLES = 3  # plotted by default
 MOST_TICKS = 6
 
 
 def chosen_variables(dataset: ForecastDataset, names: Sequence[str] | None) -> list[int]:
     """Return the indices of the variables to plot, the first three for None.
 
-    Raises ValueError if a name is not that of a variable, or there is none.
+    Raises ValueError if a name is not a variable, or there are none.
     """
     if names is None:
         return list(range(min(MOST_VARIABLES, len(dataset.variables))))
@@ -53,10 +53,10 @@ def draw_training_plot(
     records: list[dict],
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot a test sample, its forecast, the errors of both, scores and losses as a PNG file, a panel per variable.
+    """Plot a test sample: forecast, errors, scores and losses, as PNG, one panel per variable.
 
-    `forecast` is the model's for the sample, that of median error; `scores` are of the model and
-    the baselines, the model's first; `records` are the run's metrics; `variables` are as for
+    `forecast` is the model's for the sample of median error; `scores` are of the model and the
+    baselines, the model's first; `records` are the run's metrics; `variables` are as for
     `chosen_variables`. Raises ImportError if matplotlib or scipy is missing, ValueError if a
     variable is unknown.
     """
@@ -72,8 +72,8 @@ def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, recor
     """Draw one variable: start, truth, forecast, and below them loss, scores and the errors."""
     hours, units = f"{dataset.lead_time:g} h", dataset.units[v]
     grid = figure.add_gridspec(2, 3)
-    places = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2))
-    axes = [figure.add_subplot(grid[place], projection=image.projection) for place in places]
+    cells = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2))
+    axes = [figure.add_subplot(grid[cell], projection=image.projection) for cell in cells]
     start = dataset.present(sample)[:, v].numpy()
     truth = dataset.truth(sample)[:, v].numpy()
     forecast = forecast[:, v].numpy()
@@ -102,7 +102,7 @@ def draw_rollout_plot(
     scores: list[Score],
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot a rollout from a test sample, and the scores of all rollouts, as a PNG file, a panel per variable.
+    """Plot a rollout from a test sample and the scores of all, as PNG, one panel per variable.
 
     Truth, forecast and error are at several lead times; `outcomes` are the steps of the rollout,
     all with a truth; `variables` are as for `chosen_variables`. Raises ImportError if matplotlib or
@@ -118,7 +118,7 @@ def draw_rollout_plot(
 
 
 def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
-    """Draw one variable: rows of truth, forecast and error by lead time, and the growth of the error."""
+    """Draw one variable: truth, forecast and error by lead time, and error growth."""
     steps = drawn_steps(len(outcomes))
     grid = figure.add_gridspec(3, len(steps) + 1, width_ratios=[*([1] * len(steps)), 1.2])
     axes = [
@@ -154,7 +154,7 @@ def _caption(dataset: ForecastDataset, v: int) -> str:
 
 
 def drawn_steps(steps: int) -> list[int]:
-    """Return the steps with maps, counted from 1: the first, the last, and evenly spaced ones between."""
+    """Return the steps with maps, counted from 1: first, last, and evenly spaced between."""
     return sorted({round(n) for n in np.linspace(1, steps, COLUMNS)})
 
 
@@ -207,7 +207,7 @@ def _draw_loss(axes, records):
 
 
 def _label_log_axis(axes):
-    """Label a logarithmic axis y whatever its range: powers of ten with 2 and 5, or round numbers within a decade."""
+    """Label a logarithmic y axis: powers of ten with 2 and 5, or round numbers within a decade."""
     ticker = import_extra("matplotlib.ticker", "train")
     low, high = axes.get_ylim()
     if high / low < 10:

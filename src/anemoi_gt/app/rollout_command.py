@@ -1,4 +1,4 @@
-"""The rollout application, `anemoi-gt rollout checkpoint=FILE steps=8`: one long forecast as NetCDF or zarr.
+"""The rollout application, `anemoi-gt rollout checkpoint=FILE`: one long forecast as a file.
 
 The config of the run is read from the checkpoint and can be overridden on the command line.
 `anemoi_gt.evaluate` scores rollouts.
@@ -49,7 +49,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
 def rollout(
     run: hydra_app.Run, dataset: ForecastDataset, samples: range, steps: int, path: Path
 ) -> None:
-    """Write the forecasts of `steps` steps from samples of a data set, which are the members of an ensemble."""
+    """Write forecasts of `steps` steps from samples of a data set, the members of an ensemble."""
     members = []
     with cpu_threads(run.training.threads):
         for sample in samples:

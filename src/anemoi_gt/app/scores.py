@@ -1,4 +1,4 @@
-"""Scores of forecasts in physical units, and tables that compare a model with the baselines of its data set.
+"""Scores of forecasts in physical units, and tables comparing a model with its baselines.
 
 Forecasts are of one lead time, or autoregressive rollouts:
 
@@ -24,7 +24,7 @@ Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one forecast method for one variable, over all samples and nodes, weighted by the data set's weights.
+    """Score of one forecast and variable, over all samples and nodes, with the data set's weights.
 
     `forecast` is the name of the method, `lead_time` the hours from the present to the truth, and
     `samples` the number of scored forecasts. Root mean squared error and bias, the mean of forecast
@@ -47,13 +47,13 @@ def model_forecast(model: nn.Module, dataset: ForecastDataset) -> Forecast:
 
 @torch.no_grad()
 def predict(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return a model's output [N, out_channels] on the CPU for the inputs [N, in_channels] of one sample."""
+    """Return a model's output [N, out_channels] on the CPU for one sample [N, in_channels]."""
     device = next(model.parameters()).device
     return model(inputs.unsqueeze(0).to(device)).squeeze(0).cpu()
 
 
 def measure(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> "Errors":
-    """Compute forecasts, by name, once for each sample of a data set; return their errors, which give the scores."""
+    """Compute named forecasts once per sample of a data set; return their errors."""
     errors = Errors(dataset, dataset.lead_time)
     for i in range(len(dataset)):
         truth = dataset.truth(i)
@@ -63,7 +63,7 @@ def measure(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> "Errors
 
 
 class Errors:
-    """Errors of the forecasts of one lead time (hours), accumulated sample by sample, and their scores."""
+    """Errors and scores of forecasts at one lead time (hours), accumulated sample by sample."""
 
     def __init__(self, dataset: ForecastDataset, lead_time: float):
         self._dataset, self._lead_time = dataset, lead_time
@@ -80,12 +80,12 @@ class Errors:
         self._moments.setdefault(name, {})[i] = moments
 
     def median_sample(self, name: str) -> int:
-        """Return the sample of median error of the first variable as forecast by `name`, the lower one of two."""
+        """Return the sample of median error of the first variable for `name`, the lower of two."""
         order = sorted(self._moments[name], key=lambda i: self._moments[name][i][0, 0].item())
         return order[(len(order) - 1) // 2]
 
     def scores(self) -> list[Score]:
-        """Return the scores over the samples, variable by variable, in the order in which names were added."""
+        """Return the scores over the samples, by variable, in the order names were added."""
         means = {
             name: torch.stack([*samples.values()]).mean(dim=0)
             for name, samples in self._moments.items()
@@ -131,14 +131,14 @@ def as_table(scores: list[Score]) -> str:
 
 
 class Outcome(NamedTuple):
-    """Forecast and truth of one rollout step, [N, V] in physical units; truth is None beyond the end of the data."""
+    """Forecast and truth of a rollout step, [N, V], physical; truth is None after the data end."""
 
     forecast: Tensor
     truth: Tensor | None
 
 
 class RolloutScores(NamedTuple):
-    """Scores of the rollouts from all samples, by lead time, and the sample of median error at the last lead time.
+    """Scores of rollouts from all samples by lead time, and the sample of median final error.
 
     The scores are of the model and of the baselines; their `samples` is the number of rollouts with
     a truth at that lead time. Lead times without any truth are left out.
@@ -149,7 +149,7 @@ class RolloutScores(NamedTuple):
 
 
 def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> list[Outcome]:
-    """Roll out a model in evaluation mode from sample i of a data set; return one outcome per step, on the CPU.
+    """Roll out a model in eval mode from sample i; return one outcome per step, on the CPU.
 
     Raises ValueError if the data set does not support rollouts (`advance`), or i or steps (at least
     1) is out of range.
@@ -169,7 +169,7 @@ def _outcomes(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) ->
 
 
 def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> RolloutScores:
-    """Roll out from every sample as `roll_out` does, and score the model and the baselines until the truth ends.
+    """Roll out from every sample, like `roll_out`; score model and baselines until the truth ends.
 
     Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts
     become infinite or NaN.
@@ -186,7 +186,7 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
             errors[n].add("model", i, forecast, truth)
             for name, baseline in baselines[n].items():
                 errors[n].add(name, i, baseline(i), truth)
-    scores = [score for each in errors for score in each.scores()]
+    scores = [score for step_errors in errors for score in step_errors.scores()]
     if (
         diverged := next((score for score in scores if not math.isfinite(score.rmse)), None)
     ) is not None:
@@ -198,7 +198,7 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
 
 
 def rollout_table(scores: list[Score]) -> str:
-    """Return the RMSE of rollouts as a text table: a row per variable and lead time, a column per forecast."""
+    """Return rollout RMSEs as a text table: rows are variables, lead times."""
     names = list(dict.fromkeys(score.forecast for score in scores))
     width = max(12, *map(len, names))
     cells = {(score.variable, score.lead_time, score.forecast): score for score in scores}

@@ -92,13 +92,13 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     hydra_app.check_device(config)
     state, schema = checkpoint_to_resume(folder, config.resume, description), None
     if state is not None:
-        config.init_from = None  # weights are those of the checkpoint
+        config.init_from = None  # the weights come from the checkpoint
         schema = schema_of(state.get("schema"), folder / LAST)
     run = hydra_app.build(config, schema)
     for part in run.splits:
         part.require_samples()
     if run.training.compile:
-        # what earlier runs of a sweep compiled counts against PyTorch's limit
+        # code compiled by earlier runs of a sweep counts against PyTorch's limit
         torch.compiler.reset()
     chosen_variables(
         run.splits.test, config.plots.variables
@@ -130,7 +130,10 @@ def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict 
 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
-    """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER` and more steps."""
+    """Raise ValueError unless a checkpoint's config equals the run's.
+
+    Values in `MAY_DIFFER` and a larger number of steps are allowed.
+    """
     before, now = dict(flatten(current_config(before))), dict(flatten(now))
     if before.get("training.steps", math.inf) < now.get("training.steps", 0):  # a run may grow
         now["training.steps"] = before["training.steps"]
@@ -163,7 +166,7 @@ def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
 
 
 def describe_data(splits: Splits) -> str:
-    """Describe the training for the log: variables and forcings, lead time, and the samples of each split."""
+    """Describe a training for the log: variables, forcings, lead time, samples of each split."""
     data = splits.train
     variables = ", ".join(
         f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True)
@@ -191,14 +194,14 @@ def describe_data(splits: Splits) -> str:
 
 
 def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
-    """Train on all ranks of torchrun; rank 0 leaves what `train` leaves, with the folder `last` in place of `last.pt`.
+    """Train on all ranks of torchrun; rank 0 writes the files of `train`, with a folder `last`.
 
     The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation
     loss on rank 0, None on the others. Raises Stopped on rank 0, when one rank received a signal;
     the others exit with its status.
     """
 
-    @record  # for torchrun, which reports the first error last, with its traceback
+    @record  # torchrun then reports the first error last, with its traceback
     def run() -> float | None:
         sharding, device_type = (
             hydra_app.instantiate(config.sharding),
@@ -208,12 +211,12 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
             return _train_on_ranks(config, sharding, device_type)
         except hydra_app.ERRORS_OF_PREPARATION as error:
             log.debug("traceback", exc_info=error)
-            raise error.with_traceback(None) from None  # one sentence tells it all
+            raise error.with_traceback(None) from None  # one sentence is enough
 
     try:
         return run()
     except hydra_app.ERRORS_OF_PREPARATION as error:
-        raise hydra_app.Refused(error) from error
+        raise hydra_app.ConfigError(error) from error
 
 
 def _train_on_ranks(
@@ -270,7 +273,7 @@ def _train_on_ranks(
 
 
 def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
-    """Return True if a run of torchrun continues what is in its folder; raise as `checkpoint_to_resume` does."""
+    """Return whether a torchrun run continues its folder; raise like `checkpoint_to_resume`."""
     if (path := checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)) is None:
         return False
     before = load_values(path, "config")
@@ -282,7 +285,7 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
 
 
 def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
-    """Collect the values that all ranks must share, by name: config, attention backend and PyTorch's version."""
+    """Collect the values that all ranks must share: config, attention backend, PyTorch version."""
     values = flatten(hydra_app.describe(config) | {"resume": config.resume})
     shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
     backend = hydra_app.check_backend(
@@ -292,7 +295,7 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
 
 
 def primary_config(arguments: list[str]) -> str:
-    """Return the name of the primary config: `resume`, with the config of its checkpoint, for a run that continues.
+    """Return the name of the primary config: `resume`, with a checkpoint's config, to continue.
 
     A command that chooses options of groups composes its config, `train`, and must arrive at the
     same. Under torchrun the command line gets the sharding of the run, as far as the arguments do
@@ -301,10 +304,12 @@ def primary_config(arguments: list[str]) -> str:
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
     if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
-    if (found := find_run(Path(folder) / LAST)) is None:
+    if (checkpoint := find_run(Path(folder) / LAST)) is None:
         return "train"
     config = (
-        load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+        load_checkpoint(checkpoint).get("config")
+        if checkpoint.is_file()
+        else load_values(checkpoint, "config")
     )
     if is_launched() and isinstance(config, dict):
         sys.argv += former_sharding(config.get("sharding", {}), arguments)
@@ -313,26 +318,26 @@ def primary_config(arguments: list[str]) -> str:
         for argument in arguments
     ):
         return "train"
-    hydra_app.store_config(config, found)
+    hydra_app.store_config(config, checkpoint)
     return "resume"
 
 
 def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]:
-    """Return the arguments that choose the sharding of a checkpoint, but for the values that `arguments` give."""
-    given = {argument.lstrip("+").split("=")[0] for argument in arguments}
-    if not sharding or given & {"sharding", "sharding.strategy"}:
+    """Return the arguments that select a checkpoint's sharding, except those in `arguments`."""
+    keys = {argument.lstrip("+").split("=")[0] for argument in arguments}
+    if not sharding or keys & {"sharding", "sharding.strategy"}:
         return []
     values = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
     return [
         f"sharding={sharding['strategy']}",
-        *(value for value in values if value.split("=")[0] not in given),
+        *(value for value in values if value.split("=")[0] not in keys),
     ]
 
 
 def _in_words(sharding: dict[str, Any] | None) -> str:
     """Return a sharding as arguments."""
     if sharding is None:
-        return "that of a checkpoint which does not tell"
+        return "unknown: the checkpoint does not store it"
     return " ".join(former_sharding(sharding, []))
 
 

@@ -1,4 +1,4 @@
-"""What the checkpoint of a run holds beside weights: its config, in the names of this version, and its data schema."""
+"""What a run's checkpoint holds besides weights: its config, renamed to date, and data schema."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schema_of(values: Mapping[str, Any] | None, path: Path) -> DataSchema | None:
-    """Return the schema in a checkpoint, or None, with a warning, for one of 0.2.0, which held none.
+    """Return the schema of a checkpoint, or None, with a warning, for 0.2.0, which had none.
 
     Raises ValueError if an entry is missing.
     """
@@ -50,16 +50,15 @@ def schema_of(values: Mapping[str, Any] | None, path: Path) -> DataSchema | None
         return DataSchema.from_dict(dict(values))
     log.warning(
         "%s was written by 0.2.0, which did not keep the order of the variables, their units, "
-        "means and deviations, "
-        "and the grid: they are derived again from the data, and are those of the run only if the "
-        "data are the same",
+        "means and standard deviations, and the grid: they come from the data now, and are correct "
+        "only if these are the data of the run",
         path,
     )
     return None
 
 
 def check_same_network(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ValueError if graph or model of a config differ from those in a checkpoint, so that forecasts would.
+    """Raise ValueError if graph or network of a config differ from a checkpoint's.
 
     Weights of the same shapes may load nonetheless: other heads, or another radius of the edges.
     """

@@ -1,4 +1,4 @@
-"""Geometric edge attributes: length and direction, defined as anemoi-graphs' EdgeLength and EdgeDirection.
+"""Edge length and direction, defined as in anemoi-graphs' EdgeLength and EdgeDirection.
 
     length_e    = angle between source s and destination d, radians
     direction_e = (<s, f_x>, <s, f_y>), scaled to length 1
@@ -35,8 +35,8 @@ def edge_direction(source: Nodes, destination: Nodes, edge_index: np.ndarray) ->
     """Return the direction from each edge's destination to its source, [E, 2] float64 of length 1.
 
     It is 0 where source and destination coincide or are antipodes. (anemoi-graphs gives coinciding
-    nodes, such as those of two levels of a hierarchy, the direction of a rounding error.)
-    Parameters and errors are those of `edge_length`.
+    nodes, such as nodes of two levels of a hierarchy, the direction of a rounding error.)
+    Parameters and errors as for `edge_length`.
     """
     _check_edges(source, destination, edge_index)
     xy = np.einsum("eid,ed->ei", destination.frame[edge_index[1]], source.xyz[edge_index[0]])
@@ -45,7 +45,7 @@ def edge_direction(source: Nodes, destination: Nodes, edge_index: np.ndarray) ->
 
 
 def unit_std(values: np.ndarray) -> np.ndarray:
-    """Return `values` divided by the standard deviation of all of them, unchanged where that is zero or undefined."""
+    """Return `values` divided by their standard deviation; unchanged if it is zero or undefined."""
     std = values.std(ddof=1) if values.size > 1 else 0.0
     return values / std if std > 0 else values
 

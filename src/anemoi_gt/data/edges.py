@@ -24,7 +24,7 @@ from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
 MAX_NEIGHBOURS = 64
-# distances closer than this are equal: between float64 rounding (1e-16) and that of positions
+# distances closer than this are equal: between float64 rounding (1e-16) and rounding of positions
 # (1e-7)
 TIE = 1e-9
 MOST_TIES = 8  # a vertex of a triangular mesh has at most six equally far neighbours
@@ -39,7 +39,7 @@ def sort_by_destination(edge_index: np.ndarray) -> np.ndarray:
 
 
 def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
-    """Return the edges to each destination from its k nearest sources, [2, len(destination) * k] int64.
+    """Return the edges from the k nearest sources of each destination, int64 [2, N_dst * k].
 
     Raises ValueError if k is not between 1 and the number of sources.
     """
@@ -54,7 +54,7 @@ def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
 
 
 def cutoff(source: Nodes, destination: Nodes, factor: float) -> np.ndarray:
-    """Return the edges to each destination from the nearest 64 sources within a radius, [2, E] int64.
+    """Return edges from the nearest 64 sources within a radius of each destination, int64 [2, E].
 
         radius = factor * grid_spacing(destination)
 
@@ -85,13 +85,16 @@ def grid_spacing(nodes: Nodes) -> float:
 
 
 def nearest_distance(points: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:
-    """Return the distance of each point [N, 3] to the nearest of `others` [M, 3], or of the other points, [N]."""
+    """Return the distance [N] of each point to its nearest neighbour.
+
+    Points are [N, 3]; neighbours are `others` [M, 3], or the other points.
+    """
     tree = import_extra("scipy.spatial", "graphs").KDTree(points if others is None else others)
     return tree.query(points, k=[2 if others is None else 1], workers=-1)[0][:, 0]
 
 
 def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
-    """Return a mask [N] of the nodes with a reference node within `margin`, a great-circle distance in kilometres.
+    """Return a mask [N] of the nodes within `margin` kilometres (great circle) of a reference node.
 
     Raises ValueError if margin is negative or not a number.
     """
@@ -100,7 +103,7 @@ def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
     if not margin >= 0:
         raise ValueError(f"margin must not be negative, in kilometres, got {margin}")
     angle = min(1e3 * margin / EARTH_RADIUS, np.pi)
-    radius = 2 * np.sin(angle / 2) * (1 + TIE) + TIE  # so that a node is within 0 km of itself
+    radius = 2 * np.sin(angle / 2) * (1 + TIE) + TIE  # a node must be within 0 km of itself
     distance, _ = _tree(reference).query(_points(nodes), distance_upper_bound=radius, workers=-1)
     return np.isfinite(distance)
 
@@ -108,7 +111,9 @@ def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 def _neighbours(
     source: Nodes, destination: Nodes, k: int, radius: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return distance and index of the k nearest sources within `radius`, both [destinations, k], padded with infinity.
+    """Return distance and index [N_dst, k] of the k nearest sources within `radius`.
+
+    Missing neighbours have infinite distance.
 
     On regular grids many sources are equally far: ties go to the lower index, independent of
     rounding.

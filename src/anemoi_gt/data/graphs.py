@@ -1,9 +1,10 @@
-"""Encoder-processor-decoder graphs: data nodes, hidden meshes and the edges between them, as `HeteroData`.
+"""Encoder-processor-decoder graphs: data nodes, hidden meshes and their edges, as `HeteroData`.
 
-The layout is that of anemoi-graphs, so that a model accepts either:
+The layout is the same as in anemoi-graphs, so that a model accepts either:
 
     graph["data"].x, graph["hidden"].x       [N, 2] latitude, longitude, radians
-    graph["data", "to", "hidden"]            encoder: edge_index [2, E], edge_length [E, 1], edge_dirs [E, 2]
+    graph["data", "to", "hidden"]            encoder: edge_index [2, E], edge_length [E, 1],
+                                             edge_dirs [E, 2]
     graph["hidden", "to", "hidden"]          processor
     graph["hidden", "to", "data"]            decoder
 
@@ -82,14 +83,20 @@ def icosphere_graph(
 
 
 def check_fit(graph: HeteroData) -> None:
-    """Raise ValueError unless most hidden nodes have a data node within 0.6 of the distance to their neighbour."""
+    """Raise ValueError unless most hidden nodes have a data node nearby.
+
+    Nearby means within 0.6 of the distance to their neighbour.
+    """
     data, hidden = (unit_vectors(graph[name].x.double().numpy()) for name in (DATA, HIDDEN))
     empty = edges.nearest_distance(hidden, data) > 0.6 * edges.nearest_distance(hidden)
     if empty.mean() <= 0.5:
         return
-    # Nodes all over the globe have their mean near its centre, those of a region near its surface.
+    # The mean of global nodes is near the centre of the globe, of regional nodes near its surface.
     if np.linalg.norm(data.mean(axis=0)) > 0.1:
-        remedy = "the data cover a region, take graph=default, or graph=limited_area with a graph.refinement for it"
+        remedy = (
+            "the data cover a region, take graph=default, or graph=limited_area with a "
+            "graph.refinement for it"
+        )
     else:
         remedy = "the mesh is finer than the data, take graph=default, or a lower graph.refinement"
     raise ValueError(
@@ -115,10 +122,10 @@ def limited_area_graph(
     ----------
     refinement : int, optional
         Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. None: the
-        coarsest one whose spacing is at most four times that of the data nodes.
+        coarsest one whose spacing is at most four times the spacing of the data nodes.
     margin : float, optional
-        Distance in kilometres by which the hidden mesh extends beyond the data nodes. None: that of
-        neighbours.
+        Distance in kilometres by which the hidden mesh extends beyond the data nodes. None: the
+        distance of neighbours.
     cutoff, nearest
         As for `icosphere_graph`.
 
@@ -183,7 +190,8 @@ def stretched_graph(
     Examples
     --------
     >>> from anemoi_gt.data.grids import octahedral
-    >>> alps = stretched_graph(octahedral(96), refinement=4, area_refinement=6, area=(49, 4, 43, 17))
+    >>> grid, area = octahedral(96), (49, 4, 43, 17)
+    >>> alps = stretched_graph(grid, refinement=4, area_refinement=6, area=area)
     >>> len(alps["hidden"].x) - len(icosphere_graph(octahedral(96), refinement=4)["hidden"].x)
     60
     """
@@ -264,7 +272,7 @@ def hierarchical_graph(
 def encoder_processor_decoder(
     nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3
 ) -> HeteroData:
-    """Return the graph of data nodes and any hidden mesh, whose edges are those of the processor.
+    """Return the graph of data nodes and any hidden mesh, whose edges the processor uses.
 
     `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if mesh is not a Mesh, or
     an option is out of range.

@@ -24,7 +24,9 @@ from anemoi_gt.option_checks import check_integer
 
 
 def gaussian_latitudes(n: int) -> np.ndarray:
-    """Return the n Gaussian latitudes, [n] float64, degrees, north to south: arcsines of the roots of the Legendre P_n.
+    """Return the n Gaussian latitudes, [n] float64, degrees, north to south.
+
+    They are the arcsines of the roots of the Legendre polynomial P_n.
 
     They are exactly antisymmetric about the equator. Raises ValueError if n is not positive;
     ImportError without scipy.
@@ -40,7 +42,9 @@ def gaussian_latitudes(n: int) -> np.ndarray:
 
 
 def reduced_gaussian(lengths: ArrayLike) -> Nodes:
-    """Return the reduced Gaussian grid with these row lengths: rows north to south, each from longitude 0 eastwards.
+    """Return a reduced Gaussian grid with these row lengths.
+
+    Rows run north to south, each from longitude 0 eastwards.
 
     `lengths` are integers, the number of points in each row, north first. Raises ValueError if it
     is empty, or a length is not a positive integer.
@@ -64,7 +68,7 @@ def reduced_gaussian(lengths: ArrayLike) -> Nodes:
 
 
 def octahedral(n: int) -> Nodes:
-    """Return the octahedral reduced Gaussian grid O<n>: 2n rows of 20, 24, ..., 4n + 16, ..., 24, 20 points.
+    """Return the octahedral reduced Gaussian grid O<n>: 2n rows of 20, 24, ..., 24, 20 points.
 
     n is the number of rows between a pole and the equator; the grid has 4n (n + 9) points. Raises
     ValueError if n is not positive.
@@ -109,7 +113,7 @@ def classic(n: int) -> Nodes:
 
 
 def grid(name: str) -> Nodes:
-    """Return a global grid by name: "O<n>", an octahedral reduced Gaussian grid, or "N<n>", a classic one.
+    """Return a global grid by name: "O<n>" (octahedral reduced Gaussian) or "N<n>" (classic).
 
     Raises ValueError for any other name, or a classic grid that is not in the table.
     """
@@ -124,7 +128,7 @@ def grid(name: str) -> Nodes:
 
 
 def regional(lat: ArrayLike, lon: ArrayLike) -> Nodes:
-    """Return the latitude-longitude grid of two axes in degrees, in any order: node i * n_lon + j is (lat[i], lon[j]).
+    """Return the grid of two axes in degrees, in any order: node i * n_lon + j is (lat[i], lon[j]).
 
     Raises ValueError if an axis is not a vector.
     """

@@ -1,9 +1,9 @@
 """Hidden meshes: refined icosahedra of the globe, limited areas and stretched grids.
 
 Refinement r splits every triangle of the icosahedron r times in four and projects new vertices onto
-the sphere: 10 * 4^r + 2 vertices, of which those of level l < r are a subset; 60 * 4^l directed
-edges at level l. A multi-scale mesh has the edges of several levels, so that a message crosses the
-globe in a few steps (Lam et al. 2023).
+the sphere: 10 * 4^r + 2 vertices, of which the vertices of level l < r are a subset; 60 * 4^l
+directed edges at level l. A multi-scale mesh has the edges of several levels, so that a message
+crosses the globe in a few steps (Lam et al. 2023).
 
 Vertices are sorted by latitude, north first, then by longitude, east first, both as float32
 radians. anemoi-graphs sorts its TriNodes by latitude too, but with an unstable sort: the order
@@ -29,7 +29,7 @@ from anemoi_gt.option_checks import check_integer
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """N vertices, and the edges between them [2, E] int64 (source, destination), sorted by destination, then source."""
+    """N vertices and edges [2, E] int64 (source, destination), sorted by destination, source."""
 
     nodes: Nodes
     edge_index: np.ndarray
@@ -51,9 +51,9 @@ class Mesh:
 
 
 def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
-    """Return a refined icosahedron with 10 * 4^refinement + 2 nodes, and 60 * 4^l directed edges for each level l.
+    """Return a refined icosahedron: 10 * 4^refinement + 2 nodes, 60 * 4^l edges per level l.
 
-    Each triangle is split in four `refinement` times, at least once; `levels` are those of the
+    Each triangle is split in four `refinement` times, at least once; `levels` are the levels of the
     edges, None means 1 to `refinement`. Raises ValueError if refinement is below 1, or a level is
     not in [0, refinement].
 
@@ -68,10 +68,10 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
 
 
 def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
-    """Return the part of a multi-scale icosphere over a region, with edges of levels 1 to `refinement`.
+    """Return a regional part of a multi-scale icosphere, with edges of levels 1 to `refinement`.
 
-    The region is that of the points `area`, such as its data nodes, and `margin` kilometres around
-    them. Raises ValueError if refinement is below 1, margin negative, or area empty.
+    The region is the area of the points `area`, such as its data nodes, and `margin` kilometres
+    around them. Raises ValueError if refinement is below 1, margin negative, or area empty.
 
     Examples
     --------
@@ -88,15 +88,16 @@ def stretched_icosphere(
 ) -> Mesh:
     """Return a multi-scale icosphere that is finer over a region.
 
-    It has the vertices of the icosphere of `refinement` and, over the region, those of
-    `area_refinement`, with the edges of levels 1 to `area_refinement` between them; `area` and
-    `margin` (km) give the region, as for `limited_area_icosphere`. Raises ValueError if refinement
-    is below 1, area_refinement not above it, margin negative, or area empty.
+    It has the vertices of the icosphere of `refinement` and, over the region, of `area_refinement`,
+    with the edges of levels 1 to `area_refinement` between them; `area` and `margin` (km) give the
+    region, as for `limited_area_icosphere`. Raises ValueError if refinement is below 1,
+    area_refinement not above it, margin negative, or area empty.
 
     Examples
     --------
     >>> mesh = stretched_icosphere(3, 5, Nodes(lat=[47.0], lon=[8.0]), margin=500)
-    >>> len(icosphere(3).nodes), len(mesh.nodes), len(limited_area_icosphere(5, Nodes([47.0], [8.0]), 500).nodes)
+    >>> regional = limited_area_icosphere(5, Nodes([47.0], [8.0]), 500)
+    >>> len(icosphere(3).nodes), len(mesh.nodes), len(regional.nodes)
     (642, 658, 17)
     """
     check_integer("refinement", refinement)
@@ -119,7 +120,10 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 
 
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
-    """Return the icosphere, and each vertex's index in the order of splitting: level l has the first 10 * 4^l + 2."""
+    """Return the icosphere and each vertex's index in splitting order.
+
+    Level l has the first 10 * 4^l + 2 vertices of that order.
+    """
     if (
         not isinstance(levels, Sequence)
         or not levels
@@ -143,7 +147,10 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
 
 
 def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
-    """Return the 12 vertices (0, +-1, +-golden ratio) and their cyclic shifts, on the unit sphere, and the 20 faces."""
+    """Return the 20 faces and 12 vertices on the unit sphere.
+
+    Vertices are (0, +-1, +-golden ratio) and cyclic shifts.
+    """
     golden = (1 + 5**0.5) / 2
     rectangle = np.array([[0.0, one, phi] for one in (-1, 1) for phi in (-golden, golden)])
     corners = np.concatenate([np.roll(rectangle, shift, axis=1) for shift in range(3)])
@@ -152,7 +159,7 @@ def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sides(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the unique sides [U, 2] of triangles [F, 3], and the indices of each triangle's sides, [F, 3]."""
+    """Return the unique sides [U, 2] of triangles [F, 3], and the sides of each triangle [F, 3]."""
     ends = np.sort(faces[:, [[0, 1], [1, 2], [2, 0]]], axis=-1).reshape(-1, 2)
     _, first, side = np.unique(
         ends[:, 0] << 32 | ends[:, 1], return_index=True, return_inverse=True
@@ -161,7 +168,10 @@ def _sides(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _split(xyz: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split each triangle in four at the midpoints of its sides, projected onto the sphere; old vertices come first."""
+    """Split each triangle in four at the midpoints of its sides; old vertices come first.
+
+    Midpoints are projected onto the sphere.
+    """
     sides, side_of_face = _sides(faces)
     middle = xyz[sides].sum(axis=1)
     middle /= np.linalg.norm(middle, axis=1, keepdims=True)

@@ -108,7 +108,7 @@ class Nodes:
 
     @property
     def north(self) -> np.ndarray:
-        """Unit vectors [N, 3] float64 to the north; at a pole, the north of the node's longitude."""
+        """Unit vectors [N, 3] float64 to the north; at a pole, north along the node's longitude."""
         lat, lon = self.radians.T
         return np.stack(
             [-np.sin(lat) * np.cos(lon), -np.sin(lat) * np.sin(lon), np.cos(lat)], axis=-1
@@ -128,7 +128,7 @@ class Nodes:
         )
 
     def inside(self, area: Sequence[float]) -> np.ndarray:
-        """Return a mask [N] of the nodes between two parallels and two meridians, boundaries included.
+        """Return a mask [N] of the nodes between two parallels and two meridians, inclusive.
 
         `area` is north, west, south, east in degrees, in the order of ECMWF's archive. It extends
         from west eastwards to east, across the date line if it lies between, and around the globe
@@ -187,7 +187,7 @@ def area_weights(nodes: Nodes) -> np.ndarray:
 
 
 def row_weights(nodes: Nodes) -> np.ndarray:
-    """Return weights of mean 1, [N] float64, of a grid in rows: the area of each row's band over its points.
+    """Return area weights of mean 1, [N] float64, of a grid in rows: row band area per point.
 
     Bands end half-way to the next rows, and at a pole within one spacing of the rows.
     """

@@ -1,4 +1,4 @@
-"""Sharding of one graph and model among ranks: partition, halo exchange, gradients, checkpoints, consensus."""
+"""Sharding of graph and model among ranks: partition, halo exchange, gradients, checkpoints."""
 
 from anemoi_gt.distributed.consensus import (
     broadcast_from_rank0,

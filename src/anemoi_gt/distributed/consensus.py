@@ -1,4 +1,4 @@
-"""Consensus of all ranks on errors and values, so that no rank enters a collective that the others never reach."""
+"""Consensus of all ranks on errors and values, so that no rank hangs in a collective."""
 
 import hashlib
 import math
@@ -19,19 +19,22 @@ LOST_PEER = (  # in messages of gloo and NCCL (torch 2.13)
 def raise_on_all_ranks(
     problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError
 ) -> None:
-    """Raise the same `error` on all ranks, with the ranks that have a problem and the first problem. Collective.
+    """Raise the same `error` on all ranks, with failing ranks and first problem. Collective.
 
     `problem` is this rank's; None: it has none.
     """
     problems = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
-    if wrong := [rank for rank, said in enumerate(problems) if said is not None]:
-        raise _of_all_ranks(error(f"{_ranks(wrong)}: {problems[wrong[0]]}"), group)
+    if failing := [rank for rank, text in enumerate(problems) if text is not None]:
+        raise _of_all_ranks(error(f"{_ranks(failing)}: {problems[failing[0]]}"), group)
 
 
 @contextmanager
 def consensus(group: dist.ProcessGroup) -> Iterator[None]:
-    """Raise a ValueError of the block, which must not be collective, on all ranks. Collective at its end."""
+    """Raise a ValueError of the block on all ranks. Collective at its end.
+
+    The block itself must not contain collectives.
+    """
     problem = None
     try:
         yield
@@ -41,7 +44,9 @@ def consensus(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Raise on all ranks unless every value is the same on all of them. Collective; call it before what could hang.
+    """Raise on all ranks unless every value is the same on all ranks. Collective.
+
+    Call it before any collective that would hang.
 
     `values` are plain values by name. The ValueError has the name of one and the ranks that differ
     from rank 0.
@@ -61,7 +66,7 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
 
 
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
-    """Raise on all ranks unless the loss is finite on every one of them. Collective; synchronises the device.
+    """Raise on all ranks unless the loss is finite on every rank. Collective; synchronises.
 
     `loss` is this rank's scalar. The FloatingPointError has the `step` and the ranks whose loss is
     not finite.
@@ -99,14 +104,14 @@ def run_on_rank0(function: Callable[[], Any]) -> Any:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return True if an error follows from another rank's: that rank is gone, or raises the same error."""
+    """Return whether an error follows from another rank's: a lost rank, or the same error."""
     if isinstance(error, dist.DistNetworkError) or any(text in str(error) for text in LOST_PEER):
         return True
     return getattr(error, "is_repeated", False)
 
 
 def fingerprint(*tensors: Tensor) -> str:
-    """Return a short text that is equal on two ranks when their tensors have the same dtypes, shapes and bits."""
+    """Return a text that is equal on two ranks if dtypes, shapes and bits of their tensors are."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -119,7 +124,7 @@ def fingerprint(*tensors: Tensor) -> str:
 
 
 def _of_all_ranks(error: Exception, group: dist.ProcessGroup | None) -> Exception:
-    """Return an error that all ranks of a group raise, of which the first rank's is enough to report."""
+    """Return an error that all ranks of a group raise; reporting it from one rank is enough."""
     vars(error)["is_repeated"] = dist.get_rank(group) > 0
     return error
 

@@ -1,8 +1,8 @@
 """Gradient reduction, clipping, optimiser step and loss on a (data, model) mesh.
 
-    shared parameter     held by every rank of a model, each with the gradient from its own nodes and edges:
+    shared parameter     held by every rank of a model, with the gradient of local rows:
                          grad = mean over data of  sum over model of  local grad
-    own parameter        rows that one rank of a model holds (trainable features of its nodes and edges):
+    own parameter        rows held by one rank of a model (trainable features of nodes and edges):
                          grad = mean over data of  local grad
 
 A rank's loss is the sum over its nodes divided by the number of nodes of the whole model, not by
@@ -10,7 +10,7 @@ its own number. A `mesh` has axes (data, model), as `make_mesh` makes it; functi
 for others.
 
 DDP and `fully_shard` over the data axis take the mean over data during backward. DDP's gradients
-are equal there, and their mean is what they are; those of `fully_shard` are DTensors, whose local
+are equal there, so averaging changes nothing; gradients of `fully_shard` are DTensors, whose local
 parts are summed over model only.
 """
 
@@ -36,7 +36,9 @@ BUCKET_BYTES = 64 * 2**20
 def reduce_gradients(
     shared: Iterable[Parameter], own: Iterable[Parameter], mesh: DeviceMesh
 ) -> None:
-    """Reduce the gradients of all ranks, in place. Collective; call it once, between backward and the optimiser's step.
+    """Reduce the gradients of all ranks, in place. Collective.
+
+    Call it once, between backward and the optimiser step.
 
     `shared` and `own` are in the same order on all ranks. A missing gradient counts as zero; with
     requires_grad=False it stays None.
@@ -51,7 +53,7 @@ def reduce_gradients(
 
 
 def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> None:
-    """Replace gradients by their mean over the ranks of a group; a missing one counts as zero. Collective."""
+    """Replace gradients by their mean over a group; a missing one counts as zero. Collective."""
     _reduce(
         [parameter for parameter in parameters if parameter.requires_grad],
         [group],
@@ -62,7 +64,7 @@ def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup)
 def clip_gradients(
     shared: Iterable[Parameter], own: Iterable[Parameter], max_norm: float, mesh: DeviceMesh
 ) -> Tensor:
-    """Clip the gradient norm of a whole model, as `torch.nn.utils.clip_grad_norm_` does on one device. Collective.
+    """Clip the gradient norm of a whole model, like `torch.nn.utils.clip_grad_norm_`. Collective.
 
     Call it after `reduce_gradients`; shared parameters count once. Return the norm before clipping,
     a scalar: NaN when it is not finite, and then so are the gradients of all ranks.
@@ -88,7 +90,7 @@ def optimizer_step(
     max_norm: float = math.inf,
     scaler: GradScaler | None = None,
 ) -> Tensor:
-    """Reduce and clip the gradients of all ranks, and take the optimiser's step, on all ranks or on none. Collective.
+    """Reduce and clip gradients and step the optimiser, on all ranks or on none. Collective.
 
     Parameters
     ----------
@@ -137,7 +139,10 @@ def optimizer_step(
 
 
 def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the loss of the whole batch for logging: sum over model, mean over data. Collective, without gradient."""
+    """Return the loss of the whole batch for logging. Collective, without gradient.
+
+    The sum over model ranks, averaged over data ranks.
+    """
     check_mesh(mesh)
     total = loss.detach().clone()
     for group in _groups_of_all_ranks(mesh):
@@ -157,7 +162,7 @@ def _groups_of_all_ranks(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def _reduce(parameters: list[Parameter], groups: list[dist.ProcessGroup], factor: float) -> None:
-    """Replace gradients by `factor` times their sum over the ranks of groups, one after the other."""
+    """Replace gradients by `factor` times their sum over the groups, one group after the other."""
     groups = [group for group in groups if group.size() > 1]
     if not groups:
         return
@@ -180,7 +185,7 @@ def _reduce(parameters: list[Parameter], groups: list[dist.ProcessGroup], factor
 
 
 def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
-    """Return the sum of squares of gradients, float64 on the mesh's device, also on ranks without any."""
+    """Return the sum of squares of gradients, float64 on the mesh's device; 0 without gradients."""
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for same_layout in _by_layout(parameters):
         norm = get_total_norm(
@@ -192,7 +197,7 @@ def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
 
 
 def _by_layout(parameters: list[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
-    """Return the plain parameters, and the DTensors: PyTorch's operations on lists take one kind of them."""
+    """Split parameters into plain tensors and DTensors, which PyTorch's foreach ops cannot mix."""
     plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     return plain, [parameter for parameter in parameters if isinstance(parameter, DTensor)]
 

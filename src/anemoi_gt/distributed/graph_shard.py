@@ -1,4 +1,4 @@
-"""Graph shard of one rank: its destinations, all edges into them, and the halo of sources that other ranks own.
+"""Graph shard of one rank: its destinations, all edges into them, and its halo of remote sources.
 
 Every rank owns some destinations and all edges into them, so a softmax never crosses ranks. Sources
 are numbered
@@ -27,7 +27,7 @@ from anemoi_gt.option_checks import check_integer
 
 @dataclass(frozen=True, eq=False)
 class GraphShard:
-    """Graph shard of one rank; blocks take it in place of a `GraphStructure` (`anemoi_gt.nn.ShardedGraph`).
+    """Graph shard of one rank; blocks accept it as a graph (`anemoi_gt.nn.ShardedGraph`).
 
     Attributes
     ----------
@@ -57,7 +57,9 @@ class GraphShard:
     chunks: tuple[Chunk, ...] = ()
 
     def split(self, num_chunks: int) -> "GraphShard":
-        """Return this shard in the same number of chunks on every rank; layers exchange the halo before the first.
+        """Return this shard in the same number of chunks on every rank.
+
+        Layers exchange the halo before the first chunk.
 
         Of a rank with fewer destinations some chunks are empty. Raise ValueError unless num_chunks
         is at least 1.
@@ -70,7 +72,7 @@ class GraphShard:
         )
 
     def exchange(self, x_src: Tensor) -> Tensor | RowsWithHalo:
-        """Return rows of local sources and the halo, sent uncast, or on one rank the rows. As `start_exchange`."""
+        """Return local source rows and halo, uncast; on one rank, the rows alone."""
         self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
             return x_src
@@ -83,7 +85,7 @@ class GraphShard:
         prepare: Callable[..., Tensor] | None = None,
         cond: Tensor | None = None,
     ) -> "PendingExchange | LocalRows":
-        """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
+        """Send local source rows, cast for autocast; do not wait. Collective, also backward.
 
         `wait()` of the result returns local sources concatenated with the halo, [.., n_src + halo,
         F], once. What is computed before hides the messages, and so does its backward. With
@@ -159,16 +161,16 @@ def shard_graph(
 
         shard = shard_graph(graph, group)
         x, edge_attr = x[shard.sources.nodes(shard.rank)], edge_attr[shard.edges]
-        y = block(x, shard, edge_attr)                                      # rows of local destinations
+        y = block(x, shard, edge_attr)                           # rows of local destinations
     """
     _check_member(group)
     with consensus(group):
         check_structure(graph)
         partitions = {"destinations": destinations, "sources": sources}
-        found = {
+        signatures = {
             name: None if nodes is None else _signature(nodes) for name, nodes in partitions.items()
         }
-    check_same({"graph": fingerprint(*graph.state_dict().values())} | found, group)
+    check_same({"graph": fingerprint(*graph.state_dict().values())} | signatures, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     destinations = destinations or Partition.balanced(
         destination_cost(graph.colptr.diff()), num_ranks
@@ -177,9 +179,11 @@ def shard_graph(
         is_one_set = graph.num_src == destinations.size
         sources = destinations if is_one_set else Partition(Ranges.even(graph.num_src, num_ranks))
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
-    edge_index, own = in_edges(graph, destinations.nodes(rank, graph.device))
+    edge_index, positions = in_edges(graph, destinations.nodes(rank, graph.device))
     owners = {"destinations": destinations, "sources": sources}
-    shard = shard_edges(edge_index, group, **owners, global_edge_id=graph.global_edge_ids()[own])
+    shard = shard_edges(
+        edge_index, group, **owners, global_edge_id=graph.global_edge_ids()[positions]
+    )
     schedule = None
     if graph.dst_schedule is not None:
         schedule = destinations.positions(graph.dst_schedule)
@@ -187,12 +191,12 @@ def shard_graph(
             schedule[destinations.ranges.owns(rank, schedule)] - destinations.ranges.of(rank).start
         )
         schedule = schedule.to(graph.colptr.dtype)
-    edges = graph.edge_order().long()[own][shard.edges]
+    edges = graph.edge_order().long()[positions][shard.edges]
     return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
 
 
 def in_edges(graph: GraphStructure, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the edges [2, E_own], int64, into `nodes` of a graph, in the order of these, and their CSC positions."""
+    """Return the in-edges [2, E_own], int64, of `nodes`, in node order, and their CSC positions."""
     degree = graph.colptr.diff()[nodes]
     begin = graph.colptr[nodes] - (degree.cumsum(0) - degree)
     positions = begin.repeat_interleave(degree) + torch.arange(
@@ -235,8 +239,8 @@ def shard_edges(
     _check_member(group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     with consensus(group):
-        found = {"destinations": _signature(destinations), "sources": _signature(sources)}
-    check_same(found | {"presence of global_edge_id": global_edge_id is not None}, group)
+        signatures = {"destinations": _signature(destinations), "sources": _signature(sources)}
+    check_same(signatures | {"presence of global_edge_id": global_edge_id is not None}, group)
     _check_partitions(sources, destinations, (sources.size, destinations.size), num_ranks)
     with consensus(group):
         _check_own_edges(edge_index, sources, destinations, rank)
@@ -299,7 +303,7 @@ def _check_partitions(
 def _check_own_edges(
     edge_index: Tensor, sources: Partition, destinations: Partition, rank: int
 ) -> None:
-    """Raise unless `edge_index` [2, E] holds edges between existing nodes that all end in nodes of `rank`."""
+    """Raise unless the edges [2, E] join existing nodes and all end in nodes of `rank`."""
     check_edge_index(edge_index)
     for index, (name, nodes) in zip(
         edge_index, (("sources", sources), ("destinations", destinations)), strict=True

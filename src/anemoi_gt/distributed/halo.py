@@ -1,4 +1,4 @@
-"""Halo exchange: rows that other ranks own, in one all-to-all forward and one reverse exchange backward.
+"""Halo exchange: remote rows by one all-to-all forward and one reverse exchange backward.
 
     forward     y = the rows of x that this rank requested, from their owners
     backward    dx_j = dx_j of local use + sum over ranks p of dy_j on p, rank 0 first
@@ -7,10 +7,10 @@ A message carries each row once, so the scatter-add is one addition per rank, in
 and bitwise reproducible. Sending and waiting are separate, forward and backward, so that
 computation can run in between:
 
-    pending = exchange.start(x)    messages leave                 backward:  4. reverse exchange is awaited and added
-    ...                            local work                                3. backward of the local work
-    y = pending.wait()             messages have arrived                     2. reverse exchange leaves
-    ...                            work on y                                 1. backward of the work on y
+    pending = exchange.start(x)    messages sent        backward:  4. reverse exchange added
+    ...                            local work                      3. backward of the local work
+    y = pending.wait()             messages arrived                2. reverse exchange sent
+    ...                            work on y                       1. backward of the work on y
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.partition import Ranges
 
-functional = torch.ops._c10d_functional  # what torch.compile traces
+functional = torch.ops._c10d_functional  # traceable by torch.compile
 
 
 class MessageConsensus:
@@ -41,17 +41,17 @@ class MessageConsensus:
         return {
             "group": None,
             "is_reached": True,
-        }  # process groups are not pickled; copies do not ask again
+        }  # process groups are not pickled; copies keep the consensus
 
     def reach(self, sent: Tensor) -> None:
-        """Raise ValueError on all ranks unless rows [S, .., F] have the same form. Collective the first time."""
+        """Raise ValueError on all ranks unless rows [S, .., F] agree. Collective the first time."""
         if self.is_reached or (sent.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         message = {
             "batch size": tuple(sent.shape[1:-1]),
             "features": sent.shape[-1],
             "dtype (of the input, or by autocast)": sent.dtype,
-            # else the backward of one rank waits for that of another
+            # else the backward of one rank waits for another rank's
             "requires_grad": sent.requires_grad,
         }
         check_same(
@@ -93,7 +93,7 @@ class HaloExchange:
     def of_requests(
         cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup
     ) -> "HaloExchange":
-        """Set up an exchange that delivers the wanted rows in their order, by telling their owners. Collective.
+        """Set up an exchange of the wanted rows by asking their owners. Collective.
 
         `wanted` [R], int64, are the positions of the rows that this rank reads, sorted ascending,
         on a device that the group communicates from; `ranges` are their owners.
@@ -104,9 +104,9 @@ class HaloExchange:
         sends, recvs = send_counts.tolist(), recv_counts.tolist()
         requested = wanted.new_empty(sum(sends))
         dist.all_to_all_single(requested, wanted.contiguous(), sends, recvs, group=group)
-        own = ranges.of(dist.get_rank(group))
-        rows = requested - own.start
-        positions = _sent_position(rows, sends, own.stop - own.start)
+        local = ranges.of(dist.get_rank(group))
+        rows = requested - local.start
+        positions = _sent_position(rows, sends, local.stop - local.start)
         return cls(
             group.group_name, rows, tuple(sends), tuple(recvs), positions, MessageConsensus(group)
         )
@@ -120,8 +120,8 @@ class HaloExchange:
         `wanted` are for each rank the positions [R], int64, that it reads and does not own, sorted
         ascending.
         """
-        own = ranges.of(rank)
-        sent = [rows[ranges.owns(rank, rows)] - own.start for rows in wanted]
+        local = ranges.of(rank)
+        sent = [rows[ranges.owns(rank, rows)] - local.start for rows in wanted]
         counts, rows = [len(part) for part in sent], torch.cat(sent)
         recvs = torch.bincount(ranges.owner(wanted[rank]), minlength=ranges.num_ranks).tolist()
         return cls(
@@ -129,7 +129,7 @@ class HaloExchange:
             rows,
             tuple(counts),
             tuple(recvs),
-            _sent_position(rows, counts, own.stop - own.start),
+            _sent_position(rows, counts, local.stop - local.start),
         )
 
     @property
@@ -143,20 +143,23 @@ class HaloExchange:
         return sum(self.recv_counts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the wanted rows [.., R, F] from x [.., N, F] of all ranks. Collective, and so is its backward."""
+        """Return the wanted rows [.., R, F] of all ranks' x [.., N, F]. Collective.
+
+        The backward pass is collective too.
+        """
         return self.start(x).wait_halo()
 
     def start(
         self, x: Tensor, prepare: Callable[..., Tensor] | None = None, cond: Tensor | None = None
     ) -> "PendingExchange":
-        """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, and so is its backward.
+        """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, also backward.
 
         `prepare` maps the rows to be sent [S, .., F], and with `cond` [.., N, K] the conditions of
         these rows [S, .., K], to what is sent; the local rows stay as they are. The first time,
         raise ValueError on all ranks unless batch size, features, dtype and requires_grad are the
         same.
         """
-        own, sent = _SendRows.apply(x, self)
+        local, sent = _SendRows.apply(x, self)
         if prepare is not None and cond is not None:
             _, sent_cond = _SendRows.apply(cond, self)
             sent = prepare(sent, sent_cond)
@@ -165,23 +168,26 @@ class HaloExchange:
         if not torch.compiler.is_compiling() and self.consensus is not None:
             self.consensus.reach(sent)
         return PendingExchange(
-            own, sent, self.send(sent.detach()), self, is_prepared=prepare is not None
+            local, sent, self.send(sent.detach()), self, is_prepared=prepare is not None
         )
 
     def send(self, sent: Tensor) -> Tensor:
-        """Start to send rows [S, ...]; return [R, ...], not to be read before `functional.wait_tensor`."""
+        """Start to send rows [S, ...]; return [R, ...], readable after `functional.wait_tensor`."""
         return functional.all_to_all_single(
             sent.contiguous(), self.recv_counts, self.send_counts, self.group_name
         )
 
     def send_reverse(self, y: Tensor) -> Tensor:
-        """Start to return rows [R, ...] to their owners; return [S, ...], to be awaited by `scatter_add`."""
+        """Start to return rows [R, ...] to their owners; `scatter_add` awaits the result."""
         return functional.all_to_all_single(
             y.contiguous(), self.send_counts, self.recv_counts, self.group_name
         )
 
     def scatter_add(self, returned: Tensor, total: Tensor) -> Tensor:
-        """Return `total` [N, ...] plus awaited rows [S, ...] of `send_reverse`, rank 0 first; may modify `total`."""
+        """Add awaited rows [S, ...] of `send_reverse` to `total` [N, ...], rank 0 first.
+
+        May modify `total`.
+        """
         received = functional.wait_tensor(returned)
         if self.sent_position is not None and torch.compiler.is_compiling():
             for position in self.sent_position:
@@ -204,7 +210,7 @@ class PendingExchange:
     Attributes
     ----------
     own : Tensor [N, F] or [B, N, F]
-        The local rows, to be read in place of what was sent: then their gradients meet in one sum.
+        The local rows, to be read instead of the rows sent, so that their gradients are added once.
     """
 
     def __init__(
@@ -214,7 +220,7 @@ class PendingExchange:
         self._in_flight: tuple[Tensor, Tensor] | None = (sent, arriving)
 
     def wait(self) -> Tensor:
-        """Return the local rows concatenated with the halo, [N + R, F] or [B, N + R, F]; raise as `wait_halo`.
+        """Return local rows and halo, [N + R, F] or [B, N + R, F]; raise like `wait_halo`.
 
         Raise ValueError after `prepare`, too: the local rows are not prepared.
         """
@@ -238,7 +244,7 @@ class PendingExchange:
 
 
 class _SendRows(torch.autograd.Function):
-    """x [.., N, F] to itself and the rows [S, .., F] to send; backward awaits their gradients and adds them."""
+    """Select rows [S, .., F] to send from x [.., N, F]; backward adds their gradients."""
 
     @staticmethod
     def forward(ctx, x, exchange):
@@ -247,13 +253,16 @@ class _SendRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, own, returned):
-        total = own.clone(memory_format=torch.contiguous_format)
+    def backward(ctx, grad, returned):
+        total = grad.clone(memory_format=torch.contiguous_format)
         return ctx.exchange.scatter_add(returned, total.movedim(-2, 0)).movedim(0, -2), None
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Arrived rows [R, ...]; backward starts the reverse exchange, and waits for it if rows were prepared."""
+    """Received rows [R, ...]; backward starts the reverse exchange.
+
+    Backward waits for it if rows were prepared.
+    """
 
     @staticmethod
     def forward(ctx, sent, arriving, exchange, is_prepared):
@@ -280,7 +289,7 @@ def check_unprepared(is_prepared: bool) -> None:
 
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:
-    """Return the positions of `size` local rows among the sent `rows`, for each rank that reads any; -1: not sent."""
+    """Return the positions of local rows among the sent `rows`, per reading rank; -1: not sent."""
     read = torch.tensor([count for count in counts if count], dtype=torch.int64, device=rows.device)
     position = rows.new_full((len(read), size), -1)
     readers = torch.repeat_interleave(torch.arange(len(read), device=rows.device), read)

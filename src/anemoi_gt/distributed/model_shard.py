@@ -1,4 +1,4 @@
-"""Model sharding: `shard_model` where all ranks hold the whole model, `scatter_model` where only rank 0 does.
+"""Model sharding: `shard_model` if all ranks hold the whole model, `scatter_model` if rank 0 does.
 
 As in `module_shard`; the tables of a model are coordinates and trainable features of its nodes,
 fixed and trainable attributes of its edges. Every set of nodes is ordered by a Morton curve through
@@ -54,7 +54,7 @@ def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModuleShard
 def scatter_model(
     model: EncoderProcessorDecoder | None, mesh: DeviceMesh, group: dist.ProcessGroup
 ) -> tuple[EncoderProcessorDecoder, ModuleShard]:
-    """Give every rank its shard of a model that only the first rank of the mesh holds. Collective.
+    """Send every rank its shard of a model that only rank 0 of the mesh holds. Collective.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def scatter_model(
         bare = strip_sharded_rows(model)
         for other, rank in reversed(
             [*enumerate(ranks[0])]
-        ):  # the first rank holds one shard beside the whole
+        ):  # rank 0 holds one shard in addition to the whole
             nodes = {name: partition.nodes(other) for name, partition in plan.partitions.items()}
             edges = {
                 kind: in_edges(structure, nodes[kind[1]])
@@ -109,14 +109,14 @@ def scatter_model(
     if data == 0:
         for row in ranks[1:]:
             dist.send_object_list(received, dst=row[column], group=group)
-    own, rows, edges = received[0]
-    own, shards = own.to(mesh.device_type), {}
+    shard, rows, edges = received[0]
+    shard, shards = shard.to(mesh.device_type), {}
     for (src, dst), parts in edges.items():
         edge_index, ids = (part.to(mesh.device_type) for part in parts)
         owners = {"sources": rows.partitions[src], "destinations": rows.partitions[dst]}
         graph = shard_edges(edge_index, mesh.get_group("model"), **owners, global_edge_id=ids)
         shards[src, dst] = replace(graph, edges=ids)
-    return own, rows.attach(own, edges_of_model(own), shards, mesh)
+    return shard, rows.attach(shard, edges_of_model(shard), shards, mesh)
 
 
 def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:

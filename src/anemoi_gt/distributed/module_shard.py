@@ -34,14 +34,14 @@ LIBRARIES = (
     "anemoi_gt",
     "torch",
     "torch_geometric",
-)  # whose layers keep no value of one rank in an attribute
+)  # their layers have no rank-specific attributes
 Kind = tuple[str, str]  # sets of sources and of destinations
 Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
 
 @dataclass(frozen=True)
 class ModuleShard:
-    """Sharding of a module, as one rank sees it; printed, it says what this rank holds.
+    """Sharding of a module on one rank; its `repr` lists what this rank holds.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class ModuleShard:
         each name of a tied one; of buffers only those in the state dict. All other parameters are
         shared.
     graphs : dict of (str, str) to GraphShard
-        By the names of the sets of sources and destinations; layers take them in place of
+        By the names of the sets of sources and destinations; layers accept them instead of
         structures.
     """
 
@@ -65,19 +65,19 @@ class ModuleShard:
     graphs: dict[Kind, GraphShard]
 
     def parameters(self, module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that the ranks of a module share, and those of which each rank owns some rows."""
+        """Return the parameters shared by the ranks of a module, and those sharded by rows."""
         shared: list[nn.Parameter] = []
-        own: list[nn.Parameter] = []
+        sharded: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():  # a tied one once, by its first name
-            (own if name in self.tables else shared).append(parameter)
-        return shared, own
+            (sharded if name in self.tables else shared).append(parameter)
+        return shared, sharded
 
     def nodes(self, name: str, rows: Tensor) -> Tensor:
         """Return this rank's nodes [.., n, F] of rows [.., N, F] of a set of nodes."""
         return rows.index_select(-2, self.partitions[name].nodes(self.rank, rows.device))
 
     def edges(self, kind: Kind, rows: Tensor) -> Tensor:
-        """Return the edges [.., E_own, D] of rows [.., E, D] of a graph that this rank's shard reads, in its order."""
+        """Select this rank's edge rows [.., E_own, D] from the edge rows [.., E, D] of a graph."""
         return rows.index_select(-2, self.graphs[kind].edges.to(rows.device))
 
     def __str__(self) -> str:
@@ -143,10 +143,10 @@ def shard_module(
 
 
 class ShardPlan:
-    """Shard plan of a whole module: owners of all nodes and edges, made in one process without communication.
+    """Shard plan of a whole module: owners of all nodes and edges, made without communication.
 
-    Parameters are those of `shard_module`, and the number of layers that read a graph where it is
-    not 1. The module is left unchanged.
+    Parameters as for `shard_module`, plus the number of layers that read a graph where it is not 1.
+    The module is left unchanged.
     """
 
     def __init__(
@@ -212,14 +212,14 @@ class ShardPlan:
         return rows.attach(self.module, self.graphs, shards, mesh)
 
     def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "OwnRows":
-        """Return the rows that a rank keeps, from the edges [E_own] of each graph that it reads, in its order."""
+        """Return the rows of a rank, from the edges [E_own] that it reads of each graph."""
         nodes = {name: partition.nodes(rank).clone() for name, partition in self.partitions.items()}
-        own: dict[Any, Tensor] = dict(nodes)  # clones: a view is sent with its whole storage
-        own.update(edges)
+        local_rows: dict[Any, Tensor] = dict(nodes)  # clones: a view is sent with its whole storage
+        local_rows.update(edges)
         return OwnRows(
             rank,
             self.partitions,
-            {name: (own[of], size) for name, (of, size) in self.tables.items()},
+            {name: (local_rows[of], size) for name, (of, size) in self.tables.items()},
         )
 
 
@@ -234,7 +234,7 @@ class OwnRows:
     ]  # rows of each table [n], int64, and how many the whole has
 
     def cut(self, whole: nn.Module, module: nn.Module) -> None:
-        """Give a module these rows of the tables of the whole; both may be the same.
+        """Set a module's tables to these rows of the whole module's tables; both may be one module.
 
         Parameters stay the objects that they are: optimisers hold them, and other layers are tied
         to them. Buffers are replaced: a caller may go on to use the tensor that became one.
@@ -255,7 +255,7 @@ class OwnRows:
     def attach(
         self, module: nn.Module, graphs: Graphs, shards: dict[Kind, GraphShard], mesh: DeviceMesh
     ) -> ModuleShard:
-        """Put the shards in place of the `StaticEdges` of a module that has these rows. Collective."""
+        """Replace the `StaticEdges` of a module with these rows by their shards. Collective."""
         for kind, edges in graphs.items():
             if isinstance(edges, StaticEdges):  # in the same number of chunks
                 edges.structure = FixedGraph(shards[kind].split(max(1, len(edges.chunks))))
@@ -268,7 +268,7 @@ class OwnRows:
 
 
 class FixedGraph(nn.Module):
-    """Module that returns a graph shard, in place of `StaticStructure`."""
+    """Module that returns a graph shard, replacing `StaticStructure`."""
 
     def __init__(self, graph: GraphShard):
         super().__init__()
@@ -315,16 +315,16 @@ def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
 def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
     """Return the tensors of the `StaticEdges` of a module, by name, with their graph."""
     paths = {id(part): path for path, part in module.named_modules()}
-    found: dict[str, Kind] = {}
+    kinds: dict[str, Kind] = {}
     for kind, edges in graphs.items():
         if isinstance(edges, StaticEdges):
             if id(edges) not in paths:
                 raise ValueError(f"StaticEdges must be part of the module, got others for {kind}")
             prefix = f"{paths[id(edges)]}." if paths[id(edges)] else ""
-            found |= {
+            kinds |= {
                 f"{prefix}{name}": kind for name in EDGE_ROWS if getattr(edges, name) is not None
             }
-    return found
+    return kinds
 
 
 def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dict[str, str | Kind]:
@@ -346,7 +346,7 @@ def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dic
 
 
 def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
-    """Give a parameter other rows; it stays the same object."""
+    """Set a parameter to other rows, in place: it stays the same object."""
     # While a result of the whole module is alive, the parameter has a node that expects gradients
     # of its former shape. PyTorch (2.13, `VariableHooks::set_data`) forgets it when the dtype
     # changes, but not when the shape does.
@@ -366,7 +366,7 @@ def _check_no_gradients(module: nn.Module) -> None:
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """Return what configures each layer of a module beside its weights: plain values of its attributes, by name.
+    """Return the options of each layer of a module, plain attributes other than weights, by name.
 
     Only of layers of `LIBRARIES` and those derived from ours: a layer of the user may keep its rank
     in an attribute.
@@ -386,7 +386,7 @@ def _options(module: nn.Module) -> dict[str, Any]:
 def _table_size(
     module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]
 ) -> int:
-    """Return the number of rows of a table, that of its set of nodes or graph, checked."""
+    """Return the number of rows of a table, checked against its set of nodes or graph."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     if name not in tensors:

@@ -59,7 +59,7 @@ class Ranges:
     def balanced(cls, cost: Tensor, num_ranks: int) -> "Ranges":
         """Split so that all ranks have about the same cost.
 
-        `cost` [N], integer and at least 0, is that of each position; sums stay below 2^63 /
+        `cost` [N], integer and at least 0, is the cost of each position; sums stay below 2^63 /
         num_ranks. Raise ValueError for costs that are not integers (ranks could round differently)
         or negative, or no ranks.
         """
@@ -107,8 +107,8 @@ class Ranges:
 
     def owns(self, rank: int, index: Tensor) -> Tensor:
         """Return whether `rank` owns each position of `index` [n], bool."""
-        own = self.of(rank)
-        return (index >= own.start) & (index < own.stop)
+        local = self.of(rank)
+        return (index >= local.start) & (index < local.stop)
 
     def owner(self, index: Tensor) -> Tensor:
         """Return the rank that owns each position of `index` [n], int64."""
@@ -168,9 +168,9 @@ class Partition:
 
     @classmethod
     def balanced(cls, cost: Tensor, num_ranks: int, order: Tensor | None = None) -> "Partition":
-        """Split a node order so that all ranks have about the same cost, as `Ranges.balanced` does positions.
+        """Split a node order into ranges of about equal cost, like `Ranges.balanced`.
 
-        `cost` [N], integer, is by node; `order` is that of `Partition`, for example
+        `cost` [N], integer, is by node; `order` as in `Partition`, for example
         `anemoi_gt.graph.ordering.morton_order` of node coordinates.
         """
         return cls(Ranges.balanced(cost if order is None else cost[order], num_ranks), order)
@@ -182,10 +182,10 @@ class Partition:
 
     def nodes(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return the nodes that `rank` owns [n], int64, in the order of its rows."""
-        own = self.ranges.of(rank)
+        local = self.ranges.of(rank)
         if self.order is None:
-            return torch.arange(own.start, own.stop, device=device)
-        return self.order[own].to(device)
+            return torch.arange(local.start, local.stop, device=device)
+        return self.order[local].to(device)
 
     def positions(self, nodes: Tensor) -> Tensor:
         """Return the position of each of `nodes` [n], int64."""
@@ -197,5 +197,5 @@ class Partition:
 
 
 def destination_cost(in_degree: Tensor) -> Tensor:
-    """Return the cost of each destination [N_dst] int64, in units of one edge, from its number of in-edges."""
+    """Return the cost of each destination [N_dst], int64, in edges, from its in-degree."""
     return in_degree.long() + NODE_COST

@@ -78,7 +78,7 @@ class ShardingConfig:
 
 
 def is_launched() -> bool:
-    """Return True if torchrun, or another launcher that sets the same variables, started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return all(name in os.environ for name in VARIABLES)
 
 
@@ -93,15 +93,14 @@ def local_device(device_type: str) -> torch.device:
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
         raise ValueError(
-            f"every rank of a host must have a GPU of its own, got local rank {local} and {count} "
-            "GPUs"
+            f"every rank of a host must have its own GPU, got local rank {local} and {count} GPUs"
         )
     return torch.device("cuda", local)
 
 
 @contextmanager
 def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
-    """Initialise the process group and the mesh of a job, and destroy the group at the end. Collective.
+    """Initialise process group and mesh of a job; destroy the group at the end. Collective.
 
     An error in the block is recorded for torchrun's report. One that follows from another rank's
     waits for torchrun to end this process, so that the report names the rank that failed first. The
@@ -154,7 +153,7 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
 
 @contextmanager
 def _recorded_error() -> Iterator[None]:
-    """Record an error of the block, in the file that torchrun reads, after those of which it is a consequence."""
+    """Record an error of the block in torchrun's error file, after the errors that caused it."""
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -162,7 +161,7 @@ def _recorded_error() -> Iterator[None]:
     except Exception as error:
         if is_consequence(error):
             error.add_note(
-                "This error follows from that of another rank, which ended or raised it first."
+                "This error follows from an error of another rank, which ended or raised first."
             )
             _wait_for_end()
         handler.record_exception(error)
@@ -177,7 +176,7 @@ def _wait_for_end() -> None:
 
 
 def world_group() -> dist.ProcessGroup:
-    """Return the group of all ranks; raise RuntimeError before `torch.distributed` is initialised."""
+    """Return the group of all ranks; RuntimeError if `torch.distributed` is not initialised."""
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError(
@@ -236,15 +235,16 @@ def check_device_type(device_type: object) -> None:
 
 
 def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:
-    """Return a group of all ranks that communicates from the CPU (gloo), with the timeout of the job. Collective."""
+    """Return a group of all ranks on the CPU (gloo), with the job's timeout. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
 
 
 def drain_threads() -> None:
-    """Give gloo's threads time to release the tensors of the last collectives, for which they need the interpreter.
+    """Give gloo's threads time to release the tensors of the last collectives.
 
-    Before Python 3.14 a thread that waits for the interpreter when its finalisation begins aborts
-    the process ("terminate called without an active exception").
+    They need the interpreter for it. Before Python 3.14 a thread that waits for the interpreter
+    when its finalisation begins aborts the process ("terminate called without an active
+    exception").
     """
     if sys.version_info < (3, 14):
         time.sleep(DRAIN_SECONDS)
@@ -269,5 +269,5 @@ def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -
     """
     if len(ranks) == 1:
         return world_group()
-    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
-    return own
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
+    return group

@@ -1,11 +1,11 @@
-"""Checkpoints of a sharded model by torch.distributed.checkpoint (DCP), and the last checkpoint of a run.
+"""Checkpoints of a sharded model in torch.distributed.checkpoint (DCP) format.
 
 Rows of nodes and edges (trainable features, and their optimiser state) are written as the table of
 the whole graph, in the caller's numbering, so a checkpoint does not depend on the sharding: it is
 read on any number of ranks. All other tensors are the same on all ranks, and written once.
 
     one process   the file last.pt
-    torchrun      the folder last/, or last.former/ when the job was interrupted between the two renames
+    torchrun      the folder last/, or last.former/ if interrupted between the two renames
 """
 
 import os
@@ -34,7 +34,7 @@ REMEDY = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true wi
 
 
 class ShardedTable:
-    """Rows of a table of which each rank of a model holds some, and together each row once. Construction is collective.
+    """Sharded rows of a table; the ranks together hold each row once. Construction is collective.
 
     Parameters
     ----------
@@ -56,16 +56,16 @@ class ShardedTable:
         self.exchange = HaloExchange.of_requests(ascending, self.chunks, mesh.get_group("model"))
 
     def to_dtensor(self, rows: Tensor) -> DTensor:
-        """Return the table [size, ..] of all ranks' rows [n, ..], as a DTensor sharded over model. Collective.
+        """Return all ranks' rows [n, ..] as a DTensor [size, ..] over model. Collective.
 
         Rows that `fully_shard` has divided over data are gathered first.
         """
-        own = self.chunks.counts[self.mesh.get_local_rank("model")]
+        num_local = self.chunks.counts[self.mesh.get_local_rank("model")]
         rows = rows.detach()
         rows = rows.full_tensor() if isinstance(rows, DTensor) else rows
         rows = rows[self.order]
         chunk = self.exchange.scatter_add(
-            self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:])
+            self.exchange.send_reverse(rows), rows.new_zeros(num_local, *rows.shape[1:])
         )
         table = torch.empty((self.size, *rows.shape[1:]), device="meta")
         return DTensor.from_local(
@@ -91,7 +91,7 @@ def save_checkpoint(
     tables: Mapping[str, ShardedTable],
     group: dist.ProcessGroup,
 ) -> None:
-    """Write a checkpoint so that `folder` always holds a complete one, the former or this one. Collective.
+    """Write a checkpoint; `folder` always holds a complete one, old or new. Collective.
 
     Parameters
     ----------
@@ -112,8 +112,7 @@ def save_checkpoint(
     ------
     ValueError
         On all ranks, before anything is written, when a table does not occur in the state, or a
-        tensor with rows of none differs between ranks, whose rows would be lost but for those of
-        one rank.
+        tensor without rows of a table differs between ranks: only one rank's values would be kept.
     OSError
         If it cannot be written; the former one is kept.
     """
@@ -142,18 +141,19 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: str | Path) -> Path | None:
-    """Return `folder` of `save_checkpoint`, the former one if the job was interrupted between the renames, or None."""
+    """Return `folder` of `save_checkpoint`, or None.
+
+    If the job was interrupted between the renames, return the former folder.
+    """
     folder = Path(folder)
-    return next(
-        (place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None
-    )
+    return next((path for path in (folder, _former(folder)) if (path / ".metadata").exists()), None)
 
 
 def require_checkpoint(folder: str | Path) -> Path:
     """Return `find_checkpoint(folder)`, or raise FileNotFoundError when there is none."""
-    if (found := find_checkpoint(folder)) is None:
+    if (path := find_checkpoint(folder)) is None:
         raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
-    return found
+    return path
 
 
 def load_checkpoint(
@@ -162,7 +162,9 @@ def load_checkpoint(
     tables: Mapping[str, ShardedTable],
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """Return the state in a checkpoint, written on any number of ranks, with this rank's rows. Collective.
+    """Return the state of a checkpoint with this rank's rows. Collective.
+
+    Any number of ranks may have written it.
 
     Parameters
     ----------
@@ -181,46 +183,46 @@ def load_checkpoint(
         On all ranks, when it is corrupt or of another model, or a table does not occur in the
         state.
     """
-    found = require_checkpoint(folder)
+    path = require_checkpoint(folder)
     with consensus(group):
         _check_tables(state, tables)
     whole = _to_dtensors(state, tables)
-    with _reading(found):
-        dcp.load(whole, checkpoint_id=found, process_group=group)
+    with _reading(path):
+        dcp.load(whole, checkpoint_id=path, process_group=group)
     return _from_dtensors(whole, state, tables)
 
 
 def load_values(folder: str | Path, key: str) -> Any:
-    """Return the dict of plain values, and dicts of them, below a key of a checkpoint; not collective.
+    """Return the dict of plain values, and dicts of them, at a key of a checkpoint; not collective.
 
     Empty dicts are left out. Raise FileNotFoundError when `folder` has no checkpoint, ValueError
     when it is corrupt.
     """
-    found = require_checkpoint(folder)
-    with _reading(found, Exception), warnings.catch_warnings():
+    path = require_checkpoint(folder)
+    with _reading(path, Exception), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "torch.distributed is disabled"
         )  # intended: one rank reads
-        state = _without_values(found, key)
-        dcp.load(state, checkpoint_id=found, no_dist=True)
+        state = _without_values(path, key)
+        dcp.load(state, checkpoint_id=path, no_dist=True)
     return state[key]
 
 
-def _without_values(found: Path, key: str) -> dict[str, Any]:
-    """Return the dicts below a key of a checkpoint, with None in place of values."""
+def _without_values(checkpoint: Path, key: str) -> dict[str, Any]:
+    """Return the dicts below a key of a checkpoint, with None instead of values."""
     state: dict[str, Any] = {key: {}}
-    for path in dcp.FileSystemReader(found).read_metadata().planner_data.values():
+    for path in dcp.FileSystemReader(checkpoint).read_metadata().planner_data.values():
         if path[0] == key:
-            place = state
+            values = state
             for name in path[:-1]:
-                place = place.setdefault(name, {})
-            place[path[-1]] = None
+                values = values.setdefault(name, {})
+            values[path[-1]] = None
     return state
 
 
 @contextmanager
-def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Raise ValueError with the path of a checkpoint that cannot be read; let other errors, as of a lost rank, pass.
+def _reading(checkpoint: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Raise ValueError with the path of an unreadable checkpoint; let other errors pass.
 
     On one rank pass Exception in `errors`: truncated files raise one of a dozen types.
     """
@@ -230,7 +232,7 @@ def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
     except kinds as error:
         why = _reason(error)
         raise ValueError(
-            f"a checkpoint must be complete and of this model, cannot read {found}: {why}"
+            f"a checkpoint must be complete and of this model, cannot read {checkpoint}: {why}"
         ) from error
 
 
@@ -248,13 +250,11 @@ def _former(folder: Path) -> Path:
 def _check_saves_all(
     state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> None:
-    """Raise ValueError on all ranks unless every tensor has rows of a table or is the same on all ranks. Collective."""
+    """Raise ValueError on all ranks if a tensor is neither a table nor equal on all. Collective."""
     same = {}
     with consensus(group):
         for key, name, tensor in _check_tables(state, tables):
-            if name is None and not isinstance(
-                tensor, DTensor
-            ):  # of which each rank writes what it holds
+            if name is None and not isinstance(tensor, DTensor):  # each rank writes its own part
                 same[key] = fingerprint(tensor)
     try:
         check_same(same, group)
@@ -269,7 +269,7 @@ def _check_saves_all(
 def _check_tables(
     state: dict[str, Any], tables: Mapping[str, ShardedTable]
 ) -> list[tuple[str, str | None, Tensor]]:
-    """Return key, name of table or None, and tensor of all tensors; raise ValueError unless each table's rows occur."""
+    """Return key, table name or None, and tensor of each; ValueError if a table is missing."""
     tensors: list[tuple[str, str | None, Tensor]] = []
 
     def note(key: str, name: str | None, tensor: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ def _check_tables(
 
 
 def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> dict[str, Any]:
-    """Return a state with the table of the whole graph in place of rows. Collective."""
+    """Return a state with tables of the whole graph instead of rows. Collective."""
 
     def to_dtensor(_: str, name: str | None, tensor: Tensor) -> Tensor:
         return tensor if name is None else tables[name].to_dtensor(tensor)
@@ -305,7 +305,7 @@ def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> d
 def _from_dtensors(
     whole: dict[str, Any], state: dict[str, Any], tables: Mapping[str, ShardedTable]
 ) -> dict[str, Any]:
-    """Return a state of `_to_dtensors` with this rank's rows, each in the layout that it has in `state`. Collective."""
+    """Return a state of `_to_dtensors` as this rank's rows, laid out as in `state`. Collective."""
     layouts = {key: tensor for key, _, tensor in _check_tables(state, tables)}
 
     def from_dtensor(key: str, name: str | None, tensor: Tensor) -> Tensor:
@@ -328,9 +328,9 @@ def _map_tensors(
     path: tuple[str, ...] = (),
     name: str | None = None,
 ) -> Any:
-    """Return `value` with `function(key, name, tensor)` in place of each tensor in its dicts, lists and tuples.
+    """Map `function(key, name, tensor)` over the tensors in nested dicts, lists and tuples.
 
-    The key is the path of keys to the tensor, joined by dots; the name that of the table whose rows
+    The key is the path of keys to the tensor, joined by dots; the name is of the table whose rows
     it has, or None.
     """
     if isinstance(value, dict):
@@ -358,10 +358,10 @@ def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) ->
     """Return the name of the table for each key that is this name, or ends in it after a dot.
 
     Beside `module.weight`, a key `module.conv.weight` is no table `weight`: its module is inside
-    that of the table.
+    the table's module.
     """
     names = {}
-    for name in sorted(tables, key=len):  # a longer name says more, and replaces a shorter one
+    for name in sorted(tables, key=len):  # a longer name is more specific: it replaces shorter ones
         ends = [key for key in keys if isinstance(key, str) and f".{key}".endswith(f".{name}")]
         prefixes = [key.removesuffix(name) for key in ends]
         for prefix in prefixes:
@@ -371,24 +371,24 @@ def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) ->
 
 
 def sharded(path: str | Path) -> Path:
-    """Return the folder that several ranks write in place of a file: `last` for `last.pt`."""
+    """Return the folder that several ranks write instead of a file: `last` for `last.pt`."""
     return Path(path).with_suffix("")
 
 
 def find_run(last: str | Path) -> Path | None:
-    """Return the last checkpoint of a run, of either form, or None. `last` is its name for one process."""
+    """Return the last checkpoint of a run, file or folder, or None. `last` is the file."""
     last = Path(last)
     return last if last.exists() else find_checkpoint(sharded(last))
 
 
 def require_file(path: str | Path) -> None:
-    """Raise ValueError, with the command that converts it, when only a folder of several ranks exists for a file."""
-    found = None if Path(path).is_file() else find_checkpoint(sharded(path))
-    if found is not None:
+    """Raise ValueError with the conversion command if only a folder exists for a file."""
+    checkpoint = None if Path(path).is_file() else find_checkpoint(sharded(path))
+    if checkpoint is not None:
         raise ValueError(
-            f"the checkpoint must be one file, got the folder {found} of several ranks "
+            f"the checkpoint must be one file, got the folder {checkpoint} of several ranks "
             "(they write best.pt at the end); convert it with "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found} FILE.pt"
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {checkpoint} FILE.pt"
         )
 
 
@@ -402,14 +402,14 @@ def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Pa
     if not isinstance(resume, bool):
         raise ValueError(f"resume must be true or false, got {resume!r}")
     last = Path(last)
-    if (found := find_run(last)) is None:
+    if (checkpoint := find_run(last)) is None:
         return None
-    former_writer = ONE_PROCESS if found == last else TORCHRUN
+    former_writer = ONE_PROCESS if checkpoint == last else TORCHRUN
     if resume and writer == former_writer:
-        return found
+        return checkpoint
     of, remedy = "", "resume=true"
     if writer != former_writer:
-        of, remedy = f" of {former_writer}, in {found.name}", REMEDY[former_writer]
+        of, remedy = f" of {former_writer}, in {checkpoint.name}", REMEDY[former_writer]
     raise ValueError(
         f"{last.parent} holds a run{of}: {remedy} continues it, another hydra.run.dir starts a "
         "new one"

@@ -1,7 +1,6 @@
 """`explain` runs a model once and records the operator calls of its attentions.
 
-Modules get no hooks of their own: Anemoi's blocks compute differently while one of their parts has
-a hook.
+Modules get no hooks: Anemoi's blocks compute differently while one of their parts has a hook.
 """
 
 import threading
@@ -30,7 +29,7 @@ OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 
 
 def explain(model: nn.Module, *inputs, **named) -> Explanation:
-    """Return the backend of each attention of a model, why others were rejected, and its operators and kernels.
+    """Return backend, rejected backends, operators and kernels of each attention of a model.
 
     The model computes once on the inputs, in its mode, under the caller's autocast and with or
     without gradients. With gradients, the kernels of the backward pass are listed as well. The
@@ -55,11 +54,12 @@ def explain(model: nn.Module, *inputs, **named) -> Explanation:
     >>> from anemoi_gt import GraphStructure, GraphTransformerConv
     >>> conv = GraphTransformerConv(4, 8, heads=2, edge_dim=3)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
-    >>> found = explain(conv, torch.randn(2, 4), graph, torch.randn(3, 3))
-    >>> found.layers[0].backend, [pass_.operator for pass_ in found.layers[0].passes]
+    >>> explanation = explain(conv, torch.randn(2, 4), graph, torch.randn(3, 3))
+    >>> layer = explanation.layers[0]
+    >>> layer.backend, [pass_.operator for pass_ in layer.passes]
     ('torch', ['anemoi_gt::edge_attention_torch', 'anemoi_gt::edge_attention_torch_backward'])
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code has no modules
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no modules
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model must be a torch.nn.Module, got {type(model).__name__}; "
@@ -67,14 +67,14 @@ def explain(model: nn.Module, *inputs, **named) -> Explanation:
         )
     names = {module: name for name, module in model.named_modules()}
     tensors = [*model.parameters(), *model.buffers()]
-    found = _explain(lambda: model(*inputs, **named), names, _gpus_of(tensors, inputs, named))
-    if not found.layers:
+    explanation = _explain(lambda: model(*inputs, **named), names, _gpus_of(tensors, inputs, named))
+    if not explanation.layers:
         raise ValueError(
             "model must compute an attention of anemoi_gt on these inputs, "
             f"{type(model).__name__} computed none; "
             "swap its layers, or explain a submodule that has some"
         )
-    return found
+    return explanation
 
 
 def explain_attention(
@@ -85,7 +85,7 @@ def explain_attention(
     *edges: Tensor | None,
     **options,
 ) -> Explanation:
-    """Return the same for one call of `anemoi_gt.edge_attention`, computed once, as one layer without a name.
+    """Explain one call of `anemoi_gt.edge_attention`, computed once, as one unnamed layer.
 
     Takes the arguments of `edge_attention`, and raises ValueError as it does.
     """
@@ -127,7 +127,7 @@ class Call(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that passes the attentions of this thread, and the module that computes each, to `record`."""
+    """Dispatch mode that passes this thread's attentions and their modules to `record`."""
 
     def __init__(self, record: Callable[[Call], None]):
         super().__init__()
@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
     def enter_module(self, module: nn.Module, inputs) -> None:
-        """Note the module that begins, and the grad mode: inside of an operator gradients are always off."""
+        """Record the entered module and the grad mode, always off inside an operator."""
         if threading.get_ident() == self._thread:
             self._inside.append((module, torch.is_grad_enabled()))
 
@@ -216,7 +216,7 @@ def _kernels_of(call: Call, needs: dict[str, bool]) -> tuple[list[str], list[str
 
 
 def _attention_in_sublayer(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the attention in a sub-layer, from the operator's; their rows have no memory.
+    """Return the attention arguments of a sub-layer operator's; their rows have no memory.
 
     It differentiates query, key, value, weight and bias as soon as the sub-layer has any gradient.
     """

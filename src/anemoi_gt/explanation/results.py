@@ -104,7 +104,7 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
 
 
 def _title(layers: list[Layer]) -> str:
-    """Return the names, the number of layers if several, and the class; a layer that computes twice is named once."""
+    """Return names, number of layers if several, and class; a layer computed twice counts once."""
     names = " .. ".join(dict.fromkeys(filter(None, (layers[0].name, layers[-1].name))))
     number = "" if len(layers) == 1 else f"{len(layers)} alike"
     return " ".join(filter(None, (": ".join(filter(None, (names, number))), layers[0].module)))

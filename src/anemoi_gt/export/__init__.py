@@ -1,4 +1,4 @@
-"""Programs and packages of models that run without this library, by torch.export and AOTInductor."""
+"""Programs and packages that run without this library, by torch.export and AOTInductor."""
 
 from anemoi_gt.export.graph_inputs import GraphInputModel, TensorGraphLayer, graph_tensors
 from anemoi_gt.export.package import PackageReport, verify_package, write_package

@@ -1,4 +1,4 @@
-"""Modules that take their graph as tensor arguments, so that one exported program serves graphs of any size.
+"""Modules that take their graph as tensor arguments, so one program runs graphs of any size.
 
 torch.export takes tensors, not a GraphStructure, and only the sizes of inputs can be dynamic.
 """
@@ -41,7 +41,7 @@ class TensorGraphLayer(nn.Module):
 
 
 class GraphInputModel(nn.Module):
-    """An `EncoderProcessorDecoder` whose nodes, edges and attributes, fixed and trainable, are arguments of each call.
+    """An `EncoderProcessorDecoder` with nodes, edges and attributes as arguments of each call.
 
     Raises ValueError for another model, or unless `mapper_chunks=1`: chunk bounds are constants in
     an exported program.
@@ -88,7 +88,7 @@ class GraphInputModel(nn.Module):
         return functional_call(self.model, graph, (x,))
 
     def dynamic_shapes(self, batch: Dim | None = None) -> tuple:
-        """Return the `dynamic_shapes` of `torch.export.export` that leave batch, nodes and edges dynamic.
+        """Return `dynamic_shapes` for `torch.export.export` with dynamic batch, nodes and edges.
 
         A `batch` of None allows any size. A program takes at least two nodes of each kind and two
         edges between them.
@@ -101,7 +101,7 @@ class GraphInputModel(nn.Module):
 
 
 def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
-    """Return the tensors of a model that depend on its graph, including trainable ones, by their names in the model.
+    """Return the tensors of a model that depend on its graph, trainable ones included, by name.
 
     Raises ValueError for another model.
 
@@ -110,7 +110,8 @@ def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
     >>> from anemoi_gt.data import graphs, grids
     >>> graph = graphs.icosphere_graph(grids.octahedral(4), refinement=1)
     >>> model = EncoderProcessorDecoder(graph, in_channels=4, out_channels=1, channels=16, heads=2)
-    >>> {name: tuple(tensor.shape) for name, tensor in graph_tensors(model).items() if name.startswith("processor")}
+    >>> tensors = graph_tensors(model).items()
+    >>> {name: tuple(tensor.shape) for name, tensor in tensors if name.startswith("processor")}
     {'processor_edges.edge_attr': (240, 3), 'processor_edges.trainable': (240, 8), \
 'processor_edges.structure.colptr': (43,), 'processor_edges.structure.row': (240,), \
 'processor_edges.structure.sources': (42, 0)}
@@ -132,7 +133,7 @@ def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
 
 
 def _replace_by_empty(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Replace these tensors of a model by empty ones, whose sizes do not constrain the dynamic ones."""
+    """Replace these tensors of a model by empty ones, which do not constrain dynamic sizes."""
     empty = {}  # one per tensor, so that `functional_call` recognises tied tensors
     for path in tensors:
         owner, _, field = path.rpartition(".")
@@ -162,5 +163,5 @@ def _checked(model: nn.Module) -> EncoderProcessorDecoder:
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers and parameters of a module, without those of submodules."""
+    """Return the buffers and parameters of a module, without submodules."""
     return [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]

@@ -1,4 +1,4 @@
-"""Packages: programs compiled by AOTInductor into one file, which PyTorch loads from Python or C++."""
+"""Packages: programs compiled by AOTInductor into one file, for Python or C++."""
 
 import subprocess
 import sys
@@ -29,7 +29,9 @@ TIMED = 0.1  # s, of calls of a package and of its model
 
 
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
-    """Compile a program of `export_program` or `export_model` for the device of its tensors and write the package.
+    """Compile a program for the device of its tensors and write the package.
+
+    The program comes from `export_program` or `export_model`.
 
     `path` ends in ".pt2", in an existing folder; `metadata` is for loaders. Raises, before
     compiling, ValueError if the name does not end in ".pt2", metadata is not text, or there is no
@@ -51,7 +53,7 @@ def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[
 
 
 def check_path(path: Path) -> None:
-    """Raise ValueError if `path` is no name for a package, OSError if its folder is not writable."""
+    """Raise ValueError unless `path` can name a package, OSError if its folder is not writable."""
     if path.suffix != SUFFIX:
         raise ValueError(
             f"the name of a package must end in {SUFFIX}, which PyTorch's loader requires, got "
@@ -96,7 +98,10 @@ def check_toolkit(device: torch.device) -> None:
 
 
 def _copies_standard_library(compiler: str) -> bool:
-    """Return whether libraries by this compiler contain the C++ locale; a C driver links none, which is harmless."""
+    """Return whether libraries by this compiler contain a copy of the C++ locale.
+
+    A C driver links no copy, which is harmless.
+    """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "probe.so"
         command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
@@ -149,7 +154,7 @@ def verify_package(
         Called as `compared(output, *batch)`; what it returns is compared. None compares outputs.
         Use it where an output is the sum of a large state and a small change.
     rounding : float
-        Added to the allowed error: that of float32 in what is compared.
+        Added to the allowed error: the rounding error of float32 in the comparison.
     """
     if dtype not in LIMITS:
         raise ValueError(f"dtype must be one of {', '.join(map(str, LIMITS))}, got {dtype}")
@@ -180,7 +185,7 @@ def verify_package(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the RMS difference relative to the RMS of `expected`; NaN if any element is, 0 if both are equal."""
+    """Return the RMS difference relative to the RMS of `expected`; NaN if any is, 0 if equal."""
     actual, expected = actual.double(), expected.double()
     difference = (actual - expected).square().mean()
     return 0.0 if difference == 0 else (difference / expected.square().mean()).sqrt().item()

@@ -1,4 +1,4 @@
-"""Exported programs: torch.export of models and layers, with this library's operators replaced by portable ones.
+"""Exported programs: torch.export of models and layers, decomposed into portable operators.
 
 torch.export keeps each operator of this library as one node that only has the operator's name.
 `export_program` decomposes it to operators of PyTorch (backend `torch`) or to the kernels
@@ -76,7 +76,7 @@ def _check_example(field: Tensor) -> None:
 
 
 def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:
-    """Return a program of a module for `write_package`: for inference, without this library's operators and gradients.
+    """Return an inference program of a module for `write_package`, with portable operators.
 
     Raises ValueError if an operator has no portable form: one that sorts edges, in a module that
     takes an edge_index; or kernels under Triton's interpreter.
@@ -97,10 +97,12 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
     >>> from torch.export import Dim
     >>> from anemoi_gt.export import TensorGraphLayer
     >>> from anemoi_gt.nn import GraphTransformerConv
-    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2), reverse=False)
+    >>> edges = torch.tensor([[0, 1, 1], [0, 0, 1]])
+    >>> graph = GraphStructure.from_edge_index(edges, (2, 2), reverse=False)
     >>> layer = TensorGraphLayer(GraphTransformerConv(4, 8, heads=2, edge_dim=3))
-    >>> program = export_program(layer, (torch.randn(5, 2, 4), graph.state_dict(), torch.randn(3, 3)),
-    ...                          ({0: Dim("batch", max=64)}, dict.fromkeys(graph.state_dict()), None))
+    >>> inputs = torch.randn(5, 2, 4), graph.state_dict(), torch.randn(3, 3)
+    >>> sizes = {0: Dim("batch", max=64)}, dict.fromkeys(graph.state_dict()), None
+    >>> program = export_program(layer, inputs, sizes)
     >>> program.module()(torch.randn(7, 2, 4), graph.state_dict(), torch.randn(3, 3)).shape
     torch.Size([7, 2, 16])
     """
@@ -114,7 +116,7 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
 
 
 def for_inference(module: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode that shares all tensors with `module`, without what only gradients need.
+    """Return an eval-mode copy that shares all tensors with `module`, for inference only.
 
     Reverse structures of static graphs, which are as large as the graphs, are dropped. Compiled
     modules are unwrapped.
@@ -161,7 +163,7 @@ def _custom_ops(program: ExportedProgram) -> set[torch._ops.OpOverload]:
 
 
 def decomposition_of(operator: torch._ops.OpOverload) -> Callable:
-    """Return the decomposition of one of this library's operators; raise a ValueError if it has none."""
+    """Return the decomposition of one of this library's operators; ValueError if it has none."""
     if operator._opname == "edge_attention_torch":
         from anemoi_gt.ops.torch_backend.aten_decomposition import decompose
     elif operator._opname == "edge_attention_triton":

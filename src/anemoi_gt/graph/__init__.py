@@ -1,4 +1,4 @@
-"""The structure of a graph, made once: all sorting and grouping of edges, without node or edge features."""
+"""Graph structure, built once: all sorting and grouping of edges, without node or edge features."""
 
 from anemoi_gt.graph.structure import GraphStructure
 

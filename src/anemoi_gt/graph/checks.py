@@ -19,7 +19,10 @@ HUB_DEGREE = 256  # a node with more edges is a hub, which GPU kernels divide am
 
 
 def check_shape(name: str, value: object, wanted: str, fits: Callable[[Tensor], bool]) -> None:
-    """Raise ValueError unless `value` is a tensor that `fits`; `wanted` says which do, as in "[N, 2], one per node"."""
+    """Raise ValueError unless `value` is a tensor that `fits`.
+
+    `wanted` describes the shape, such as "[N, 2], one per node".
+    """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor {wanted}, got {type(value).__name__}")
     if not fits(value):
@@ -29,7 +32,10 @@ def check_shape(name: str, value: object, wanted: str, fits: Callable[[Tensor], 
 def check_index(
     name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None
 ) -> None:
-    """Raise ValueError unless `index` is 1-D, of one of `dtypes` (default: that of `like`), on the device of `like`."""
+    """Raise ValueError unless `index` is 1-D, of one of `dtypes`, on the device of `like`.
+
+    By default, the dtype must be the dtype of `like`.
+    """
     if not isinstance(index, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(index).__name__}")
     if index.dim() != 1:
@@ -59,11 +65,11 @@ def check_edge_index(edge_index: Tensor) -> None:
 
 
 def check_edge_ids(global_edge_id: Tensor, edge_index: Tensor) -> None:
-    """Raise ValueError unless `global_edge_id` is an int64 tensor [E] with an id for each edge of `edge_index`."""
+    """Raise ValueError unless `global_edge_id` is int64 [E], one id per edge of `edge_index`."""
     check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
-    found, needed = global_edge_id.shape[0], edge_index.shape[1]
-    if not have_size(found, needed):
-        raise ValueError(f"global_edge_id must have {needed} entries, one per edge, got {found}")
+    count, needed = global_edge_id.shape[0], edge_index.shape[1]
+    if not have_size(count, needed):
+        raise ValueError(f"global_edge_id must have {needed} entries, one per edge, got {count}")
 
 
 def as_size(name: str, size: int) -> int:
@@ -74,7 +80,7 @@ def as_size(name: str, size: int) -> int:
 
 
 def have_size(size: int, expected: int) -> bool:
-    """Return `size == expected`; where only the compiled program will know, assume it and let the program check."""
+    """Return whether `size == expected`; if only the compiled program can know, assert it there."""
     if not torch.compiler.is_compiling():
         return size == expected
     if not guard_or_true(size == expected):
@@ -99,13 +105,16 @@ def check_range(name: str, index: Tensor, size: int) -> None:
 
 
 def assert_range(name: str, index: Tensor, size: int) -> None:
-    """Have the device assert that every value is in 0 .. size - 1, before memory is read with it: RuntimeError."""
+    """Assert on the device, without synchronising, that every value is in 0 .. size - 1.
+
+    Runs before memory is read with the values; a failure is a RuntimeError.
+    """
     inside = ((index >= 0) & (index < size)).all()
     assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; {TO_CHECK}")
 
 
 def check_ends(edge_index: Tensor, *num_nodes: int, check: Callable = check_range) -> None:
-    """Call `check` with the sources and the destinations of edges [2, E], and with their numbers of nodes."""
+    """Call `check` with sources and destinations of edges [2, E] and their numbers of nodes."""
     for name, index, size in zip(
         ("source (row 0", "destination (row 1"), edge_index, num_nodes, strict=True
     ):
@@ -119,7 +128,7 @@ def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
 
 
 def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
-    """Raise ValueError unless `pointers` increase from 0 to `num_edges`; synchronises with the device."""
+    """Raise ValueError unless `pointers` increase from 0 to `num_edges`; synchronises."""
     if torch.compiler.is_compiling():
         assert_pointers(name, pointers, num_edges)
         return
@@ -130,10 +139,10 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
             f"{last}"
         )
     if len(decreases := (pointers.diff() < 0).nonzero()):
-        at = int(decreases[0])
+        position = int(decreases[0])
         raise ValueError(
-            f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at "
-            f"position {at}"
+            f"{name} must not decrease, got {int(pointers[position])}, "
+            f"{int(pointers[position + 1])} at position {position}"
         )
 
 
@@ -148,14 +157,14 @@ def max_degree(pointers: Tensor) -> int:
 
 
 def check_permutation(name: str, index: Tensor, size: int) -> None:
-    """Raise ValueError unless `index` holds each of 0 .. size - 1 once; synchronises with the device."""
+    """Raise ValueError unless `index` holds each of 0 .. size - 1 once; synchronises."""
     check_range(name, index, size)
-    found = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(
+    seen = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(
         0, index.long(), True
     )
     if torch.compiler.is_compiling():
-        assert_async(found.all(), f"{name} must be a permutation")
-    elif missing := size - int(found.sum()):
+        assert_async(seen.all(), f"{name} must be a permutation")
+    elif missing := size - int(seen.sum()):
         raise ValueError(
             f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing"
         )

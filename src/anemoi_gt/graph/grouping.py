@@ -1,4 +1,4 @@
-"""Grouping of edges by node: a stable sort, or faster GPU kernels without order for graphs that change every step."""
+"""Grouping of edges by node: a stable sort, or faster unordered GPU kernels for changing graphs."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,7 +17,10 @@ CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
 
 
 class GroupedEdges(NamedTuple):
-    """The edges of a graph by destination (CSC) and optionally by source (CSR), in the fields of GraphStructure."""
+    """The edges of a graph by destination (CSC) and optionally by source (CSR).
+
+    Fields are named as in GraphStructure.
+    """
 
     colptr: Tensor  # [N_dst + 1]
     perm: Tensor | None  # [E], None where the caller's order is the CSC order
@@ -36,12 +39,12 @@ def group_coo(
     stable: bool,
     reverse: bool,
 ) -> GroupedEdges:
-    """Group edges [2, E] by destination, and with `reverse` by source too where that costs no second sweep.
+    """Group edges [2, E] by destination; with `reverse`, also by source if that needs no sweep.
 
-    `dtype`, int32 or int64, is that of the result. With `stable` the edges of a destination keep
-    their order: one sort. Without, their order is unspecified: two GPU kernels and a scan replace
-    the sort, and group by source too. The sort is still used on a CPU and under deterministic
-    algorithms.
+    `dtype`, int32 or int64, is the dtype of the result. With `stable` the edges of a destination
+    keep their order: one sort. Without, their order is unspecified: two GPU kernels and a scan
+    replace the sort, and group by source too. The sort is still used on a CPU and under
+    deterministic algorithms.
     """
     if stable or not _order_may_vary(edge_index):
         src, dst = edge_index.to(dtype).unbind(0)
@@ -65,7 +68,7 @@ def group_edges(
 
 
 def pointers(node: Tensor, num_nodes: int) -> Tensor:
-    """Return the first position of each node's edges once they are grouped, and the total: [num_nodes + 1]."""
+    """Return the first position of each node's grouped edges, and the total: [num_nodes + 1]."""
     counts = torch.zeros(num_nodes + 1, dtype=node.dtype, device=node.device)
     counts.scatter_add_(0, node.long() + 1, torch.ones_like(node))
     return counts.cumsum(0, dtype=node.dtype)
@@ -84,7 +87,7 @@ def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor
 def group_edges_unordered(
     edge_index: Tensor, num_dst: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return colptr, perm and row, unordered within a destination, without synchronising with the device."""
+    """Return colptr, perm and row, unordered within a destination, without synchronising."""
     edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
     count, place = _launches(num_edges, num_dst, None)
     perm, row, rank = (edge_index.new_empty(num_edges, dtype=dtype) for _ in range(3))
@@ -108,7 +111,7 @@ def _(edge_index, num_dst, dtype):
 def group_both_ends_unordered(
     edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `GroupedEdges`, unordered within a node, without synchronising with the device."""
+    """Return the fields of `GroupedEdges`, unordered within a node, without synchronising."""
     edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
     (count, place), counting = _launches(num_edges, num_dst, num_src), _counting_dtype(num_edges)
     grouped = _empty_groups(edge_index, num_src, num_dst, dtype)

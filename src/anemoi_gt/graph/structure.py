@@ -6,7 +6,7 @@ passed to every layer. The caller's edge features are never permuted: they are r
     edge_index = [[2, 0, 2, 1],     src      4 edges, 3 sources, 3 destinations
                   [0, 2, 2, 0]]     dst
 
-    perm       = [0, 3, 1, 2]       caller's edge at each CSC position: edges by dst, the caller's order inside
+    perm       = [0, 3, 1, 2]       caller's edge at each CSC position, sorted stably by dst
     row        = [2, 1, 0, 2]       src of each edge, CSC order
     colptr     = [0, 2, 2, 4]       in-edges of dst i are colptr[i] : colptr[i + 1]; dst 1 has none
 
@@ -66,8 +66,8 @@ class GraphStructure:
 
     Make one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once per graph, and
     pass it to every layer. It is an immutable value: every method that adds something returns a new
-    one, and these four copy what they keep. The constructor and `from_state` keep the tensors they
-    are given, which must not be written into.
+    one, and these four copy what they keep. The constructor and `from_state` keep the tensors
+    passed, which must not be modified.
 
     Parameters
     ----------
@@ -94,13 +94,12 @@ class GraphStructure:
         Order in which GPU programs process the destinations; None is 0, 1, 2, ... It changes speed,
         not results.
     fixed_in_degree : Tensor [K, 0], or None
-        Every destination has K in-edges, as k nearest neighbours give, for which there are faster
-        kernels. Has no elements. None: not so, or not known. Detected when values are checked.
+        Marks a constant in-degree K of all destinations (k nearest neighbours), for faster kernels.
+        Has no elements. None if it is unknown or not constant. Detected when values are checked.
     dst_hubs, src_hubs : Tensor [257, 0], or None
-        Some destination or source has, or may have, 257 edges or more: GPU kernels look for such
-        hubs and divide their edges among programs, in segments of half as many. Have no elements.
-        None: there are none, or they may be slow. Detected when values are checked; present where
-        they are not.
+        Mark that a destination or source has, or may have, 257 edges or more: GPU kernels split
+        such hubs into segments of half that many edges. Have no elements. None disables hub
+        splitting. Detected when values are checked; present if values are not checked.
 
     Raises
     ------
@@ -228,7 +227,7 @@ class GraphStructure:
         validate: bool = True,
         reverse: bool = True,
     ) -> "GraphStructure":
-        """Sort the edges of a COO `edge_index` by destination and by source, keeping the caller's order within a node.
+        """Sort the edges of a COO `edge_index` stably by destination and by source.
 
         Parameters
         ----------
@@ -266,7 +265,8 @@ class GraphStructure:
 
         Examples
         --------
-        >>> graph = GraphStructure.from_edge_index(torch.tensor([[2, 0, 2, 1], [0, 2, 2, 0]]), (3, 3))
+        >>> edge_index = torch.tensor([[2, 0, 2, 1], [0, 2, 2, 0]])
+        >>> graph = GraphStructure.from_edge_index(edge_index, (3, 3))
         >>> graph.colptr.tolist(), graph.row.tolist(), graph.perm.tolist()
         ([0, 2, 2, 4], [2, 1, 0, 2], [0, 3, 1, 2])
         """
@@ -420,7 +420,7 @@ class GraphStructure:
         Parameters
         ----------
         graphs : sequence of GraphStructure, at least one, all on one device
-            Nodes of graph b follow those of graph b - 1 on both sides, and so do its edges.
+            Nodes and edges of graph b follow the nodes and edges of graph b - 1.
 
         Returns
         -------
@@ -459,7 +459,7 @@ class GraphStructure:
         sizes = zip(
             *((graph.num_src, graph.num_dst, graph.num_edges) for graph in graphs), strict=True
         )
-        src_begin, dst_begin, edge_begin = ([0, *accumulate(each)] for each in sizes)
+        src_begin, dst_begin, edge_begin = ([0, *accumulate(numbers)] for numbers in sizes)
         dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
         kept = {"row": ([graph.row for graph in graphs], src_begin)}
         if any(graph.perm is not None for graph in graphs):
@@ -477,7 +477,7 @@ class GraphStructure:
         joined: dict[str, Any] = {
             name: _concatenate(indices, offsets, dtype) for name, (indices, offsets) in kept.items()
         }
-        for name in pointers:  # which number the edges of all graphs
+        for name in pointers:  # pointers count the edges of all graphs
             begins = _concatenate(
                 [getattr(graph, name)[:-1] for graph in graphs], edge_begin, dtype
             )
@@ -494,7 +494,7 @@ class GraphStructure:
         return cls(**joined, sources=torch.empty(src_begin[-1], 0, device=graphs[0].device))
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
-        """Return this structure with the reverse (CSR) structure, which gradients of key and value need.
+        """Return this structure with its reverse (CSR) structure, for key and value gradients.
 
         `stable` keeps CSC order within a source; see `from_edge_index`.
         """
@@ -504,7 +504,7 @@ class GraphStructure:
         return replace(self, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc)
 
     def with_dst_schedule(self, positions: Tensor) -> "GraphStructure":
-        """Return this structure with a destination schedule along a Morton curve, for cache locality.
+        """Return this structure with a destination schedule on a Morton curve, for cache locality.
 
         Nearby destinations share sources, so programs that run at the same time share rows in the
         cache. `positions` [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise
@@ -537,7 +537,7 @@ class GraphStructure:
         return self.edge_order().long() if self.global_edge_id is None else self.global_edge_id
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
-        """Return this structure on `device`, as a PyG `Data` that holds it does. Raise ValueError for a dtype."""
+        """Return this structure on `device`, also for PyG's `Data`. Raise ValueError for dtypes."""
         if isinstance(device, torch.dtype):
             raise ValueError(
                 f"device must be a device, got {device}: index dtypes follow from the sizes"
@@ -576,7 +576,10 @@ class GraphStructure:
             src = self._numbers(self.num_src).repeat_interleave(degrees, output_size=self.num_edges)
             position = reverse.csr_to_csc.long()
             same = self.row[position].eq(src).all() & self.dst[position].eq(reverse.col).all()
-            claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
+            claim = (
+                "rowptr, col must hold the edges of colptr, row: leave them out and call "
+                "with_reverse()"
+            )
             if not is_readable:
                 assert_async(same, claim)
             elif not bool(same):
@@ -584,7 +587,7 @@ class GraphStructure:
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors that are not None by field name; safe for `torch.load(weights_only=True)`."""
+        """Return the tensors by field, without None; safe for `torch.load(weights_only=True)`."""
         return {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
 
     @classmethod
@@ -612,7 +615,7 @@ class GraphStructure:
         return self._numbers(self.num_edges) if self.perm is None else self.perm
 
     def _with_degrees(self, is_known: bool) -> "GraphStructure":
-        """Return this structure with fixed in-degree and hubs, which are found in checked values; synchronises then."""
+        """Return this structure with fixed in-degree and hubs from checked values; synchronises."""
         if not is_known or torch.compiler.is_compiling():
             return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
         most = max_degree(self.colptr)
@@ -642,7 +645,7 @@ FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 
 def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple[int, int]:
-    """Return (num_src, num_dst) from the caller or an EdgeIndex that knows them; never guess from the indices."""
+    """Return (num_src, num_dst) from the caller or an EdgeIndex; never guess from the indices."""
     known_src, known_dst = None, None
     if hasattr(edge_index, "sparse_size"):
         known_src, known_dst = edge_index.sparse_size()
@@ -669,9 +672,11 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
 
 
 def _index_dtype(*sizes: int) -> torch.dtype:
-    """Return int32 where all sizes are known to allow it; data-dependent sizes in traced code are unbounded.
+    """Return int32 if all sizes are known to be below 2^31, else int64.
 
-    An exported program serves the whole range of a named dimension, so no guard may narrow it
+    Data-dependent sizes in traced code are unbounded.
+
+    An exported program must support the whole range of a named dimension, so no guard may narrow it
     there.
     """
     is_below = statically_known_true if is_exporting() else guard_or_false
@@ -679,7 +684,7 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 
 
 def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Concatenate indices of several graphs, each shifted by its offset; the last offset is the total."""
+    """Concatenate indices of several graphs, shifted by `offsets`, whose last is the total."""
     return torch.cat(
         [index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)]
     )

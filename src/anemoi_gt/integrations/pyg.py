@@ -1,4 +1,4 @@
-"""PyG's `TransformerConv` in existing models, replaced by `GraphTransformerConv` with the same parameters, and back."""
+"""Replacement of PyG's `TransformerConv` in existing models by `GraphTransformerConv`, and back."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -49,7 +49,9 @@ def swap_layers(
     stable_sort: bool = True,
     subclasses: Sequence[type[TransformerConv]] = (),
 ) -> nn.Module:
-    """Replace each `TransformerConv` of a model by a `GraphTransformerConv` with its parameters; return the model.
+    """Replace each `TransformerConv` of a model by a `GraphTransformerConv`; return the model.
+
+    Parameters are moved.
 
     Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode,
     the state dict and what else the layer was given stay. A layer that appears twice in the model
@@ -61,8 +63,8 @@ def swap_layers(
     model : torch.nn.Module
         Its layers are replaced in place.
     backend, precision, stable_sort
-        As in `anemoi_gt.AttentionConfig`. With backend "auto" a layer that ours cannot stand for
-        stays PyG's, and the log says so with the reason.
+        As in `anemoi_gt.AttentionConfig`. With backend "auto" a layer that ours cannot replace
+        stays PyG's, which is logged with the reason.
     subclasses : sequence of type
         Classes that inherit from `TransformerConv` and compute the same, to replace as well. What
         they add is not called any more.
@@ -70,13 +72,14 @@ def swap_layers(
     Raises
     ------
     ValueError
-        For another backend or precision; for a model without a layer to serve, or that is itself a
-        layer; for a layer that ours cannot stand for, if `backend` names one. Nothing is replaced
+        For another backend or precision; for a model without such a layer, or that is itself a
+        layer; for a layer that ours cannot replace, if `backend` names one. Nothing is replaced
         then.
 
     Examples
     --------
-    >>> model = torch.nn.ModuleDict({"first": TransformerConv(4, 8), "second": TransformerConv(8, 2)})
+    >>> layers = {"first": TransformerConv(4, 8), "second": TransformerConv(8, 2)}
+    >>> model = torch.nn.ModuleDict(layers)
     >>> swap_layers(model)
     ModuleDict(
       (first): GraphTransformerConv(4, 8, heads=1)
@@ -98,7 +101,7 @@ def swap_layers(
 
 
 def swap_back(model: nn.Module) -> nn.Module:
-    """Put back each layer that `swap_layers` replaced, with parameters, hooks and mode of its replacement.
+    """Restore each replaced layer, with parameters, hooks and mode of its replacement.
 
     Parameters
     ----------
@@ -119,7 +122,7 @@ def swap_back(model: nn.Module) -> nn.Module:
 
 
 class GraphData(Data):
-    """PyG's `Data` for a graph with a `GraphStructure`: batches hold one structure, joined by `disjoint`.
+    """PyG `Data` with a `GraphStructure`; batches hold one structure, joined by `disjoint`.
 
     PyG's own `Data` leaves a list of structures in a batch. Joining sorts nothing. It works
     wherever PyG makes a `Batch`, its `DataLoader` included; a batch with structures cannot be taken
@@ -150,7 +153,7 @@ class _GraphStorage(GlobalStorage):
         are_graphs = (
             isinstance(value, list)
             and value
-            and all(isinstance(each, GraphStructure) for each in value)
+            and all(isinstance(item, GraphStructure) for item in value)
         )
         parent = self.__dict__.get("_parent", lambda: None)()
         super().__setitem__(
@@ -162,7 +165,7 @@ class _GraphStorage(GlobalStorage):
 def _checked_subclasses(
     subclasses: Sequence[type[TransformerConv]],
 ) -> tuple[type[TransformerConv], ...]:
-    """Return the subclasses as a tuple; raise ValueError unless all are, and compute as TransformerConv does."""
+    """Return the subclasses as a tuple; raise ValueError unless all compute as TransformerConv."""
     kinds = tuple(subclasses) if isinstance(subclasses, (tuple, list)) else (subclasses,)
     for kind in kinds:
         if not isinstance(kind, type) or not issubclass(kind, TransformerConv):
@@ -170,17 +173,19 @@ def _checked_subclasses(
                 f"subclasses must be classes that inherit from TransformerConv, got {kind!r}"
             )
         between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
-        if own := [name for name in COMPUTING if any(_defines(each, name) for each in between)]:
+        if overridden := [
+            name for name in COMPUTING if any(_defines(subclass, name) for subclass in between)
+        ]:
             raise ValueError(
                 f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with "
-                f"{own[0]} of its own; "
+                f"another {overridden[0]}; "
                 "leave it out, or put what it adds into a module around the layer"
             )
     return kinds
 
 
 def _defines(kind: type, name: str) -> bool:
-    """Return whether a class has a method of its own; PyG writes a compiled `propagate` on classes."""
+    """Return whether a class defines a method itself, apart from PyG's compiled `propagate`."""
     return name in vars(kind) and not getattr(vars(kind)[name], "__module__", "").endswith(
         "_propagate"
     )
@@ -189,7 +194,7 @@ def _defines(kind: type, name: str) -> bool:
 def _layers_of(
     model: nn.Module, wanted: str, accepts: Callable[[nn.Module], bool]
 ) -> list[nn.Module]:
-    """Return the layers of a module that are `wanted`; raise ValueError for none, or if `model` is itself a layer."""
+    """Return the layers of a module that are `wanted`; ValueError if none, or if `model` is one."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     if isinstance(model, KINDS):
@@ -215,7 +220,7 @@ def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
 def _replacement(
     upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]
 ) -> nn.Module:
-    """Return our layer with the parameters of `upstream`, or `upstream` itself if `config` allows that."""
+    """Return our layer with the parameters of `upstream`, or `upstream` if `config` allows that."""
     if (reason := _unsupported_reason(upstream, subclasses)) is None:
         try:
             return _with_parameters_of(upstream, config)
@@ -223,7 +228,7 @@ def _replacement(
             reason = str(error)
     if config.backend != "auto":
         raise ValueError(
-            f"attention backend {config.backend!r} cannot serve {upstream}: {reason}; backend "
+            f"attention backend {config.backend!r} cannot run {upstream}: {reason}; backend "
             "'auto' leaves it as it is"
         )
     log.warning("%s stays PyG's own: %s", upstream, reason)
@@ -231,11 +236,13 @@ def _replacement(
 
 
 def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...]) -> str | None:
-    """Return why our layer cannot stand for this one, or None when it can."""
+    """Return why our layer cannot replace this one, or None if it can."""
     kind = type(upstream)
     if kind is not TransformerConv and kind not in subclasses:
-        return f"{class_path(kind)} is a class of its own, which may compute something else; see `subclasses`"
-    pygs = (kind._orig_propagate, kind._jinja_propagate)  # which explainers leave on the layer
+        return (
+            f"{class_path(kind)} is a subclass, which may compute something else; see `subclasses`"
+        )
+    pygs = (kind._orig_propagate, kind._jinja_propagate)  # explainers leave these on the layer
     replaced = [
         name
         for name, value in vars(upstream).items()
@@ -246,7 +253,10 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
     for name in ("lin_query", "lin_key"):
         kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
-            return f"its {name} is {class_path(kind)}, and PyG's Linear is needed, which knows its in_channels"
+            return (
+                f"its {name} is {class_path(kind)}, and PyG's Linear is needed, "
+                "which knows its in_channels"
+            )
     if (embed := upstream.lin_edge) is None:
         return None
     if type(embed) is not Linear:
@@ -258,8 +268,8 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         getattr(hook, "__func__", None) is not Linear.initialize_parameters
         for hook in hooks_of(embed)
     ):
-        # that of a lazy Linear apart, which ours runs
-        return "hooks watch its lin_edge, which would not be called"
+        # except the hook of a lazy Linear, which ours runs
+        return "its lin_edge has hooks, which would be skipped"
     return None
 
 
@@ -280,7 +290,7 @@ def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> G
 
 
 def _restored(ours: Any) -> TransformerConv:
-    """Return the layer that `ours` stands for, with what `ours` holds now."""
+    """Return the layer that `ours` replaced, with the current contents of `ours`."""
     upstream, added = ours._upstream
     _move(ours, upstream, [name for name in added if name in vars(ours)])
     upstream.dropout = ours.dropout
@@ -288,18 +298,18 @@ def _restored(ours: Any) -> TransformerConv:
 
 
 def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> None:
-    """Give one layer what another holds: modules, parameters, buffers, mode, and these attributes, such as hooks.
+    """Move modules, parameters, buffers, mode and these attributes, such as hooks, between layers.
 
     What the other does not hold is taken away, so that their state dicts are the same.
     """
     vars(target).update({name: vars(source)[name] for name in attributes})
-    held = source._modules | source._parameters | source._buffers
+    registered = source._modules | source._parameters | source._buffers
     for name, state in (target._modules | target._parameters | target._buffers).items():
-        if state is not None and name not in held:
+        if state is not None and name not in registered:
             delattr(target, name)
     for name, part in (
         source._modules | source._parameters
-    ).items():  # what else somebody has put there, too
+    ).items():  # with anything else stored on the layer
         setattr(target, name, part)
     for name, buffer in source._buffers.items():
         target.register_buffer(

@@ -1,1 +1,1 @@
-"""Device code: the Triton kernels of edge attention and graph building. Pointers and tiles; triton, never torch."""
+"""Device code: the Triton kernels of edge attention and graph building; no torch."""

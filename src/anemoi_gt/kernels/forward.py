@@ -1,4 +1,4 @@
-"""Edge attention, forward: the kernel that walks the in-edges of each destination and gathers rows of heads x channels.
+"""Edge attention, forward: reduce the in-edges of each destination over rows [heads, channels].
 
 For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^T q_i ready from
 `anemoi_gt.kernels.edge_projection` (the bias is one more attribute that is always 1):
@@ -11,20 +11,20 @@ For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^
 
 m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
 
-Work on D elements an edge and work on a row of C elements an edge are separate loops over the same
-edges: in one loop the layouts of [heads, D] and [heads, C] meet at every edge. The former are small
-matrix products where a node has edges enough. One loop hands to the next through [E, H] arrays,
-which stay in the cache; the barrier between them makes the elements visible to all threads of the
+Work on D elements per edge and work on a row of C elements per edge are separate loops over the
+same edges: fusing both loops costs a layout conversion per edge. Work on D elements uses small
+matrix products if a node has enough edges. One loop hands to the next through [E, H] arrays, which
+stay in the cache; the barrier between them makes the elements visible to all threads of the
 program. No loop reads and writes one array: several warps may hold the same element, and one could
-overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a
-power of two, zero behind D + BIAS: whole rows, no mask.
+overwrite it before another has read it. Arrays of D elements per node have ATTRIBUTES columns, a
+power of two, zero after D + BIAS: whole rows, no mask.
 
-A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`),
-where the largest degree may be that large: SEGMENT is 0 in all other graphs. A segment is computed
-as a destination is, with a row_max of its own, and `join_segments` writes the hub's rows.
+A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`).
+SEGMENT is 0 unless the graph may contain hubs. A segment is computed like a destination, with its
+own row_max, and `join_segments` writes the hub's rows.
 
-Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up
-to `main_end`, then edge by edge for the remainder.
+Each loop over rows is a function that processes EACH edges per step. It is called twice: with
+UNROLL up to `main_end`, then edge by edge for the remainder.
 """
 
 import triton
@@ -111,7 +111,7 @@ def edge_attention_fwd(
     SEGMENT: tl.constexpr,  # edges of a segment of a hub; 0 where no destination is one
     STRIDE: tl.constexpr,  # elements between two rows of query, key and value
 ):
-    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
+    """Grid (B * N_dst, ceil(H / HEADS)): one program per destination, batch entry and HEADS heads.
 
     Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its
     in-edges. With hubs the grid is (B * (blocks + N_dst), ..), and the program of a segment writes
@@ -255,20 +255,23 @@ def _score(
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Write the scores of edges begin .. end - 1, EACH at a time; return the maximum of them and `row_max`."""
+    """Write the scores of edges begin .. end - 1; return the maximum of them and `row_max`.
+
+    Edges are processed EACH at a time.
+    """
     for e in range(begin, end, EACH):
         k = gather(key, e, source, layout, ROW, PACKED, EACH)
         if attr_scores is not None:
             t = load_edge_heads(attr_scores, first_edge + e, heads, H, EACH)
-        found = ()
+        new_scores = ()
         for n in tl.static_range(EACH):
             s = dot_rows(q, gathered_row(k, n, PACKED, EACH)) * score_scale
             if attr_scores is not None:
                 s += t[n]
             row_max = tl.maximum(row_max, s, propagate_nan=tl.PropagateNan.ALL)
-            found = found + (s,)
+            new_scores = new_scores + (s,)
         for n in tl.static_range(EACH):
-            store_heads(scores, first_edge + e + n, heads, found[n], H)
+            store_heads(scores, first_edge + e + n, heads, new_scores[n], H)
     return row_max
 
 
@@ -325,7 +328,10 @@ def _sum_attributes(
     EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1; r_e without inv_denominator."""
+    """Write attr_sums[node, h] = sum_e m_e p_e a_e over edges begin .. end - 1.
+
+    Without inv_denominator, r_e replaces p_e.
+    """
     perm, global_edge_id, seed, b, h, drop_below, survivor = dropout
     offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
     tl.debug_barrier()
@@ -335,8 +341,8 @@ def _sum_attributes(
         inside = e < end
         edge = caller_edges(perm, e, inside)
         a = load_attributes(edge_attr, first_attr + edge, inside, D, BIAS, ATTRIBUTES)
-        at, known = tile_offsets(first_edge + e, inside, h, H, H)
-        r = tl.load(exp_scores + at, mask=known, other=0.0)  # [EDGES, HEADS]
+        offset, known = tile_offsets(first_edge + e, inside, h, H, H)
+        r = tl.load(exp_scores + offset, mask=known, other=0.0)  # [EDGES, HEADS]
         if seed is not None:
             edge_id = (
                 edge

@@ -1,16 +1,16 @@
 """Grouping edges by node without sorting: count, scan, place.
 
-    count    number[n] = edges of node n,         rank_e = those of its node that were counted before e
-    scan     begin[n]  = sum of number[m], m < n                    (a library call between the two kernels)
+    count    number[n] = edges of node n,         rank_e = edges of its node counted before e
+    scan     begin[n]  = sum of number[m], m < n  (a library call between the two kernels)
     place    place_e   = begin[node_e] + rank_e,  order[place_e] = e,  ...
 
-Both ends of the edges are grouped in one sweep. The numbers of the sources stand behind those of
-the destinations, so that one scan serves both; it reaches the sources with the E edges of the
-destinations, which `place` takes off again.
+Both ends of the edges are grouped in one sweep. The source counts follow the destination counts, so
+one scan covers both; the scanned source counts include the E edges of the destinations, which
+`place` subtracts.
 
 Counting is one integer atomic for each end, and what it returns is the rank. Numbers are exact, but
 which edge of a node comes first changes from run to run, so results that sum over a node's edges
-may differ in the last bit. The stable sort is there where that matters.
+may differ in the last bit. Use the stable sort for bitwise reproducibility.
 """
 
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 def _name(base: str):
-    """Make the `repr` of a kernel: `base` with the dtype of the edges, and what it groups them by."""
+    """Make the `repr` of a kernel: `base`, the dtype of the edges, and the ends it groups by."""
 
     def name(specialization) -> str:
         signature = specialization.signature
@@ -67,7 +67,7 @@ def group_edges_place(
     num_src,
     EDGES: tl.constexpr,
 ):
-    """Grid (ceil(max(E, N_dst + 1, N_src + 1) / EDGES),): a program places EDGES edges and EDGES pointers a side."""
+    """Grid (ceil(max(E, N_dst + 1, N_src + 1) / EDGES),): place EDGES edges per program."""
     e = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     inside = e < num_edges
     src = tl.load(edge_index + e, mask=inside, other=0).to(tl.int64)

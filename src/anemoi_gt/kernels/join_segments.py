@@ -1,9 +1,9 @@
-"""Edge attention: nodes with so many edges that one program would walk them long after all others have finished.
+"""Edge attention: hubs, nodes with so many edges that one program would delay all others.
 
 The edges, in CSC or CSR order, are divided into blocks of SEGMENT. A node with more than 2 SEGMENT
 edges is a hub. It is divided where blocks begin, into segments of fewer than 2 SEGMENT edges. Each
-block is that of at most one segment, so ceil(E / SEGMENT) programs serve any graph, without knowing
-how many hubs it has. A program finds the node of its block by bisection of the pointers
+block belongs to at most one segment, so ceil(E / SEGMENT) programs suffice for any graph, whatever
+its number of hubs. A program finds the node of its block by bisection of the pointers
 (`anemoi_gt.kernels.primitives.hub_segment`).
 
 A segment k has its part of each sum in float32, at its block in a tensor [B, blocks, ..]. Parts are
@@ -39,7 +39,7 @@ def join_segments(
     rows,  # [B, N, H, WIDTH]
     others,  # [B, N, H, OTHERS], or None
     lse,  # [B, N, H], or None without denominators
-    # [B * N + B * blocks, H], those of nodes and weight_k, or None without denominators
+    # [B * N + B * blocks, H], nodes then weight_k, or None without denominators
     inv_denominator,
     num_nodes,
     num_edges,
@@ -88,11 +88,11 @@ def join_segments(
                     weight = _weight(statistics, part, n < count)
                     tl.store(inv_denominator + weights + part, weight, mask=n < count)
         if tile < TILES:
-            at = node * STRIDE + head * WIDTH
+            start = node * STRIDE + head * WIDTH
             _join(
                 segment_rows,
                 rows,
-                at,
+                start,
                 tile,
                 first,
                 count,
@@ -106,11 +106,11 @@ def join_segments(
         elif segment_others is not None:
             ROW: tl.constexpr = STRIDE if OTHERS == WIDTH else H * OTHERS
             tile -= TILES
-            at = node * ROW + head * OTHERS
+            start = node * ROW + head * OTHERS
             _join(
                 segment_others,
                 others,
-                at,
+                start,
                 tile,
                 first,
                 count,
@@ -127,25 +127,32 @@ def join_segments(
 def _statistics(
     segment_max, segment_denominator, first, count, head, H: tl.constexpr, STATISTICS: tl.constexpr
 ):
-    """Return row_max, 0 for -inf, and denominator of a head of the hub with `count` segments from `first` on."""
+    """Return row_max (0 for -inf) and denominator of a head of a hub.
+
+    The hub has `count` segments from `first`.
+    """
     row_max = -float("inf")
     for k in range(0, count, STATISTICS):
         n = k + tl.arange(0, STATISTICS)
-        found = tl.load(segment_max + (first + n) * H + head, mask=n < count, other=-float("inf"))
-        row_max = tl.maximum(row_max, tl.max(found, axis=0))
+        statistic = tl.load(
+            segment_max + (first + n) * H + head, mask=n < count, other=-float("inf")
+        )
+        row_max = tl.maximum(row_max, tl.max(statistic, axis=0))
     row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
     denominator = 0.0
     for k in range(0, count, STATISTICS):
         n = k + tl.arange(0, STATISTICS)
         part = (first + n) * H + head
-        found = tl.load(segment_denominator + part, mask=n < count, other=0.0)
-        denominator += tl.sum(_weight((segment_max, row_max, 1.0), part, n < count) * found, axis=0)
+        statistic = tl.load(segment_denominator + part, mask=n < count, other=0.0)
+        denominator += tl.sum(
+            _weight((segment_max, row_max, 1.0), part, n < count) * statistic, axis=0
+        )
     return row_max, denominator
 
 
 @triton.jit
 def _weight(statistics, part, inside):
-    """Return the weights of the segments whose statistics are at `part`, 0 where they are not `inside`."""
+    """Return the weights of the segments with statistics at `part`, 0 if not `inside`."""
     segment_max, row_max, inverse = statistics
     return (
         tl.exp2(tl.load(segment_max + part, mask=inside, other=-float("inf")) - row_max) * inverse
@@ -156,7 +163,7 @@ def _weight(statistics, part, inside):
 def _join(
     segment_rows,
     rows,
-    at,
+    start,
     tile,
     first,
     count,
@@ -167,15 +174,20 @@ def _join(
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Write a tile of rows[at ..], the sum of segment_rows[n, head] over `count` segments from `first` on, weighted."""
+    """Write a tile of rows[start ..], the weighted sum of `count` rows segment_rows[n, head].
+
+    Segments start at `first`.
+    """
     c = tile * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in range(0, count, SEGMENTS):
         n = k + tl.arange(0, SEGMENTS)
         part = (first + n) * H + head
         inside = (n < count)[:, None] & (c < WIDTH)[None, :]
-        found = tl.load(segment_rows + part[:, None] * WIDTH + c[None, :], mask=inside, other=0.0)
+        part_rows = tl.load(
+            segment_rows + part[:, None] * WIDTH + c[None, :], mask=inside, other=0.0
+        )
         if statistics[0] is not None:
-            found *= _weight(statistics, part, n < count)[:, None]
-        total += tl.sum(found, axis=0)
-    tl.store(rows + at + c, total.to(rows.dtype.element_ty), mask=c < WIDTH)
+            part_rows *= _weight(statistics, part, n < count)[:, None]
+        total += tl.sum(part_rows, axis=0)
+    tl.store(rows + start + c, total.to(rows.dtype.element_ty), mask=c < WIDTH)

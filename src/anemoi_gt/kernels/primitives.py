@@ -1,9 +1,9 @@
-"""Building blocks of all kernels: indices, loads of rows and attributes, the dropout factor, <u_i, a_e> of edges.
+"""Building blocks of all kernels: indices, loads of rows and attributes, dropout, <u_i, a_e>.
 
 Letters: b batch entry, i destination, j source, e edge in CSC order, h head, c channel, d
 attribute. Pointers carry the tensor's name. Every load that can overrun is masked with `other=`;
 sums are float32. Constants: H heads, C channels and D attributes of the problem; HEADS, CHANNELS,
-ATTRIBUTES their padded sizes in a program; INT64 says that offsets need 64 bits.
+ATTRIBUTES their padded sizes in a program; INT64 is set if offsets need 64 bits.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def as_index(index, INT64: tl.constexpr):
-    """Return `index` in the integer type in which offsets cannot overflow; sums and products with it have that type."""
+    """Cast `index` to an integer type in which offsets computed from it cannot overflow."""
     if INT64:
         return index + tl.full((), 0, tl.int64)
     else:
@@ -21,7 +21,7 @@ def as_index(index, INT64: tl.constexpr):
 
 @triton.jit
 def destination(dst_schedule, num_dst, INT64: tl.constexpr):
-    """Return b and i of a program of a grid (B * N_dst, ..), and the row of i in tensors [B * N_dst, ..]."""
+    """Return b, i and the row of i in [B * N_dst, ..] for a program of a grid (B * N_dst, ..)."""
     b, i = as_index(tl.program_id(0) // num_dst, INT64), tl.program_id(0) % num_dst
     if dst_schedule is not None:
         i = tl.load(dst_schedule + i)
@@ -30,7 +30,7 @@ def destination(dst_schedule, num_dst, INT64: tl.constexpr):
 
 @triton.jit
 def hub_segment(pointers, block, num_rows, SEGMENT: tl.constexpr):
-    """Return row, begin and end of the segment of a block, and the first block and the number of blocks of its row.
+    """Return row, begin and end of a block's segment, and its row's first block and block count.
 
     The edges are divided into blocks of SEGMENT. A row with more than 2 SEGMENT edges is a hub; its
     segments begin where a block begins, but for the first, which begins with the row. A block that
@@ -51,7 +51,7 @@ def hub_segment(pointers, block, num_rows, SEGMENT: tl.constexpr):
 
 @triton.jit
 def num_blocks(num_edges, SEGMENT: tl.constexpr):
-    """Return the number of blocks of the edges, that of programs in which hubs can be divided."""
+    """Return the number of blocks of edges, which bounds the number of hub segments."""
     return (num_edges + SEGMENT - 1) // SEGMENT
 
 
@@ -67,26 +67,26 @@ def row_or_segment(
     """
     blocks = num_blocks(num_edges, SEGMENT)
     b = as_index(tl.program_id(0) // (blocks + num_rows), INT64)
-    place = as_index(tl.program_id(0) % (blocks + num_rows), INT64)
-    if place < blocks:
-        i, begin, end, _, _ = hub_segment(pointers, place, num_rows, SEGMENT)
-        slot = b * blocks + place
+    program = as_index(tl.program_id(0) % (blocks + num_rows), INT64)
+    if program < blocks:
+        i, begin, end, _, _ = hub_segment(pointers, program, num_rows, SEGMENT)
+        slot = b * blocks + program
     else:
-        i = place - blocks
+        i = program - blocks
         if schedule is not None:
-            i = tl.load(schedule + i).to(place.dtype)
+            i = tl.load(schedule + i).to(program.dtype)
         begin, end = (
-            tl.load(pointers + i).to(place.dtype),
-            tl.load(pointers + i + 1).to(place.dtype),
+            tl.load(pointers + i).to(program.dtype),
+            tl.load(pointers + i + 1).to(program.dtype),
         )
         end = tl.where(end - begin > 2 * SEGMENT, begin, end)
-        slot = place * 0 - 1
+        slot = program * 0 - 1
     return b, i, begin, end, slot
 
 
 @triton.jit
 def segment_of_program(pointers, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr):
-    """Return b, i, begin, end, slot, the first slot and the number of slots of its row: grid (B * blocks, ..)."""
+    """Return b, i, begin, end, slot, first slot and slot count of a row: grid (B * blocks, ..)."""
     blocks = num_blocks(num_edges, SEGMENT)
     b, block = (
         as_index(tl.program_id(0) // blocks, INT64),
@@ -98,13 +98,13 @@ def segment_of_program(pointers, num_rows, num_edges, SEGMENT: tl.constexpr, INT
 
 @triton.jit
 def segment_row(slot, programs, num_rows):
-    """Return the row of a segment behind those of B * num_rows nodes: grid (B * programs, ..)."""
+    """Return the row index of a segment; segment rows follow the B * num_rows node rows."""
     return (tl.num_programs(0) // programs).to(slot.dtype) * num_rows + slot
 
 
 @triton.jit
 def product(x, y, acc, PRECISION: tl.constexpr):
-    """Return acc + x y, a matrix product with float32 sums of operands that are rounded to PRECISION."""
+    """Return acc + x y, a matrix product of operands rounded to PRECISION, summed in float32."""
     if PRECISION == "bf16":
         return tl.dot(x.to(tl.bfloat16), y.to(tl.bfloat16), acc)
     elif PRECISION == "fp16":
@@ -117,7 +117,7 @@ def product(x, y, acc, PRECISION: tl.constexpr):
 def row_offsets(
     head, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Return offsets and mask [HEADS, CHANNELS] of heads head .. head + HEADS - 1 in a row [H, C]."""
+    """Return offsets and mask [HEADS, CHANNELS] of HEADS heads from `head` in a row [H, C]."""
     h = head + tl.arange(0, HEADS)
     c = tl.arange(0, CHANNELS)
     if (
@@ -146,7 +146,7 @@ def caller_edge(perm, e):
 
 @triton.jit
 def caller_edges(perm, e, inside):
-    """Return the positions of the edges e [EDGES] in the caller's order, of those that are `inside`."""
+    """Return the positions of edges e [EDGES] in the caller's order, for the edges `inside`."""
     if perm is None:
         return e
     else:
@@ -157,13 +157,15 @@ def caller_edges(perm, e, inside):
 def load_attributes(
     edge_attr, edge, inside, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr
 ):
-    """Return a_e as float32 [EDGES, ATTRIBUTES] of the caller's edges `edge` [EDGES], zero where not `inside`.
+    """Load a_e of the caller's edges `edge` as float32 [EDGES, ATTRIBUTES], 0 if not `inside`.
 
     With BIAS the attribute after the last is 1, so that its weight is the bias.
     """
     d = tl.arange(0, ATTRIBUTES)
-    at = edge[:, None] * D + d[None, :]
-    a = tl.load(edge_attr + at, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    offset = edge[:, None] * D + d[None, :]
+    a = tl.load(edge_attr + offset, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(
+        tl.float32
+    )
     if BIAS:
         a = tl.where(inside[:, None] & (d == D)[None, :], 1.0, a)
     return a
@@ -171,13 +173,16 @@ def load_attributes(
 
 @triton.jit
 def tile_offsets(edge, inside, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return offsets and mask [EDGES, columns] of a tensor [E, WIDTH] whose first COLUMNS columns alone are read."""
+    """Return offsets and mask [EDGES, columns] of COLUMNS columns of a tensor [E, WIDTH]."""
     return edge[:, None] * WIDTH + column[None, :], inside[:, None] & (column < COLUMNS)[None, :]
 
 
 @triton.jit
 def keep_factor(edge_id, seed, b, h, drop_below, survivor):
-    """Return the dropout factor of edges and heads that broadcast, 0 or 1 / (1 - rate): `anemoi_gt.ops.dropout`."""
+    """Return the dropout factor of edges and heads, broadcast: 0 or 1 / (1 - rate).
+
+    `anemoi_gt.ops.dropout` defines the mask.
+    """
     edge_id = edge_id + tl.full((), 0, tl.int64)
     zero = ((edge_id + h) * 0).to(tl.uint32)
     low = (edge_id & 0xFFFFFFFF).to(tl.uint32) + zero
@@ -227,5 +232,5 @@ def project_edges(
             t = tl.sum(u[None, :, :] * a[:, None, :], axis=2)  # [EDGES, HEADS]
         else:
             t = product(a, tl.trans(u), tl.zeros((EDGES, HEADS), tl.float32), PRECISION)
-        at, known = tile_offsets(first_edge + e, inside, h, H, H)
-        tl.store(result + at, t * factor, mask=known)
+        offset, known = tile_offsets(first_edge + e, inside, h, H, H)
+        tl.store(result + offset, t * factor, mask=known)

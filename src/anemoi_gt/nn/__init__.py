@@ -1,4 +1,4 @@
-"""Layers as modules: convolution, blocks, mappers, processor and the encoder-processor-decoder model."""
+"""Layers as modules: convolution, blocks, mappers, processor and the whole model."""
 
 from anemoi_gt.nn.block import (
     GraphTransformerBaseBlock,

@@ -12,11 +12,11 @@ from anemoi_gt.custom_ops import define_operator
 def checkpoint_activations(
     function: Callable[..., Tensor], *inputs, device: torch.device, draws: bool
 ) -> Tensor:
-    """Return `function(*inputs)`, keeping only the inputs for the backward pass, which calls the function again.
+    """Return `function(*inputs)`; save only the inputs, and recompute in the backward pass.
 
-    `device` is that of the computation. If the function `draws` random numbers, as dropout does,
-    backward must restore the generator state to draw the same. PyTorch cannot read that state while
-    a CUDA graph is captured, and raises; without draws the state is not read during capture.
+    `device` is where the function computes. If the function `draws` random numbers, as dropout
+    does, backward must restore the generator state to draw the same. PyTorch cannot read that state
+    while a CUDA graph is captured, and raises; without draws the state is not read during capture.
     """
     captured = (
         not torch.compiler.is_compiling()
@@ -30,7 +30,7 @@ def checkpoint_activations(
 
 @define_operator
 def chunk_result(x: Tensor) -> Tensor:
-    """Copy the result of a processor's checkpointed chunk, which compiled code then keeps for the next chunk.
+    """Copy the result of a checkpointed chunk, so that compiled code keeps it for the next chunk.
 
     It does not keep one of several results of an operator, such as a fused sub-layer (torch 2.13,
     docs/upstream.md).

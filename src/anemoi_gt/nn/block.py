@@ -1,9 +1,10 @@
-"""Blocks with Anemoi's state dict: edge attention and a feed-forward network, each with norm and residual connection.
+"""Blocks with Anemoi's state dict: residual edge attention and feed-forward network with norms.
 
 For destination i, source j, edge e = (j -> i) with attributes a_e and each head of C channels, x
 being normed features:
 
-    q_i = q_norm(W_query x_i)    k_j = k_norm(W_key x_j)    v_j = W_value x_j    x_e = W_edge edge_pre_mlp(a_e)
+    q_i = q_norm(W_query x_i)    k_j = k_norm(W_key x_j)
+    v_j = W_value x_j            x_e = W_edge edge_pre_mlp(a_e)
     p_e = softmax over the in-edges of i of < q_i , k_j + x_e > / sqrt(C)
     attended_i = projection(sum_e p_e (v_j + x_e) + W_self x_i)
 
@@ -48,9 +49,9 @@ from anemoi_gt.option_checks import check_integer, check_probability
 
 
 class PendingRows(Protocol):
-    """Async handle of the sources of a sharded graph: call `wait`, or after `prepare` `wait_halo`, once."""
+    """Async handle of remote source rows: call `wait`, or after `prepare` `wait_halo`, once."""
 
-    own: Tensor  # local sources [.., N_local, F], to be read in place of what was passed
+    own: Tensor  # local sources [.., N_local, F], to be read instead of the rows passed
 
     def wait(self) -> Tensor:
         """Return local sources concatenated with the halo [.., N_local + halo, F]."""
@@ -61,7 +62,7 @@ class PendingRows(Protocol):
 
 @runtime_checkable
 class ShardedGraph(Protocol):
-    """One rank's shard of a graph, which layers take in place of a `GraphStructure`; see `anemoi_gt.distributed`.
+    """One rank's shard of a graph, accepted as a `GraphStructure`; see `anemoi_gt.distributed`.
 
     Where it has `chunks` of its structure, from `GraphShard.split`, layers call its `exchange`
     before the first.
@@ -80,7 +81,7 @@ class ShardedGraph(Protocol):
         prepare: Callable[..., Tensor] | None = None,
         cond: Tensor | None = None,
     ) -> PendingRows:
-        """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective.
+        """Send local source rows [.., N_local, F] to their readers; do not wait. Collective.
 
         `prepare` maps the rows to be sent, and with `cond` [.., N_local, K] their conditions, each
         row by itself; the local rows stay as they are.
@@ -88,7 +89,7 @@ class ShardedGraph(Protocol):
 
 
 class GraphTransformerBaseBlock(nn.Module):
-    """Base class of both blocks: projections, attention, norms and feed-forward network of the destinations.
+    """Base class of both blocks: projections, attention, norms and feed-forward network.
 
     `GraphTransformerProcessorBlock` and `GraphTransformerMapperBlock` define the sources. Modules
     are made in the order of Anemoi's, so that one seed gives the same weights and an optimiser
@@ -144,7 +145,7 @@ class GraphTransformerBaseBlock(nn.Module):
         edge_pre_mlp: bool = False,
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
         dropout: float = 0.0,
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all blocks
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
         width = out_channels if attn_channels is None else attn_channels
@@ -175,7 +176,7 @@ class GraphTransformerBaseBlock(nn.Module):
     def attend(
         self, src: Tensor, dst: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor
     ) -> Tensor:
-        """Return what the residual connection adds [.., N_dst, out_channels]: destinations attend to their sources.
+        """Attend to the sources; return the residual update [.., N_dst, out_channels].
 
         Parameters
         ----------
@@ -206,7 +207,7 @@ class GraphTransformerBaseBlock(nn.Module):
         return self.combine(out, skip)
 
     def path(self, x_dst: Tensor, cond: Tensor | None) -> BlockPath:
-        """Return what computes each sub-layer in a call on destinations like x_dst; asked once per call."""
+        """Return the path of each sub-layer for destinations like x_dst; called once per call."""
         if type(self) not in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock):
             return BlockPath.by_modules(
                 f"{type(self).__qualname__} may override what a fused sub-layer would skip"
@@ -224,9 +225,9 @@ class GraphTransformerBaseBlock(nn.Module):
         edge_attr: Tensor,
         cond: Conditions,
     ) -> Tensor:
-        """Return destinations [.., N_dst, out_channels] after attention and feed-forward network, both residual.
+        """Update destinations [.., N_dst, out_channels] by attention and feed-forward network.
 
-        `path` is that of the call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
+        `path` is the path of this call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
         in_channels], or [B, ...] both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond`
         holds the conditions of sources and destinations.
         """
@@ -291,22 +292,22 @@ class GraphTransformerBaseBlock(nn.Module):
         return self.layer_norm_attention
 
     def normed(self, norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
-        """Return normed features in the dtype in which all projections read them, cast once if all are `nn.Linear`."""
+        """Return normed features, cast once for all projections if all are `nn.Linear`."""
         projections = (self.lin_query, self.lin_key, self.lin_value, self.lin_self)
         return cast_for_projections(apply_norm(norm, x, cond), *projections)
 
     def make_query(self, dst: Tensor) -> Tensor:
-        """Return the query [..., heads, C] of the normed features [..., in_channels] of destinations."""
+        """Return the query [..., heads, C] from normed destinations [..., in_channels]."""
         return apply_norm(self.q_norm, self._split_heads(self.lin_query(dst)))
 
     def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key and value [..., heads, C] of the normed features [..., in_channels] of sources."""
+        """Return key and value [..., heads, C] from normed sources [..., in_channels]."""
         return apply_norm(self.k_norm, self._split_heads(self.lin_key(src))), self._split_heads(
             self.lin_value(src)
         )
 
     def combine(self, out: Tensor, skip: Tensor) -> Tensor:
-        """Project the result of the attention [..., heads, C] plus `skip`, the `lin_self` of the destinations."""
+        """Project attention output [..., heads, C] plus `skip`, the destinations' `lin_self`."""
         return self.projection(
             rearrange(out, "... nodes heads channels -> ... nodes (heads channels)") + skip
         )
@@ -349,17 +350,18 @@ METHODS = tuple(
 
 
 class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
-    """Block within one set of nodes, with the state dict of Anemoi's `GraphTransformerProcessorBlock`.
+    """Block within one set of nodes, with the state dict of Anemoi's class of this name.
 
         n = layer_norm_attention(x)
         x = x + attended(n, n)
         y = x + node_dst_mlp(layer_norm_mlp_dst(x))
 
-    Parameters are those of `GraphTransformerBaseBlock`, by keyword.
+    Parameters as for `GraphTransformerBaseBlock`, by keyword.
 
     Examples
     --------
-    >>> block = GraphTransformerProcessorBlock(in_channels=16, hidden_dim=64, out_channels=16, num_heads=2, edge_dim=3)
+    >>> sizes = {"in_channels": 16, "hidden_dim": 64, "out_channels": 16}
+    >>> block = GraphTransformerProcessorBlock(**sizes, num_heads=2, edge_dim=3)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), 5)
     >>> block(torch.randn(2, 5, 16), graph, torch.randn(3, 3)).shape
     torch.Size([2, 5, 16])
@@ -395,11 +397,11 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
 
 
 class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
-    """Block from source nodes to destination nodes, with the state dict of Anemoi's `GraphTransformerMapperBlock`.
+    """Block from source to destination nodes, with the state dict of Anemoi's class.
 
         dst   = x_dst + attended(layer_norm_attention_src(x_src), layer_norm_attention(x_dst))
         y_dst = dst + node_dst_mlp(layer_norm_mlp_dst(dst))
-        y_src = x_src + node_src_mlp(layer_norm_mlp_src(x_src))                  x_src without update_src_nodes
+        y_src = x_src + node_src_mlp(layer_norm_mlp_src(x_src))    if update_src_nodes, else x_src
 
     `layer_norm_attention_dest` is another name of `layer_norm_attention`: the state dict has both,
     as in Anemoi.
@@ -407,15 +409,17 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
     Parameters
     ----------
     update_src_nodes : bool
-        Give the sources a feed-forward network of their own.
+        Give the sources their own feed-forward network.
     **options
         Of `GraphTransformerBaseBlock`.
 
     Examples
     --------
-    >>> block = GraphTransformerMapperBlock(in_channels=16, hidden_dim=64, out_channels=16, num_heads=2, edge_dim=3)
+    >>> sizes = {"in_channels": 16, "hidden_dim": 64, "out_channels": 16}
+    >>> block = GraphTransformerMapperBlock(**sizes, num_heads=2, edge_dim=3)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), (5, 2))
-    >>> x_src, x_dst = block((torch.randn(1, 5, 16), torch.randn(1, 2, 16)), graph, torch.randn(3, 3))
+    >>> x = torch.randn(1, 5, 16), torch.randn(1, 2, 16)
+    >>> x_src, x_dst = block(x, graph, torch.randn(3, 3))
     >>> x_dst.shape
     torch.Size([1, 2, 16])
     """
@@ -442,7 +446,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         *,
         cond: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (y_src, y_dst), of the shapes of `x`: updated destinations, and sources if `update_src_nodes`.
+        """Return (y_src, y_dst), shaped like `x`; sources change only if `update_src_nodes`.
 
         Parameters
         ----------

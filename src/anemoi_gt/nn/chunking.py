@@ -1,4 +1,4 @@
-"""Chunks: ranges of consecutive destinations, so that a layer holds the features of one range at a time.
+"""Chunks: ranges of consecutive destinations, so that a layer holds one range at a time.
 
 A destination reads its own in-edges only. Chunk c has the destinations dst_c, their in-edges and
 the sources src_c of these; a layer computes the chunks one after the other, and the results are
@@ -30,7 +30,7 @@ from anemoi_gt.option_checks import check_integer
 
 @dataclass(frozen=True, eq=False)
 class RowsWithHalo:
-    """Rows of local sources [.., N_local, F] and of a halo [.., R, F], of which chunks read some: not concatenated."""
+    """Rows of local sources [.., N_local, F] and of a halo [.., R, F], not concatenated."""
 
     own: Tensor
     halo: Tensor
@@ -73,7 +73,7 @@ class Chunk:
     halo: Tensor | None = None
 
     def sources(self, rows: Tensor | RowsWithHalo) -> Tensor:
-        """Return the rows of the chunk's sources from those of all sources [..., N_src, F]."""
+        """Select the chunk's rows from the rows [..., N_src, F] of all sources."""
         local = rows.own if isinstance(rows, RowsWithHalo) else rows
         if self.src is not None:
             local = local.index_select(-2, self.src)
@@ -82,11 +82,11 @@ class Chunk:
         return torch.cat([local, rows.halo.index_select(-2, self.halo)], dim=-2)
 
     def destinations(self, rows: Tensor) -> Tensor:
-        """Return the rows of the chunk's destinations from those of all destinations [..., N_dst, F]."""
+        """Select the chunk's rows from the rows [..., N_dst, F] of all destinations."""
         return rows if self.sizes is None else rows[..., self.dst, :]
 
     def attributes(self, edge_attr: Tensor | None) -> Tensor | None:
-        """Return the attributes of the chunk's edges from those of all edges [..., E, D]."""
+        """Select the chunk's attributes from the attributes [..., E, D] of all edges."""
         return (
             edge_attr if self.sizes is None or edge_attr is None else edge_attr[..., self.edges, :]
         )
@@ -98,7 +98,7 @@ class Chunk:
         edge_attr: Tensor | None,
         cond: tuple[Tensor | RowsWithHalo | None, Tensor | None],
     ) -> Tensor:
-        """Return `layer(x, graph, edge_attr, cond)` on the chunk, from what belongs to the whole graph."""
+        """Return `layer(x, graph, edge_attr, cond)` on the chunk, from whole-graph inputs."""
         rows = _select(x[0], self.sources), _select(x[1], self.destinations)
         conditions = _select_cond(cond[0], self.sources), _select_cond(cond[1], self.destinations)
         return layer(rows, self.graph, self.attributes(edge_attr), conditions)
@@ -126,7 +126,7 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
     Returns
     -------
     tuple of Chunk
-        With reverse structures, for gradients. Layers take it in place of the graph.
+        With reverse structures, for gradients. Layers accept it instead of the graph.
 
     Raises
     ------
@@ -156,7 +156,10 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
 
 
 def make_chunks(graph: GraphStructure, num_chunks: int, num_local: int) -> tuple[Chunk, ...]:
-    """Return the chunks of a graph, or of a shard whose halo follows `num_local` sources, where some may be empty."""
+    """Return the chunks of a graph or shard, some of which may be empty.
+
+    The halo of a shard follows `num_local` sources.
+    """
     bounds = [graph.num_dst * i // num_chunks for i in range(num_chunks + 1)]
     return tuple(_make_chunk(graph, slice(*ends), num_local) for ends in pairwise(bounds))
 
@@ -170,13 +173,13 @@ def map_chunks(
     *,
     call: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Return [..., N_dst, F] of `layer((x_src, x_dst), graph, edge_attr, (cond_src, cond_dst))`, chunk after chunk.
+    """Return `layer((x_src, x_dst), graph, edge_attr, conditions)` chunk by chunk: [..., N_dst, F].
 
     `graph` is a graph, or its chunks from `split_destinations`, or a ShardedGraph, in chunks or
-    not; `x`, `edge_attr` and `cond` are those of the whole graph, or of a rank's shard. A condition
+    not; `x`, `edge_attr` and `cond` belong to the whole graph, or to a rank's shard. A condition
     has a row per node, or one for all nodes. A side of x may be a tuple of tensors: the layer gets
     a tuple with the rows of its chunk. `call(function, *inputs)`, for activation checkpointing,
-    replaces `function(*inputs)` for each chunk. Raise ValueError when chunks are not all those of
+    replaces `function(*inputs)` for each chunk. Raise ValueError unless chunks are all chunks of
     one graph in order, or rows do not fit the whole graph.
     """
     call = call or (lambda function, *inputs: function(*inputs))
@@ -194,10 +197,10 @@ def map_chunks(
     conditions: Tensor | RowsWithHalo | None = cond_src
     if not isinstance(graph, (tuple, list)):
         sources = _select(x_src, graph.exchange)
-        # A row for all becomes one for each: a rank with one source could not tell them apart.
+        # One row for all becomes one per node: a rank with one source could not distinguish them.
         if cond_src is not None and sizes is not None:
-            each = cond_src.expand(*cond_src.shape[:-2], sizes[0], cond_src.shape[-1])
-            conditions = graph.exchange(each)
+            condition = cond_src.expand(*cond_src.shape[:-2], sizes[0], cond_src.shape[-1])
+            conditions = graph.exchange(condition)
     results = []
     for chunk in chunks:
         sides = (sources, x_dst), edge_attr, (conditions, cond_dst)
@@ -206,7 +209,7 @@ def map_chunks(
 
 
 def is_chunked(graph: object) -> TypeGuard[tuple[Chunk, ...] | list[Chunk] | ShardInChunks]:
-    """Return whether chunks, or a shard in chunks, were passed in place of a graph."""
+    """Return whether `graph` is chunked, a shard in chunks included."""
     return isinstance(graph, (tuple, list)) or bool(getattr(graph, "chunks", ()))
 
 
@@ -266,7 +269,7 @@ def _select(rows: SourceRows, select: Callable) -> Any:
 def _select_cond(
     cond: Tensor | RowsWithHalo | None, select: Callable[[Any], Tensor]
 ) -> Tensor | None:
-    """Return the rows of a condition that has one per node; one row is that of every node."""
+    """Select rows of a condition with one per node; a single row applies to every node."""
     if cond is None or (isinstance(cond, Tensor) and cond.shape[-2] == 1):
         return cond
     return select(cond)

@@ -1,4 +1,4 @@
-"""GraphTransformerConv: edge attention as a PyG layer, with the projections of query, key and value."""
+"""GraphTransformerConv: edge attention as a PyG layer, with its projections."""
 
 import warnings
 from collections.abc import Sequence
@@ -27,14 +27,15 @@ LAZY = -1  # inferred from the first input
 
 
 class GraphTransformerConv(MessagePassing):
-    """Multi-head attention of each destination over its in-edges, with the state dict of PyG's `TransformerConv`.
+    """Multi-head attention over in-edges, with the state dict of PyG's `TransformerConv`.
 
     For destination i, source j, edge e = (j -> i) and each head of C = `out_channels` channels:
 
-        p_e   = softmax over the in-edges of i of  < W_query x_i , W_key x_j + W_edge a_e > / sqrt(C)
+        p_e   = softmax over the in-edges of i of < W_query x_i , W_key x_j + W_edge a_e > / sqrt(C)
         out_i = sum_e p_e (W_value x_j + W_edge a_e)
         y_i   = out_i + W_skip x_i                                                       root_weight
-        y_i   = g W_skip x_i + (1 - g) out_i,  g = sigmoid(W_beta [out_i, W_skip x_i, out_i - W_skip x_i])      beta
+        y_i   = g W_skip x_i + (1 - g) out_i                                             beta
+        g     = sigmoid(W_beta [out_i, W_skip x_i, out_i - W_skip x_i])
 
     W_query, W_key, W_value and W_skip have a bias if `bias` is set. No tensor of size [E, heads *
     C] is materialised.
@@ -102,7 +103,7 @@ class GraphTransformerConv(MessagePassing):
         bias: bool = True,
         root_weight: bool = True,
         *,
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all layers
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
         **kwargs,
     ):
         kwargs.setdefault("aggr", "add")
@@ -133,7 +134,7 @@ class GraphTransformerConv(MessagePassing):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Reinitialise all parameters in PyG's order, so that one seed gives both layers the same parameters."""
+        """Reinitialise all parameters in PyG's order: the same seed gives the same parameters."""
         super().reset_parameters()
         for linear in (
             self.lin_key,
@@ -161,7 +162,7 @@ class GraphTransformerConv(MessagePassing):
             The batch shares one graph; different graphs form one graph, as PyG's `Batch` makes it.
         edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency
         adj_t
-            Of a ShardedGraph, x_src holds the local sources. Chunks are those of
+            For a ShardedGraph, x_src holds the local sources. Chunks come from
             `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
             whose values [E, D] replace a missing `edge_attr`. Tensors and adjacencies are sorted in
             every call (see `AttentionConfig.stable_sort`), and their indices are checked on the
@@ -174,15 +175,16 @@ class GraphTransformerConv(MessagePassing):
         Returns
         -------
         Tensor [N_dst, F_out] or [B, N_dst, F_out]
-            F_out = heads * out_channels, or out_channels without `concat`. With `return_attention_weights` a pair: this
-            tensor, and (edge_index, weights [E, heads] or [B, E, heads]), before dropout, in the
-            caller's edge order; for a SparseTensor, that tensor with the weights as values.
+            F_out = heads * out_channels, or out_channels without `concat`. With
+            `return_attention_weights` a pair: this tensor, and (edge_index, weights [E, heads]
+            or [B, E, heads]), before dropout, in the caller's edge order; for a SparseTensor, that
+            tensor with the weights as values.
 
         Raises
         ------
         ValueError
             When x, edges and attributes do not fit together, or `config` names a backend that
-            cannot serve.
+            cannot run.
         RuntimeError
             In an ONNX export, which has no operator for it.
         """
@@ -249,7 +251,7 @@ class GraphTransformerConv(MessagePassing):
         edge_attr: OptTensor,
         index: Tensor,
         ptr: OptTensor,
-        size_i: Optional[int],  # noqa: UP045  PyG reads the annotations and knows no other spelling
+        size_i: Optional[int],  # noqa: UP045  PyG reads the annotations and supports no other spelling
     ) -> Tensor:
         """Return the message of each edge [E, heads, C], for PyG's explainers and message hooks."""
         if self.lin_edge is not None:
@@ -331,7 +333,7 @@ class GraphTransformerConv(MessagePassing):
     def _edge_operands(
         self, edge_attr: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return attributes, W_edge [heads * C, D] and a bias that somebody has added, or embedded edges."""
+        """Return attributes, W_edge [heads * C, D] and an added bias, or embedded edges."""
         if self.lin_edge is None:
             return None, None, None
         if isinstance(
@@ -355,7 +357,7 @@ class GraphTransformerConv(MessagePassing):
         return gate * skip + (1 - gate) * out
 
     def _needs_messages(self) -> bool:
-        """Tell whether a PyG explainer or message hook is active."""
+        """Return whether a PyG explainer or message hook is active."""
         hooks = (
             self._propagate_forward_pre_hooks,
             self._propagate_forward_hooks,

@@ -1,6 +1,6 @@
-"""The sub-layers of a block of this library, fused where that is possible and pays; decided once per call.
+"""The sub-layers of a block of this library, fused if possible and faster; decided per call.
 
-path = BlockPath.of(block, x_dst, cond, config)    parts of each fused sub-layer, or the reason why it is not
+path = BlockPath.of(block, x_dst, cond, config)    parts of fused sub-layers, or reasons
 z = attention(path.attention, ...)                 where they are parts
 y = feed_forward(path.feed_forward, ...)
 """
@@ -27,7 +27,7 @@ from anemoi_gt.torch_compat import is_exporting
 
 
 def pays(x: Tensor, config: AttentionConfig) -> bool:
-    """Return whether fused sub-layers are faster for rows like x: under 16-bit autocast on backend `triton`."""
+    """Return whether fused sub-layers are faster for x: 16-bit autocast on backend `triton`."""
     is_16_bit = autocast_is_active(x.device.type) and autocast_dtype(x) in (
         torch.float16,
         torch.bfloat16,
@@ -36,7 +36,7 @@ def pays(x: Tensor, config: AttentionConfig) -> bool:
 
 
 def runs_on_triton(x: Tensor, config: AttentionConfig) -> bool:
-    """Return whether backend `triton` computes attention over rows like x; raise ValueError as `edge_attention`."""
+    """Return whether backend `triton` computes attention over x. Raise like `edge_attention`."""
     return (
         choose_backend(config.backend, x.new_empty(0, dtype=autocast_dtype(x)))
         is BACKENDS["triton"]
@@ -50,7 +50,7 @@ Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinatio
 
 
 class BlockPath(NamedTuple):
-    """What computes each sub-layer in one call of a block: parts of the fused one, or the reason for its modules."""
+    """The path of each sub-layer in one call: the fused one's parts, or the reason against it."""
 
     attention: AttentionParts | str
     feed_forward: FeedForwardParts | str
@@ -63,7 +63,7 @@ class BlockPath(NamedTuple):
 
     @classmethod
     def of(cls, block: Any, x: Tensor, cond: Tensor | None, config: AttentionConfig) -> "BlockPath":
-        """Decide for a block of this library and destinations like x, with or without a condition."""
+        """Decide for a block of this library, destinations like x, and any condition."""
         if is_exporting():
             return cls.by_modules("an exported program has no operators of this library")
         if not pays(x, config):
@@ -83,7 +83,7 @@ class BlockPath(NamedTuple):
 def attention_path(
     parts: AttentionParts | str, x: Tensor, cond: Tensor | tuple | None, config: AttentionConfig
 ) -> AttentionParts | str:
-    """Return the parts, or why a call on destinations like x with this condition cannot use them."""
+    """Return the parts, or why a call with this condition on x cannot use them."""
     if isinstance(parts, str):
         return parts
     if config.precision is not None:
@@ -165,7 +165,7 @@ def row_conditions(cond: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _source_conditions(x: Nodes, cond: Conditions) -> Tensor | None:
-    """Return the conditions of the sources; None where the destinations' serve."""
+    """Return the conditions of the sources, or None to use the destinations' conditions."""
     return None if x[0] is None else row_conditions(cond[0], x[0])
 
 

@@ -8,14 +8,14 @@ from anemoi_gt.graph.checks import check_shape, have_size
 
 
 def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> None:
-    """Raise unless `features` is a tensor [N, channels] or [B, N, channels] in a dtype for the weights `like`."""
+    """Raise unless `features` is [N, channels] or [B, N, channels], in a dtype fit for `like`."""
     wanted = f"[N, {channels}] or [B, N, {channels}]"
     check_shape(name, features, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == channels)
     check_dtype(name, features, like)
 
 
 def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
-    """Raise unless `features` is floating point, and float64 if and only if the weights `like` are."""
+    """Raise unless `features` is floating point, and float64 if and only if weights `like` are."""
     if not features.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {features.dtype}; cast it first")
     if (features.dtype == torch.float64) != (like.dtype == torch.float64):
@@ -26,7 +26,10 @@ def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
 
 
 def check_sides(x: tuple, channels: tuple[int, int], like: Tensor) -> tuple:
-    """Return (x_src, x_dst) as a tuple; raise unless each, a tensor or a tuple of its columns, has these channels."""
+    """Return (x_src, x_dst) as a tuple; raise unless both have these channels.
+
+    Each is a tensor or a tuple of its columns.
+    """
     _check_pair("x must be a pair of tensors (x_src, x_dst)", x)
     for name, features, expected in zip(("x_src", "x_dst"), x, channels, strict=True):
         if isinstance(features, tuple):
@@ -37,7 +40,7 @@ def check_sides(x: tuple, channels: tuple[int, int], like: Tensor) -> tuple:
 
 
 def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: Tensor) -> None:
-    """Raise unless `columns` are tensors [N, F] or [B, N, F] of the same nodes with `channels` features in all."""
+    """Raise unless `columns`, [N, F] or [B, N, F] of the same nodes, have `channels` in all."""
     shapes = [
         tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in columns
     ]
@@ -78,7 +81,7 @@ def check_batch(x_src: Tensor, x_dst: Tensor) -> None:
 def check_conditions(
     cond: tuple[Tensor | None, Tensor | None] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (cond_src, cond_dst), a pair of None without a condition; raise unless `cond` is a pair or None."""
+    """Return (cond_src, cond_dst), or two None; raise unless `cond` is a pair or None."""
     if cond is None:
         return None, None
     _check_pair("cond must be a pair (cond_src, cond_dst), of sources and of destinations", cond)
@@ -93,7 +96,10 @@ def _check_pair(message: str, pair: object) -> None:
 
 
 def check_attributes(edge_attr: object, edge_dim: int) -> None:
-    """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge; the attention checks its rows."""
+    """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge.
+
+    The attention checks its number of rows.
+    """
     wanted = f"[E, {edge_dim}] or [B, E, {edge_dim}], raw attributes"
     check_shape(
         "edge_attr", edge_attr, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == edge_dim
@@ -111,7 +117,9 @@ def check_structure(graph: object) -> None:
 
 
 def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] | None) -> None:
-    """Raise unless x_src, x_dst, edge_attr have the rows of a graph in chunks; cond_src, cond_dst these, or one.
+    """Raise unless x_src, x_dst and edge_attr have the rows of a chunked graph.
+
+    Conditions must have the same rows, or one.
 
     PyTorch slices and gathers from tensors with too many rows silently, which would drop the
     others. `sizes` are the sources, destinations and edges of the whole graph; `rows` are [...,
@@ -127,7 +135,9 @@ def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] 
     for name, tensor in rows.items():
         kind, number = kinds[name.rpartition("_")[2]]
         is_cond = name.startswith("cond")
-        expected = f"{number} rows, one per {kind} of the whole graph{', or one for all' if is_cond else ''}"
+        expected = f"{number} rows, one per {kind} of the whole graph"
+        if is_cond:
+            expected += ", or one for all"
         if isinstance(tensor, tuple) and name.startswith("x_"):
             tensor = tensor[0]  # columns of the same nodes
         if tensor is None:

@@ -39,7 +39,8 @@ class LayerKernels:
     Examples
     --------
     >>> from anemoi_gt.nn import ConditionalLayerNorm
-    >>> LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4)).LayerNorm(normalized_shape=8).scale
+    >>> kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4))
+    >>> kernels.LayerNorm(normalized_shape=8).scale
     Linear(in_features=4, out_features=8, bias=True)
     """
 
@@ -51,7 +52,7 @@ class LayerKernels:
 
 
 def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
-    """Return `x` in autocast's dtype if all projections are `nn.Linear`; other classes cast for themselves."""
+    """Cast `x` to autocast's dtype if all projections are `nn.Linear`; others cast themselves."""
     return (
         cast_for_autocast(x)
         if all(type(projection) is nn.Linear for projection in projections)
@@ -69,7 +70,7 @@ def class_path(kind: type) -> str:
 
 
 def hooks_of(module: nn.Module) -> list:
-    """Return what a call of the module would run beside its class: hooks, or a `forward` set on the instance.
+    """Return hooks and instance-level `forward` overrides of a module.
 
     PyTorch's spectral norm and pruning are such hooks, offloading and quantisation of other
     libraries such a `forward`.
@@ -88,14 +89,14 @@ def has_global_hooks() -> bool:
 
 
 def has_wrapped_weights(module: nn.Module) -> bool:
-    """Return whether weight or bias is a tensor subclass that computes for itself: distributed, quantised."""
+    """Return whether weight or bias is a tensor subclass with its own ops: DTensor, quantised."""
     return hasattr(module.weight, "__tensor_flatten__") or hasattr(
         module.bias, "__tensor_flatten__"
     )
 
 
 def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a linear layer does more than a plain weight and bias say, with a warning: adapters, hooks.
+    """Return whether a linear layer is more than weight and bias: adapters, hooks. Warn if so.
 
     The attention reads the weight and bias of an edge embedding instead of calling it. `kind` is
     the class whose `forward` needs nothing else.
@@ -113,9 +114,8 @@ def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
 @torch.compiler.assume_constant_result
 def _warn_of_call(kind: type) -> None:
     warnings.warn(
-        f"lin_edge, a {class_path(kind)}, has hooks, weights that are a tensor subclass, or "
-        "another class than it was "
-        "built as: it is called, which makes a tensor of edges x heads x channels",
+        f"lin_edge, a {class_path(kind)}, has hooks, weights that are a tensor subclass, or a "
+        "replaced class: falling back to materialised edge features [E, H, C]",
         stacklevel=3,
     )
 
@@ -132,8 +132,12 @@ def check_kernels(kernels: object) -> None:
     for name in names:
         maker = getattr(kernels, name)
         if not callable(maker) or isinstance(maker, nn.Module):
+            example = "Linear"
+            if name == "Activation":
+                example = "GELU"
+            elif "Norm" in name:
+                example = "LayerNorm"
             raise ValueError(
                 f"layer_kernels.{name} must be a class, or a function that returns a module, such "
-                "as torch.nn."
-                f"{'GELU' if name == 'Activation' else 'LayerNorm' if 'Norm' in name else 'Linear'}, got {maker!r}"
+                f"as torch.nn.{example}, got {maker!r}"
             )

@@ -23,7 +23,7 @@ from anemoi_gt.option_checks import check_integer
 
 
 class GraphTransformerBaseMapper(nn.Module):
-    """Base class of both mappers: the block, the embedding of the destinations, and the loop over chunks.
+    """Base class of both mappers: block, embedding of destinations, and loop over chunks.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class GraphTransformerBaseMapper(nn.Module):
             tensor of all nodes is made.
         graph : GraphStructure, or its chunks from `split_destinations`
             Chunks need less memory for the same result, up to the rounding of matrix products with
-            fewer rows; each chunk draws a dropout mask of its own.
+            fewer rows; each chunk draws its own dropout mask.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes of the whole graph in the caller's edge order, which for chunks is sorted
             by destination.
@@ -110,7 +110,7 @@ class GraphTransformerBaseMapper(nn.Module):
         Raises
         ------
         ValueError
-            When rows do not fit the graph, or chunks are not those of one graph.
+            When rows do not fit the graph, or chunks do not make up one graph.
         """
         weight: Any = self.emb_nodes_dst.weight  # of a linear map of any class
         x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=weight)
@@ -121,15 +121,15 @@ class GraphTransformerBaseMapper(nn.Module):
         return map_chunks(self.map_nodes, graph, x, edge_attr, check_conditions(cond), call=call)
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
-        """Return features of the destinations [..., N_dst, num_channels] of a graph or of one chunk."""
+        """Return destination features [..., N_dst, num_channels] of a graph or one chunk."""
         x = self.emb_nodes_src(_concatenate(x[0])), self.emb_nodes_dst(_concatenate(x[1]))
         return self.proc(x, graph, edge_attr, cond=cond)[1]
 
 
 class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
-    """Encoder: data nodes to hidden nodes, with the state dict of Anemoi's `GraphTransformerForwardMapper`.
+    """Encoder: data nodes to hidden nodes, with the state dict of Anemoi's class of this name.
 
-    Parameters are those of `GraphTransformerBaseMapper`, by keyword.
+    Parameters as for `GraphTransformerBaseMapper`, by keyword.
 
     Examples
     --------
@@ -148,7 +148,10 @@ class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
 
 
 class FieldExtractor(nn.Sequential):
-    """Norm and linear map from features to fields; a class of its own, because torch.compile skips PyTorch's."""
+    """Norm and linear map from features to fields.
+
+    A separate class, because torch.compile skips PyTorch's classes.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., num_channels] to [..., out_channels_dst]."""
@@ -156,7 +159,7 @@ class FieldExtractor(nn.Sequential):
 
 
 class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
-    """Decoder: hidden nodes to data nodes, with the state dict of Anemoi's `GraphTransformerBackwardMapper`.
+    """Decoder: hidden nodes to data nodes, with the state dict of Anemoi's class of this name.
 
     Sources with `num_channels` features are not embedded. A norm and a linear map give the fields.
 
@@ -170,7 +173,8 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     Examples
     --------
     >>> mapper = GraphTransformerBackwardMapper(
-    ...     in_channels_src=16, in_channels_dst=4, out_channels_dst=3, num_channels=16, num_heads=2, edge_dim=3)
+    ...     in_channels_src=16, in_channels_dst=4, out_channels_dst=3, num_channels=16,
+    ...     num_heads=2, edge_dim=3)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 4]]), (2, 5))
     >>> mapper((torch.randn(2, 16), torch.randn(5, 4)), graph, torch.randn(3, 3)).shape
     torch.Size([5, 3])
@@ -187,9 +191,9 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         )
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
-        """Return fields of the destinations [..., N_dst, out_channels_dst] of a graph or of one chunk."""
+        """Return destination fields [..., N_dst, out_channels_dst] of a graph or one chunk."""
         x_dst = super().map_nodes(x, graph, edge_attr, cond)
-        return apply_norm(self.node_data_extractor, x_dst)  # which begins with a norm
+        return apply_norm(self.node_data_extractor, x_dst)  # a norm, then a linear map
 
 
 def _concatenate(rows: Rows) -> Tensor:

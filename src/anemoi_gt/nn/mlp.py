@@ -16,7 +16,7 @@ IMPLEMENTATIONS = ("mlp", *GATES)
 
 
 class GatedLinear(nn.Module):
-    """Linear map times a gate: gate(W_gate x) * W_value x; Shazeer (2020), GLU Variants Improve Transformer, sec. 2."""
+    """Gated linear map, gate(W_gate x) * W_value x (Shazeer 2020, GLU Variants, section 2)."""
 
     def __init__(self, in_features: int, out_features: int, gate: nn.Module, kernels: LayerKernels):
         super().__init__()
@@ -30,7 +30,7 @@ class GatedLinear(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward network with one hidden layer, with the state dict of Anemoi's `MLP` without extra layers and norm.
+    """Feed-forward network with one hidden layer, with the state dict of Anemoi's plain `MLP`.
 
     Of the implementations, "mlp" uses `kernels.Activation`, the others a gate of Shazeer (2020),
     with 1.5 times the parameters. Input and output have `channels` features. Raise ValueError for a
@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
 
 def hidden_width(channels: int, ratio: float) -> int:
-    """Return the width of a hidden layer: `ratio` times `channels`, halves rounded up as Anemoi does.
+    """Return the hidden width: `ratio` times `channels`, halves rounded up as Anemoi does.
 
     Raise ValueError when the result is below 1, or an argument is not a number.
     """

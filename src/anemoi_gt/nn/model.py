@@ -1,4 +1,4 @@
-"""EncoderProcessorDecoder: the weather model, which maps fields on data grids to fields on data grids."""
+"""EncoderProcessorDecoder: the weather model, from fields to fields on data grids."""
 
 from collections.abc import Mapping
 from functools import partial, reduce
@@ -19,9 +19,9 @@ from anemoi_gt.option_checks import check_integer
 
 
 class EncoderProcessorDecoder(nn.Module):
-    """Graph transformer that encodes data grids into a hidden mesh, processes there, and decodes to data grids.
+    """Graph transformer that encodes data grids into a hidden mesh, processes, and decodes.
 
-        in_d   = [x_d, nodes_d]                                          fields and node features of data set d
+        in_d   = [x_d, nodes_d]                            fields and node features of data set d
         hidden = sum over d of encoder_d((in_d, nodes_hidden), edges from d to the mesh)
         hidden = processor(hidden, edges of the mesh)
         y_d    = decoder_d((hidden, in_d), edges from the mesh to d)    + residual_d(x_d)
@@ -119,7 +119,7 @@ class EncoderProcessorDecoder(nn.Module):
         residual: Mapping | None = None,
         mapper_chunks: int = 1,
         checkpoint_groups: int | None = None,
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all models
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
         self.has_one_data_set = not isinstance(in_channels, Mapping)
@@ -203,7 +203,7 @@ class EncoderProcessorDecoder(nn.Module):
     def _decode(
         self, name: str, hidden: Tensor, data: tuple[Tensor, ...], fields: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the fields of one data set in the dtype of the input: 16 bits are too few for a residual."""
+        """Return the fields of one data set in the input dtype: residuals need over 16 bits."""
         out = self.decoder[name]((hidden, data), *self.decoder_edges[name]())
         out = out.to(next(iter(fields.values())).dtype)
         return self.residual[name](out, fields[name]) if name in self.residual else out

@@ -1,9 +1,9 @@
-"""Layer norms that keep the dtype or take a condition, and `apply_norm`, which is right on very large grids too.
+"""Layer norms that keep the dtype or take a condition; `apply_norm` is correct on huge grids.
 
 normal(x) = (x - mean x) / sqrt(var x + eps)          over the features of a node
 
 AutocastLayerNorm       weight * normal(x) + bias
-ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)          c is the condition; scale and bias are linear
+ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)     linear in the condition c
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ OVERFLOW_NUMEL = 2**32
 
 
 class AutocastLayerNorm(nn.LayerNorm):
-    """Layer norm that keeps the dtype of its input, even under autocast, where PyTorch's returns float32.
+    """Layer norm that keeps the dtype of its input, even under autocast.
 
-    Parameters and state dict are those of `torch.nn.LayerNorm`.
+    Parameters and state dict equal `torch.nn.LayerNorm`.
 
     Examples
     --------
@@ -39,9 +39,9 @@ class AutocastLayerNorm(nn.LayerNorm):
 
 
 class ConditionalLayerNorm(nn.Module):
-    """Layer norm whose scale and shift are linear functions of a condition: (1 + scale(c)) * normal(x) + bias(c).
+    """Layer norm whose scale and shift are linear functions of a condition.
 
-    The state dict is that of Anemoi's class of this name: scale.weight, scale.bias, bias.weight,
+    The state dict equals Anemoi's class of this name: scale.weight, scale.bias, bias.weight,
     bias.bias. They are initialised to zero, which gives a layer norm without parameters. The output
     has the dtype of the input.
 
@@ -75,10 +75,10 @@ class ConditionalLayerNorm(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
-        """Normalise `x` [..., N, normalized_shape] under the condition `cond` [..., N or 1, condition_shape].
+        """Normalise `x` [..., N, normalized_shape] with `cond` [..., N or 1, condition_shape].
 
-        Their batch dimensions broadcast; a batch of the condition alone becomes that of the result.
-        Raise ValueError when features or condition have the wrong shape or dtype.
+        Their batch dimensions broadcast; a batch dimension of the condition alone is one of the
+        result. Raise ValueError when features or condition have the wrong shape or dtype.
         """
         channels, features = self.scale.out_features, self.scale.in_features
         check_shape(
@@ -105,7 +105,7 @@ class ConditionalLayerNorm(nn.Module):
 def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
     """Norm `x`, with a condition if there is one, in chunks where PyTorch's kernel would overflow.
 
-    `norm` must treat each row of `x` [..., F] by itself. Raise ValueError when it takes no
+    `norm` must treat each row of `x` [..., F] separately. Raise ValueError if it accepts no
     condition, or requires one.
     """
     return (
@@ -116,13 +116,16 @@ def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor
 
 
 def overflows(norm: nn.Module, x: Tensor) -> bool:
-    """Tell whether PyTorch's layer norm would address `x` wrongly; compiled code does not use that kernel."""
+    """Return whether PyTorch's CUDA layer norm would misaddress `x`; False in compiled code."""
     is_eager = not isinstance(norm, nn.Identity) and not torch.compiler.is_compiling()
     return x.is_cuda and is_eager and x.numel() >= OVERFLOW_NUMEL
 
 
 def norm_in_chunks(norm: nn.Module, x: Tensor, cond: Tensor | None, max_numel: int) -> Tensor:
-    """Norm at most `max_numel` elements of `x` at once, split along its longest dimension, or by nodes with `cond`."""
+    """Norm at most `max_numel` elements at once, split along the longest dimension.
+
+    With `cond`, `x` is split along the nodes.
+    """
     dim = x.dim() - 2 if cond is not None else max(range(x.dim() - 1), key=x.shape.__getitem__)
     rows = max(1, max_numel * x.shape[dim] // x.numel())
     chunks = x.split(rows, dim)
@@ -154,7 +157,7 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
 
 
 def _accepts(module: nn.Module, *inputs, **options) -> bool:
-    """Tell whether the signature of a module accepts these inputs; True if it has no signature, as scripted modules."""
+    """Return whether a module accepts these inputs; True if it has no signature (scripted)."""
     try:
         call = signature(module.forward)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""GraphTransformerProcessor: a stack of blocks within one set of nodes, with activation checkpointing by groups.
+"""GraphTransformerProcessor: a stack of blocks, with activation checkpointing by groups.
 
 x = proc[l](x, graph, edge_attr)          for each layer l
 """

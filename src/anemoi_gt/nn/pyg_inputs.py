@@ -43,17 +43,17 @@ def read_edges(
 
 
 def _is_readable(edges) -> bool:
-    """Tell whether the host can read the values without synchronisation: not on a device, nor in a fake tensor."""
+    """Return whether the host can read values without synchronising: a real tensor on a CPU."""
     return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 
 
 def is_adjacency(edges) -> bool:
-    """Tell whether `edges` is a sparse matrix."""
+    """Return whether `edges` is a sparse matrix."""
     return is_sparse_tensor(edges) or is_torch_sparse_tensor(edges)
 
 
 def is_sparse_tensor(edges) -> TypeGuard[Any]:
-    """Tell whether `edges` is a torch_sparse.SparseTensor, by its methods, without importing its package."""
+    """Return whether `edges` is a torch_sparse.SparseTensor, without importing its package."""
     return hasattr(edges, "sparse_sizes") and hasattr(edges, "csr")
 
 

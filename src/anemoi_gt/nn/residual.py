@@ -9,7 +9,7 @@ from anemoi_gt.option_checks import is_integer
 
 
 class Residual(nn.Module):
-    """Residual connection from input channels to output channels, so that a network of zeros forecasts persistence.
+    """Residual connection from input to output channels; a zero network forecasts persistence.
 
         y[..., o] = y[..., o] + x[..., i]          for each pair o: i
 
@@ -20,7 +20,8 @@ class Residual(nn.Module):
 
     Examples
     --------
-    >>> Residual({1: 0}, in_channels=3, out_channels=2)(torch.zeros(1, 2), torch.tensor([[5.0, 6.0, 7.0]]))
+    >>> residual = Residual({1: 0}, in_channels=3, out_channels=2)
+    >>> residual(torch.zeros(1, 2), torch.tensor([[5.0, 6.0, 7.0]]))
     tensor([[0., 5.]])
     """
 

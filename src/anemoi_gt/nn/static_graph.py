@@ -1,4 +1,4 @@
-"""Graphs that never change, as modules: node features, edge structure and edge attributes, fixed and trainable.
+"""Static graphs as modules: node features, edge structure, fixed and trainable edge attributes.
 
     node features    [sin lat, sin lon, cos lat, cos lon | trainable]          StaticNodes
     edge attributes  [fixed | trainable], sorted by destination                StaticEdges
@@ -88,7 +88,7 @@ class StaticNodes(nn.Module):
         )
 
     def forward(self) -> Tensor:
-        """Return the features [N, channels]: sin lat, sin lon, cos lat, cos lon, trainable features."""
+        """Return features [N, channels]: sin lat, sin lon, cos lat, cos lon, trainable features."""
         return torch.cat(self.columns(), dim=-1)
 
     def columns(self) -> tuple[Tensor, ...]:
@@ -114,14 +114,14 @@ class StaticStructure(nn.Module):
         return GraphStructure(**{name: getattr(self, name) for name in self._fields})
 
     def keep_for_inference(self) -> None:
-        """Drop the reverse structure, for gradients only, and fixed in-degree and hubs, as other edges may differ."""
+        """Drop what inference with other edges must not use: reverse, fixed in-degree, hubs."""
         dropped = ("rowptr", "col", "csr_to_csc", "fixed_in_degree", "dst_hubs", "src_hubs")
         self._fields = tuple(name for name in self._fields if name not in dropped)
         self._buffers = {name: self._buffers[name] for name in self._fields}
 
 
 class StaticEdges(nn.Module):
-    """Structure of one graph, sorted once for both directions, and its edge attributes; they move with the module.
+    """Structure of one graph, sorted once, and its edge attributes, as buffers of a module.
 
     Edges are stably sorted by destination, and with them the attributes, fixed and trainable, as in
     Anemoi's models. The structure and the fixed attributes follow from the graph and are not part
@@ -205,7 +205,7 @@ class StaticEdges(nn.Module):
         )
 
     def forward(self) -> tuple[GraphStructure | tuple[Chunk, ...], Tensor]:
-        """Return the structure with its reverse, or its chunks, and the attributes [E, edge_dim] of all edges."""
+        """Return the structure with its reverse, or chunks, and attributes [E, edge_dim]."""
         return tuple(chunk() for chunk in self.chunks) or self.structure(), self.attributes()
 
 
@@ -251,7 +251,7 @@ def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
 def edges_of(
     graph: HeteroData, source: str, destination: str, trainable: int, num_chunks: int = 1
 ) -> StaticEdges:
-    """Return the edges between two sets of nodes with `trainable` trainable attributes each, in chunks of destinations.
+    """Return the edges between two node sets, with `trainable` trainable attributes, in chunks.
 
     Raise ValueError when the graph does not have these edges, or a field is missing or has the
     wrong shape.

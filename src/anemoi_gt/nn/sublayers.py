@@ -34,7 +34,7 @@ MOST_FEATURES = 1024  # of a row, which a program of the kernels holds in regist
 
 
 class KnownClasses:
-    """Classes that a fused sub-layer stands for; `register` adds those of other libraries."""
+    """Classes that a fused sub-layer replaces; `register` adds classes of other libraries."""
 
     layer_norm: tuple[type[nn.Module], ...] = (nn.LayerNorm, AutocastLayerNorm)
     conditional_norm: tuple[type[nn.Module], ...] = (ConditionalLayerNorm,)
@@ -481,7 +481,7 @@ def _parameter(module: nn.Module, name: str, module_name: str) -> Tensor | None:
         parameter = module.__dict__.get(name)  # replicas of DataParallel hold plain tensors
         if parameter is None:
             return None
-    # Subclasses with data of their own: DTensor, and quantisation of other libraries.
+    # Subclasses with their own data: DTensor, and quantisation of other libraries.
     if type(parameter) is not nn.Parameter and hasattr(parameter, "__tensor_flatten__"):
         kind = _path(type(parameter))
         raise CannotFuseError(f"its {module_name} has a {name} of the tensor subclass {kind}")

@@ -1,4 +1,4 @@
-"""Edge attention on tensors: the operation, its weights, merging of partial results, and the choice of a backend."""
+"""Edge attention on tensors: the operation, its weights, merging, and the choice of a backend."""
 
 from anemoi_gt.ops.attention import edge_attention
 from anemoi_gt.ops.attention_weights import attention_weights

@@ -1,4 +1,4 @@
-"""`edge_attention`, the public operation: checks, dtypes and choice of a backend, which does the work."""
+"""`edge_attention`, the public operation: checks, dtypes and choice of a backend."""
 
 from torch import Tensor
 
@@ -80,8 +80,8 @@ def edge_attention(
     Notes
     -----
     All operands are cast to one dtype: `config.precision` if set, else autocast's where active
-    (except float64), else that of query. Sums and softmax are float32, or float64 for float64. The
-    result is bitwise reproducible, unless edges were grouped without sorting (`stable=False`,
+    (except float64), else the dtype of query. Sums and softmax are float32, or float64 for float64.
+    The result is bitwise reproducible, unless edges were grouped without sorting (`stable=False`,
     `AttentionConfig.stable_sort`).
 
     Examples

@@ -20,7 +20,7 @@ def attention_weights(
     scale: float | None = None,
     config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen
 ) -> Tensor:
-    """Return p_e = exp(s_e - lse_i), the weight of each edge before dropout; see `edge_attention` for the formulas.
+    """Return p_e = exp(s_e - lse_i), the weight of each edge before dropout (`edge_attention`).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Backends of edge attention and the choice between them: one predicate per backend, no silent fallback."""
+"""Backends of edge attention and their choice: one predicate per backend, no silent fallback."""
 
 import logging
 from collections.abc import Callable
@@ -40,12 +40,12 @@ BACKENDS = {  # in the order in which `auto` tries them
 
 
 def unsupported_reason(name: str, query: Tensor) -> str | None:
-    """Return why the backend called `name` cannot run for a query like this one, or None if it can."""
+    """Return why the backend `name` cannot run for a query like this one, or None if it can."""
     return BACKENDS[name].unsupported_reason(query)
 
 
 def choose_backend(name: str, query: Tensor) -> Backend:
-    """Return the backend called `name`, or for "auto" the first that can run for `query`; raise ValueError if none."""
+    """Return the backend `name`; for "auto", the first that can run. ValueError if none can."""
     if name != "auto":
         if (reason := unsupported_reason(name, query)) is not None:
             raise ValueError(f"attention backend {name!r} cannot run here: {reason}")
@@ -64,6 +64,6 @@ def rejected(chosen: str, query: Tensor) -> dict[str, str]:
     """Return the reason by name for each backend other than `chosen`, which runs for `query`."""
     reasons = {name: backend.auto_unsupported_reason(query) for name, backend in BACKENDS.items()}
     first = next(name for name, reason in reasons.items() if reason is None)
-    taken_by = "'auto' takes" if first == chosen else "the config names"
-    could_serve = f"could serve; {taken_by} {chosen!r}"
-    return {name: reason or could_serve for name, reason in reasons.items() if name != chosen}
+    selected_by = "'auto' selects" if first == chosen else "the config names"
+    supported = f"supported; {selected_by} {chosen!r}"
+    return {name: reason or supported for name, reason in reasons.items() if name != chosen}

@@ -1,6 +1,7 @@
 """The dropout mask of edge attention, a function of seed, batch index, global edge id and head.
 
-    keep = philox(counter = (edge mod 2^32, edge div 2^32, batch, head), key = seed)[0] >= rate * 2^32
+    word = philox(counter = (edge mod 2^32, edge div 2^32, batch, head), key = seed)[0]
+    keep = word >= rate * 2^32
 
 so it is the same for all backends, edge orders and shardings.
 
@@ -20,7 +21,7 @@ _ROUNDS = 10
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed [1] from the device's generator, so that manual_seed and activation checkpointing reproduce it."""
+    """Draw a seed [1] from the device's generator; manual_seed and checkpointing reproduce it."""
     return torch.randint(2**62, (1,), device=device)
 
 
@@ -39,12 +40,15 @@ def keep_factor(
 
 
 def drop_threshold(rate: float) -> int:
-    """Return how many of the 2^32 32-bit values are dropped."""
+    """Return the number of the 2^32 32-bit values that are dropped."""
     return round(rate * 2**32)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, ...]:
-    """Return Philox-4x32-10 of four 32-bit counters [E] and a 64-bit seed [1]: four 32-bit values [E], all in int64."""
+    """Return Philox-4x32-10 of four counters [E] and a 64-bit seed [1]: four 32-bit values [E].
+
+    All are held in int64.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(_ROUNDS):
@@ -56,7 +60,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tupl
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and low 32 bits of a 32 by 32 bit product, in 16-bit halves so that int64 does not overflow."""
+    """Return high and low 32 bits of a 32 by 32 bit product, by 16-bit halves to fit int64."""
     low = constant * (x & 0xFFFF)
     middle = constant * (x >> 16) + (low >> 16)
     return middle >> 16, ((middle << 16) | (low & 0xFFFF)) & _LOW

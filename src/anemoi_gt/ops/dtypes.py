@@ -1,4 +1,4 @@
-"""Dtypes of edge attention: the configured precision, else autocast's, else that of query."""
+"""Dtypes of edge attention: the configured precision, else autocast's, else query's."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def cast_operands(
     precision: str | None, operands: AttentionOperands
 ) -> tuple[AttentionOperands, torch.dtype]:
-    """Return all operands in one dtype, and the dtype of the output: that of query, or autocast's if that decided."""
+    """Return all operands in one dtype, and the output dtype: the query's, or autocast's."""
     query = operands.query
     dtype = autocast_dtype(query) if precision is None else DTYPES[precision]
     out_dtype = dtype if precision is None else query.dtype
@@ -30,13 +30,16 @@ def cast_operands(
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products of a tensor: autocast's where active, except for float64, or its own."""
+    """Return the dtype of matrix products of a tensor: autocast's, if active, or its own.
+
+    float64 is never cast.
+    """
     cast = autocast_is_active(x.device.type) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
 def autocast_is_active(device_type: str) -> bool:
-    """Return True if autocast is enabled on devices of this type; some, such as meta, have no autocast."""
+    """Return whether autocast is enabled on this device type; some, such as meta, have none."""
     return device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)
 
 
@@ -66,5 +69,5 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of what passes between kernels: float32 for float32, 16-bit dtypes as themselves."""
+    """Return the dtype of intermediates between kernels: float32 or the 16-bit operand dtype."""
     return torch.float32 if dtype == torch.float64 else dtype

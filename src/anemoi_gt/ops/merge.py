@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two results of `edge_attention` over disjoint sets of edges into the result over all of them.
+    """Merge results of `edge_attention` over two disjoint edge sets into one over their union.
 
         lse = log(exp(lse1) + exp(lse2)),    out = exp(lse1 - lse) out1 + exp(lse2 - lse) out2
 

@@ -13,7 +13,7 @@ from anemoi_gt.option_checks import check_number
 
 
 class AttentionOperands(NamedTuple):
-    """The floating-point operands of one call of edge attention, as `edge_attention` documents them."""
+    """The floating-point operands of one call; `edge_attention` documents them."""
 
     query: Tensor  # [N_dst, H, C] or [B, N_dst, H, C]
     key: Tensor  # [N_src, H, C] or [B, N_src, H, C]

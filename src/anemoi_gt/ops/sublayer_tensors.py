@@ -1,10 +1,11 @@
 """Tensors and options of the two fused sub-layers of a block, by name.
 
-    attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,    n = norm(x)
+    attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b, n = norm(x)
     feed_forward_sublayer   y_i = x_i + W_out act(W_in norm(x_i) + b) + b
 
-A norm is one description: n = (x - mean) / sqrt(var + eps), times a scale, plus a shift. Without a condition scale and
-shift are [F], None for 1 and 0. With a condition c_i of K channels per row they are affine in it,
+A norm is one description: n = (x - mean) / sqrt(var + eps), times a scale, plus a shift. Without a
+condition scale and shift are [F], None for 1 and 0. With a condition c_i of K channels per row they
+are affine in it,
 
     scale_i = 1 + W_scale c_i + b_scale        shift_i = W_shift c_i + b_shift
 

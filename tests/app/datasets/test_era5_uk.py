@@ -155,7 +155,7 @@ def test_baselines_have_their_known_errors(real):
     } == pytest.approx(known, abs=1e-3)
 
 
-def test_file_is_read_without_leaving_an_index_beside_it(real, era5_path, tmp_path):
+def test_file_is_read_without_leaving_an_index_next_to_it(real, era5_path, tmp_path):
     copy = shutil.copyfile(era5_path, tmp_path / "field.grib")
     torch.testing.assert_close(era5_uk(copy).test[3], real.test[3], rtol=0, atol=0)
     assert list(tmp_path.iterdir()) == [copy]

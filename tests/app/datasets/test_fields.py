@@ -352,7 +352,7 @@ def test_a_level_has_its_units(tmp_path):
     assert read_dataset(weather).levels == {"z_500": "level 500 hPa", "z_850": "level 850 hPa"}
 
 
-def test_a_time_that_comes_twice_is_refused(tmp_path):
+def test_a_duplicate_time_raises(tmp_path):
     twice = xarray.concat(
         [weather_file()[["t2m"]].isel(time=slice(0, 3)), weather_file()[["t2m"]]], "time"
     )

@@ -37,7 +37,7 @@ def test_physical_inputs_give_the_channels_and_the_reference_of_the_data_set(dat
     torch.testing.assert_close(reference[0], dataset.reference(1))
 
 
-def test_a_physical_model_forecasts_what_the_data_set_makes_of_the_output(dataset):
+def test_a_physical_model_forecasts_like_the_data_set(dataset):
     torch.manual_seed(0)
     network = torch.nn.Linear(dataset.in_channels, dataset.out_channels)
     model = PhysicalModel(
@@ -62,7 +62,7 @@ DATES = [
 ]
 
 
-def test_the_angle_of_the_year_is_that_of_the_calendar():
+def test_the_angle_of_the_year_follows_the_calendar():
     times = np.array([*DATES, "1969-07-20T20:17", "2020-12-31T23:59:59"], "datetime64[s]")
     since = (times - times.astype("datetime64[Y]")) / np.timedelta64(31_556_952, "s")
     angles = year_angle(torch.from_numpy(times.astype("int64")).double())

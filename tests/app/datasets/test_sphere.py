@@ -66,7 +66,7 @@ def test_wind_is_the_published_one(xyz, deformation, time):
 @pytest.mark.parametrize(
     ("start", "end"), [(0.0, 24.0), (200.0, 224.0), (120.0, 60.0), (0.0, 288.0)]
 )
-def test_closed_form_trajectories_are_those_of_the_published_wind(xyz, start, end):
+def test_closed_form_trajectories_follow_the_published_wind(xyz, start, end):
     expected = integrate(xyz, start, end, 10 / PERIOD, steps=round(abs(end - start) * 4))
     np.testing.assert_allclose(Flow(Z, Y).transport(xyz, start, end), expected, atol=1e-6)
 

@@ -125,7 +125,7 @@ def test_a_state_goes_from_a_compiled_step_to_another_and_back(make_step, traine
     assert_same(trained(again), trained(compiled))
 
 
-def test_layers_of_a_kind_share_what_was_compiled(make_step, splits, compiled_graphs):
+def test_layers_of_a_kind_share_compiled_code(make_step, splits, compiled_graphs):
     for layers, graphs in (
         (3, 4),
         (5, 0),
@@ -136,7 +136,7 @@ def test_layers_of_a_kind_share_what_was_compiled(make_step, splits, compiled_gr
         assert compiled_graphs() == graphs
 
 
-def test_chunks_of_a_mapper_share_what_was_compiled(make_step, splits, compiled_graphs):
+def test_chunks_of_a_mapper_share_compiled_code(make_step, splits, compiled_graphs):
     options = {"num_layers": 2, "checkpoint_groups": 2, "dropout": 0.0}
     steps = [make_step(compile=way, mapper_chunks=7, **options) for way in (True, False)]
     losses = [step.training_step(next(batches_of(splits))) for step in steps]

@@ -41,9 +41,7 @@ WHOLE = {"num_layers": 2, "config": AttentionConfig("triton")}
         (WHOLE | {"mapper_chunks": 3}, "bf16-mixed"),
     ],
 )
-def test_estimate_is_at_most_30_percent_above_what_a_model_keeps_for_the_backward_pass(
-    make_model, options, precision
-):
+def test_estimate_is_at_most_30_percent_above_the_saved_activations(make_model, options, precision):
     model, mode, kept = make_model(**options), FakeTensorMode(allow_non_fake_inputs=True), {}
     own = [*model.parameters(), *model.buffers()]
     own += [mode.from_tensor(tensor) for tensor in own]
@@ -92,5 +90,5 @@ def test_checkpointing_chunks_and_precision_lower_the_estimate(make_model):
         ),
     ],
 )
-def test_advice_names_what_saves_most(model, training, expected):
+def test_advice_names_the_option_that_saves_most(model, training, expected):
     assert advice(model, training).startswith(expected)

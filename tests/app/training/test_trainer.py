@@ -91,7 +91,7 @@ def plain_steps(model, batches, weights, config):
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
 @pytest.mark.parametrize("precision", AUTOCAST)
-def test_steps_are_those_of_a_plain_loop_bit_by_bit(make_model, splits, precision, clip_norm):
+def test_steps_equal_a_plain_loop_bitwise(make_model, splits, precision, clip_norm):
     options = {"weight_decay": 0.5, "clip_norm": clip_norm, "precision": precision}
     config = TrainingConfig(**NUMBERS | {"steps": 4} | options)
     batches = list(TrainingBatches(splits.train, 2, 4, seed=0, device=CPU).since(0))
@@ -129,7 +129,7 @@ def test_the_average_has_parameters_of_its_own_and_the_buffers_of_the_model(make
     assert len(own) == len(last) and not set(own) & set(last)
 
 
-def test_the_best_weights_are_those_of_the_lowest_validation_loss(run):
+def test_the_best_weights_have_the_lowest_validation_loss(run):
     trainer, records = run(
         steps=12, learning_rate=0.3, warmup_steps=0, valid_every=1, average_decay=0.0
     )

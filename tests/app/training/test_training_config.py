@@ -46,7 +46,7 @@ def test_a_checkpoint_of_a_run_with_a_cuda_graph_is_evaluated_without_a_gpu():
     assert TrainingConfig(device="cpu", cuda_graph=True).cuda_graph  # training refuses it
 
 
-def test_auto_takes_a_gpu_if_there_is_one_and_cuda_needs_one(monkeypatch):
+def test_auto_selects_a_gpu_if_available_and_cuda_requires_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -112,7 +112,7 @@ class Era5UkDataset(ForecastDataset):
         self._position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
 
     def normalisation(self) -> dict[str, Tensor]:
-        """Return the statistics of the change, the mean at each node, and the deviations of anomaly and lags."""
+        """Return the statistics of the change, the mean per node, and standard deviations."""
         statistics = {
             "mean": self._mean,
             "anomaly_std": self._anomaly_std,
@@ -133,7 +133,7 @@ class Era5UkDataset(ForecastDataset):
         return Era5UkInputs(self)
 
     def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the temperatures at the start of sample i and at the lags before it, [N, P], and the time."""
+        """Return the temperatures of sample i at its start and lags, [N, P], and the time."""
         hours = [self.starts[i] - lag for lag in (0, *self.lags)]
         seconds = self.start_time(i).astype("datetime64[s]").astype("int64")
         return self.field.values[hours].T, torch.tensor(float(seconds), dtype=torch.float64)
@@ -196,21 +196,21 @@ class Era5UkDataset(ForecastDataset):
         return f"{start} UTC + {self.lead_time} h"
 
     def baselines(self, step: int | None = None):
-        """Return persistence, the same hour of the last day before the start, and two ridge regressions.
+        """Return persistence, the same hour of the previous day, and two ridge regressions.
 
         The regressions, not at a step of a rollout, are fitted on 24 and on 26 days. Unlike a
         network, the second one is also fitted to the validation days.
         """
         after = ((step or 1) * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
-        found = super().baselines(step) | {
+        forecasts = super().baselines(step) | {
             "same hour yesterday": lambda i: self._at(self.starts[i] + after)
         }
         for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR) if step is None else ():
-            found[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
-        return found
+            forecasts[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
+        return forecasts
 
     def _ridge(self, hours):
-        """Return the forecasts of a ridge regression fitted to the first `hours`, truths included."""
+        """Return the forecasts of a ridge regression fitted to the first `hours` of truth."""
 
         def predictors(start: int) -> Tensor:
             """Return temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
@@ -236,7 +236,7 @@ class Era5UkDataset(ForecastDataset):
 
 
 class Era5UkInputs(PhysicalInputs):
-    """The input channels of `Era5UkDataset`: anomaly, changes, harmonics of the hour of the day, and the position."""
+    """The input channels of `Era5UkDataset`: anomaly, changes, harmonics of the hour, position."""
 
     mean: Tensor  # buffers
     anomaly_std: Tensor
@@ -257,8 +257,13 @@ class Era5UkInputs(PhysicalInputs):
             self.register_buffer(name, tensor)
 
     # needs_time is True, so there always is a time.
-    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return normalised channels [B, N, in_channels] and the temperature a day before the truth, [B, N, 1]."""
+    def forward(  # type: ignore[override]
+        self, fields: Tensor, time: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return normalised channels [B, N, in_channels] and the reference [B, N, 1].
+
+        The reference is the temperature a day before the truth.
+        """
         anomaly = (fields[..., :1] - self.mean[:, None]) / self.anomaly_std
         changes = (fields[..., :1] - fields[..., 1:]) / self.lag_std
         angle = day_angle(time)
@@ -274,10 +279,10 @@ class Era5UkInputs(PhysicalInputs):
 def fit_ridge(
     predictors: Tensor, target: Tensor, penalty: float = 1.0
 ) -> Callable[[Tensor], Tensor]:
-    """Fit a ridge regression at each of N points; return its prediction [N] float32 from predictors [N, F].
+    """Fit a ridge regression per point; return its prediction [N] float32 from predictors [N, F].
 
         prediction[n] = target_mean[n] + <predictors[n] - predictor_mean[n], slope[n]>
-        slope[n]      = (X_n^T X_n + penalty I)^-1 X_n^T y_n            X_n, y_n centred, [S, F] and [S]
+        slope[n]      = (X_n^T X_n + penalty I)^-1 X_n^T y_n      X_n, y_n centred, [S, F], [S]
 
     Predictors are [S, N, F], the target [S, N], the penalty in squared units of the predictors;
     computed in float64.
@@ -293,7 +298,7 @@ def fit_ridge(
 
 
 def harmonics_of_day(hour: int, count: int) -> Tensor:
-    """Return sine and cosine of 1 to `count` times the hour of the day as an angle, [2 * count] float32."""
+    """Return sine and cosine of 1 to `count` times the hour angle, [2 * count] float32."""
     angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
     return torch.stack([angle.sin(), angle.cos()], dim=1).flatten()
 
@@ -315,7 +320,7 @@ def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
 
 
 def split(field: HourlyField, lead_time: int) -> Splits:
-    """Split the forecasts by day: start hours of days 1 to 24, of 25 and 26, and of the rest (see the module's table).
+    """Split the forecasts by start day: 1 to 24, 25 and 26, and the rest (see the module's table).
 
     Raises ValueError if the lead time is not 1 to 24 hours, or the field ends before the first test
     forecast.
@@ -334,7 +339,7 @@ def split(field: HourlyField, lead_time: int) -> Splits:
 
 
 def read_era5_uk(path: str | Path | None) -> HourlyField:
-    """Read 2 m temperature from the GRIB file of `era5_uk`, with its `path`. Raises as `era5_uk` does."""
+    """Read 2 m temperature and its `path` from the GRIB file. Raises like `era5_uk`."""
     fields = read_dataset(_download()) if path is None else read_xarray(path)
     if "t2m" not in fields.readers:
         raise ValueError(
@@ -353,7 +358,7 @@ def _download():
         return xarray.tutorial.open_dataset(
             TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""}
         )
-    except (OSError, ValueError) as error:  # no network, a page in place of the file
+    except (OSError, ValueError) as error:  # no network, or a web page instead of the file
         raise OSError(
             f"could not download {TUTORIAL_NAME} ({type(error).__name__}): give the file as "
             "data.path=FILE"

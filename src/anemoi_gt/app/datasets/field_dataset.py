@@ -2,14 +2,15 @@
 
 With L the lead time and K input steps, a sample of present time t is
 
-    inputs     variables and forcings at t - (K - 1) L, ..., t - L, t, normalised; position, local hour, day of the year
+    inputs     variables and forcings at t - (K - 1) L, ..., t - L, t, normalised; position,
+               local hour, day of the year
     truth      variables and diagnostics at t + L
     reference  variables at t; 0 for diagnostics, which are no inputs
 
 Samples whose times are not all in the data are left out. Present and truth of a sample are within
 its split; inputs may reach back into the previous one, as in an operational forecast. Means and
-standard deviations are those of training samples, or those in the checkpoint of a trained model.
-Each member of an ensemble has samples of its own.
+standard deviations come from the training samples, or from the checkpoint of a trained model. Each
+member of an ensemble has its own samples.
 """
 
 import copy
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 CACHE_BYTES = 4 * 2**30  # of fields read from files
 STATISTICS_SAMPLES = 256  # training samples that the normalisation is estimated from
-SHARES = (0.8, 0.9)  # where validation and test begin, if no times are given
+SHARES = (0.8, 0.9)  # where validation and test begin by default
 
 
 def field_data(
@@ -54,7 +55,7 @@ def field_data(
     """Return forecasts of the fields in files: training, validation and test samples.
 
     Raises FileNotFoundError, ImportError or ValueError if a file cannot be read; ValueError if a
-    variable does not exist or is constant, a split has no sample, or the data are not those of
+    variable does not exist or is constant, a split has no sample, or the data do not match
     `schema`; FloatingPointError if a value is not finite.
 
     Parameters
@@ -113,7 +114,7 @@ class ChosenRoles(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """Names of what is forecast from itself, what is forecast and no input, and what is input alone.
+    """Names of prognostic variables, diagnostics (outputs only) and forcings (inputs only).
 
     The channels have their order.
     """
@@ -164,7 +165,7 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
 def roles_of_schema(
     fields: Fields, chosen: ChosenRoles, schema: DataSchema
 ) -> tuple[Fields, Roles]:
-    """Return the roles in a trained model, where none are chosen, and the fields with its constants as static.
+    """Return the roles of a trained model, if none are chosen, and fields with static constants.
 
     Raises ValueError if the data lack a variable.
     """
@@ -188,7 +189,7 @@ def roles_of_schema(
 
 
 def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> None:
-    """Raise ValueError unless the names exist, each in one role, and what is forecast depends on time."""
+    """Raise ValueError unless all names exist, in one role each, and forecast ones have a time."""
     names = [*forecast, *forcings]
     wrong = [f"{name} missing" for name in names if name not in fields.readers]
     wrong += sorted({f"{name} twice" for name in names if names.count(name) > 1})
@@ -201,7 +202,7 @@ def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> Non
 
 
 def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> list[str]:
-    """Return the variables with time that have the same values at all of up to 256 times of a period [T] bool."""
+    """Return the variables with time that are constant at up to 256 times of a period [T]."""
     times = np.flatnonzero(period)
     chosen = times[
         np.unique(np.linspace(0, len(times) - 1, STATISTICS_SAMPLES).round().astype(int))
@@ -221,29 +222,32 @@ def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> 
 
 
 def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.ndarray]:
-    """Return masks of the times [T] in each of three periods, each a first and last date, or all None.
+    """Return masks of the times [T] in three periods, each a first and last date, or all None.
 
     Raises ValueError if a period is not two dates, only some are given, or two overlap.
     """
     names = ("train", "valid", "test")
     if all(period is None for period in periods):
         bounds = [0, *(round(share * len(times)) for share in SHARES), len(times)]
-        place = np.arange(len(times))
-        return [(place >= first) & (place < end) for first, end in pairwise(bounds)]
+        index = np.arange(len(times))
+        return [(index >= first) & (index < end) for first, end in pairwise(bounds)]
     masks = []
     for name, period in zip(names, periods, strict=True):
         try:
             first, last = (np.datetime64(str(date)) for date in period or ())
         except (TypeError, ValueError):
-            must = "must be a first and a last date, such as [2019-03-01, 2019-03-24], in all splits or in none"
+            must = (
+                "must be a first and a last date, such as [2019-03-01, 2019-03-24], in all splits "
+                "or in none"
+            )
             raise ValueError(f"{name} {must}, got {period}") from None
         masks.append(
             (times >= first) & (times < last + 1)
         )  # a date holds all its hours, a month all its days
-    for (one, here), (other, there) in combinations(zip(names, masks, strict=True), 2):
-        if (here & there).any():
+    for (one, mask), (other, other_mask) in combinations(zip(names, masks, strict=True), 2):
+        if (mask & other_mask).any():
             raise ValueError(
-                f"{one} and {other} must not share times, got {(here & there).sum()} in both"
+                f"{one} and {other} must not share times, got {(mask & other_mask).sum()} in both"
             )
     return masks
 
@@ -306,14 +310,14 @@ class FieldDataset(ForecastDataset):
         self._training, self._mean_state = None, None
 
     def within(self, period: np.ndarray) -> "FieldDataset":
-        """Return the samples of a period [T] bool whose inputs and truth exist, with the normalisation of this one."""
+        """Return the samples of a period [T] bool with inputs and truth, normalised as here."""
         after = self._find(1)
         return self._starting(
             np.flatnonzero(self._has_inputs() & (after >= 0) & period & period[after])
         )
 
     def starting_at(self, start: str) -> "FieldDataset":
-        """Return the samples, one per member, that start at a date, or at the "latest" time; a truth need not exist.
+        """Return the samples, one per member, starting at a date or the "latest" time.
 
         Raises ValueError if it is no time of the data, or its inputs are not all there.
         """
@@ -359,13 +363,13 @@ class FieldDataset(ForecastDataset):
         return other
 
     def as_training_samples(self) -> "FieldDataset":
-        """Return the same samples, whose mean is a baseline for these and those of other periods."""
+        """Return the same samples, whose mean becomes the baseline of other periods too."""
         other = copy.copy(self)
         other._training = self
         return other
 
     def normalisation(self) -> dict[str, Tensor]:
-        """Return means and deviations of variables and forcings, in this order, and of the change."""
+        """Return means and standard deviations of variables and forcings, and of the change."""
         return super().normalisation() | {"mean": self._mean, "std": self._std}
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
@@ -391,7 +395,7 @@ class FieldDataset(ForecastDataset):
         )
 
     def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the physical values of the input channels of sample i, [N, P], and the time of its start."""
+        """Return the physical input channels of sample i, [N, P], and its start time."""
         steps = enumerate(self._inputs, start=1 - self.input_steps)
         fields = torch.cat([self._at(i, step)[:, columns] for step, columns in steps], dim=1)
         seconds = self.start_time(i).astype("datetime64[ms]").astype("int64") / 1000
@@ -418,7 +422,7 @@ class FieldDataset(ForecastDataset):
         return self._at(i, 1)[:, : len(self.variables)]
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the step after these forecasts. Raises ValueError if the data lack forcings for it."""
+        """Return the step after these forecasts. Raises ValueError if forcings are missing."""
         reference = self._without_diagnostics(forecasts[-1] if forecasts else self.present(i))
         end = self._index(i, len(forecasts) + 1)
         truth = None if end is None else self._read(end)[:, : len(self.variables)]
@@ -464,7 +468,7 @@ class FieldDataset(ForecastDataset):
         ).tolist()
 
     def _find(self, steps: int) -> np.ndarray:
-        """Return for each time the index of the time so many lead times later, -1 where it is not in the data."""
+        """Return per time the index of the time `steps` lead times later, -1 if missing."""
         return _find_times(self.fields.times, self.fields.times + steps * self._step)
 
     def _has_inputs(self) -> np.ndarray:
@@ -486,23 +490,23 @@ class FieldDataset(ForecastDataset):
         )
 
     def _index(self, i, step):
-        """Return the state `step` lead times after the start of sample i, None if it is not in the data."""
+        """Return the state `step` lead times after the start of sample i, None if missing."""
         member, time = divmod(int(self.starts[i]), len(self.fields.times))
-        found = _find_times(self.fields.times, self.fields.times[time, None] + step * self._step)[0]
-        return None if found < 0 else member * len(self.fields.times) + int(found)
+        index = _find_times(self.fields.times, self.fields.times[time, None] + step * self._step)[0]
+        return None if index < 0 else member * len(self.fields.times) + int(index)
 
     def _at(self, i, step):
         return self._read(self._index(i, step))
 
     def _read_file(self, t):
-        """Return all fields at a time, [N, variables and forcings]; raise FloatingPointError if one is not finite."""
+        """Return all fields at a time, [N, variables and forcings]; raise if any is not finite."""
         values = np.stack([self.fields.readers[name](t) for name in self._names], axis=1)
         finite = np.isfinite(values).all(axis=0)
         if not finite.all():
             name = self._names[int(np.argmin(finite))]
-            at = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
+            date = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
             raise FloatingPointError(
-                f"{name} must be finite, got NaN or infinity at {at}: leave it out of "
+                f"{name} must be finite, got NaN or infinity at {date}: leave it out of "
                 "data.variables, or fill it in "
                 "the file"
             )
@@ -512,14 +516,14 @@ class FieldDataset(ForecastDataset):
         """Return the input channels after some forecasts."""
         now, times = len(forecasts), []
         for step, columns in enumerate(self._inputs, start=now - self.input_steps + 1):
-            at = (
+            field_step = (
                 step if step <= 0 or self._dynamic else 0
-            )  # forcings without time are those of the start
-            if self._index(i, at) is None:
+            )  # forcings without time come from the start
+            if self._index(i, field_step) is None:
                 raise ValueError(
                     f"a rollout needs the forcings of every step, the data end before step {step}"
                 )
-            fields = self._at(i, at)
+            fields = self._at(i, field_step)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
             times.append(((fields - self._mean) / self._std)[:, columns])
@@ -544,7 +548,7 @@ class FieldDataset(ForecastDataset):
 
 
 class FieldInputs(PhysicalInputs):
-    """The input channels of `FieldDataset`: normalised fields, position, local solar time and day of the year.
+    """The input channels of `FieldDataset`: normalised fields, position, solar time, day of year.
 
     `present` are the channels of the variables at the present, followed by `diagnostics` whose
     reference is 0.
@@ -568,7 +572,9 @@ class FieldInputs(PhysicalInputs):
             self.register_buffer(name, tensor)
 
     # needs_time is True, so there always is a time.
-    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, fields: Tensor, time: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return normalised channels [B, N, in_channels] and the reference [B, N, V]."""
         local = day_angle(time)[:, None] + self.longitudes  # [B, N]
         year = year_angle(time)[:, None].expand_as(local)
@@ -581,7 +587,10 @@ class FieldInputs(PhysicalInputs):
 
 
 def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean of states [N, V] at each node, and weighted mean and deviation [V]; rounding is no deviation."""
+    """Return mean of states [N, V] per node, weighted mean and deviation [V].
+
+    A deviation that is only rounding counts as 0.
+    """
     weights = weights[:, None].double()
     count = 0
     total = squares = torch.zeros((), dtype=torch.float64)
@@ -613,6 +622,6 @@ def cell_weights(nodes: Nodes) -> Tensor:
 
 
 def _find_times(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the indices of the wanted times, -1 for those that are not there."""
-    place = np.searchsorted(times, wanted).clip(max=len(times) - 1)
-    return np.where(times[place] == wanted, place, -1)
+    """Return the indices of the wanted times, -1 for missing ones."""
+    index = np.searchsorted(times, wanted).clip(max=len(times) - 1)
+    return np.where(times[index] == wanted, index, -1)

@@ -1,4 +1,4 @@
-"""The interface between data sets and training: normalised samples, their batches, and forecasts in physical units.
+"""Interface between data sets and training: normalised samples, batches, physical forecasts.
 
 A network maps normalised channels to the normalised change of the variables. The data set holds the
 normalisation, so the data set converts outputs to forecasts:
@@ -24,7 +24,7 @@ from anemoi_gt.data.nodes import Nodes
 
 
 class Sample(NamedTuple):
-    """Normalised inputs [N, in_channels] float32 and target [N, out_channels] float32 of one forecast.
+    """Normalised inputs [N, in_channels] and target [N, out_channels] of one forecast, float32.
 
     The target is the normalised change of each variable from `reference` to `truth`.
     """
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Normalised inputs [N, in_channels] float32, and two states [N, V] float32, physical, of one step of a rollout.
+    """Normalised inputs [N, in_channels] and two physical states [N, V] of a rollout step, float32.
 
     The predicted change is added to `reference`; `truth` is the state at the end of the step, None
     beyond the end of the data.
@@ -108,7 +108,7 @@ class ForecastDataset(Dataset, ABC):
         """Return the variables at the start of the forecast in physical units, [N, V] float32."""
 
     def reference(self, i: int) -> Tensor:
-        """Return the state that the predicted change is added to, by default the present, [N, V] float32, physical."""
+        """Return the base of the predicted change, by default the present, [N, V], physical."""
         return self.present(i)
 
     @abstractmethod
@@ -124,7 +124,7 @@ class ForecastDataset(Dataset, ABC):
         return None
 
     def starting_at(self, start: str) -> "ForecastDataset":
-        """Return the one sample, with or without a truth, that starts at a date or at the "latest" time.
+        """Return the one sample, with or without truth, starting at a date or the "latest" time.
 
         Raises ValueError if the data set has no dates, or lacks the inputs of that time.
         """
@@ -143,7 +143,7 @@ class ForecastDataset(Dataset, ABC):
         return {"change_mean": self.change_mean, "change_std": self.change_std}
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
-        """Return the same samples, normalised by what `normalisation` returned when a model was trained."""
+        """Return the same samples, normalised by the `normalisation` of a trained model."""
         other = copy.copy(self)
         other.change_mean = normalisation["change_mean"].float()
         other.change_std = normalisation["change_std"].float()
@@ -161,7 +161,7 @@ class ForecastDataset(Dataset, ABC):
         )
 
     def physical_sample(self, i: int) -> tuple[Tensor, ...]:
-        """Collect the arguments of `physical_inputs` for sample i: fields [N, P], and the time if it needs one.
+        """Collect the arguments of `physical_inputs` for sample i: fields [N, P], time if needed.
 
         Raises ValueError if the data set does not have it.
         """
@@ -207,7 +207,7 @@ class ForecastDataset(Dataset, ABC):
             raise IndexError(f"sample index must be in [0, {len(self)}), got {i}")
 
     def forecast(self, i: int, output: Tensor) -> Tensor:
-        """Convert a network's output for `inputs(i)` to a forecast, [N, V] float32 in physical units.
+        """Convert a network's output for `inputs(i)` to a forecast, [N, V] float32, physical units.
 
         The output is [N, out_channels], of any floating dtype, on the CPU. Raises ValueError if it
         has another shape.
@@ -222,11 +222,11 @@ class ForecastDataset(Dataset, ABC):
         return self.add_change(self.reference(i), output)
 
     def add_change(self, reference: Tensor, output: Tensor) -> Tensor:
-        """Return reference + change_mean + output * change_std, [N, V] float32 in physical units."""
+        """Return reference + change_mean + output * change_std, [N, V] float32, physical."""
         return reference + self.change_mean + output.to(torch.float32) * self.change_std
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the rollout step from `len(forecasts)` to `len(forecasts) + 1` lead times after the start of sample i.
+        """Return the next rollout step, after `len(forecasts)` lead times from sample i.
 
         The forecasts of the previous steps, [N, V] each, are physical; there are none for the first
         step, which is sample i. Raises ValueError if the data set does not support rollouts.
@@ -243,7 +243,7 @@ class ForecastDataset(Dataset, ABC):
         return NodeSubset(self, index)
 
     def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:
-        """Return baseline forecasts by name, each a function from sample index to [N, V] in physical units.
+        """Return baseline forecasts by name, functions from sample index to physical [N, V].
 
         At a step of a rollout, 1 the first, they are those that exist at any lead time.
         """
@@ -263,13 +263,13 @@ def find_start(times: np.ndarray, start: str) -> int:
         raise ValueError(
             f"start must be latest or a date, such as 2020-01-31T18, got {start}"
         ) from None
-    place = int(np.searchsorted(times, wanted))
-    if place == len(times) or times[place] != wanted:
+    index = int(np.searchsorted(times, wanted))
+    if index == len(times) or times[index] != wanted:
         first, last = (np.datetime_as_string(time, unit="m") for time in (times[0], times[-1]))
         raise ValueError(
             f"start must be a time of the data, which are from {first} to {last}, got {start}"
         )
-    return place
+    return index
 
 
 class NodeSubset(Dataset):
@@ -288,7 +288,7 @@ class NodeSubset(Dataset):
 
 
 class Splits(NamedTuple):
-    """Training, validation and test samples; no truth of one split is an input or truth of an earlier one."""
+    """Training, validation and test samples; no truth of one split occurs in an earlier one."""
 
     train: ForecastDataset
     valid: ForecastDataset
@@ -296,12 +296,12 @@ class Splits(NamedTuple):
 
 
 class TrainingBatches:
-    """Batches of a run, or the share of one data rank in them: the training samples in one random order after another.
+    """Batches of a run, or one data rank's share, from repeated random orders of the samples.
 
     The batch of a step depends on seed and step alone, so a run can continue from any step, on any
-    number of ranks. `batch_size` is that of all data ranks together, `steps` the number of batches
-    of the run, `rank` the data rank, and `ranks` the number of data ranks that share a batch.
-    Raises ValueError when the batch cannot be split evenly, or is larger than the data set.
+    number of ranks. `batch_size` is the total over all data ranks, `steps` the number of batches of
+    the run, `rank` the data rank, and `ranks` the number of data ranks that share a batch. Raises
+    ValueError when the batch cannot be split evenly, or is larger than the data set.
     """
 
     def __init__(
@@ -333,14 +333,14 @@ class TrainingBatches:
             self.dataset, num_samples=self.steps * self.batch_size, generator=generator
         )
         remaining = islice(enumerate(order), step * self.batch_size, None)
-        own = (
+        batches = (
             sample for n, sample in remaining if n % self.batch_size // self.own_size == self.rank
         )
-        return load(self.dataset, self.own_size, self.device, own)
+        return load(self.dataset, self.own_size, self.device, batches)
 
 
 def share_of_batch(batch_size: int, ranks: int) -> int:
-    """Return the batch size of each data rank. Raises ValueError when the batch cannot be split evenly."""
+    """Return the batch size of each data rank. Raises ValueError if the split is uneven."""
     if batch_size % ranks:
         must = f"must be a multiple of the {ranks} ranks of the data axis"
         raise ValueError(f"training.batch_size {must}, got {batch_size}")

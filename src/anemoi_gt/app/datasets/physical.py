@@ -1,4 +1,4 @@
-"""Forecasts in physical units as one module, for packages: normalisation, position and time encoding inside.
+"""Forecasts in physical units as one module, for packages: normalisation and encoding inside.
 
     channels, reference = inputs(fields, time)
     forecast            = reference + change_mean + model(channels) * change_std
@@ -18,7 +18,7 @@ SECONDS_PER_YEAR = 31_556_952  # mean Gregorian year
 
 
 class PhysicalInputs(nn.Module, ABC):
-    """The input channels of a model, and the state that its change is relative to, from physical values.
+    """Convert physical values to a model's input channels and the reference of its change.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class PhysicalInputs(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, fields: Tensor, time: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return normalised channels [B, N, in_channels] and the reference [B, N, V] in physical units.
+        """Return normalised channels [B, N, in_channels] and the physical reference [B, N, V].
 
         `fields` is [B, N, P] float32; `time` [B] float64, seconds since 1970-01-01 00:00 UTC.
         """
@@ -73,7 +73,7 @@ class PhysicalModel(nn.Module):
         return (forecast.double() - reference - self.change_mean) / self.change_std
 
     def rounding(self, forecast: Tensor) -> float:
-        """Return the relative error that rounding a forecast to float32 causes in the normalised change."""
+        """Return the relative error of the normalised change from rounding to float32."""
         largest = (forecast.abs().amax(dim=(0, 1)) / self.change_std).max().item()
         return torch.finfo(torch.float32).eps * largest
 
@@ -84,7 +84,7 @@ def day_angle(time: Tensor) -> Tensor:
 
 
 def year_angle(time: Tensor) -> Tensor:
-    """Return the time since 1 January as an angle, a mean Gregorian year being the circle, [B] float64.
+    """Return the time since 1 January as an angle of a mean Gregorian year, [B] float64.
 
     The year of a day count is found in integers by eras of 400 years that begin on 1 March.
     """
@@ -96,7 +96,7 @@ def year_angle(time: Tensor) -> Tensor:
     year = (
         year + era * 400 + (day_of_year >= 306).long()
     )  # January and February are of the next year
-    before = year - 1  # whose March begins the era year in which 1 January lies
+    before = year - 1  # 1 January belongs to the era year that begins in March of this year
     era = torch.div(before, 400, rounding_mode="floor")
     rest = before - era * 400
     new_year = era * 146_097 + rest * 365 + rest // 4 - rest // 100 + 306 - 719_468

@@ -88,9 +88,9 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
     """Return the fields of NetCDF, zarr or GRIB files on one grid, regular, reduced or irregular.
 
     `path` is a file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these. Grid
-    and times are those of the coordinates. A variable with levels is one variable per level, such
-    as `t_850`. Files with the same variables follow each other in time; those with others are
-    joined at the same times.
+    and times come from the coordinates. A variable with levels is one variable per level, such as
+    `t_850`. Files with the same variables follow each other in time; those with others are joined
+    at the same times.
 
     Raises FileNotFoundError if there is no such file; ImportError if xarray or the reader of a
     format is missing; ValueError if a file cannot be read, lacks coordinates, or does not fit the
@@ -119,9 +119,9 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
 def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields:
     """Return the fields of an xarray data set.
 
-    A dimension of ensemble members, such as `number`, makes states of its own. Every other
-    dimension beside grid and time makes variables, one per level. Raises ValueError, with its
-    `name`, if it lacks coordinates, holds a time twice, or has another calendar.
+    Each member along a dimension such as `number` is a separate state. Every other dimension
+    besides grid and time makes variables, one per level. Raises ValueError, with its `name`, if it
+    lacks coordinates, holds a time twice, or has another calendar.
     """
     lat, lon = (_coordinate(source, axis, name) for axis in UNITS)
     lat, lon = import_extra("xarray", "xarray").broadcast(lat, lon)
@@ -162,7 +162,7 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
 
 
 class _Axes(NamedTuple):
-    """The dimensions of a variable without levels: of the grid, of time and of ensemble members, None without."""
+    """The dimensions of a variable without levels: grid, time and ensemble members, or None."""
 
     grid: tuple
     time: str | None
@@ -173,7 +173,7 @@ class _Axes(NamedTuple):
 
 
 def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None":
-    """Return the coordinate of the times, None if there is none; raise a ValueError for another calendar."""
+    """Return the time coordinate, or None; raise ValueError for a non-standard calendar."""
     for array in source.coords.values():
         calendar = (
             getattr(array.values.flat[0], "calendar", None)
@@ -191,7 +191,7 @@ def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None"
 
 
 def read_anemoi(path: str | Path) -> Fields:
-    """Return the fields of a zarr that anemoi-datasets wrote, without its missing dates; of an ensemble, member 0.
+    """Return the fields of an anemoi-datasets zarr, without missing dates and of member 0 only.
 
     Raises FileNotFoundError if there is no such folder; ImportError if zarr is missing; ValueError
     if it is another.
@@ -204,19 +204,21 @@ def read_anemoi(path: str | Path) -> Fields:
         lat, lon, times = (
             np.asarray(store[key][:]) for key in ("latitudes", "longitudes", "dates")
         )
-    except Exception as error:  # of any type: zarr has versions
+    except Exception as error:  # the type depends on the zarr version
         raise _unreadable(path, "a zarr of anemoi-datasets", error) from error
     times = times.astype("datetime64[s]")
-    there = np.flatnonzero(
+    present = np.flatnonzero(
         ~np.isin(times, np.array(store.attrs.get("missing_dates", []), "datetime64[s]"))
     )
     state = lru_cache(1)(
-        lambda t: np.asarray(data[int(there[t])])[:, 0]
+        lambda t: np.asarray(data[int(present[t])])[:, 0]
     )  # all variables are one chunk
     readers: dict[str, Callable[[int], np.ndarray]] = {}
     for v, variable in enumerate(variables):
         readers[variable] = partial(lambda v, t: state(t)[v], v)
-    return Fields(Nodes(lat, lon), times[there], dict.fromkeys(variables, ""), readers, source=path)
+    return Fields(
+        Nodes(lat, lon), times[present], dict.fromkeys(variables, ""), readers, source=path
+    )
 
 
 READERS: dict[str, Callable[[Any], Fields]] = {"xarray": read_xarray, "anemoi": read_anemoi}
@@ -260,7 +262,7 @@ def _open(file: str) -> list["xarray.Dataset"]:
 
 
 def import_cfgrib() -> ModuleType:
-    """Import cfgrib, after pyproj if cartopy brought it: with wheels of both, the other order crashes the process."""
+    """Import cfgrib, after pyproj if cartopy is installed: the other order crashes with wheels."""
     with suppress(ImportError):
         import_module("pyproj")
     return import_extra("cfgrib", "era5")
@@ -281,9 +283,10 @@ def _coordinate(source: "xarray.Dataset", axis: str, name: str) -> "xarray.DataA
             or array.attrs.get("units") in UNITS[axis]
         ):
             return source[key]
-    found = ", ".join(map(str, source.variables))
+    variables = ", ".join(map(str, source.variables))
     raise ValueError(
-        f"{name} must have the coordinates latitude and longitude, got {found or 'no variables'}"
+        f"{name} must have the coordinates latitude and longitude, got "
+        f"{variables or 'no variables'}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the forecasts of a trained model depend on beside its weights: kept in checkpoints, compared with the data.
+"""Data schema: what forecasts depend on besides weights, kept in checkpoints and compared.
 
 Anything of this kind that was derived again from a file could differ without notice: the order of
 the variables, their units, the normalisation, the grid.
@@ -33,7 +33,7 @@ class DataSchema:
     constants : tuple of str
         Those of `forcings` that do not change with time.
     units : dict of str to str
-        By variable and forcing; "" if the data do not say.
+        By variable and forcing; "" if unknown.
     levels : dict of str to str
         The level of variables that have one, with its units, such as "500 hPa".
     input_names : tuple of str
@@ -67,7 +67,7 @@ class DataSchema:
     normalisation: dict[str, Tensor]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for a checkpoint; coordinates as compressed float32 degrees."""
+        """Return plain values for a checkpoint; coordinates are compressed float32 degrees."""
         names = [
             field.name for field in fields(self) if field.name not in ("nodes", "normalisation")
         ]
@@ -103,7 +103,7 @@ class DataSchema:
         return cls(nodes=nodes, normalisation=normalisation, **values)
 
     def check_same(self, data: "DataSchema") -> None:
-        """Raise ValueError, with both values, if the schema of data is not this one, apart from the normalisation."""
+        """Raise ValueError, with both values, if the schema of data differs beyond statistics."""
         self.check_names(data.variables, data.forcings)
         self.check_units(data.units)
         self.check_grid(data.nodes)
@@ -124,7 +124,7 @@ class DataSchema:
                 )
 
     def check_names(self, variables: tuple[str, ...], forcings: tuple[str, ...]) -> None:
-        """Raise ValueError unless the names and their order are those of the checkpoint."""
+        """Raise ValueError unless names and order equal the checkpoint's."""
         for kind, expected, got in (
             ("variables", self.variables, variables),
             ("forcings", self.forcings, forcings),
@@ -136,7 +136,7 @@ class DataSchema:
                 )
 
     def check_units(self, units: dict[str, str]) -> None:
-        """Raise ValueError if a variable has other units; units that one side does not know are not compared."""
+        """Raise ValueError if a variable has other units; unknown units are not compared."""
         for name, expected in self.units.items():
             got = units.get(name, "")
             if expected and got and expected != got:
@@ -159,7 +159,7 @@ class DataSchema:
         if (apart > SAME_PLACE).any():
             first = int(np.argmax(apart > SAME_PLACE))
             raise ValueError(
-                f"the grid must be that of the checkpoint, whose node {first} is at "
+                f"the grid must equal the checkpoint's, whose node {first} is at "
                 f"{_place(self.nodes, first)}, "
                 f"got {_place(nodes, first)}"
             )

@@ -7,7 +7,8 @@ A tracer q keeps its value along the trajectories of the wind:
 The trajectories X of `Flow` are known in closed form, so the truth is exact on any grid. On the
 unit sphere, with axis a, centre b orthogonal to it and period T:
 
-    dx/dt = w a x x  +  2 k cos(pi t / T) <b(t), x> (x x b(t)),   w = 2 pi / T,   b(t) = b rotated about a by w t
+    dx/dt = w a x x  +  2 k cos(pi t / T) <b(t), x> (x x b(t)),   w = 2 pi / T,
+    b(t)  = b rotated about a by w t
 
 k = 0 is solid-body rotation. With k > 0 it is case 4 of Nair and Lauritzen (2010): in the rotating
 frame its stream function is k cos(pi t / T) <b, y>^2, which with b on the equator at 90 E is k
@@ -56,7 +57,7 @@ BLOCK = 2**16  # nodes whose arrays fit into a cache
 
 
 def in_blocks(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
-    """Return `function(*arrays)` for arrays with a row for each node, in blocks of rows, several threads at a time."""
+    """Return `function(*arrays)` of arrays with a row per node, in blocks of rows on threads."""
     if len(arrays[0]) <= BLOCK:
         return function(*arrays)
     blocks = [slice(start, start + BLOCK) for start in range(0, len(arrays[0]), BLOCK)]
@@ -67,7 +68,9 @@ def in_blocks(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.nd
 
 
 def rotate(x: np.ndarray, axis: np.ndarray, angle: float | np.ndarray) -> np.ndarray:
-    """Rotate vectors `x` [N, 3] anticlockwise about the unit vector `axis` [3] by `angle`, radians, scalar or [N].
+    """Rotate vectors `x` [N, 3] anticlockwise about unit vector `axis` [3] by `angle`, radians.
+
+    `angle` is a scalar or [N].
 
     Rodrigues' formula; returns [N, 3].
     """
@@ -127,7 +130,7 @@ class Flow:
         return (rotation + deformation) * EARTH_RADIUS / SECONDS_PER_HOUR
 
     def transport(self, xyz: np.ndarray, start: float, end: float) -> np.ndarray:
-        """Return the positions [N, 3] at time `end` of particles that are at unit vectors `xyz` [N, 3] at time `start`.
+        """Return positions [N, 3] at time `end` of particles at unit vectors `xyz` at `start`.
 
         Times are in hours; with an end before the start trajectories are followed backwards.
         """
@@ -142,7 +145,9 @@ class Flow:
 
 @dataclass(frozen=True, eq=False)
 class Hills:
-    """A smooth tracer: sum over m of height_m exp(-sharpness_m |x - centre_m|^2), as in Nair and Lauritzen, section 4.
+    """A smooth tracer, as in Nair and Lauritzen, section 4.
+
+    sum over m of height_m exp(-sharpness_m |x - centre_m|^2)
 
     Centres [M, 3] are unit vectors, heights [M] in kg/kg; sharpness [M] of 5 is a half width at
     half height of 21 degrees, 20 one of 11 degrees.
@@ -160,7 +165,7 @@ class Hills:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One advection problem: `hills` at time `start` (hours into the period), advected by `flow`."""
+    """One advection problem: `hills` at time `start` (hours into the period) and a `flow`."""
 
     flow: Flow
     hills: Hills
@@ -172,7 +177,7 @@ class Case:
 
 
 class Statistics(NamedTuple):
-    """Normalisation from training samples: tracer mean, standard deviations of tracer, its change and the wind."""
+    """Normalisation from training samples: tracer mean, deviations of tracer, change and wind."""
 
     tracer_mean: float
     tracer_std: float
@@ -253,7 +258,7 @@ class SphereDataset(ForecastDataset):
         return self.size
 
     def case(self, i: int) -> Case:
-        """Draw the problem of sample i: a kind of flow, its orientation and phase, and two to five hills.
+        """Draw the problem of sample i: kind of flow, orientation, phase, and two to five hills.
 
         Raises IndexError if i is not in [0, len).
         """
@@ -322,7 +327,9 @@ class SphereDataset(ForecastDataset):
         tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
 
         def components(xyz, frame):
-            winds = [case.flow.wind(xyz, case.start + at) for at in (hours, hours + self.lead_time)]
+            winds = [
+                case.flow.wind(xyz, case.start + hour) for hour in (hours, hours + self.lead_time)
+            ]
             return np.concatenate([np.einsum("nid,nd->ni", frame, wind) for wind in winds], axis=1)
 
         winds = in_blocks(components, self._xyz, self._frame) / self.statistics.wind_std
@@ -373,7 +380,7 @@ def sphere(
     test_size: int = 64,
     seed: int = 0,
 ) -> Splits:
-    """Return the `sphere` data set: training, validation and test samples, no two with the same flow.
+    """Return the `sphere` data set: training, validation and test samples with distinct flows.
 
     Raises ValueError for an unknown kind of flow, a lead time or a size that is not positive, or a
     negative seed.

@@ -1,4 +1,4 @@
-"""Training: from a model and a data set to weights, checkpoints, metrics, scores and plots, without config files."""
+"""Training from a model and a data set, without config files: checkpoints, scores, plots."""
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.trainer import Trainer

@@ -100,7 +100,7 @@ class TrainingConfig:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for "auto", "cpu" or "cuda". Raises ValueError if "cuda" is requested and there is none."""
+    """Return the device for "auto", "cpu" or "cuda". Raises ValueError for "cuda" without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "training.device must be cpu or auto, got cuda: PyTorch finds no CUDA device"
@@ -112,7 +112,7 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def cpu_threads(number: int | None) -> Iterator[None]:
-    """Set the number of PyTorch's CPU threads in the block and restore it afterwards; None changes nothing."""
+    """Set the number of PyTorch's CPU threads in the block; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

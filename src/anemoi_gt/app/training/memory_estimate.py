@@ -3,15 +3,15 @@
     state          20 bytes a parameter: weight, gradient, two moments of AdamW, average
     graph          buffers of the model; of a sharded model, this rank's structures too
     fields         input and target, float32, and output, error and gradient at the loss
-    kept           inputs of the checkpointed groups of processor layers, or what all layers keep for the backward pass
-    working set    what the largest chunk of a mapper or group of layers keeps, and its largest gradients
+    kept           inputs of checkpointed groups of processor layers, or all saved activations
+    working set    saved by the largest mapper chunk or group of layers, and its largest gradients
 
 A destination keeps two inputs of norms, two normed copies, query, result of the attention and input
 of its projection, and both sides of the activation in the feed-forward network. A source keeps its
 input, a normed copy, key and value. Norms keep float32. A fused attention sub-layer keeps its
 inputs, query, key, value and the result of the attention, a fused feed-forward sub-layer its input
-and that of the activation; both keep their weights in the dtype of products. Edges, and rows that
-other ranks read, keep little beside that. Compiled blocks need less.
+and the activation's input; both keep their weights in the dtype of products. Edges, and rows that
+other ranks read, keep little more. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
@@ -50,9 +50,9 @@ class MemoryEstimate(NamedTuple):
 
 
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
-    """Return an estimate of a training step with eager blocks, of a sharded model on this rank; None for other models.
+    """Estimate the memory of a training step with eager blocks on this rank; None for other models.
 
-    `config.batch_size` is that of one model.
+    `config.batch_size` is the batch size of one model.
     """
     if not isinstance(model, EncoderProcessorDecoder):
         return None
@@ -121,7 +121,9 @@ def _shard_bytes(model: EncoderProcessorDecoder) -> int:
     """Return the bytes of the structures of graph shards and their chunks, which are no buffers."""
     edges = (*model.encoder_edges.values(), model.processor_edges, *model.decoder_edges.values())
     shards = [
-        each.structure() for each in edges if not isinstance(each.structure(), GraphStructure)
+        static_edges.structure()
+        for static_edges in edges
+        if not isinstance(static_edges.structure(), GraphStructure)
     ]
     graphs = [
         graph
@@ -132,9 +134,9 @@ def _shard_bytes(model: EncoderProcessorDecoder) -> int:
 
 
 def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
-    """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients.
+    """Return the bytes each mapper keeps in all, and of its largest chunk with gradients.
 
-    `mappers` and `edges` are ModuleDicts by data set, as those of a model.
+    `mappers` and `edges` are ModuleDicts by data set, as in a model.
     """
     sizes = []
     for name, mapper in mappers.items():
@@ -154,7 +156,7 @@ def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
 
 
 class BlockSizes(NamedTuple):
-    """What decides how much a block keeps."""
+    """The sizes and options that determine the memory a block keeps."""
 
     channels: int  # features of a node
     width: int  # features of query, key or value, all heads together
@@ -193,13 +195,13 @@ def _destination(block: BlockSizes, size: int) -> int:
 
 
 def _source(block: BlockSizes, size: int) -> int:
-    """Return the bytes that a source keeps: its norm is not that of a destination in mappers."""
+    """Return the bytes that a source keeps: in mappers it has its own norm."""
     norm = size if block.fused_attention else FLOAT32 + size
     return size * 2 * block.width + norm * block.channels
 
 
 def _gradients(block: BlockSizes, size: int) -> int:
-    """Return the bytes of a destination's gradients where they are largest, at the activation or at the projections."""
+    """Return the gradient bytes of a destination at their largest: activation or projections."""
     if block.fused_feed_forward:
         return size * (3 * block.width + 2 * block.channels)
     return size * (2 * block.hidden + block.channels)

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar, the meter of loss and samples per second beside it, and an early end by a signal.
+"""Progress of a run: bar, meter of loss and speed, and an early end by a signal.
 
 On SIGTERM or SIGINT a run finishes its step and saves a checkpoint.
 """
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_LINES = 15  # if the bar cannot be redrawn in place, as in a log
 
 
 def progress_bar(steps: int, done: int, **options):
-    """Return a bar on standard error over the steps of a run, `done` before it continues: tqdm's, with its `options`.
+    """Return a tqdm bar on standard error over the steps of a run, `done` before it continues.
 
     Raises ImportError if tqdm is missing.
     """
@@ -29,7 +29,7 @@ def progress_bar(steps: int, done: int, **options):
 
 
 class Meter:
-    """Mean loss and speed of the steps since the last reading; synchronises with the losses' device only on reading."""
+    """Mean loss and speed since the last reading; synchronises with the device only on reading."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -81,7 +81,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """A context that notes SIGTERM (sent by batch queues) and SIGINT (Ctrl-C) in place of their default actions.
+    """A context that records SIGTERM and SIGINT (Ctrl-C) instead of their default actions.
 
     `received` is the last signal noted, None before. A second Ctrl-C interrupts at once. A signal
     that the process ignores, such as SIGINT after a shell script's `&`, stays ignored. Outside the

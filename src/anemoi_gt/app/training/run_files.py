@@ -29,7 +29,7 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return the state in a file of `save_checkpoint`, with tensors on the CPU, read without executing code.
+    """Return the state in a file of `save_checkpoint`, tensors on the CPU, without running code.
 
     Raises FileNotFoundError if there is no such file; OSError if the system cannot read it;
     ValueError if the file is not a checkpoint, or damaged.
@@ -42,7 +42,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # of a dozen types
+    except Exception as error:  # torch.load raises a dozen types
         raise ValueError(
             f"a checkpoint must be a whole file that training wrote, {path} cannot be read"
         ) from error
@@ -54,9 +54,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:
-    """Load a checkpoint's weights into a model: the averaged ones, which forecast, or those of the optimiser.
+    """Load a checkpoint's weights into a model: averaged, for forecasts, or the optimiser's.
 
-    `part` is "average" or "model". Raises ValueError if the checkpoint has none, or those of
+    `part` is "average" or "model". Raises ValueError if the checkpoint has none, or weights of
     another model.
     """
     weights = _weights(state, part)
@@ -65,18 +65,20 @@ def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average")
     except (RuntimeError, TypeError) as error:
         why = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(
-            f"the checkpoint's weights must be those of the configured model: {why}"
+            f"the checkpoint's weights must fit the configured model: {why}"
         ) from error
 
 
 def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Load the averaged weights of a checkpoint that fit a model; return those of the model that stay as they are.
+    """Load a checkpoint's averaged weights that fit a model; return the names of the others.
 
     Raises ValueError if the checkpoint has no weights, or none fit.
     """
-    own, given = model.state_dict(), _weights(state, "average")
+    weights, loaded = model.state_dict(), _weights(state, "average")
     fitting = {
-        name: given[name] for name in own if name in given and given[name].shape == own[name].shape
+        name: loaded[name]
+        for name in weights
+        if name in loaded and loaded[name].shape == weights[name].shape
     }
     if not fitting:
         raise ValueError(
@@ -84,9 +86,9 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
         )
     model.load_state_dict(fitting, strict=False)
     return [
-        f"{name} {list(own[name].shape)}, "
-        f"{list(given[name].shape) if name in given else 'absent'} in the file"
-        for name in own
+        f"{name} {list(weights[name].shape)}, "
+        f"{list(loaded[name].shape) if name in loaded else 'absent'} in the file"
+        for name in weights
         if name not in fitting
     ]
 
@@ -102,8 +104,8 @@ def _weights(state: dict[str, Any], part: str) -> dict[str, Any]:
 class MetricsFile:
     """A file of records, which also keeps them in memory for the plot.
 
-    An existing file is truncated after step `until`, that of the checkpoint that the run resumes
-    from.
+    An existing file is truncated after step `until`, the step of the checkpoint that the run
+    resumes from.
     """
 
     def __init__(self, path: str | Path, until: int = 0):
@@ -123,14 +125,14 @@ class MetricsFile:
             self._file.close()
 
     def write(self, **record: int | float | str) -> None:
-        """Append a record; raise ValueError if a number is not finite, OSError with the reason if writing fails."""
+        """Append a record; ValueError if a number is not finite, OSError if writing fails."""
         with annotate_oserror(self.path):
             self._file.write(_line(record))
             self._file.flush()
         self.records.append(record)
 
     def sync(self) -> None:
-        """Wait until all records are on disk, so that they are at least as recent as the next checkpoint."""
+        """Wait until all records are on disk, at least as recent as the next checkpoint."""
         with annotate_oserror(self.path):
             os.fsync(self._file.fileno())
 
@@ -186,7 +188,7 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def annotate_oserror(path: Path) -> Iterator[None]:
-    """Raise an OSError with `path` and the reason, in place of one without, when the system refuses to write a file."""
+    """Add `path` and the reason to an OSError without them when writing a file fails."""
     try:
         yield
     except (

@@ -1,7 +1,7 @@
-"""Training of a sharded model: the parts with which a `Trainer` runs on several ranks, and the run itself.
+"""Training of a sharded model: what a `Trainer` needs on several ranks, and the run itself.
 
-step            loss of own nodes, gradients reduced over the mesh, one norm of all gradients: `ShardedTrainingStep`
-batches         of each batch the share of this data rank, of each sample the rows of this model rank
+step            loss of local nodes, reduced gradients, one gradient norm: `ShardedTrainingStep`
+batches         this data rank's share of each batch, this model rank's rows of each sample
 save            torch.distributed.checkpoint, one folder for all ranks
 stop_request    one decision of all ranks: `SharedStopRequest`
 
@@ -97,7 +97,7 @@ def make_sharded_trainer(
 
 
 def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[dict] | None:
-    """Train on all ranks to the end, from the start or from the last checkpoint in the folder. Collective.
+    """Train on all ranks to the end, from the start or the folder's last checkpoint. Collective.
 
     Takes a trainer of `make_sharded_trainer` and the shard of its model; `resume` continues from
     the last checkpoint in the folder, written on any number of ranks. Returns the records of
@@ -125,7 +125,7 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
 
 
 def check_same_data(splits: Splits, folder: str | Path) -> None:
-    """Raise on all ranks a ValueError that names what differs, unless they have the same data and see the same folder.
+    """Raise ValueError on all ranks, naming the difference, unless data and folder are the same.
 
     Compares the nodes, the number of samples, and the normalisation, which depends on the training
     samples. Collective.
@@ -148,7 +148,7 @@ def check_same_data(splits: Splits, folder: str | Path) -> None:
 
 
 def write_as_file(path: str | Path) -> None:
-    """Write a checkpoint of several ranks, such as `best.pt`, as one file with whole tables, as one device reads it.
+    """Write a checkpoint of several ranks, such as `best.pt`, as one file for one device.
 
     On one rank; the former file stays until the new one is whole. Raises FileNotFoundError when the
     ranks left no such checkpoint; OSError, which names `path` and the reason, if it cannot be
@@ -156,12 +156,12 @@ def write_as_file(path: str | Path) -> None:
     """
     source = require_checkpoint(sharded(path))
     with atomic_write(path) as file:
-        target: Any = file  # torch.save takes an open file in place of a path
+        target: Any = file  # torch.save accepts an open file instead of a path
         dcp_to_torch_save(source, target)
 
 
 class ShardedTrainingStep(TrainingStep):
-    """A training step of a sharded model; all ranks take the same steps, and each returns the loss of all.
+    """A training step of a sharded model; all ranks take the same steps and return the same loss.
 
     Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device, the
     model or the ranks do not support.
@@ -196,7 +196,7 @@ class ShardedTrainingStep(TrainingStep):
         self.shared, self.own = shard.parameters(self.model)
 
     def forward_backward(self, batch: Sample) -> Tensor:
-        """Leave this rank's part of the gradients at the parameters; return the loss of all ranks. Collective."""
+        """Set the parameters' gradients to this rank's part; return the whole loss. Collective."""
         with data_parallel_rng(self.mesh, self.device):
             loss = super().forward_backward(batch)
         return sum_loss(loss, self.mesh)
@@ -212,7 +212,7 @@ class ShardedTrainingStep(TrainingStep):
         self.scaler.unscale_(self.optimizer)
 
     def wait_for_ranks(self) -> None:
-        """Wait until all ranks have launched the same work; raise when one is gone, or after the timeout.
+        """Wait until all ranks have launched the same work; raise if one is lost, or on timeout.
 
         Waiting for the device could then last forever: NCCL's watchdog does not see the collectives
         of a CUDA graph.
@@ -220,17 +220,17 @@ class ShardedTrainingStep(TrainingStep):
         dist.barrier(self.group)
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return the loss of a model on the batches of all ranks, a scalar without gradient. Collective."""
+        """Return the loss of a model on all ranks' batches, a detached scalar. Collective."""
         return sum_loss(self.own_loss(model, batch), self.mesh)
 
     def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return the part of own nodes in `weighted_mse` of the whole model; gradients come from all its ranks."""
+        """Return this rank's part of `weighted_mse`; its gradients depend on all ranks."""
         with autocast(self.config.precision, self.device):
             error = (model(batch.inputs) - batch.target).square().mean(dim=(0, 2))
             return (error * self.weights).sum() / self.num_nodes
 
     def is_finite(self) -> bool:
-        """Return True if the weights of all ranks are finite. Collective; waits for the device."""
+        """Return whether the weights of all ranks are finite. Collective; synchronises."""
         finite = torch.tensor(float(super().is_finite()), device=self.device)
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
@@ -248,7 +248,7 @@ class ShardedTrainingStep(TrainingStep):
 
 
 def check_messages_capturable(mesh: DeviceMesh) -> None:
-    """Raise a ValueError unless the ranks of a model communicate by NCCL, whose messages a CUDA graph captures."""
+    """Raise ValueError unless model ranks use NCCL, whose messages a CUDA graph can capture."""
     backends = dist.get_backend_config(mesh.get_group("model"))
     if "cuda:nccl" not in backends:
         raise ValueError(
@@ -259,7 +259,7 @@ def check_messages_capturable(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
-    """Give each model its own random numbers in the block, the same on all its ranks; restore the common state after.
+    """Seed random numbers per model in the block, equal on its ranks; restore the state after.
 
     So dropout differs between the batches of two data ranks, and a sharded model drops what one
     device would. All ranks of the mesh (data, model) enter with generators in the same state: that
@@ -275,11 +275,11 @@ def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 
 
 class SharedStopRequest(StopRequest):
-    """A stop request on which all ranks agree after each step, when one of them has received a signal.
+    """A stop request shared by all ranks: they agree after each step whether one got a signal.
 
-    After each step the ranks start a vote and read that of the step before, so none waits for it
-    and a run ends one step after the signal. A vote fails when a rank is gone: it is on the CPU, in
-    a gloo group of all ranks, and never waits for a GPU.
+    After each step the ranks start a vote and read the vote of the previous step, so none waits for
+    it and a run ends one step after the signal. A vote fails when a rank is gone: it is on the CPU,
+    in a gloo group of all ranks, and never waits for a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup):

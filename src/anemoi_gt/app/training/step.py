@@ -1,9 +1,9 @@
-"""One training step: forward, backward, clipping, AdamW and the average of the weights, in the precision of the run.
+"""One training step: forward, backward, clipping, AdamW and weight average, in mixed precision.
 
-loss      = sum over nodes of weight * (model(inputs) - target)^2, averaged over batch, nodes and channels    (autocast)
+loss      = sum over nodes of weight * (model(inputs) - target)^2,  mean over batch, nodes, channels
 g         = clip(d loss / d weights, clip_norm)
 weights   = AdamW(weights, g, learning rate of the step)
-average   = d average + (1 - d) weights,  d = average_decay; the first average is the weights themselves
+average   = d average + (1 - d) weights,  d = average_decay; initially the weights
 """
 
 import logging
@@ -25,7 +25,7 @@ from anemoi_gt.nn import (
 
 log = logging.getLogger(__name__)
 
-LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and the scaler raises it
+LOSS_SCALE = 2.0**10  # initial scale for float16; losses are about 1, and the scaler raises it
 LOWEST_SCALE = (
     2.0**-14
 )  # a gradient that overflows float16 even here is above 2**30, and no scale helps
@@ -37,7 +37,7 @@ OVERLAP_MESSAGES = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
 }
-STATEFUL = ("optimizer", "schedule", "scaler")  # beside the weights, with state dicts of their own
+STATEFUL = ("optimizer", "schedule", "scaler")  # besides the weights, with their own state dicts
 
 
 class TrainingStep:
@@ -59,7 +59,7 @@ class TrainingStep:
     model : nn.Module
         With the weights after the last step; its blocks are compiled if `config.compile` is True.
     average : torch.optim.swa_utils.AveragedModel
-        With an exponential moving average of them, which forecasts; its buffers are those of
+        With an exponential moving average of the weights for forecasts, which shares the buffers of
         `model`.
     global_step : int
         Steps taken.
@@ -107,11 +107,11 @@ class TrainingStep:
         return loss
 
     def forward_backward(self, batch: Sample) -> Tensor:
-        """Leave the gradients of the scaled loss at the parameters, which have none; return the loss, detached."""
+        """Set the parameters' gradients of the scaled loss; return the loss, detached."""
         return (self._captured or self._forward_backward)(batch)
 
     def optimizer_step(self) -> None:
-        """Clip the gradients and update the weights, their average, the learning rate and the loss scale."""
+        """Clip gradients; update weights, their average, learning rate and loss scale."""
         if self.scaler.is_enabled():
             self.wait_for_ranks()  # the scaler reads back from the device
         self.clip_gradients()
@@ -127,16 +127,16 @@ class TrainingStep:
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
 
     def wait_for_ranks(self) -> None:
-        """Wait until all ranks of the run have launched the same work; called before each wait for the device."""
+        """Wait until all ranks have launched the same work; called before each device wait."""
 
     def capture(self, capture: Capture) -> None:
-        """Replay forward and backward from the next step on, as `capture` makes them; see `CUDAGraphedStep`."""
+        """Replay forward and backward from the next step on, by a `CUDAGraphedStep`."""
         self._captured = CUDAGraphedStep(
             self._forward_backward, self.model.parameters(), self.device, capture, REMEDY
         )
 
     def close(self) -> None:
-        """Release a captured step with its memory and NCCL messages, which destroying the process group waits for."""
+        """Release a captured step with its memory and NCCL messages, before the process group."""
         if self._captured is not None:
             self._captured.reset()
 
@@ -145,7 +145,7 @@ class TrainingStep:
         return self.own_loss(model, batch)
 
     def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return the part of this process in the loss, a scalar to differentiate, in the precision of the run."""
+        """Return this process's part of the loss, a scalar with gradient, in run precision."""
         with autocast(self.config.precision, self.device):
             return weighted_mse(model(batch.inputs), batch.target, self.weights)
 
@@ -154,11 +154,11 @@ class TrainingStep:
         return self.optimizer.param_groups[0]["lr"]
 
     def is_finite(self) -> bool:
-        """Return True if all weights are finite; waits for the device."""
+        """Return whether all weights are finite; synchronises."""
         return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
 
     def has_lost_gradients(self) -> bool:
-        """Return True if skipped steps have used up the loss scale; waits for the device."""
+        """Return whether skipped steps have used up the loss scale; synchronises."""
         return self.scaler.is_enabled() and self.scaler.get_scale() < LOWEST_SCALE
 
     def state_dict(self) -> dict:
@@ -171,7 +171,7 @@ class TrainingStep:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned. Raises ValueError if the weights are those of another model."""
+        """Continue from a `state_dict`. Raises ValueError if its weights fit another model."""
         load_weights(self.model, state, "model")
         load_weights(self.average.module, state, "average")
         for name in STATEFUL:
@@ -179,7 +179,7 @@ class TrainingStep:
         for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
             group["lr"] = rate * self._relative_rate(
                 state["step"]
-            )  # of the schedule of this config, if steps grew
+            )  # from this config's schedule, because steps may have grown
         self.global_step = state["step"]
         self.average.n_averaged.fill_(
             self.global_step
@@ -203,7 +203,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 
 def share_buffers(copied: nn.Module, model: nn.Module) -> None:
-    """Give a copy of a model the model's own buffers: a graph is held once, and AveragedModel finds nothing to copy."""
+    """Share a model's buffers with its copy, so that the graph is stored once."""
     for part, original in zip(copied.modules(), model.modules(), strict=True):
         for name, buffer in original.named_buffers(recurse=False):
             setattr(part, name, buffer)
@@ -238,7 +238,7 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
     """Return the learning rate of a step, 0 to steps - 1, as a fraction of its maximum, in [0, 1].
 
         (step + 1) / (warmup_steps + 1)                                         step < warmup_steps
-        (1 + cos(pi (step - warmup_steps) / (steps - warmup_steps))) / 2        after that, down to 0
+        (1 + cos(pi (step - warmup_steps) / (steps - warmup_steps))) / 2        later, down to 0
 
     Examples
     --------
@@ -252,9 +252,9 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each graph-transformer block of a model, in place, at its first call and again for other sizes or dtypes.
+    """Compile each graph-transformer block in place, at its first call and for each size or dtype.
 
-    Blocks are compiled one by one: those of a kind share the compiled code, so a deep model
+    Blocks are compiled one by one and blocks of a kind share the compiled code, so a deep model
     compiles as fast as a shallow one, and chunks of a mapper share it too. The norm and linear map
     at the end of a decoder are compiled with its block. Weights and their names do not change, and
     a copy of the model is not compiled. Raises ValueError when the model has no such block.
@@ -312,7 +312,7 @@ def check_device_has_cuda_graphs(device: torch.device) -> None:
 
 
 def _checkpoints_dropout(part: nn.Module) -> bool:
-    """Return True if a module, a processor or a mapper, recomputes layers with dropout in backward."""
+    """Return whether a processor or mapper recomputes layers with dropout in backward."""
     recomputes = getattr(part, "checkpoint_groups", None) is not None or getattr(
         part, "gradient_checkpointing", False
     )

@@ -1,4 +1,4 @@
-"""Trainer: the loop over training steps, with validation, records, checkpoints and an early end by signal."""
+"""Trainer: the loop over training steps, with validation, records, checkpoints and early end."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ class Trainer:
     description : dict
         Plain values kept in the checkpoints: the whole config of the run.
     schema : DataSchema, optional
-        Kept in the checkpoints: what forecasts depend on beside the weights. None: that of
+        Kept in the checkpoints: what forecasts depend on besides the weights. None: the schema of
         `splits.train`.
     make_step, make_batches, save, stop_request : callable
         Called as `TrainingStep(model, weights, config, device)`, `TrainingBatches(dataset,
@@ -95,7 +95,7 @@ class Trainer:
         self._metrics: MetricsFile | None = None
 
     def fit(self, metrics: MetricsFile | None) -> None:
-        """Take the remaining steps; `metrics` gets a record every `log_every` steps and one every `valid_every`.
+        """Take the remaining steps; write `metrics` every `log_every` and `valid_every` steps.
 
         Their splits are "train" and "valid". None, on ranks other than the first, also shows no
         progress. Raises Stopped on SIGTERM or SIGINT, when the step is finished and `last.pt` is
@@ -112,7 +112,7 @@ class Trainer:
         self._meter.start()
         samples = (
             self.config.batch_size
-        )  # of a step, in all processes; a batch here may be a part of them
+        )  # per step, in all processes; a local batch may be a part of them
         with (
             cpu_threads(self.config.threads),
             closing(self.step),
@@ -151,9 +151,9 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue a run from what `load_checkpoint` returned; the next `fit` takes the remaining steps.
+        """Continue a run from a `load_checkpoint` result; the next `fit` takes the remaining steps.
 
-        Raises ValueError if the state lacks an entry, or its weights are those of another model.
+        Raises ValueError if the state lacks an entry, or its weights belong to another model.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
@@ -214,12 +214,12 @@ class Trainer:
         if not math.isfinite(loss):
             raise self._not_finite(f"the loss must stay finite, got {loss}")
         if self.step.has_lost_gradients():
-            reason = "the gradients must stay finite at some loss scale, got NaN or infinity at every one"
+            reason = "the gradients must stay finite at some loss scale, got NaN or infinity at all"
             raise self._not_finite(
                 reason, "set training.precision=bf16-mixed, or lower training.learning_rate"
             )
 
     def _not_finite(
-        self, what: str, remedy: str = "lower training.learning_rate"
+        self, problem: str, remedy: str = "lower training.learning_rate"
     ) -> FloatingPointError:
-        return FloatingPointError(f"{what} at step {self.step.global_step}: {remedy}")
+        return FloatingPointError(f"{problem} at step {self.step.global_step}: {remedy}")

@@ -1,4 +1,4 @@
-"""Anemoi's graph transformers with our attention: everywhere (`install`), in one model, or from a config.
+"""Our attention in Anemoi's graph transformers: everywhere (`install`), per model, by config.
 
 `CUDAGraphCallback` is imported when it is used, because it needs Lightning.
 """

@@ -52,7 +52,7 @@ def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, da
 def assemble_ensemble_output(
     upstream, self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None
 ):
-    """Return the output of a model that is told batch size times ensemble size."""
+    """Return the output of a model that is called with batch size times ensemble size."""
     sizes = batch_size, batch_ens_size // batch_size
     return assemble_output.function(upstream, self, x_out, x_skip, *sizes, dtype, dataset_name)
 
@@ -61,9 +61,9 @@ def _on_device(index: Tensor | list[int], device: torch.device) -> Tensor:
     """Return an index on a device, copied there once."""
     if not isinstance(index, Tensor) or index.device == device or torch.compiler.is_compiling():
         return torch.as_tensor(index, device=device)
-    held, key = _ON_DEVICE.setdefault(index, {}), (device, index._version)
-    if key not in held:
+    copies, key = _ON_DEVICE.setdefault(index, {}), (device, index._version)
+    if key not in copies:
         with torch.inference_mode(False):
-            held.clear()
-            held[key] = index.to(device)
-    return held[key]
+            copies.clear()
+            copies[key] = index.to(device)
+    return copies[key]

@@ -1,8 +1,8 @@
-"""Replacements for `forward` of Anemoi's graph-transformer blocks, one for processors and one for mappers.
+"""Replacements of `forward` of Anemoi's graph-transformer blocks: processors and mappers.
 
-Each decides once what computes the block (`decision`): one operator, the block's own modules around
-our attention, or upstream's forward. Sources that another rank owns come by our halo exchange, by
-Anemoi's, or by its strategy "heads".
+Each decides once how the block is computed (`decision`): by fused sub-layers, by the block's own
+modules around our attention, or by upstream's forward. Sources of other ranks arrive by our halo
+exchange, by Anemoi's, or by its strategy "heads".
 """
 
 import torch
@@ -97,7 +97,7 @@ def processor_block(upstream, self, *args, **kwargs):
     f"{PARAMETERS} edges_are_dst_sorted layer_kwargs",
 )
 def mapper_block(upstream, self, *args, **kwargs):
-    """Compute a block whose sources and destinations differ; with strategy "edges", the mapper exchanges rows."""
+    """Compute a block with distinct sources and destinations; mappers exchange rows for "edges"."""
     call = Call.of(*args, **kwargs)
     x_src, x_dst = call.x
     gathers = is_distributed(call.group) and self.shard_strategy != "edges"
@@ -140,7 +140,7 @@ def _feed_forward(
 
 
 def _attend_here(block, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
-    """Return the attention [N_dst, H * C] of a block on one rank, or of a mapper that has its sources."""
+    """Return the attention [N_dst, H * C] of a block on one rank, or with gathered sources."""
     is_shared = src is dst
     src = cast_for_projections(src, block.lin_query, block.lin_key, block.lin_value)
     query = _split_heads(block, block.lin_query(src if is_shared else dst))
@@ -150,7 +150,7 @@ def _attend_here(block, decision: Decision, src: Tensor, dst: Tensor, call: Call
 
 
 def _attend_with_halo(block, decision: Decision, x: Tensor, call: Call, local: Tensor) -> Tensor:
-    """Return the attention of a rank's destinations; the query is computed while rows are exchanged."""
+    """Return the attention of local destinations; compute the query during the exchange."""
     pending = start_halo(block, x, local, call.batch_size, call.shards.nodes, call.group)
     own = pending.own.flatten(0, 1)
     if decision.path == UPSTREAM:  # ranks may decide differently, and must exchange the same rows
@@ -186,7 +186,7 @@ def _attend_with_halo_of_anemoi(block, decision: Decision, x: Tensor, call: Call
 
 
 def _attend_by_heads(block, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
-    """Return the attention of a rank's destinations, each rank attending for some heads of all of them."""
+    """Return the attention of local destinations, each rank computing some heads of all."""
     shards = call.shards
     if isinstance(shards, getattr(Upstream.shapes, "GraphShardInfo", ())):
         shards = Upstream.shapes.BipartiteGraphShardInfo(shards.nodes, shards.nodes, shards.edges)
@@ -216,7 +216,10 @@ def _attend(
     edge_index: Tensor,
     flat: bool = True,
 ) -> Tensor:
-    """Return the attention [N_dst, H * C], or [N_dst, H, C]; edges are raw [E, D] or embedded [E, H, C]."""
+    """Return the attention [N_dst, H * C] or [N_dst, H, C]; edges are raw or embedded.
+
+    Raw edges are [E, D], embedded ones [E, H, C].
+    """
     if block.qk_norm:
         query, key = block.q_norm(query), block.k_norm(key)
     reverse = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
@@ -244,7 +247,7 @@ def _split_heads(block, rows: Tensor) -> Tensor:
 
 
 def _num_chunks(block) -> int:
-    """Return in how many chunks a processor block projects its nodes: Anemoi's, to bound memory in inference."""
+    """Return in how many chunks a processor block projects nodes, as Anemoi does in inference."""
     return 1 if block.training else Upstream.block_module.NUM_CHUNKS_INFERENCE_PROCESSOR
 
 
@@ -265,7 +268,7 @@ def _fused_attention(
     cond: tuple[Tensor | None, Tensor | None],
     halo: Tensor | None,
 ) -> Tensor:
-    """Return destinations [B * N_dst, F] after the attention sub-layer; x_src None stands for one set of nodes."""
+    """Return destinations [B * N_dst, F] after the attention sub-layer; x_src None if one set."""
     num_src = (x_dst if x_src is None else x_src).shape[0]
     if halo is not None:
         num_src += halo.shape[0]

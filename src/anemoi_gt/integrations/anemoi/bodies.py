@@ -1,8 +1,8 @@
-"""Bodies of anemoi-models that replacements stand in for, recognised by a hash of what they say.
+"""Bodies of anemoi-models that replacements stand in for, recognised by a hash of their source.
 
-The parameters of a method do not tell what it computes: those of 0.12.0's `_assemble_output` are
-those of 0.19.0, whose output has one dimension more. A body that is in no version that was read is
-left to upstream.
+The parameters of a method do not determine what it computes: `_assemble_output` has the same
+parameters in 0.12.0 and 0.19.0, whose output has one dimension more. A body that is in no version
+that was read is left to upstream.
 
 The hash is of the syntax tree without docstring, annotations and comments, which change no result.
 It is the same on all versions of Python that this library supports: `ast.dump` is not.
@@ -121,7 +121,7 @@ IN_BLOCKS = tuple(  # methods of blocks that the forward of a block calls
 
 
 def unknown_body_in_block(kind: type) -> str | None:
-    """Return which method that the forward of a class of blocks calls is none that we stand in for, None if all are."""
+    """Return the method called by the forward of a block class whose body is unknown, or None."""
     for name in IN_BLOCKS:
         method = getattr(kind, name, None)
         reason = None if method is None else unknown_body(method)
@@ -154,7 +154,7 @@ def hash_of_definition(definition: ast.FunctionDef) -> str:
 
 @cache
 def _definitions(file: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    """Return the functions that a file defines, by name and the first line, that of a decorator included."""
+    """Return the functions of a file by name and first line, decorators included."""
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError):

@@ -1,4 +1,4 @@
-"""Steps of Anemoi models replayed from a CUDA graph: `capture_step`, and what Anemoi keeps on the host.
+"""CUDA-graphed steps of Anemoi models: `capture_step`, and values that Anemoi keeps on the host.
 
 Anemoi indexes tensors on the device with tensors and lists on the host, which are copied there at
 every step; a CUDA graph cannot capture that. During capture, copies on the device take their place.
@@ -20,7 +20,7 @@ _NOTHING = object()
 def capture_step(
     function: Callable[[Any], Any], module: nn.Module, capture: Capture = capture_cuda_graph
 ) -> CUDAGraphedStep:
-    """Return a function that computes forward and backward of a step as another does, replayed from a CUDA graph.
+    """Return a function that replays forward and backward of a step from a CUDA graph.
 
     It is captured at the first batch and returns the same numbers, bit for bit. For training by
     Lightning there is `CUDAGraphCallback`.
@@ -75,7 +75,7 @@ def check_device(device: torch.device, capture: Capture) -> None:
 
 
 def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Place, Tensor]]:
-    """Return where a module of Anemoi keeps indices on the host, in what it holds too, each with a copy on the device.
+    """Return where an Anemoi module and its children keep host indices, each with a device copy.
 
     They are integer tensors that are neither parameters nor buffers, and lists of integers in a
     dictionary of indices.
@@ -83,7 +83,7 @@ def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Pla
 
     def is_index(name: str, value: Any) -> bool:
         if isinstance(value, list):
-            return "indices" in name and bool(value) and all(type(each) is int for each in value)
+            return "indices" in name and bool(value) and all(type(index) is int for index in value)
         is_host_tensor = isinstance(value, Tensor) and value.device.type == "cpu" != device.type
         is_index = is_host_tensor and value.dtype in (torch.int32, torch.int64) and value.dim() > 0
         return is_index and name not in ("_buffers", "_parameters")
@@ -93,7 +93,7 @@ def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Pla
 
 
 def places_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator[Place]:
-    """Yield where a module keeps values: in it, its children, their dictionaries and the objects of Anemoi there.
+    """Yield where a module keeps values: its children, dictionaries and Anemoi objects.
 
     `accepts` takes the name of an attribute and a value that it is or that its dictionaries hold.
     """
@@ -117,7 +117,7 @@ def places_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterato
 
 @contextmanager
 def held(replacements: Iterable[tuple[Place, Any]]) -> Iterator[None]:
-    """Put other values into places, and put back at the end what was there, if anything."""
+    """Replace values in places during the block, and restore the former values after it."""
     before = []
     try:
         for (holder, key), value in replacements:

@@ -1,4 +1,4 @@
-"""Activation checkpointing of Anemoi's components in words of memory, instead of each component's own switch.
+"""Activation checkpointing modes per component of Anemoi.
 
     "none"   all activations are kept, nothing is recomputed
     "full"   the inputs of a chunk are kept, everything in it is recomputed
@@ -88,20 +88,20 @@ def _mode_of(component: nn.Module | None) -> str | None:
 
 @wraps_any
 def torchs_checkpoint(upstream, func, *args, **kwargs):
-    """Checkpoint as anemoi-models before 0.12.1 does; the recomputation takes the path of the forward pass."""
+    """Checkpoint as anemoi-models before 0.12.1; the recomputation follows the forward path."""
     func, args = _as_in_forward(func, args)
     return upstream(func, *args, **kwargs)
 
 
 def _as_in_forward(func: Callable, args: tuple) -> tuple[Callable, tuple]:
-    """Return a function and arguments to checkpoint whose recomputation decides and looks up nothing again."""
+    """Return function and arguments to checkpoint; the recomputation decides nothing again."""
     if torch.compiler.is_compiling():
         return func, args
     return _with_bound_lists(keeping_decisions(func), args)
 
 
 def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
-    """Return a function that holds the cached edge lists among its arguments, and the arguments without them.
+    """Return a function that binds the cached edge lists of its arguments, and the other arguments.
 
     A checkpoint saves its tensors for the recomputation, and hooks on saved tensors (`save_on_cpu`)
     make copies of them. A copy of a list has no cache, so the recomputation would find another
@@ -118,11 +118,11 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
         ]
         return func(*arguments, **kwargs)
 
-    held = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
+    unbound = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
     args = [
         arg if bound else None for arg, bound in zip(args, is_bound, strict=True)
     ]  # the others are not kept
-    return with_lists, tuple(held)
+    return with_lists, tuple(unbound)
 
 
 def _with_copied_results(func: Callable) -> Callable:

@@ -1,8 +1,8 @@
 """`CUDAGraphCallback`: training steps of Anemoi, in Lightning's loop, replayed from a CUDA graph.
 
-strategy.training_step     replays forward and backward of the batch, logs what the module logs, returns the loss
+strategy.training_step     replays forward and backward, logs what the module logs, returns the loss
 zero_grad                  Lightning's
-module.backward            adds the gradients of the replay to those of the parameters, and averages them over all ranks
+module.backward            adds the gradients of the replay, averaged over all ranks
 unscale, clip, optimiser   Lightning's
 """
 
@@ -31,25 +31,25 @@ REMEDY = "remove CUDAGraphCallback from diagnostics.callbacks"
 
 
 class CUDAGraphCallback(Callback):
-    """Replay forward and backward of every training step from a CUDA graph; losses and weights are the same.
+    """Replay forward and backward of every training step from a CUDA graph, with equal results.
 
     The step is captured at the first batch of every epoch, since an epoch may change the rollout,
     and again when two batches in a row have other shapes. Validation, and single batches of other
     shapes, are launched as without. The gradients of several processes are averaged once they are
     complete, not by DDP, whose hooks no replay calls. A replay repeats what the captured step did
-    on the host: numbers that the module logs without a tensor, and `batch_idx`, are those of the
-    captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+    on the host: numbers that the module logs without a tensor, and `batch_idx`, keep the values of
+    the captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
 
     def __init__(self, capture: Capture = capture_cuda_graph):
         self._capture = capture
         self._step: CUDAGraphedStep | None = None
         self._differentiate: Any = None  # the module's backward, while it is replaced
-        self._gradients: list[Tensor | None] | None = None  # of the batch that was replayed
+        self._gradients: list[Tensor | None] | None = None  # of the replayed batch
         self._refused = False  # the last batch could not be replayed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the place of the strategy's `training_step` and the module's `backward`.
+        """Replace the strategy's `training_step` and the module's `backward`.
 
         Raises ValueError for a trainer whose steps cannot be captured.
         """
@@ -59,11 +59,11 @@ class CUDAGraphCallback(Callback):
         pl_module.backward = partial(self._backward, trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the first batch be captured: the rollout, or which weights are trained, may have changed."""
+        """Capture the first batch again: rollout or trained weights may have changed."""
         self._release()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put back what was replaced, and release the captured step."""
+        """Restore the replaced methods, and release the captured step."""
         if self._differentiate is not None:
             del trainer.strategy.training_step, pl_module.backward
         self._differentiate = None
@@ -101,7 +101,7 @@ class CUDAGraphCallback(Callback):
                 function, module.parameters(), device, self._capture, REMEDY
             )
         self._refused = False
-        # of the last step, which Lightning forgets after `training_step`
+        # of the last step; Lightning discards it after `training_step`
         self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
         for arguments, options in logged:
@@ -117,7 +117,7 @@ class CUDAGraphCallback(Callback):
         rest: tuple,
         inputs: tuple,
     ) -> tuple[Any, list]:
-        """Compute the pass that is captured; return the output of `training_step` and the calls of `log`."""
+        """Run the captured pass; return the output of `training_step` and the calls of `log`."""
         batch, values, accumulated = inputs
         logged = []
         recorder = (
@@ -144,7 +144,7 @@ class CUDAGraphCallback(Callback):
         *arguments: Any,
         **options: Any,
     ) -> None:
-        """Add the gradients of the replay to those of the parameters, or compute those of a launched step."""
+        """Add the gradients of the replay to the parameters, or run backward if launched."""
         gradients = self._gradients
         if gradients is None:
             self._differentiate(loss, *arguments, **options)
@@ -174,7 +174,7 @@ class CUDAGraphCallback(Callback):
 
 
 def check_capturable(trainer: Trainer, module: LightningModule, capture: Capture) -> None:
-    """Raise a ValueError, which says what to do, unless the training steps of a trainer can be captured."""
+    """Raise ValueError, with the remedy, unless a trainer's steps can be captured."""
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise ValueError(
@@ -198,7 +198,7 @@ def check_capturable(trainer: Trainer, module: LightningModule, capture: Capture
 
 
 def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
-    """Return where the loss of a module keeps tensors; Anemoi puts others there before a step, such as masks of NaN."""
+    """Return where a module's loss keeps tensors that Anemoi replaces per step, as NaN masks."""
     loss = getattr(module, "loss", None)
     if not isinstance(loss, nn.Module):
         return []

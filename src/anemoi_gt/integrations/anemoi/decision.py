@@ -1,12 +1,11 @@
-"""What computes a block, decided once in each of its forward passes.
+"""The path of a block, decided once in each of its forward passes.
 
-    fused       its attention sub-layer by one operator, and its feed-forward sub-layer by another where it can be
-    attention   the block's own modules, around our attention; its feed-forward sub-layer fused where it can be
+    fused       its attention sub-layer fused, and its feed-forward sub-layer if possible
+    attention   the block's modules around our attention; its feed-forward fused if possible
     upstream    Anemoi's own forward
 
-The answer depends on what may change at any time, such as hooks; so nobody asks twice. A chunk that
-is checkpointed keeps the decisions of its forward pass for the recomputation, which would else save
-other tensors.
+The decision depends on mutable state, such as hooks, so it is taken once. A checkpointed chunk
+keeps the decisions of its forward pass for the recomputation, which must save the same tensors.
 """
 
 from collections.abc import Callable
@@ -27,13 +26,13 @@ from anemoi_gt.nn.sublayers import FeedForwardParts, attention_parts, feed_forwa
 from anemoi_gt.torch_compat import is_exporting
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
-# methods of Anemoi's blocks that our forward does not call, or only for blocks that Anemoi serves
+# methods of Anemoi's blocks that our forward does not call, or only for blocks that fall back
 BYPASSED = (
     *("get_qkve", "prepare_qkve_edge_sharding", "attention_block", "apply_gt", "_apply_qk_norm"),
     *("_forward_edges_sharded_attention", "_forward_heads_sharded_attention"),
     *("_forward_edges_shard_strategy", "_forward_heads_shard_strategy"),
 )
-GLOBAL_HOOKS = "hooks watch all modules, and those of its parts would not be called"
+GLOBAL_HOOKS = "hooks on all modules would skip its submodules"
 
 
 NOT_FUSED = BlockPath.by_modules("its sub-layers are not fused")
@@ -41,7 +40,7 @@ NO_SOURCES = "its sources are not updated"
 
 
 class Decision(NamedTuple):
-    """What computes a block in one forward pass."""
+    """The path of a block in one forward pass."""
 
     settings: Settings | None  # None: nobody asked for us
     path: str  # FUSED, ATTENTION or UPSTREAM
@@ -49,7 +48,7 @@ class Decision(NamedTuple):
     reason: str | None = None  # why no better path; None where nobody asked for one
     sublayers: BlockPath = NOT_FUSED  # parts of each fused sub-layer
     is_overridden: bool = (
-        False  # by a class of blocks with methods of its own, on which all ranks agree
+        False  # by a class of blocks that overrides methods, on which all ranks agree
     )
 
 
@@ -93,7 +92,7 @@ class ChunkDecisions:
         self.position: int | None = None  # in a recomputation: of the next block
 
     def take(self) -> Decision | None:
-        """Return the decision of the forward pass for the next block, None in the forward pass itself."""
+        """Return the forward pass's decision for the next block, None in the forward itself."""
         if self.position is None or self.position >= len(self.made):
             return None
         self.position += 1
@@ -104,7 +103,7 @@ _CHUNK: ContextVar[ChunkDecisions | None] = ContextVar("chunk", default=None)
 
 
 def keeping_decisions(function: Callable) -> Callable:
-    """Return a function to checkpoint: its first call is the forward pass, whose decisions all later calls take."""
+    """Return a function to checkpoint; recomputations keep the decisions of its first call."""
     decisions, has_run = ChunkDecisions(), False
 
     @wraps(function)
@@ -123,10 +122,10 @@ def keeping_decisions(function: Callable) -> Callable:
 
 
 def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decision:
-    """Return what computes a block with destinations `x_dst`; say so where it is less than was asked for.
+    """Return the path of a block with destinations `x_dst`; log it if it is less than requested.
 
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that
-    cannot serve.
+    cannot run.
     """
     if torch.compiler.is_compiling():
         decision = _decide(block, x_dst, call, gathers)
@@ -144,7 +143,7 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
 
 
 def examine(block: nn.Module, device: torch.device) -> Decision:
-    """Return what would compute a block on one rank and a device, as far as the block tells; nothing is logged."""
+    """Predict the path of a block on one rank and device, from the block alone; log nothing."""
     x = torch.empty(0, block.lin_query.in_features, device=device)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     call = Call.of(x, x, edge_index)
@@ -166,11 +165,11 @@ def _decide(
     if reason is not None:
         if settings.config.backend != "auto" and not _is_passing(reason):
             raise ValueError(
-                f"attention backend {settings.config.backend!r} cannot serve this Anemoi block: "
+                f"attention backend {settings.config.backend!r} cannot run this Anemoi block: "
                 f"{reason}; "
                 "backend 'auto' runs Anemoi's own code there"
             )
-        tell(f"an Anemoi block runs Anemoi's own attention: {reason}")
+        tell(f"an Anemoi block falls back to Anemoi's attention: {reason}")
         return Decision(settings, UPSTREAM, reason=reason, is_overridden=own_method is not None)
 
     reason_to_embed = _reason_to_embed(block, settings, gathers)
@@ -201,12 +200,12 @@ def _decide(
 
 
 def _is_passing(reason: str) -> bool:
-    """Return whether a reason is a tool that watches for a while, which must not end a run."""
+    """Return whether a reason is a temporary observing tool, which must not end a run."""
     return "hooks" in reason or reason.startswith("torch.jit")
 
 
 def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
-    """Return why our attention cannot take the place of a block's, None if it can."""
+    """Return why our attention cannot replace a block's, None if it can."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it, which would make constants of sizes"
     if not isinstance(call.edge_index, Tensor) or call.edge_index.layout != torch.strided:
@@ -218,7 +217,10 @@ def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
         return GLOBAL_HOOKS
     is_updated = call.cond is not None and getattr(block, "update_src_nodes", False)
     if is_updated and Upstream.sources_take_destination_condition:
-        return "it updates its sources under the condition of its destinations, as anemoi-models 0.9 to 0.13 do"
+        return (
+            "it updates its sources under the condition of its destinations, as anemoi-models "
+            "0.9 to 0.13 do"
+        )
     conv = block.conv
     if Upstream.triton_conv is not None and Upstream.triton_conv in (
         conv,
@@ -228,18 +230,18 @@ def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
     if type(conv) is not Upstream.conv:
         return f"its conv is {class_path(type(conv))}, which is not Anemoi's attention"
     if "forward" in conv.__dict__:
-        return "its conv has a forward of its own"
-    return "hooks watch its conv, which would not be called" if hooks_of(conv) else None
+        return "its conv has an instance-level forward"
+    return "its conv has hooks, which would be skipped" if hooks_of(conv) else None
 
 
 def _reason_to_embed(block: nn.Module, settings: Settings, gathers: bool) -> str | None:
-    """Return why edges are embedded before the attention; None where they need not be, or must be anyway."""
+    """Return why edges must be embedded before the attention, or None."""
     if not settings.fuse_edges or gathers:
         return None
     if type(block.lin_edge) is not nn.Linear:
         return f"its lin_edge is {class_path(type(block.lin_edge))}, and torch.nn.Linear is needed"
     if hooks_of(block.lin_edge):
-        return "hooks watch its lin_edge, which would not be called"
+        return "its lin_edge has hooks, which would be skipped"
     if has_wrapped_weights(block.lin_edge):
         return "its lin_edge has weights that are a tensor subclass"
     return None
@@ -284,7 +286,7 @@ def _own_network(block: nn.Module, name: str) -> str | None:
 
 @torch.compiler.assume_constant_result
 def own_method_of(kind: type) -> str | None:
-    """Return which method that our forward does not call a class of blocks overrides, None if none."""
+    """Return the overridden method of a block class that our forward does not call, or None."""
     if kind not in Upstream.own_methods:
         upstream = _upstream_class(kind)
         own = [
@@ -292,17 +294,15 @@ def own_method_of(kind: type) -> str | None:
             for name in BYPASSED
             if getattr(kind, name, None) is not getattr(upstream, name, None)
         ]
-        Upstream.own_methods[kind] = (
-            f"{kind.__qualname__} has a {own[0]} of its own" if own else None
-        )
+        Upstream.own_methods[kind] = f"{kind.__qualname__} overrides {own[0]}" if own else None
     return Upstream.own_methods[kind]
 
 
 @torch.compiler.assume_constant_result
 def own_network_of(kind: type, name: str) -> str | None:
-    """Return that a class of blocks overrides what runs a feed-forward network, None if it does not."""
+    """Return the reason if a block class overrides its feed-forward computation, or None."""
     is_own = getattr(kind, name) is not getattr(_upstream_class(kind), name)
-    return f"{kind.__qualname__} has a {name} of its own" if is_own else None
+    return f"{kind.__qualname__} overrides {name}" if is_own else None
 
 
 def _upstream_class(kind: type) -> type:

@@ -1,22 +1,24 @@
-"""Cached edge lists: Anemoi's edge lists are handed out again, each with the structure of its graph.
+"""Cached edge lists: Anemoi's lists are reused, each with the structure of its graph.
 
 Anemoi makes a new `edge_index` at every forward pass, and cuts and renumbers it for every chunk and
 rank. Everything that follows from the graph alone is cached:
 
-    provider, batch size      -> the list that it expands to                    StaticGraphProvider._get_edges_impl
-    list, sizes of the shards -> the shard of this rank                         StaticGraphProvider._get_edges_impl
-    shard, gathered           -> the list that it was cut from                  gather_tensor
-    list, number of parts     -> the number of edges of each part               build_graph_partition
-    list, its partition       -> the renumbered list of a chunk                 GraphPartition.materialise
-    list, sizes of the shards -> the renumbered list of this rank               prepare_edge_sharding_wrapper
-    shard, group, its sizes   -> the list of this rank and its halo             sharding
+    provider, batch size      -> the list that it expands to         _get_edges_impl
+    list, sizes of the shards -> the shard of this rank              _get_edges_impl
+    shard, gathered           -> the list that it was cut from       gather_tensor
+    list, number of parts     -> the number of edges of each part    build_graph_partition
+    list, its partition       -> the renumbered list of a chunk      GraphPartition.materialise
+    list, sizes of the shards -> the renumbered list of this rank    prepare_edge_sharding_wrapper
+    shard, group, its sizes   -> the list of this rank and its halo  sharding
+
+`_get_edges_impl` is a method of `StaticGraphProvider`.
 
 The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes
 the structure as an input of the compiled code. Lists belong to the edges of their provider, which
 are known weakly, or to the list that they were cut from: all are freed with these edges, as when a
 model is moved to another device. A list of unknown origin gets no attribute; its structure is kept
 as long as the tensor lives. All lists are such with anemoi-models 0.9.3 and 0.11.2, which have no
-StaticGraphProvider. No list is identified by its sizes.
+StaticGraphProvider. Lookups never use sizes.
 
 Replacements call upstream for lists without cache.
 """
@@ -44,11 +46,11 @@ _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
 
 
 class Derived:
-    """Objects made from one edge list, as attributes: unlike keys, Dynamo sees those added while it traces."""
+    """Objects derived from an edge list, as attributes: Dynamo tracks these, not new dict keys."""
 
     @staticmethod
     def name(*key) -> str:
-        """Return the attribute for a key of integers and strings that describes in full how the object was made."""
+        """Return the attribute for a key of integers and strings that fully describes an object."""
         return "_".join([str(part) for part in key])
 
 
@@ -57,7 +59,7 @@ class EdgeCache:
     """The cache of one edge list."""
 
     num_nodes: tuple[int, int]  # sources and destinations of the list
-    version: int  # of the tensor; another one means that somebody has written into it
+    version: int  # of the tensor; it changes when the tensor is written
     batch: int = (
         1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
     )
@@ -100,10 +102,10 @@ def lookup(edge_index: Tensor) -> EdgeCache | None:
 def structure_of(
     edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: bool
 ) -> tuple[GraphStructure, int]:
-    """Return the structure of an edge list between (num_src, num_dst) nodes and the batch size that shares it.
+    """Return the structure of an edge list between (num_src, num_dst) nodes, and its batch size.
 
     While torch.compile traces, the structure of a cached list is made at once and becomes an input
-    of the compiled code; that of any other list is looked up by an operator in the compiled code.
+    of the compiled code; for any other list, an operator in the compiled code looks it up.
     """
     cache = lookup(edge_index)
     if cache is not None and _make_structure(edge_index, reverse) and cache.graph is not None:
@@ -121,14 +123,14 @@ def structure_of(
 
 
 def prepare_structure(edge_index: Tensor) -> None:
-    """Make the structure of a cached list before blocks read it, so that compiled blocks need not recompile."""
+    """Build the structure of a cached list early, so that compiled blocks need not recompile."""
     if lookup(edge_index) is not None:
         _make_structure(edge_index, torch.is_grad_enabled())
 
 
 @define_operator
 def edge_structure(edge_index: Tensor, num_src: int, num_dst: int, reverse: bool) -> list[Tensor]:
-    """Return copies of colptr, row, perm and, with `reverse`, rowptr, col, csr_to_csc; they may be overwritten."""
+    """Return copies of colptr, row, perm and, with `reverse`, rowptr, col, csr_to_csc."""
     graph = _structure_by_tensor(edge_index, (num_src, num_dst), reverse)
     tensors = [graph.colptr.clone(), graph.row.clone(), graph.edge_order().clone()]
     source_side = graph.reverse_index()
@@ -154,7 +156,7 @@ def clear_cache() -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the version counter of a tensor; inference tensors, which have none, are all of one version."""
+    """Return a tensor's version counter; inference tensors, which have none, share one version."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -179,7 +181,7 @@ def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
 
 @torch.compiler.disable
 def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
-    """Return the edges of a provider, repeated for a batch, and the number of nodes on both sides."""
+    """Return a provider's edges, repeated for a batch, and the number of nodes on both sides."""
     base, inc = provider.edge_index_base, provider.edge_inc
     expanded, versions = _BY_BASE.setdefault(base, {}), (version_of(base), version_of(inc))
     made_from, edge_index = expanded.get(batch_size, (None, None))
@@ -242,7 +244,7 @@ def processor_forward(
     *rest,
     **named,
 ):
-    """Make the structure before the first block."""
+    """Build the structure before the first block runs."""
     if model_comm_group is None or model_comm_group.size() == 1:
         prepare_structure(edge_index)
     return upstream(
@@ -266,7 +268,7 @@ def prepare_edge_sharding(
     edges_are_dst_sorted=True,
 ):
     """Cache the renumbered list of this rank of a mapper."""
-    given = (
+    arguments = (
         x,
         shard_info,
         batch_size,
@@ -276,7 +278,7 @@ def prepare_edge_sharding(
         cond,
         edges_are_dst_sorted,
     )
-    x_src, x_dst, edge_attr, local, *rest = upstream(self, *given)
+    x_src, x_dst, edge_attr, local, *rest = upstream(self, *arguments)
     if (
         not torch.compiler.is_compiling()
         and lookup(edge_index) is not None
@@ -331,7 +333,7 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
 
 @torch.compiler.assume_constant_result
 def _make_structure(edge_index: Tensor, reverse: bool) -> bool:
-    """Make the structure of a list, with its source side if `reverse`; return False if the list was written into."""
+    """Build a list's structure, with `reverse` its source side; return False if it was modified."""
     cache = getattr(edge_index, _ATTRIBUTE)
     if _is_stale(edge_index):
         return False
@@ -349,7 +351,7 @@ def _count_parts(count: Callable, edge_index: Tensor, num_parts: int, name: str)
 
 @torch.compiler.assume_constant_result
 def _make_chunk(edge_index: Tensor, key: tuple[int, ...], reverse: bool) -> None:
-    """Cut the edges of some destinations, number both sides from 0 and leave out sources without an edge."""
+    """Cut the edges of some destinations; renumber both sides and drop unused sources."""
     first_edge, last_edge, first_dst, last_dst, num_parts = key
 
     def cut() -> Tensor:
@@ -380,7 +382,7 @@ def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-    ):  # an inference tensor could not serve a later training step
+    ):  # an inference tensor cannot be used by a later training step
         if cache.graph is None:
             num_src, num_dst = cache.num_nodes
             if cache.batch > 1 and not _is_replicated(edge_index, cache.num_nodes, cache.batch):
@@ -397,7 +399,7 @@ def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
 def _structure_by_tensor(
     edge_index: Tensor, num_nodes: tuple[int, int], reverse: bool
 ) -> GraphStructure:
-    """Return the structure of a list of unknown origin without checking its values: it may be sorted at every step."""
+    """Return the structure of a list of unknown origin, unchecked; it may sort at every step."""
     cache = _BY_TENSOR.get(edge_index)
     if cache is None or cache.version != version_of(edge_index) or cache.num_nodes != num_nodes:
         cache = _BY_TENSOR[edge_index] = EdgeCache(
@@ -408,7 +410,7 @@ def _structure_by_tensor(
 
 
 def _is_replicated(edge_index: Tensor, num_nodes: tuple[int, int], batch: int) -> bool:
-    """Return whether a list holds one graph `batch` times, its nodes behind one another; synchronises the device."""
+    """Return whether a list holds one graph `batch` times, one after the other; synchronises."""
     if edge_index.shape[1] % batch or num_nodes[0] % batch or num_nodes[1] % batch:
         return False
     stride = edge_index.new_tensor(num_nodes).div(batch, rounding_mode="floor").view(2, 1, 1)

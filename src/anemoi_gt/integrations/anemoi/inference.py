@@ -1,4 +1,4 @@
-"""A runner of anemoi-inference whose models compute with anemoi_gt: `runner: anemoi-gt` in its config.
+"""The anemoi-inference runner `anemoi-gt`, whose models use anemoi_gt.
 
 It is found by the entry-point group `anemoi.inference.runners`, and is the runner of the
 checkpoint's task, after `install`. On several ranks it is upstream's runner `parallel` around that
@@ -20,7 +20,7 @@ from anemoi_gt.integrations.anemoi.installation import BLOCK, install
 from anemoi_gt.integrations.anemoi.upstream import find
 
 log = logging.getLogger(__name__)
-NAME = "anemoi-gt"  # of the entry point
+NAME = "anemoi-gt"  # entry point
 
 
 class AnemoiGTRunner(Runner):
@@ -33,8 +33,8 @@ class AnemoiGTRunner(Runner):
     config : anemoi.inference.config.run.RunConfiguration
         The config of the forecast.
     runner : str
-        Name of the runner to build; `auto` is that of the checkpoint's task, `parallel` splits it
-        over ranks.
+        Name of the runner to build; `auto` is the runner of the checkpoint's task, `parallel`
+        splits it over ranks.
     backend, precision, fuse_edges
         As for `install`, which may raise.
     **options
@@ -79,7 +79,7 @@ class AnemoiGTRunner(Runner):
 
 
 def _runner_class(name: str, config) -> type[Runner]:
-    """Return the class of a runner; `auto`, which upstream cannot split over ranks, is that of the task."""
+    """Return the class of a runner; for `auto`, which cannot run on several ranks, the task's."""
     if name == "auto":
         checkpoint = Checkpoint(config.checkpoint, patch_metadata=config.patch_metadata)
         name = checkpoint.task or "forecaster"

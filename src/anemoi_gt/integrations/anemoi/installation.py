@@ -91,7 +91,7 @@ CALLED = (
     (MAPPER[:1], "gather_tensor"),
 )
 OLDER = {(MODEL, "_assert_valid_sharding"): BASE}  # the class that had the method in 0.9.6 to 0.11
-_upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
+_upstream: dict[tuple[type | ModuleType, str], object] = {}  # the replaced methods and functions
 
 
 class Match(NamedTuple):
@@ -142,25 +142,24 @@ def install(
     sharding: bool = True,
     activation_checkpointing: str | Mapping[str, str | None] | None = None,
 ) -> Installation:
-    """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
+    """Switch all graph-transformer blocks of Anemoi, existing and future, to anemoi_gt.
 
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        As in `anemoi_gt.AttentionConfig`. Blocks that we cannot serve run Anemoi's own code with
+        As in `anemoi_gt.AttentionConfig`. Unsupported blocks fall back to Anemoi's own code with
         `auto`, which logs the reason once, and raise with a named backend; both in eager and in
         compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
         As in `anemoi_gt.AttentionConfig`; None follows autocast.
     fuse_edges : bool
-        Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x
-        channels. False embeds every edge as Anemoi does.
+        Pass raw edge attributes to the attention, which then never materialises a tensor of edges
+        x heads x channels. False embeds every edge as Anemoi does.
     blocks : {None, True, False}
-        Compute the whole forward of a block by one operator: norms, projections, attention and
-        feed-forward network. None does so where it was measured to be faster, under 16-bit autocast
-        on a GPU with backend "triton"; True in float32 too. A block with conditional norms, another
-        activation, dropout, hooks or the like has its attention alone computed, which is logged
-        once; with True and a named backend it raises.
+        Fuse the attention and feed-forward sub-layers of blocks. None fuses them where it was
+        measured to be faster, under 16-bit autocast on a GPU with backend "triton"; True in float32
+        too. A sub-layer that cannot be fused is computed by the block's own modules, which is
+        logged once; with True and a named backend it raises. False replaces the attention only.
     sharding : bool
         Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges",
         for graphs of any symmetry, batches and ensembles. False keeps Anemoi's own sharding, as
@@ -181,12 +180,12 @@ def install(
     ValueError
         For another backend, precision or activation checkpointing.
     ImportError
-        If anemoi-models is missing, or its blocks do not attend as those of 0.9.3 to 0.19.0 do.
+        If anemoi-models is missing, or its blocks do not attend as in 0.9.3 to 0.19.0.
 
     Notes
     -----
-    The first installation and the end of the last one call `torch.compiler.reset`: compiled code
-    would go on with the methods it was made from. It is compiled again when it is called.
+    The first installation and the end of the last one call `torch.compiler.reset`, because compiled
+    code keeps the methods it was traced with. It is compiled again when called.
     """
     settings = _switch_on(
         AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding
@@ -223,9 +222,9 @@ class Installed(Settings):
 
 
 def installed() -> Installed | None:
-    """Return the settings of `install` that are in force, and what was computed how, or None without `install`.
+    """Return the active settings of `install` and the path of each block, or None.
 
-    Models of `swap_layers` have settings of their own; how their blocks were computed is told too.
+    Models of `swap_layers` have their own settings; the paths of their blocks are listed too.
     """
     if SETTINGS.everywhere is None:
         return None
@@ -233,7 +232,7 @@ def installed() -> Installed | None:
 
 
 def plan() -> dict[str, str | None]:
-    """Return what `install` would replace in this anemoi-models, by name, and why not, or None where it would.
+    """Return what `install` would replace, by name, each with None or the reason why not.
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
@@ -244,11 +243,11 @@ def plan() -> dict[str, str | None]:
             seam: reason or "sharding is replaced as a whole, or not at all"
             for seam, reason in shards.items()
         }
-    return {f"{place[-1]}.{name}": reason for (place, name), reason in (shards | reasons).items()}
+    return {f"{owner[-1]}.{name}": reason for (owner, name), reason in (shards | reasons).items()}
 
 
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
-    """Return how `install()` would compute the graph-transformer blocks of a model on this machine.
+    """Predict the path of each graph-transformer block of a model under `install()` here.
 
     On the first GPU if there is one, under autocast to bfloat16. A condition of norms shows in the
     classes of norms.
@@ -260,13 +259,13 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
             for path, block in report.blocks_of(model)
         ]
     return tuple(
-        report.Computed(path, type(block).__name__, report.WORDS[made.path], made.reason)
-        for path, block, made in decisions
+        report.Computed(path, type(block).__name__, report.WORDS[outcome.path], outcome.reason)
+        for path, block, outcome in decisions
     )
 
 
 def uninstall() -> None:
-    """Let all blocks of Anemoi, those of `swap_layers` included, compute with Anemoi's own code again."""
+    """Restore Anemoi's own code in all blocks, including blocks of `swap_layers`."""
     SETTINGS.clear()
     _remove_patches_unless_used()
 
@@ -279,15 +278,15 @@ def swap_layers(
     blocks: bool | None = None,
     sharding: bool = True,
 ) -> nn.Module:
-    """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
+    """Switch the graph-transformer blocks of one model to anemoi_gt.
 
     Parameters
     ----------
     model : torch.nn.Module
-        It is not changed, and is returned: its blocks are registered. A copy or an unpickled model
-        has to be swapped again.
+        Returned unchanged: its blocks are only registered. A copy or an unpickled model must be
+        swapped again.
     backend, precision, fuse_edges, blocks, sharding
-        As for `install`; they take precedence over those of `install`.
+        As for `install`, over which they take precedence.
 
     Raises
     ------
@@ -299,23 +298,24 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    if not (found := [module for module in model.modules() if isinstance(module, find(*BLOCK))]):
+    swapped = [module for module in model.modules() if isinstance(module, find(*BLOCK))]
+    if not swapped:
         raise ValueError(
             f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} "
             "without one"
         )
     settings = _switch_on(config, fuse_edges, blocks, sharding)
-    for each in found:
-        SETTINGS.choose(each, settings)
+    for block in swapped:
+        SETTINGS.choose(block, settings)
     return model
 
 
 def graph_transformer_processor(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerProcessor` with swapped blocks; a target for configs whose validation is off.
+    """Build Anemoi's `GraphTransformerProcessor` with swapped blocks, for unvalidated configs.
 
-    `backend`, `precision` and `fuse_edges` are as for `install`, `options` those of Anemoi's class.
+    `backend`, `precision` and `fuse_edges` are as for `install`, `options` as for Anemoi's class.
     """
     return swap_layers(find(*PROCESSOR)(**options), backend, precision, fuse_edges)
 
@@ -323,7 +323,7 @@ def graph_transformer_processor(
 def graph_transformer_forward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, as `graph_transformer_processor` a processor."""
+    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with swapped blocks."""
     return swap_layers(
         find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges
     )
@@ -332,7 +332,7 @@ def graph_transformer_forward_mapper(
 def graph_transformer_backward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, as `graph_transformer_processor` a processor."""
+    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with swapped blocks."""
     return swap_layers(
         find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges
     )
@@ -341,7 +341,7 @@ def graph_transformer_backward_mapper(
 def _switch_on(
     config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool
 ) -> Settings:
-    """Apply the patches and return the settings; halos are exchanged if all methods for that were replaced."""
+    """Apply the patches; return the settings. Halos need all of their methods replaced."""
     if blocks is not None and not isinstance(blocks, bool):
         raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
     for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
@@ -358,7 +358,7 @@ def _apply_patches() -> None:
     if _upstream:
         return
     matches = _matches()
-    reasons = [matches[place, "forward"].reason for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
+    reasons = [matches[path, "forward"].reason for path in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
     if None not in reasons:
         raise ImportError(
             f"anemoi-models must have {PROCESSOR_BLOCK[1]}.forward as one of 0.9.2 to 0.19.0 has "
@@ -370,29 +370,28 @@ def _apply_patches() -> None:
         for seam, match in matches.items()
         if match.reason is not None and PATCHES[seam].stands_in
     ]
-    others = [f"{place[-1]}.{name}" for place, name in missing]
+    others = [f"{path[-1]}.{name}" for path, name in missing]
     if others:
         message = (
-            "this anemoi-models lacks, or has with other parameters or another body, %s: expect "
-            "less speed, not other "
-            "results"
+            "missing in this anemoi-models, or with other parameters or another body, %s: slower, "
+            "same results"
         )
         log.warning(message, ", ".join(others))
-    found = {
+    replacements = {
         (match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None
     }
-    found = _with_sharding(
-        found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason]
+    replacements = _with_sharding(
+        replacements, [f"{path[0]}.{name}" for path, name in CALLED if matches[path, name].reason]
     )
     resolve_upstream()
-    for (owner, name), match in found.items():
+    for (owner, name), match in replacements.items():
         _upstream[owner, name] = match.upstream
         setattr(owner, name, match.replacement)
     _reset_compiled()
 
 
 def _matches() -> dict[tuple, Match]:
-    """Return what is replaced in this version, or why not, by seam."""
+    """Return the replacement in this version, or the reason for none, by seam."""
     matches = {seam: _match(seam, PATCHES[seam]) for seam in _wanted()}
     provider, partition = (PROVIDER, "_get_edges_impl"), (PARTITION, "materialise")
     if matches[provider].reason is None and matches[partition].reason is not None:
@@ -402,7 +401,10 @@ def _matches() -> dict[tuple, Match]:
 
 
 def _wanted() -> list[tuple]:
-    """Return what is replaced in this version; before 0.12.1 PyTorch's `checkpoint` is called where it is imported."""
+    """Return what to replace in this version.
+
+    Before 0.12.1, PyTorch's `checkpoint` is replaced where it is imported.
+    """
     old = not hasattr(find(*MAPPER[:1]), "maybe_checkpoint")
     absent = "maybe_checkpoint" if old else "checkpoint"
     return [seam for seam in PATCHES if seam[1] != absent]
@@ -411,39 +413,39 @@ def _wanted() -> list[tuple]:
 def _match(seam: tuple, patch: Replacement) -> Match:
     """Find the method of a seam with the parameters of some version that we know."""
     reason, name = f"this anemoi-models has no {'.'.join(seam[0])}", seam[1]
-    for place in filter(None, (seam[0], OLDER.get(seam))):
+    for path in filter(None, (seam[0], OLDER.get(seam))):
         try:
-            owner = find(*place)
+            owner = find(*path)
         except ImportError:
             continue
         upstream = _upstream.get((owner, name), vars(owner).get(name))
         reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
-        if reason is None and place in (PROCESSOR_BLOCK, MAPPER_BLOCK):
+        if reason is None and path in (PROCESSOR_BLOCK, MAPPER_BLOCK):
             reason = unknown_body_in_block(owner)
         if reason is None:
             return Match(owner, upstream, patch.of(upstream), None)
     return Match(None, None, None, reason)
 
 
-def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
-    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit.
+def _with_sharding(matches: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
+    """Return the replacements with `SHARDING` on top, or without if one of those does not fit.
 
     `differing` names functions that they call and that are not as in the versions we know.
     """
-    above = dict(found)
-    for (place, name), patch in SHARDING.items():
-        match = _match((place, name), patch)
+    above = dict(matches)
+    for (path, name), patch in SHARDING.items():
+        match = _match((path, name), patch)
         if match.reason is not None:
-            differing.append(f"{place[-1]}.{name}")
+            differing.append(f"{path[-1]}.{name}")
             continue
         key = match.owner, name
-        below = found[key].replacement if key in found else match.upstream
+        below = matches[key].replacement if key in matches else match.upstream
         above[key] = match._replace(replacement=patch.of(below))
     if differing:
         log.warning(
-            "this anemoi-models has another %s: its own sharding is kept", ", ".join(differing)
+            "this anemoi-models has another %s: Anemoi's sharding is kept", ", ".join(differing)
         )
-        return found
+        return matches
     return above
 
 
@@ -458,6 +460,6 @@ def _remove_patches_unless_used() -> None:
 
 
 def _reset_compiled() -> None:
-    """Drop compiled code, which holds the methods it was made from; PyTorch does not notice that a class got others."""
+    """Drop compiled code, which holds old methods; PyTorch does not notice replaced methods."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

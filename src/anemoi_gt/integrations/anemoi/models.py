@@ -1,4 +1,4 @@
-"""Anemoi's models when they are built and rebuilt: what is said of them, and what swapped blocks keep."""
+"""Building and rebuilding of Anemoi's models: log lines, and settings of swapped blocks."""
 
 import torch
 
@@ -9,7 +9,7 @@ from anemoi_gt.integrations.anemoi.upstream import wraps_any
 
 @wraps_any
 def build_model(upstream, self, *args, **kwargs):
-    """Keep the settings of swapped blocks where a model is built again, as after a change of its graph."""
+    """Keep the settings of swapped blocks when a model is rebuilt, as after a graph change."""
     before = _settings_by_path(self)
     result = upstream(self, *args, **kwargs)
     if before:
@@ -28,17 +28,15 @@ def _settings_by_path(interface) -> dict:
 
 @wraps_any
 def update_metadata(upstream, self, *args, **kwargs):
-    """Say so where a model that has just been built has nothing to compute for us."""
+    """Log it if a model that was just built has no graph-transformer block."""
     result = upstream(self, *args, **kwargs)
-    report.after_build(
-        self.model
-    )  # the paths of its blocks are those that its own forward pass tells
+    report.after_build(self.model)  # its own forward pass defines the paths of its blocks
     return result
 
 
 @wraps_any
 def assert_valid_sharding(upstream, self, *args, **kwargs):
-    """Know a model by its forward pass, which begins so."""
+    """Register a model at the start of its forward pass."""
     if not torch.compiler.is_compiling():
         report.add_model(self)
     return upstream(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What was computed how: kept for each block, told by `installed()`, by `anemoi-gt info` and in one line of the log.
+"""Report of block paths for `installed()`, `anemoi-gt info` and one log line per model.
 
 A block of compiled code is not seen one by one: blocks of its class are counted by what was traced.
 """
@@ -25,13 +25,13 @@ _BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = (
 _TRACED: dict[type, Outcome] = {}
 _MODELS: WeakKeyDictionary[nn.Module, None] = (
     WeakKeyDictionary()
-)  # of Anemoi, in the order in which they were met
+)  # Anemoi models, in order of first use
 _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the lines about a model
 _UP_TO_DATE: WeakSet[nn.Module] = WeakSet()  # models of which nothing has changed since
 
 
 class Computed(NamedTuple):
-    """How a block was computed."""
+    """The path of a block, and why it is not fused."""
 
     path: str  # of the module in its model, empty for a block outside of a known model
     kind: str  # name of its class
@@ -60,7 +60,7 @@ def record_traced(kind: type, path: str, reason: str | None) -> None:
 
 
 def clear() -> None:
-    """Forget what was computed; models are told of anew."""
+    """Clear all paths, so that models are logged again."""
     _BLOCKS.clear()
     _TRACED.clear()
     _MODELS.clear()
@@ -69,7 +69,7 @@ def clear() -> None:
 
 
 def add_model(model: nn.Module) -> None:
-    """Know a model, so that its blocks have paths."""
+    """Register a model, so that its blocks have module paths."""
     _MODELS[model] = None
 
 
@@ -83,17 +83,17 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def computed() -> tuple[Computed, ...]:
-    """Return how the blocks of all known models, and other blocks that have computed, were computed."""
-    found, seen = [], set()
+    """Return the path of each block of all known models, and of other blocks that have run."""
+    paths, seen = [], set()
     for model in list(_MODELS):
         for path, block in blocks_of(model):
             if id(block) not in seen:
                 seen.add(id(block))
-                found.append(_of_block(path, block))
+                paths.append(_of_block(path, block))
     for block in list(_BLOCKS):
         if id(block) not in seen:
-            found.append(_of_block("", block))
-    return tuple(found)
+            paths.append(_of_block("", block))
+    return tuple(paths)
 
 
 def _of_block(path: str, block: nn.Module) -> Computed:
@@ -103,7 +103,7 @@ def _of_block(path: str, block: nn.Module) -> Computed:
 
 
 def summary(blocks: tuple[Computed, ...]) -> str:
-    """Return in one line how many blocks of each class were computed how, and why not fused, with their paths."""
+    """Summarise the paths of the blocks of each class in one line, with reasons if not fused."""
     parts = []
     for kind in dict.fromkeys(block.kind for block in blocks):
         counts = Counter((block.outcome, block.reason) for block in blocks if block.kind == kind)
@@ -129,7 +129,7 @@ def _shortened(paths: list[str]) -> list[str]:
 
 
 def after_step(model: nn.Module) -> None:
-    """Log one line about a model whose forward pass has ended, once, and again when blocks are computed otherwise."""
+    """Log a line about a model after its first forward pass, and again when a path changes."""
     if model in _UP_TO_DATE:
         return
     add_model(model)
@@ -138,15 +138,15 @@ def after_step(model: nn.Module) -> None:
     if not any(block in _BLOCKS or type(block) in _TRACED for _, block in blocks):
         return
     line = summary(tuple(_of_block(path, block) for path, block in blocks))
-    told = _TOLD.setdefault(model, set())
-    if line not in told:
-        told.add(line)
+    logged = _TOLD.setdefault(model, set())
+    if line not in logged:
+        logged.add(line)
         log.info("anemoi_gt computes blocks of %s: %s", type(model).__name__, line)
 
 
 def after_build(model: nn.Module) -> None:
-    """Say that nothing of a model is computed by us, if it has no graph-transformer block."""
+    """Log that a model does not use anemoi_gt if it has no graph-transformer block."""
     add_model(model)
     if not blocks_of(model):
-        message = "%s has no graph-transformer block: anemoi_gt computes nothing of it"
+        message = "%s has no graph-transformer block: anemoi_gt is not used"
         log.warning(message, type(model).__name__)

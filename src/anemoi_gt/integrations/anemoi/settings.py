@@ -20,7 +20,7 @@ class Settings:
     fuse_edges: bool
     blocks: bool | None = None
     sharding: bool = False
-    checkpointing: "Checkpointing | None" = None  # of `install` alone
+    checkpointing: "Checkpointing | None" = None  # only set by `install`
 
     def __str__(self) -> str:
         values = {"backend": self.config.backend, "precision": self.config.precision}

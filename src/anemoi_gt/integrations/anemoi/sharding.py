@@ -1,12 +1,12 @@
-"""Sharding of Anemoi's models on our halo exchange: replacements for what Anemoi does with several ranks of a model.
+"""Sharding of Anemoi's models on our halo exchange: replacements of its multi-rank methods.
 
 Anemoi hands every layer the nodes of its rank, contiguous ranges, and the edges into them. With
 shard strategy "edges"
 
     processor block    exchanges halo rows of the normed nodes, in autocast's dtype
     mapper             exchanges halo rows of the sources; nothing is gathered
-    provider           edges of one copy of the graph, and their attributes for each copy of a batch or an ensemble
-    model              every copy of every set of nodes is split along the grid: rows [copies, nodes of this rank]
+    provider           edges of one copy of the graph; attributes for each copy in the batch
+    model              each copy of each node set is split along the grid: [copies, local nodes]
 
 A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it,
 without a message. Both are cached with the list (`edge_lists`), once for each group, division of
@@ -38,7 +38,7 @@ _MODELS = (
 
 @replaces("self batch_size shard_edges model_comm_group")
 def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
-    """Take the same range of every copy of a batch as the shard of a `StaticGraphProvider`."""
+    """Shard a `StaticGraphProvider` by the same range of every copy of a batch."""
     if not (
         shard_edges
         and batch_size > 1
@@ -70,8 +70,8 @@ def prepare_edge_sharding(
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     local = local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
     if local is None:
-        given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
-        return upstream(self, *given, *rest, **named)
+        arguments = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
+        return upstream(self, *arguments, *rest, **named)
     (src, dst), (x_src, x_dst) = sizes, x
     if not shard_info.src_is_sharded():
         if cond is not None and cond[0].shape[0] == x_src.shape[0]:
@@ -117,16 +117,16 @@ def mapper_forward(
     **named,
 ):
     """Gather the destinations of every copy along the grid."""
-    given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
+    arguments = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     gathers = not keep_x_dst_sharded and batch_size > 1
     if (
         not gathers
         or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None
     ):
-        return upstream(self, *given, keep_x_dst_sharded, *rest, **named)
-    own = upstream(self, *given, True, *rest, **named)
-    rows = own.unflatten(0, (batch_size, -1))
+        return upstream(self, *arguments, keep_x_dst_sharded, *rest, **named)
+    result = upstream(self, *arguments, True, *rest, **named)
+    rows = result.unflatten(0, (batch_size, -1))
     return Upstream.mapper.gather_tensor(rows, 1, sizes[1], model_comm_group).flatten(0, 1)
 
 
@@ -142,7 +142,7 @@ def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
 
 @replaces("self name batch_size")
 def node_attributes(upstream, self, name, batch_size):
-    """Note on node attributes how often the nodes are repeated."""
+    """Tag node attributes with the number of copies of the nodes."""
     rows = upstream(self, name, batch_size)
     if batch_size > 1 and SETTINGS.any_sharding:
         setattr(rows, _COPIES, batch_size)
@@ -151,7 +151,7 @@ def node_attributes(upstream, self, name, batch_size):
 
 @replaces("tensor dim model_comm_group")
 def get_shard_sizes(upstream, tensor, dim, model_comm_group=None):
-    """Return sizes of shards of the nodes, however often they are repeated, for a model's module."""
+    """Return the shard sizes of the nodes for a model's module, however often they repeat."""
     copies = getattr(tensor, _COPIES, 1)
     if copies > 1 and dim == 0 and is_distributed(model_comm_group):
         tensor = tensor[: tensor.shape[0] // copies]
@@ -170,14 +170,14 @@ def noise(
     noise_dtype=torch.float32,
     model_comm_group=None,
 ):
-    """Take this rank's nodes of the noise of every member of an ensemble."""
-    copies, given = (
+    """Select this rank's nodes from the noise of every ensemble member."""
+    copies, arguments = (
         batch_size * ensemble_size,
         (x, batch_size, ensemble_size, grid_size, grid_shard_sizes),
     )
     if copies == 1 or not (SETTINGS.any_sharding and is_distributed(model_comm_group)):
-        return upstream(self, *given, noise_dtype, model_comm_group)
-    x, noise = upstream(self, *given, noise_dtype, None)
+        return upstream(self, *arguments, noise_dtype, model_comm_group)
+    x, noise = upstream(self, *arguments, noise_dtype, None)
     rows = noise.unflatten(0, (copies, -1)).split(grid_shard_sizes, 1)[model_comm_group.rank()]
     return x, rows.flatten(0, 1)
 
@@ -208,7 +208,7 @@ def shards_edges(block: nn.Module) -> bool:
 
 
 def _splits_copies(model: nn.Module) -> bool:
-    """Return whether all parts of a model split the copies of a batch or ensemble along the grid."""
+    """Return whether all parts of a model split the copies of a batch or ensemble by grid."""
     mapper, layers = Upstream.mapper, Upstream.processor
     providers = import_module("anemoi.models.layers.graph_provider")
     if type(model).forward.__module__ not in _MODELS:
@@ -230,28 +230,27 @@ def _mapper_sizes(x, shard_info, copies: int, group) -> tuple[list[int], list[in
     """Return the numbers of sources and destinations of each rank, or None on one rank."""
     if not is_distributed(group):
         return None
-    given = (shard_info.src_nodes, shard_info.dst_nodes)
+    shard_sizes = (shard_info.src_nodes, shard_info.dst_nodes)
     counts = (rows.shape[0] // copies for rows in x)
     return tuple(
         list(Ranges.even(count, group.size()).counts) if sizes is None else sizes
-        for sizes, count in zip(given, counts, strict=True)
+        for sizes, count in zip(shard_sizes, counts, strict=True)
     )
 
 
 def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
     """Return the rows of this rank as [copies, nodes, F]."""
-    own = sizes[group.rank()]
-    if rows.shape[0] != copies * own:
+    num_local = sizes[group.rank()]
+    if rows.shape[0] != copies * num_local:
         raise ValueError(
-            f"with sharding, a rank must hold its {own} nodes of each of {copies} members of the "
-            "batch, got "
-            f"{rows.shape[0]} rows; install(sharding=False) keeps Anemoi's own division"
+            f"with sharding, a rank must hold its {num_local} nodes of each of {copies} members of "
+            f"the batch, got {rows.shape[0]} rows; install(sharding=False) keeps Anemoi's sharding"
         )
-    return rows.unflatten(0, (copies, own))
+    return rows.unflatten(0, (copies, num_local))
 
 
 def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
-    """Return this rank's rows of each copy of nodes that all ranks hold; their gradients are gathered."""
+    """Return this rank's rows of each copy of replicated nodes; gradients are gathered."""
     rows = rows.unflatten(0, (copies, -1))
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
@@ -266,7 +265,7 @@ def start_halo(
     norm: nn.Module | None = None,
     cond: Tensor | None = None,
 ):
-    """Send halo rows of a processor block, normed, in autocast's dtype; `local` is of `local_edges`.
+    """Send normed halo rows of a processor block in autocast's dtype; `local` is a `local_edges`.
 
     `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any;
     None: x is normed. Both send the same, since ranks may differ.
@@ -289,7 +288,7 @@ def start_halo(
 
 
 def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
-    """Return this rank's edges, numbered by its nodes and its halo, with their exchange; None where upstream serves."""
+    """Return this rank's edges, numbered locally, with their exchange; None if unsupported."""
     if not is_distributed(group) or not shards_edges(block) or sizes[0] is None or sizes[1] is None:
         return None
     src, dst, rank = tuple(sizes[0]), tuple(sizes[1]), group.rank()
@@ -315,14 +314,14 @@ def _make_local_edges(
     dst: tuple[int, ...],
     copies: int,
 ) -> bool:
-    """Make the local edges of a shard once; return False where the list that it was cut from is not known."""
+    """Make the local edges of a shard once; return False if its source list is unknown."""
     whole = lookup(edge_index).whole()
     if whole is None or lookup(whole) is None:
         return False
     sources, destinations = (Ranges((0, *accumulate(sizes))) for sizes in (src, dst))
 
     def number_locally() -> Tensor:
-        """Return the edges into this rank's destinations, of each copy, with the exchange that delivers their halo."""
+        """Return edges into local destinations, of each copy, with the exchange of their halo."""
         _check_division(whole, sources, destinations)
         with torch.inference_mode(False), torch.no_grad():
             bounds = torch.tensor(destinations.bounds, device=whole.device)
@@ -332,10 +331,10 @@ def _make_local_edges(
             read = [part[0].unique() for part in by_rank]
             wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
             exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
-            (src, dst), own, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
+            (src, dst), own_range, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
             src = torch.where(
                 sources.owns(rank, src),
-                src - own.start,
+                src - own_range.start,
                 num_own + torch.searchsorted(wanted[rank], src),
             )
             local = torch.stack([src, dst - destinations.of(rank).start])
@@ -351,7 +350,7 @@ def _make_local_edges(
 
 
 def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -> None:
-    """Raise unless the ranges are those of a graph whose edges Anemoi has cut evenly by destination."""
+    """Raise ValueError unless the ranges divide the nodes of one copy of the graph."""
     num_nodes = lookup(edge_index).num_nodes
     if (sources.size, destinations.size) != num_nodes:
         raise ValueError(
@@ -364,5 +363,5 @@ def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -
     if destinations != Ranges.even(destinations.size, destinations.num_ranks):
         raise ValueError(
             f"with sharding, destinations must be divided evenly, as Anemoi divides the edges, got "
-            f"{destinations.counts}; install(sharding=False) keeps Anemoi's own division"
+            f"{destinations.counts}; install(sharding=False) keeps Anemoi's sharding"
         )

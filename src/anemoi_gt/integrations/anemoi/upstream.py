@@ -1,4 +1,4 @@
-"""Code of anemoi-models: what the installed version has, and replacements for its methods and functions.
+"""The installed anemoi-models: its modules, and replacements for its methods and functions.
 
 A replacement is a function that takes the upstream method first, then what that takes:
 
@@ -22,7 +22,7 @@ from anemoi_gt.nn import sublayers
 
 
 class Upstream:
-    """Modules and classes of anemoi-models that replacements read, resolved once by `resolve_upstream`."""
+    """Modules and classes of anemoi-models for replacements, resolved by `resolve_upstream`."""
 
     mapper: ModuleType  # layers.mapper
     processor: ModuleType  # layers.processor
@@ -31,7 +31,7 @@ class Upstream:
     blocks: tuple[type, ...] = ()  # of processors and of mappers
     conv: type | None = None  # the attention of graph_attention_backend: pyg
     triton_conv: object = (
-        None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
+        None  # for `triton`; before 0.18.0 the class with this `apply`; None before 0.11
     )
     block_module: ModuleType  # layers.block
     shapes: ModuleType  # distributed.shapes
@@ -73,7 +73,7 @@ def resolve_upstream() -> None:
 
 
 def _register_sublayers() -> None:
-    """Let fused sub-layers stand for Anemoi's norms and networks whose bodies we know."""
+    """Allow fused sub-layers for Anemoi's norms and networks with known bodies."""
     kinds = {
         "layer_norm": ("normalization", "AutocastLayerNorm"),
         "conditional_norm": ("normalization", "ConditionalLayerNorm"),
@@ -115,7 +115,7 @@ class Replacement:
     stands_in: bool = True  # False: it calls upstream whatever its body is
 
     def of(self, upstream: Callable) -> Callable:
-        """Return what is to be set in place of `upstream`."""
+        """Return the replacement of `upstream`."""
         function = self.function
 
         def method(*args, **kwargs):
@@ -127,21 +127,21 @@ class Replacement:
         return wraps(upstream)(method)
 
     def misfit(self, upstream: Callable) -> str | None:
-        """Return why `upstream` cannot be replaced, or None if it has known parameters and a known body."""
-        given = parameters_of(upstream)
-        if not self.known or given in map(str.split, self.known):
+        """Return why `upstream` cannot be replaced, or None if parameters and body are known."""
+        parameters = parameters_of(upstream)
+        if not self.known or parameters in map(str.split, self.known):
             return unknown_body(upstream) if self.stands_in else None
-        expected = " or ".join(f"({', '.join(each.split())})" for each in self.known)
-        return f"it takes ({', '.join(given)}), not {expected}"
+        expected = " or ".join(f"({', '.join(names.split())})" for names in self.known)
+        return f"it takes ({', '.join(parameters)}), not {expected}"
 
 
 def replaces(*known: str) -> Callable[[Callable], Replacement]:
-    """Make a function the replacement of a method with these parameters; see `Replacement`."""
+    """Mark a function as the replacement of a method with these parameters; see `Replacement`."""
     return lambda function: Replacement(function, known)
 
 
 def wraps_any(function: Callable) -> Replacement:
-    """Make a function the replacement of a method that it calls with all arguments, whatever its parameters."""
+    """Make a replacement that calls the upstream method with all arguments, whatever they are."""
     return Replacement(function, (), stands_in=False)
 
 

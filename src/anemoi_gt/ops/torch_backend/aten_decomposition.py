@@ -1,8 +1,8 @@
-"""The forward pass of the `torch` backend for export: PyTorch's own operators alone, with symbolic sizes.
+"""The forward pass of the `torch` backend for export: only PyTorch operators, symbolic sizes.
 
 A process without this library cannot run our operator, so `anemoi_gt.export.export_program`
-replaces it by this decomposition. The formulas are those of `reference`. A loop over batch and
-heads would be unrolled, so both are folded into nodes and edges instead:
+replaces it by this decomposition. The formulas are in `reference`. A loop over batch and heads
+would be unrolled, so both are folded into nodes and edges instead:
 
     node i of batch index b and head h is row (b H + h) N + i, edge e is (b H + h) E + e
 
@@ -18,7 +18,7 @@ from anemoi_gt.ops.torch_backend.edge_attention_torch import FlatArguments
 
 
 def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `edge_attention_torch`, with its arguments and results, in an exported program; raise with dropout."""
+    """Compute `edge_attention_torch` in an exported program; raise with dropout."""
     flat = FlatArguments(*arguments)
     if flat.seed is not None:
         raise ValueError(
@@ -56,7 +56,7 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _FoldedEdges:
-    """The edges of one graph for a batch of B with H heads, `shape`. Rows are [B, H, nodes or edges, features]."""
+    """The edges of one graph for batch and heads, `shape`. Rows are [B, H, nodes or edges, F]."""
 
     def __init__(self, shape: tuple[int, int], colptr: Tensor, row: Tensor, perm: Tensor | None):
         self.shape, self.num_edges = shape, row.shape[0]
@@ -68,7 +68,7 @@ class _FoldedEdges:
         self.dst = torch.repeat_interleave(self.colptr.diff(), output_size=self.num_edges)
 
     def softmax(self, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the softmax p [B, H, E], lse [B, H, N_dst], and 1 where p sums to one [B, H, N_dst, 1]."""
+        """Return softmax p [B, H, E], lse [B, H, N_dst], and its sum, 1 or 0, [B, H, N_dst, 1]."""
         score = score.flatten(0, 1).T.contiguous()  # [E, B H]: segments are of the first dimension
         row_max = torch.segment_reduce(score, "max", offsets=self.colptr, unsafe=True)
         row_max = torch.where(torch.isneginf(row_max), 0.0, row_max)
@@ -81,7 +81,10 @@ class _FoldedEdges:
         return p, lse, occupied.unsqueeze(-1)
 
     def sum(self, p: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-        """Return sum_e p_e rows[index_e], rows [B or 1, H or 1, R, F], in one embedding bag over batch and heads."""
+        """Return sum_e p_e rows[index_e] by one embedding bag over batch and heads.
+
+        `rows` are [B or 1, H or 1, R, F].
+        """
         (batch, heads), (b_tables, h_tables, size, _) = self.shape, rows.shape
         table = (0 if h_tables == 1 else 1) * torch.arange(
             heads, device=index.device

@@ -1,4 +1,4 @@
-"""The `torch` backend as PyTorch custom operators: flat tensors in and out, a loop over batch and groups of heads."""
+"""The `torch` backend as custom operators: flat tensors, a loop over batch and groups of heads."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from anemoi_gt.ops.torch_backend.reference import (
 )
 from anemoi_gt.tested_versions import warn_if_untested
 
-MAX_EDGE_HEADS = 2**21  # of a group of heads: its number of heads times that of edges or nodes
+MAX_EDGE_HEADS = 2**21  # number of heads in a group times number of edges or nodes
 
 
 class FlatArguments(NamedTuple):
@@ -50,10 +50,10 @@ class FlatArguments(NamedTuple):
     seed: Tensor | None  # [1], None without dropout
     scale: float
     dropout_p: float
-    save: bool  # what the backward pass reads
+    save: bool  # keep tensors for the backward pass
 
     def in_accumulator_dtype(self) -> "FlatArguments":
-        """Return contiguous operands with B in the dtype of the sums, with weight [H, C, D] and bias [H, C]."""
+        """Return contiguous operands in the accumulator dtype, weight [H, C, D], bias [H, C]."""
         dtype = accumulator_dtype(self.query.dtype)
         heads = self.query.shape[-2:]
 
@@ -94,12 +94,13 @@ class FlatArguments(NamedTuple):
             )
         q, k, v = (rows[b, :, group].contiguous() for rows in self[:3])
         weight, bias = (
-            None if each is None else each[group] for each in (self.edge_weight, self.edge_bias)
+            None if tensor is None else tensor[group]
+            for tensor in (self.edge_weight, self.edge_bias)
         )
         return HeadGroup(q, k, v, attr, weight, bias, keep, self.scale)
 
     def edges(self) -> Edges:
-        """Return the edges as the formulas read them, for as many heads at a time as memory allows."""
+        """Return the edges for the formulas, with as many heads at a time as memory allows."""
         graph = GraphStructure(
             self.colptr, self.row, self.row.new_empty(0, 0), self.perm, self.global_edge_id
         )
@@ -129,7 +130,7 @@ class OutEdges(NamedTuple):
 
     @classmethod
     def of(cls, flat: FlatArguments, heads: int) -> "OutEdges":
-        """Return those of `heads` heads at a time; raise ValueError without a reverse structure."""
+        """Return out-edges for `heads` heads at a time. Raise ValueError without reverse."""
         if flat.rowptr is None or flat.col is None or flat.csr_to_csc is None:
             raise ValueError(
                 "gradients of key and value need rowptr, col and csr_to_csc, got a graph without "
@@ -139,12 +140,12 @@ class OutEdges(NamedTuple):
         return cls(Segments.of_heads(heads, flat.col, flat.rowptr), flat.csr_to_csc)
 
     def sum(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Return sum_e weight_e rows_e of each source, of weight [E, G] in CSC order and rows [N_dst, G, C]."""
+        """Return sum_e weight_e rows_e per source: weight [E, G] by CSC, rows [N_dst, G, C]."""
         return weighted_sum(by_head(weight.index_select(0, self.csr_to_csc)), rows, self.segments)
 
 
 def head_group_size(heads: int, rows: int) -> int:
-    """Return how many heads to compute at a time: the largest divisor of `heads` within `MAX_EDGE_HEADS`."""
+    """Return the heads to compute at a time: the largest divisor within `MAX_EDGE_HEADS`."""
     return max(
         n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= MAX_EDGE_HEADS)
     )
@@ -157,7 +158,7 @@ def attend(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute edge attention of checked operands, with the meaning they have in `anemoi_gt.edge_attention`.
+    """Compute edge attention of checked operands, as documented in `anemoi_gt.edge_attention`.
 
     query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]; without B, all of them come
     without. Neither the operators nor their gradients add B: views around them would be nodes of
@@ -172,7 +173,10 @@ def attend(
 
 @define_operator
 def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward: out like query, lse [B, N_dst, H], without B as query; softmax p [B, E, H], empty unless it is saved."""
+    """Forward: out like query, lse [B, N_dst, H], softmax p [B, E, H], empty unless saved.
+
+    Without B, results have no B either.
+    """
     query, flat = flat.query, flat.in_accumulator_dtype()
     with without_autocast(flat.query.device.type):
         edges, out = flat.edges(), torch.empty_like(flat.query, dtype=query.dtype)
@@ -216,7 +220,7 @@ def edge_attention_torch_backward(
     p: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the six operands, empty for those that `needs` does not ask for.
+    """Return the gradients of the six operands, empty where `needs` is False.
 
     Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.
     """

@@ -1,9 +1,10 @@
 """The definition of edge attention in plain PyTorch, for a group of heads at one batch index.
 
-For destination i, source j, edge e = (j -> i), W [C, D] the head's slice of the embedding, m_e the dropout factor:
+For destination i, source j, edge e = (j -> i), W [C, D] the head's slice of the embedding,
+m_e the dropout factor:
 
     u_i   = W^T q_i                                     [D], instead of W a_e for each edge
-    s_e   = scale * (<q_i, k_j> + <u_i, a_e>)           without scale <q_i, b>, the same for all e of i
+    s_e   = scale * (<q_i, k_j> + <u_i, a_e>)           without scale <q_i, b>, constant over e
     p_e   = softmax of s over the in-edges of i,        w_e = m_e p_e
     lse_i = log sum_e exp(s_e) + scale <q_i, b>
     o_i   = sum_e w_e v_j + W sum_e w_e a_e + b sum_e w_e
@@ -53,7 +54,10 @@ class Segments:
     def of_heads(
         cls, heads: int, index: Tensor, pointers: Tensor, is_shared: bool = False
     ) -> "Segments":
-        """Return the segments of `heads` heads from index [E] and pointers [N + 1]; rows may be shared by all heads."""
+        """Return the segments of `heads` heads from index [E] and pointers [N + 1].
+
+        All heads may share one set of rows.
+        """
         if heads == 1:
             return cls(index, pointers)
         head = torch.arange(heads, dtype=index.dtype, device=index.device)[:, None]
@@ -78,7 +82,7 @@ class Edges:
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """The operands of a group of heads at one batch index, contiguous, in the dtype of the accumulators."""
+    """The operands of a group of heads at one batch index, contiguous, in the accumulator dtype."""
 
     q: Tensor  # [N_dst, G, C]
     k: Tensor  # [N_src, G, C]
@@ -91,7 +95,7 @@ class HeadGroup:
 
     @property
     def projects(self) -> bool:
-        """True if <W^T q_i, a_e>, having fewer terms, replaces <q_i, W a_e>; else W a_e is made in chunks."""
+        """Return whether <W^T q_i, a_e> has fewer terms than <q_i, W a_e>, which needs chunks."""
         return self.weight is not None and self.weight.shape[2] < self.weight.shape[1]
 
     def project(self, rows: Tensor) -> Tensor:
@@ -117,7 +121,10 @@ class HeadGroup:
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def embed_shared(self, rows: Tensor) -> Tensor:
-        """Return W of rows [P, D] shared by all heads: [P, G, C]. Rows [P, G, C] are already embedded."""
+        """Return W applied to rows [P, D] shared by all heads: [P, G, C].
+
+        Rows [P, G, C] are already embedded.
+        """
         if self.weight is None:
             return rows
         return (rows @ self.weight.flatten(0, 1).t()).unflatten(1, self.weight.shape[:2])
@@ -135,10 +142,10 @@ def _dots(
     `left` is [N_dst, G, C], `right` [N_src, G, C], `projected` W^T left or None.
     """
     dots, step = [], max(1, CHUNK // max(left[0:1].numel(), 1))
-    for to, origin, at in zip(
+    for to, origin, edge in zip(
         *(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True
     ):
-        a = None if heads.a is None else heads.a.index_select(0, at)
+        a = None if heads.a is None else heads.a.index_select(0, edge)
         rows = right.index_select(0, origin)
         if a is not None and projected is None:
             rows.add_(heads.embed_shared(a))
@@ -155,7 +162,7 @@ def by_head(weight: Tensor) -> Tensor:
 
 
 def weighted_sum(weight: Tensor, rows: Tensor, segments: Segments) -> Tensor:
-    """Return sum_e weight_e rows_e of each node, [N, G, C], of weight [G, E] and rows [M, G, C] or [M, C]."""
+    """Return sum_e weight_e rows_e per node, [N, G, C]; weight [G, E], rows [M, G, C] or [M, C]."""
     sums = embedding_bag(
         segments.index,
         rows.flatten(0, -2),
@@ -200,7 +207,7 @@ def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor, Tensor
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """Gradients of a group of heads, and w and ds of each edge for those of key and value."""
+    """Gradients of a group of heads, and w and ds of each edge, for dkey and dvalue."""
 
     dq: Tensor  # [N_dst, G, C]
     da: Tensor | None  # [E, D] raw or [E, G, C] embedded, CSC order
@@ -213,7 +220,7 @@ class HeadGradients:
 def differentiate_heads(
     heads: HeadGroup, do: Tensor, dlse: Tensor, p: Tensor, edges: Edges, needs: Needs
 ) -> HeadGradients:
-    """Return all gradients except dk and dv, which sum over out-edges, from p [E, G] of the forward pass."""
+    """Return all gradients except dk and dv, which sum over out-edges, from p [E, G]."""
     g = heads.project(do) if heads.projects else None
     dp, w = _dots(heads, edges, do, heads.v, g), heads.drop(p)
     if heads.bias is not None and heads.keep is not None:
@@ -252,7 +259,7 @@ def differentiate_heads(
 def _attribute_gradient(
     heads: HeadGroup, edges: Edges, a: Tensor, *sides: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Return w_e g_i + ds_e u_i: [E, G, C] for embedded attributes, summed over heads [E, D] for raw ones.
+    """Return w_e g_i + ds_e u_i: [E, G, C] if embedded, [E, D] summed over heads if raw.
 
     Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] before
     W^T is applied.

@@ -14,9 +14,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def unsupported_reason(query: Tensor) -> str | None:
-    """Return why the Triton kernels cannot serve a query like this one, or None when they can."""
+    """Return why the Triton kernels do not support a query like this one, or None if they do."""
     if query.dtype not in DTYPES:
-        return f"its kernels take float16, bfloat16 or float32, got {query.dtype}; use backend 'torch' for others"
+        return (
+            f"its kernels take float16, bfloat16 or float32, got {query.dtype}; use backend "
+            "'torch' for others"
+        )
     if _is_missing():
         return "the package triton is missing; pip install 'anemoi-gt[triton]'"
     if query.device.type != "cuda" and not interpreted():
@@ -25,12 +28,15 @@ def unsupported_reason(query: Tensor) -> str | None:
 
 
 def auto_unsupported_reason(query: Tensor) -> str | None:
-    """Return why `auto` rejects the Triton kernels: the interpreter, slow and for tests, must be asked for."""
+    """Return why `auto` rejects the kernels: the interpreter is slow and must be asked for."""
     return unsupported_reason(query) or (_needs_gpu(query) if query.device.type != "cuda" else None)
 
 
 def _needs_gpu(query: Tensor) -> str:
-    return f"its kernels run on a GPU, got tensors on {query.device}; move them, or use backend 'torch'"
+    return (
+        f"its kernels run on a GPU, got tensors on {query.device}; move them, or use backend "
+        "'torch'"
+    )
 
 
 @constant_when_traced  # packages do not come and go; find_spec cannot be traced before torch 2.12

@@ -44,7 +44,7 @@ def attend(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
+    """Return out and lse of checked operands, as documented in `anemoi_gt.edge_attention`.
 
     query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. A batch of one may come
     without B, in all of them: to the kernels it is the same memory, and views that add B would be
@@ -70,7 +70,7 @@ def attend(
 
 
 def embeds_first(operands: AttentionOperands, save: bool) -> bool:
-    """Return whether to embed the attributes [E, D] into [E, H, C] instead of factoring W out of the sums over edges.
+    """Return whether to embed attributes [E, D] into [E, H, C] instead of factoring out W.
 
     They are where a program cannot hold D, and where that moves fewer bytes with D > C, which takes
     many attributes and few edges a node. Elements of N nodes and E edges that one moves and the
@@ -103,18 +103,14 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     return statically_known_true(embedded < factored)
 
 
-# -------------------------------------------------------------------------------------------------------------
-# plans
-
-
 def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
-    """Return what a plan depends on of a contiguous tensor."""
+    """Return the key of a plan for a contiguous tensor: shape and dtype."""
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 @lru_cache(KEPT)
 def forward_plan(specs: tuple, scale: float, dropout_p: float, save: bool) -> Plan:
-    """Return the plan of a forward pass over operands, index tensors and seed; see `forward_steps`."""
+    """Return the plan of a forward pass over operands, indices and seed; see `forward_steps`."""
     builder = PlanBuilder(specs)
     return builder.finish(forward_steps(builder, scale, dropout_p, save))
 
@@ -122,7 +118,7 @@ def forward_plan(specs: tuple, scale: float, dropout_p: float, save: bool) -> Pl
 def forward_steps(
     builder: PlanBuilder, scale: float, dropout_p: float, save: bool, holds=bool
 ) -> list:
-    """Add the steps of a forward pass; return the buffers of out, lse, and with `save` what the backward pass reads."""
+    """Add the forward steps; return buffers of out, lse and, with `save`, for backward."""
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
 
     *tensors, seed = builder.inputs
@@ -135,7 +131,7 @@ def forward_steps(
 
 @lru_cache(KEPT)
 def backward_plan(specs: tuple, scale: float, dropout_p: float, needs: Needs) -> Plan:
-    """Return the plan of a backward pass over the inputs of the forward pass, what it saved, grad_out and grad_lse.
+    """Return the plan of a backward pass over inputs, saved tensors, grad_out and grad_lse.
 
     Its results are the gradients of the operands, None for those that are not needed.
     """
@@ -153,7 +149,7 @@ def backward_plan(specs: tuple, scale: float, dropout_p: float, needs: Needs) ->
 
 
 def _readable_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return the same elements where a kernel can read them: contiguous, 16-bit pairs aligned to 32 bits."""
+    """Return tensors that kernels can read: contiguous, 16-bit pairs aligned to 32 bits."""
     readable = []
     for tensor in tensors:
         if tensor is not None:
@@ -181,17 +177,13 @@ def _run_backward(
     dropout_p: float,
     needs: Needs,
 ) -> list[Tensor | None]:
-    """Run the backward pass on what the forward pass read and saved; return a gradient or None for each operand."""
+    """Run the backward pass on saved tensors; return a gradient or None per operand."""
     if grad_out is None:
         grad_out = torch.zeros_like(tensors[0])
     tensors = [*tensors, *_readable_tensors(grad_out, grad_lse)]
     with on_device(grad_out):
         plan = backward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, needs)
         return plan.run(tensors)
-
-
-# -------------------------------------------------------------------------------------------------------
-# eager calls
 
 
 class EdgeAttention(torch.autograd.Function):
@@ -221,15 +213,14 @@ class EdgeAttention(torch.autograd.Function):
         return *gradients, None, None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# operators
-
-
 @define_operator
 def edge_attention_triton(
     operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return out like query, lse [B, N_dst, H], without B as query, and what backward needs, empty unless `save`."""
+    """Return out, lse [B, N_dst, H] and saved tensors, which are empty unless `save`.
+
+    `out` is like query; without B, results have no B either.
+    """
     tensors = _readable_tensors(*operands, *index, options.seed)
     out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save)
     saved = saved or [None, None, None]
@@ -321,7 +312,7 @@ def _backward(ctx, grad_out, grad_lse, *_):
 def _call_backward(
     tensors, grad_out, grad_lse, scale: float, dropout_p: float, needs: Needs
 ) -> list[Tensor | None]:
-    """Call the backward operator on what the forward pass read and saved; return a gradient or None per operand."""
+    """Call the backward operator on saved tensors; return a gradient or None per operand."""
     arguments = (*tensors[:NUM_TENSORS], scale, dropout_p, *tensors[NUM_TENSORS:], list(needs))
     gradients = edge_attention_triton_backward(grad_out, grad_lse, *arguments)
     return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]

@@ -1,4 +1,4 @@
-"""The forward pass of the `triton` backend for export: the same launches, as nodes of a graph instead of calls.
+"""The forward pass of the `triton` backend for export: the same launches, as graph nodes.
 
 A process without our Python code cannot run our operator, of which it knows only the name.
 `edge_attention_triton_exported` does the same by `torch.library.triton_op`: AOTInductor looks into
@@ -26,10 +26,10 @@ from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
 
 
 class TracedSizes(Sizes):
-    """Sizes that may be symbols. Their ratios, which choose tiles, are those of the example."""
+    """Sizes that may be symbols. Their ratios, which choose tiles, come from the example."""
 
     def degree(self, num_nodes: int) -> float:
-        """Return the mean number of edges of a node in the example; a busy node's where there is no example."""
+        """Return the mean degree of the example, or a busy node's degree without example."""
         edges, nodes = _example(self.num_edges), _example(num_nodes)
         if edges is None or nodes is None:
             return float(BUSY_DEGREE)
@@ -47,7 +47,10 @@ def edge_attention_triton_exported(
     dst_hubs: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
+    """Return out and lse [B, N_dst, H] without dropout and fixed-degree kernels.
+
+    `out` is like query; without B, `lse` has no B either.
+    """
     inputs = [
         None if x is None else x.contiguous()
         for x in (*operands, colptr, row, perm, dst_schedule, dst_hubs)
@@ -76,7 +79,7 @@ def edge_attention_triton_exported(
 def decompose(
     operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
 ) -> tuple[Tensor, ...]:
-    """Stand for `edge_attention_triton` in an exported program, nothing saved for a backward; raise with dropout."""
+    """Replace `edge_attention_triton` in an exported inference program; raise with dropout."""
     if options.seed is not None:
         p = options.dropout_p
         raise ValueError(

@@ -13,7 +13,7 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 def kernel_names(
     operands: AttentionOperands, index: IndexTensors, scale: float, dropout_p: float, needs: Needs
 ) -> tuple[list[str], list[str]]:
-    """Return the names of the kernels of a forward pass, and of a backward pass for the gradients in `needs`."""
+    """Return the kernel names of a forward pass, and of a backward pass for `needs`."""
     specs = []
     for tensor in (*operands, *index):
         specs.append(None if tensor is None else (tensor.shape, tensor.dtype))

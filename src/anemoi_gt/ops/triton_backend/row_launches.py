@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 # Measured on an H200 with 528 programs, 16-bit rows of 512 features, 40,962 and 271,040 nodes:
 # NORM_BACKWARD takes 65 and 376 us; with 2048 elements it takes 100 and 610. A row that is wider
-# than a tile has a tile of its own, and more warps in proportion. Not measured: HEAD_NORM, which is
+# than a tile has its own tile, and more warps in proportion. Not measured: HEAD_NORM, which is
 # like NORM_BACKWARD, and GATE_BACKWARD, half of ACTIVATION so that it has as many registers.
 NORM_FORWARD = Tile(2048, MOST_FEATURES, 2)
 NORM_BACKWARD = Tile(1024, MOST_FEATURES, 2)

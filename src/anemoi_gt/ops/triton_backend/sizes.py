@@ -1,4 +1,4 @@
-"""The sizes of a call of edge attention, which decide its kernels, tiles and memory, and its index tensors."""
+"""The sizes of a call, which decide its kernels, tiles and memory, and its index tensors."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +17,7 @@ PACKED_DTYPES = {
 
 
 class IndexTensors(NamedTuple):
-    """The index tensors of a `GraphStructure`, by its names; the reverse structure only where it is read."""
+    """The index tensors of a `GraphStructure`, by name; the reverse structure only if read."""
 
     colptr: Tensor  # [N_dst + 1]
     row: Tensor  # [E]
@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Columns of what passes between kernels: `attributes` padded, at least the 16 of a matrix product."""
+        """Columns of intermediates: `attributes`, padded to at least 16 for matrix products."""
         return attribute_columns(self.attributes)
 
     @property
@@ -118,11 +118,11 @@ class Sizes(NamedTuple):
 
     @property
     def over_sources(self) -> Shape:
-        """The work of the kernel that walks the edges of sources, and gathers rows of destinations one by one."""
+        """The work of the kernel over sources, which gathers destination rows one by one."""
         return Shape(self.heads, self.channels, 0, self.degree(self.num_src), self.dtype.itemsize)
 
     def inverse_shape(self, statistic_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of inv_denominator: like lse; with hubs segment rows follow the node rows."""
+        """Return the shape of inv_denominator, like lse; with hubs, segment rows follow."""
         if not self.inverse_segment:
             return statistic_shape
         return self.batch * (self.num_dst + self.blocks(self.inverse_segment)), self.heads
@@ -195,7 +195,7 @@ def sizes_of(
 
 
 def _segment_of(hubs: Tensor | None, num_edges: int, holds: Callable[[bool], bool]) -> int:
-    """Return the edges of a segment of hubs, half of what makes a hub; 0 where the graph has none or is too small."""
+    """Return the edges of a hub segment, half the hub limit; 0 for graphs without hubs."""
     if hubs is None:
         return 0
     segment = hubs.shape[0] // 2
