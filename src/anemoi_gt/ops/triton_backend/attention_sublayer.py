@@ -521,6 +521,8 @@ def backward_plan(
     through = _ThroughNorm(sums, layout, "norm", norm, norm_map)
     dx_src = None
     dhalo = None
+    if t.halo is not None:  # a rank that needs no rows of others has an empty halo
+        dhalo = builder.empty_like(t.halo)
     source_map = None
     if layout.is_one_tensor:
         all_projections = _Projections.of(weights, parameters, 0, 4 * width)
@@ -534,7 +536,7 @@ def backward_plan(
                 builder, dst.rows(own), of_destinations.weight, dn.rows(among_sources)
             )
         normed_rows = through.differentiate(t.x_dst, dx_dst, grad, dn)
-        dhalo = _differentiate_halo(builder, layout, t.halo, dn, normed_rows)
+        _differentiate_halo(builder, layout, t.halo, dn, normed_rows, dhalo)
         of_sources.differentiate(builder, src, normed_rows, is_first=True)
         for number, (own, among_sources) in enumerate(layout.entries()):
             of_destinations.differentiate(
@@ -556,7 +558,7 @@ def backward_plan(
         dn = sublayer_steps.product(builder, src, of_sources.weight)
         normed_rows = through.differentiate(t.x_src, dx_src, None, dn)
         if layout.halo:
-            dhalo = _differentiate_halo(builder, layout, t.halo, dn, normed_rows)
+            _differentiate_halo(builder, layout, t.halo, dn, normed_rows, dhalo)
         of_sources.differentiate(builder, src, normed_rows, is_first=True)
     sums.total_into(parameters["sums"])
     if t.self_bias is not None:
@@ -637,14 +639,17 @@ class _ThroughNorm(NamedTuple):
 
 
 def _differentiate_halo(
-    builder: PlanBuilder, layout: _Layout, halo: Buffer, dn: Buffer, normed: Buffer
-) -> Buffer:
-    """Return the gradient of the halo; complete `normed`, which has the rows of own sources."""
+    builder: PlanBuilder,
+    layout: _Layout,
+    halo: Buffer,
+    dn: Buffer,
+    normed: Buffer,
+    dhalo: Buffer,
+) -> None:
+    """Fill the gradient of the halo, and the halo's rows of `normed`."""
     entries = (layout.batch, layout.halo)
     sublayer_steps.copy(builder, halo.unflatten(0, entries), layout.halo_rows(normed))
-    dhalo = builder.empty_like(halo)
     sublayer_steps.copy(builder, layout.halo_rows(dn), dhalo.unflatten(0, entries))
-    return dhalo
 
 
 def _head_norm_backward(
