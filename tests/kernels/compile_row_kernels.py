@@ -21,13 +21,10 @@ SUMS = {"programs": 528, "sums": 8192, "first_sum": 0}
 def launches(features, x, half, num_rows=1000):
     """Yield every launch for rows of `features`, with the dtypes of its tensors by name."""
     parameters = {"scale": SINGLE, "shift": SINGLE}
-    modulation = {"condition": half, "weight": half, "bias": half}
-    for norm, conditions in ((parameters, 0), (modulation, 4), (modulation, 16)):
-        forward = row_launches.norm_forward(num_rows, features, 1e-5, conditions=conditions)
-        yield forward, {"x": x, "out": half} | norm
-        backward = row_launches.norm_backward(
-            num_rows, features, 1e-5, total=True, conditions=conditions, **SUMS
-        )
+    modulation = {"modulation": half}
+    for norm in (parameters, modulation):
+        yield row_launches.norm_forward(num_rows, features, 1e-5), {"x": x, "out": half} | norm
+        backward = row_launches.norm_backward(num_rows, features, 1e-5, total=True, **SUMS)
         tensors = {"x": x, "grad_normed": half, "grad_total": x, "dx": x, "normed": half}
         if norm is modulation:
             tensors["grad_scale"] = half

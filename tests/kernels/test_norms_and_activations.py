@@ -76,37 +76,20 @@ def normal(x):
     return functional.layer_norm(x, x.shape[-1:], eps=EPS)
 
 
-def modulated(n, scale, shift, condition, weight, bias):
-    """Return n scale + shift, with scale and shift [F], absent, or affine in a condition."""
-    if condition is not None:
-        maps = weight.unflatten(0, (2, -1))
-        scale, shift = (
-            condition @ one + offset for one, offset in zip(maps, bias.chunk(2), strict=True)
-        )
+def modulated(n, scale, shift, modulation):
+    """Return n scale + shift, with scale and shift [F], absent, or rows of `modulation`."""
+    if modulation is not None:
+        scale, shift = modulation.chunk(2, dim=-1)
     n = n if scale is None else n * scale
     return n if shift is None else n + shift
 
 
-NO_PARAMETERS = dict.fromkeys(("scale", "shift", "condition", "weight", "bias"))
-CONDITIONS = 3
-
-
 def norm_parameters(draw, num_rows, features, form, dtype):
-    """Return what a norm of one of FORMS reads; what belongs to a condition has `dtype`."""
-    parameters = dict(NO_PARAMETERS)
-    if form in ("scale and shift", "scale"):
-        parameters["scale"] = draw(features)
-    if form in ("scale and shift", "shift"):
-        parameters["shift"] = draw(features)
-    if form == "modulated":
-        parameters["condition"] = draw(num_rows, CONDITIONS, dtype=dtype)
-        parameters["weight"] = draw(2 * CONDITIONS, features, dtype=dtype)
-        parameters["bias"] = draw(2 * features, dtype=dtype)
-    return parameters
-
-
-def conditions_of(form):
-    return CONDITIONS if form == "modulated" else 0
+    """Return scale, shift and modulation of one of FORMS; parameters are float32, modulation has `dtype`."""
+    scale = draw(features) if form in ("scale and shift", "scale") else None
+    shift = draw(features) if form in ("scale and shift", "shift") else None
+    modulation = draw(num_rows, 2 * features, dtype=dtype) if form == "modulated" else None
+    return {"scale": scale, "shift": shift, "modulation": modulation}
 
 
 FORMS = ("scale and shift", "scale", "shift", "neither", "modulated")
@@ -121,8 +104,7 @@ def test_norm_equals_pytorchs(draw, poisoned, num_rows, features, form):
         norm_parameters(draw, num_rows, features, form, torch.float32),
     )
     out = poisoned(num_rows, features)
-    launch = row_launches.norm_forward(num_rows, features, EPS, conditions=conditions_of(form))
-    launch(x=x, out=out, **parameters)
+    row_launches.norm_forward(num_rows, features, EPS)(x=x, out=out, **parameters)
     assert_rounded(
         "out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()})
     )
@@ -134,8 +116,7 @@ def test_norm_equals_pytorchs(draw, poisoned, num_rows, features, form):
 def test_norm_rounds_once_to_the_dtype_of_its_output(draw, poisoned, form, dtype, out_dtype):
     x, parameters = draw(37, 67, dtype=dtype), norm_parameters(draw, 37, 67, form, out_dtype)
     out = poisoned(37, 67, dtype=out_dtype)
-    launch = row_launches.norm_forward(37, 67, EPS, conditions=conditions_of(form))
-    launch(x=x, out=out, **parameters)
+    row_launches.norm_forward(37, 67, EPS)(x=x, out=out, **parameters)
     assert_rounded(
         "out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()})
     )
@@ -145,7 +126,7 @@ def test_norm_of_batch_entries_fills_rows_before_the_halo_and_no_others(draw, po
     x, scale, shift = draw(3 * 7, 24), draw(24), draw(24)
     out = poisoned(3, 9, 24)
     launch = row_launches.norm_forward(21, 24, EPS, batch=3, out_entry_rows=9)
-    launch(x=x, out=out, **(NO_PARAMETERS | {"scale": scale, "shift": shift}))
+    launch(x=x, scale=scale, shift=shift, modulation=None, out=out)
     assert_rounded(
         "out", out[:, :7].flatten(0, 1), normal(x.double()) * scale.double() + shift.double()
     )
@@ -156,7 +137,7 @@ def test_norm_fills_columns_of_a_wider_buffer_and_no_others(draw, poisoned):
     x, out = draw(37, 24), poisoned(37, 60)
     columns = out[:, 20:44]
     launch = row_launches.norm_forward(37, 24, EPS, out_stride=60)
-    launch(x=x, out=columns, **NO_PARAMETERS)
+    launch(x=x, scale=None, shift=None, modulation=None, out=columns)
     assert_rounded("out", columns, normal(x.double()))
     assert out[:, :20].isnan().all() and out[:, 44:].isnan().all()
 
@@ -194,14 +175,7 @@ def run_norm_backward(
     sums = (3 if has_total else 2) * features
     partial = make_partial(5 + sums + 3)
     launch = row_launches.norm_backward(
-        num_rows,
-        features,
-        EPS,
-        programs=PROGRAMS,
-        sums=5 + sums + 3,
-        first_sum=5,
-        total=has_total,
-        conditions=conditions_of(form),
+        num_rows, features, EPS, programs=PROGRAMS, sums=5 + sums + 3, first_sum=5, total=has_total
     )
     launch(
         x=x,
@@ -247,19 +221,21 @@ def test_gradient_of_a_norm_alone_writes_nothing_else(draw, poisoned):
         x=x,
         grad_normed=grad_normed,
         grad_total=None,
+        scale=None,
+        shift=None,
+        modulation=None,
         dx=dx,
         normed=None,
         grad_scale=None,
         partial=None,
-        **NO_PARAMETERS,
     )
-    assert_rounded("dx", dx, norm_gradients(x, grad_normed, None, NO_PARAMETERS)["dx"])
+    parameters = {"scale": None, "shift": None, "modulation": None}
+    assert_rounded("dx", dx, norm_gradients(x, grad_normed, None, parameters)["dx"])
 
 
 def test_gradient_of_a_norm_reads_and_writes_rows_before_the_halo(draw, poisoned, make_partial):
     x, scale, wide = draw(3 * 7, 24), draw(24), draw(3, 9, 24)
     normed, dx, partial = poisoned(3, 9, 24), poisoned(21, 24), make_partial(48)
-    parameters = NO_PARAMETERS | {"scale": scale}
     launch = row_launches.norm_backward(
         21, 24, EPS, programs=PROGRAMS, sums=48, first_sum=0, batch=3, normed_entry_rows=9
     )
@@ -267,12 +243,15 @@ def test_gradient_of_a_norm_reads_and_writes_rows_before_the_halo(draw, poisoned
         x=x,
         grad_normed=wide,
         grad_total=None,
+        scale=scale,
+        shift=None,
+        modulation=None,
         dx=dx,
         normed=normed,
         grad_scale=None,
         partial=partial,
-        **parameters,
     )
+    parameters = {"scale": scale, "shift": None, "modulation": None}
     reference = norm_gradients(x, wide[:, :7].flatten(0, 1), None, parameters)
     assert_rounded("dx", dx, reference["dx"])
     assert_rounded("normed", normed[:, :7].flatten(0, 1), reference["normed"])
@@ -283,7 +262,7 @@ def test_gradient_of_a_norm_reads_and_writes_rows_before_the_halo(draw, poisoned
 def test_launches_add_to_the_same_sums(draw, poisoned, make_partial):
     partial, total = make_partial(2 * 24), 0.0
     launch = row_launches.norm_backward(9, 24, EPS, programs=PROGRAMS, sums=48, first_sum=0)
-    parameters = NO_PARAMETERS | {"scale": draw(24)}
+    parameters = {"scale": draw(24), "shift": None, "modulation": None}
     for _ in range(2):
         x, grad_normed = draw(9, 24), draw(9, 24)
         launch(
@@ -568,7 +547,7 @@ GROWING = {  # arguments whose size grows with nodes
     "x",
     "grad_normed",
     "grad_total",
-    "condition",
+    "modulation",
     "dx",
     "normed",
     "grad_scale",

@@ -36,14 +36,8 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load_piece(source, element, mask, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return elements [BLOCK] of a parameter as float32, zeros where there is none.
-
-    With COLUMNS they are elements of its transpose, of which it has so many rows.
-    """
-    if COLUMNS > 0:
-        rows: tl.constexpr = SIZE // COLUMNS
-        element = element % rows * COLUMNS + element // rows
+def _load_piece(source, element, mask):
+    """Return elements [BLOCK] of a parameter as float32, zeros where there is none."""
     if source is None:
         return tl.zeros(element.shape, tl.float32)
     else:
@@ -58,7 +52,6 @@ def _pack_piece(
     packed,
     SIZE: tl.constexpr,
     FIRST: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -67,9 +60,9 @@ def _pack_piece(
     if block >= 0 and block < blocks:
         element = block * BLOCK + tl.arange(0, BLOCK)
         mask = element < SIZE
-        x = _load_piece(source, element, mask, SIZE, COLUMNS)
+        x = _load_piece(source, element, mask)
         if addend is not None:
-            x += _load_piece(addend, element, mask, SIZE, COLUMNS)
+            x += _load_piece(addend, element, mask)
         if ONE:
             x += 1.0
         tl.store(packed + FIRST + element, _rounded(x, packed.dtype.element_ty), mask=mask)
@@ -102,7 +95,6 @@ def pack(
     packed,
     SIZES: tl.constexpr,  # elements of each parameter, one behind the other; 0 where there is none
     FIRSTS: tl.constexpr,  # the element of `packed` at which each begins
-    COLUMNS: tl.constexpr,  # columns of those that are transposed, 0 for others
     ONES: tl.constexpr,  # whether 1 is added to each
     WITH_ADDEND: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -138,27 +130,11 @@ def pack(
         if SIZES[n] > 0:
             if n == WITH_ADDEND:
                 block = _pack_piece(
-                    block,
-                    sources[n],
-                    addend,
-                    packed,
-                    SIZES[n],
-                    FIRSTS[n],
-                    COLUMNS[n],
-                    ONES[n],
-                    BLOCK,
+                    block, sources[n], addend, packed, SIZES[n], FIRSTS[n], ONES[n], BLOCK
                 )
             else:
                 block = _pack_piece(
-                    block,
-                    sources[n],
-                    None,
-                    packed,
-                    SIZES[n],
-                    FIRSTS[n],
-                    COLUMNS[n],
-                    ONES[n],
-                    BLOCK,
+                    block, sources[n], None, packed, SIZES[n], FIRSTS[n], ONES[n], BLOCK
                 )
 
 

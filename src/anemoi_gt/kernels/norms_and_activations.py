@@ -6,12 +6,7 @@ The norm of a row of F features; dt is the gradient of the residual connection a
     dn = dy scale                                dx = (dn - mean dn - n mean (dn n)) rstd + dt
     dscale = dy n                                dshift = dy             rstd = 1 / sqrt(var + eps)
 
-scale and shift are [F], or affine in a condition c of each node, with maps of CONDITIONS columns:
-
-    scale = bias[:F] + sum_k c_k weight[k]       shift = bias[F:] + sum_k c_k weight[CONDITIONS + k]
-
-Both are computed where a row is, for every row again: a map is small enough for the L1 cache, and
-rows of scale and shift would be twice as long as the row itself.
+scale and shift are [F], or one row [2 F] of `modulation` for each node, made from a condition.
 A head norm is the same over the C channels of each head of a row [H, C], with one scale [C] for all
 heads and no shift.
 
@@ -83,30 +78,6 @@ def _load_parameter(parameter, f, mask):
 
 
 @triton.jit
-def _modulation(
-    condition,
-    weight,
-    bias,
-    row,
-    num_rows,
-    f,
-    F: tl.constexpr,
-    CONDITIONS: tl.constexpr,
-):
-    """Return scale and shift [rows, len(f)] of rows with a condition."""
-    known = row < num_rows
-    inside = f < F
-    flat = tl.zeros((row.shape[0], f.shape[0]), tl.float32)
-    scale = flat + _load_parameter(bias, f, inside)
-    shift = flat + _load_parameter(bias + F, f, inside)
-    for k in range(CONDITIONS):
-        c = tl.load(condition + row * CONDITIONS + k, mask=known, other=0.0).to(tl.float32)
-        scale += c[:, None] * _load_parameter(weight + k * F, f, inside)
-        shift += c[:, None] * _load_parameter(weight + (CONDITIONS + k) * F, f, inside)
-    return scale, shift
-
-
-@triton.jit
 def _normalise(x, mask, eps, F: tl.constexpr):
     """Return n, zero where masked, and the inverse standard deviation [rows, 1] of rows x."""
     mean = tl.sum(x, axis=1) / F
@@ -149,9 +120,7 @@ def norm_fwd(
     x,  # [N, F]
     scale,  # [F] or None
     shift,  # [F] or None
-    condition,  # [N, CONDITIONS] or None
-    weight,  # [2 CONDITIONS, F], the transposed maps of scale and of shift, or None
-    bias,  # [2 F] or None
+    modulation,  # [N, 2 F], scale then shift of each row, or None
     out,  # [N, F] with OUT_STRIDE, or [B, entry_rows, F]
     num_rows,
     rows_per_entry,
@@ -162,7 +131,6 @@ def norm_fwd(
     ROWS: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     ENTRIES: tl.constexpr,
-    CONDITIONS: tl.constexpr,  # 0 without a condition
     INT64: tl.constexpr,
 ):
     """Grid (ceil(N / ROWS),): a program writes ROWS rows of `out`."""
@@ -170,9 +138,12 @@ def norm_fwd(
     f = tl.arange(0, FEATURES)
     mask = (row < num_rows)[:, None] & (f < F)[None, :]
     z = tl.load(x + row[:, None] * F + f[None, :], mask=mask, other=0.0).to(tl.float32)
+    if modulation is not None:
+        rows = modulation + row[:, None] * (2 * F) + f[None, :]
+        w = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(rows + F, mask=mask, other=0.0).to(tl.float32)
     y, _ = _normalise(z, mask, eps, F)
-    if CONDITIONS > 0:
-        w, b = _modulation(condition, weight, bias, row, num_rows, f, F, CONDITIONS)
+    if modulation is not None:
         y = y * w + b
     if scale is not None:
         y = y * _load_parameter(scale, f, f < F)
@@ -192,9 +163,7 @@ def norm_bwd(
     grad_total,  # [N, F], the gradient that dx is added to, or None
     scale,  # [F] or None
     shift,  # [F] or None
-    condition,  # [N, CONDITIONS] or None
-    weight,  # [2 CONDITIONS, F], the transposed maps of scale and of shift, or None
-    bias,  # [2 F] or None
+    modulation,  # [N, 2 F], scale then shift of each row, or None
     dx,  # [N, F]
     normed,  # as grad_normed: y, recomputed; or None
     grad_scale,  # [N, F]: dscale of each row; or None
@@ -212,7 +181,6 @@ def norm_bwd(
     SUMS: tl.constexpr,
     IS_FIRST: tl.constexpr,
     TOTAL: tl.constexpr,
-    CONDITIONS: tl.constexpr,  # 0 without a condition
     INT64: tl.constexpr,
 ):
     """Grid (P,): a program owns every P-th tile of ROWS rows, and these rows of all outputs."""
@@ -238,6 +206,10 @@ def norm_bwd(
     next_dy = tl.load(grad_normed + normed_row[:, None] + f[None, :], mask=next_mask, other=0.0)
     if grad_total is not None:
         next_total = tl.load(grad_total + at, mask=next_mask, other=0.0)
+    if modulation is not None:
+        rows = modulation + next_row[:, None] * (2 * F) + f[None, :]
+        next_w = tl.load(rows, mask=next_mask, other=0.0)
+        next_b = tl.load(rows + F, mask=next_mask, other=0.0)
 
     for first in range(start, num_rows, step):
         row = first + tl.arange(0, ROWS)
@@ -249,8 +221,9 @@ def norm_bwd(
         dy = next_dy.to(tl.float32)
         if grad_total is not None:
             total = next_total.to(tl.float32)
-        if CONDITIONS > 0:
-            w, b = _modulation(condition, weight, bias, row, num_rows, f, F, CONDITIONS)
+        if modulation is not None:
+            w = next_w.to(tl.float32)
+            b = next_b.to(tl.float32)
 
         next_row = row + step
         next_mask = (next_row < num_rows)[:, None] & inside[None, :]
@@ -260,11 +233,15 @@ def norm_bwd(
         next_dy = tl.load(grad_normed + normed_row[:, None] + f[None, :], mask=next_mask, other=0.0)
         if grad_total is not None:
             next_total = tl.load(grad_total + next_at, mask=next_mask, other=0.0)
+        if modulation is not None:
+            rows = modulation + next_row[:, None] * (2 * F) + f[None, :]
+            next_w = tl.load(rows, mask=next_mask, other=0.0)
+            next_b = tl.load(rows + F, mask=next_mask, other=0.0)
 
         n, inv_std = _normalise(z, mask, eps, F)
         dscale = dy * n
         dn = dy
-        if scale is not None or CONDITIONS > 0:
+        if scale is not None or modulation is not None:
             dn = dy * w
         d = _norm_gradient(n, inv_std, dn, mask, F)
         if grad_total is not None:
@@ -276,9 +253,9 @@ def norm_bwd(
                 total_sum += total
         if normed is not None:
             y = n
-            if scale is not None or CONDITIONS > 0:
+            if scale is not None or modulation is not None:
                 y = y * w
-            if shift is not None or CONDITIONS > 0:
+            if shift is not None or modulation is not None:
                 y += b
             tl.store(normed + normed_at, y.to(normed.dtype.element_ty), mask=mask)
         if grad_scale is not None:

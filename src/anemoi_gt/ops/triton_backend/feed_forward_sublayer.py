@@ -108,7 +108,14 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
         rows = end - begin
         x = t.x.slice(0, begin, end)
         m = builder.empty((rows, features), options.dtype)
-        sublayer_steps.norm_forward(builder, x, norm, m, begin=begin)
+        builder.launch(
+            row_launches.norm_forward(rows, features, norm.eps),
+            x=x,
+            scale=norm.scale,
+            shift=norm.shift,
+            modulation=norm.modulation(builder, begin, end),
+            out=m,
+        )
         hidden = None  # scratch of this chunk
         if save:
             hidden = kept["hidden"].slice(0, begin, end)

@@ -37,8 +37,6 @@ class Tile(NamedTuple):
 # like NORM_BACKWARD, and GATE_BACKWARD, half of ACTIVATION so that it has as many registers.
 NORM_FORWARD = Tile(2048, MOST_FEATURES, 2)
 NORM_BACKWARD = Tile(1024, MOST_FEATURES, 2)
-# rows of a tile share what they read of the map of a condition
-CONDITIONAL_NORM = Tile(4096, MOST_FEATURES, 8)
 HEAD_NORM = Tile(1024, MOST_FEATURES, 2)
 ACTIVATION = Tile(2048, 512, 4)
 GATE_BACKWARD = Tile(1024, 512, 4)
@@ -50,11 +48,10 @@ def norm_forward(
     eps: float,
     *,
     out_stride: int | None = None,
-    conditions: int = 0,
     batch: int = 1,
     out_entry_rows: int | None = None,
 ) -> Launch:
-    """Return the launch of `norm_fwd`: x, scale, shift, condition, weight, bias -> out.
+    """Return the launch of `norm_fwd`: x, scale, shift, modulation -> out.
 
     Parameters
     ----------
@@ -65,8 +62,6 @@ def norm_forward(
     eps : float
     out_stride : int or None
         Elements between rows of `out`; None: `features`.
-    conditions : int
-        Columns of the condition; 0 without one.
     batch : int
         Batch entries, which have the same number of rows.
     out_entry_rows : int or None
@@ -75,8 +70,7 @@ def norm_forward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    tile = CONDITIONAL_NORM if conditions else NORM_FORWARD
-    rows, columns, num_warps = _norm_tile(tile, features)
+    rows, columns, num_warps = _norm_tile(NORM_FORWARD, features)
     stride = features if out_stride is None else out_stride
     entries = _entries(num_rows, batch, out_entry_rows)
     scalars = {
@@ -91,8 +85,7 @@ def norm_forward(
         "ROWS": rows,
         "OUT_STRIDE": stride,
         "ENTRIES": entries.are_apart,
-        "CONDITIONS": conditions,
-        "INT64": _needs_int64(entries.last_row + rows, max(stride, conditions)),
+        "INT64": _needs_int64(entries.last_row + rows, max(stride, 2 * features)),
         "num_warps": num_warps,
     }
     return Launch(kernels.norm_fwd, (-(-num_rows // rows),), scalars, constants)
@@ -109,19 +102,18 @@ def norm_backward(
     is_first: bool = False,
     total: bool = False,
     normed_stride: int | None = None,
-    conditions: int = 0,
     batch: int = 1,
     normed_entry_rows: int | None = None,
 ) -> Launch:
     """Return the launch of `norm_bwd`.
 
-    Its tensors are x, grad_normed, grad_total, scale, shift, condition, weight, bias -> dx, normed,
-    grad_scale, partial. The columns of `partial` from `first_sum` on are `features` sums of dscale, the same
+    Its tensors are x, grad_normed, grad_total, scale, shift, modulation -> dx, normed, grad_scale,
+    partial. The columns of `partial` from `first_sum` on are `features` sums of dscale, the same
     number of dshift, and with `total` of grad_total.
 
     Parameters
     ----------
-    num_rows, features, eps, conditions, batch
+    num_rows, features, eps, batch
         As in `norm_forward`.
     programs : int
         Rows of `partial`.
@@ -136,8 +128,7 @@ def norm_backward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    tile = CONDITIONAL_NORM if conditions else NORM_BACKWARD
-    rows, columns, num_warps = _norm_tile(tile, features)
+    rows, columns, num_warps = _norm_tile(NORM_BACKWARD, features)
     stride = features if normed_stride is None else normed_stride
     entries = _entries(num_rows, batch, normed_entry_rows)
     scalars = {
@@ -156,8 +147,7 @@ def norm_backward(
         "SUMS": sums,
         "IS_FIRST": is_first,
         "TOTAL": total,
-        "CONDITIONS": conditions,
-        "INT64": _needs_int64(entries.last_row + 2 * programs * rows, max(stride, conditions)),
+        "INT64": _needs_int64(entries.last_row + 2 * programs * rows, max(stride, 2 * features)),
         "num_warps": num_warps,
     }
     return Launch(kernels.norm_bwd, (programs,), scalars, constants)

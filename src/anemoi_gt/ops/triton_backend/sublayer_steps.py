@@ -18,7 +18,7 @@ from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder, contiguous_stride
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
-CHUNK = 131072  # rows whose hidden features exist at a time
+CHUNK = 131072  # rows whose hidden features and modulation exist at a time
 # that share sums over nodes; fixed, so that the order of summation does not depend on the device
 PROGRAMS = 528
 PACKED_ALIGNMENT = 8  # elements: 16 bytes of 16-bit elements, which kernels and cuBLAS load at once
@@ -41,13 +41,12 @@ def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
 
 
 class Piece(NamedTuple):
-    """A parameter as it is packed: cast, after `addend` or 1 has been added, maybe transposed."""
+    """A parameter as it is packed: cast, after `addend` or 1 has been added."""
 
-    shape: tuple[int, ...]  # as packed
+    shape: tuple[int, ...]
     source: Buffer | None  # None: zeros
     addend: Buffer | None = None
     has_one: bool = False
-    is_transposed: bool = False
 
     @classmethod
     def of(cls, parameter: Buffer) -> "Piece":
@@ -91,7 +90,6 @@ def pack_weights(
     layout = PackedWeights.of(groups)
     sizes = []
     firsts = []
-    columns = []
     ones = []
     sources: list[Buffer | None] = []
     addend = None
@@ -104,7 +102,6 @@ def pack_weights(
                 with_addend = len(sources)
             sizes.append(prod(piece.shape))
             firsts.append(first)
-            columns.append(piece.shape[0] if piece.is_transposed else 0)
             ones.append(piece.has_one)
             sources.append(piece.source)
             first += prod(piece.shape)
@@ -113,7 +110,6 @@ def pack_weights(
     constants = {
         "SIZES": (*sizes, *(absent * (0,))),
         "FIRSTS": (*firsts, *(absent * (0,))),
-        "COLUMNS": (*columns, *(absent * (0,))),
         "ONES": (*ones, *(absent * (False,))),
         "WITH_ADDEND": with_addend,
         "BLOCK": PACK_BLOCK,
@@ -337,18 +333,14 @@ class NormParameters(NamedTuple):
     condition: Buffer | None
 
     def groups(self, name: str) -> dict[str, list[Piece]]:
-        """Return what is packed: with a condition W^T [2 K, F] and b [2 F], scale before shift."""
+        """Return what is packed: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
         scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
         return {
-            f"{name}_weight": [_transposed(self.scale), _transposed(self.shift)],
+            f"{name}_weight": [Piece.of(self.scale), Piece.of(self.shift)],
             f"{name}_bias": [scale_bias, Piece.of(self.shift_bias)],
         }
-
-
-def _transposed(weight: Buffer) -> Piece:
-    return Piece(weight.shape[::-1], weight, is_transposed=True)
 
 
 class Norm(NamedTuple):
@@ -358,7 +350,7 @@ class Norm(NamedTuple):
     scale: Buffer | None = None
     shift: Buffer | None = None
     condition: Buffer | None = None  # [N, K] in the dtype of products
-    weight: Buffer | None = None  # [2 K, F], scale before shift
+    weight: Buffer | None = None  # [2 F, K]
     bias: Buffer | None = None  # [2 F], 1 added to the half of the scale
 
     @classmethod
@@ -377,48 +369,37 @@ class Norm(NamedTuple):
         condition = cast(builder, parameters.condition, weight.dtype)
         return cls(eps, condition=condition, weight=weight, bias=weights[f"{name}_bias"])
 
-    @property
-    def num_conditions(self) -> int:
-        """Columns of the condition, 0 without one."""
-        return 0 if self.condition is None else self.condition.shape[1]
-
-    def parameters(self, begin: int, end: int) -> dict[str, Buffer | None]:
-        """Return what the kernels read for rows `begin` to `end`, by the names of their arguments."""
-        condition = None
-        if self.condition is not None:
-            condition = self.condition.slice(0, begin, end)
-        return {
-            "scale": self.scale,
-            "shift": self.shift,
-            "condition": condition,
-            "weight": self.weight,
-            "bias": self.bias,
-        }
+    def modulation(self, builder: PlanBuilder, begin: int, end: int) -> Buffer | None:
+        """Return scale and shift of rows `begin` to `end` [rows, 2 F]; None without a condition."""
+        if self.condition is None:
+            return None
+        return linear(builder, self.condition.slice(0, begin, end), self.weight, self.bias)
 
 
 def norm_forward(
-    builder: PlanBuilder,
-    x: Buffer,
-    norm: Norm,
-    out: Buffer,
-    batch: int = 1,
-    entry_rows: int = 0,
-    begin: int = 0,
+    builder: PlanBuilder, x: Buffer, norm: Norm, out: Buffer, batch: int = 1, entry_rows: int = 0
 ) -> None:
-    """Write the normed rows of x [N, F], which are those from `begin` on of the norm's condition.
+    """Write the normed rows of x [N, F] into `out`, or into the first rows of each batch entry of `entry_rows` rows.
 
-    `out` has as many rows, or in each batch entry `entry_rows` rows, of which the first are written.
+    Where scale and shift of every row are made of a condition, rows are taken in chunks.
     """
     num_rows, features = x.shape
-    launch = row_launches.norm_forward(
-        num_rows,
-        features,
-        norm.eps,
-        conditions=norm.num_conditions,
-        batch=batch,
-        out_entry_rows=entry_rows or None,
-    )
-    builder.launch(launch, x=x, out=out, **norm.parameters(begin, begin + num_rows))
+    parts = [(0, num_rows)]
+    if norm.condition is not None and batch == 1:
+        parts = list(chunks(num_rows))
+    for begin, end in parts:
+        launch = row_launches.norm_forward(
+            end - begin, features, norm.eps, batch=batch, out_entry_rows=entry_rows or None
+        )
+        rows = out if batch > 1 else out.slice(0, begin, end)
+        builder.launch(
+            launch,
+            x=x.slice(0, begin, end),
+            scale=norm.scale,
+            shift=norm.shift,
+            modulation=norm.modulation(builder, begin, end),
+            out=rows,
+        )
 
 
 class NodeSums:
@@ -552,7 +533,6 @@ def norm_backward(
         first_sum=sums.columns[f"{name}_scale"].start,
         is_first=is_first,
         total=grad_total is not None,
-        conditions=norm.num_conditions,
         batch=batch,
         normed_entry_rows=entry_rows or None,
     )
@@ -564,11 +544,13 @@ def norm_backward(
         x=x,
         grad_normed=grad_normed,
         grad_total=grad_total,
+        scale=norm.scale,
+        shift=norm.shift,
+        modulation=norm.modulation(builder, begin, end),
         dx=dx,
         normed=normed,
         grad_scale=grad_scale,
         partial=sums.partial,
-        **norm.parameters(begin, end),
     )
     if norm.condition is None:
         return
@@ -588,11 +570,10 @@ def norm_backward(
     )
     if modulation.condition is not None:
         grad_condition = modulation.condition.slice(0, begin, end)
-        num = norm.num_conditions
-        of_scale = norm.weight.slice(0, 0, num).transposed()
-        of_shift = norm.weight.slice(0, num, 2 * num).transposed()
-        product(builder, grad_scale, of_scale, grad_condition)
-        add_product(builder, grad_normed, of_shift, grad_condition)
+        product(builder, grad_scale, norm.weight.slice(0, 0, features), grad_condition)
+        add_product(
+            builder, grad_normed, norm.weight.slice(0, features, 2 * features), grad_condition
+        )
 
 
 # -------------------------------------------------------------------------------------------
