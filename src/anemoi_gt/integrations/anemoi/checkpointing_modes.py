@@ -73,7 +73,9 @@ def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
 
 def _mode_of(component: nn.Module | None) -> str | None:
     """Return the mode of `install` for a component, None for its own switch."""
-    if (modes := SETTINGS.everywhere and SETTINGS.everywhere.checkpointing) is None:
+    settings = SETTINGS.everywhere
+    modes = None if settings is None else settings.checkpointing
+    if modes is None:
         return None
     if isinstance(component, Upstream.mapper.GraphTransformerForwardMapper):
         return modes.encoder
@@ -112,16 +114,15 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
         return func, args
 
     def with_lists(*others, **kwargs):
-        others = iter(others)
+        saved = iter(others)
         arguments = [
-            arg if bound else next(others) for arg, bound in zip(args, is_bound, strict=True)
+            arg if bound else next(saved) for arg, bound in zip(args, is_bound, strict=True)
         ]
         return func(*arguments, **kwargs)
 
     unbound = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
-    args = [
-        arg if bound else None for arg, bound in zip(args, is_bound, strict=True)
-    ]  # the others are not kept
+    # `with_lists` keeps the lists alone
+    args = tuple(arg if bound else None for arg, bound in zip(args, is_bound, strict=True))
     return with_lists, tuple(unbound)
 
 

@@ -6,12 +6,12 @@ with or without us.
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -74,7 +74,9 @@ PATCHES = {
     (MODEL, "_assemble_output"): assemble_output.assemble_output,
     (ENSEMBLE, "_assemble_output"): assemble_output.assemble_ensemble_output,
 }
-SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
+SHARDING: dict[
+    tuple, Replacement
+] = {  # replaced, above the replacements of `PATCHES`, all or none of them
     (PROVIDER, "_get_edges_impl"): sharding.get_edges,
     (MAPPER, "prepare_edge_sharding_wrapper"): sharding.prepare_edge_sharding,
     (MAPPER, "mapper_forward_with_edge_sharding"): sharding.mapper_forward,
@@ -91,15 +93,15 @@ CALLED = (
     (MAPPER[:1], "gather_tensor"),
 )
 OLDER = {(MODEL, "_assert_valid_sharding"): BASE}  # the class that had the method in 0.9.6 to 0.11
-_upstream: dict[tuple[type | ModuleType, str], object] = {}  # the replaced methods and functions
+_upstream: dict[tuple[Any, str], Any] = {}  # by owner and name: the replaced methods and functions
 
 
 class Match(NamedTuple):
     """A method of anemoi-models and its replacement, or the reason why it is not replaced."""
 
     owner: type | ModuleType | None
-    upstream: Callable | None
-    replacement: Callable | None
+    upstream: Any  # a function
+    replacement: Any  # a function
     reason: str | None
 
 
@@ -412,7 +414,8 @@ def _wanted() -> list[tuple]:
 
 def _match(seam: tuple, patch: Replacement) -> Match:
     """Find the method of a seam with the parameters of some version that we know."""
-    reason, name = f"this anemoi-models has no {'.'.join(seam[0])}", seam[1]
+    reason: str | None = f"this anemoi-models has no {'.'.join(seam[0])}"
+    name = seam[1]
     for path in filter(None, (seam[0], OLDER.get(seam))):
         try:
             owner = find(*path)

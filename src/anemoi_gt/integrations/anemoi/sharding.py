@@ -18,12 +18,19 @@ their settings, and for edge lists of unknown origin.
 
 from importlib import import_module
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anemoi_gt.distributed import HaloExchange, Ranges
-from anemoi_gt.integrations.anemoi.edge_lists import Derived, cached_list, derived_list, lookup
+from anemoi_gt.integrations.anemoi.edge_lists import (
+    Derived,
+    EdgeCache,
+    cached_list,
+    derived_list,
+    lookup,
+)
 from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
@@ -69,7 +76,7 @@ def prepare_edge_sharding(
     """Exchange halo rows of the sources of a mapper."""
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     local = local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
-    if local is None:
+    if local is None or sizes is None:
         arguments = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
         return upstream(self, *arguments, *rest, **named)
     (src, dst), (x_src, x_dst) = sizes, x
@@ -81,12 +88,8 @@ def prepare_edge_sharding(
         x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
 
     def with_halo(rows):
-        return (
-            lookup(local)
-            .exchange.start(_by_copy(rows, batch_size, src, model_comm_group))
-            .wait()
-            .flatten(0, 1)
-        )
+        pending = _exchange_of(local).start(_by_copy(rows, batch_size, src, model_comm_group))
+        return pending.wait().flatten(0, 1)
 
     x_src = with_halo(x_src)
     cond = None if cond is None else (with_halo(cond[0]), cond[1])
@@ -122,6 +125,7 @@ def mapper_forward(
     gathers = not keep_x_dst_sharded and batch_size > 1
     if (
         not gathers
+        or sizes is None
         or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None
     ):
         return upstream(self, *arguments, keep_x_dst_sharded, *rest, **named)
@@ -207,14 +211,14 @@ def shards_edges(block: nn.Module) -> bool:
     )
 
 
-def _splits_copies(model: nn.Module) -> bool:
+def _splits_copies(model: Any) -> bool:  # a module of anemoi-models, which has no types
     """Return whether all parts of a model split the copies of a batch or ensemble by grid."""
     mapper, layers = Upstream.mapper, Upstream.processor
     providers = import_module("anemoi.models.layers.graph_provider")
     if type(model).forward.__module__ not in _MODELS:
         return False
     static = [*model.encoder_graph_provider.values(), *model.decoder_graph_provider.values()]
-    blocks = [module for module in model.modules() if isinstance(module, Upstream.block)]
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, Upstream.block)]
     mappers = [*model.encoder.values(), *model.decoder.values()]
     has_edges = isinstance(model.processor, layers.GraphTransformerProcessor)
     static += [model.processor_graph_provider] if has_edges else []
@@ -230,12 +234,12 @@ def _mapper_sizes(x, shard_info, copies: int, group) -> tuple[list[int], list[in
     """Return the numbers of sources and destinations of each rank, or None on one rank."""
     if not is_distributed(group):
         return None
-    shard_sizes = (shard_info.src_nodes, shard_info.dst_nodes)
-    counts = (rows.shape[0] // copies for rows in x)
-    return tuple(
-        list(Ranges.even(count, group.size()).counts) if sizes is None else sizes
-        for sizes, count in zip(shard_sizes, counts, strict=True)
-    )
+    src, dst = shard_info.src_nodes, shard_info.dst_nodes
+    if src is None:
+        src = list(Ranges.even(x[0].shape[0] // copies, group.size()).counts)
+    if dst is None:
+        dst = list(Ranges.even(x[1].shape[0] // copies, group.size()).counts)
+    return src, dst
 
 
 def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
@@ -270,10 +274,8 @@ def start_halo(
     `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any;
     None: x is normed. Both send the same, since ranks may differ.
     """
-    start, projections = (
-        lookup(local).exchange.start,
-        (block.lin_query, block.lin_key, block.lin_value),
-    )
+    start = _exchange_of(local).start
+    projections = (block.lin_query, block.lin_key, block.lin_value)
     if norm is None:
         return start(_by_copy(cast_for_projections(x, *projections), copies, sizes, group))
     rows = _by_copy(x, copies, sizes, group)
@@ -285,6 +287,20 @@ def start_halo(
         lambda rows, cond: cast_for_projections(norm(rows, cond=cond), *projections),
         conditions,
     )
+
+
+def _cache_of(edge_index: Tensor) -> EdgeCache:
+    """Return the cache of a list that has one."""
+    cache = lookup(edge_index)
+    assert cache is not None
+    return cache
+
+
+def _exchange_of(local: Tensor) -> HaloExchange:
+    """Return the halo exchange of a list of `local_edges`."""
+    exchange = _cache_of(local).exchange
+    assert exchange is not None
+    return exchange
 
 
 def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
@@ -301,7 +317,7 @@ def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
             "StaticGraphProvider's"
         )
         return None
-    return getattr(lookup(edge_index).derived, name)
+    return getattr(_cache_of(edge_index).derived, name)
 
 
 @torch.compiler.assume_constant_result
@@ -315,7 +331,7 @@ def _make_local_edges(
     copies: int,
 ) -> bool:
     """Make the local edges of a shard once; return False if its source list is unknown."""
-    whole = lookup(edge_index).whole()
+    whole = _cache_of(edge_index).whole()
     if whole is None or lookup(whole) is None:
         return False
     sources, destinations = (Ranges((0, *accumulate(sizes))) for sizes in (src, dst))
@@ -351,7 +367,7 @@ def _make_local_edges(
 
 def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -> None:
     """Raise ValueError unless the ranges divide the nodes of one copy of the graph."""
-    num_nodes = lookup(edge_index).num_nodes
+    num_nodes = _cache_of(edge_index).num_nodes
     if (sources.size, destinations.size) != num_nodes:
         raise ValueError(
             f"with sharding, {num_nodes[0]} sources and {num_nodes[1]} destinations of one copy "

@@ -15,7 +15,7 @@ from functools import wraps
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from anemoi_gt.integrations.anemoi.bodies import body_hash, unknown_body
 from anemoi_gt.nn import sublayers
@@ -90,10 +90,10 @@ def _register_sublayers() -> None:
     sublayers.register(**known)
 
 
-def find(module: str, *name: str) -> type | ModuleType:
+def find(module: str, *name: str) -> Any:
     """Return a class by module and name, or a module."""
     try:
-        thing: type | ModuleType = import_module(module)
+        thing: Any = import_module(module)  # a package without types
         for part in name:
             thing = getattr(thing, part)
         return thing
