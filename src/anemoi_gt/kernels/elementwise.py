@@ -9,8 +9,8 @@
 
 Each stands for calls of PyTorch that take longer on the host than on the GPU. A launch takes
 addresses; PyTorch takes views, which are cut first, and checks them (14 us on the host for a
-launch, 31 to 49 us for these calls and their views, with torch 2.11). All sums are in float32 and in a
-fixed order.
+launch, 31 to 49 us for these calls and their views, with torch 2.11). All sums are in float32 and
+in a fixed order.
 """
 
 import triton
@@ -150,8 +150,8 @@ def add(
 ):
     """Grid (ceil(elements / BLOCK),): out = x + y, or x, over contiguous elements.
 
-    With UNIT = 16 Triton sees that the mask is the same for 16 elements in a row, and loads 16 bytes
-    at once; with 1 it loads element by element.
+    With UNIT = 16 Triton sees that the mask is the same for 16 elements in a row, and loads 16
+    bytes at once; with 1 it loads element by element.
     """
     element = as_index(tl.program_id(0), INT64) * BLOCK + tl.arange(0, BLOCK)
     mask = element < as_index(num_units, INT64) * UNIT

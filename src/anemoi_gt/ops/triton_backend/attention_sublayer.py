@@ -1,6 +1,6 @@
-"""The attention sub-layer of a block as one operator: norms, projections, edge attention, residual connection.
+"""The attention sub-layer of a block as one operator: norms, projections, attention, residual.
 
-    n_i = norm(x_i)              n_j = norm_src(x_j), or norm(x_j) where sources and destinations are one set
+    n_i = norm(x_i)              n_j = norm_src(x_j), or norm(x_j) for one set of nodes
     q_i = q_norm(W_query n_i + b_query)      k_j = k_norm(W_key n_j + b_key)      v_j = W_value n_j
     x_e = W_edge a_e + b_edge + b_value      p_e = softmax of < q_i , k_j + x_e > / sqrt(C)
     y_i = sum_e p_e (v_j + x_e) + W_self n_i + b_self
@@ -113,10 +113,6 @@ def attention_sublayer(
         return AttentionSublayer.apply(*tensors, index, options)
     _, (z,) = _run_forward(tensors, index, options, save=False)
     return z
-
-
-# -------------------------------------------------------------------------------------------------------------
-# plans
 
 
 def _weight_groups(t: AttentionTensors, options: AttentionOptions) -> dict[str, list[Piece]]:
@@ -315,7 +311,7 @@ def _attention_call(
 def _normed_heads(
     builder: PlanBuilder, t: AttentionTensors, options: AttentionOptions, rows: NodeRows
 ) -> NodeRows:
-    """Return rows with query and key normed per head, in scratch memory; themselves without norms."""
+    """Return rows with query and key normed per head, in scratch; unchanged without norms."""
     if not options.query_norm_eps and not options.key_norm_eps:
         return rows
     layout = _Layout.of(t, options)
@@ -358,7 +354,7 @@ def _norm_heads(
 
 
 def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
-    """Return the plan of a forward pass over tensors and index: z, and with `save` the kept block."""
+    """Return the plan of a forward pass over tensors and index: z and what `save` keeps."""
     from anemoi_gt.ops.triton_backend import attention_steps
 
     builder = PlanBuilder(specs)
@@ -661,7 +657,7 @@ def _head_norm_backward(
     scale: Buffer | None,
     eps: float,
 ) -> None:
-    """Differentiate the norm of the heads of x [B * N, H * C], in place of the gradient of its output."""
+    """Differentiate the head norm of x [B * N, H * C], in place of its output's gradient."""
     if not eps:
         return
     columns = sums.columns.get(name)
@@ -685,7 +681,7 @@ def _head_norm_backward(
 
 
 def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
-    """Sum rows [B * N, width] over the destinations that have in-edges: their attention weights sum to 1."""
+    """Sum rows [B * N, width] over destinations with in-edges, whose weights sum to 1."""
     attends = (colptr.diff() > 0).to(rows.dtype)
     num_entries = rows.shape[0] // max(1, attends.shape[0])
     torch.sum(rows * attends.repeat(num_entries).unsqueeze(1), 0, out=total)
@@ -787,10 +783,6 @@ def _run_backward(
         return SublayerGradients(*plan.run(inputs)), pieces
 
 
-# -------------------------------------------------------------------------------------------------
-# eager calls
-
-
 class AttentionSublayer(torch.autograd.Function):
     """The sub-layer of eager calls: apply(*tensors, index, options) returns z."""
 
@@ -817,10 +809,6 @@ class AttentionSublayer(torch.autograd.Function):
         else:
             results, pieces = _run_backward(ctx.plans, t, index, kept, grad, wanted)
         return *_named_gradients(t, results, pieces, needs), None, None
-
-
-# -------------------------------------------------------------------------------------------------
-# operators
 
 
 @define_operator

@@ -6,7 +6,7 @@ memory, which is one allocation in which buffers that are not alive at the same 
 kernel takes addresses, a tensor operation takes views, which are cut once per run. Results that
 belong together, such as all that a backward pass reads, are parts of one result (`BlockLayout`).
 
-    builder = PlanBuilder(specs)             shape and dtype of each input tensor, None for an absent one
+    builder = PlanBuilder(specs)             shape and dtype of each input tensor, None if absent
     out = builder.empty(shape, dtype)        memory that a step writes
     builder.launch(launch, x=builder.inputs[0], out=out)
     plan = builder.finish([out])             what is not a result is scratch
@@ -146,7 +146,7 @@ class PlanBuilder:
         return self.empty(buffer.shape, buffer.dtype if dtype is None else dtype)
 
     def empty_parts(self, layout: BlockLayout, *, together: bool) -> dict[str, Buffer]:
-        """Return memory for the parts of a layout: of one block, or each by itself, as scratch is."""
+        """Return memory for the parts of a layout: one block, or separate, like scratch."""
         if together:
             return layout.buffers(self.empty((layout.num_bytes,), torch.uint8))
         parts = layout.parts.items()
