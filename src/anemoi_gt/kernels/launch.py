@@ -77,7 +77,7 @@ class Launch:
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.scalars, self.constants = scalars, constants
         values = scalars | constants
-        first = next(place for place, name in enumerate(kernel.arg_names) if name in values)
+        first = next(position for position, name in enumerate(kernel.arg_names) if name in values)
         self.tensors = kernel.arg_names[:first]
         self.values = [values[name] for name in kernel.arg_names[first:]]
 
@@ -89,7 +89,7 @@ class Launch:
         return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
     def compiled_for(self, dtypes: tuple) -> dict[tuple, Repeat]:
-        """Return what was compiled for tensors of these dtypes, by device and alignment.
+        """Return the compiled kernels for tensors of these dtypes, by device and alignment.
 
         The alignment has True for each tensor that begins at a multiple of ALIGNMENT, or is absent.
         `on` adds an entry at its first launch. Triton compiles for the width of each integer too; a

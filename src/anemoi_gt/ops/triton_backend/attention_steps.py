@@ -45,7 +45,7 @@ class AttentionCall(NamedTuple):
     seed: Buffer | None = None
 
     def destination_buffers(self) -> dict[str, Buffer | None]:
-        """Return what all row kernels over destinations read, by the names of their arguments."""
+        """Return the operands of all row kernels over destinations, by argument name."""
         buffers = {
             name: getattr(self.operands, name) for name in ("query", "key", "value", "edge_attr")
         }
@@ -282,7 +282,7 @@ def join(
     """Join the segments' `parts` [B * blocks, H, ..] into hub rows of `results` [B, N, H, ..].
 
     Parts that are None are left out. With `statistics`, the buffers by name, lse and
-    inv_denominator are made from those of the segments, which also weigh their parts.
+    inv_denominator are made from the segments' values, which also weigh their parts.
     """
     pairs = [(part, rows) for part, rows in zip(parts, results, strict=True) if part is not None]
     if not pairs:
@@ -319,12 +319,12 @@ def join(
 
 
 def _contraction_launch(
-    kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **more
+    kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **options
 ) -> Launch:
     """Return the launch of a contraction of rows with W, over all destinations."""
     constants = _attribute_constants(sizes)
     constants |= {"CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
-    constants |= {"num_stages": tile.num_stages, **more}
+    constants |= {"num_stages": tile.num_stages, **options}
     return Launch(kernel, grid, {"num_nodes": sizes.destinations}, constants)
 
 

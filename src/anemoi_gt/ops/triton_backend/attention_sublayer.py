@@ -18,8 +18,8 @@ of biases and norms are made by the passes over rows that are needed anyway.
 
 Query, y, key and value of one set of nodes are columns of one tensor, [q, y, k, v], which one
 product makes, with the term of self where y will be: the attention is added to it. So are their
-gradients, and those of n and of the weights are one product each. Destinations and sources that
-differ, as in a mapper or with a halo, have a tensor each: [q, y] and [k, v].
+gradients, and the gradients of n and of the weights are one product each. Destinations and sources
+that differ, as in a mapper or with a halo, have a tensor each: [q, y] and [k, v].
 
 Kept for the backward pass, in one block: these tensors (query and key before their norms), the edge
 attributes if they were cast, what edge attention saves, and the cast weights. The backward pass
@@ -70,7 +70,7 @@ NUM_INPUTS = NUM_TENSORS + len(IndexTensors._fields)
 
 
 class SublayerNeeds(NamedTuple):
-    """Gradients that cost launches of their own, and are made only where they are needed."""
+    """Gradients that need separate launches and are computed only if needed."""
 
     edge_attr: bool
     condition: bool
@@ -116,7 +116,7 @@ def attention_sublayer(
 
 
 def _weight_groups(t: AttentionTensors, options: AttentionOptions) -> dict[str, list[Piece]]:
-    """Return what is packed, by the group that stacks it."""
+    """Return the packed parameters by the group that stacks them."""
     weights = (t.query_weight, t.self_weight, t.key_weight, t.value_weight)
     groups = {
         "nodes": [Piece.of(weight) for weight in weights],
@@ -301,7 +301,9 @@ def _attention_call(
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 
     layout = _Layout.of(t, options)
-    query, key, value = (layout.split_heads(each) for each in (rows.query, rows.key, rows.value))
+    query, key, value = (
+        layout.split_heads(heads_rows) for heads_rows in (rows.query, rows.key, rows.value)
+    )
     if layout.batch > 1 and len(attr.shape) == 2:
         attr = attr.unflatten(0, (1, attr.shape[0]))
     operands = AttentionOperands(query, key, value, attr, weights["edge"], weights.get("edge_bias"))
@@ -392,9 +394,9 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
         dst_weight = nodes.slice(0, 0, 2 * width)
         sublayer_steps.linear(builder, n_src, nodes.slice(0, 2 * width, 4 * width), src_bias, src)
         if layout.is_one_set:
-            for own, among_sources in layout.entries():
+            for local, among_sources in layout.entries():
                 n_dst = n_src.rows(among_sources)
-                sublayer_steps.linear(builder, n_dst, dst_weight, dst_bias, dst.rows(own))
+                sublayer_steps.linear(builder, n_dst, dst_weight, dst_bias, dst.rows(local))
         else:
             n_dst = builder.empty(t.x_dst.shape, options.dtype)
             sublayer_steps.norm_forward(builder, t.x_dst, norm, n_dst)
@@ -527,16 +529,16 @@ def backward_plan(
         all_projections.differentiate(builder, dst, normed_rows, is_first=True)
     elif layout.is_one_set:
         dn = sublayer_steps.product(builder, src, of_sources.weight)
-        for own, among_sources in layout.entries():
+        for local, among_sources in layout.entries():
             sublayer_steps.add_product(
-                builder, dst.rows(own), of_destinations.weight, dn.rows(among_sources)
+                builder, dst.rows(local), of_destinations.weight, dn.rows(among_sources)
             )
         normed_rows = through.differentiate(t.x_dst, dx_dst, grad, dn)
         _differentiate_halo(builder, layout, t.halo, dn, normed_rows, dhalo)
         of_sources.differentiate(builder, src, normed_rows, is_first=True)
-        for number, (own, among_sources) in enumerate(layout.entries()):
+        for number, (local, among_sources) in enumerate(layout.entries()):
             of_destinations.differentiate(
-                builder, dst.rows(own), normed_rows.rows(among_sources), is_first=number == 0
+                builder, dst.rows(local), normed_rows.rows(among_sources), is_first=number == 0
             )
     else:
         dn = sublayer_steps.product(builder, dst, of_destinations.weight)
@@ -558,8 +560,8 @@ def backward_plan(
         of_sources.differentiate(builder, src, normed_rows, is_first=True)
     sums.total_into(parameters["sums"])
     if t.self_bias is not None:
-        place = sums.columns["norm_total"]
-        total = parameters["sums"].slice(0, place.start, place.stop)
+        columns = sums.columns["norm_total"]
+        total = parameters["sums"].slice(0, columns.start, columns.stop)
         sublayer_steps.map_total(builder, t.projection_weight, total, parameters["self_bias"])
     plan = builder.finish(
         SublayerGradients(

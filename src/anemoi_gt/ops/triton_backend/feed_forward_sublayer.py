@@ -67,7 +67,7 @@ class FeedForwardGradients(NamedTuple):
 
 
 def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Piece]]:
-    """Return what is packed, by the group that stacks it."""
+    """Return the packed parameters by the group that stacks them."""
     groups = {
         "in": _stacked(t.weight_gate, t.weight_in),
         "out": [Piece.of(t.weight_out)],

@@ -77,7 +77,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Tensors one behind another in one block of bytes, each at a multiple of 512."""
+    """Tensors one after another in one block of bytes, each at a multiple of 512."""
 
     num_bytes: int
     parts: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype

@@ -134,7 +134,7 @@ class ParameterPieces(NamedTuple):
 
     num_elements: int
     groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
-    pieces: tuple[GradientPiece, ...]  # one behind another, with padding between groups
+    pieces: tuple[GradientPiece, ...]  # one after another, with padding between groups
     sizes: tuple[int, ...]
 
     @classmethod
@@ -321,7 +321,7 @@ class NormParameters(NamedTuple):
     condition: Buffer | None
 
     def groups(self, name: str) -> dict[str, list[Piece]]:
-        """Return what is packed: with a condition W [2 F, K] and b [2 F], scale before shift."""
+        """Return the packed parameters: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
         scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
@@ -480,7 +480,7 @@ class ModulationGradients(NamedTuple):
 def modulation_gradients(
     builder: PlanBuilder, norm: Norm, weight: Buffer | None, need_condition: bool
 ) -> ModulationGradients | None:
-    """Return memory for the gradients of a condition, with that of its map; None without one."""
+    """Return memory for the gradients of a condition and its map; None without a condition."""
     if norm.condition is None:
         return None
     condition = None
@@ -616,7 +616,7 @@ def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def specs_of(tensors: Sequence[Tensor | None]) -> tuple:
-    """Return what a plan depends on of contiguous tensors: shapes and dtypes."""
+    """Return the key of a plan for contiguous tensors: shapes and dtypes."""
     return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
 
 
