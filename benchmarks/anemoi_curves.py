@@ -1,4 +1,4 @@
-"""Loss curves of Anemoi's models, untouched and in other variants, in mixed precision, against the spread of two seeds.
+"""Loss curves of Anemoi's models, untouched and in other variants, against the seed spread.
 
     python benchmarks/anemoi_curves.py --output benchmarks/results/anemoi_curves.json
     python benchmarks/anemoi_curves.py ensemble diffusion --precisions 16-mixed
@@ -54,7 +54,7 @@ def curve(training, seed, steps, variant):
 
 
 def compare(curves):
-    """Return, by variant, the maximum distance from the untouched curve of a seed, and that between two seeds of it."""
+    """Return each variant's maximum distance from the untouched curve, and another seed's."""
     smoothed = {}
     for key, losses in curves.items():
         smoothed[key] = losses.unfold(0, min(WINDOW, len(losses)), 1).mean(-1)

@@ -1,4 +1,4 @@
-"""A training step of each model family that Anemoi ships, untouched and under `install`: time, memory, kernels.
+"""A training step of Anemoi's model families, untouched and under `install`: time, memory.
 
     python benchmarks/families.py --list
     python benchmarks/families.py benchmark ensemble diffusion --output outputs/families.json
@@ -17,9 +17,9 @@ timed. One that runs out of memory is reported as such, and the others go on.
     ms          median of whole steps, each waited for
     host ms     median of the times until the call of a step returns
     kernels     ms of GPU kernels of a step, by group; on a CPU, of operators
-    GB          peak memory; of a captured step that of its capture, because a replay allocates nothing
+    GB          peak memory; of a captured step, of its capture: a replay allocates nothing
     loss, gradients   relative difference from the untouched model
-    parts       with --parts, ms of forward and backward pass of encoder, processor and decoder alone
+    parts       with --parts, ms of both passes of encoder, processor and decoder alone
 """
 
 import fnmatch
@@ -81,7 +81,7 @@ def free_memory() -> None:
 
 
 def reference_of(training: Training, results: Results, found: dict):
-    """Return loss and gradients of the first untouched form that fits in memory, or None; its name is noted."""
+    """Return loss and gradients of the first untouched form that fits, or None; note its name."""
     for name in REFERENCES:
 
         def gradients(name=name):
@@ -128,7 +128,7 @@ def difference(training: Training, reference) -> dict[str, float]:
 
 
 def time_steps(training: Training, warmup: int, seconds: float) -> dict:
-    """Return times of single steps and of their calls in ms, peak memory in GB, and the scaler's last scale."""
+    """Return times of steps and of their calls in ms, peak GB, and the scaler's last scale."""
     on_gpu = training.device.type == "cuda"
     wait = CLOCKS[training.device.type].synchronize
     for number in range(warmup):
@@ -177,7 +177,7 @@ def part_inputs(training: Training) -> dict[str, tuple]:
 
 
 def time_part(training: Training, module, arguments, options) -> float:
-    """Return the ms of forward and backward pass of a part, gradients of all its inputs included."""
+    """Return the ms of both passes of a part, with gradients of all its inputs."""
 
     def as_input(value):
         if not isinstance(value, torch.Tensor):

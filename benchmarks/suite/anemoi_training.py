@@ -1,4 +1,4 @@
-"""Training of the model families that Anemoi ships: models from its own YAML, variants of a step, loss and gradients.
+"""Training of Anemoi's model families: models from its own YAML, variants of a step, gradients.
 
 A family is the name of a file in `config/model` of anemoi-training. A case is a family with sizes.
 A variant is a form of a training step, named by what is done to the model:
@@ -169,7 +169,7 @@ def options_of(
 
 
 def choose_attention(device: str) -> str:
-    """Return the attention of transformer processors: flash-attn if installed, else PyTorch's windowed one."""
+    """Return transformer attention: flash-attn if installed, else PyTorch's, windowed."""
     if find_spec("flash_attn") is not None:
         return "flash_attention"
     # FlexAttention has no backward pass on a CPU (torch 2.11).
@@ -177,7 +177,7 @@ def choose_attention(device: str) -> str:
 
 
 class WindowedFlexAttention(nn.Module):
-    """Sliding-window attention by PyTorch's FlexAttention, called as Anemoi's attention wrappers are."""
+    """Sliding-window attention by PyTorch's FlexAttention, called like Anemoi's wrappers."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ class WindowedFlexAttention(nn.Module):
 
 @cache
 def graph_of(case: Case) -> HeteroData:
-    """Return encoder, processor and decoder graph of a case; a transformer processor has no edges."""
+    """Return encoder, processor and decoder graph of a case; transformers have no edges."""
     nodes = grid(case.grid)
     if case.area_grid is None:
         graph = icosphere_graph(nodes, refinement=case.refinement)
@@ -349,7 +349,7 @@ class Training:
             self.batch |= {"noised": target + level * noise, "level": level}
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the loss of a forward pass under autocast; of a transport model weighted as in EDM, sigma_data 1."""
+        """Return the loss under autocast; of a transport model weighted as in EDM, sigma_data 1."""
         x = {"data": batch["x"]}
         weight = 1.0
         with self.autocast():
@@ -364,7 +364,7 @@ class Training:
         return (weight * (out["data"].float() - batch["target"]).square()).mean()
 
     def forward_backward(self, scale) -> torch.Tensor:
-        """Return the loss, which has not been waited for; gradients of `scale(loss)` are left at the parameters."""
+        """Set the gradients of `scale(loss)`; return the loss without waiting for it."""
 
         def launched(batch):
             loss = self.loss(batch)
@@ -386,7 +386,7 @@ class Training:
         return loss
 
     def gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return loss and gradient of every parameter, on the CPU; they are no part of the memory of a step."""
+        """Return loss and gradients on the CPU, which do not count as memory of a step."""
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(0)  # of the noise of an ensemble
         loss = self.forward_backward(lambda loss: LOSS_SCALE * loss)

@@ -123,7 +123,7 @@ def _refuse_second_derivative(ctx, *_):
 
 
 def refuse_forward_mode(*operands: Tensor | None) -> None:
-    """Raise RuntimeError where an operand carries a tangent, which an operator of ours would drop silently."""
+    """Raise RuntimeError if an operand carries a tangent, which an operator would drop silently."""
     if torch.compiler.is_compiling() or not forward_mode_is_active():
         return
     if any(

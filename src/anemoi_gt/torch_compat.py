@@ -1,4 +1,4 @@
-"""Private names of PyTorch that the library looks up, each with what holds where a release lacks it.
+"""Private names of PyTorch that the library looks up, each with a fallback.
 
 `anemoi_gt.kernels.launch` has Triton's, next to the launch that they make shorter. Names of PyTorch
 that are private in spelling but documented, such as `torch.utils._pytree`, are imported where they
@@ -23,7 +23,7 @@ _assert_async = getattr(torch, "_assert_async", None)
 
 
 def constant_when_traced(function: Callable) -> Callable:
-    """Mark a function that torch.compile calls at trace time and whose result is a constant of the program.
+    """Mark a function whose result torch.compile computes at trace time, as a constant.
 
     torch.compiler.assume_constant_result sets the same mark but imports the compiler, which doubles
     the import time.
@@ -34,22 +34,25 @@ def constant_when_traced(function: Callable) -> Callable:
 
 @constant_when_traced
 def is_exporting() -> bool:
-    """Return whether a program is being exported; before PyTorch 2.13, torch.compile traces PyTorch's as True."""
+    """Return whether a program is being exported.
+
+    Before PyTorch 2.13, torch.compile traces PyTorch's own function as True.
+    """
     return torch.compiler.is_exporting()
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func (grad, vmap, ...) is active; in traced code that is PyTorch's matter."""
+    """Return whether a torch.func transform (grad, vmap, ...) is active; False in traced code."""
     return not torch.compiler.is_compiling() and _transforms_are_active()
 
 
 def is_watched() -> bool:
-    """Return whether a transform of torch.func, a dispatch mode or a profiler looks for operators."""
+    """Return whether a torch.func transform, dispatch mode or profiler needs the operators."""
     return bool(_transforms_are_active() or _num_dispatch_modes() or _profiler_is_enabled())
 
 
 def is_batched(*gradients: Tensor | None) -> bool:
-    """Return whether gradients have a hidden batch dimension, as with `torch.autograd.grad(is_grads_batched=True)`.
+    """Return whether gradients have a hidden batch dimension (`is_grads_batched=True`).
 
     Operators that take and return plain tensors are then called once per entry, by PyTorch's own
     fallback.
@@ -63,7 +66,7 @@ def forward_mode_is_active() -> bool:
 
 
 def assert_async(holds: Tensor, claim: str) -> None:
-    """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU from a device-side assertion.
+    """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU by the device.
 
     Part of the graph in compiled and captured code. Without PyTorch's private operator the host
     reads `holds`.

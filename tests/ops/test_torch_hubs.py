@@ -21,7 +21,7 @@ def hubs(seed=0):
 
 @pytest.mark.parametrize("heads_at_a_time", (1, 3))
 @pytest.mark.parametrize("form", ("raw", "embedded", "none"))
-def test_a_graph_with_hubs_gives_what_the_definition_gives(monkeypatch, form, heads_at_a_time):
+def test_a_graph_with_hubs_matches_the_definition(monkeypatch, form, heads_at_a_time):
     monkeypatch.setattr(edge_attention_torch, "MAX_EDGE_HEADS", heads_at_a_time * EDGES)
     problem = make_problem(hubs(), 3, 4, 5, form, torch.float64)
     assert_same(

@@ -357,7 +357,7 @@ def _map_tensors(
 def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) -> dict[str, str]:
     """Return the name of the table for each key that is this name, or ends in it after a dot.
 
-    Beside `module.weight`, a key `module.conv.weight` is no table `weight`: its module is inside
+    Next to `module.weight`, a key `module.conv.weight` is no table `weight`: its module is inside
     the table's module.
     """
     names = {}

@@ -89,7 +89,7 @@ def group_edges_unordered(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return colptr, perm and row, unordered within a destination, without synchronising."""
     edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
-    count, place = _launches(num_edges, num_dst, None)
+    count, fill = _launches(num_edges, num_dst, None)
     perm, row, rank = (edge_index.new_empty(num_edges, dtype=dtype) for _ in range(3))
     ranks = {"rank_dst": rank, "rank_src": None}
     with on_device(edge_index):
@@ -97,7 +97,7 @@ def group_edges_unordered(
         count(edge_index=edge_index, number=number, **ranks)
         colptr = number.cumsum(0, dtype=dtype)
         absent = dict.fromkeys(("colptr", "rowptr", "col", "csr_to_csc"))
-        place(edge_index=edge_index, begin=colptr, **ranks, perm=perm, row=row, **absent)
+        fill(edge_index=edge_index, begin=colptr, **ranks, perm=perm, row=row, **absent)
     return colptr, perm, row
 
 
@@ -113,7 +113,7 @@ def group_both_ends_unordered(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `GroupedEdges`, unordered within a node, without synchronising."""
     edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
-    (count, place), counting = _launches(num_edges, num_dst, num_src), _counting_dtype(num_edges)
+    (count, fill), counting = _launches(num_edges, num_dst, num_src), _counting_dtype(num_edges)
     grouped = _empty_groups(edge_index, num_src, num_dst, dtype)
     rank_dst, rank_src = (edge_index.new_empty(num_edges, dtype=counting) for _ in range(2))
     ranks = {"rank_dst": rank_dst, "rank_src": rank_src}
@@ -121,7 +121,7 @@ def group_both_ends_unordered(
         number = edge_index.new_zeros(1 + num_dst + num_src, dtype=counting)
         count(edge_index=edge_index, number=number, **ranks)
         begin = number.cumsum(0, dtype=counting)
-        place(
+        fill(
             edge_index=edge_index,
             begin=begin,
             **ranks,

@@ -5,7 +5,7 @@ do_i ready from `anemoi_gt.kernels.edge_projection`.
 
     over destinations:
         dp_e    = m_e (<do_i, v_j> + <g_i, a_e>)
-        delta_i = sum_e p_e dp_e / sum_e p_e                   with the forward's p, so that sum_e ds_e vanishes
+        delta_i = sum_e p_e dp_e / sum_e p_e                   the forward's p, so sum_e ds_e = 0
         ds_e    = scale * p_e (dp_e - delta_i + dlse_i)
         dq_i    = sum_e ds_e k_j                               W B_i joins dq_i in `edge_projection`
         dx_e    = m_e p_e do_i + ds_e q_i                      embedded features only
@@ -66,7 +66,7 @@ def edge_attention_bwd_dst(
     projected_grad,  # [B, N_dst, H, ATTRIBUTES] g, or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    # [B, N_dst, H]; with hubs [B * N_dst + B * blocks, H], weights of segments behind
+    # [B, N_dst, H]; with hubs [B * N_dst + B * blocks, H], segment weights last
     inv_denominator,
     exp_scores,  # [B, E, H] r
     colptr,  # [N_dst + 1]
@@ -105,11 +105,12 @@ def edge_attention_bwd_dst(
     SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of query, key, value, grad_out and dquery
 ):
-    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
+    """Grid (B * N_dst, ceil(H / HEADS)): one program per destination, batch entry and HEADS heads.
 
-    Writes its row of dquery (without W B), and of its in-edges dx (embedded features), and p_ds = [m p, ds], which the
-    kernels over sources and over attributes read. With hubs the grid is (B * (blocks + N_dst), ..),
-    and the program of a segment writes its dp and its parts of the sums of p and p dp.
+    Writes its row of dquery (without W B) and, for its in-edges, dx (embedded features) and p_ds =
+    [m p, ds], which the kernels over sources and over attributes read. With hubs the grid is (B *
+    (blocks + N_dst), ..), and the program of a segment writes its dp and its parts of the sums of p
+    and p dp.
     """
     if SEGMENT > 0:
         b, i, begin, end, slot = row_or_segment(
@@ -159,10 +160,10 @@ def edge_attention_bwd_dst(
     )
     main_end = end - (end - begin) % UNROLL
     do = load_unpacked(grad_out, node * ROW, layout, PACKED)
-    place = node
+    stats_row = node
     if SEGMENT > 0 and slot >= 0:
-        place = segment_row(slot, num_blocks(num_edges, SEGMENT) + num_dst, num_dst)
-    inverse = load_heads(inv_denominator, place, heads, H)
+        stats_row = segment_row(slot, num_blocks(num_edges, SEGMENT) + num_dst, num_dst)
+    inverse = load_heads(inv_denominator, stats_row, heads, H)
     p_sum = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
     weights = (do, inverse, value, attr_dp if D > 0 else None, exp_scores, dp)
@@ -303,7 +304,7 @@ def _differentiate_weights(
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Write dp of edges begin .. end - 1, EACH at a time; return the sums of p and of p dp so far."""
+    """Write dp of edges begin .. end - 1, EACH at a time; return running sums of p and p dp."""
     for e in range(begin, end, EACH):
         v = gather(value, e, source, layout, ROW, PACKED, EACH)
         r = load_edge_heads(exp_scores, first_edge + e, heads, H, EACH)
@@ -346,7 +347,10 @@ def _differentiate_scores(
     PACKED: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Write [m p, ds], and dx, of edges begin .. end - 1, EACH at a time; return the sum of ds k so far, if key is."""
+    """Write [m p, ds] and dx of edges begin .. end - 1; return the running sum of ds k, if any key.
+
+    Edges are processed EACH at a time.
+    """
     for e in range(begin, end, EACH):
         if key is not None:
             k = gather(key, e, source, layout, ROW, PACKED, EACH)
@@ -397,7 +401,7 @@ def edge_attention_bwd_src(
     SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of query, grad_out, dkey and dvalue
 ):
-    """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns HEADS heads of NODES sources of a batch entry.
+    """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): one program per NODES sources, HEADS heads.
 
     Writes their rows of dkey and dvalue. With hubs the grid is (B * (blocks + ceil(N_src / NODES)),
     ..), and the program of a segment writes its rows of segment_dkey and segment_dvalue.
@@ -471,7 +475,7 @@ def _sum_over_edges(
     UNROLL: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """Return the sums of ds q, for dkey, and of m p do, for dvalue, over the edges begin .. end - 1 in CSR order."""
+    """Sum ds q, for dkey, and m p do, for dvalue, over the edges begin .. end - 1 in CSR order."""
     dk = tl.zeros((HEADS, CHANNELS), tl.float32)
     dv = tl.zeros((HEADS, CHANNELS), tl.float32)
     for x in tl.range(begin, end, loop_unroll_factor=UNROLL):
@@ -487,9 +491,9 @@ def _sum_over_edges(
 
 
 @triton.jit
-def _store_rows(dkey, dvalue, at, offsets, mask, sums):
+def _store_rows(dkey, dvalue, start, offsets, mask, sums):
     """Write the sums of `_sum_over_edges` to the rows of dkey and dvalue that begin at `at`."""
     if dkey is not None:
-        tl.store(dkey + at + offsets, sums[0].to(dkey.dtype.element_ty), mask=mask)
+        tl.store(dkey + start + offsets, sums[0].to(dkey.dtype.element_ty), mask=mask)
     if dvalue is not None:
-        tl.store(dvalue + at + offsets, sums[1].to(dvalue.dtype.element_ty), mask=mask)
+        tl.store(dvalue + start + offsets, sums[1].to(dvalue.dtype.element_ty), mask=mask)

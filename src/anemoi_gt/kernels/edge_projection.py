@@ -1,18 +1,19 @@
 """Edge attention: the kernels that contract over the D edge attributes.
 
 W [H * C, D] is the embedding, b [H * C] its bias; with BIAS the bias is one more column of W, for
-an attribute that is always 1, so that all below holds with D + 1 attributes. What passes between
-kernels has ATTRIBUTES columns, a power of two, zero behind D + BIAS:
+an attribute that is always 1, so that all below holds with D + 1 attributes. Tensors between
+kernels have ATTRIBUTES columns, a power of two, zero after D + BIAS:
 
     project           u_i = W_h^T q_i                            rows [.., H, C] to [.., H, D]
     embed             o_i += W_h A_i                             [.., H, D] into rows [.., H, C]
-    attribute_bwd     A_i = sum_e w_e a_e,   B_i = sum_e ds_e a_e,   da_e = sum_h (w_e g_i + ds_e u_i)
+    attribute_bwd     A_i = sum_e w_e a_e,   B_i = sum_e ds_e a_e,
+                      da_e = sum_h (w_e g_i + ds_e u_i)
     weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs
     weight_sum        dW, db = the sum of these
 
-Each reads and writes its rows once, at the speed of the memory: batched matrix products with an
-inner size of D = 11 are what they stand for, and far slower. 16-bit operands stay as they are: they
-are multiplied in their own dtype, or as tf32, which holds both.
+Each reads and writes its rows once, at memory bandwidth. They replace batched matmuls with inner
+size D = 11, which are far slower. 16-bit operands are multiplied in their own dtype, or as tf32,
+which holds both exactly.
 """
 
 import triton
@@ -44,14 +45,16 @@ def _load_weight(
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
 ):
-    """Return W_h with the bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
+    """Load W_h, bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
-    at = head * C + c
+    channel_row = head * C + c
     inside = (c < C)[:, None] & (d < D)[None, :]
-    w = tl.load(edge_weight + at[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(edge_weight + channel_row[:, None] * D + d[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if edge_bias is not None:
-        b = tl.load(edge_bias + at, mask=c < C, other=0.0).to(tl.float32)
+        b = tl.load(edge_bias + channel_row, mask=c < C, other=0.0).to(tl.float32)
         w = tl.where((d == D)[None, :], b[:, None], w)
     return w
 
@@ -67,7 +70,9 @@ def _tile_offsets(
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr = 0,
 ):
-    """Return offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on.
+    """Return offsets and mask [nodes, columns] of one head in a tensor [N, H, WIDTH].
+
+    Columns start at `column`.
 
     STRIDE elements lie between the rows of two nodes, H * WIDTH where it is 0.
     """
@@ -115,8 +120,8 @@ def project(
                     edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES
                 )
             u = product(x, w, u, PRECISION)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
-        tl.store(projected + at, u.to(projected.dtype.element_ty), mask=inside)
+        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        tl.store(projected + offset, u.to(projected.dtype.element_ty), mask=inside)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_embed", "rows"), do_not_specialize=["num_nodes"])
@@ -150,8 +155,8 @@ def embed(
         w = _load_weight(edge_weight, edge_bias, head, 0, H, C, D, CHANNELS, ATTRIBUTES)
     for tile in range(TILES):
         node = first + tile * NODES + tl.arange(0, NODES)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
-        s = tl.load(sums + at, mask=inside, other=0.0)  # [NODES, ATTRIBUTES]
+        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        s = tl.load(sums + offset, mask=inside, other=0.0)  # [NODES, ATTRIBUTES]
         for channel in tl.static_range(0, C, CHANNELS):
             if CHANNELS < C:
                 w = _load_weight(
@@ -223,16 +228,16 @@ def attribute_bwd(
         inside = e < end
         edge = caller_edges(perm, e, inside)
         a = load_attributes(edge_attr, b * attr_stride + edge, inside, D, BIAS, ATTRIBUTES)
-        at, known = tile_offsets(first_edge + e, inside, h, 2 * H, H)
-        w = tl.load(p_ds + at, mask=known, other=0.0)  # [EDGES, HEADS]
-        ds = tl.load(p_ds + at + H, mask=known, other=0.0)
+        offset, known = tile_offsets(first_edge + e, inside, h, 2 * H, H)
+        w = tl.load(p_ds + offset, mask=known, other=0.0)  # [EDGES, HEADS]
+        ds = tl.load(p_ds + offset + H, mask=known, other=0.0)
         value_sums = product(tl.trans(w), a, value_sums, PRECISION)
         score_sums = product(tl.trans(ds), a, score_sums, PRECISION)
         if dedge_attr is not None:
             da = product(w, g, tl.zeros((EDGES, ATTRIBUTES), tl.float32), PRECISION)
             da = product(ds, u, da, PRECISION)
-            at, known = tile_offsets(first_edge + edge, inside, d, D, D)
-            tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=known)
+            offset, known = tile_offsets(first_edge + edge, inside, d, D, D)
+            tl.store(dedge_attr + offset, da.to(dedge_attr.dtype.element_ty), mask=known)
     if SEGMENT > 0 and slot >= 0:
         tl.store(segment_attr_sums + slot * (H * ATTRIBUTES) + offsets, value_sums, mask=mask)
         tl.store(segment_dscore_sums + slot * (H * ATTRIBUTES) + offsets, score_sums, mask=mask)
@@ -283,15 +288,15 @@ def weight_bwd(
         offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
         q = tl.load(query + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
         do = tl.load(grad_out + offsets, mask=mask, other=0.0)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
-        value_sums = tl.load(attr_sums + at, mask=inside, other=0.0)
-        score_sums = tl.load(dscore_sums + at, mask=inside, other=0.0)
+        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        value_sums = tl.load(attr_sums + offset, mask=inside, other=0.0)
+        score_sums = tl.load(dscore_sums + offset, mask=inside, other=0.0)
         dw = product(tl.trans(do), value_sums, dw, PRECISION)
         dw = product(tl.trans(q), score_sums, dw, PRECISION)
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
-    at = ((part * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
-    tl.store(partial + at, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])
+    offset = ((part * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
+    tl.store(partial + offset, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])
 
 
 @triton.jit(
@@ -310,21 +315,23 @@ def weight_sum(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (ceil(H * C / ROWS),): a program sums ROWS rows of all parts, PARTS at a time, and rounds once."""
+    """Grid (ceil(H * C / ROWS),): sum ROWS rows of all parts, PARTS at a time, and round once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, ATTRIBUTES)
-    at, inside = tile_offsets(row, row < H * C, d, D + BIAS, D + BIAS)
+    offset, inside = tile_offsets(row, row < H * C, d, D + BIAS, D + BIAS)
     total = tl.zeros((ROWS, ATTRIBUTES), tl.float32)
     for first in range(0, num_parts, PARTS):
         part = first + tl.arange(0, PARTS)[:, None, None]
         known = (part < num_parts) & inside[None, :, :]
         total += tl.sum(
-            tl.load(partial + part * (H * C * (D + BIAS)) + at[None, :, :], mask=known, other=0.0),
+            tl.load(
+                partial + part * (H * C * (D + BIAS)) + offset[None, :, :], mask=known, other=0.0
+            ),
             0,
         )
     if dweight is not None:
-        at, inside = tile_offsets(row, row < H * C, d, D, D)
-        tl.store(dweight + at, total.to(dweight.dtype.element_ty), mask=inside)
+        offset, inside = tile_offsets(row, row < H * C, d, D, D)
+        tl.store(dweight + offset, total.to(dweight.dtype.element_ty), mask=inside)
     if dbias is not None:
         bias = tl.sum(tl.where((d == D)[None, :], total, 0.0), 1)
         tl.store(dbias + row, bias.to(dbias.dtype.element_ty), mask=row < H * C)

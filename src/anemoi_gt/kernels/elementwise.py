@@ -7,10 +7,9 @@
     map_total      W^T s of totals s: the sum over nodes of W^T rows, without reading rows
     add_outer      dy^T x of a few rows, added to a product of all other rows
 
-Each stands for calls of PyTorch that take longer on the host than on the GPU. A launch takes
-addresses; PyTorch takes views, which are cut first, and checks them (14 us on the host for a
-launch, 31 to 49 us for these calls and their views, with torch 2.11). All sums are in float32 and in a
-fixed order.
+Each replaces PyTorch calls that take longer on the host than on the GPU. A launch passes addresses;
+PyTorch needs views and checks them (14 us on the host for a launch, 31 to 49 us for these calls and
+their views, with torch 2.11). All sums are in float32 and in a fixed order.
 """
 
 import triton
@@ -55,7 +54,7 @@ def _pack_piece(
     ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write block number `block` of a parameter, if it has so many; return the number behind it."""
+    """Write block `block` of a parameter, if it exists; return its number after this parameter."""
     blocks = (SIZE + BLOCK - 1) // BLOCK
     if block >= 0 and block < blocks:
         element = block * BLOCK + tl.arange(0, BLOCK)
@@ -93,7 +92,7 @@ def pack(
     source19,
     addend,  # added to the parameter whose number is WITH_ADDEND
     packed,
-    SIZES: tl.constexpr,  # elements of each parameter, one behind the other; 0 where there is none
+    SIZES: tl.constexpr,  # elements of each parameter, in order; 0 for none
     FIRSTS: tl.constexpr,  # the element of `packed` at which each begins
     ONES: tl.constexpr,  # whether 1 is added to each
     WITH_ADDEND: tl.constexpr,
@@ -150,8 +149,8 @@ def add(
 ):
     """Grid (ceil(elements / BLOCK),): out = x + y, or x, over contiguous elements.
 
-    With UNIT = 16 Triton sees that the mask is the same for 16 elements in a row, and loads 16 bytes
-    at once; with 1 it loads element by element.
+    With UNIT = 16 Triton sees that the mask is the same for 16 elements in a row, and loads 16
+    bytes at once; with 1 it loads element by element.
     """
     element = as_index(tl.program_id(0), INT64) * BLOCK + tl.arange(0, BLOCK)
     mask = element < as_index(num_units, INT64) * UNIT
@@ -188,8 +187,8 @@ def sum_columns(
         mask = (row < num_rows)[:, None] & inside[None, :]
         x = tl.load(rows + row[:, None] * STRIDE + w[None, :], mask=mask, other=0.0)
         sums += x.to(tl.float32)
-    at = partial + tl.program_id(0) * SUMS + first_sum + w
-    tl.store(at, tl.sum(sums, axis=0), mask=inside)
+    address = partial + tl.program_id(0) * SUMS + first_sum + w
+    tl.store(address, tl.sum(sums, axis=0), mask=inside)
 
 
 @triton.jit(repr=kernel_name("anemoi_gt_sum_partial", "partial", "SUMS"))
@@ -252,10 +251,10 @@ def add_outer(
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     k = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
     mask = (m < M)[:, None] & (k < K)[None, :]
-    at = total + m[:, None] * K + k[None, :]
-    sums = tl.load(at, mask=mask, other=0.0)
+    address = total + m[:, None] * K + k[None, :]
+    sums = tl.load(address, mask=mask, other=0.0)
     for row in range(num_rows):
         a = tl.load(dy + row * DY_STRIDE + m, mask=m < M, other=0.0).to(tl.float32)
         b = tl.load(x + row * X_STRIDE + k, mask=k < K, other=0.0).to(tl.float32)
         sums += a[:, None] * b[None, :]
-    tl.store(at, sums, mask=mask)
+    tl.store(address, sums, mask=mask)

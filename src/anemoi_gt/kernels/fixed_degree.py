@@ -1,12 +1,12 @@
-"""Edge attention, forward and backward, where every destination has K in-edges, as k nearest neighbours give.
+"""Edge attention, forward and backward, for graphs with fixed in-degree K (k nearest neighbours).
 
-The equations are those of `anemoi_gt.kernels.forward` and `backward`. With K known when compiled
-there is no loop over edges and no second one, hence no array [E, H] of scores between them and no
-barrier: the rows of all edges of a destination are in flight together, and its scores stay in
-registers. The pass backward over destinations has w, ds, u and g in registers too, so that A, B and
-the gradient of edge_attr need no kernel of their own.
+Equations as in `anemoi_gt.kernels.forward` and `backward`. K is constexpr, so the edge loop
+unrolls: there is no second loop, no [E, H] score buffer and no barrier. The rows of all edges of a
+destination are in flight together, and its scores stay in registers. The backward pass over
+destinations also has w, ds, u and g in registers, so A, B and the gradient of edge_attr need no
+separate kernel.
 
-All loads stand before the first store: none may pass one.
+All loads precede the first store: loads cannot be hoisted above stores that may alias them.
 """
 
 import triton
@@ -35,7 +35,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def _load_attributes(
     edge_attr, edge, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr
 ):
-    """Return a_e of one edge as float32 [1, ATTRIBUTES], 1 after the last with BIAS; it broadcasts over heads."""
+    """Load a_e of one edge as float32 [1, ATTRIBUTES]; with BIAS, element D is 1."""
     d = tl.arange(0, ATTRIBUTES)[None, :]
     a = tl.load(edge_attr + edge * D + d, mask=d < D, other=0.0).to(tl.float32)
     return tl.where(d == D, 1.0, a) if BIAS else a
@@ -54,28 +54,28 @@ def _gather(
     ROW: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Return of K edges from `first` on: where the rows of their sources start, these rows raw, their attributes."""
+    """For K edges from `first`, return offsets of their source rows, packed rows and attributes."""
     row, first_src, edge_attr, perm, first_attr = source
     starts = ()
     for j in tl.static_range(K):
         starts = starts + ((first_src + tl.load(row + first + j)) * ROW,)
-    found = ()
+    packed = ()
     attributes = ()
     for j in tl.static_range(K):
-        found = found + (load_raw(rows, starts[j], layout, PACKED),)
+        packed = packed + (load_raw(rows, starts[j], layout, PACKED),)
         if D > 0:
             edge = first_attr + caller_edge(perm, first + j)
             attributes = attributes + (_load_attributes(edge_attr, edge, D, BIAS, ATTRIBUTES),)
-    return starts, found, attributes
+    return starts, packed, attributes
 
 
 @triton.jit
 def _keep_factors(first, dropout, K: tl.constexpr):
     """Return the dropout factors of K edges from `first` on, [HEADS] each; ones without dropout."""
-    found = ()
+    factors = ()
     for j in tl.static_range(K):
-        found = found + (drop(1.0, first + j, dropout),)
-    return found
+        factors = factors + (drop(1.0, first + j, dropout),)
+    return factors
 
 
 @triton.jit(
@@ -183,7 +183,7 @@ def edge_attention_fixed_degree_fwd(
     do_not_specialize=["num_dst", "num_src", "num_edges", "attr_stride", "drop_below"],
 )
 def edge_attention_fixed_degree_bwd_dst(
-    query,  # [B, N_dst, H, C], not read; a profiler is told its shape
+    query,  # [B, N_dst, H, C], not read; gives a profiler the shape
     key,  # [B, N_src, H, C]
     value,  # [B, N_src, H, C]
     edge_attr,  # [1 or B, E, D], or None
@@ -282,11 +282,11 @@ def edge_attention_fixed_degree_bwd_dst(
         if dedge_attr is not None:
             d = tl.arange(0, ATTRIBUTES)
             da = tl.sum(w[:, None] * g + ds[:, None] * u, axis=0)
-            at = (b * num_edges + caller_edge(perm, first + j)) * D
-            tl.store(dedge_attr + at + d, da.to(dedge_attr.dtype.element_ty), mask=d < D)
+            offset = (b * num_edges + caller_edge(perm, first + j)) * D
+            tl.store(dedge_attr + offset + d, da.to(dedge_attr.dtype.element_ty), mask=d < D)
     if dquery is not None:
         store_unpacked(dquery, node * ROW, layout, dq, PACKED)
     if D > 0:
-        at = node * (H * ATTRIBUTES) + sums_at
-        tl.store(attr_sums + at, value_sums.to(attr_sums.dtype.element_ty), mask=known)
-        tl.store(dscore_sums + at, score_sums.to(dscore_sums.dtype.element_ty), mask=known)
+        offset = node * (H * ATTRIBUTES) + sums_at
+        tl.store(attr_sums + offset, value_sums.to(attr_sums.dtype.element_ty), mask=known)
+        tl.store(dscore_sums + offset, score_sums.to(dscore_sums.dtype.element_ty), mask=known)

@@ -19,7 +19,7 @@ _COMPILED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
-    """Return the `repr` of a kernel: `base` with the dtype of argument `tensor` and the sizes it is compiled for."""
+    """Return a kernel's `repr`: `base` with the dtype of argument `tensor` and its sizes."""
 
     def name(specialization) -> str:
         dtype = str(specialization.signature[tensor]).lstrip("*")
@@ -32,7 +32,7 @@ def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
 
 
 def launch_facts(grid, kernel, args) -> dict:
-    """Return launch metadata: the name, the bytes of all rows [H, C] read or written, and the flops on them."""
+    """Return launch metadata: name, bytes of all rows [H, C] read or written, and their flops."""
     size, elements = (
         args["query"].element_size(),
         prod(args["query"].shape[:-3]) * args["H"] * args["C"],
@@ -77,19 +77,19 @@ class Launch:
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.scalars, self.constants = scalars, constants
         values = scalars | constants
-        first = next(place for place, name in enumerate(kernel.arg_names) if name in values)
+        first = next(position for position, name in enumerate(kernel.arg_names) if name in values)
         self.tensors = kernel.arg_names[:first]
         self.values = [values[name] for name in kernel.arg_names[first:]]
 
     def name(self, dtypes: Mapping[str, str]) -> str:
-        """Return the name in a profile of a launch on tensors of these dtypes, such as "bf16"; nothing is compiled."""
+        """Return the profile name for tensors of these dtypes, such as "bf16", uncompiled."""
         make = (
             getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]
         )  # the latter under the interpreter
         return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
     def compiled_for(self, dtypes: tuple) -> dict[tuple, Repeat]:
-        """Return what was compiled for tensors of these dtypes, by device and alignment.
+        """Return the compiled kernels for tensors of these dtypes, by device and alignment.
 
         The alignment has True for each tensor that begins at a multiple of ALIGNMENT, or is absent.
         `on` adds an entry at its first launch. Triton compiles for the width of each integer too; a
@@ -157,7 +157,7 @@ def _triton() -> tuple:
 
 
 def repeat_launch(compiled) -> Repeat | None:
-    """Return the compiled kernel as `Plan.run` launches it again, None where this Triton has other private parts.
+    """Return the compiled kernel for `Plan.run`, None if Triton's private parts differ.
 
     None for AMD too, where what is compiled depends on the size of a tensor's memory.
     """

@@ -200,12 +200,12 @@ def norm_bwd(
 
     next_row = start + tl.arange(0, ROWS)
     next_mask = (next_row < num_rows)[:, None] & inside[None, :]
-    at = next_row[:, None] * F + f[None, :]
+    offset = next_row[:, None] * F + f[None, :]
     normed_row = _row_offsets(next_row, rows_per_entry, entry_rows, NORMED_STRIDE, ENTRIES)
-    next_x = tl.load(x + at, mask=next_mask, other=0.0)
+    next_x = tl.load(x + offset, mask=next_mask, other=0.0)
     next_dy = tl.load(grad_normed + normed_row[:, None] + f[None, :], mask=next_mask, other=0.0)
     if grad_total is not None:
-        next_total = tl.load(grad_total + at, mask=next_mask, other=0.0)
+        next_total = tl.load(grad_total + offset, mask=next_mask, other=0.0)
     if modulation is not None:
         rows = modulation + next_row[:, None] * (2 * F) + f[None, :]
         next_w = tl.load(rows, mask=next_mask, other=0.0)
@@ -214,7 +214,7 @@ def norm_bwd(
     for first in range(start, num_rows, step):
         row = first + tl.arange(0, ROWS)
         mask = (row < num_rows)[:, None] & inside[None, :]
-        at = row[:, None] * F + f[None, :]
+        offset = row[:, None] * F + f[None, :]
         normed_row = _row_offsets(row, rows_per_entry, entry_rows, NORMED_STRIDE, ENTRIES)
         normed_at = normed_row[:, None] + f[None, :]
         z = next_x.to(tl.float32)
@@ -259,8 +259,8 @@ def norm_bwd(
                 y += b
             tl.store(normed + normed_at, y.to(normed.dtype.element_ty), mask=mask)
         if grad_scale is not None:
-            tl.store(grad_scale + at, dscale.to(grad_scale.dtype.element_ty), mask=mask)
-        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
+            tl.store(grad_scale + offset, dscale.to(grad_scale.dtype.element_ty), mask=mask)
+        tl.store(dx + offset, d.to(dx.dtype.element_ty), mask=mask)
 
     if partial is not None:
         _put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
@@ -441,7 +441,7 @@ def activation_fwd(
     row = as_index(tl.program_id(0), INT64) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (k < K)[None, :]
-    at = row[:, None] * K + k[None, :]
+    offset = row[:, None] * K + k[None, :]
     if GATED:
         hidden_at = row[:, None] * (2 * K) + k[None, :]
         h = tl.load(hidden + hidden_at, mask=mask, other=0.0).to(tl.float32)
@@ -449,9 +449,9 @@ def activation_fwd(
         a, _ = _activate(h, ACTIVATION)
         a *= value
     else:
-        h = tl.load(hidden + at, mask=mask, other=0.0).to(tl.float32)
+        h = tl.load(hidden + offset, mask=mask, other=0.0).to(tl.float32)
         a, _ = _activate(h, ACTIVATION)
-    tl.store(out + at, a.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offset, a.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -499,7 +499,7 @@ def activation_bwd(
     for first in range(start, num_rows, step):
         row = first + tl.arange(0, ROWS)
         mask = (row < num_rows)[:, None] & inside[None, :]
-        at = row[:, None] * K + k[None, :]
+        offset = row[:, None] * K + k[None, :]
         hidden_at = row[:, None] * WIDTH + k[None, :]
         h = next_h.to(tl.float32)
         da = next_da.to(tl.float32)
@@ -528,7 +528,7 @@ def activation_bwd(
             if GATED:
                 value_sums += dvalue
         if activated is not None:
-            tl.store(activated + at, a.to(activated.dtype.element_ty), mask=mask)
+            tl.store(activated + offset, a.to(activated.dtype.element_ty), mask=mask)
         tl.store(grad_hidden + hidden_at, dh.to(grad_hidden.dtype.element_ty), mask=mask)
     if partial is not None:
         _put_into_partial(partial, first_sum, k, inside, sums, SUMS, IS_FIRST)

@@ -1,12 +1,12 @@
 """Rows [heads, channels] in registers: gathered, unpacked, multiplied, summed and stored.
 
 PACKED is "bf16" or "fp16" where a row of 16-bit elements is read as pairs in 32 bits, which halves
-the loads, and None where it is not. As it lies in memory a row is called raw: [HEADS, CHANNELS / 2]
-int32 with PACKED, else [HEADS, CHANNELS]. Unpacked it is a tuple of float32 tiles: the even and the
-odd channels [HEADS, CHANNELS / 2] with PACKED, else the row alone.
+the loads, and None where it is not. A row as stored in memory is called packed or raw: [HEADS,
+CHANNELS / 2] int32 with PACKED, else [HEADS, CHANNELS]. Unpacked it is a tuple of float32 tiles:
+the even and the odd channels [HEADS, CHANNELS / 2] with PACKED, else the row alone.
 
-A load may not pass a store that stands before it, because both could mean the same memory. So a
-step over EACH edges reads the raw rows of all of them before it writes anything for the first.
+Loads cannot be hoisted above stores that may alias them. So a step over EACH edges loads all raw
+rows before its first store.
 """
 
 import triton
@@ -33,7 +33,7 @@ def raw_offsets(
 
 @triton.jit
 def load_raw(rows, start, layout, PACKED: tl.constexpr):
-    """Return the raw row that begins `start` raw elements behind `rows`."""
+    """Load the packed row at offset `start` from `rows`."""
     if PACKED is not None:
         return tl.load(
             rows.to(tl.pointer_type(tl.int32)) + start + layout[0], mask=layout[1], other=0
@@ -64,7 +64,7 @@ def load_unpacked(rows, start, layout, PACKED: tl.constexpr):
 
 @triton.jit
 def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
-    """Write what `load_unpacked` would read; into a tensor of another dtype than PACKED element by element."""
+    """Store a row, inverse of `load_unpacked`; element by element for dtypes not PACKED."""
     if PACKED is not None:
         dtype: tl.constexpr = tl.bfloat16 if PACKED == "bf16" else tl.float16
         if rows.dtype.element_ty == dtype:
@@ -74,9 +74,9 @@ def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
                 rows.to(tl.pointer_type(tl.int32)) + start + layout[0], even | odd, mask=layout[1]
             )
         else:
-            at = rows + start * 2 + layout[0] * 2
-            tl.store(at, row[0].to(rows.dtype.element_ty), mask=layout[1])
-            tl.store(at + 1, row[1].to(rows.dtype.element_ty), mask=layout[1])
+            address = rows + start * 2 + layout[0] * 2
+            tl.store(address, row[0].to(rows.dtype.element_ty), mask=layout[1])
+            tl.store(address + 1, row[1].to(rows.dtype.element_ty), mask=layout[1])
     else:
         tl.store(rows + start + layout[0], row[0].to(rows.dtype.element_ty), mask=layout[1])
 
@@ -120,40 +120,40 @@ def scale_row(factor, x):
 
 
 @triton.jit
-def load_heads(x, place, heads, H: tl.constexpr):
-    """Return x[place] of a tensor [.., H] as float32 [HEADS].
+def load_heads(x, index, heads, H: tl.constexpr):
+    """Load row x[index] of a tensor [.., H] as float32 [HEADS].
 
     `heads` is the number of each head and a mask, None where every program has HEADS heads.
     """
-    at = x + (place * H + heads[0])
+    address = x + (index * H + heads[0])
     if heads[1] is None:
-        return tl.load(at).to(tl.float32)
+        return tl.load(address).to(tl.float32)
     else:
-        return tl.load(at, mask=heads[1], other=0.0).to(tl.float32)
+        return tl.load(address, mask=heads[1], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_heads(x, place, heads, elements, H: tl.constexpr):
-    """Write what `load_heads` would read."""
-    at = x + (place * H + heads[0])
+def store_heads(x, index, heads, elements, H: tl.constexpr):
+    """Store one row; inverse of `load_heads`."""
+    address = x + (index * H + heads[0])
     if heads[1] is None:
-        tl.store(at, elements.to(x.dtype.element_ty))
+        tl.store(address, elements.to(x.dtype.element_ty))
     else:
-        tl.store(at, elements.to(x.dtype.element_ty), mask=heads[1])
+        tl.store(address, elements.to(x.dtype.element_ty), mask=heads[1])
 
 
 @triton.jit
 def load_edge_heads(x, edge, heads, H: tl.constexpr, EACH: tl.constexpr):
     """Return rows edge .. edge + EACH - 1 of a tensor [E, H], a tuple of [HEADS]."""
-    found = ()
+    loaded = ()
     for n in tl.static_range(EACH):
-        found = found + (load_heads(x, edge + n, heads, H),)
-    return found
+        loaded = loaded + (load_heads(x, edge + n, heads, H),)
+    return loaded
 
 
 @triton.jit
 def gather(rows, e, source, layout, ROW: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
-    """Return the raw rows of the sources of edges e .. e + EACH - 1, behind them raw features if the edges have any.
+    """Gather the packed source rows of EACH edges from `e`, then their edge features, if any.
 
     ROW elements lie between two rows, and between the features of two edges. `source` is (row,
     first_src, features, perm, first_attr), with features [E, H, C] in the
@@ -162,22 +162,22 @@ def gather(rows, e, source, layout, ROW: tl.constexpr, PACKED: tl.constexpr, EAC
     starts = ()
     for n in tl.static_range(EACH):
         starts = starts + ((source[1] + tl.load(source[0] + e + n)) * ROW,)
-    found = ()
+    packed = ()
     for n in tl.static_range(EACH):
-        found = found + (load_raw(rows, starts[n], layout, PACKED),)
+        packed = packed + (load_raw(rows, starts[n], layout, PACKED),)
     if source[2] is not None:
         for n in tl.static_range(EACH):
             start = (source[4] + caller_edge(source[3], e + n)) * ROW
-            found = found + (load_raw(source[2], start, layout, PACKED),)
-    return found
+            packed = packed + (load_raw(source[2], start, layout, PACKED),)
+    return packed
 
 
 @triton.jit
-def gathered_row(found, n: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
+def gathered_row(packed, n: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
     """Return row n of what `gather` found, unpacked, with the features of its edge added."""
-    row = unpack(found[n], PACKED)
-    if len(found) > EACH:
-        features = unpack(found[EACH + n], PACKED)
+    row = unpack(packed[n], PACKED)
+    if len(packed) > EACH:
+        features = unpack(packed[EACH + n], PACKED)
         total = ()
         for x in tl.static_range(len(row)):
             total = total + (row[x] + features[x],)

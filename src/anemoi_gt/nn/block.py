@@ -281,7 +281,7 @@ class GraphTransformerBaseBlock(nn.Module):
         return fused_block.feed_forward(parts, x, cond)
 
     def normed_sides(self, x: tuple[Tensor, Tensor], cond: Conditions) -> tuple[Tensor, Tensor]:
-        """Return the normed features of sources and destinations; of one set of nodes they are the same tensor."""
+        """Return normed sources and destinations; the same tensor for one set of nodes."""
         dst = self.normed(self.layer_norm_attention, x[1], cond[1])
         is_one_set = x[0] is x[1] and self.source_norm is self.layer_norm_attention
         return dst if is_one_set else self.normed(self.source_norm, x[0], cond[0]), dst
@@ -313,7 +313,7 @@ class GraphTransformerBaseBlock(nn.Module):
         )
 
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the edge operands of the attention: attributes [.., E, edge_dim], embedding weight and bias.
+        """Return the edge operands: attributes [.., E, edge_dim], embedding weight and bias.
 
         If `lin_edge` has hooks, or was replaced by another kind of layer, they are embedded edges,
         None and None.

@@ -80,7 +80,10 @@ def hooks_of(module: nn.Module) -> list:
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks are registered for all modules, as by `register_module_forward_hook`; our own only watch."""
+    """Return whether hooks of others are registered for all modules.
+
+    `register_module_forward_hook` registers such a hook; ours only observe.
+    """
     for name in GLOBAL_HOOKS:
         for hook in getattr(nn.modules.module, name, {}).values():
             if not getattr(hook, "__module__", "").startswith("anemoi_gt."):

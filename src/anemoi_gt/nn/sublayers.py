@@ -397,7 +397,7 @@ def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
         _check_module(plain, KnownClasses.layer_norm, f"{name}.norm", "a torch.nn.LayerNorm")
         weight, bias = _parameter(plain, "weight", name), _parameter(plain, "bias", name)
         if weight is not None or bias is not None:
-            raise CannotFuseError(f"its {name}.norm has parameters next to those of the condition")
+            raise CannotFuseError(f"its {name}.norm has parameters besides the condition's")
         scale, scale_bias = _read_linear(children.get("scale"), f"{name}.scale")
         shift, shift_bias = _read_linear(children.get("bias"), f"{name}.bias")
         if scale_bias is None or shift_bias is None:

@@ -88,8 +88,8 @@ def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Pla
         is_index = is_host_tensor and value.dtype in (torch.int32, torch.int64) and value.dim() > 0
         return is_index and name not in ("_buffers", "_parameters")
 
-    places = list(places_of(module, is_index))
-    return [((holder, key), torch.as_tensor(holder[key], device=device)) for holder, key in places]
+    holders = list(places_of(module, is_index))
+    return [((holder, key), torch.as_tensor(holder[key], device=device)) for holder, key in holders]
 
 
 def places_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator[Place]:

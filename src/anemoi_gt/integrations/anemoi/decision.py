@@ -289,12 +289,14 @@ def own_method_of(kind: type) -> str | None:
     """Return the overridden method of a block class that our forward does not call, or None."""
     if kind not in Upstream.own_methods:
         upstream = _upstream_class(kind)
-        own = [
+        overridden = [
             name
             for name in BYPASSED
             if getattr(kind, name, None) is not getattr(upstream, name, None)
         ]
-        Upstream.own_methods[kind] = f"{kind.__qualname__} overrides {own[0]}" if own else None
+        Upstream.own_methods[kind] = (
+            f"{kind.__qualname__} overrides {overridden[0]}" if overridden else None
+        )
     return Upstream.own_methods[kind]
 
 

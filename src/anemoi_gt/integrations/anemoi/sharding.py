@@ -8,9 +8,9 @@ shard strategy "edges"
     provider           edges of one copy of the graph; attributes for each copy in the batch
     model              each copy of each node set is split along the grid: [copies, local nodes]
 
-A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it,
-without a message. Both are cached with the list (`edge_lists`), once for each group, division of
-the nodes and number of copies.
+A rank knows the whole edge list of a provider, so it computes its halo, and the rows that others
+read from it, without communication. Both are cached with the list (`edge_lists`), once for each
+group, division of the nodes and number of copies.
 
 Replacements call upstream on one rank, for other shard strategies, for blocks without `sharding` in
 their settings, and for edge lists of unknown origin.

@@ -1,4 +1,4 @@
-"""Steps of edge attention on a plan: grids, tiles, scratch memory. One function per kernel, buffers in and out.
+"""Steps of edge attention on a plan: grids, tiles, scratch memory; one function per kernel.
 
     attend                      forward: project, rows over destinations, embed
     gradients                   backward: rows over destinations, attributes, dW, rows over sources
@@ -45,7 +45,7 @@ class AttentionCall(NamedTuple):
     seed: Buffer | None = None
 
     def destination_buffers(self) -> dict[str, Buffer | None]:
-        """Return what all row kernels over destinations read, by the names of their arguments."""
+        """Return the operands of all row kernels over destinations, by argument name."""
         buffers = {
             name: getattr(self.operands, name) for name in ("query", "key", "value", "edge_attr")
         }
@@ -91,7 +91,10 @@ def attend(call: AttentionCall) -> tuple[Buffer, Buffer, Saved]:
 
 
 def attend_and_add(call: AttentionCall, saved: Saved, scratch: Buffer, rows: Buffer) -> None:
-    """Add the attention to rows [.., N_dst, H, C]; fill `saved`. `scratch` is contiguous, like rows."""
+    """Add the attention to rows [.., N_dst, H, C]; fill `saved`.
+
+    `scratch` is contiguous, like rows.
+    """
     project(call, call.operands.query, saved.projected)
     _, attr_sums = attend_rows(call, saved, scratch)
     embed(call, attr_sums, rows, skip=scratch)
@@ -151,21 +154,22 @@ def _sum_over_batch(entries: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def has_fixed_degree(sizes: Sizes) -> bool:
-    """Return whether the fixed-degree kernels run: a small known in-degree, raw attributes, rows that fit."""
+    """Return whether fixed-degree kernels run: small known in-degree, raw attributes, fit."""
     if not sizes.fixed_in_degree or sizes.embedded:
         return False
     return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree) is not None
 
 
 def dst_segment(sizes: Sizes) -> int:
-    """Return the edges of a segment of hubs in the row kernels over destinations; 0 where they need none."""
+    """Return the edges of a hub segment in row kernels over destinations, 0 without hubs."""
     return 0 if has_fixed_degree(sizes) else sizes.dst_segment
 
 
 def forward_tile(sizes: Sizes) -> RowTile:
     """Return the tile of `attend_rows`.
 
-    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.02, 0.60 ms; with packed pairs 1.10, 0.61.
+    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.02, 0.60 ms; with packed pairs
+    1.10, 0.61.
     """
     if has_fixed_degree(sizes):
         return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
@@ -175,7 +179,8 @@ def forward_tile(sizes: Sizes) -> RowTile:
 def destination_tile(sizes: Sizes) -> RowTile:
     """Return the tile of `differentiate_rows`.
 
-    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.26, 0.98 ms; with packed pairs 1.31, 0.88.
+    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.26, 0.98 ms; with packed pairs
+    1.31, 0.88.
     """
     if has_fixed_degree(sizes):
         tile = tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
@@ -206,7 +211,7 @@ def _attribute_constants(sizes: Sizes) -> dict:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return the precision to which operands of matrix products are rounded; 16-bit elements stay as they are.
+    """Return the precision of matrix product operands; 16-bit elements are not rounded.
 
     tf32 holds them exactly, but not every AMD GPU has it. The interpreter has no bfloat16 products.
     """
@@ -248,7 +253,7 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
 def _segment_rows(
     call: AttentionCall, like: Buffer | None, width: int, segment: int
 ) -> Buffer | None:
-    """Return memory for a float32 result of each segment [B * blocks, H, width]; None without segments or `like`."""
+    """Return float32 memory [B * blocks, H, width] of segments, or None without them or `like`."""
     if like is None or not segment:
         return None
     sizes = call.sizes
@@ -258,7 +263,7 @@ def _segment_rows(
 
 
 def _row_stride(rows: Buffer) -> int:
-    """Return the elements between two nodes of rows [.., N, H, C], of two entries where an entry has one node."""
+    """Return the elements between two node rows [.., N, H, C]; for one node, between entries."""
     if rows.is_contiguous:
         return rows.shape[-2] * rows.shape[-1]
     if len(rows.shape) == 4 and rows.shape[1] == 1:
@@ -274,10 +279,10 @@ def join(
     results: Sequence[Buffer | None],
     statistics: dict[str, Buffer] | None = None,
 ) -> None:
-    """Join `parts` [B * blocks, H, ..] of the segments of hubs into the hubs' rows of `results` [B, N, H, ..].
+    """Join the segments' `parts` [B * blocks, H, ..] into hub rows of `results` [B, N, H, ..].
 
     Parts that are None are left out. With `statistics`, the buffers by name, lse and
-    inv_denominator are made from those of the segments, which also weigh their parts.
+    inv_denominator are made from the segments' values, which also weigh their parts.
     """
     pairs = [(part, rows) for part, rows in zip(parts, results, strict=True) if part is not None]
     if not pairs:
@@ -314,12 +319,12 @@ def join(
 
 
 def _contraction_launch(
-    kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **more
+    kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **options
 ) -> Launch:
     """Return the launch of a contraction of rows with W, over all destinations."""
     constants = _attribute_constants(sizes)
     constants |= {"CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
-    constants |= {"num_stages": tile.num_stages, **more}
+    constants |= {"num_stages": tile.num_stages, **options}
     return Launch(kernel, grid, {"num_nodes": sizes.destinations}, constants)
 
 
@@ -433,7 +438,7 @@ def differentiate_rows(
     dquery: Buffer | None,
     dedge_attr: Buffer | None,
 ) -> tuple[Buffer, tuple[Buffer, Buffer] | None]:
-    """Differentiate over destinations: fill dquery (without W B) and the gradient of embedded features.
+    """Differentiate over destinations: fill dquery (without W B) and embedded dx.
 
     Return p_ds [B, E, 2, H], m p and ds of each edge, and sums: A and B of each destination where
     the in-degree is fixed and attributes are raw, else None. With sums, dedge_attr is filled too.
@@ -578,7 +583,7 @@ def differentiate_attributes(
 
 
 def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
-    """Return the launch that writes the partial sums of `differentiate_weight`, grid[0] of all heads."""
+    """Return the launch of `differentiate_weight` for partial sums, grid[0] of all heads."""
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))

@@ -1,6 +1,6 @@
-"""The attention sub-layer of a block as one operator: norms, projections, edge attention, residual connection.
+"""The attention sub-layer of a block as one operator: norms, projections, attention, residual.
 
-    n_i = norm(x_i)              n_j = norm_src(x_j), or norm(x_j) where sources and destinations are one set
+    n_i = norm(x_i)              n_j = norm_src(x_j), or norm(x_j) for one set of nodes
     q_i = q_norm(W_query n_i + b_query)      k_j = k_norm(W_key n_j + b_key)      v_j = W_value n_j
     x_e = W_edge a_e + b_edge + b_value      p_e = softmax of < q_i , k_j + x_e > / sqrt(C)
     y_i = sum_e p_e (v_j + x_e) + W_self n_i + b_self
@@ -18,8 +18,8 @@ of biases and norms are made by the passes over rows that are needed anyway.
 
 Query, y, key and value of one set of nodes are columns of one tensor, [q, y, k, v], which one
 product makes, with the term of self where y will be: the attention is added to it. So are their
-gradients, and those of n and of the weights are one product each. Destinations and sources that
-differ, as in a mapper or with a halo, have a tensor each: [q, y] and [k, v].
+gradients, and the gradients of n and of the weights are one product each. Destinations and sources
+that differ, as in a mapper or with a halo, have a tensor each: [q, y] and [k, v].
 
 Kept for the backward pass, in one block: these tensors (query and key before their norms), the edge
 attributes if they were cast, what edge attention saves, and the cast weights. The backward pass
@@ -70,7 +70,7 @@ NUM_INPUTS = NUM_TENSORS + len(IndexTensors._fields)
 
 
 class SublayerNeeds(NamedTuple):
-    """Gradients that cost launches of their own, and are made only where they are needed."""
+    """Gradients that need separate launches and are computed only if needed."""
 
     edge_attr: bool
     condition: bool
@@ -115,12 +115,8 @@ def attention_sublayer(
     return z
 
 
-# -------------------------------------------------------------------------------------------------------------
-# plans
-
-
 def _weight_groups(t: AttentionTensors, options: AttentionOptions) -> dict[str, list[Piece]]:
-    """Return what is packed, by the group that stacks it."""
+    """Return the packed parameters by the group that stacks them."""
     weights = (t.query_weight, t.self_weight, t.key_weight, t.value_weight)
     groups = {
         "nodes": [Piece.of(weight) for weight in weights],
@@ -305,7 +301,9 @@ def _attention_call(
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 
     layout = _Layout.of(t, options)
-    query, key, value = (layout.split_heads(each) for each in (rows.query, rows.key, rows.value))
+    query, key, value = (
+        layout.split_heads(heads_rows) for heads_rows in (rows.query, rows.key, rows.value)
+    )
     if layout.batch > 1 and len(attr.shape) == 2:
         attr = attr.unflatten(0, (1, attr.shape[0]))
     operands = AttentionOperands(query, key, value, attr, weights["edge"], weights.get("edge_bias"))
@@ -315,7 +313,7 @@ def _attention_call(
 def _normed_heads(
     builder: PlanBuilder, t: AttentionTensors, options: AttentionOptions, rows: NodeRows
 ) -> NodeRows:
-    """Return rows with query and key normed per head, in scratch memory; themselves without norms."""
+    """Return rows with query and key normed per head, in scratch; unchanged without norms."""
     if not options.query_norm_eps and not options.key_norm_eps:
         return rows
     layout = _Layout.of(t, options)
@@ -358,7 +356,7 @@ def _norm_heads(
 
 
 def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
-    """Return the plan of a forward pass over tensors and index: z, and with `save` the kept block."""
+    """Return the plan of a forward pass over tensors and index: z and what `save` keeps."""
     from anemoi_gt.ops.triton_backend import attention_steps
 
     builder = PlanBuilder(specs)
@@ -396,9 +394,9 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
         dst_weight = nodes.slice(0, 0, 2 * width)
         sublayer_steps.linear(builder, n_src, nodes.slice(0, 2 * width, 4 * width), src_bias, src)
         if layout.is_one_set:
-            for own, among_sources in layout.entries():
+            for local, among_sources in layout.entries():
                 n_dst = n_src.rows(among_sources)
-                sublayer_steps.linear(builder, n_dst, dst_weight, dst_bias, dst.rows(own))
+                sublayer_steps.linear(builder, n_dst, dst_weight, dst_bias, dst.rows(local))
         else:
             n_dst = builder.empty(t.x_dst.shape, options.dtype)
             sublayer_steps.norm_forward(builder, t.x_dst, norm, n_dst)
@@ -531,16 +529,16 @@ def backward_plan(
         all_projections.differentiate(builder, dst, normed_rows, is_first=True)
     elif layout.is_one_set:
         dn = sublayer_steps.product(builder, src, of_sources.weight)
-        for own, among_sources in layout.entries():
+        for local, among_sources in layout.entries():
             sublayer_steps.add_product(
-                builder, dst.rows(own), of_destinations.weight, dn.rows(among_sources)
+                builder, dst.rows(local), of_destinations.weight, dn.rows(among_sources)
             )
         normed_rows = through.differentiate(t.x_dst, dx_dst, grad, dn)
         _differentiate_halo(builder, layout, t.halo, dn, normed_rows, dhalo)
         of_sources.differentiate(builder, src, normed_rows, is_first=True)
-        for number, (own, among_sources) in enumerate(layout.entries()):
+        for number, (local, among_sources) in enumerate(layout.entries()):
             of_destinations.differentiate(
-                builder, dst.rows(own), normed_rows.rows(among_sources), is_first=number == 0
+                builder, dst.rows(local), normed_rows.rows(among_sources), is_first=number == 0
             )
     else:
         dn = sublayer_steps.product(builder, dst, of_destinations.weight)
@@ -562,8 +560,8 @@ def backward_plan(
         of_sources.differentiate(builder, src, normed_rows, is_first=True)
     sums.total_into(parameters["sums"])
     if t.self_bias is not None:
-        place = sums.columns["norm_total"]
-        total = parameters["sums"].slice(0, place.start, place.stop)
+        columns = sums.columns["norm_total"]
+        total = parameters["sums"].slice(0, columns.start, columns.stop)
         sublayer_steps.map_total(builder, t.projection_weight, total, parameters["self_bias"])
     plan = builder.finish(
         SublayerGradients(
@@ -661,7 +659,7 @@ def _head_norm_backward(
     scale: Buffer | None,
     eps: float,
 ) -> None:
-    """Differentiate the norm of the heads of x [B * N, H * C], in place of the gradient of its output."""
+    """Differentiate the head norm of x [B * N, H * C], in place of its output's gradient."""
     if not eps:
         return
     columns = sums.columns.get(name)
@@ -685,7 +683,7 @@ def _head_norm_backward(
 
 
 def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
-    """Sum rows [B * N, width] over the destinations that have in-edges: their attention weights sum to 1."""
+    """Sum rows [B * N, width] over destinations with in-edges, whose weights sum to 1."""
     attends = (colptr.diff() > 0).to(rows.dtype)
     num_entries = rows.shape[0] // max(1, attends.shape[0])
     torch.sum(rows * attends.repeat(num_entries).unsqueeze(1), 0, out=total)
@@ -787,10 +785,6 @@ def _run_backward(
         return SublayerGradients(*plan.run(inputs)), pieces
 
 
-# -------------------------------------------------------------------------------------------------
-# eager calls
-
-
 class AttentionSublayer(torch.autograd.Function):
     """The sub-layer of eager calls: apply(*tensors, index, options) returns z."""
 
@@ -817,10 +811,6 @@ class AttentionSublayer(torch.autograd.Function):
         else:
             results, pieces = _run_backward(ctx.plans, t, index, kept, grad, wanted)
         return *_named_gradients(t, results, pieces, needs), None, None
-
-
-# -------------------------------------------------------------------------------------------------
-# operators
 
 
 @define_operator

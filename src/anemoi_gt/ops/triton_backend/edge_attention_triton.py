@@ -90,7 +90,7 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     columns = edge_dim + int(edge_bias is not None)
     if columns > MOST_ATTRIBUTES or edge_dim <= channels:
         return columns > MOST_ATTRIBUTES
-    samples, sets = (each.shape[0] if query.dim() == 4 else 1 for each in (query, edge_attr))
+    samples, sets = (operand.shape[0] if query.dim() == 4 else 1 for operand in (query, edge_attr))
     nodes, edges, columns = (
         samples * query.shape[-3],
         sets * edge_attr.shape[-2],

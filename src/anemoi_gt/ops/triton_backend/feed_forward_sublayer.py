@@ -1,13 +1,14 @@
 """The feed-forward sub-layer of a block as one operator: norm, network, residual connection.
 
     m = norm(x)                                  see `anemoi_gt.ops.sublayer_tensors`
-    h = W_in m + b_in                            [N, K_h]; gated: [W_gate; W_in] m + [b_gate; b_in]  [N, 2 K_h]
+    h = W_in m + b_in                                                       [N, K_h]
+    h = [W_gate; W_in] m + [b_gate; b_in]               gated               [N, 2 K_h]
     a = act(h), gated act(h_gate) h_value        [N, K_h]
     y = x + W_out a + b_out
 
-Kept for the backward pass: x, and in one block h and the cast weights. The backward pass makes m and a again, in the
-passes that read x and h. Rows are taken in chunks: what is as wide as the hidden layer exists for a
-chunk alone, except h.
+Kept for the backward pass: x, and in one block h and the cast weights. The backward pass makes m
+and a again, in the passes that read x and h. Rows are taken in chunks: what is as wide as the
+hidden layer exists for a chunk alone, except h.
 """
 
 from functools import lru_cache
@@ -57,10 +58,6 @@ def feed_forward_sublayer(tensors: FeedForwardTensors, options: FeedForwardOptio
     return y
 
 
-# -------------------------------------------------------------------------------------------------------------
-# plans
-
-
 class FeedForwardGradients(NamedTuple):
     """Results of the backward plan; None for what is absent or not needed."""
 
@@ -70,7 +67,7 @@ class FeedForwardGradients(NamedTuple):
 
 
 def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Piece]]:
-    """Return what is packed, by the group that stacks it."""
+    """Return the packed parameters by the group that stacks them."""
     groups = {
         "in": _stacked(t.weight_gate, t.weight_in),
         "out": [Piece.of(t.weight_out)],
@@ -295,10 +292,6 @@ def _run_backward(
         return FeedForwardGradients(*plan.run(inputs)), pieces
 
 
-# -------------------------------------------------------------------------------------------------
-# eager calls
-
-
 class FeedForward(torch.autograd.Function):
     """The sub-layer of eager calls: apply(*tensors, options) returns y."""
 
@@ -322,10 +315,6 @@ class FeedForward(torch.autograd.Function):
         else:
             results, pieces = _run_backward(ctx.plans, t, kept, grad, needs_condition)
         return *_named_gradients(t, results, pieces, needs), None
-
-
-# -------------------------------------------------------------------------------------------------
-# operators
 
 
 @define_operator

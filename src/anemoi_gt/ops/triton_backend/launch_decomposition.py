@@ -9,7 +9,7 @@ What is compiled into a kernel is decided once, while exporting. Sizes may be sy
 depends on how many edges a node has (the tile) follows from the example that was exported with, and
 offsets have 64 bits unless the ranges of the sizes prove that 32 do. Grids and sizes stay symbols.
 
-Nothing here runs under Triton's interpreter, which leaves no graph behind.
+Nothing here runs under Triton's interpreter, which records no graph.
 """
 
 import torch

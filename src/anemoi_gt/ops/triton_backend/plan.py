@@ -6,7 +6,7 @@ memory, which is one allocation in which buffers that are not alive at the same 
 kernel takes addresses, a tensor operation takes views, which are cut once per run. Results that
 belong together, such as all that a backward pass reads, are parts of one result (`BlockLayout`).
 
-    builder = PlanBuilder(specs)             shape and dtype of each input tensor, None for an absent one
+    builder = PlanBuilder(specs)             shape and dtype of each input tensor, None if absent
     out = builder.empty(shape, dtype)        memory that a step writes
     builder.launch(launch, x=builder.inputs[0], out=out)
     plan = builder.finish([out])             what is not a result is scratch
@@ -77,7 +77,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Tensors one behind another in one block of bytes, each at a multiple of 512."""
+    """Tensors one after another in one block of bytes, each at a multiple of 512."""
 
     num_bytes: int
     parts: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype
@@ -146,7 +146,7 @@ class PlanBuilder:
         return self.empty(buffer.shape, buffer.dtype if dtype is None else dtype)
 
     def empty_parts(self, layout: BlockLayout, *, together: bool) -> dict[str, Buffer]:
-        """Return memory for the parts of a layout: of one block, or each by itself, as scratch is."""
+        """Return memory for the parts of a layout: one block, or separate, like scratch."""
         if together:
             return layout.buffers(self.empty((layout.num_bytes,), torch.uint8))
         parts = layout.parts.items()

@@ -1,4 +1,4 @@
-"""Steps that both sub-layers of a block put on a plan: packed weights, linear maps, norms, sums over nodes.
+"""Plan steps of both sub-layers of a block: packed weights, linear maps, norms, node sums.
 
 Parameters are cast to the dtype of the products once per forward pass, into one packed tensor that
 the backward pass reads too. They are not remembered from step to step: version counters do not
@@ -36,10 +36,6 @@ def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
         yield part * num_rows // number, (part + 1) * num_rows // number
 
 
-# -------------------------------------------------------------------------------------------------
-# packed weights
-
-
 class Piece(NamedTuple):
     """A parameter as it is packed: cast, after `addend` or 1 has been added."""
 
@@ -55,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class PackedWeights(NamedTuple):
-    """Layout of parameters in one tensor: the pieces of a group are stacked along the first dimension."""
+    """Layout of parameters in one tensor; parameters of a group are stacked along dim 0."""
 
     num_elements: int
     groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
@@ -138,7 +134,7 @@ class ParameterPieces(NamedTuple):
 
     num_elements: int
     groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
-    pieces: tuple[GradientPiece, ...]  # one behind another, with padding between groups
+    pieces: tuple[GradientPiece, ...]  # one after another, with padding between groups
     sizes: tuple[int, ...]
 
     @classmethod
@@ -184,10 +180,6 @@ class ParameterPieces(NamedTuple):
             for name in piece.names:
                 gradients[name] = part
         return gradients
-
-
-# ---------------------------------------------------------------------------------------------------
-# linear maps
 
 
 def linear(
@@ -319,10 +311,6 @@ def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# norms
-
-
 class NormParameters(NamedTuple):
     """Parameters of a norm as `anemoi_gt.ops.sublayer_tensors` describes them."""
 
@@ -333,7 +321,7 @@ class NormParameters(NamedTuple):
     condition: Buffer | None
 
     def groups(self, name: str) -> dict[str, list[Piece]]:
-        """Return what is packed: with a condition W [2 F, K] and b [2 F], scale before shift."""
+        """Return the packed parameters: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
         scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
@@ -379,9 +367,10 @@ class Norm(NamedTuple):
 def norm_forward(
     builder: PlanBuilder, x: Buffer, norm: Norm, out: Buffer, batch: int = 1, entry_rows: int = 0
 ) -> None:
-    """Write the normed rows of x [N, F] into `out`, or into the first rows of each batch entry of `entry_rows` rows.
+    """Write the normed rows of x [N, F] into `out`.
 
-    Where scale and shift of every row are made of a condition, rows are taken in chunks.
+    With `entry_rows`, into the first rows of each batch entry of that number of rows. Where scale
+    and shift of every row are made of a condition, rows are taken in chunks.
     """
     num_rows, features = x.shape
     parts = [(0, num_rows)]
@@ -403,7 +392,7 @@ def norm_forward(
 
 
 class NodeSums:
-    """Sums over nodes: PROGRAMS rows of partial sums, columns by name, which a launch each writes."""
+    """Partial sums over nodes, PROGRAMS rows with named columns, each written by a launch."""
 
     def __init__(self, builder: PlanBuilder, pieces: Mapping[str, GradientPiece]):
         self.builder = builder
@@ -491,7 +480,7 @@ class ModulationGradients(NamedTuple):
 def modulation_gradients(
     builder: PlanBuilder, norm: Norm, weight: Buffer | None, need_condition: bool
 ) -> ModulationGradients | None:
-    """Return memory for the gradients of a condition, with that of its map; None without one."""
+    """Return memory for the gradients of a condition and its map; None without a condition."""
     if norm.condition is None:
         return None
     condition = None
@@ -516,7 +505,9 @@ def norm_backward(
     batch: int = 1,
     entry_rows: int = 0,
 ) -> None:
-    """Differentiate the norm of rows `rows` (begin, end) of its condition: fill dx, and `normed` with its output again.
+    """Differentiate a norm over condition rows `rows` (begin, end): fill dx and `normed`.
+
+    `normed` is the output, recomputed.
 
     Tensors hold these rows alone, `grad_normed` and `normed` [rows, F], or [B * entry_rows, F]. The
     gradients of scale and shift are added to the sums, or with a condition to `modulation`.
@@ -576,12 +567,8 @@ def norm_backward(
         )
 
 
-# -------------------------------------------------------------------------------------------
-# both passes of a sub-layer
-
-
 class SublayerPlans:
-    """The plans of a sub-layer for tensors of some shapes and dtypes, each made when it is first run.
+    """The plans of a sub-layer for some shapes and dtypes, each made when first run.
 
     Parameters
     ----------
@@ -623,24 +610,20 @@ class Shaped(NamedTuple):
         return [None if spec is None else cls(*spec) for spec in specs]
 
 
-# -------------------------------------------------------------------------------------------
-# tensors around a plan
-
-
 def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the same elements, contiguous."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def specs_of(tensors: Sequence[Tensor | None]) -> tuple:
-    """Return what a plan depends on of contiguous tensors: shapes and dtypes."""
+    """Return the key of a plan for contiguous tensors: shapes and dtypes."""
     return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 def ordered_gradients(
     tensors: NamedTuple, gradients: Mapping[str, Tensor | None], needs: NamedTuple
 ) -> list[Tensor | None]:
-    """Return the gradients that are needed in the order and dtypes of `tensors`, None for others."""
+    """Return the needed gradients in the order and dtypes of `tensors`, None for others."""
     ordered: list[Tensor | None] = []
     for name, tensor, need in zip(tensors._fields, tensors, needs, strict=True):
         gradient = gradients.get(name) if need else None
