@@ -27,7 +27,7 @@ from anemoi_gt.integrations.anemoi.captured_step import (
     indices_on_device,
     places_of,
 )
-from anemoi_gt.integrations.anemoi.patch import install
+from anemoi_gt.integrations.anemoi.installation import install
 
 log = logging.getLogger(__name__)
 REMEDY = "remove CUDAGraphCallback from diagnostics.callbacks"
@@ -219,7 +219,7 @@ class InstallCallback(CUDAGraphCallback):
 def check_capturable(
     trainer: Trainer, module: LightningModule, capture: Capture, remedy: str = REMEDY
 ) -> None:
-    """Raise a ValueError, which says what to do, unless the training steps of a trainer can be captured."""
+    """Raise ValueError, with the remedy, unless a trainer's steps can be captured."""
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise ValueError(
