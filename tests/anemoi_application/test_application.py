@@ -6,6 +6,7 @@ installed as users do.
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,12 +20,15 @@ BLOCK = "anemoi.models.layers.block.GraphTransformerProcessorBlock"
 RELATIVE = 1e-5  # of losses: sums in another order, over 30 steps of AdamW
 
 
-def run(*command, **environment):
-    """Run a command of Anemoi and return what it wrote."""
+def run(*command, import_first=(), **environment):
+    """Run a command of Anemoi and return what it wrote; modules of `import_first` come before others."""
+    paths = [*import_first, HERE, HERE.parent]
+    if "PYTHONPATH" in os.environ:
+        paths.append(os.environ["PYTHONPATH"])
     result = subprocess.run(
         [COMMANDS / command[0], *map(str, command[1:])],
         env=os.environ
-        | {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
+        | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
         | {name: str(value) for name, value in environment.items()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -60,9 +64,9 @@ def train(folder):
             )
             arguments = (f"--config-dir={HERE}", f"--config-name={config}", *overrides)
             command = (*launcher, COMMANDS / "anemoi-training", "train", *arguments)
-            run(*command, FOLDER=folder, LOSSES=losses)
+            log = run(*command, FOLDER=folder, LOSSES=losses)
             (new,) = set((folder / "out").glob("checkpoint/*")) - before
-            done[key] = json.loads(losses.read_text()) | {"id": new.name}
+            done[key] = json.loads(losses.read_text()) | {"id": new.name, "log": log}
         return done[key]
 
     return start
@@ -80,6 +84,14 @@ def test_losses_equal_the_untouched_training(train, capsys):
             f"\na batch: {untouched:.3f} s untouched, {with_us:.3f} s with us, ratio "
             f"{untouched / with_us:.2f}"
         )
+
+
+def test_one_entry_installs_and_says_on_a_cpu_that_steps_are_launched(train):
+    entry, ours = train("one_entry"), train("with_us")
+    assert entry["losses"] == ours["losses"]
+    assert entry["attentions"] == ours["attentions"]
+    message = "training steps are launched, not replayed: a step that is captured in a CUDA graph"
+    assert entry["log"].count(message) == 1
 
 
 def test_losses_are_the_same_with_anemois_compile(train):
@@ -134,13 +146,14 @@ def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train):
     assert replayed["attentions"] > launched["attentions"] > 0  # in warm-up and capture
 
 
-def forecast(folder, checkpoint, name, *overrides, launcher=(), data="uk.zarr"):
+def forecast(folder, checkpoint, name, *overrides, launcher=(), data="uk.zarr", import_first=()):
     """Run a forecast; returns the 2 m temperature [time, point] and the log."""
     import netCDF4
 
     options = (f"checkpoint={checkpoint}", f"input.dataset.dataset={folder / data}", *overrides)
     command = (*launcher, COMMANDS / "anemoi-inference", "run", HERE / "forecast.yaml")
-    log = run(*command, f"output.netcdf.path={folder / name}", *options)
+    output = f"output.netcdf.path={folder / name}"
+    log = run(*command, output, *options, import_first=import_first)
     with netCDF4.Dataset(folder / name) as file:
         return file.variables["2t"][:], log
 
@@ -156,6 +169,67 @@ def test_the_runner_uses_anemoi_gt_logs_it_and_gives_the_same_forecast(folder, t
     assert (
         abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1
     )  # kelvin, float32 at 280 K
+
+
+def free_port():
+    """Return a port that no process listens on; a run that was killed may hold upstream's default."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "--no-python")
+SPELLINGS = {
+    "around ours": (("runner.parallel.base_runner=anemoi-gt",), "runner.parallel", ()),
+    "inside ours": (("runner.anemoi-gt.runner=parallel",), "runner.anemoi-gt", ()),
+    "torchrun": (("runner.anemoi-gt.runner=parallel",), None, TORCHRUN),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_rank_of_a_parallel_forecast_computes_with_us(folder, train, spelling):
+    checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
+    expected, _ = forecast(folder, checkpoint, "one_rank.nc")
+    options, spawning, launcher = SPELLINGS[spelling]
+    if spawning is not None:
+        cluster = f"{spawning}.cluster.manual"
+        options = (*options, f"{cluster}.world_size=2", f"{cluster}.port={free_port()}")
+    # anemoi-inference 0.13.0 gives the ranks that it spawns no log handler, and only with a
+    # verbosity do ranks other than the first log at all
+    logging_ranks = folder / "logging_ranks"
+    logging_ranks.mkdir(exist_ok=True)
+    (logging_ranks / "sitecustomize.py").write_text(
+        "import logging\n\nlogging.basicConfig(level=logging.INFO)\n"
+    )
+    ours, log = forecast(
+        folder,
+        checkpoint,
+        f"{spelling}.nc",
+        *options,
+        "verbosity=1",
+        launcher=launcher,
+        import_first=[logging_ranks],
+    )
+    assert log.count("anemoi_gt computes the attention of 4 graph-transformer blocks") == 2
+    assert abs(ours - expected).max() < 1e-3  # kelvin, float32 at 280 K
+
+
+def test_a_model_without_graph_transformers_is_refused_before_data_are_read(folder, train):
+    trained = train("gnn")["id"]
+    checkpoint = folder / "out" / "checkpoint" / trained / "inference-last.ckpt"
+    with pytest.raises(
+        AssertionError, match="must have a graph-transformer block, got .* without one"
+    ):
+        forecast(folder, checkpoint, "refused.nc", "runner=anemoi-gt", data="missing.zarr")
+
+
+def test_a_training_without_graph_transformers_says_so_when_the_model_is_built(train):
+    layer_kernel = "+anemoi/layer_kernels@model.layer_kernels=anemoi_gt"
+    log = train("gnn", layer_kernel, "hydra.searchpath=[pkg://anemoi_gt.configs]")["log"]
+    message = "has no graph-transformer block: anemoi_gt computes nothing of it"
+    before_training, *others = log.split(message)
+    assert len(others) == 1
+    assert "Trainer.fit" not in before_training
 
 
 def test_the_runner_refuses_a_wrong_option(folder, train):

@@ -47,6 +47,12 @@ def test_versions_are_the_installed_ones():
     assert rows("packages")["hydra-core"] == importlib.metadata.version("hydra-core")
 
 
+def test_when_replaying_training_steps_pays_is_said_with_the_entry_that_does_it():
+    said = rows("anemoi-models")["training steps"]
+    assert "InstallCallback" in said
+    assert "40,320 points" in said
+
+
 def test_with_only_torch_everything_else_is_reported_missing():
     result = run_without(OPTIONAL | set(info.PACKAGES), RUN)
     assert result.returncode == 0, result.stderr
@@ -103,6 +109,7 @@ def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not
 ):
     listed = rows("anemoi-models")
     assert listed.pop("version") == importlib.metadata.version("anemoi-models")
+    assert listed.pop("training steps")
     assert {"GraphTransformerProcessorBlock.forward", "NoiseConditioning.forward"} <= set(listed)
     assert set(listed.values()) == {"replaced by install"}
     with installation.install():

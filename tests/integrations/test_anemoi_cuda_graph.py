@@ -283,6 +283,40 @@ def test_what_cannot_be_captured_is_refused(graph, monkeypatch, change, options,
         )
 
 
+def test_one_callback_installs_and_replays_with_the_bits_of_launched_steps(graph):
+    captures = []
+
+    def capture(*arguments):
+        captures.append(arguments)
+        return capture_in_place(*arguments)
+
+    with anemoi.install(backend="torch"):
+        launched = fit(graph)
+    try:
+        both = anemoi.InstallCallback(capture=capture, backend="torch")
+        assert anemoi.installed().config.backend == "torch"
+        replayed = fit(graph, [both])
+    finally:
+        anemoi.uninstall()
+    assert_same(replayed, launched)
+    assert captures
+
+
+def test_one_callback_launches_steps_that_cannot_be_captured_and_says_so_once(graph, caplog):
+    with anemoi.install(backend="torch"):
+        expected = fit(graph)
+    try:
+        launched = fit(graph, [anemoi.InstallCallback(backend="torch")])
+    finally:
+        anemoi.uninstall()
+    assert_same(launched, expected)
+    said = [record.message for record in caplog.records if "are launched" in record.message]
+    assert said == [
+        "training steps are launched, not replayed: a step that is captured in a CUDA graph must "
+        "compute on a GPU, got device cpu"
+    ]
+
+
 def test_a_strategy_that_divides_parameters_is_refused():
     trainer, message = (
         SimpleNamespace(strategy=FSDPStrategy()),

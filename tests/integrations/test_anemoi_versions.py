@@ -115,6 +115,15 @@ def test_the_replaced_bodies_match_the_versions_named(version):
         assert expected == [digest for digest in actual if digest in bodies], name
 
 
+@pytest.mark.parametrize("version", ("0.9.3", "0.11.2", "0.14.1"))
+def test_transformer_blocks_of_old_versions_are_fused_with_the_same_numbers(version):
+    path = os.pathsep.join([str(folder_of(version)), TESTS])
+    script = SCRIPT.with_name("anemoi_transformer_versions.py")
+    for name, block in json.loads(run_script(script, PYTHONPATH=path)).items():
+        assert block["outcome"] == "feed-forward only", name
+        assert block["same_form"] and block["error"] < 2e-6, name
+
+
 @every_old_version
 def test_blocks_hand_over_raw_edges(report):
     assert all(raw for name in MODELS for raw in report[name]["raw"])

@@ -30,6 +30,12 @@ PACKAGES = {
     "pooch": ("pooch", "era5"),
 }
 
+# measured on one H200, 512 channels, 16 layers, no activation checkpointing: docs/anemoi.md
+WHEN_REPLAYING_PAYS = (
+    "replayed from CUDA graphs (InstallCallback in diagnostics.callbacks) 3.9 times as fast as "
+    "launched on a grid of 40,320 points, 1.3 times on 542,080"
+)
+
 
 def describe(checkpoint: str | None = None) -> str:
     """Return versions, packages, devices, backends per device, and what `install` replaces.
@@ -105,6 +111,7 @@ def anemoi_models() -> Iterator[tuple[str, str]]:
         yield "install", f"not possible: {error}"
         return
     yield "version", _version_of("anemoi-models")
+    yield "training steps", WHEN_REPLAYING_PAYS
     for name, reason in replaced.items():
         yield name, "replaced by install" if reason is None else f"stays upstream's: {reason}"
 

@@ -1,6 +1,6 @@
 """Our attention in Anemoi's graph transformers: everywhere (`install`), per model, by config.
 
-`CUDAGraphCallback` is imported when it is used, because it needs Lightning.
+`CUDAGraphCallback` and `InstallCallback` are imported when they are used: they need Lightning.
 """
 
 from importlib import import_module
@@ -19,6 +19,7 @@ from anemoi_gt.integrations.anemoi.installation import (
 
 __all__ = [
     "CUDAGraphCallback",
+    "InstallCallback",
     "Installation",
     "capture_step",
     "graph_transformer_backward_mapper",
@@ -32,6 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "CUDAGraphCallback":
-        return import_module("anemoi_gt.integrations.anemoi.cuda_graph_callback").CUDAGraphCallback
+    if name in ("CUDAGraphCallback", "InstallCallback"):
+        module = import_module("anemoi_gt.integrations.anemoi.cuda_graph_callback")
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

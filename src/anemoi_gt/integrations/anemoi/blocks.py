@@ -14,6 +14,7 @@ from anemoi_gt.integrations.anemoi.decision import (
     Call,
     Decision,
     decide,
+    decide_transformer,
     dropout_of,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
@@ -123,6 +124,52 @@ def mapper_block(upstream, self, *args, **kwargs):
             decision.sublayers.source_feed_forward, self.run_node_src_mlp, x_src, cond_src
         )
     return (x_src, out), call.edge_attr
+
+
+@replaces(
+    "self x shapes batch_size model_comm_group cond layer_kwargs",
+    "self x shard_info batch_size model_comm_group cond layer_kwargs",
+)
+def transformer_processor_block(upstream, self, x, *args, **kwargs):
+    """Compute a block of transformers: Anemoi's attention, then our feed-forward sub-layer."""
+    shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
+    decision = decide_transformer(self, "layer_norm_mlp", x, cond)
+    if decision.path == UPSTREAM:
+        return upstream(self, x, *args, **kwargs)
+    normed = self.layer_norm_attention(x, **_named_condition(cond))
+    x = x + self.attention(normed, shards, batch_size, model_comm_group=group)
+    x = fused_block.feed_forward(decision.sublayers.feed_forward, x, cond)
+    return x if Upstream.returns_rows_alone else (x,)
+
+
+@replaces(
+    "self x shapes batch_size model_comm_group",
+    "self x shapes batch_size model_comm_group cond",
+    "self x shard_info batch_size model_comm_group cond",
+)
+def transformer_mapper_block(upstream, self, x, *args, **kwargs):
+    """Compute a block of transformers whose sources and destinations differ, as one of a processor."""
+    shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
+    cond_src, cond_dst = (None, None) if cond is None else cond
+    x_src, x_dst = x
+    # "mpl" is upstream's spelling; its layer_norm_mlp is not used
+    decision = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst)
+    if decision.path == UPSTREAM:
+        return upstream(self, x, *args, **kwargs)
+    src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
+    dst = self.layer_norm_attention_dst(x_dst, **_named_condition(cond_dst))
+    # upstream adds to the normed destinations, and returns the normed sources
+    out = dst + self.attention((src, dst), shards, batch_size, model_comm_group=group)
+    out = fused_block.feed_forward(decision.sublayers.feed_forward, out, cond_dst)
+    return (src, out), None
+
+
+def _transformer_arguments(
+    shard_info=None, batch_size=1, model_comm_group=None, cond=None, shapes=None, **others
+):
+    """Return shards, batch size, group and condition of a block of transformers of any version."""
+    shards = shapes if shard_info is None else shard_info
+    return shards, batch_size, model_comm_group, cond
 
 
 def _named_condition(cond: Tensor | None) -> dict[str, Tensor]:

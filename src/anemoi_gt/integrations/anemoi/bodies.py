@@ -32,6 +32,16 @@ KNOWN = {
         "b3cb110f0b5b": "0.16.0",
         "60b8e7bbb22e": "0.17.0 to 0.19.0",
     },
+    "TransformerProcessorBlock.forward": {
+        "bbab4f483533": "0.9.2 to 0.10.0",
+        "3f0de62983e5": "0.11.0 to 0.14.1",
+        "49ab498464d0": "0.15.0 to 0.19.0",
+    },
+    "TransformerMapperBlock.forward": {
+        "1e9ed11d7858": "0.9.0 to 0.13.1",
+        "8e72fad5dd2f": "0.14.0 to 0.14.1",
+        "46fe24944c59": "0.15.0 to 0.19.0",
+    },
     "GraphTransformerBaseBlock.apply_gt": {
         "9b1bff722dec": "0.11.0 to 0.14.1",
         "3b6f5b6a32d3": "0.15.0 to 0.15.1",

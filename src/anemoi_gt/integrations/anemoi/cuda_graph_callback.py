@@ -1,5 +1,7 @@
 """`CUDAGraphCallback`: training steps of Anemoi, in Lightning's loop, replayed from a CUDA graph.
 
+`InstallCallback` calls `install` too, and lets steps that cannot be captured be launched.
+
 strategy.training_step     replays forward and backward, logs what the module logs, returns the loss
 zero_grad                  Lightning's
 module.backward            adds the gradients of the replay, averaged over all ranks
@@ -25,9 +27,11 @@ from anemoi_gt.integrations.anemoi.captured_step import (
     indices_on_device,
     places_of,
 )
+from anemoi_gt.integrations.anemoi.installation import install
 
 log = logging.getLogger(__name__)
 REMEDY = "remove CUDAGraphCallback from diagnostics.callbacks"
+REMEDY_OF_INSTALL = "set cuda_graphs: false in InstallCallback of diagnostics.callbacks"
 
 
 class CUDAGraphCallback(Callback):
@@ -41,6 +45,8 @@ class CUDAGraphCallback(Callback):
     the captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
 
+    remedy = REMEDY
+
     def __init__(self, capture: Capture = capture_cuda_graph):
         self._capture = capture
         self._step: CUDAGraphedStep | None = None
@@ -53,7 +59,7 @@ class CUDAGraphCallback(Callback):
 
         Raises ValueError for a trainer whose steps cannot be captured.
         """
-        check_capturable(trainer, pl_module, self._capture)
+        check_capturable(trainer, pl_module, self._capture, self.remedy)
         self._differentiate = pl_module.backward
         trainer.strategy.training_step = partial(self._training_step, trainer, pl_module)
         pl_module.backward = partial(self._backward, trainer, pl_module)
@@ -98,7 +104,7 @@ class CUDAGraphCallback(Callback):
             function = partial(self._forward_backward, trainer, module, scalers, indices, rest)
             device = trainer.strategy.root_device
             self._step = CUDAGraphedStep(
-                function, module.parameters(), device, self._capture, REMEDY
+                function, module.parameters(), device, self._capture, self.remedy
             )
         self._refused = False
         # of the last step; Lightning discards it after `training_step`
@@ -130,7 +136,7 @@ class CUDAGraphCallback(Callback):
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise ValueError(
-                    f"training_step must return a loss to be captured, got {output!r}: {REMEDY}"
+                    f"training_step must return a loss to be captured, got {output!r}: {self.remedy}"
                 )
             loss, scaler = loss / accumulated, getattr(trainer.precision_plugin, "scaler", None)
             self._differentiate(loss if scaler is None else scaler.scale(loss))
@@ -173,7 +179,46 @@ class CUDAGraphCallback(Callback):
         self._step, self._gradients, self._refused = None, None, False
 
 
-def check_capturable(trainer: Trainer, module: LightningModule, capture: Capture) -> None:
+class InstallCallback(CUDAGraphCallback):
+    """Call `install`, and replay training steps from CUDA graphs where they can be captured.
+
+    It is one entry of `diagnostics.callbacks` for both. Where a trainer's steps cannot be captured,
+    as on a CPU, they are launched, and the log says why in one line. What shows only during
+    capture, such as dropout inside activation checkpointing, is refused with the remedy.
+
+    Parameters
+    ----------
+    cuda_graphs : bool
+        False launches all steps.
+    capture : callable
+        As for `CUDAGraphCallback`.
+    **options
+        As for `install`, which is called when the callback is made, before Anemoi builds its model.
+    """
+
+    remedy = REMEDY_OF_INSTALL
+
+    def __init__(
+        self, cuda_graphs: bool = True, capture: Capture = capture_cuda_graph, **options: Any
+    ):
+        super().__init__(capture)
+        self._cuda_graphs = cuda_graphs
+        install(**options)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the place of the strategy's `training_step` if steps can be captured, else say why not."""
+        if not self._cuda_graphs:
+            return
+        try:
+            super().on_train_start(trainer, pl_module)
+        except ValueError as reason:
+            # a warning, because Anemoi shows those of every library
+            log.warning("training steps are launched, not replayed: %s", reason)
+
+
+def check_capturable(
+    trainer: Trainer, module: LightningModule, capture: Capture, remedy: str = REMEDY
+) -> None:
     """Raise ValueError, with the remedy, unless a trainer's steps can be captured."""
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
@@ -181,18 +226,18 @@ def check_capturable(trainer: Trainer, module: LightningModule, capture: Capture
             "CUDAGraphCallback needs a strategy on one device or DDP, got "
             f"{type(strategy).__name__}: set "
             "training.strategy._target_=anemoi.training.distributed.single.SingleDeviceStrategy, "
-            f"or {REMEDY}"
+            f"or {remedy}"
         )
     if not module.automatic_optimization:
         raise ValueError(
             f"CUDAGraphCallback needs automatic optimisation, got {type(module).__name__} with "
-            f"manual: {REMEDY}"
+            f"manual: {remedy}"
         )
     if torch.is_anomaly_enabled():
         raise ValueError(
             "CUDAGraphCallback needs diagnostics.debug.anomaly_detection=false, because it reads "
             "back from the device "
-            f"at every operation, got true: set it to false, or {REMEDY}"
+            f"at every operation, got true: set it to false, or {remedy}"
         )
     check_device(strategy.root_device, capture)
 

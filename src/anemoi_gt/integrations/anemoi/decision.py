@@ -2,13 +2,14 @@
 
     fused       its attention sub-layer fused, and its feed-forward sub-layer if possible
     attention   the block's modules around our attention; its feed-forward fused if possible
+    feed_forward   of a block of transformers: its feed-forward fused, its attention Anemoi's
     upstream    Anemoi's own forward
 
 The decision depends on mutable state, such as hooks, so it is taken once. A checkpointed chunk
 keeps the decisions of its forward pass for the recomputation, which must save the same tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import wraps
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from anemoi_gt.nn.sublayers import FeedForwardParts, attention_parts, feed_forwa
 from anemoi_gt.torch_compat import is_exporting
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
+FEED_FORWARD = "feed_forward"
 # methods of Anemoi's blocks that our forward does not call, or only for blocks that fall back
 BYPASSED = (
     *("get_qkve", "prepare_qkve_edge_sharding", "attention_block", "apply_gt", "_apply_qk_norm"),
@@ -43,7 +45,7 @@ class Decision(NamedTuple):
     """The path of a block in one forward pass."""
 
     settings: Settings | None  # None: nobody asked for us
-    path: str  # FUSED, ATTENTION or UPSTREAM
+    path: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
     reason: str | None = None  # why no better path; None where nobody asked for one
     sublayers: BlockPath = NOT_FUSED  # parts of each fused sub-layer
@@ -127,15 +129,31 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that
     cannot run.
     """
+    return _decide_once(block, lambda: _decide(block, x_dst, call, gathers))
+
+
+def decide_transformer(
+    block: nn.Module, norm_name: str, x: Tensor, cond: Tensor | None
+) -> Decision:
+    """Return what computes a block of transformers with rows x; say so where it is less than was asked for.
+
+    `norm_name` is that of the norm before its feed-forward network. Raise ValueError if `blocks` is
+    True, and a backend was named that cannot serve.
+    """
+    return _decide_once(block, lambda: _decide_transformer(block, norm_name, x, cond))
+
+
+def _decide_once(block: nn.Module, decide_now: Callable[[], Decision]) -> Decision:
+    """Return the decision of the forward pass in a recomputation, else a new one, which is recorded."""
     if torch.compiler.is_compiling():
-        decision = _decide(block, x_dst, call, gathers)
+        decision = decide_now()
         report.record_traced(type(block), decision.path, decision.reason)
         return decision
     chunk = _CHUNK.get()
     decision = None if chunk is None else chunk.take()
     if decision is not None:
         return decision
-    decision = _decide(block, x_dst, call, gathers)
+    decision = decide_now()
     if chunk is not None and chunk.position is None:
         chunk.made.append(decision)
     report.record(block, decision.path, decision.reason)
@@ -144,6 +162,12 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
 
 def examine(block: nn.Module, device: torch.device) -> Decision:
     """Predict the path of a block on one rank and device, from the block alone; log nothing."""
+    if isinstance(block, Upstream.transformers):
+        norm_name = "layer_norm_mlp"
+        if hasattr(block, "layer_norm_mpl"):
+            norm_name = "layer_norm_mpl"
+        x = torch.empty(0, 1, device=device)
+        return _decide_transformer(block, norm_name, x, None, tell=lambda message: None)
     x = torch.empty(0, block.lin_query.in_features, device=device)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     call = Call.of(x, x, edge_index)
@@ -185,6 +209,46 @@ def _decide(
     reasons = dict.fromkeys(
         parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
     )
+    _tell_not_fused(settings, reasons, tell)
+    reason = "; ".join(reasons) or None
+    if isinstance(path.attention, str):
+        return Decision(settings, ATTENTION, has_raw_edges, reason, path)
+    return Decision(settings, FUSED, has_raw_edges=True, reason=reason, sublayers=path)
+
+
+def _decide_transformer(
+    block: nn.Module,
+    norm_name: str,
+    x: Tensor,
+    cond: Tensor | None,
+    tell: Callable[[str], None] = report.warn_once,
+) -> Decision:
+    settings = SETTINGS.of(block)
+    if settings is None:
+        return Decision(None, UPSTREAM)
+    if settings.blocks is False or is_exporting():
+        return Decision(settings, UPSTREAM, reason="its sub-layers are not fused")
+    if torch.jit.is_tracing():
+        return Decision(settings, UPSTREAM, reason="torch.jit.trace records it")
+    if settings.blocks is None and not fused_block.pays(x, settings.config):
+        reason = "sub-layers are fused under 16-bit autocast where backend triton attends"
+        return Decision(settings, UPSTREAM, reason=reason)
+    parts: FeedForwardParts | str = "another backend than triton is chosen"
+    if fused_block.runs_on_triton(x, settings.config):
+        norm = getattr(block, norm_name)
+        parts = feed_forward_parts(norm, block.mlp, norm_name=norm_name, mlp_name="mlp")
+        parts = fused_block.feed_forward_path(parts, x, cond)
+    if isinstance(parts, str):
+        _tell_not_fused(settings, (parts,), tell)
+        return Decision(settings, UPSTREAM, reason=parts)
+    path = BlockPath("its attention is Anemoi's", parts, NO_SOURCES)
+    return Decision(settings, FEED_FORWARD, sublayers=path)
+
+
+def _tell_not_fused(
+    settings: Settings, reasons: Iterable[str], tell: Callable[[str], None]
+) -> None:
+    """Say why sub-layers are not fused; raise ValueError if they were asked for with a named backend."""
     for reason in reasons:
         if settings.blocks and settings.config.backend != "auto" and not _is_passing(reason):
             raise ValueError(
@@ -193,10 +257,6 @@ def _decide(
                 "blocks=None computes it by its modules there, and so does backend 'auto'"
             )
         tell(f"a sub-layer of an Anemoi block is not fused: {reason}")
-    reason = "; ".join(reasons) or None
-    if isinstance(path.attention, str):
-        return Decision(settings, ATTENTION, has_raw_edges, reason, path)
-    return Decision(settings, FUSED, has_raw_edges=True, reason=reason, sublayers=path)
 
 
 def _is_passing(reason: str) -> bool:

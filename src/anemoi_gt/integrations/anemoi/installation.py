@@ -51,10 +51,14 @@ NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
 NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
 PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
 MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
+TRANSFORMER_BLOCK = (BLOCK[0], "TransformerProcessorBlock")
+TRANSFORMER_MAPPER_BLOCK = (BLOCK[0], "TransformerMapperBlock")
 # (class, or module that holds a function, name of the method or function): its replacement
 PATCHES = {
     (PROCESSOR_BLOCK, "forward"): blocks.processor_block,
     (MAPPER_BLOCK, "forward"): blocks.mapper_block,
+    (TRANSFORMER_BLOCK, "forward"): blocks.transformer_processor_block,
+    (TRANSFORMER_MAPPER_BLOCK, "forward"): blocks.transformer_mapper_block,
     (PROVIDER, "_get_edges_impl"): edge_lists.get_edges,
     (MAPPER, "prepare_edge_sharding_wrapper"): edge_lists.prepare_edge_sharding,
     (PROCESSOR, "forward"): edge_lists.processor_forward,
@@ -300,14 +304,13 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    swapped = [module for module in model.modules() if isinstance(module, find(*BLOCK))]
-    if not swapped:
+    if not any(isinstance(module, find(*BLOCK)) for module in model.modules()):
         raise ValueError(
             f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} "
             "without one"
         )
     settings = _switch_on(config, fuse_edges, blocks, sharding)
-    for block in swapped:
+    for _, block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     return model
 

@@ -16,7 +16,12 @@ from anemoi_gt.integrations.anemoi.upstream import Upstream
 
 log = logging.getLogger(__name__)
 _log_once = cache(log.warning)
-WORDS = {"fused": "fused", "attention": "attention only", "upstream": "upstream"}
+WORDS = {
+    "fused": "fused",
+    "attention": "attention only",
+    "feed_forward": "feed-forward only",
+    "upstream": "upstream",
+}
 Outcome = tuple[str, str | None]  # path of a decision, and its reason
 
 _BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = (
@@ -35,7 +40,7 @@ class Computed(NamedTuple):
 
     path: str  # of the module in its model, empty for a block outside of a known model
     kind: str  # name of its class
-    outcome: str  # "fused", "attention only", "upstream" or "not yet"
+    outcome: str  # one of WORDS, or "not yet"
     reason: str | None
 
 
@@ -74,12 +79,9 @@ def add_model(model: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the graph-transformer blocks of a model and their paths."""
-    return [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, Upstream.block)
-    ]
+    """Return the blocks of a model that we compute, or a sub-layer of, and their paths."""
+    kinds = (Upstream.block, *Upstream.transformers)
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def computed() -> tuple[Computed, ...]:

@@ -29,6 +29,9 @@ class Upstream:
     partition: ModuleType  # distributed.khop_edges, since 0.16
     block: type  # GraphTransformerBaseBlock
     blocks: tuple[type, ...] = ()  # of processors and of mappers
+    # blocks of transformers whose forward we know, of processors and of mappers
+    transformers: tuple[type, ...] = ()
+    returns_rows_alone: bool = False  # the processor block of transformers, not a tuple
     conv: type | None = None  # the attention of graph_attention_backend: pyg
     triton_conv: object = (
         None  # for `triton`; before 0.18.0 the class with this `apply`; None before 0.11
@@ -54,6 +57,10 @@ def resolve_upstream() -> None:
     )
     Upstream.block = block.GraphTransformerBaseBlock
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
+    kinds = (block.TransformerProcessorBlock, block.TransformerMapperBlock)
+    Upstream.transformers = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
+    processor_forward = body_hash(block.TransformerProcessorBlock.forward)
+    Upstream.returns_rows_alone = processor_forward == "bbab4f483533"  # 0.9.2 to 0.10.0
     conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
     is_known = unknown_body(conv.forward) is None and unknown_body(conv.message) is None
     Upstream.conv = conv if is_known else None

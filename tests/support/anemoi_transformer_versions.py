@@ -1,0 +1,56 @@
+"""Prints how far the transformer blocks of an old anemoi-models are from their own numbers with us, and how they were computed."""
+
+import json
+import os
+from inspect import signature
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+from anemoi.models.layers import block as blocks
+from anemoi.models.layers.utils import load_layer_kernels
+
+from anemoi_gt.integrations import anemoi as integration
+
+
+def build(kind):
+    """A block of 2 heads of 8 channels, whatever this version calls its options."""
+    torch.manual_seed(0)
+    options = {
+        "num_channels": 16,
+        "hidden_dim": 32,
+        "num_heads": 2,
+        "window_size": None,
+        "activation": "GELU",
+        "layer_kernels": load_layer_kernels(),
+        "attention_implementation": "scaled_dot_product_attention",
+    }
+    known = signature(kind).parameters
+    return kind(**{name: value for name, value in options.items() if name in known})
+
+
+def rows_after(kind, block):
+    """The rows that a block returns, and whether they came alone."""
+    shards = [[12, 16]]
+    rows = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
+    result = None
+    if kind is blocks.TransformerProcessorBlock:
+        result = block(rows, shards, 1)
+    else:
+        result = block((rows, rows + 1), (shards, shards), 1)[0][1]
+    return (result, True) if isinstance(result, torch.Tensor) else (result[0], False)
+
+
+report = {}
+for kind in (blocks.TransformerProcessorBlock, blocks.TransformerMapperBlock):
+    block = build(kind)
+    expected, came_alone = rows_after(kind, block)
+    with integration.install(backend="triton", blocks=True):
+        actual, comes_alone = rows_after(kind, block)
+        (computed,) = integration.installed().computed
+    report[kind.__name__] = {
+        "error": (actual - expected).abs().max().item(),
+        "same_form": came_alone == comes_alone,
+        "outcome": computed.outcome,
+    }
+print(json.dumps(report))
