@@ -148,7 +148,7 @@ def transformer_processor_block(upstream, self, x, *args, **kwargs):
     "self x shard_info batch_size model_comm_group cond",
 )
 def transformer_mapper_block(upstream, self, x, *args, **kwargs):
-    """Compute a block of transformers whose sources and destinations differ, as one of a processor."""
+    """Compute a transformer block with distinct sources and destinations, like a processor's."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x

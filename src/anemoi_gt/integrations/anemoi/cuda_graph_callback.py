@@ -136,7 +136,8 @@ class CUDAGraphCallback(Callback):
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise ValueError(
-                    f"training_step must return a loss to be captured, got {output!r}: {self.remedy}"
+                    f"training_step must return a loss to be captured, got {output!r}: "
+                    f"{self.remedy}"
                 )
             loss, scaler = loss / accumulated, getattr(trainer.precision_plugin, "scaler", None)
             self._differentiate(loss if scaler is None else scaler.scale(loss))
@@ -206,7 +207,7 @@ class InstallCallback(CUDAGraphCallback):
         install(**options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the place of the strategy's `training_step` if steps can be captured, else say why not."""
+        """Replace the strategy's `training_step` if steps can be captured, else log why not."""
         if not self._cuda_graphs:
             return
         try:

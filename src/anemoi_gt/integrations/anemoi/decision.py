@@ -135,7 +135,7 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
 def decide_transformer(
     block: nn.Module, norm_name: str, x: Tensor, cond: Tensor | None
 ) -> Decision:
-    """Return what computes a block of transformers with rows x; say so where it is less than was asked for.
+    """Return the path of a transformer block with rows x; log it if it is less than requested.
 
     `norm_name` is that of the norm before its feed-forward network. Raise ValueError if `blocks` is
     True, and a backend was named that cannot serve.
@@ -144,7 +144,7 @@ def decide_transformer(
 
 
 def _decide_once(block: nn.Module, decide_now: Callable[[], Decision]) -> Decision:
-    """Return the decision of the forward pass in a recomputation, else a new one, which is recorded."""
+    """Return the forward pass's decision in a recomputation, else a new one, recorded."""
     if torch.compiler.is_compiling():
         decision = decide_now()
         report.record_traced(type(block), decision.path, decision.reason)
@@ -248,7 +248,7 @@ def _decide_transformer(
 def _tell_not_fused(
     settings: Settings, reasons: Iterable[str], tell: Callable[[str], None]
 ) -> None:
-    """Say why sub-layers are not fused; raise ValueError if they were asked for with a named backend."""
+    """Log why sub-layers are not fused; raise ValueError if a named backend requires them."""
     for reason in reasons:
         if settings.blocks and settings.config.backend != "auto" and not _is_passing(reason):
             raise ValueError(
