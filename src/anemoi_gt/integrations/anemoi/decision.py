@@ -135,7 +135,7 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
 def decide_transformer(
     block: nn.Module, norm_name: str, x: Tensor, cond: Tensor | None
 ) -> Decision:
-    """Return what computes a transformer block with rows x; log where it is less than was asked for.
+    """Return what computes a transformer block with rows x; log where it is less than asked for.
 
     `norm_name` is that of the norm before its feed-forward network. Raise ValueError if `blocks` is
     True, and a backend was named that cannot serve.
