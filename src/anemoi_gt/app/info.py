@@ -30,10 +30,10 @@ PACKAGES = {
     "pooch": ("pooch", "era5"),
 }
 
-# measured on one H200, 512 channels, 16 layers, no activation checkpointing: docs/anemoi.md
+# measured on one H100 and one H200, 512 channels, 16 layers, no activation checkpointing: docs/anemoi.md
 WHEN_REPLAYING_PAYS = (
-    "replayed from CUDA graphs (InstallCallback in diagnostics.callbacks) 3.9 times as fast as "
-    "launched on a grid of 40,320 points, 1.3 times on 542,080"
+    "replayed from CUDA graphs (InstallCallback in diagnostics.callbacks) 4.0 times as fast as "
+    "launched on a grid of 40,320 points, 1.1 times on 542,080"
 )
 
 
