@@ -30,7 +30,7 @@ PACKAGES = {
     "pooch": ("pooch", "era5"),
 }
 
-# measured on one H100 and one H200, 512 channels, 16 layers, no activation checkpointing: docs/anemoi.md
+# measured: docs/anemoi.md, "CUDA graphs"
 WHEN_REPLAYING_PAYS = (
     "replayed from CUDA graphs (InstallCallback in diagnostics.callbacks) 4.0 times as fast as "
     "launched on a grid of 40,320 points, 1.1 times on 542,080"
