@@ -15,7 +15,7 @@ their views, with torch 2.11). All sums are in float32 and in a fixed order.
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.norms_and_activations import kernel_name
+from anemoi_gt.kernels.launch import kernel_name
 from anemoi_gt.kernels.primitives import as_index
 
 PACKED = 20  # parameters that a launch of `pack` takes
@@ -25,9 +25,8 @@ INTERPRETED = tl.constexpr(not isinstance(as_index, triton.runtime.JITFunction))
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
     """Return float32 x rounded to the nearest element of `dtype`."""
-    if (
-        INTERPRETED and dtype == tl.bfloat16
-    ):  # the interpreter of Triton 3.7 cuts the lower half off
+    # the interpreter of Triton 3.7 truncates float32 to bfloat16
+    if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
         x = tl.where(x == x, nearest, x)

@@ -31,6 +31,24 @@ def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
     return name
 
 
+def kernel_name(base: str, tensor: str, *constants: str) -> Callable[..., str]:
+    """Return the `repr` of a kernel: `base`, the dtype of argument `tensor`, and `constants`."""
+
+    def name(specialization) -> str:
+        words = [base, str(specialization.signature[tensor]).lstrip("*")]
+        for constant in constants:
+            value = specialization.constants[constant]
+            if value is True:
+                words.append(constant.lower())
+            elif isinstance(value, str):
+                words.append(value)
+            elif value is not False:
+                words.append(f"{constant.lower()}{value}")
+        return "_".join(words)
+
+    return name
+
+
 def launch_facts(grid, kernel, args) -> dict:
     """Return launch metadata: name, bytes of all rows [H, C] read or written, and their flops."""
     size, elements = (

@@ -36,26 +36,8 @@ time only, Triton would load element by element.
 import triton
 import triton.language as tl
 
+from anemoi_gt.kernels.launch import kernel_name
 from anemoi_gt.kernels.primitives import as_index
-
-
-def kernel_name(base: str, tensor: str, *constants: str):
-    """Return the `repr` of a kernel: `base`, the dtype of argument `tensor`, and `constants`."""
-
-    def name(specialization) -> str:
-        words = [base, str(specialization.signature[tensor]).lstrip("*")]
-        for constant in constants:
-            value = specialization.constants[constant]
-            if value is True:
-                words.append(constant.lower())
-            elif isinstance(value, str):
-                words.append(value)
-            elif value is not False:
-                words.append(f"{constant.lower()}{value}")
-        return "_".join(words)
-
-    return name
-
 
 # ---------------------------------------------------------------------------- tiles and sums
 

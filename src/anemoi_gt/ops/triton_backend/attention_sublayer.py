@@ -63,7 +63,7 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
 )
 from anemoi_gt.torch_compat import is_batched
 
-KEPT = 128  # plans of each pass that are kept
+KEPT = 128  # plans of both passes that are kept
 NUM_TENSORS = len(AttentionTensors._fields)
 NUM_OPTIONS = len(AttentionOptions._fields)
 NUM_INPUTS = NUM_TENSORS + len(IndexTensors._fields)
@@ -301,12 +301,16 @@ def _attention_call(
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 
     layout = _Layout.of(t, options)
-    query, key, value = (
-        layout.split_heads(heads_rows) for heads_rows in (rows.query, rows.key, rows.value)
-    )
-    if layout.batch > 1 and len(attr.shape) == 2:
+    if len(_attribute_shape(attr, layout)) > len(attr.shape):
         attr = attr.unflatten(0, (1, attr.shape[0]))
-    operands = AttentionOperands(query, key, value, attr, weights["edge"], weights.get("edge_bias"))
+    operands = AttentionOperands(
+        query=layout.split_heads(rows.query),
+        key=layout.split_heads(rows.key),
+        value=layout.split_heads(rows.value),
+        edge_attr=attr,
+        edge_weight=weights["edge"],
+        edge_bias=weights.get("edge_bias"),
+    )
     return AttentionCall(builder, _sizes(t, index, options), operands, index)
 
 
@@ -432,9 +436,8 @@ def backward_plan(
 ) -> tuple[Plan, ParameterPieces]:
     """Return the plan of a backward pass over tensors, index, the kept block and the gradient of z.
 
-    `specs` are of tensors and index.
-
-    Its results are `SublayerGradients`; the pieces are of their block of parameters.
+    `specs` are the shapes and dtypes of tensors and index. The results are `SublayerGradients`; the
+    pieces are of their block of parameters.
     """
     from anemoi_gt.ops.triton_backend import attention_steps
 
@@ -613,25 +616,43 @@ class _ThroughNorm(NamedTuple):
         """Fill dx from the gradient of the normed rows; return the normed rows, made again."""
         layout = self.layout
         normed = self.sums.builder.empty_like(dn)
-        has_gaps = layout.batch > 1 and layout.halo > 0
-        parts = [(0, x.shape[0])]
-        if self.norm.condition is not None and not has_gaps:
-            parts = list(sublayer_steps.chunks(x.shape[0]))
+        num_rows = x.shape[0]
+        if layout.batch > 1 and layout.halo > 0:  # rows of the halo between those of the entries
+            sublayer_steps.norm_backward(
+                self.sums,
+                self.name,
+                self.norm,
+                (0, num_rows),
+                x=x,
+                grad_normed=dn,
+                grad_total=grad_total,
+                dx=dx,
+                normed=normed,
+                modulation=self.norm_map,
+                is_first=True,
+                batch=layout.batch,
+                entry_rows=layout.sources,
+            )
+            return normed
+        parts = [(0, num_rows)]
+        if self.norm.condition is not None:
+            parts = list(sublayer_steps.chunks(num_rows))
         for begin, end in parts:
+            total_rows = None
+            if grad_total is not None:
+                total_rows = grad_total.slice(0, begin, end)
             sublayer_steps.norm_backward(
                 self.sums,
                 self.name,
                 self.norm,
                 (begin, end),
                 x=x.slice(0, begin, end),
-                grad_normed=dn if has_gaps else dn.slice(0, begin, end),
-                grad_total=None if grad_total is None else grad_total.slice(0, begin, end),
+                grad_normed=dn.slice(0, begin, end),
+                grad_total=total_rows,
                 dx=dx.slice(0, begin, end),
-                normed=normed if has_gaps else normed.slice(0, begin, end),
+                normed=normed.slice(0, begin, end),
                 modulation=self.norm_map,
                 is_first=begin == 0,
-                batch=layout.batch if has_gaps else 1,
-                entry_rows=layout.sources if has_gaps else 0,
             )
         return normed
 
@@ -849,8 +870,7 @@ def attention_sublayer_triton_backward(
     needs: list[bool],
 ) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:
     """Return `SublayerGradients`, empty for those that are None."""
-    inputs = sublayer_steps.contiguous((*tensors, *index))
-    plans = plans_of(sublayer_steps.specs_of(inputs), options)
+    plans = plans_of(sublayer_steps.specs_of((*tensors, *index)), options)
     grad = grad.to(_out_dtype(tensors, options))
     results, _ = _run_backward(plans, tensors, index, kept, grad, SublayerNeeds(*needs))
     return tuple(grad.new_empty(0) if result is None else result for result in results)

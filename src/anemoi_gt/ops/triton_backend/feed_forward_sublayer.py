@@ -41,7 +41,7 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
 )
 from anemoi_gt.torch_compat import is_batched
 
-KEPT = 128  # plans of each pass that are kept
+KEPT = 128  # plans of both passes that are kept
 NUM_TENSORS = len(FeedForwardTensors._fields)
 NUM_OPTIONS = len(FeedForwardOptions._fields)
 
@@ -105,14 +105,7 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
         rows = end - begin
         x = t.x.slice(0, begin, end)
         m = builder.empty((rows, features), options.dtype)
-        builder.launch(
-            row_launches.norm_forward(rows, features, norm.eps),
-            x=x,
-            scale=norm.scale,
-            shift=norm.shift,
-            modulation=norm.modulation(builder, begin, end),
-            out=m,
-        )
+        sublayer_steps.norm_forward(builder, x, norm.rows(begin, end), m)
         hidden = None  # scratch of this chunk
         if save:
             hidden = kept["hidden"].slice(0, begin, end)
@@ -353,7 +346,7 @@ def feed_forward_triton_backward(
     needs_condition: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `FeedForwardGradients`, empty for those that are None."""
-    plans = plans_of(sublayer_steps.specs_of(sublayer_steps.contiguous(tensors)), options)
+    plans = plans_of(sublayer_steps.specs_of(tensors), options)
     grad = grad.to(_out_dtype(tensors, options))
     results, _ = _run_backward(plans, tensors, kept, grad, needs_condition)
     return tuple(grad.new_empty(0) if result is None else result for result in results)

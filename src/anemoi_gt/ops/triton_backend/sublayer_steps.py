@@ -19,7 +19,8 @@ from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder, contigu
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
 CHUNK = 131072  # rows whose hidden features and modulation exist at a time
-# that share sums over nodes; fixed, so that the order of summation does not depend on the device
+# programs that share sums over nodes; fixed, so that the order of summation does not depend on the
+# device
 PROGRAMS = 528
 PACKED_ALIGNMENT = 8  # elements: 16 bytes of 16-bit elements, which kernels and cuBLAS load at once
 GRADIENT_ALIGNMENT = 32  # elements: 128 bytes of float32
@@ -50,6 +51,11 @@ class Piece(NamedTuple):
         return cls(parameter.shape, parameter)
 
 
+def _stacked_shape(pieces: Sequence) -> tuple[int, ...]:
+    """Return the shape of pieces stacked along their first dimension."""
+    return (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+
+
 class PackedWeights(NamedTuple):
     """Layout of parameters in one tensor; parameters of a group are stacked along dim 0."""
 
@@ -62,8 +68,7 @@ class PackedWeights(NamedTuple):
         places = {}
         num_elements = 0
         for name, pieces in groups.items():
-            rows = sum(piece.shape[0] for piece in pieces)
-            shape = (rows, *pieces[0].shape[1:])
+            shape = _stacked_shape(pieces)
             places[name] = (num_elements, shape)
             num_elements += -(-prod(shape) // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
         return cls(num_elements, places)
@@ -144,8 +149,7 @@ class ParameterPieces(NamedTuple):
         pieces: list[GradientPiece] = []
         first = 0
         for name, group in groups.items():
-            rows = sum(piece.shape[0] for piece in group)
-            shape = (rows, *group[0].shape[1:])
+            shape = _stacked_shape(group)
             padding = -prod(shape) % GRADIENT_ALIGNMENT
             places[name] = (first, shape)
             pieces += group
@@ -357,11 +361,17 @@ class Norm(NamedTuple):
         condition = cast(builder, parameters.condition, weight.dtype)
         return cls(eps, condition=condition, weight=weight, bias=weights[f"{name}_bias"])
 
-    def modulation(self, builder: PlanBuilder, begin: int, end: int) -> Buffer | None:
-        """Return scale and shift of rows `begin` to `end` [rows, 2 F]; None without a condition."""
+    def rows(self, begin: int, end: int) -> "Norm":
+        """Return the norm of rows `begin` to `end`."""
+        if self.condition is None:
+            return self
+        return self._replace(condition=self.condition.slice(0, begin, end))
+
+    def modulation(self, builder: PlanBuilder) -> Buffer | None:
+        """Return scale and shift of all rows [N, 2 F]; None without a condition."""
         if self.condition is None:
             return None
-        return linear(builder, self.condition.slice(0, begin, end), self.weight, self.bias)
+        return linear(builder, self.condition, self.weight, self.bias)
 
 
 def norm_forward(
@@ -386,7 +396,7 @@ def norm_forward(
             x=x.slice(0, begin, end),
             scale=norm.scale,
             shift=norm.shift,
-            modulation=norm.modulation(builder, begin, end),
+            modulation=norm.rows(begin, end).modulation(builder),
             out=rows,
         )
 
@@ -537,7 +547,7 @@ def norm_backward(
         grad_total=grad_total,
         scale=norm.scale,
         shift=norm.shift,
-        modulation=norm.modulation(builder, begin, end),
+        modulation=norm.rows(begin, end).modulation(builder),
         dx=dx,
         normed=normed,
         grad_scale=grad_scale,
