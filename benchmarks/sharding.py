@@ -40,11 +40,12 @@ from suite.table import EMPTY, markdown, put_into
 PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
 PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
+# O192 on 4 ranks is as much work for each as O96 on 1
 SIZES = (
     ("O96", 5),
     ("O176", 5),
     ("O192", 6),
-)  # O192 on 4 ranks is as much work for each as O96 on 1
+)
 ANEMOI = ("anemoi-models, edges", "anemoi-models, heads", "anemoi-models, edges, install")
 HALO = "anemoi-models, edges, install, halo"
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
@@ -74,9 +75,8 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
     compiled, replayed = (
         (False, True) if part in options.parts else (False,) for part in ("compiled", "replay")
     )
-    if (
-        ranks == 1 or options.alone is None
-    ):  # Anemoi's own sharding consists of messages, which a rank alone leaves out
+    # Anemoi's own sharding consists of messages, which a rank alone leaves out
+    if ranks == 1 or options.alone is None:
         pairs = [
             (name, c)
             for name in ANEMOI

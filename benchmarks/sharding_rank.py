@@ -31,10 +31,11 @@ from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.distributed.partition import NODE_COST
 
 FIELDS = 100  # in and out of the data grid
+# relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
 AGREE = {
     "cuda": 3e-2,
     "cpu": 1e-4,
-}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
+}
 WARM_UP = 3
 COMPARED = ("lin_edge.weight", "lin_key.weight", "lin_value.weight")  # parameters of the processor
 GRAPHS = {}  # by grid and refinement
@@ -88,9 +89,8 @@ class AnemoiModel:
         from anemoi.models.layers.block import BaseBlock
         from support.anemoi_model import build, draw, make_options
 
-        names = tuple(
-            f"field_{i}" for i in range(FIELDS // 2)
-        )  # of two times, so that FIELDS go in
+        # of two times, so that FIELDS go in
+        names = tuple(f"field_{i}" for i in range(FIELDS // 2))
         sizes = {
             "channels": task["heads"] * task["channels"],
             "heads": task["heads"],

@@ -38,9 +38,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say types with their shapes
 autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
-autodoc_mock_imports = (
-    [] if find_spec("triton") else ["triton"]
-)  # only the docstrings of the kernels are shown
+# only the docstrings of the kernels are shown
+autodoc_mock_imports = [] if find_spec("triton") else ["triton"]
 numpydoc_show_class_members = False
 viewcode_line_numbers = True
 viewcode_follow_imported_members = True

@@ -6,9 +6,8 @@ import sys
 
 def main() -> None:
     """Run the command line of the package."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # not ignored, as after a shell's &
+    # not ignored, as after a shell's &
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path.insert(0, "")  # as python -m: a `_target_` may be in the working directory
     from anemoi_gt.__main__ import main

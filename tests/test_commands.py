@@ -72,9 +72,8 @@ def test_every_command_exists(page):
         elif words[0] == "anemoi-gt":
             assert words[1:] == ["info"], line  # run below
         elif words[1].startswith("benchmarks/"):
-            assert (ROOT / words[1]).exists(), (
-                line
-            )  # their options: tests/benchmarks/test_report.py
+            # their options: tests/benchmarks/test_report.py
+            assert (ROOT / words[1]).exists(), line
         else:
             assert words[0] in ("python", "torchrun") and words[-1] in files, (
                 f"no test knows this command: {line}"

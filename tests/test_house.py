@@ -70,13 +70,14 @@ MAY_IMPORT = {  # package or module: the others that it may import
     **{command: {"app"} for command in ("train", "evaluate", "rollout")},
     "__main__": {"app", "version"},
 }
+# python -m anemoi_gt.NAME
 COMMANDS = {
     "__main__.py",
     "train.py",
     "evaluate.py",
     "rollout.py",
     "export/__main__.py",
-}  # python -m anemoi_gt.NAME
+}
 # package or module: the packages beyond the standard library that it may import at top level
 FOREIGN = {
     **{part: set() for part in ("version", "attention_config", "extras", "option_checks")},

@@ -24,9 +24,8 @@ class Size:
     runs: int = 100
 
 
-SMALL = Size(
-    num_src=12, num_dst=5, num_edges=20, heads=2, channels=8, edge_dim=3, runs=2
-)  # for the interpreter
+# for the interpreter
+SMALL = Size(num_src=12, num_dst=5, num_edges=20, heads=2, channels=8, edge_dim=3, runs=2)
 HERE = Size() if DEVICE.type == "cuda" else SMALL
 
 

@@ -119,9 +119,8 @@ def _random_configuration(configuration: Configuration) -> Outcome:
     rng, outcome = random.Random(configuration.seed), Outcome()
     shape = rng.choice(HEADS), rng.choice(CHANNELS), rng.choice(EDGE_DIMS)
     form, dtype, dropout_p = rng.choice(FORMS), rng.choice(DTYPES), rng.choice((0.0, 0.0, 0.4))
-    segment = rng.choice(
-        (None, None, 4, 8)
-    )  # the latter two: nodes with more than 8 or 16 edges are hubs
+    # the latter two: nodes with more than 8 or 16 edges are hubs
+    segment = rng.choice((None, None, 4, 8))
     corpus = outcome.corpora.setdefault(str(dtype).removeprefix("torch."), Corpus())
     for number in range(configuration.graphs):
         outcome.count += 1
@@ -163,9 +162,8 @@ def _random_edges(rng: random.Random) -> tuple:
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     degree = rng.choice((0, 0, 0, 0, 1, 3))  # 0: of any degree
     num_edges = degree * num_dst or rng.choice((0, 1, rng.randint(2, 16), rng.randint(17, 120)))
-    places = torch.rand(2, num_edges, generator=generator) ** rng.choice(
-        (1, 1, 4)
-    )  # the fourth power crowds into hubs
+    # the fourth power crowds into hubs
+    places = torch.rand(2, num_edges, generator=generator) ** rng.choice((1, 1, 4))
     edge_index = (places * torch.tensor([[num_src], [num_dst]])).long()
     if degree:
         edge_index[1] = torch.arange(num_edges) % num_dst

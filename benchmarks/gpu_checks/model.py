@@ -154,16 +154,14 @@ def step_in_graph(capture: Callable = capture) -> str:
         eager = Training(HERE, **options)
         expected = eager.run(eager.step)
         again = Training(HERE, **options)
-        assert_same(
-            again.run(again.step), expected, "two eager runs"
-        )  # else a replay could not agree either
+        # else a replay could not agree either
+        assert_same(again.run(again.step), expected, "two eager runs")
         training = Training(HERE, **options)
         first = [parameter.detach().clone() for parameter in training.model.parameters()]
         warm(training.step)
         replay = capture(training.step)
-        with (
-            torch.no_grad()
-        ):  # warming up has moved them: all state begins again, where the graph finds it
+        # warming up has moved them: all state begins again, where the graph finds it
+        with torch.no_grad():
             for tensor in training.state():
                 tensor.zero_()
             for parameter, begin in zip(training.model.parameters(), first, strict=True):
@@ -213,9 +211,8 @@ def compiled(modes: tuple[str, ...] = ("default", "reduce-overhead"), **options)
         counters.clear()
         training = Training(HERE)
         function = torch.compile(training.model, fullgraph=True, **(options or {"mode": mode}))
-        said = [
-            _compare(training, function, number) for number in range(4)
-        ]  # records, captures, replays twice
+        # records, captures, replays twice
+        said = [_compare(training, function, number) for number in range(4)]
         graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
         if graphs != 1 or skips:
             said.append(f"{graphs} graphs instead of 1, {skips} of them not captured")

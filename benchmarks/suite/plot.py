@@ -16,10 +16,12 @@ from suite.problems import ATTENTION, PARTS, PASSES
 from suite.table import figure, lower_bound_seconds
 
 LIGHT, DARK = "light", "dark"
+# text, axes, grid
 INK = {
     LIGHT: ("#1a1a1a", "#5a5a5a", "#c4c4c4"),
     DARK: ("#e6e6e6", "#a8a8a8", "#505050"),
-}  # text, axes, grid
+}
+# Okabe and Ito; the same on both grounds
 COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -27,7 +29,7 @@ COLOURS = (
     "#CC79A7",
     "#56B4E9",
     "#E69F00",
-)  # Okabe and Ito; the same on both grounds
+)
 MARKS = (  # around 0, one for each baseline
     "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0z",
     "M0,-6.5L6.5,0L0,6.5L-6.5,0z",
@@ -39,13 +41,14 @@ MARKS = (  # around 0, one for each baseline
 )
 PANEL = (340, 270)  # of the roofline, in SVG units
 MARGIN = {"left": 46, "right": 10, "top": 30, "bottom": 42}
+# of bars: thickness, between groups, names, figures behind, all
 BAR, GAP, NAMES, ENDS, WIDE = (
     18,
     20,
     86,
     104,
     460,
-)  # of bars: thickness, between groups, names, figures behind, all
+)
 TOP = 64  # of the first bar, below title and legend
 
 

@@ -179,10 +179,11 @@ PROBLEMS = {
         *_small(),
     ]
 }
+# groups that run where nothing is asked for
 DEFAULT = {
     "cuda": ("n320", "host"),
     "cpu": ("small",),
-}  # groups that run where nothing is asked for
+}
 
 
 def select(names: Sequence[str]) -> list[Problem]:

@@ -123,10 +123,11 @@ def run(
     pairs = len(problems) * len(names)
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(name, device, folder)) for name in names}
+        # while workers start
         sizes, right = (
             graphs.build([problem.graph for problem in problems], folder),
             set(),
-        )  # while workers start
+        )
         if device == "cuda":
             begin = time.perf_counter()
             right = warm(problems, names, device, folder, min(os.cpu_count() or 1, pairs))

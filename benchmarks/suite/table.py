@@ -134,9 +134,8 @@ def _notes(results: dict) -> str:
     text += f"The interquartile range is at most {spread:.0%} of the median."
     reasons, titles = {}, dict(zip(results["baselines"], _titles(results), strict=True))
     for line in results["results"]:
-        if (
-            "reason" in line and line["pass"] not in STRUCTURE
-        ):  # most baselines have none, and then no column
+        # most baselines have none, and then no column
+        if "reason" in line and line["pass"] not in STRUCTURE:
             failed = (
                 "fails the correctness check"
                 if line["reason"].startswith("wrong: ")

@@ -177,9 +177,8 @@ class CUDAGraphedStep:
 
     def _assign(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = (
-                gradient if parameter.requires_grad else None
-            )  # frozen since the capture
+            # frozen since the capture
+            parameter.grad = gradient if parameter.requires_grad else None
 
 
 def capture_cuda_graph(
@@ -202,9 +201,8 @@ def capture_cuda_graph(
             (warm_up or function)()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, capture_error_mode="thread_local"
-    ):  # NCCL's watchdog queries events meanwhile
+    # NCCL's watchdog queries events meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = function()
     return outputs, graph.replay
 

@@ -13,12 +13,13 @@ import torch
 
 from anemoi_gt.torch_compat import constant_when_traced
 
+# PyTorch, the Triton that it requires
 TESTED = (
     ("2.10", "3.6"),
     ("2.11", "3.6"),
     ("2.13", "3.7"),
     ("2.15", "3.9"),
-)  # PyTorch, the Triton that it requires
+)
 
 
 class UntestedVersionsWarning(UserWarning):

@@ -98,9 +98,8 @@ def test_losses_are_the_same_with_anemois_compile(train):
         "with_us",
         f"model.compile=[{{module: {BLOCK}, options: {{dynamic: false, backend: aot_eager}}}}]",
     )
-    assert (
-        0 < compiled["attentions"] < train("with_us")["attentions"]
-    )  # blocks call us only while they are traced
+    # blocks call us only while they are traced
+    assert 0 < compiled["attentions"] < train("with_us")["attentions"]
     assert compiled["losses"] == pytest.approx(train("untouched")["losses"], rel=RELATIVE)
 
 
@@ -165,9 +164,8 @@ def test_the_runner_uses_anemoi_gt_logs_it_and_gives_the_same_forecast(folder, t
     assert said not in log
     ours, log = forecast(folder, checkpoint, f"{config}_ours.nc", "runner=anemoi-gt")
     assert said in log and ours.shape == theirs.shape and ours.shape[0] == 3
-    assert (
-        abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1
-    )  # kelvin, float32 at 280 K
+    # kelvin, float32 at 280 K
+    assert abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1
 
 
 # Ranks that anemoi-inference 0.13.0 spawns by itself (`cluster.manual`) compute with us too, but may

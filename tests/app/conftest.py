@@ -22,11 +22,12 @@ NUMBERS = {
     "log_every": 1,
     "device": "cpu",
 }
+# options of the application
 SMALL = [
     *applications.SMALL,
     "training.warmup_steps=1",
     "training.device=cpu",
-]  # options of the application
+]
 
 
 def fit(trainer):

@@ -66,9 +66,8 @@ def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and
 
 @pytest.mark.parametrize("option", list(options()))
 def test_every_config_builds_its_object(option, monkeypatch):
-    month = hourly_field(
-        nodes=regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3))
-    )  # on every fourth point
+    # on every fourth point
+    month = hourly_field(nodes=regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3)))
     monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: month)
     needed = ["data=era5_uk"] if "limited" in option else [] if "era5" in option else TINY_SPHERE
     if option in ("data=xarray", "data=anemoi"):

@@ -134,10 +134,11 @@ def test_metadata_describes_inputs_outputs_and_origin(package, run):
         "precision": "32-true",
     }
     assert expected.items() <= metadata.items()
+    # and no other file
     assert sorted(path.name for path in package.parent.iterdir()) == [
         "best.pt",
         "model.pt2",
-    ]  # and no other file
+    ]
 
 
 @pytest.fixture

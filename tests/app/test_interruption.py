@@ -81,9 +81,8 @@ def test_a_terminated_run_saves_and_prints_how_to_continue(terminated):
     folder, status, sentence = terminated
     step = load_checkpoint(folder / "last.pt")["step"]
     assert VALID_EVERY + 5 <= step < STEPS
-    assert step == max(
-        record["step"] for record in records(folder)
-    )  # nothing that was done is lost
+    # nothing that was done is lost
+    assert step == max(record["step"] for record in records(folder))
     assert status == 128 + signal.SIGTERM
     go_on = f"anemoi-gt train resume=true hydra.run.dir={folder}"
     assert (

@@ -63,9 +63,8 @@ def test_a_run_continues_by_its_folder_alone_and_with_more_steps(begun, start, c
     lines = map(json.loads, (begun / "metrics.jsonl").read_text().splitlines())
     rates = {line["step"]: line["learning_rate"] for line in lines if line["split"] == "train"}
     assert rates[6] == pytest.approx(1e-3 * 6 / 7)  # of the longer schedule
-    start(
-        train, *SMALL, "training.steps=6", "resume=true", f"hydra.run.dir={begun}"
-    )  # the whole command does as well
+    # the whole command does as well
+    start(train, *SMALL, "training.steps=6", "resume=true", f"hydra.run.dir={begun}")
 
 
 def test_a_continued_run_refuses_fewer_steps_and_another_model(begun, start, error_line):

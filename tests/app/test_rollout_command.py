@@ -78,10 +78,11 @@ def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):
 
 def test_rollout_of_weather_equals_forecasts_from_a_field_continued_by_forecasts(weather):
     model, start = InputModel(weather.in_channels), weather.starts[3]
+    # beyond the 24 h of the inputs
     outcomes, values = (
         roll_out(model, weather, 3, 30),
         weather.field.values.clone(),
-    )  # beyond the 24 h of the inputs
+    )
     for n, outcome in enumerate(outcomes, start):
         continued = type(weather)(
             HourlyField(weather.nodes, weather.field.times, values), range(n, n + 1), lead_time=1

@@ -72,9 +72,8 @@ def test_a_zarr_lists_its_variables_in_one_order_in_every_process(tmp_path):
 
 
 def test_a_forecast_from_a_part_of_the_file_equals_the_whole_files(place, start):
-    weather_file().isel(time=slice(10, None)).to_netcdf(
-        "tail.nc"
-    )  # the last test sample is the same
+    # the last test sample is the same
+    weather_file().isel(time=slice(10, None)).to_netcdf("tail.nc")
     for path, folder in (("weather.nc", "whole"), ("tail.nc", "tail")):
         start(rollout, CHECKPOINT, f"data.path={path}", "steps=3", f"hydra.run.dir={folder}")
     with (

@@ -44,9 +44,8 @@ SHORT = shlex.split("--precision 32 --warmup 1 --variant-seconds 0")
 
 
 def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "multiprocessing.get_context", lambda _: PROCESSES
-    )  # its processes need no new imports
+    # its processes need no new imports
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: PROCESSES)
     start_server()
     out, page = tmp_path / "r.json", tmp_path / "page.md"
     page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")

@@ -258,9 +258,8 @@ def test_strides_change_neither_output_nor_gradients(functions, layout):
             .contiguous()
             .transpose(0, 1)
         )
-        gradients = torch.autograd.grad(
-            out, list(leaves.values()), weights
-        )  # a strided upstream gradient
+        # a strided upstream gradient
+        gradients = torch.autograd.grad(out, list(leaves.values()), weights)
         results.append({"out": out.detach(), **dict(zip(leaves, gradients, strict=True))})
     torch.testing.assert_close(*results)
 

@@ -31,9 +31,8 @@ ENCODER, PROCESSOR, DECODER = (
 )
 EPS = np.finfo(np.float32).eps  # radians; rounding of a longitude or of a unit vector in float32
 EUROPE = (72, -25, 34, 45)
-SCATTERED = Nodes.from_xyz(
-    np.random.default_rng(0).standard_normal((4000, 3))
-)  # without any symmetry
+# without any symmetry
+SCATTERED = Nodes.from_xyz(np.random.default_rng(0).standard_normal((4000, 3)))
 DATA = {"O16": grid("O16"), "N32": grid("N32"), "scattered": SCATTERED}
 UK = regional(np.linspace(58, 50, 33), np.linspace(-10, 2, 49))
 
@@ -91,9 +90,8 @@ def assert_same_edges_up_to_ties(kind, ours, upstream):
     mine, other, _ = edge_keys(kind, ours, upstream)
     ends = [unit_vectors(ours[name].x.double().numpy()) for name in kind[::2]]
     distances, expected = (sorted_distances(keys, *ends) for keys in (mine, other))
-    np.testing.assert_allclose(
-        distances, expected, rtol=0, atol=4 * EPS
-    )  # two positions, two coordinates each
+    # two positions, two coordinates each
+    np.testing.assert_allclose(distances, expected, rtol=0, atol=4 * EPS)
     assert len(np.setdiff1d(mine, other)) < 0.03 * len(mine), "too many for ties"
 
 

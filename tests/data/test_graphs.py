@@ -48,9 +48,8 @@ def test_layout_equals_anemoi_graphs_with_positions_in_radians(graph):
         assert graph[name].x.shape == (size, 2) and graph[name].x.dtype == torch.float32
     for store in graph.edge_stores:
         assert store.edge_index.dtype == torch.int64
-        assert (
-            store.edge_index.is_contiguous()
-        )  # from others PyTorch's conversion to CSR reads wrong indices
+        # from others PyTorch's conversion to CSR reads wrong indices
+        assert store.edge_index.is_contiguous()
         assert (
             store.edge_length.shape == (store.num_edges, 1)
             and store.edge_length.dtype == torch.float32

@@ -50,9 +50,8 @@ def sample(n, name):
 
 @pytest.mark.parametrize("n", CLASSIC)
 def test_classic_grid_has_the_row_lengths_of_eccodes(n, monkeypatch):
-    monkeypatch.setattr(
-        "anemoi_gt.data.grids.reduced_gaussian", np.asarray
-    )  # row lengths, not 20 million points
+    # row lengths, not 20 million points
+    monkeypatch.setattr("anemoi_gt.data.grids.reduced_gaussian", np.asarray)
     np.testing.assert_array_equal(classic(n), sample(n, "pl"))
 
 

@@ -22,11 +22,12 @@ def test_one_level_is_a_triangulation_of_the_sphere(level):
     degree = np.bincount(mesh.edge_index[1], minlength=len(mesh.nodes))
     vertices = 10 * 4**level + 2
     found = {size: (degree == size).sum() for size in (5, 6, 0)}
+    # 12 corners of the icosahedron
     assert found == {
         5: 12,
         6: vertices - 12,
         0: len(mesh.nodes) - vertices,
-    }  # 12 corners of the icosahedron
+    }
     assert vertices - mesh.edge_index.shape[1] // 2 + 20 * 4**level == 2  # Euler's formula
 
 

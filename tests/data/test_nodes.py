@@ -120,9 +120,8 @@ def test_area_of_a_gaussian_row_is_its_quadrature_weight():
     _, row = np.unique(-nodes.lat, return_inverse=True)
     _, quadrature = np.polynomial.legendre.leggauss(48)
     share = np.bincount(row, area_weights(nodes)) / len(nodes)
-    np.testing.assert_allclose(
-        share[1:-1], quadrature[1:-1] / 2, rtol=3e-2
-    )  # Voronoi cells differ at the poles
+    # Voronoi cells differ at the poles
+    np.testing.assert_allclose(share[1:-1], quadrature[1:-1] / 2, rtol=3e-2)
     np.testing.assert_allclose(share.sum(), 1)
 
 

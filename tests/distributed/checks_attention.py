@@ -62,12 +62,10 @@ def they_are_for_any_partition_of_any_node_order(group, verdict):
     ranks = dist.get_world_size(group)
     problem = make_problem("encoder")
     orders = [torch.randperm(size, generator=seeded(size)) for size in (41, 17)]
-    sources = Partition(
-        Ranges((*(0, 3, 3, 30, 41)[:ranks], 41)), orders[0]
-    )  # the second rank owns no source
-    destinations = Partition(
-        Ranges((*(0, 0, 12, 13, 17)[:ranks], 17)), orders[1]
-    )  # the first no destination
+    # the second rank owns no source
+    sources = Partition(Ranges((*(0, 3, 3, 30, 41)[:ranks], 41)), orders[0])
+    # the first no destination
+    destinations = Partition(Ranges((*(0, 0, 12, 13, 17)[:ranks], 17)), orders[1])
     shard = shard_graph(problem.graph, group, sources=sources, destinations=destinations)
     compare(verdict, "encoder", problem, group, shard)
 
@@ -98,10 +96,11 @@ def a_rank_may_hold_only_its_own_edges(group, verdict):
         own = (destinations.ranges.owner(edge_index[1]) == rank).nonzero().flatten()
         shard = shard_edges(edge_index[:, own], group, sources=sources, destinations=destinations)
         whole = problems.run_whole(problem)
+        # attributes in the order of ranks, of which `edges` counts the own ones
         for values in (
             vars(problem),
             whole,
-        ):  # attributes in the order of ranks, of which `edges` counts the own ones
+        ):
             values["edge_attr"] = values["edge_attr"][own]
         found, _ = problems.run_sharded(problem, group, shard)
         for key, expected in problems.part_of(whole, shard).items():

@@ -67,9 +67,8 @@ def a_table_is_saved_whole_and_a_layer_of_its_name_inside_stays_shared(group, ve
     class Root(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(
-                torch.arange(34.0).view(17, 2, 1)
-            )  # a table of three dimensions
+            # a table of three dimensions
+            self.weight = nn.Parameter(torch.arange(34.0).view(17, 2, 1))
             self.linear = nn.Linear(2, 9)  # linear.weight ends in the name of the table
 
     mesh, net = mesh_of_group(group), Root()

@@ -86,9 +86,8 @@ def a_step_with_a_scaler_is_the_step_without_and_needs_a_shared_parameter(group,
         results.append([norm, *(parameter.detach() for parameter in net.parameters())])
     verdict.that(results[0][0] > 0.5, "the gradients must be clipped")
     for n, (without, scaled) in enumerate(zip(*results, strict=True)):
-        verdict.that(
-            torch.allclose(scaled, without, rtol=1e-6), f"result {n} differs"
-        )  # 1e-6 beside the norm
+        # 1e-6 beside the norm
+        verdict.that(torch.allclose(scaled, without, rtol=1e-6), f"result {n} differs")
     step = partial(optimizer_step, optimizer, [], list(net.parameters()), on, scaler=scaler)
     verdict.raises(ValueError, "shared must have a parameter to train with a scaler", step)
 

@@ -268,9 +268,8 @@ def one_name_of_a_tied_table_is_enough(group, verdict):
     net.head = nn.Linear(4, len(points), bias=False).double()
     net.head.weight = net.embedding.weight
     number = len(list(net.parameters()))
-    shard = shard_module(
-        net, {ALONG: net.edges}, mesh, tables={"head.weight": "mesh"}
-    )  # its second name
+    # its second name
+    shard = shard_module(net, {ALONG: net.edges}, mesh, tables={"head.weight": "mesh"})
     names = {"head.weight", "embedding.weight", "edges.trainable"}
     verdict.same("tables", set(shard.tables), names)
     shared, own = shard.parameters(net)

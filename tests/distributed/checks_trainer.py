@@ -118,13 +118,13 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes
             trainer.fit(records := Records())
             same_losses(verdict, f"{shape}", records.losses, expected)
         shared = shared_folder(group)
-        half, _ = make_sharded(
-            mesh_of(1, world), *make_parts(shared)
-        )  # whose losses those that continue it have too
+        # whose losses those that continue it have too
+        half, _ = make_sharded(mesh_of(1, world), *make_parts(shared))
+        # the schedule stays that of all steps
         half.config, half.batches.steps = (
             replace(half.config, steps=4),
             4,
-        )  # the schedule stays that of all steps
+        )
         with MetricsFile(shared / "metrics.jsonl") if is_first() else nullcontext() as metrics:
             half.fit(metrics)
         for shape in others:
@@ -132,9 +132,8 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes
             if is_first():
                 shutil.copytree(shared, folder)
                 if shape[1] == 2:
-                    (folder / "last").rename(
-                        folder / "last.former"
-                    )  # as if killed between the two renames
+                    # as if killed between the two renames
+                    (folder / "last").rename(folder / "last.former")
             dist.barrier()
             trainer, shard = make_sharded(mesh_of(*shape), *make_parts(folder))
             losses = losses_of(fit_sharded(trainer, shard, resume=True))

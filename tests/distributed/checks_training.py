@@ -124,9 +124,8 @@ def a_missing_gradient_counts_as_zero(group, verdict):
     shared[1].grad = torch.full((2,), float(dist.get_rank()), dtype=torch.float64)
     own[0].grad = torch.full_like(own[0], float(dist.get_rank()))
     reduce_gradients(shared, own, mesh)
-    verdict.same(
-        "float32", shared[0].grad, torch.full((3,), 4.0)
-    )  # sum over 4 ranks, mean over 2 models
+    # sum over 4 ranks, mean over 2 models
+    verdict.same("float32", shared[0].grad, torch.full((3,), 4.0))
     verdict.same("float64", shared[1].grad, torch.full((2,), 3.0, dtype=torch.float64))
     mean = (dist.get_rank() % 2 + dist.get_rank() % 2 + 2) / 2
     verdict.same("own", own[0].grad, torch.full_like(own[0], mean))
@@ -145,9 +144,8 @@ def gradients_that_only_one_rank_has_are_clipped_on_all(group, verdict):
     )
     verdict.close("shared", shared.grad, torch.full((1,), 0.8))
     if has_own:
-        verdict.close(
-            "own", own.grad, torch.tensor([0.0, 3.0 / (5.0 + 1e-6)], dtype=torch.float64)
-        )  # as PyTorch clips
+        # as PyTorch clips
+        verdict.close("own", own.grad, torch.tensor([0.0, 3.0 / (5.0 + 1e-6)], dtype=torch.float64))
     verdict.close(
         "without own parameters", clip_gradients([shared], [], 9.0, mesh), torch.tensor(0.8)
     )

@@ -12,9 +12,8 @@ from distributed.ranks import run_checks
 def verdicts(tmp_path_factory, worker_id, request):
     """Problems by rank, by "module-check-ranks"."""
     folder = tmp_path_factory.getbasetemp()
-    folder = (
-        folder if worker_id == "master" else folder.parent
-    )  # one for all workers of pytest-xdist
+    # one for all workers of pytest-xdist
+    folder = folder if worker_id == "master" else folder.parent
     calls = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
     modules = sorted(
         {params["module"] for params in calls if str(params.get("module")).startswith("checks_")}

@@ -42,6 +42,8 @@ def symmetric(edge_index):
 
 
 data, mesh = sphere_points(41, seed=1), sphere_points(17, seed=2)
+# sources and destinations without edge
+# most ranks have no edge
 GRAPHS = {  # name: (edge_index, (num_src, num_dst))
     "asymmetric": (nearest(data, data, 4), (41, 41)),
     "symmetric": (symmetric(nearest(mesh, mesh, 3)), (17, 17)),
@@ -50,11 +52,11 @@ GRAPHS = {  # name: (edge_index, (num_src, num_dst))
     "isolated": (
         torch.tensor([[0, 9, 9, 3, 0], [8, 1, 8, 1, 1]]),
         (11, 13),
-    ),  # sources and destinations without edge
+    ),
     "one_end": (
         torch.tensor([[7, 6, 5, 4, 0], [0, 0, 0, 0, 0]]),
         (8, 8),
-    ),  # most ranks have no edge
+    ),
     "two_nodes": (torch.tensor([[0, 1, 1], [1, 0, 1]]), (2, 2)),  # fewer nodes than ranks
     "no_edges": (torch.zeros(2, 0, dtype=torch.int64), (5, 6)),
     "duplicates": (torch.tensor([[0, 0, 4, 4, 0, 3], [4, 4, 0, 0, 4, 0]]), (5, 5)),

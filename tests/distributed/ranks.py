@@ -30,11 +30,12 @@ GPUS = torch.cuda.device_count()
 ON_GPU = GPUS > 1  # NCCL, one GPU per rank; else gloo
 WORLD_SIZE, ALL = min(GPUS, 4) if ON_GPU else 4, 0  # ranks of the tests; marks a check on all ranks
 TIMEOUT = 300  # s, of all checks of a module, on a busy machine
+# of the largest value, whatever its size
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 4e-6,
     torch.bfloat16: 2e-2,
-}  # of the largest value, whatever its size
+}
 
 
 class Verdict:

@@ -203,9 +203,8 @@ def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(
     assert status != 0 and said == [sentence] * speakers, output  # a consensus has one speaker
     last = [line for line in output.splitlines() if line.strip(" =")][-1]
     assert last == f"  ValueError: training.{sentence}", output
-    assert output.count("Traceback") == 1 + speakers, (
-        output
-    )  # torchrun's own, and two frames of a rank's
+    # torchrun's own, and two frames of a rank's
+    assert output.count("Traceback") == 1 + speakers, output
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):

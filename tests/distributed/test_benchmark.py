@@ -13,9 +13,8 @@ from support.pages import ROOT
 def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(
     tmp_path, monkeypatch
 ):
-    def feasible(
-        options, ranks, tasks=sharding.tasks_of
-    ):  # gloo cannot exchange what anemoi-models' sharding sends
+    # gloo cannot exchange what anemoi-models' sharding sends
+    def feasible(options, ranks, tasks=sharding.tasks_of):
         return [task for task in tasks(options, ranks) if ranks == 1 or task["part"] != "anemoi"]
 
     monkeypatch.setattr(sharding, "tasks_of", feasible)

@@ -108,9 +108,8 @@ def test_verification_fails_for_another_result_or_an_unknown_dtype(
     with pytest.raises(error, match=message):
         verify_package(__file__, Doubles(), [torch.ones(1, 3, 2)], dtype)
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: lambda x: x)
-    assert (
-        verify_package(__file__, Doubles(), [torch.zeros(1, 3, 2)], torch.float32).error == 0
-    )  # equal zeros
+    # equal zeros
+    assert verify_package(__file__, Doubles(), [torch.zeros(1, 3, 2)], torch.float32).error == 0
 
 
 @pytest.mark.parametrize(

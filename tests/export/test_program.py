@@ -200,9 +200,8 @@ def test_a_gpu_program_holds_kernels_that_compile_and_no_operator_of_this_librar
         WRITTEN
     ) * 4  # encoder, processor, decoder; the layer
     for line in found:
-        assert line["written"] == WRITTEN[line["kernel"]], (
-            line
-        )  # else AOTInductor would copy read-only arguments
+        # else AOTInductor would copy read-only arguments
+        assert line["written"] == WRITTEN[line["kernel"]], line
         assert line["symbolic"] and line["cubin"] > 1000, line
     # 32-bit offsets where ranges of sizes allow it: batch 1 to 64 on a small graph; any sizes
     assert {line["program"]: line["wide"] for line in found} == {"model": False, "layer": True}

@@ -188,9 +188,10 @@ def eager():
         Call(16, 64, 11, form="raw", graph=full_graph(91)),
     ):
         launches = record(lambda call=call: run(call))
+        # forward
         launched = {
             kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in reversed(launches)
-        }  # forward
+        }
         gpu, attention = Gpu(), Attention(call)
         operands = [
             None if operand is None else gpu.tensor(operand.detach())

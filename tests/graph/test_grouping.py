@@ -174,11 +174,12 @@ def test_construction_in_a_compiled_function_never_recompiles(kernel_device, uno
         ).state_dict()
 
     build, compilations = torch.compile(build, fullgraph=True, dynamic=True, backend=counter), []
+    # no two sizes are equal
     for num_src, num_dst, num_edges in (
         (7, 11, 29),
         (13, 5, 37),
         (19, 17, 23),
-    ):  # no two sizes are equal
+    ):
         ids = torch.arange(num_edges, device=kernel_device)
         edge_index = torch.stack([ids % num_src, ids * 3 % num_dst])
         src, dst = (torch.empty(nodes, device=kernel_device) for nodes in (num_src, num_dst))
@@ -197,9 +198,10 @@ def test_operators_pass_opcheck(kernel_device, name):
         operators.group_both_ends_unordered.default,
         operators.group_edges_unordered.default,
     )
+    # the order within a node varies, so outputs may differ
     utilities = (
         "test_schema",
         "test_faketensor",
-    )  # the order within a node varies, so outputs may differ
+    )
     torch.library.opcheck(both, (edge_index, num_src, num_dst, torch.int32), test_utils=utilities)
     torch.library.opcheck(by_destination, (edge_index, num_dst, torch.int32), test_utils=utilities)

@@ -96,9 +96,8 @@ def test_components_without_a_mode_follow_their_switch(graph, expected, switches
     with anemoi.install(activation_checkpointing=modes), Operators() as calls:
         differentiate(build(graph, options), draw(graph))
     twice = [name for name in switches if modes is None or modes.get(name) is None]
-    assert (
-        expected[1][ATTENTION] == 2 * 3
-    )  # two layers of the processor, two chunks of encoder and decoder
+    # two layers of the processor, two chunks of encoder and decoder
+    assert expected[1][ATTENTION] == 2 * 3
     assert counted(calls)[ATTENTION] == 2 * (3 + len(twice))
 
 
@@ -118,9 +117,8 @@ def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_
         model = compiled(make_model(graph), WHOLE, backend=backend)
         assert_same_numbers(flat(differentiate(model, draw(graph))), flat(numbers))
     assert backward[ATTENTION] == forward[ATTENTION] == expected[1][ATTENTION]
-    assert (
-        forward["anemoi_gt.chunk_result.default"] == 3
-    )  # nodes and edges between the processor's two, last nodes
+    # nodes and edges between the processor's two, last nodes
+    assert forward["anemoi_gt.chunk_result.default"] == 3
 
 
 def test_compiled_fused_sub_layers_are_recomputed_one_chunk_at_a_time(graph):

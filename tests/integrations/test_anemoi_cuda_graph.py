@@ -380,9 +380,8 @@ def test_indices_on_the_host_are_replaced_and_restored(graph):
 def test_random_numbers_in_a_checkpoint_are_refused_and_before_it_are_not(monkeypatch, place):
     """With a generator that this test keeps, since PyTorch restores the CPU's."""
     drawn = torch.zeros(1)
-    monkeypatch.setattr(
-        torch.cpu, "_initialized", True, raising=False
-    )  # or PyTorch asks for no state of the device
+    # or PyTorch asks for no state of the device
+    monkeypatch.setattr(torch.cpu, "_initialized", True, raising=False)
 
     def draw_inside(x):
         drawn.add_(place == "inside")

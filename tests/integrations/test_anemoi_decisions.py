@@ -79,9 +79,8 @@ def test_a_diagnostic_that_watches_does_not_end_a_run_with_a_named_backend(graph
         finally:
             for hook in hooks:
                 hook.remove()
-        assert (
-            seen.count("GraphTransformerConv") == 6
-        )  # two layers, two chunks of encoder and decoder
+        # two layers, two chunks of encoder and decoder
+        assert seen.count("GraphTransformerConv") == 6
         assert {block.outcome for block in integration.installed().computed} == {"upstream"}
         model(x)
         assert {block.outcome for block in integration.installed().computed} == {"attention only"}

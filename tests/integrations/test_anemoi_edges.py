@@ -102,9 +102,8 @@ def test_a_batch_is_folded_where_chunks_hold_whole_samples(
         model(draw(graph, batch=batch))
     samples = [query.shape[:-3] for query, *_ in attentions]
     chunk = (batch // chunks,) if folded else ()
-    assert (
-        samples == [chunk] * chunks + [(batch,)] * 2 + [chunk] * chunks
-    )  # encoder, two processor layers, decoder
+    # encoder, two processor layers, decoder
+    assert samples == [chunk] * chunks + [(batch,)] * 2 + [chunk] * chunks
 
 
 def test_every_batch_size_and_every_copy_of_a_model_has_its_own(graph, sorts):

@@ -29,11 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
 
+# that a gated network has an activation of its own
 pytestmark = [
     pytest.mark.usefixtures("few_programs"),
-    pytest.mark.filterwarnings(
-        "ignore::UserWarning:anemoi"
-    ),  # that a gated network has an activation of its own
+    pytest.mark.filterwarnings("ignore::UserWarning:anemoi"),
 ]
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 SERVED = (

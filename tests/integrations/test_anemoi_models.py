@@ -97,9 +97,8 @@ def test_ten_steps_of_training_with_default_options_are_anemois(name, refinement
     assert_same_numbers(torch.tensor(our_losses), torch.tensor(losses))
     assert losses[-1] < 0.9 * losses[0]
     for name, parameter in parameters.items():
-        if not name.endswith(
-            "lin_key.bias"
-        ):  # the softmax drops it: AdamW makes a step of rounding
+        # the softmax drops it: AdamW makes a step of rounding
+        if not name.endswith("lin_key.bias"):
             moved = 10 * LEARNING_RATE  # at most
             error = (our_parameters[name] - parameter).abs().max().item()
             assert error <= 2e-3 * moved, f"{name}: off by {error:.1e}"

@@ -8,10 +8,11 @@ from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEnc
 from anemoi_gt.integrations import anemoi as integration
 
 BATCH, TIME, ENSEMBLE, GRID = 2, 2, 3, 5
+# prognostic variables of output and input
 INDICES = {
     "global": ([0, 3, 1], [2, 4, 0]),
     "regional": ([1], [0]),
-}  # prognostic variables of output and input
+}
 
 
 def clamp(x):

@@ -59,9 +59,8 @@ def test_loss_and_gradients_equal_one_rank(folder, name):
     rounding = 1e-6 if "Anemoi's" in name else 1e-10  # whose own sharding sums gradients in float32
     largest = max(gradient.abs().max() for gradient in of_one.values())
     for parameter, gradient in of_one.items():
-        scale = max(
-            gradient.abs().max(), 1e-6 * largest
-        )  # those that are zero by nature have no scale of their own
+        # those that are zero by nature have no scale of their own
+        scale = max(gradient.abs().max(), 1e-6 * largest)
         error = (gradients[parameter] - gradient).abs().max()
         assert error <= rounding * scale, f"{parameter}: off by {error:.1e} of {scale:.1e}"
 

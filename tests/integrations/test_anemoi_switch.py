@@ -98,9 +98,8 @@ def test_install_logs_one_line_with_the_active_settings(caplog):
     assert integration.installed() is None
     with caplog.at_level(logging.INFO, logger="anemoi_gt"):
         outer = integration.install(backend="torch", fuse_edges=False)
-        integration.install(
-            backend="torch", fuse_edges=False
-        )  # as Anemoi's configs do for each component
+        # as Anemoi's configs do for each component
+        integration.install(backend="torch", fuse_edges=False)
     (line,) = [record.message for record in caplog.records]
     assert line.startswith(
         "anemoi_gt computes graph-transformer blocks of anemoi-models "

@@ -297,9 +297,8 @@ def main(what, where):
     """Compile the launches named `what` for the target `where`, one JSON line each."""
     backend, _, arch = where.partition(":")
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, WARP[backend])
-    torch.version.hip = (
-        "6.0" if backend == "hip" else None
-    )  # launches are chosen as PyTorch for that GPU would
+    # launches are chosen as PyTorch for that GPU would
+    torch.version.hip = "6.0" if backend == "hip" else None
     for kernel, args, alignment, facts in {
         f.__name__: f for f in (every, each, standard, offsets, updates)
     }[what]():

@@ -22,6 +22,7 @@ KERNELS = {
     "join_segments",
 } | GROUPING
 KERNELS |= {f"edge_attention_{n}" for n in ATTENTION}
+# of fused sub-layers
 NODE_ROWS = {
     "norm_fwd",
     "norm_bwd",
@@ -29,7 +30,8 @@ NODE_ROWS = {
     "head_norm_bwd",
     "activation_fwd",
     "activation_bwd",
-}  # of fused sub-layers
+}
+# norms and products
 BETWEEN = {
     "pack",
     "add",
@@ -37,7 +39,7 @@ BETWEEN = {
     "sum_partial",
     "map_total",
     "add_outer",
-}  # norms and products
+}
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
     "query",
     "key",
@@ -119,9 +121,8 @@ def test_names_in_a_profile_contain_dtype_and_sizes():
 
 def test_standard_shapes_spill_nothing():
     compiled = compile_kernels("standard", "cuda:90")
-    assert (
-        len({line["name"] for line in compiled}) == 23
-    )  # attribute_bwd one, join_segments by dtype: no channels
+    # attribute_bwd one, join_segments by dtype: no channels
+    assert len({line["name"] for line in compiled}) == 23
     for line in compiled:
         assert (line["stack"], line["local"]) == (0, 0), line
 
@@ -176,10 +177,11 @@ def test_a_profiler_gets_bytes_and_flops_of_a_launch():
         (line["name"], line["form"]): (line["bytes"], line["flops16"])
         for line in compile_kernels("facts")
     }
+    # bytes of a row; two multiply-adds for each number of an edge
     row, flops = (
         2 * 4 * 2,
         400 * (2 * 2 * 4) * 2,
-    )  # bytes of a row; two multiply-adds for each number of an edge
+    )
     assert told == {
         ("edge_attention_fwd", "raw"): ((2 * 400 + 2 * 30) * row, flops),  # k, v of edges; q, out
         ("edge_attention_fwd", "embedded"): ((4 * 400 + 2 * 30) * row, flops),  # and x beside k, v

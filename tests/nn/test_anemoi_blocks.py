@@ -15,9 +15,8 @@ from support.same_numbers import assert_same
 from anemoi_gt import GraphStructure, nn
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:mlp_implementation="
-)  # theirs says that a gate needs no activation
+# theirs says that a gate needs no activation
+pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")
 
 CHANNELS, HEADS, HIDDEN, DIM, CONDITION = 12, 3, 20, 5, 4
 SRC, DST, EDGES, SAMPLES = 9, 7, 40, 2

@@ -196,9 +196,8 @@ def test_features_exist_for_one_chunk_at_a_time(kind):
     )
     chunks, rows = split_destinations(graph, DST), set()
     for name, module in layer.named_modules():
-        if (
-            hasattr(module, "weight") and module.weight.dim() == 2 and not name.endswith("lin_edge")
-        ):  # is not called
+        # is not called
+        if hasattr(module, "weight") and module.weight.dim() == 2 and not name.endswith("lin_edge"):
             module.register_forward_hook(lambda module, args, out: rows.add(out.shape[-2]))
     run(layer, inputs, chunks)
     assert (

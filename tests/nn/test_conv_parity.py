@@ -125,9 +125,8 @@ def test_dropout_drops_weights_at_its_rate_and_scales_the_others(rate):
     nodes, heads = 50_000, 4
     conv = GraphTransformerConv(1, 1, heads=heads, dropout=rate, root_weight=False)
     torch.nn.init.zeros_(conv.lin_value.weight)
-    torch.nn.init.ones_(
-        conv.lin_value.bias
-    )  # each value is 1 and each node has one in-edge: out is the kept weight
+    # each value is 1 and each node has one in-edge: out is the kept weight
+    torch.nn.init.ones_(conv.lin_value.bias)
     loops = torch.arange(nodes).expand(2, -1)
     torch.manual_seed(0)
     out = conv(torch.randn(nodes, 1), loops)

@@ -70,9 +70,8 @@ def test_hetero_conv_runs_it_on_structures():
 
 
 def test_summary_names_it(data, monkeypatch):
-    writer = types.SimpleNamespace(
-        tabulate=lambda rows, **_: rows
-    )  # the package that PyG draws its table with
+    # the package that PyG draws its table with
+    writer = types.SimpleNamespace(tabulate=lambda rows, **_: rows)
     monkeypatch.setitem(sys.modules, "tabulate", writer)
     rows = summary(TwoLayers(GraphTransformerConv), *data)
     first = next(row for row in rows if "(first)GraphTransformerConv" in row[0])

@@ -135,10 +135,11 @@ def test_chunks_of_fields_are_embedded_one_at_a_time(graph, x):
                 self.widest = max(self.widest, out.shape[-1])
             return out
 
+    # hidden layers; trainable features, above fields and outputs
     for chunks, widest in (
         (1, 64),
         (2, 8),
-    ):  # hidden layers; trainable features, above fields and outputs
+    ):
         with Widest() as mode:
             train_step(make_model(graph, mapper_chunks=chunks, checkpoint_groups=1), x)
         assert mode.widest == widest

@@ -12,10 +12,11 @@ from anemoi_gt import EncoderProcessorDecoder
 
 SETS = {"global": 30, "region": 17, "stations": 8}
 EDGES = {"global": 60, "region": 40, "stations": 20}
+# one in only, one both, one out only
 IN, OUT = (
     {"global": 5, "region": 4},
     {"region": 2, "stations": 3},
-)  # one in only, one both, one out only
+)
 SAMPLES = 2
 
 

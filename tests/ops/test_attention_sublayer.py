@@ -20,9 +20,8 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import (
 )
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 FEATURES, WIDTH, HEADS, EDGE_DIM, EDGES = 24, 16, 2, 3, 29
 EPS = 1e-5
 BIASES = ("query", "self", "key", "value", "edge", "projection")

@@ -16,11 +16,10 @@ from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, merge
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = dict(zip(("fp32", "bf16", "fp16"), DTYPES, strict=True))
+# of the interpreter
 pytestmark = [
     pytest.mark.parametrize("backend", ["torch", "triton"]),
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
-    ),  # of the interpreter
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"),
 ]
 
 
@@ -126,11 +125,12 @@ def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_gra
 @pytest.mark.parametrize("form", ["raw", "none"])
 def test_compiled_attention_equals_eager_and_never_recompiles(form, backend, kernel_device):
     cases = []
+    # no two sizes are equal
     for num_src, num_dst, num_edges in (
         (7, 11, 29),
         (13, 5, 37),
         (19, 17, 23),
-    ):  # no two sizes are equal
+    ):
         edge_index = torch.stack(
             [torch.arange(num_edges) % num_src, torch.arange(num_edges) * 3 % num_dst]
         )
@@ -240,9 +240,8 @@ def test_gradients_of_sharp_softmax_over_equal_values_are_of_rounding_size(
     dp = problem.scale * sum(
         (problem.grad_out[2].abs() * term[0].abs()).sum(-1).max() for term in terms
     )
-    bound = (
-        16 * torch.finfo(torch.float32).eps * dp * 40
-    )  # 40 edges arrive; whatever the dtype, ds is made in float32
+    # 40 edges arrive; whatever the dtype, ds is made in float32
+    bound = 16 * torch.finfo(torch.float32).eps * dp * 40
     key = problem.key.abs().max() + sum(term.abs().max() for term in terms[1:])
     assert result["dquery"].abs().max() <= bound * key
     assert result["dkey"].abs().max() <= bound * problem.query.abs().max()

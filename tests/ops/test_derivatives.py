@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import AttentionConfig, edge_attention
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -48,9 +47,8 @@ def test_nan_that_arrives_at_an_isolated_destination_reaches_nothing(attend, ope
     assert bool(lse.isneginf().any())
     missing = torch.tensor(0.0, device=lse.device)
     expected = gradients(arriving)
-    missing = torch.tensor(
-        torch.nan, device=lse.device
-    )  # as the gradient of torch.where(lse.isfinite(), lse * lse, 0)
+    # as the gradient of torch.where(lse.isfinite(), lse * lse, 0)
+    missing = torch.tensor(torch.nan, device=lse.device)
     for name, gradient, without in zip(operands, gradients(arriving), expected, strict=True):
         assert torch.equal(gradient, without), name
 

@@ -17,9 +17,8 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
     feed_forward_triton_backward,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 ROWS, FEATURES, HIDDEN = 13, 24, 40
 EPS = 1e-5
 CASES = pairwise(

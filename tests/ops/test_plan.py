@@ -10,9 +10,8 @@ from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.triton_backend.plan import SCRATCH_ALIGNMENT, PlanBuilder
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 SIZE = 1024  # bytes of a buffer, a multiple of the alignment
 DTYPES = (torch.int64, torch.int32, torch.int16)
 
@@ -125,9 +124,8 @@ def test_a_view_of_a_buffer_matches_a_view_of_a_tensor(name, where):
     builder = PlanBuilder([(x.shape, x.dtype)])
     base = builder.inputs[0]
     if where in ("scratch", "result"):
-        before = builder.empty(
-            (5,), torch.int64
-        )  # so that the scratch block does not begin the allocation
+        # so that the scratch block does not begin the allocation
+        before = builder.empty((5,), torch.int64)
         base = builder.empty(x.shape, x.dtype)
         builder.compute(
             lambda _, source, target: target.copy_(source), before, builder.inputs[0], base

@@ -22,26 +22,24 @@ SUMMED = [
     for shape in ((4, 16), (6, 10))
 ]
 CASES = full_cases() if torch.cuda.is_available() else pairwise_cases() + SUMMED
-judged = (
-    run if torch.cuda.is_available() else cache(run)
-)  # the corpus of a CPU has the same cases again
+# the corpus of a CPU has the same cases again
+judged = run if torch.cuda.is_available() else cache(run)
 FORMS, SHAPES = COLUMNS["form"], COLUMNS["shape"]
+# channels of the contractions in three pieces, the last not full
+# with the bias: all a program holds, more
 BEYOND_A_TILE = (  # graph, dtype; heads, channels, edge_dim
     ("isolated", torch.bfloat16, (20, 64, 3)),  # heads in two programs, the second not full
     (
         "isolated",
         torch.bfloat16,
         (3, 130, 5),
-    ),  # channels of the contractions in three pieces, the last not full
+    ),
     ("isolated", torch.bfloat16, (1, 1100, 2)),  # a row longer than a program of one warp holds
     ("isolated", torch.bfloat16, (2, 4, 70)),  # attributes that outnumber the channels
-    *(
-        ("many_to_few", torch.float32, (2, 8, n)) for n in (255, 256, 300)
-    ),  # with the bias: all a program holds, more
+    *(("many_to_few", torch.float32, (2, 8, n)) for n in (255, 256, 300)),
 )
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 @pytest.fixture(autouse=True)

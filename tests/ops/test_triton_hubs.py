@@ -22,10 +22,10 @@ from anemoi_gt.ops.triton_backend import tiles
 
 SEGMENT, SMALL = HUB_DEGREE // 2, 4  # edges of a segment, and of the small ones here
 TRITON = AttentionConfig("triton")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
+# heads, channels, edge_dim; the last in two programs
 COLUMNS = {
     "graph": tuple(HUBS),
     "shape": (
@@ -33,7 +33,7 @@ COLUMNS = {
         (2, 8, 3),
         (3, 5, 17),
         (20, 64, 2),
-    ),  # heads, channels, edge_dim; the last in two programs
+    ),
     "form": ("raw", "raw_without_bias", "embedded", "none"),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
     "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "dst_schedule"),

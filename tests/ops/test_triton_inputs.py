@@ -19,9 +19,8 @@ from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
 TRITON = AttentionConfig(backend="triton")
 op = import_module("anemoi_gt.ops.triton_backend.edge_attention_triton")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 def at_an_odd_address(rows):

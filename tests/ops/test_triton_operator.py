@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 
 TRITON = AttentionConfig(backend="triton")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 def operator_arguments(problem, graph):

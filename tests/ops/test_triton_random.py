@@ -10,15 +10,15 @@ from support.oracle import make_problem
 from support.poison import poisoned_memory
 from support.run import structure, with_hubs
 
+# heads, channels, edge_dim; few, for each is compiled on a GPU
 SHAPES = (
     (1, 1, 1),
     (2, 3, 4),
     (3, 8, 2),
     (5, 2, 16),
-)  # heads, channels, edge_dim; few, for each is compiled on a GPU
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy's, of the interpreter
+)
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 @st.composite

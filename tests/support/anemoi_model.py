@@ -18,12 +18,13 @@ from anemoi_gt.data.grids import grid
 
 CONFIG = Path(__file__).parent / "anemoi_model.yaml"
 FAMILIES = CONFIG.with_name("anemoi_families.yaml")
+# the last is a forcing, which is not predicted
 VARIABLES = (
     "temperature",
     "wind",
     "humidity",
     "insolation",
-)  # the last is a forcing, which is not predicted
+)
 NOISE = 4  # channels of the noise that conditions an ensemble
 
 

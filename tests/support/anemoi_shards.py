@@ -62,22 +62,26 @@ class Case:
 
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (2, 2)}
+# with qk_norm no gradient is zero by nature
 OPTIONS = {
     "channels": 16,
     "heads": 2,
     "layers": LAYERS,
     "qk_norm": True,
-}  # with qk_norm no gradient is zero by nature
+}
+# of what takes seconds: interpreted kernels, compiled blocks
 ONE_LAYER = {
     "layers": 1,
     "layer_chunks": 1,
-}  # of what takes seconds: interpreted kernels, compiled blocks
+}
 FUSED = {"fused": True, "options": ONE_LAYER | {"mapper_chunks": 1}}
+# by Anemoi, for which a rank must have two heads
 WITHOUT_OURS = {
     "counted": True,
     "install": {"sharding": False},
-}  # by Anemoi, for which a rank must have two heads
+}
 COUNTED = {("symmetric", "1", 1), ("symmetric", "3", 1), ("asymmetric", "4", 2)}
+# Anemoi shards a batch of one
 CASES = {
     **{
         f"{graph}-{name}-batch{batch}": Case(
@@ -126,7 +130,7 @@ CASES = {
             ranks, graph="small", batch=batch, family="transport", **FUSED
         )
         for ranks, batch in ((1, 2), (2, 1), (3, 1))
-    },  # Anemoi shards a batch of one
+    },
     **{
         f"Anemoi's {strategy}-{ranks}": Case(
             ranks, options={"heads": 8, "shard_strategy": strategy}, **WITHOUT_OURS
@@ -232,9 +236,8 @@ def gradients_of_strategy(model, group, everyone):
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        is_whole = (
-            "trainable" in name or "no_gradscaling" in name
-        )  # as Anemoi names what every rank sees whole
+        # as Anemoi names what every rank sees whole
+        is_whole = "trainable" in name or "no_gradscaling" in name
         dist.all_reduce(grad if is_whole else grad.mul_(group.size()), group=everyone)
         gradients[name] = grad / everyone.size()
     return gradients

@@ -17,10 +17,11 @@ from support.pairwise import pairwise
 from support.run import scheduled, structure, with_hubs
 
 BATCHES = ("batch_shares_attributes", "batch_of_attributes")
+# that arrive
 GRADIENTS = {
     "only_out_has_a_gradient": ["grad_out"],
     "only_lse_has_a_gradient": ["grad_lse"],
-}  # that arrive
+}
 COLUMNS = {
     "shape": ((1, 1), (4, 16), (6, 10), (16, 64), (3, 40)),  # heads, channels
     "edge_dim": (1, 3, 11, 17),
@@ -62,9 +63,8 @@ def full_cases():
     names, cases = cycle(GRAPHS), []
     for values in product(*COLUMNS.values()):
         row = dict(zip(COLUMNS, values, strict=True))
-        if (
-            row["form"].startswith("raw") or row["edge_dim"] == COLUMNS["edge_dim"][0]
-        ):  # other forms have no attributes
+        # other forms have no attributes
+        if row["form"].startswith("raw") or row["edge_dim"] == COLUMNS["edge_dim"][0]:
             cases.append(Case(**row, graph=next(names)))
     for graph, form, dtype in product(GRAPHS, COLUMNS["form"], COLUMNS["dtype"]):
         cases.append(Case((6, 10), 11, dtype, form, "plain", graph))

@@ -96,9 +96,8 @@ def sample_for(name, sizes, device="cpu"):
     is_square = name.startswith("processor")
     num_src = num_dst if is_square else num_src
     edge_index = make_edges(num_src, num_dst, num_edges)
-    edge_index = edge_index[
-        :, edge_index[1].argsort(stable=True)
-    ]  # sorted, so that it can be split into chunks
+    # sorted, so that it can be split into chunks
+    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
     graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst))
     generator = torch.Generator().manual_seed(num_edges)
     shapes = {

@@ -31,6 +31,7 @@ def _nearest(num_src, num_dst, degree):
     return edges[:, torch.randperm(dst.shape[0], generator=generator)], (num_src, num_dst)
 
 
+# name: (edge_index [2, E], (num_src, num_dst))
 GRAPHS = {
     "no_edges": _edges([], 3, 4),
     "no_destinations": _edges([], 3, 0),
@@ -47,7 +48,7 @@ GRAPHS = {
     "nearest": _nearest(7, 13, 3),
     "one_each": _nearest(4, 6, 1),
     "sorted": sort_edges(*_random(11, 13, 64)),
-}  # name: (edge_index [2, E], (num_src, num_dst))
+}
 
 
 def crowd(num_src, num_dst, to=None, of=None, edges=32):

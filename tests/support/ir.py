@@ -9,12 +9,13 @@ import re
 from dataclasses import dataclass
 
 SHAPING = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "ttg.convert_layout"}
+# as unbounded as what they are made of
 SUMMING = SHAPING | {
     "tt.addptr",
     "arith.addi",
     "arith.subi",
     "arith.muli",
-}  # as unbounded as what they are made of
+}
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Value:
     @classmethod
     def of(cls, name, operation, operands, line):
         """The value that an operation makes."""
-        first_axis = (
-            operation == "tt.get_program_id" and " x " in line
-        )  # the others count heads and channels
+        # the others count heads and channels
+        first_axis = operation == "tt.get_program_id" and " x " in line
+        # remainders stay below the number of nodes
         unbounded = first_axis or operation in (
             "tt.load",
             "arith.divsi",
-        )  # remainders stay below the number of nodes
+        )
         if operation in SUMMING or operation == "arith.extsi":
             unbounded = any(operand.unbounded for operand in operands)
         narrow = operation != "tt.load" and any(operand.narrow for operand in operands)
@@ -121,8 +122,7 @@ def _tiling(layout):
         return [int(size) for size in re.search(rf"{name} = \[([\d, ]+)\]", layout)[1].split(",")]
 
     if "nvidia_mma" in layout:
-        return read("warpsPerCTA"), read("instrShape")[
-            :2
-        ]  # rows and columns, and perhaps the inner size
+        # rows and columns, and perhaps the inner size
+        return read("warpsPerCTA"), read("instrShape")[:2]
     lanes, numbers = read("threadsPerWarp"), read("sizePerThread")
     return read("warpsPerCTA"), [lane * number for lane, number in zip(lanes, numbers, strict=True)]

@@ -10,9 +10,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "pycon", "shell", "yaml", "text"}
-FILE = re.compile(
-    r"# (\w+\.py)\n"
-)  # the first line of a block that is a file, for a command to run
+# the first line of a block that is a file, for a command to run
+FILE = re.compile(r"# (\w+\.py)\n")
 PROGRAMS = ("make", "pip", "python", "torchrun", "anemoi-gt")
 
 

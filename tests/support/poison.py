@@ -8,9 +8,8 @@ import torch
 @contextmanager
 def poisoned_memory():
     """Fill every uninitialised tensor: NaN for floats, the largest value for integers."""
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # PyTorch fills uninitialised memory only in this mode
+    # PyTorch fills uninitialised memory only in this mode
+    torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     try:
         yield

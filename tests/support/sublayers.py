@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+# a number is that of the channels of a condition
 NORMS = (
     "bare",
     "scale",
@@ -11,7 +12,7 @@ NORMS = (
     1,
     4,
     16,
-)  # a number is that of the channels of a condition
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ACTIVATIONS = {
     "gelu": functional.gelu,

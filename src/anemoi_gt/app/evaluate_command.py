@@ -39,9 +39,8 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     hydra_app.check_explain(config.explain)
     run, step = hydra_app.build_trained(config)
     run.splits.test.require_samples()
-    chosen_variables(
-        run.splits.test, config.plots.variables
-    )  # raise before scoring if one is unknown
+    # raise before scoring if one is unknown
+    chosen_variables(run.splits.test, config.plots.variables)
     if config.rollout > 1:
         run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
     log.info("%s, after step %s", config.checkpoint, step)

@@ -47,12 +47,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# imported at the start, not after an hour of training
 NEEDED = (
     "hydra",
     "tqdm",
     "matplotlib",
     "scipy",
-)  # imported at the start, not after an hour of training
+)
 GROUPS = ("attention", "data", "graph", "model", "training")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
 ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
@@ -469,9 +470,8 @@ def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoR
     log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
     error = " ".join(str(error).split()) if isinstance(error, Exception) else error
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
-    sys.stderr.write(
-        f"{rank}{module}: {error}\n"
-    )  # in one call, so that lines of several ranks do not mix
+    # in one call, so that lines of several ranks do not mix
+    sys.stderr.write(f"{rank}{module}: {error}\n")
     sys.exit(status)
 
 

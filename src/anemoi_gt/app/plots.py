@@ -14,11 +14,12 @@ from anemoi_gt.app.scores import Outcome, Score
 from anemoi_gt.app.training.run_files import atomic_write, curve
 from anemoi_gt.extras import import_extra
 
+# Okabe and Ito, colour-blind safe
 COLOURS = {
     "training": "#0072B2",
     "model": "#D55E00",
     "persistence": "#888888",
-}  # Okabe and Ito, colour-blind safe
+}
 LINES = ("-", "--", ":", "-.")
 FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches, of the plot of a run
 MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in the plot of a rollout

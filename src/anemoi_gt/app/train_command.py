@@ -100,9 +100,8 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     if run.training.compile:
         # code compiled by earlier runs of a sweep counts against PyTorch's limit
         torch.compiler.reset()
-    chosen_variables(
-        run.splits.test, config.plots.variables
-    )  # raise before training if one is unknown
+    # raise before training if one is unknown
+    chosen_variables(run.splits.test, config.plots.variables)
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
     if state is not None:
         trainer.load_state_dict({"schema": trainer.schema.to_dict()} | state)
@@ -255,9 +254,8 @@ def _train_on_ranks(
         try:
             records = fit_sharded(trainer, shard, resume=resume)
         except Stopped as error:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # torchrun sends it when the first rank has exited
+            # torchrun sends it when the first rank has exited
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             stopped = error
     if stopped is not None:
         if whole is not None:

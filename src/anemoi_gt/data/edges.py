@@ -33,9 +33,8 @@ MOST_TIES = 8  # a vertex of a triangular mesh has at most six equally far neigh
 def sort_by_destination(edge_index: np.ndarray) -> np.ndarray:
     """Return the edges [2, E] sorted by destination, then source, contiguous in memory."""
     source, destination = edge_index
-    return np.take(
-        edge_index, np.lexsort((source, destination)), axis=1
-    )  # indexing would return column-major memory
+    # indexing would return column-major memory
+    return np.take(edge_index, np.lexsort((source, destination)), axis=1)
 
 
 def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:

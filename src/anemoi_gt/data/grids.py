@@ -105,9 +105,8 @@ def classic(n: int) -> Nodes:
             f"N{n} must be one of {', '.join(f'N{known}' for known in table)}; "
             "for another grid pass its row lengths to reduced_gaussian"
         )
-    runs = (
-        run.partition("x") for run in table[n]
-    )  # LENGTHxROWS from pole to equator, or LENGTH of a single row
+    # LENGTHxROWS from pole to equator, or LENGTH of a single row
+    runs = (run.partition("x") for run in table[n])
     half = np.concatenate([np.full(int(rows or 1), int(length)) for length, _, rows in runs])
     return reduced_gaussian(np.concatenate([half, half[::-1]]))
 

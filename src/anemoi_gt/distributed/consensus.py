@@ -116,9 +116,8 @@ def fingerprint(*tensors: Tensor) -> str:
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
-        flat = flat.as_strided(
-            flat.shape, (1,)
-        )  # to be viewed as bytes: a single element may have any stride
+        # to be viewed as bytes: a single element may have any stride
+        flat = flat.as_strided(flat.shape, (1,))
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 

@@ -38,10 +38,11 @@ class MessageConsensus:
         self.group, self.is_reached = group, False
 
     def __getstate__(self) -> dict:
+        # process groups are not pickled; copies keep the consensus
         return {
             "group": None,
             "is_reached": True,
-        }  # process groups are not pickled; copies keep the consensus
+        }
 
     def reach(self, sent: Tensor) -> None:
         """Raise ValueError on all ranks unless rows [S, .., F] agree. Collective the first time."""
@@ -274,9 +275,8 @@ class _ReceiveRows(torch.autograd.Function):
     def backward(ctx, grad):
         returned = ctx.exchange.send_reverse(grad)
         if ctx.is_prepared or (not torch.compiler.is_compiling() and torch.is_anomaly_enabled()):
-            returned = functional.wait_tensor(
-                returned
-            )  # backward of `prepare` or anomaly detection reads it next
+            # backward of `prepare` or anomaly detection reads it next
+            returned = functional.wait_tensor(returned)
         return returned, None, None, None
 
 

@@ -91,9 +91,8 @@ def scatter_model(
     received: list[Any] = [None]
     if model is not None and plan is not None:
         bare = strip_sharded_rows(model)
-        for other, rank in reversed(
-            [*enumerate(ranks[0])]
-        ):  # rank 0 holds one shard in addition to the whole
+        # rank 0 holds one shard in addition to the whole
+        for other, rank in reversed([*enumerate(ranks[0])]):
             nodes = {name: partition.nodes(other) for name, partition in plan.partitions.items()}
             edges = {
                 kind: in_edges(structure, nodes[kind[1]])
@@ -122,9 +121,8 @@ def scatter_model(
 def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
     """Return the shard plan of a whole model."""
     rows = (*model.nodes.named_buffers(), *model.nodes.named_parameters())
-    tables = {
-        f"nodes.{path}": path.partition(".")[0] for path, _ in rows
-    }  # names of sets have no dot
+    # names of sets have no dot
+    tables = {f"nodes.{path}": path.partition(".")[0] for path, _ in rows}
     positions = {
         name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()
     }

@@ -30,11 +30,12 @@ from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.nn import GraphTransformerBaseBlock, GraphTransformerConv, StaticEdges
 
 EDGE_ROWS = ("edge_attr", "trainable")
+# their layers have no rank-specific attributes
 LIBRARIES = (
     "anemoi_gt",
     "torch",
     "torch_geometric",
-)  # their layers have no rank-specific attributes
+)
 Kind = tuple[str, str]  # sets of sources and of destinations
 Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
@@ -229,9 +230,8 @@ class OwnRows:
 
     rank: int
     partitions: dict[str, Partition]  # they stay on the CPU
-    tables: dict[
-        str, tuple[Tensor, int]
-    ]  # rows of each table [n], int64, and how many the whole has
+    # rows of each table [n], int64, and how many the whole has
+    tables: dict[str, tuple[Tensor, int]]
 
     def cut(self, whole: nn.Module, module: nn.Module) -> None:
         """Set a module's tables to these rows of the whole module's tables; both may be one module.

@@ -156,9 +156,8 @@ class Partition:
         )
         if self.order.dtype != torch.int64:
             raise ValueError(f"order must have dtype int64, got {self.order.dtype}")
-        ascending = (
-            self.order.sort().values
-        )  # a node listed twice would leave another without owner, and ranks hang
+        # a node listed twice would leave another without owner, and ranks hang
+        ascending = self.order.sort().values
         if len(wrong := (ascending != torch.arange(size, device=ascending.device)).nonzero()):
             i = int(wrong[0])
             raise ValueError(

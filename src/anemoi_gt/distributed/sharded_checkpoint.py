@@ -129,12 +129,10 @@ def save_checkpoint(
         raise OSError(f"could not write the checkpoint {partial}: {_reason(error)}") from error
     if is_first:
         if folder.exists():
-            shutil.rmtree(
-                former, ignore_errors=True
-            )  # not before: without `folder` it is the only complete one
-            os.replace(
-                folder, former
-            )  # a folder cannot be replaced atomically: `find_checkpoint` looks here too
+            # not before: without `folder` it is the only complete one
+            shutil.rmtree(former, ignore_errors=True)
+            # a folder cannot be replaced atomically: `find_checkpoint` looks here too
+            os.replace(folder, former)
         os.replace(partial, folder)
         shutil.rmtree(former, ignore_errors=True)
     dist.barrier(group)
@@ -200,9 +198,8 @@ def load_values(folder: str | Path, key: str) -> Any:
     """
     path = require_checkpoint(folder)
     with _reading(path, Exception), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "torch.distributed is disabled"
-        )  # intended: one rank reads
+        # intended: one rank reads
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         state = _without_values(path, key)
         dcp.load(state, checkpoint_id=path, no_dist=True)
     return state[key]
@@ -339,18 +336,16 @@ def _map_tensors(
             key: _map_tensors(part, tables, function, (*path, str(key)), names.get(key, name))
             for key, part in value.items()
         }
-    if isinstance(value, (list, tuple)) and not hasattr(
-        value, "_fields"
-    ):  # a named tuple is a plain value
+    # a named tuple is a plain value
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         parts = (
             _map_tensors(part, tables, function, (*path, str(n)), name)
             for n, part in enumerate(value)
         )
         return type(value)(parts)
     if isinstance(value, Tensor):
-        return function(
-            ".".join(path), name if value.dim() else None, value
-        )  # 0-dim: the steps of an optimiser
+        # 0-dim: the steps of an optimiser
+        return function(".".join(path), name if value.dim() else None, value)
     return value
 
 

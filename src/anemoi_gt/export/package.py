@@ -20,11 +20,12 @@ SUFFIX = ".pt2"
 PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
 # a string in every binary that contains libstdc++'s locale
 COPY = b"_S_create_c_locale name not valid"
+# relative error: about 80, 4 and 5 eps
 LIMITS = {
     torch.float32: 1e-5,
     torch.bfloat16: 3e-2,
     torch.float16: 5e-3,
-}  # relative error: about 80, 4 and 5 eps
+}
 TIMED = 0.1  # s, of calls of a package and of its model
 
 

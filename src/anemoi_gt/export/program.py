@@ -135,9 +135,8 @@ def check_kernels() -> None:
 
 def _shallow_copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return one copy of each module, even if it has several names."""
-    module = getattr(
-        module, "_orig_mod", module
-    )  # attributes set on torch.compile's wrapper land on the module inside
+    # attributes set on torch.compile's wrapper land on the module inside
+    module = getattr(module, "_orig_mod", module)
     if module in copies:
         return copies[module]
     copied = copies[module] = copy.copy(module)

@@ -169,9 +169,8 @@ class GraphStructure:
 
     def __repr__(self) -> str:
         state = self.state_dict()
-        if not all(
-            isinstance(leaf, Tensor) for leaf in state.values()
-        ):  # unflattened with other leaves
+        # unflattened with other leaves
+        if not all(isinstance(leaf, Tensor) for leaf in state.values()):
             return f"GraphStructure({state})"
         degree = (
             ""
@@ -369,9 +368,8 @@ class GraphStructure:
             For another layout or other dimensions, and as in `from_csc` and `from_edge_index`.
         """
         csr = None
-        if hasattr(
-            adj_t, "sparse_sizes"
-        ):  # torch_sparse.SparseTensor; torch_sparse is not a dependency
+        # torch_sparse.SparseTensor; torch_sparse is not a dependency
+        if hasattr(adj_t, "sparse_sizes"):
             csr = (*adj_t.csr()[:2], adj_t.sparse_size(1))
         elif not isinstance(adj_t, Tensor):
             raise ValueError(

@@ -90,9 +90,8 @@ def swap_layers(
     subclasses = _checked_subclasses(subclasses)
     layers = _layers_of(model, "a TransformerConv of PyG", lambda layer: isinstance(layer, KINDS))
     upstream = {id(layer): layer for layer in layers if isinstance(layer, TransformerConv)}
-    ours = {
-        key: _replacement(layer, config, subclasses) for key, layer in upstream.items()
-    }  # before the model changes
+    # before the model changes
+    ours = {key: _replacement(layer, config, subclasses) for key, layer in upstream.items()}
     _replace(model, ours)
     for layer in layers:
         if isinstance(layer, GraphTransformerConv):
@@ -274,9 +273,8 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
 
 
 def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> GraphTransformerConv:
-    with torch.device(
-        "meta"
-    ):  # parameters that are replaced at once: neither memory nor random numbers
+    # parameters that are replaced at once: neither memory nor random numbers
+    with torch.device("meta"):
         options = {name: getattr(upstream, name) for name in SAME_OPTIONS} | {
             "bias": upstream.lin_key.bias is not None
         }

@@ -55,12 +55,10 @@ def launch_facts(grid, kernel, args) -> dict:
         args["query"].element_size(),
         prod(args["query"].shape[:-3]) * args["H"] * args["C"],
     )
-    nodes = (
-        args["num_src"] if "csr_to_csc" in args else args["num_dst"]
-    )  # two rows in or out at each
-    edges = args[
-        "num_edges"
-    ]  # two rows gathered for each, and with embedded features its own beside either
+    # two rows in or out at each
+    nodes = args["num_src"] if "csr_to_csc" in args else args["num_dst"]
+    # two rows gathered for each, and with embedded features its own beside either
+    edges = args["num_edges"]
     rows = 2 * (edges * (2 if args.get("EMBEDDED") else 1) + nodes)
     return {
         "name": kernel.name,
@@ -101,9 +99,8 @@ class Launch:
 
     def name(self, dtypes: Mapping[str, str]) -> str:
         """Return the profile name for tensors of these dtypes, such as "bf16", uncompiled."""
-        make = (
-            getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]
-        )  # the latter under the interpreter
+        # the latter under the interpreter
+        make = getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]
         return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
     def compiled_for(self, dtypes: tuple) -> dict[tuple, Repeat]:
@@ -146,6 +143,7 @@ def repeating_device() -> int | None:
     addresses. Nor in a Triton without the private parts that this and `repeat_launch` use; then
     `kernel[grid](...)` launches each time.
     """
+    # RuntimeError: no driver, as under the interpreter
     try:
         runtime, driver = _triton()
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -156,7 +154,7 @@ def repeating_device() -> int | None:
         ImportError,
         AttributeError,
         RuntimeError,
-    ):  # RuntimeError: no driver, as under the interpreter
+    ):
         return None
 
 

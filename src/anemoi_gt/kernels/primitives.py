@@ -120,9 +120,8 @@ def row_offsets(
     """Return offsets and mask [HEADS, CHANNELS] of HEADS heads from `head` in a row [H, C]."""
     h = head + tl.arange(0, HEADS)
     c = tl.arange(0, CHANNELS)
-    if (
-        H % HEADS == 0 and C == CHANNELS
-    ):  # known when compiled: nothing to mask, and loads need no zeros
+    # known when compiled: nothing to mask, and loads need no zeros
+    if H % HEADS == 0 and C == CHANNELS:
         mask = tl.full((HEADS, CHANNELS), 1, tl.int1)
     else:
         mask = (h < H)[:, None] & (c < C)[None, :]

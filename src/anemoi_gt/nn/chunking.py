@@ -36,9 +36,8 @@ class RowsWithHalo:
     halo: Tensor
 
 
-Rows = (
-    Tensor | tuple[Tensor, ...] | None
-)  # several tensors are columns of one, concatenated in each chunk
+# several tensors are columns of one, concatenated in each chunk
+Rows = Tensor | tuple[Tensor, ...] | None
 Pair = tuple[Rows, Rows]  # of sources, of destinations
 SourceRows = Rows | RowsWithHalo | tuple[RowsWithHalo, ...]
 Conditions = tuple[Tensor | None, Tensor | None]  # of sources, of destinations

@@ -127,9 +127,8 @@ class GraphTransformerConv(MessagePassing):
         self.lin_query = Linear(dst_channels, inner, bias=bias)
         self.lin_value = Linear(src_channels, inner, bias=bias)
         self.lin_edge = None if edge_dim is None else Linear(edge_dim, inner, bias=False)
-        self.lin_skip = Linear(
-            dst_channels, outer, bias=bias
-        )  # without root_weight too: PyG's state dict has it
+        # without root_weight too: PyG's state dict has it
+        self.lin_skip = Linear(dst_channels, outer, bias=bias)
         self.lin_beta = Linear(3 * outer, 1, bias=False) if self.beta else None
         self.reset_parameters()
 
@@ -336,9 +335,8 @@ class GraphTransformerConv(MessagePassing):
         """Return attributes, W_edge [heads * C, D] and an added bias, or embedded edges."""
         if self.lin_edge is None:
             return None, None, None
-        if isinstance(
-            self.lin_edge.weight, UninitializedParameter
-        ):  # lin_edge is not called, nor its lazy hook
+        # lin_edge is not called, nor its lazy hook
+        if isinstance(self.lin_edge.weight, UninitializedParameter):
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
         if must_be_called(self.lin_edge, Linear):
             return self._split_heads(self.lin_edge(edge_attr)), None, None

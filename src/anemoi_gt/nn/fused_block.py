@@ -43,9 +43,8 @@ def runs_on_triton(x: Tensor, config: AttentionConfig) -> bool:
     )
 
 
-Nodes = tuple[
-    Tensor | None, Tensor
-]  # sources, None where they are the destinations, and destinations
+# sources, None where they are the destinations, and destinations
+Nodes = tuple[Tensor | None, Tensor]
 Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinations
 
 

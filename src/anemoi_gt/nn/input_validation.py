@@ -45,9 +45,8 @@ def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: 
         tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in columns
     ]
     fit = all(isinstance(part, Tensor) and part.dim() in (2, 3) for part in columns)
-    fit = fit and all(
-        shape[:-1] == shapes[0][:-1] for shape in shapes
-    )  # sizes may be symbols, which have no hash
+    # sizes may be symbols, which have no hash
+    fit = fit and all(shape[:-1] == shapes[0][:-1] for shape in shapes)
     if not fit or sum(shape[-1] for shape in shapes) != channels:
         raise ValueError(
             f"{name} must be tensors of the same nodes with {channels} features in all, got "

@@ -99,9 +99,8 @@ class GraphTransformerProcessor(nn.Module):
             Condition of conditional norms.
         """
         first = self.proc[0]
-        check_features(
-            "x", x, first.channels, like=first.lin_query.weight
-        )  # its device is needed below
+        # its device is needed below
+        check_features("x", x, first.channels, like=first.lin_query.weight)
         if self.checkpoint_groups is None:
             return _run(self.proc, x, graph, edge_attr, cond)
         layers, groups = len(self.proc), self.checkpoint_groups

@@ -61,6 +61,5 @@ def _values(adj_t) -> Tensor | None:
     """Return the stored values, in the edge order of `GraphStructure.from_adj_t`."""
     if is_sparse_tensor(adj_t):
         return adj_t.csr()[2]
-    return (
-        adj_t._values() if adj_t.is_sparse else adj_t.values()
-    )  # is_sparse means COO, which may be uncoalesced
+    # is_sparse means COO, which may be uncoalesced
+    return adj_t._values() if adj_t.is_sparse else adj_t.values()

@@ -53,9 +53,8 @@ class StaticNodes(nn.Module):
         wanted = "[N, 2], latitude and longitude in radians"
         check_shape("positions", positions, wanted, lambda x: x.dim() == 2 and x.shape[1] == 2)
         _check_finite("positions", positions)
-        if not bool(
-            (positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()
-        ):  # float32 may round a pole to beyond pi / 2
+        # float32 may round a pole to beyond pi / 2
+        if not bool((positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()):
             raise ValueError(
                 "latitudes must lie within +-pi/2 radians, got up to "
                 f"{float(positions[:, 0].abs().max()):g}; "

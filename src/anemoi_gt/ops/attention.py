@@ -108,9 +108,8 @@ def edge_attention(
     operands, out_dtype = cast_operands(config.precision, operands)
     q, k, v, attr, weight, bias = operands
     if query.dim() == 4 and attr is not None and attr.dim() == (3 if weight is None else 2):
-        operands = AttentionOperands(
-            q, k, v, attr.unsqueeze(0), weight, bias
-        )  # shared by the batch
+        # shared by the batch
+        operands = AttentionOperands(q, k, v, attr.unsqueeze(0), weight, bias)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     backend = choose_backend(config.backend, q)

@@ -47,9 +47,8 @@ def attention_weights(
     """
     check_config(config)
     check_scale(scale)
-    operands = AttentionOperands(
-        query, key, key, edge_attr, edge_weight, edge_bias
-    )  # key has the shape of a value
+    # key has the shape of a value
+    operands = AttentionOperands(query, key, key, edge_attr, edge_weight, edge_bias)
     check_operands(operands, graph)
     operands, _ = cast_operands(config.precision, operands)
     dtype = accumulator_dtype(operands.query.dtype)

@@ -159,9 +159,8 @@ def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_presen
     target = state.t2m.values[6].ravel() - state.t2m.values[4].ravel()
     change = train[0].target * train.change_std + train.change_mean
     np.testing.assert_allclose(change[:, 0], target, atol=1e-4)
-    np.testing.assert_allclose(
-        change[:, 3], fields.readers["tp"](6), atol=1e-5
-    )  # a diagnostic is no change
+    # a diagnostic is no change
+    np.testing.assert_allclose(change[:, 3], fields.readers["tp"](6), atol=1e-5)
     inputs = torch.stack([train[i].inputs for i in range(len(train))])
     std = (inputs - inputs.mean(dim=(0, 1))).square().mean(dim=(0, 1)).sqrt()[:10]
     torch.testing.assert_close(std, torch.ones(10), atol=0.15, rtol=0)

@@ -189,9 +189,8 @@ def test_inputs_are_of_order_one_and_as_named(splits):
     )
     std = inputs[..., :5].flatten(0, 1).std(dim=0)
     assert ((std > 0.5) & (std < 2)).all()
-    np.testing.assert_allclose(
-        inputs[3, :, 5:7].square().sum(-1), 1, rtol=1e-6
-    )  # sine and cosine of latitude
+    # sine and cosine of latitude
+    np.testing.assert_allclose(inputs[3, :, 5:7].square().sum(-1), 1, rtol=1e-6)
     tracer = (
         inputs[2, :, 0] * splits.train.statistics.tracer_std + splits.train.statistics.tracer_mean
     )

@@ -86,9 +86,8 @@ def test_copies_are_not_compiled_and_names_stay(make_step):
 
 def test_validation_and_the_best_model_are_not_compiled(run, compiled_graphs):
     trainer, _ = run(compile=True)
-    assert (
-        compiled_graphs() == 4
-    )  # each kind of block and the decoder's end in training, none without gradients
+    # each kind of block and the decoder's end in training, none without gradients
+    assert compiled_graphs() == 4
     best = trainer.best_model()
     assert not compiled_parts(best) and compiled_parts(trainer.step.model)
     assert_same(best.state_dict(), load_checkpoint(trainer.folder / "best.pt")["average"])
@@ -126,10 +125,11 @@ def test_a_state_goes_from_a_compiled_step_to_another_and_back(make_step, traine
 
 
 def test_layers_of_a_kind_share_compiled_code(make_step, splits, compiled_graphs):
+    # of the encoder, the processor, the decoder and its end, then none
     for layers, graphs in (
         (3, 4),
         (5, 0),
-    ):  # of the encoder, the processor, the decoder and its end, then none
+    ):
         make_step(compile=True, num_layers=layers, dropout=0.0).training_step(
             next(batches_of(splits))
         )

@@ -138,9 +138,8 @@ def test_a_copy_of_a_model_with_captured_gradients_has_none(make_trainer):
     trainer = make_trainer()
     trainer.step.capture(capture_in_place)
     fit(trainer)
-    assert {parameter.grad for parameter in trainer.step.model.parameters()} == {
-        None
-    }  # released at the end
+    # released at the end
+    assert {parameter.grad for parameter in trainer.step.model.parameters()} == {None}
     trainer.step.training_step(next(iter(trainer.batches.since(0))))
     assert {parameter.grad is None for parameter in trainer.step.model.parameters()} == {False}
     assert {parameter.grad for parameter in trainer.best_model().parameters()} == {None}

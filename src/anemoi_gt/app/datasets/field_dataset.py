@@ -241,9 +241,8 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
                 "or in none"
             )
             raise ValueError(f"{name} {must}, got {period}") from None
-        masks.append(
-            (times >= first) & (times < last + 1)
-        )  # a date holds all its hours, a month all its days
+        # a date holds all its hours, a month all its days
+        masks.append((times >= first) & (times < last + 1))
     for (one, mask), (other, other_mask) in combinations(zip(names, masks, strict=True), 2):
         if (mask & other_mask).any():
             raise ValueError(
@@ -439,9 +438,8 @@ class FieldDataset(ForecastDataset):
     def baselines(self, step: int | None = None):
         """Return persistence, and the mean of the training samples at each node."""
         training = self._training
-        if (
-            training is None or len(training) == 0
-        ):  # a trained model on data without training samples
+        # a trained model on data without training samples
+        if training is None or len(training) == 0:
             return super().baselines(step)
         return super().baselines(step) | {"training mean": lambda i: training.mean_state()}
 
@@ -516,9 +514,8 @@ class FieldDataset(ForecastDataset):
         """Return the input channels after some forecasts."""
         now, times = len(forecasts), []
         for step, columns in enumerate(self._inputs, start=now - self.input_steps + 1):
-            field_step = (
-                step if step <= 0 or self._dynamic else 0
-            )  # forcings without time come from the start
+            # forcings without time come from the start
+            field_step = step if step <= 0 or self._dynamic else 0
             if self._index(i, field_step) is None:
                 raise ValueError(
                     f"a rollout needs the forcings of every step, the data end before step {step}"

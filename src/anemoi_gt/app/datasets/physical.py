@@ -93,9 +93,8 @@ def year_angle(time: Tensor) -> Tensor:
     day = days - era * 146_097
     year = (day - day // 1_460 + day // 36_524 - day // 146_096) // 365
     day_of_year = day - (365 * year + year // 4 - year // 100)  # from 1 March
-    year = (
-        year + era * 400 + (day_of_year >= 306).long()
-    )  # January and February are of the next year
+    # January and February are of the next year
+    year = year + era * 400 + (day_of_year >= 306).long()
     before = year - 1  # 1 January belongs to the era year that begins in March of this year
     era = torch.div(before, 400, rounding_mode="floor")
     rest = before - era * 400

@@ -24,17 +24,19 @@ from anemoi_gt.extras import import_extra
 if TYPE_CHECKING:
     import xarray
 
+# names of the dimension of an ensemble
 MEMBERS = (
     "number",
     "member",
     "ensemble_member",
     "realization",
-)  # names of the dimension of an ensemble
+)
+# attributes of a variable that a forecast file gets
 PASSED_ON = (
     "long_name",
     "standard_name",
     "GRIB_cfName",
-)  # attributes of a variable that a forecast file gets
+)
 UNITS = {
     "latitude": ("degrees_north", "degree_north"),
     "longitude": ("degrees_east", "degree_east"),
@@ -210,9 +212,8 @@ def read_anemoi(path: str | Path) -> Fields:
     present = np.flatnonzero(
         ~np.isin(times, np.array(store.attrs.get("missing_dates", []), "datetime64[s]"))
     )
-    state = lru_cache(1)(
-        lambda t: np.asarray(data[int(present[t])])[:, 0]
-    )  # all variables are one chunk
+    # all variables are one chunk
+    state = lru_cache(1)(lambda t: np.asarray(data[int(present[t])])[:, 0])
     readers: dict[str, Callable[[int], np.ndarray]] = {}
     for v, variable in enumerate(variables):
         readers[variable] = partial(lambda v, t: state(t)[v], v)

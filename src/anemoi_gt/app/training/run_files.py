@@ -178,9 +178,8 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
         with annotate_oserror(path), partial.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(
-                file.fileno()
-            )  # else a crash of the machine can leave an empty file under the new name
+            # else a crash of the machine can leave an empty file under the new name
+            os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -75,9 +75,8 @@ def make_sharded_trainer(
 
     rows = shard.partitions["data"].nodes(shard.rank, "cpu")
     num_nodes = len(splits.train.weights)
-    parts: list[Any] = [
-        split.select_nodes(rows) for split in splits
-    ]  # samples at nodes, all that training reads
+    # samples at nodes, all that training reads
+    parts: list[Any] = [split.select_nodes(rows) for split in splits]
     return Trainer(
         model,
         Splits(*parts),
@@ -107,9 +106,8 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     """
     if resume:
         template = trainer.state_dict()
-        plain = {
-            name: template.pop(name) for name in ("config", "schema")
-        }  # the checkpoint's may have other keys
+        # the checkpoint's may have other keys
+        plain = {name: template.pop(name) for name in ("config", "schema")}
         state = load_checkpoint(
             sharded(trainer.folder / LAST), template, shard.tables, world_group()
         )

@@ -26,9 +26,8 @@ from anemoi_gt.nn import (
 log = logging.getLogger(__name__)
 
 LOSS_SCALE = 2.0**10  # initial scale for float16; losses are about 1, and the scaler raises it
-LOWEST_SCALE = (
-    2.0**-14
-)  # a gradient that overflows float16 even here is above 2**30, and no scale helps
+# a gradient that overflows float16 even here is above 2**30, and no scale helps
+LOWEST_SCALE = 2.0**-14
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 REMEDY = "set training.cuda_graph=false"
 
@@ -177,13 +176,11 @@ class TrainingStep:
         for name in STATEFUL:
             getattr(self, name).load_state_dict(state[name])
         for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
-            group["lr"] = rate * self._relative_rate(
-                state["step"]
-            )  # from this config's schedule, because steps may have grown
+            # from this config's schedule, because steps may have grown
+            group["lr"] = rate * self._relative_rate(state["step"])
         self.global_step = state["step"]
-        self.average.n_averaged.fill_(
-            self.global_step
-        )  # 0 would make the next step overwrite the average
+        # 0 would make the next step overwrite the average
+        self.average.n_averaged.fill_(self.global_step)
 
     def _forward_backward(self, batch: Sample) -> Tensor:
         loss = self.own_loss(self.model, batch)

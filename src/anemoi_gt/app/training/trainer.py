@@ -110,9 +110,8 @@ class Trainer:
         else:
             set_generator_states(self._generators, self.device)
         self._meter.start()
-        samples = (
-            self.config.batch_size
-        )  # per step, in all processes; a local batch may be a part of them
+        # per step, in all processes; a local batch may be a part of them
+        samples = self.config.batch_size
         with (
             cpu_threads(self.config.threads),
             closing(self.step),

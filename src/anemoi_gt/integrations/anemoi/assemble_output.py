@@ -15,9 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from anemoi_gt.integrations.anemoi.report import after_step
 from anemoi_gt.integrations.anemoi.upstream import replaces
 
-_ON_DEVICE = (
-    WeakTensorKeyDictionary()
-)  # {index of a model: {(device, version): the same on the device}}
+# {index of a model: {(device, version): the same on the device}}
+_ON_DEVICE = WeakTensorKeyDictionary()
 
 
 @replaces("self x_out x_skip batch_size ensemble_size dtype dataset_name")

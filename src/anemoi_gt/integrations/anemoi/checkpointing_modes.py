@@ -62,9 +62,8 @@ def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
     func, args = _as_in_forward(func, args)
-    is_in_turn = isinstance(
-        component, Upstream.processor.GraphTransformerProcessor
-    )  # chunks of mappers are not
+    # chunks of mappers are not
+    is_in_turn = isinstance(component, Upstream.processor.GraphTransformerProcessor)
     run = _with_copied_results(func) if is_in_turn and torch.compiler.is_compiling() else func
     if mode is None:
         return upstream(run, enabled, *args, **kwargs)

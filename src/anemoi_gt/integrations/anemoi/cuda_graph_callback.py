@@ -95,9 +95,8 @@ class CUDAGraphCallback(Callback):
                 )
                 self._refused, self._gradients = True, None
                 with trainer.precision_plugin.train_step_context():
-                    return module.training_step(
-                        batch, *rest
-                    )  # past DDP, which would average gradients
+                    # past DDP, which would average gradients
+                    return module.training_step(batch, *rest)
             self._release()
         if self._step is None:
             indices = indices_on_device(module, trainer.strategy.root_device)
@@ -158,9 +157,8 @@ class CUDAGraphCallback(Callback):
         else:
             keeps = trainer.accumulate_grad_batches > 1  # beyond the next replay
             self._add_gradients(module, gradients, keeps)
-        if (
-            trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync
-        ):  # not in DDP's no_sync
+        # not in DDP's no_sync
+        if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:
             average_gradients(module.parameters(), trainer.strategy.model.process_group)
 
     def _add_gradients(

@@ -39,9 +39,8 @@ from anemoi_gt.integrations.anemoi.upstream import replaces
 from anemoi_gt.torch_compat import is_exporting
 
 _ATTRIBUTE = "_anemoi_gt_cache"
-_BY_BASE = (
-    WeakTensorKeyDictionary()
-)  # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
+# {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
+_BY_BASE = WeakTensorKeyDictionary()
 _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
 
 
@@ -68,13 +67,11 @@ class EdgeCache:
         None  # [N_src] int64, for a chunk: the sources of the whole list that remain
     )
     exchange: HaloExchange | None = None  # for a rank's edges, numbered by its nodes and its halo
-    whole: Callable[[], Tensor | None] = lambda: (
-        None
-    )  # for a shard: the list that it was cut from, until that is freed
+    # for a shard: the list that it was cut from, until that is freed
+    whole: Callable[[], Tensor | None] = lambda: None
     graph: GraphStructure | None = None  # structure of one of the `batch` copies; made at first use
-    derived: Derived = field(
-        default_factory=Derived
-    )  # GraphPartitions, and the lists that were cut from this one
+    # GraphPartitions, and the lists that were cut from this one
+    derived: Derived = field(default_factory=Derived)
 
 
 def cached_list(
@@ -379,10 +376,11 @@ def _is_stale(edge_index: Tensor) -> bool:
 
 
 def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
+    # an inference tensor cannot be used by a later training step
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-    ):  # an inference tensor cannot be used by a later training step
+    ):
         if cache.graph is None:
             num_src, num_dst = cache.num_nodes
             if cache.batch > 1 and not _is_replicated(edge_index, cache.num_nodes, cache.batch):

@@ -67,9 +67,8 @@ class AnemoiGTRunner(Runner):
             config = config.model_copy(update={"runner": {"parallel": parallel}})
             return runner_registry.from_config(config.runner, config)
         install(**settings)
-        if issubclass(
-            cls, ParallelRunnerMixin
-        ):  # derived by `parallel`, with `cls` as its base runner
+        # derived by `parallel`, with `cls` as its base runner
+        if issubclass(cls, ParallelRunnerMixin):
             kind = ParallelRunnerFactory.get_class(_runner_class(runner, config))
             built = kind(config, **options)
         else:

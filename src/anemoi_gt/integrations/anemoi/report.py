@@ -24,13 +24,11 @@ WORDS = {
 }
 Outcome = tuple[str, str | None]  # path of a decision, and its reason
 
-_BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = (
-    WeakKeyDictionary()
-)  # those that have computed, in eager code
+# those that have computed, in eager code
+_BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = WeakKeyDictionary()
 _TRACED: dict[type, Outcome] = {}
-_MODELS: WeakKeyDictionary[nn.Module, None] = (
-    WeakKeyDictionary()
-)  # Anemoi models, in order of first use
+# Anemoi models, in order of first use
+_MODELS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the lines about a model
 _UP_TO_DATE: WeakSet[nn.Module] = WeakSet()  # models of which nothing has changed since
 

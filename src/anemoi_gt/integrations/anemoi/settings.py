@@ -44,9 +44,8 @@ class SettingsRegistry:
 
     def of(self, block: nn.Module) -> Settings | None:
         """Return the settings of a block, None if it computes with upstream code."""
-        if (
-            not self._single
-        ):  # reading an id would make torch.compile compile every block separately
+        # reading an id would make torch.compile compile every block separately
+        if not self._single:
             return self.everywhere
         return self._single.get(id(block), self.everywhere)
 

@@ -65,9 +65,8 @@ def resolve_upstream() -> None:
     is_known = unknown_body(conv.forward) is None and unknown_body(conv.message) is None
     Upstream.conv = conv if is_known else None
     mapper_forward = body_hash(block.GraphTransformerMapperBlock.forward)
-    Upstream.sources_take_destination_condition = (
-        mapper_forward == "05102bf261b0"
-    )  # 0.9.2 to 0.13.1
+    # 0.9.2 to 0.13.1
+    Upstream.sources_take_destination_condition = mapper_forward == "05102bf261b0"
     _register_sublayers()
     with suppress(ImportError):  # an older version
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
@@ -89,9 +88,8 @@ def _register_sublayers() -> None:
     }
     known = {}
     for role, (module, name) in kinds.items():
-        kind = getattr(
-            import_module(f"anemoi.models.layers.{module}"), name, None
-        )  # older versions lack some
+        # older versions lack some
+        kind = getattr(import_module(f"anemoi.models.layers.{module}"), name, None)
         if kind is not None and unknown_body(kind.forward) is None:
             known[role] = kind
     sublayers.register(**known)
@@ -116,9 +114,8 @@ class Replacement:
     """A function that takes the place of a method or function of anemoi-models."""
 
     function: Callable  # takes the upstream method, and what that takes
-    known: tuple[
-        str, ...
-    ]  # parameters of the upstream method by name, in each version that we know
+    # parameters of the upstream method by name, in each version that we know
+    known: tuple[str, ...]
     stands_in: bool = True  # False: it calls upstream whatever its body is
 
     def of(self, upstream: Callable) -> Callable:

@@ -86,9 +86,8 @@ class _FoldedEdges:
         `rows` are [B or 1, H or 1, R, F].
         """
         (batch, heads), (b_tables, h_tables, size, _) = self.shape, rows.shape
-        table = (0 if h_tables == 1 else 1) * torch.arange(
-            heads, device=index.device
-        )  # 0 where all share one
+        # 0 where all share one
+        table = (0 if h_tables == 1 else 1) * torch.arange(heads, device=index.device)
         table = (
             table
             + ((0 if b_tables == 1 else h_tables) * torch.arange(batch, device=index.device))[

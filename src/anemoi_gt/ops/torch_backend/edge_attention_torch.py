@@ -232,9 +232,8 @@ def edge_attention_torch_backward(
         else grad_out.to(flat.query.dtype).view_as(flat.query)
     )
     if grad_lse is not None:
-        grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(
-            do.shape[:3]
-        )  # even NaN that arrives is ignored
+        # even NaN that arrives is ignored
+        grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])
     with without_autocast(do.device.type):
         edges = flat.edges()
         gradients = Gradients.zeros(flat, wanted)

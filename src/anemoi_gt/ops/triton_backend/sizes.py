@@ -10,10 +10,11 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend.tiles import Shape, attribute_columns
 
+# rows may be read as packed 16-bit pairs
 PACKED_DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
-}  # rows may be read as packed 16-bit pairs
+}
 
 
 class IndexTensors(NamedTuple):
@@ -155,9 +156,8 @@ def sizes_of(
     num_src = key.shape[-3]
     num_edges = index.row.shape[0]
     batch = query.shape[0] if len(query.shape) == 4 else 1
-    edge_dim = (
-        0 if edge_weight is None else int(edge_weight.shape[1])
-    )  # D never changes: a constant
+    # D never changes: a constant
+    edge_dim = 0 if edge_weight is None else int(edge_weight.shape[1])
     embedded = edge_attr is not None and edge_weight is None
     dst_segment = _segment_of(index.dst_hubs, num_edges, holds)
     src_segment = _segment_of(index.src_hubs, num_edges, holds)

@@ -21,10 +21,11 @@ ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 elements in eac
 MOST_ATTRIBUTES = 256
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
+# elements of segments' results that a program reads together, and columns: a sector
 JOINED, JOINED_COLUMNS = (
     1024,
     8,
-)  # elements of segments' results that a program reads together, and columns: a sector
+)
 STATISTICS = 512  # segments whose statistics a program reads together
 PARTS, SUMMED = 16, 256  # partial sums of dW, and elements of it, that a program adds at a time
 CACHED_TILES = 128  # choices of each kernel that are cached
