@@ -258,11 +258,11 @@ def test_an_exception_restores_the_replaced_methods(graph):
     ("change", "options", "message"),
     [
         *((place, {}, "must compute on a GPU, got device cpu") for place in ("capture", "a loop")),
-        ("anomaly", {"detect_anomaly": True}, "needs diagnostics.debug.anomaly_detection=false"),
+        ("anomaly", {"detect_anomaly": True}, "need diagnostics.debug.anomaly_detection=false"),
         (
             "manual",
             {},
-            "needs automatic optimisation, got Forecaster with manual: remove CUDAGraphCallback",
+            "need automatic optimisation, got Forecaster with manual: remove CUDAGraphCallback",
         ),
         ("none", {}, "training_step must return a loss to be captured, got None"),
     ],

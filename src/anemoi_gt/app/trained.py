@@ -1,4 +1,4 @@
-"""What a run's checkpoint holds besides weights: its config, renamed to date, and data schema."""
+"""Config and data schema of a run's checkpoint, with renamed options under their new names."""
 
 import logging
 from collections.abc import Iterator, Mapping

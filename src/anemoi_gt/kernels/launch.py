@@ -51,19 +51,19 @@ def kernel_name(base: str, tensor: str, *constants: str) -> Callable[..., str]:
 
 def launch_facts(grid, kernel, args) -> dict:
     """Return launch metadata: name, bytes of all rows [H, C] read or written, and their flops."""
-    size, elements = (
-        args["query"].element_size(),
-        prod(args["query"].shape[:-3]) * args["H"] * args["C"],
-    )
-    # two rows in or out at each
-    nodes = args["num_src"] if "csr_to_csc" in args else args["num_dst"]
-    # two rows gathered for each, and with embedded features its own beside either
-    edges = args["num_edges"]
-    rows = 2 * (edges * (2 if args.get("EMBEDDED") else 1) + nodes)
+    query = args["query"]
+    elements = prod(query.shape[:-3]) * args["H"] * args["C"]
+    nodes = args["num_dst"]
+    if "csr_to_csc" in args:
+        nodes = args["num_src"]
+    # At each node two rows are read or written. For each edge two rows are gathered, and with
+    # embedded features its features are read with either.
+    rows_of_edge = 4 if args.get("EMBEDDED") else 2
+    rows = rows_of_edge * args["num_edges"] + 2 * nodes
     return {
         "name": kernel.name,
-        "bytes": rows * elements * size,
-        f"flops{8 * size}": 4 * edges * elements,
+        "bytes": rows * elements * query.element_size(),
+        f"flops{8 * query.element_size()}": 4 * args["num_edges"] * elements,
     }
 
 

@@ -79,7 +79,7 @@ def field_data(
         First and last date of a split, such as [2019-03-01, 2019-03-24], both included; all three
         or none. None: the first 80% of the times, the next 10%, and the rest.
     schema : DataSchema, optional
-        That of a trained model: names, order and normalisation are taken from it, and splits may be
+        Schema of a trained model: names, order and normalisation come from it; splits may be
         empty.
     """
     if format not in READERS:

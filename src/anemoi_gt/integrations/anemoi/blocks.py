@@ -131,7 +131,7 @@ def mapper_block(upstream, self, *args, **kwargs):
     "self x shard_info batch_size model_comm_group cond layer_kwargs",
 )
 def transformer_processor_block(upstream, self, x, *args, **kwargs):
-    """Compute a block of transformers: Anemoi's attention, then our feed-forward sub-layer."""
+    """Compute a transformer block of a processor: Anemoi's attention, then our feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     decision = decide_transformer(self, "layer_norm_mlp", x, cond)
     if decision.path == UPSTREAM:
@@ -148,7 +148,7 @@ def transformer_processor_block(upstream, self, x, *args, **kwargs):
     "self x shard_info batch_size model_comm_group cond",
 )
 def transformer_mapper_block(upstream, self, x, *args, **kwargs):
-    """Compute a transformer block of a mapper, as that of a processor."""
+    """Compute a transformer block of a mapper: Anemoi's attention, then our feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x
@@ -167,7 +167,7 @@ def transformer_mapper_block(upstream, self, x, *args, **kwargs):
 def _transformer_arguments(
     shard_info=None, batch_size=1, model_comm_group=None, cond=None, shapes=None, **others
 ):
-    """Return shards, batch size, group and condition of a block of transformers of any version."""
+    """Return shards, batch size, group and condition of a transformer block of any version."""
     shards = shapes if shard_info is None else shard_info
     return shards, batch_size, model_comm_group, cond
 

@@ -211,7 +211,7 @@ class InstallCallback(CUDAGraphCallback):
         try:
             super().on_train_start(trainer, pl_module)
         except ValueError as reason:
-            # a warning, because Anemoi shows those of every library
+            # a warning, because Anemoi's logging hides what other libraries log as info
             log.warning("training steps are launched, not replayed: %s", reason)
 
 
@@ -222,21 +222,21 @@ def check_capturable(
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise ValueError(
-            "CUDAGraphCallback needs a strategy on one device or DDP, got "
+            "CUDA graphs need a strategy on one device or DDP, got "
             f"{type(strategy).__name__}: set "
             "training.strategy._target_=anemoi.training.distributed.single.SingleDeviceStrategy, "
             f"or {remedy}"
         )
     if not module.automatic_optimization:
         raise ValueError(
-            f"CUDAGraphCallback needs automatic optimisation, got {type(module).__name__} with "
+            f"CUDA graphs need automatic optimisation, got {type(module).__name__} with "
             f"manual: {remedy}"
         )
     if torch.is_anomaly_enabled():
         raise ValueError(
-            "CUDAGraphCallback needs diagnostics.debug.anomaly_detection=false, because it reads "
-            "back from the device "
-            f"at every operation, got true: set it to false, or {remedy}"
+            "CUDA graphs need diagnostics.debug.anomaly_detection=false, because it reads back "
+            "from the device at every operation, "
+            f"got true: set it to false, or {remedy}"
         )
     check_device(strategy.root_device, capture)
 

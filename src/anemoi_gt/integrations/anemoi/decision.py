@@ -2,7 +2,7 @@
 
     fused       its attention sub-layer fused, and its feed-forward sub-layer if possible
     attention   the block's modules around our attention; its feed-forward fused if possible
-    feed_forward   of a block of transformers: its feed-forward fused, its attention Anemoi's
+    feed_forward   of a transformer block: its feed-forward fused, its attention Anemoi's
     upstream    Anemoi's own forward
 
 The decision depends on mutable state, such as hooks, so it is taken once. A checkpointed chunk
@@ -137,8 +137,8 @@ def decide_transformer(
 ) -> Decision:
     """Return what computes a transformer block with rows x; log where it is less than asked for.
 
-    `norm_name` is that of the norm before its feed-forward network. Raise ValueError if `blocks` is
-    True, and a backend was named that cannot serve.
+    `norm_name` names the norm before its feed-forward network. Raise ValueError if `blocks` is
+    True and the named backend cannot run.
     """
     return _decide_once(block, lambda: _decide_transformer(block, norm_name, x, cond))
 

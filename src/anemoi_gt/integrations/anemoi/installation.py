@@ -238,7 +238,7 @@ def installed() -> Installed | None:
 
 
 def plan() -> dict[str, str | None]:
-    """Return what `install` would replace, by name, each with None or the reason why not.
+    """Return None for each method that `install` would replace, by name, else the reason.
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """

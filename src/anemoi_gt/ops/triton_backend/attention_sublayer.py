@@ -188,7 +188,7 @@ class _Layout(NamedTuple):
 
     @property
     def is_one_tensor(self) -> bool:
-        """Whether query, y, key and value are columns of one tensor."""
+        """True if query, y, key and value are columns of one tensor."""
         return self.is_one_set and not self.halo
 
     @property

@@ -131,7 +131,7 @@ class GradientPiece(NamedTuple):
 
 
 class ParameterPieces(NamedTuple):
-    """How a float32 block of gradients of parameters is divided.
+    """Layout of the float32 block that holds the gradients of parameters.
 
     Pieces of a group are stacked along their first dimension, as `PackedWeights` stacks parameters.
     Sizes may be symbolic.
@@ -602,7 +602,7 @@ class SublayerPlans:
         return self._forward[save]
 
     def backward(self, needs) -> tuple[Plan, ParameterPieces]:
-        """Return the plan of the backward pass, and how its block of parameters is divided."""
+        """Return the plan of the backward pass, and the layout of its block of parameters."""
         if needs not in self._backward:
             self._backward[needs] = self.make_backward(self.specs, self.options, needs)
         return self._backward[needs]
