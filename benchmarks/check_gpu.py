@@ -14,7 +14,18 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from gpu_checks import DEVICE, application, execution, large, many, model, names, package, sanitize
+from gpu_checks import (
+    DEVICE,
+    application,
+    execution,
+    large,
+    many,
+    model,
+    names,
+    package,
+    sanitize,
+    sublayers,
+)
 from gpu_checks.report import Report
 
 NEED_GPU = {
@@ -28,7 +39,7 @@ NEED_GPU = {
     "package",
     "application",
 }
-NEED_GPU |= {"sanitize"}
+NEED_GPU |= {"sanitize", "sublayers"}
 SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),
@@ -51,6 +62,10 @@ SIMPLE = {
     "application": (
         application.exported_and_loaded,
         "anemoi-gt export, and the loaders of the example",
+    ),
+    "sublayers": (
+        sublayers.check,
+        "both sub-layers of a block over a corpus, against float64, and three runs of equal bits",
     ),
     "big": (large.beyond_32_bits, "offsets beyond 2^31; takes about 80 GB"),
     "norms": (

@@ -53,7 +53,7 @@ def work() -> None:
     from support.run import attend, scheduled
 
     from anemoi_gt import GraphStructure
-    from gpu_checks import DEVICE
+    from gpu_checks import DEVICE, sublayers
 
     def run(name, shape, form, dtype, dropout_p):
         edge_index, sizes = GRAPHS[name]
@@ -71,6 +71,7 @@ def work() -> None:
         run(name, (6, 10, 3), "raw", dtype, 0.3)
     run("nearest", (16, 64, 11), "raw", torch.bfloat16, 0.0)
     run("duplicates", (2, 1100, 3), "raw", torch.bfloat16, 0.0)
+    sublayers.run_each_case()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 

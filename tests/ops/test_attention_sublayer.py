@@ -6,12 +6,9 @@ import pytest
 import torch
 from support import sublayers
 from support.accuracy import Corpus
-from support.pairwise import pairwise
 from support.plans import new_plans
-from support.run import with_hubs
 
-from anemoi_gt import GraphStructure
-from anemoi_gt.ops.sublayer_tensors import AttentionOptions, AttentionTensors
+from anemoi_gt.ops.sublayer_tensors import AttentionTensors
 from anemoi_gt.ops.triton_backend import sublayer_steps
 from anemoi_gt.ops.triton_backend.attention_sublayer import (
     attention_sublayer,
@@ -22,19 +19,10 @@ from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-FEATURES, WIDTH, HEADS, EDGE_DIM, EDGES = 24, 16, 2, 3, 29
-EPS = 1e-5
-BIASES = ("query", "self", "key", "value", "edge", "projection")
-CASES = pairwise(
-    norm=sublayers.NORMS,
-    nodes=("one set", "two sets"),
-    batch=(1, 2),
-    halo=(0, 3),
-    segment=(None, 2),  # edges of a segment of hubs
-    qk_norm=("none", "bare", "scale"),
-    biases=(BIASES, (), ("key", "value")),
-    shares_attributes=(False, True),
-)
+SIZES = sublayers.Sizes()
+FEATURES, WIDTH, HEADS, EDGES = SIZES.features, SIZES.width, SIZES.heads, SIZES.edges
+EDGE_DIM, BIASES = SIZES.edge_dim, sublayers.BIASES
+draw = sublayers.draw_attention
 
 
 @pytest.fixture(autouse=True)
@@ -43,63 +31,6 @@ def small_chunks(few_programs, monkeypatch):
     monkeypatch.setattr(sublayer_steps, "CHUNK", 5)
     with new_plans():
         yield
-
-
-def draw(
-    device,
-    norm="both",
-    nodes="two sets",
-    batch=1,
-    halo=0,
-    segment=None,
-    qk_norm="scale",
-    biases=BIASES,
-    shares_attributes=False,
-    num_dst=9,
-    seed=0,
-    dtype=torch.float32,
-):
-    """Tensors by name, a gradient of the output, a structure, its edge index, and options; one node is isolated."""
-    generator = torch.Generator().manual_seed(seed)
-    num_src = num_dst if nodes == "one set" else 7
-    shapes = {"x_dst": (batch * num_dst, FEATURES), "edge_attr": (batch, EDGES, EDGE_DIM)}
-    if batch == 1 or shares_attributes:
-        shapes["edge_attr"] = (EDGES, EDGE_DIM)
-    for name in ("query", "self", "key", "value"):
-        shapes[f"{name}_weight"] = (WIDTH, FEATURES)
-    shapes |= {"edge_weight": (WIDTH, EDGE_DIM), "projection_weight": (FEATURES, WIDTH)}
-    shapes |= {f"{name}_bias": (FEATURES if name == "projection" else WIDTH,) for name in biases}
-    if nodes == "two sets":
-        shapes["x_src"] = (batch * num_src, FEATURES)
-    if halo:
-        shapes["halo"] = (batch * halo, FEATURES)
-    if qk_norm == "scale":
-        shapes |= {"query_norm_scale": (WIDTH // HEADS,), "key_norm_scale": (WIDTH // HEADS,)}
-    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        if name.endswith("_weight"):  # so that scores are about 1, as those of a new model
-            named[name] *= shape[1] ** -0.5
-    named |= sublayers.draw_norm("norm", norm, FEATURES, batch * num_dst, generator)
-    if nodes == "two sets":
-        source = sublayers.draw_norm("norm_src", norm, FEATURES, batch * num_src, generator)
-        named |= source
-    ends = torch.randint(num_src + halo, (EDGES,), generator=generator)
-    edge_index = torch.stack([ends, torch.randint(num_dst - 1, (EDGES,), generator=generator)]).to(
-        device
-    )
-    graph = with_hubs(
-        GraphStructure.from_edge_index(edge_index, (num_src + halo, num_dst)), segment
-    )
-    grad = torch.randn(batch * num_dst, FEATURES, generator=generator)
-    head_eps = 0.0 if qk_norm == "none" else EPS
-    options = AttentionOptions(HEADS, batch, EPS, EPS, head_eps, head_eps, dtype)
-    return (
-        {name: tensor.to(device) for name, tensor in named.items()},
-        grad.to(device),
-        graph,
-        edge_index,
-        options,
-    )
 
 
 def by_operator(named, graph, options):
@@ -122,7 +53,7 @@ def errors_over(cases, dtype, device):
 
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
-    corpus = errors_over(CASES, dtype, kernel_device)
+    corpus = errors_over(sublayers.ATTENTION_CASES, dtype, kernel_device)
     assert len(corpus.ours) == 1 + len(AttentionTensors._fields)
     corpus.assert_accurate()
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support import sublayers
 from support.accuracy import Corpus
-from support.pairwise import pairwise
 from support.plans import new_plans
 
 from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
@@ -19,14 +18,9 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
 
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-ROWS, FEATURES, HIDDEN = 13, 24, 40
-EPS = 1e-5
-CASES = pairwise(
-    norm=sublayers.NORMS,
-    activation=tuple(sublayers.ACTIVATIONS),
-    gated=(False, True),
-    bias=(True, False),
-)
+SIZES = sublayers.Sizes()
+ROWS, FEATURES, HIDDEN = SIZES.rows, SIZES.features, SIZES.hidden
+draw = sublayers.draw_feed_forward
 
 
 @pytest.fixture(autouse=True)
@@ -37,38 +31,17 @@ def small_chunks(few_programs, monkeypatch):
         yield
 
 
-def draw(device, norm="both", gated=False, bias=True, rows=ROWS, seed=0, **_):
-    """Tensors by name, and a gradient of the output."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        "x": (rows, FEATURES),
-        "weight_in": (HIDDEN, FEATURES),
-        "weight_out": (FEATURES, HIDDEN),
-    }
-    if bias:
-        shapes |= {"bias_in": (HIDDEN,), "bias_out": (FEATURES,)}
-    if gated:
-        shapes["weight_gate"] = (HIDDEN, FEATURES)
-    if gated and bias:
-        shapes["bias_gate"] = (HIDDEN,)
-    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    named |= sublayers.draw_norm("norm", norm, FEATURES, rows, generator)
-    grad = torch.randn(rows, FEATURES, generator=generator)
-    return {name: tensor.to(device) for name, tensor in named.items()}, grad.to(device)
-
-
 def by_operator(named, activation="gelu", dtype=torch.float32):
-    return feed_forward_sublayer(
-        sublayers.fill(FeedForwardTensors, named), FeedForwardOptions(EPS, activation, dtype)
-    )
+    options = FeedForwardOptions(sublayers.EPS, activation, dtype)
+    return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), options)
 
 
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = Corpus()
-    for seed, case in enumerate(CASES):
+    for seed, case in enumerate(sublayers.FEED_FORWARD_CASES):
         named, grad = draw(kernel_device, seed=seed, **case)
-        plainly = partial(sublayers.feed_forward, eps=EPS, activation=case["activation"])
+        plainly = partial(sublayers.feed_forward, eps=sublayers.EPS, activation=case["activation"])
         exact = sublayers.results_of(plainly, named, grad, torch.float64)
         with torch.autocast(kernel_device.type, dtype, enabled=dtype != torch.float32):
             plain = sublayers.results_of(plainly, named, grad, torch.float32)
@@ -86,7 +59,7 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
     torch.compiler.reset()
     compiled = torch.compile(by_operator, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (ROWS, 9):
-        named, grad = draw(kernel_device, norm, gated=True, rows=rows)
+        named, grad = draw(kernel_device, norm, gated=True, sizes=SIZES._replace(rows=rows))
         eager, again, traced = (
             sublayers.results_of(call, named, grad, torch.float32)
             for call in (by_operator, by_operator, compiled)
@@ -109,7 +82,7 @@ def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
 @pytest.mark.usefixtures("filled_padding")
 def test_forward_and_backward_operators_pass_opcheck(norm, gated, kernel_device):
     named, grad = draw(kernel_device, norm, gated)
-    options = FeedForwardOptions(EPS, "silu", torch.float32)
+    options = FeedForwardOptions(sublayers.EPS, "silu", torch.float32)
     detached = sublayers.fill(FeedForwardTensors, named)
     leaves = FeedForwardTensors(
         *(None if x is None else x.clone().requires_grad_() for x in detached)

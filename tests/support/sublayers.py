@@ -1,7 +1,14 @@
 """Both sub-layers of a block in plain PyTorch, and what they are tested with."""
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.ops.sublayer_tensors import AttentionOptions
+from support.pairwise import pairwise
+from support.run import with_hubs
 
 # a number is that of the channels of a condition
 NORMS = (
@@ -21,6 +28,122 @@ ACTIVATIONS = {
     "relu": functional.relu,
     "sigmoid": torch.sigmoid,
 }
+EPS = 1e-5
+BIASES = ("query", "self", "key", "value", "edge", "projection")
+FEED_FORWARD_CASES = pairwise(
+    norm=NORMS,
+    activation=tuple(ACTIVATIONS),
+    gated=(False, True),
+    bias=(True, False),
+)
+ATTENTION_CASES = pairwise(
+    norm=NORMS,
+    nodes=("one set", "two sets"),
+    batch=(1, 2),
+    halo=(0, 3),
+    segment=(None, 2),  # edges of a segment of hubs
+    qk_norm=("none", "bare", "scale"),
+    biases=(BIASES, (), ("key", "value")),
+    shares_attributes=(False, True),
+)
+
+
+class Sizes(NamedTuple):
+    """Sizes of a problem; small ones fill no tile."""
+
+    features: int = 24
+    hidden: int = 40
+    rows: int = 13  # of a feed-forward sub-layer
+    width: int = 16
+    heads: int = 2
+    edge_dim: int = 3
+    edges: int = 29
+    num_src: int = 7
+    num_dst: int = 9
+
+
+SMALL = Sizes()
+
+
+def draw_feed_forward(
+    device, norm="both", gated=False, bias=True, seed=0, sizes=SMALL, scaled=False, **_
+):
+    """Tensors by name, and a gradient of the output; `scaled`: weights as those of a new model."""
+    generator = torch.Generator().manual_seed(seed)
+    features, hidden, rows = sizes.features, sizes.hidden, sizes.rows
+    shapes = {
+        "x": (rows, features),
+        "weight_in": (hidden, features),
+        "weight_out": (features, hidden),
+    }
+    if bias:
+        shapes |= {"bias_in": (hidden,), "bias_out": (features,)}
+    if gated:
+        shapes["weight_gate"] = (hidden, features)
+    if gated and bias:
+        shapes["bias_gate"] = (hidden,)
+    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if scaled:
+        for name in shapes:
+            if name.startswith("weight"):
+                named[name] *= shapes[name][1] ** -0.5
+    named |= draw_norm("norm", norm, features, rows, generator)
+    grad = torch.randn(rows, features, generator=generator)
+    return {name: tensor.to(device) for name, tensor in named.items()}, grad.to(device)
+
+
+def draw_attention(
+    device,
+    norm="both",
+    nodes="two sets",
+    batch=1,
+    halo=0,
+    segment=None,
+    qk_norm="scale",
+    biases=BIASES,
+    shares_attributes=False,
+    seed=0,
+    dtype=torch.float32,
+    sizes=SMALL,
+):
+    """Tensors by name, a gradient of the output, a structure, its edge index, and options.
+
+    The last destination is isolated.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    features, width, heads, num_dst = sizes.features, sizes.width, sizes.heads, sizes.num_dst
+    edges = sizes.edges
+    num_src = num_dst if nodes == "one set" else sizes.num_src
+    shapes = {"x_dst": (batch * num_dst, features), "edge_attr": (batch, edges, sizes.edge_dim)}
+    if batch == 1 or shares_attributes:
+        shapes["edge_attr"] = (edges, sizes.edge_dim)
+    for name in ("query", "self", "key", "value"):
+        shapes[f"{name}_weight"] = (width, features)
+    shapes |= {"edge_weight": (width, sizes.edge_dim), "projection_weight": (features, width)}
+    shapes |= {f"{name}_bias": (features if name == "projection" else width,) for name in biases}
+    if nodes == "two sets":
+        shapes["x_src"] = (batch * num_src, features)
+    if halo:
+        shapes["halo"] = (batch * halo, features)
+    if qk_norm == "scale":
+        shapes |= {"query_norm_scale": (width // heads,), "key_norm_scale": (width // heads,)}
+    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if name.endswith("_weight"):  # so that scores are about 1, as those of a new model
+            named[name] *= shape[1] ** -0.5
+    named |= draw_norm("norm", norm, features, batch * num_dst, generator)
+    if nodes == "two sets":
+        named |= draw_norm("norm_src", norm, features, batch * num_src, generator)
+    sources = torch.randint(num_src + halo, (edges,), generator=generator)
+    destinations = torch.randint(num_dst - 1, (edges,), generator=generator)
+    edge_index = torch.stack([sources, destinations]).to(device)
+    graph = GraphStructure.from_edge_index(edge_index, (num_src + halo, num_dst))
+    graph = with_hubs(graph, segment)
+    grad = torch.randn(batch * num_dst, features, generator=generator)
+    head_eps = 0.0 if qk_norm == "none" else EPS
+    options = AttentionOptions(heads, batch, EPS, EPS, head_eps, head_eps, dtype)
+    named = {name: tensor.to(device) for name, tensor in named.items()}
+    return named, grad.to(device), graph, edge_index, options
 
 
 def draw_norm(prefix, norm, features, rows, generator):
