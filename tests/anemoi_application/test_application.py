@@ -6,6 +6,8 @@ installed as users do.
 
 import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -17,14 +19,18 @@ HERE = Path(__file__).parent
 COMMANDS = Path(sys.executable).parent
 BLOCK = "anemoi.models.layers.block.GraphTransformerProcessorBlock"
 RELATIVE = 1e-5  # of losses: sums in another order, over 30 steps of AdamW
+SECONDS = 600  # a training or forecast takes one minute on two cores
 
 
 def run(*command, import_first=(), **environment):
-    """Run a command of Anemoi and return what it wrote; modules of `import_first` come before others."""
+    """Run a command of Anemoi and return what it wrote; modules of `import_first` come before others.
+
+    A command that does not end is killed with every process that it started, and fails the test.
+    """
     paths = [*import_first, HERE, HERE.parent]
     if "PYTHONPATH" in os.environ:
         paths.append(os.environ["PYTHONPATH"])
-    result = subprocess.run(
+    process = subprocess.Popen(
         [COMMANDS / command[0], *map(str, command[1:])],
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -32,10 +38,16 @@ def run(*command, import_first=(), **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        start_new_session=True,  # so that its ranks are of its process group
     )
-    assert result.returncode == 0, result.stdout[-4000:]
-    return result.stdout
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{command[0]} did not end within {SECONDS} s: {output[-4000:]}")
+    assert process.returncode == 0, output[-4000:]
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -168,30 +180,70 @@ def test_the_runner_uses_anemoi_gt_logs_it_and_gives_the_same_forecast(folder, t
     assert abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1
 
 
-# Ranks that anemoi-inference 0.13.0 spawns by itself (`cluster.manual`) compute with us too, but may
-# never end: anemoi-datasets 0.5.47 sends its usage by a process pool, which a spawned rank that
-# exits waits for.
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "--no-python")
+SPELLINGS = {  # options, the key of the cluster where ranks are spawned, and the launcher
+    "around ours": (("runner.parallel.base_runner=anemoi-gt",), "runner.parallel", ()),
+    "inside ours": (("runner.anemoi-gt.runner=parallel",), "runner.anemoi-gt", ()),
+    "torchrun": (("runner.anemoi-gt.runner=parallel",), None, TORCHRUN),
+}
 
 
-def test_every_rank_of_a_parallel_forecast_computes_with_us(folder, train):
+def free_port():
+    """Return a port that no process listens on; a run that was killed may hold upstream's default."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def prepared_ranks(folder):
+    """A folder with a `sitecustomize.py` for the ranks that anemoi-inference 0.13.0 spawns.
+
+    They have no log handler. And they never end: a spawned process waits for its children before it
+    shuts its process pools down, and one of those is a worker of the pool by which anemoi-datasets
+    0.5.47 reports its usage. No setting closes that pool.
+    """
+    ranks = folder / "ranks"
+    ranks.mkdir()
+    (ranks / "sitecustomize.py").write_text(
+        """
+import logging
+import sys
+from multiprocessing.util import Finalize
+
+logging.basicConfig(level=logging.INFO)
+
+
+def shut_pool_down():
+    analytics = sys.modules.get("anemoi.datasets.usage.analytics")
+    if analytics is not None:
+        analytics._executor.shutdown()
+
+
+Finalize(None, shut_pool_down, exitpriority=100)
+"""
+    )
+    return ranks
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_rank_of_a_parallel_forecast_computes_with_us(
+    folder, train, prepared_ranks, spelling
+):
     checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
     expected, _ = forecast(folder, checkpoint, "one_rank.nc")
-    # anemoi-inference 0.13.0 gives the ranks that it spawns no log handler, and only with a
-    # verbosity do ranks other than the first log at all
-    logging_ranks = folder / "logging_ranks"
-    logging_ranks.mkdir(exist_ok=True)
-    (logging_ranks / "sitecustomize.py").write_text(
-        "import logging\n\nlogging.basicConfig(level=logging.INFO)\n"
-    )
+    options, spawning, launcher = SPELLINGS[spelling]
+    if spawning is not None:
+        cluster = f"{spawning}.cluster.manual"
+        options = (*options, f"{cluster}.world_size=2", f"{cluster}.port={free_port()}")
     ours, log = forecast(
         folder,
         checkpoint,
-        "two_ranks.nc",
-        "runner.anemoi-gt.runner=parallel",
-        "verbosity=1",
-        launcher=TORCHRUN,
-        import_first=[logging_ranks],
+        f"{spelling}.nc",
+        *options,
+        "verbosity=1",  # without one, ranks other than the first log nothing
+        launcher=launcher,
+        import_first=[prepared_ranks],
     )
     assert log.count("anemoi_gt computes the attention of 4 graph-transformer blocks") == 2
     assert abs(ours - expected).max() < 1e-3  # kelvin, float32 at 280 K
