@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from functools import cache
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -44,10 +45,17 @@ def overrides(words):
     return (name, values) if name in command_line.APPLICATIONS else None
 
 
+@cache
+def options_of(application):
+    """Names of the options of an application itself."""
+    return frozenset(compose(application))
+
+
+@cache  # pages repeat commands, and a composition takes up to a second
 def understand(application, values):
     """Compose the config of an application with its own overrides, and that of a run with the others."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
-        own = set(compose(application))
+        own = options_of(application)
         values = [value for value in values if "=" in value and value != "data=mine"]
         of_run = [value for value in values if re.split("[.=/]", value)[0] not in own]
         compose(application, [value for value in values if value not in of_run])
@@ -68,7 +76,8 @@ def test_every_command_exists(page):
         elif words[:2] == ["pip", "install"]:
             assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
         elif overrides(words):
-            understand(*overrides(words))
+            application, values = overrides(words)
+            understand(application, tuple(values))
         elif words[0] == "anemoi-gt":
             assert words[1:] == ["info"], line  # run below
         elif words[1].startswith("benchmarks/"):
