@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -366,20 +366,29 @@ def remaining(reason):
     return {ATTENTION: int(reason in NO_FEED_FORWARD), FEED_FORWARD: int(reason in NO_ATTENTION)}
 
 
+@cache
+def changed_block(reason):
+    """A block that is changed for a reason, and what it returns under `install` with its gradients."""
+    block = block_of("processor")
+    UNSERVED[reason](block)
+    with integration.install(backend="triton"), autocast():
+        return block, differentiate_block(block, block_inputs())
+
+
 @pytest.mark.parametrize("reason", UNSERVED)
 def test_an_unsupported_option_costs_only_its_sub_layer_and_is_logged_once(reason, said):
-    block, inputs = block_of("processor"), block_inputs()
-    UNSERVED[reason](block)
+    block, ours = changed_block(reason)
+    inputs = block_inputs()
     exact = differentiate_block(block, inputs)
     with autocast():
         anemoi = differentiate_block(block, inputs)
+    assert_as_accurate(ours, anemoi, exact, torch.bfloat16)
     with integration.install(backend="triton"), autocast():
         for _ in range(2):
             with Operators() as operators:
-                ours = differentiate_block(block, inputs)
+                block(*inputs)
             assert counted(operators.names) == remaining(reason)
         (computed,) = integration.installed().computed
-    assert_as_accurate(ours, anemoi, exact, torch.bfloat16)
     assert computed.outcome == ("fused" if reason in NO_FEED_FORWARD else "attention only")
     assert re.match(reason, computed.reason)
     (message,) = said()
@@ -408,11 +417,10 @@ def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_
 )
 def test_compiled_code_has_the_sub_layer_that_can_be_fused(reason, traced):
     compiler, graphs = traced
-    block, inputs = block_of("processor"), block_inputs()
-    UNSERVED[reason](block)
+    block, expected = changed_block(reason)
     with integration.install(backend="triton"), autocast():
-        expected = differentiate_block(block, inputs)
-        found = differentiate_block(block, inputs, torch.compile(block, backend=compiler))
+        compiled = torch.compile(block, backend=compiler)
+        found = differentiate_block(block, block_inputs(), compiled)
     for name, value in expected.items():
         assert (value is None) == (found[name] is None) and (
             value is None or torch.equal(found[name], value)
