@@ -20,7 +20,7 @@ def run(folder):
     """Print what differs in the version of a folder, in a process of its own."""
     sys.path.insert(0, folder)
     torch.set_num_threads(1)
-    from support import anemoi_versions
+    from support import anemoi_transformer_versions, anemoi_versions
 
     said = []
     handler = logging.Handler()
@@ -28,6 +28,8 @@ def run(folder):
     logging.getLogger("anemoi_gt").addHandler(handler)
     report = anemoi_versions.compare(anemoi_versions.build("GraphTransformer"))
     report["updated sources"] = anemoi_versions.updated_sources()
+    if anemoi_versions.VERSION < (0, 15):
+        report["transformers"] = anemoi_transformer_versions.compare()
     report |= {"version": anemoi_versions.version("anemoi-models"), "said": said}
     print(json.dumps(report), flush=True)
 

@@ -23,7 +23,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import blocks as attending
-from support import anemoi_sublayers
+from support import anemoi_sublayers, anemoi_transformer_versions
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
 GRAPH = icosphere_graph(grid("O4"), refinement=1)
@@ -261,6 +261,8 @@ def main():
         }
     report |= {"version": version("anemoi-models"), "said": list(dict.fromkeys(said))}
     report["updated sources"] = updated_sources()
+    if VERSION < (0, 15):
+        report["transformers"] = anemoi_transformer_versions.compare()
     if VERSION < (0, 19):
         report["AIFS"], report["one chunk"] = compare(build()), compare(build(chunks=1))
         report["heads"] = compare(build(shard_strategy="heads"))
