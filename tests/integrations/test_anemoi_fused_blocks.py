@@ -36,18 +36,15 @@ pytestmark = [
 ]
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 SERVED = (
-    *(
-        {},
-        {"edge_pre_mlp": True},
-        {"attn_channels": 8},
-        {"shard_strategy": "heads"},
-        {"bias": False},
-    ),
-    *(
-        {"qk_norm": True},
-        *({"mlp_implementation": name} for name in ("glu", "swiglu", "geglu", "reglu")),
-    ),
+    {},
+    {"edge_pre_mlp": True},
+    {"attn_channels": 8},
+    {"shard_strategy": "heads"},
+    {"bias": False},
+    {"qk_norm": True},
 )
+# the network of the destinations is the same in both kinds of blocks
+NETWORKS = tuple({"mlp_implementation": name} for name in ("glu", "swiglu", "geglu", "reglu"))
 ATTENTION, FEED_FORWARD = (
     f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "feed_forward")
 )
@@ -67,9 +64,14 @@ def block_of(kind, backend="pyg", **options):
     return for_gpu(block) if backend == "triton" else block
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("backend", "options"), (("pyg", {}), *(("triton", each) for each in SERVED)), ids=str
+    ("kind", "backend", "options"),
+    (
+        *((kind, "pyg", {}) for kind in KINDS),
+        *((kind, "triton", each) for kind in KINDS for each in SERVED),
+        *((kind, "triton", each) for kind, each in zip(2 * [*KINDS], NETWORKS, strict=True)),
+    ),
+    ids=str,
 )
 def test_a_compiled_block_is_two_operators_with_the_same_numbers(kind, backend, options, traced):
     compiler, graphs = traced
