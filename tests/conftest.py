@@ -19,31 +19,32 @@ if not torch.cuda.is_available():
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not part of the package
 
-LONG = (  # files with a test or a fixture of more than five seconds, longest first
-    *(
-        "distributed/test_application",
-        "distributed/test_on_ranks",
-        "kernels/test_compile",
-        "app/test_export",
-    ),
-    *(
-        "integrations/test_anemoi_shards",
-        "app/test_installed_configs",
-        "integrations/test_anemoi_versions",
-    ),
-    *(
-        "export/test_package",
-        "integrations/test_anemoi_checkpointing",
-        "integrations/test_anemoi_fused_blocks",
-    ),
-    *(
-        "distributed/test_benchmark",
-        "app/test_skill",
-        "tests/test_commands",
-        "compile/test_compiled_layers",
-    ),
-    *("data/test_era5_uk", "tests/test_docs", "benchmarks/test_benchmarks", "export/test_program"),
-    *("training/test_compiled", "ops/test_triton_hubs"),
+LONG = (  # files that take longest together, longest first
+    "distributed/test_on_ranks",
+    "integrations/test_anemoi_fused_blocks",
+    "benchmarks/test_benchmarks",
+    "kernels/test_compile",
+    "integrations/test_anemoi_versions",
+    "integrations/test_anemoi_shards",
+    "distributed/test_application",
+    "compile/test_compiled_graphs",
+    "ops/test_attention_sublayer",
+    "compile/test_compiled_layers",
+    "tests/test_commands",
+    "export/test_program",
+    "training/test_resume",
+    "ops/test_feed_forward_sublayer",
+    "app/test_trained",
+    "ops/test_triton_hubs",
+    "export/test_package",
+    "ops/test_triton_accuracy",
+    "app/test_export_command",
+    "nn/test_fused_blocks",
+    "training/test_compiled",
+    "tests/test_docs",
+    "app/test_installed_configs",
+    "distributed/test_benchmark",
+    "app/test_skill",
 )
 
 
