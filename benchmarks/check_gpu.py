@@ -63,10 +63,6 @@ SIMPLE = {
         application.exported_and_loaded,
         "anemoi-gt export, and the loaders of the example",
     ),
-    "sublayers": (
-        sublayers.check,
-        "both sub-layers of a block over a corpus, against float64, and three runs of equal bits",
-    ),
     "big": (large.beyond_32_bits, "offsets beyond 2^31; takes about 80 GB"),
     "norms": (
         large.norm_beyond_32_bits,
@@ -94,6 +90,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="the full products of the test matrix against the oracle",
     )
     parser.add_argument(
+        "--sublayers",
+        action="store_true",
+        help="both sub-layers of a block over a corpus, against float64, and runs of equal bits",
+    )
+    parser.add_argument(
         "--random", type=int, default=0, metavar="N", help="N random graphs against the oracle"
     )
     parser.add_argument(
@@ -110,7 +111,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--processes",
         type=int,
         default=min(12, os.cpu_count() or 1),
-        help="of --random and --matrix",
+        help="of --random, --matrix and --sublayers",
     )
     parser.add_argument("--log", type=Path, help="file for the lines that are printed")
     parser.add_argument("--commit", help="to log if git is not available")
@@ -126,11 +127,15 @@ def main(arguments: list[str] | None = None) -> int:
     }
     if asked.grids:
         checks["grids"] = partial(large.weather_graphs, asked.grids)
+    if asked.all or asked.sublayers:
+        checks["sublayers"] = partial(sublayers.check, asked.processes)
     if asked.all or asked.matrix:
         checks["matrix"] = partial(many.matrix, asked.processes)
     if asked.random:
         sizes = asked.random, asked.configurations, asked.processes, asked.seed
         checks["random"] = partial(many.random_graphs, *sizes)
+    if "sanitize" in checks:  # last, since it then reuses kernels that others compiled
+        checks["sanitize"] = checks.pop("sanitize")
     for name, check in checks.items():
         if name in NEED_GPU and DEVICE.type != "cuda":
             report.line(f"---- {name}: needs a GPU")

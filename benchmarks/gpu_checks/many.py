@@ -37,9 +37,7 @@ class Outcome:
         self.failures += other.failures
         for dtype, corpus in other.corpora.items():
             mine = self.corpora.setdefault(dtype, Corpus())
-            for sums, more in ((mine.ours, corpus.ours), (mine.plain, corpus.plain)):
-                for name, value in more.items():
-                    sums[name] = sums.get(name, 0.0) + value
+            mine.add_corpus(corpus)
 
     def verdict(self) -> str:
         """Raise if anything failed or nothing was checked, else return a summary."""

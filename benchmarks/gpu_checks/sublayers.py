@@ -1,6 +1,9 @@
 """Both sub-layers of a block over a corpus of norms, conditions, activations, batches and halos."""
 
+import multiprocessing
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from support import sublayers
@@ -38,48 +41,65 @@ WIDE = sublayers.Sizes(
     num_dst=333,
 )
 WIDEST = WIDE._replace(features=1024, hidden=4096, width=1024, edge_dim=23)
+ALL_SIZES = (sublayers.SMALL, ODD, WIDE, WIDEST)
 REPEATS = 3
 
 
-def check() -> str:
-    """Judge the corpora by what plain PyTorch loses; repeated runs give equal bits."""
-    sizes = (sublayers.SMALL, ODD, WIDE, WIDEST)
+class Task(NamedTuple):
+    """All cases of a sub-layer in some sizes and a dtype."""
+
+    sublayer: str  # a name in MAKERS
+    sizes: sublayers.Sizes
+    dtype: torch.dtype
+
+
+def check(processes: int = 12) -> str:
+    """Judge the corpora by what plain PyTorch loses; repeated runs give equal bits.
+
+    Over processes, because compilation dominates.
+    """
+    tasks = [
+        Task(name, sizes, dtype)
+        for name, sizes, dtype in product(MAKERS, ALL_SIZES, sublayers.DTYPES)
+    ]
+    with multiprocessing.get_context("spawn").Pool(
+        processes, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        corpora = pool.map(errors_of, tasks, chunksize=1)
     verdicts = []
-    for dtype in sublayers.DTYPES:
-        for name, corpus_of in (("attention", attention), ("feed-forward", feed_forward)):
-            corpus = Corpus()
-            for size in sizes:
-                corpus_of(corpus, size, dtype)
-            corpus.assert_accurate()
-            worst = max(corpus.ours, key=corpus.over_plain)
-            verdicts.append(f"{name} {dtype} {corpus.over_plain(worst):.2f} ({worst})")
-    count = len(sizes) * (len(sublayers.ATTENTION_CASES) + len(sublayers.FEED_FORWARD_CASES))
+    for name, dtype in product(MAKERS, sublayers.DTYPES):
+        total = Corpus()
+        for task, corpus in zip(tasks, corpora, strict=True):
+            if (task.sublayer, task.dtype) == (name, dtype):
+                total.add_corpus(corpus)
+        total.assert_accurate()
+        worst = max(total.ours, key=total.over_plain)
+        verdicts.append(f"{name} {dtype} {total.over_plain(worst):.2f} ({worst})")
+    num_cases = sum(len(cases) for _, cases in MAKERS.values())
     worsts = ", ".join(verdicts)
-    return f"{count} problems in each dtype, {REPEATS} runs of equal bits; worst errors: {worsts}"
+    return (
+        f"{len(ALL_SIZES) * num_cases} problems in each dtype, {REPEATS} runs of equal bits; "
+        f"worst errors over plain PyTorch's: {worsts}"
+    )
 
 
-def attention(corpus: Corpus, sizes: sublayers.Sizes, dtype: torch.dtype) -> None:
-    """Add the errors of attention sub-layers of some sizes."""
-    for number, case in enumerate(sublayers.ATTENTION_CASES):
-        ours, plain, named, grad = _attention(number, case, sizes, dtype)
-        _add_errors(corpus, ours, plain, named, grad, dtype, str(case))
+def errors_of(task: Task) -> Corpus:
+    """Return the errors of a task."""
+    corpus = Corpus()
+    make, cases = MAKERS[task.sublayer]
+    for number, case in enumerate(cases):
+        ours, plain, named, grad = make(number, case, task.sizes, task.dtype)
+        _add_errors(corpus, ours, plain, named, grad, task.dtype, str(case))
+    return corpus
 
 
-def feed_forward(corpus: Corpus, sizes: sublayers.Sizes, dtype: torch.dtype) -> None:
-    """Add the errors of feed-forward sub-layers of some sizes."""
-    for number, case in enumerate(sublayers.FEED_FORWARD_CASES):
-        ours, plain, named, grad = _feed_forward(number, case, sizes, dtype)
-        _add_errors(corpus, ours, plain, named, grad, dtype, str(case))
-
-
-def run_each_case() -> None:
-    """Run both passes of each case once on sizes that fill no tile, for compute-sanitizer."""
-    cases = [(_attention, case) for case in sublayers.ATTENTION_CASES]
-    cases += [(_feed_forward, case) for case in sublayers.FEED_FORWARD_CASES]
-    for number, (make, case) in enumerate(cases):
-        dtype = sublayers.DTYPES[number % len(sublayers.DTYPES)]
-        ours, _, named, grad = make(number, case, sublayers.SMALL, dtype)
-        sublayers.results_of(ours, named, grad, torch.float32)
+def run_some() -> None:
+    """Run both passes of every third case on sizes that fill no tile, for compute-sanitizer."""
+    for make, cases in MAKERS.values():
+        for number in range(0, len(cases), 3):
+            dtype = sublayers.DTYPES[number // 3 % len(sublayers.DTYPES)]
+            ours, _, named, grad = make(number, cases[number], sublayers.SMALL, dtype)
+            sublayers.results_of(ours, named, grad, torch.float32)
 
 
 def _attention(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dtype):
@@ -120,3 +140,9 @@ def _add_errors(corpus, ours, plain, named, grad, dtype, case: str) -> None:
     with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
         baseline = sublayers.results_of(plain, named, grad, torch.float32)
     corpus.add_errors(result, exact, baseline)
+
+
+MAKERS = {
+    "attention": (_attention, sublayers.ATTENTION_CASES),
+    "feed-forward": (_feed_forward, sublayers.FEED_FORWARD_CASES),
+}

@@ -68,6 +68,16 @@ class Corpus:
             size = exact[name][torch.isfinite(exact[name])].square().sum().item()
             self.exact[name] = self.exact.get(name, 0.0) + size
 
+    def add_corpus(self, other):
+        """Add the cases of another corpus."""
+        for mine, theirs in (
+            (self.ours, other.ours),
+            (self.plain, other.plain),
+            (self.exact, other.exact),
+        ):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0.0) + value
+
     def relative_error(self, name):
         """RMS error over RMS value."""
         return (self.ours[name] / self.exact[name]) ** 0.5
