@@ -5,7 +5,7 @@ z = attention(path.attention, ...)                 where they are parts
 y = feed_forward(path.feed_forward, ...)
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,46 +67,72 @@ class BlockPath(NamedTuple):
             return cls.by_modules("an exported program has no operators of this library")
         if not pays(x, config):
             return cls.by_modules("sub-layers are fused under 16-bit autocast, on backend triton")
-        destinations = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
-        sources: FeedForwardParts | str = "its sources are not updated"
+        return cls.of_modules(block, x, cond, config, NO_REASONS)
+
+    @classmethod
+    def of_modules(
+        cls,
+        block: Any,
+        x: Tensor,
+        cond: Tensor | tuple | None,
+        config: AttentionConfig,
+        reasons: "ReasonsAgainst",
+    ) -> "BlockPath":
+        """Decide by the modules of a block of this library or of Anemoi, on backend triton.
+
+        `reasons` are against sub-layers that its integration or the call rules out.
+        """
+        attention = reasons.attention
+        if attention is None:
+            attention = _attention_of(block, x, cond, config)
+        feed_forward = reasons.feed_forward
+        if feed_forward is None:
+            parts = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
+            feed_forward = for_call(parts, x, cond)
+        sources: FeedForwardParts | str | None = NO_SOURCES
         if getattr(block, "update_src_nodes", False):
-            names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
-            sources = feed_forward_parts(block.layer_norm_mlp_src, block.node_src_mlp, **names)
-        return cls(
-            attention_path(attention_parts(block), x, cond, config),
-            feed_forward_path(destinations, x, cond),
-            feed_forward_path(sources, x, cond),
-        )
+            sources = reasons.source_feed_forward
+            if sources is None:
+                names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
+                parts = feed_forward_parts(block.layer_norm_mlp_src, block.node_src_mlp, **names)
+                sources = for_call(parts, x, cond)
+        return cls(attention, feed_forward, sources)
 
 
-def attention_path(
-    parts: AttentionParts | str, x: Tensor, cond: Tensor | tuple | None, config: AttentionConfig
+class ReasonsAgainst(NamedTuple):
+    """Reasons why sub-layers cannot be fused that are not in their modules; None where none."""
+
+    attention: str | None
+    feed_forward: str | None
+    source_feed_forward: str | None
+
+
+NO_REASONS = ReasonsAgainst(None, None, None)
+NO_SOURCES = "its sources are not updated"
+
+
+def _attention_of(
+    block: Any, x: Tensor, cond: Tensor | tuple | None, config: AttentionConfig
 ) -> AttentionParts | str:
-    """Return the parts, or why a call with this condition on x cannot use them."""
-    if isinstance(parts, str):
-        return parts
-    if config.precision is not None:
+    """Return the parts of the attention, or why this call on x cannot use them."""
+    parts = attention_parts(block)
+    if not isinstance(parts, str) and config.precision is not None:
         return "the precision of its attention is set"
-    if parts.has_condition != (cond is not None):
-        return "its norms and the call differ in whether there is a condition"
-    return _dtype_mismatch(x, parts.query_weight) or parts
+    return for_call(parts, x, cond)
 
 
-def feed_forward_path(
-    parts: FeedForwardParts | str, x: Tensor, cond: Tensor | tuple | None
-) -> FeedForwardParts | str:
+Parts = TypeVar("Parts", AttentionParts, FeedForwardParts)
+
+
+def for_call(parts: Parts | str, x: Tensor, cond: Tensor | tuple | None) -> Parts | str:
     """Return the parts, or why a call on rows like x with this condition cannot use them."""
     if isinstance(parts, str):
         return parts
     if parts.has_condition != (cond is not None):
-        return "its norm and the call differ in whether there is a condition"
-    return _dtype_mismatch(x, parts.weight_in) or parts
-
-
-def _dtype_mismatch(x: Tensor, weight: Tensor) -> str | None:
-    if x.dtype == weight.dtype or autocast_is_active(x.device.type):
-        return None
-    return f"its features are {x.dtype} and its parameters {weight.dtype}, without autocast"
+        return "its norms and the call differ in whether there is a condition"
+    if x.dtype != parts.dtype and not autocast_is_active(x.device.type):
+        return f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
+    return parts
 
 
 def attention(

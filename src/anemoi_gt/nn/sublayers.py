@@ -33,6 +33,10 @@ from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 MOST_FEATURES = 1024  # of a row, which a program of the kernels holds in registers
 
 
+GLOBAL_HOOKS = "hooks are registered for all modules, which a fused sub-layer skips"
+ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge", "projection")
+
+
 class KnownClasses:
     """Classes that a fused sub-layer replaces; `register` adds classes of other libraries."""
 
@@ -103,6 +107,11 @@ class FeedForwardParts(NamedTuple):
     activation: str
     has_condition: bool  # whether the norm needs a condition; if not, it takes none
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.weight_in.dtype
+
     def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
         """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
         return FeedForwardTensors(
@@ -148,6 +157,11 @@ class AttentionParts(NamedTuple):
     key_norm_eps: float
     heads: int
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.query_weight.dtype
 
     def tensors(
         self,
@@ -207,6 +221,16 @@ class AttentionParts(NamedTuple):
         )
 
 
+class HeadNorm(NamedTuple):
+    """A norm of queries or keys, over the channels of a head."""
+
+    scale: Tensor | None
+    eps: float
+
+
+NO_HEAD_NORM = HeadNorm(None, 0.0)
+
+
 class CannotFuseError(Exception):
     """The reason why a sub-layer cannot be fused; never leaves this module."""
 
@@ -250,35 +274,46 @@ def _read_feed_forward(
     norm_name: str,
     mlp_name: str,
 ) -> FeedForwardParts:
-    _check_global_hooks()
+    if has_global_hooks():
+        raise CannotFuseError(GLOBAL_HOOKS)
     norm_parts = _read_norm(norm, norm_name)
     # Up to anemoi-models 0.11 the network is the Sequential itself.
     layers, layers_name = mlp, mlp_name
     if type(mlp) is not nn.Sequential:
-        _check_module(mlp, KnownClasses.mlp, mlp_name, "an MLP or a torch.nn.Sequential")
+        _check_modules({mlp_name: mlp}, KnownClasses.mlp, "an MLP or a torch.nn.Sequential")
         if mlp._modules.get("layer_norm") is not None:
             raise CannotFuseError(f"its {mlp_name} ends with a norm")
         layers, layers_name = mlp._modules.get("mlp"), f"{mlp_name}.mlp"
-    _check_module(layers, (nn.Sequential,), layers_name, "a torch.nn.Sequential")
+    _check_modules({layers_name: layers}, (nn.Sequential,), "a torch.nn.Sequential")
 
     modules = tuple(layers._modules.values())
     weight_gate = bias_gate = None
     if len(modules) == 3:
-        activation = _read_activation(modules[1], f"{layers_name}.1")
-        weight_in, bias_in = _read_linear(modules[0], f"{layers_name}.0")
+        linear_in, activation, linear_out = modules
+        (weight_in, bias_in), (weight_out, bias_out) = _read_linears(
+            {f"{layers_name}.0": linear_in, f"{layers_name}.2": linear_out}
+        )
+        activation_name = f"{layers_name}.1"
     elif len(modules) == 2:
-        gated, gated_name = modules[0], f"{layers_name}.0"
-        _check_module(gated, KnownClasses.gated_linear, gated_name, "a gated linear map")
+        gated, linear_out = modules
+        gated_name = f"{layers_name}.0"
+        _check_modules({gated_name: gated}, KnownClasses.gated_linear, "a gated linear map")
         children = gated._modules
-        activation = _read_activation(children.get("gating"), f"{gated_name}.gating")
-        weight_gate, bias_gate = _read_linear(children.get("gate_proj"), f"{gated_name}.gate_proj")
-        weight_in, bias_in = _read_linear(children.get("value_proj"), f"{gated_name}.value_proj")
+        linears = {
+            f"{gated_name}.gate_proj": children.get("gate_proj"),
+            f"{gated_name}.value_proj": children.get("value_proj"),
+            f"{layers_name}.1": linear_out,
+        }
+        gate, value, out = _read_linears(linears)
+        weight_gate, bias_gate = gate
+        weight_in, bias_in = value
+        weight_out, bias_out = out
+        activation, activation_name = children.get("gating"), f"{gated_name}.gating"
     else:
         raise CannotFuseError(
             f"its {layers_name} has {len(modules)} layers, and a linear map, an activation and a "
             "linear map, or a gated linear map and a linear map are needed"
         )
-    weight_out, bias_out = _read_linear(modules[-1], f"{layers_name}.{len(modules) - 1}")
 
     hidden = weight_in.shape[0]
     features = norm_parts.features
@@ -296,22 +331,25 @@ def _read_feed_forward(
         bias_in=bias_in,
         weight_out=weight_out,
         bias_out=bias_out,
-        activation=activation,
+        activation=_read_activation(activation, activation_name),
         has_condition=norm_parts.has_condition,
     )
 
 
 def _read_attention(block: nn.Module) -> AttentionParts:
-    _check_global_hooks()
+    if has_global_hooks():
+        raise CannotFuseError(GLOBAL_HOOKS)
     _check_dropout(block)
     modules = block._modules
     norm, norm_src = _read_attention_norms(modules)
-    query_weight, query_bias = _read_linear(modules.get("lin_query"), "lin_query")
-    self_weight, self_bias = _read_linear(modules.get("lin_self"), "lin_self")
-    key_weight, key_bias = _read_linear(modules.get("lin_key"), "lin_key")
-    value_weight, value_bias = _read_linear(modules.get("lin_value"), "lin_value")
-    edge_weight, edge_bias = _read_linear(modules.get("lin_edge"), "lin_edge")
-    projection_weight, projection_bias = _read_linear(modules.get("projection"), "projection")
+    linears = {name: modules.get(name) for name in ATTENTION_LINEARS}
+    query, self_term, key, value, edge, projection = _read_linears(linears)
+    query_weight, query_bias = query
+    self_weight, self_bias = self_term
+    key_weight, key_bias = key
+    value_weight, value_bias = value
+    edge_weight, edge_bias = edge
+    projection_weight, projection_bias = projection
 
     width = query_weight.shape[0]
     features = norm.features
@@ -337,13 +375,10 @@ def _read_attention(block: nn.Module) -> AttentionParts:
         raise CannotFuseError(f"{got}, and at most {MOST_ATTRIBUTES - 1} are possible")
 
     heads = block.num_heads
-    query_norm_scale, query_norm_eps = None, 0.0
-    key_norm_scale, key_norm_eps = None, 0.0
+    query_norm = key_norm = NO_HEAD_NORM
     # Anemoi's blocks have the flag, and norms only where it is set; ours have identities instead.
     if block.__dict__.get("qk_norm", True):
-        channels = width // heads
-        query_norm_scale, query_norm_eps = _read_head_norm(modules, "q_norm", channels)
-        key_norm_scale, key_norm_eps = _read_head_norm(modules, "k_norm", channels)
+        query_norm, key_norm = _read_head_norms(modules, width // heads)
     return AttentionParts(
         norm=norm,
         norm_src=norm_src,
@@ -359,10 +394,10 @@ def _read_attention(block: nn.Module) -> AttentionParts:
         edge_bias=edge_bias,
         projection_weight=projection_weight,
         projection_bias=projection_bias,
-        query_norm_scale=query_norm_scale,
-        query_norm_eps=query_norm_eps,
-        key_norm_scale=key_norm_scale,
-        key_norm_eps=key_norm_eps,
+        query_norm_scale=query_norm.scale,
+        query_norm_eps=query_norm.eps,
+        key_norm_scale=key_norm.scale,
+        key_norm_eps=key_norm.eps,
         heads=heads,
         has_condition=norm.has_condition,
     )
@@ -390,123 +425,139 @@ def _read_attention_norms(modules: dict[str, nn.Module | None]) -> tuple[NormPar
 
 def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
     """Return the parts of a layer norm, plain or conditional."""
-    if type(norm) in KnownClasses.conditional_norm:
-        _check_module(norm, KnownClasses.conditional_norm, name, "")
+    has_condition = type(norm) in KnownClasses.conditional_norm
+    if has_condition:
+        _check_modules({name: norm}, KnownClasses.conditional_norm, "a ConditionalLayerNorm")
         children = norm._modules
-        plain = children.get("norm")
-        _check_module(plain, KnownClasses.layer_norm, f"{name}.norm", "a torch.nn.LayerNorm")
-        weight, bias = _parameter(plain, "weight", name), _parameter(plain, "bias", name)
-        if weight is not None or bias is not None:
-            raise CannotFuseError(f"its {name}.norm has parameters besides the condition's")
-        scale, scale_bias = _read_linear(children.get("scale"), f"{name}.scale")
-        shift, shift_bias = _read_linear(children.get("bias"), f"{name}.bias")
+        plain, plain_name = children.get("norm"), f"{name}.norm"
+        _check_modules({plain_name: plain}, KnownClasses.layer_norm, "a torch.nn.LayerNorm")
+        if any(parameter is not None for parameter in _read_parameters(plain, name)):
+            raise CannotFuseError(f"its {plain_name} has parameters besides the condition's")
+        (scale, scale_bias), (shift, shift_bias) = _read_linears(
+            {f"{name}.scale": children.get("scale"), f"{name}.bias": children.get("bias")}
+        )
         if scale_bias is None or shift_bias is None:
             raise CannotFuseError(f"its {name} has linear maps without a bias")
-        has_condition = True
     else:
         plain = norm
-        _check_module(plain, KnownClasses.layer_norm, name, "a LayerNorm or a ConditionalLayerNorm")
-        scale, shift = _parameter(plain, "weight", name), _parameter(plain, "bias", name)
+        needed = "a LayerNorm or a ConditionalLayerNorm"
+        _check_modules({name: plain}, KnownClasses.layer_norm, needed)
+        scale, shift = _read_parameters(plain, name)
         scale_bias = shift_bias = None
-        has_condition = False
-    shape = plain.normalized_shape
-    if len(shape) != 1:
-        raise CannotFuseError(f"its {name} is over {len(shape)} dimensions, and one is needed")
-    features = shape[0]
+    normalized_shape = plain.normalized_shape
+    if len(normalized_shape) != 1:
+        got = f"its {name} is over {len(normalized_shape)} dimensions"
+        raise CannotFuseError(f"{got}, and one is needed")
+    features = normalized_shape[0]
     if has_condition:
-        _check_shape(scale, (features, scale.shape[1]), f"{name}.scale", f"{name}.norm")
-        _check_shape(shift, scale.shape, f"{name}.bias", f"{name}.scale")
+        scale_name, shift_name = f"{name}.scale", f"{name}.bias"
+        shape = (features, scale.shape[1])
+        others = scale_name
     else:
-        # Kernels read `features` elements of both.
-        _check_shape(scale, (features,), name, "normalized_shape")
-        _check_shape(shift, (features,), name, "normalized_shape")
+        scale_name = shift_name = name
+        shape = (features,)
+        others = "normalized_shape"
+    # Kernels read `features` rows of both.
+    if scale is not None and scale.shape != shape:
+        raise _shape_mismatch(scale, shape, scale_name, "normalized_shape")
+    if shift is not None and shift.shape != shape:
+        raise _shape_mismatch(shift, shape, shift_name, others)
     if features > MOST_FEATURES:
         got = f"its {name} has {features} features"
         raise CannotFuseError(f"{got}, and at most {MOST_FEATURES} are possible")
     return NormParts(scale, shift, scale_bias, shift_bias, plain.eps, features, has_condition)
 
 
-def _read_head_norm(
-    modules: dict[str, nn.Module | None],
-    name: str,
-    channels: int,
-) -> tuple[Tensor | None, float]:
-    """Return scale and eps of a norm of queries or keys; None and 0.0 if there is none."""
-    norm = modules.get(name)
-    if norm is None:
-        return None, 0.0
-    if type(norm) is nn.Identity:
-        _check_module(norm, (nn.Identity,), name, "")
-        return None, 0.0
-    _check_module(norm, KnownClasses.layer_norm, name, "a LayerNorm")
-    if _parameter(norm, "bias", name) is not None:
-        raise CannotFuseError(f"its {name} has a bias")
-    if tuple(norm.normalized_shape) != (channels,):
+def _read_head_norms(
+    modules: dict[str, nn.Module | None], channels: int
+) -> tuple[HeadNorm, HeadNorm]:
+    """Return the norms of queries and of keys."""
+    named = {name: modules[name] for name in ("q_norm", "k_norm") if modules.get(name) is not None}
+    _check_modules(named, (nn.Identity, *KnownClasses.layer_norm), "a LayerNorm")
+    norms = {"q_norm": NO_HEAD_NORM, "k_norm": NO_HEAD_NORM}
+    for name, norm in named.items():
+        if type(norm) is nn.Identity:
+            continue
+        scale, shift = _read_parameters(norm, name)
+        if shift is not None:
+            raise CannotFuseError(f"its {name} has a bias")
         shape = tuple(norm.normalized_shape)
-        raise CannotFuseError(f"its {name} is over {shape}, and its heads have {channels} channels")
-    if norm.eps <= 0.0:
-        raise CannotFuseError(f"its {name} has eps {norm.eps}, and a positive number is needed")
-    scale = _parameter(norm, "weight", name)
-    _check_shape(scale, (channels,), name, "normalized_shape")
-    return scale, norm.eps
+        if shape != (channels,):
+            got = f"its {name} is over {shape}"
+            raise CannotFuseError(f"{got}, and its heads have {channels} channels")
+        if norm.eps <= 0.0:
+            raise CannotFuseError(f"its {name} has eps {norm.eps}, and a positive number is needed")
+        if scale is not None and scale.shape != shape:
+            raise _shape_mismatch(scale, shape, name, "normalized_shape")
+        norms[name] = HeadNorm(scale, norm.eps)
+    return norms["q_norm"], norms["k_norm"]
 
 
-def _read_linear(linear: nn.Module | None, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of a linear map."""
-    _check_module(linear, (nn.Linear,), name, "a torch.nn.Linear")
-    weight = linear._parameters.get("weight")
-    if type(weight) is not nn.Parameter:
-        weight = _parameter(linear, "weight", name)
-        if weight is None:
-            raise CannotFuseError(f"its {name} has no weight")
-    bias = linear._parameters.get("bias")
-    if type(bias) is not nn.Parameter:
-        bias = _parameter(linear, "bias", name)
-    return weight, bias
+def _read_linears(
+    linears: dict[str, nn.Module | None],
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of linear maps, by their names in the block."""
+    _check_modules(linears, (nn.Linear,), "a torch.nn.Linear")
+    parameters = []
+    for name, linear in linears.items():
+        weight = linear._parameters.get("weight")
+        bias = linear._parameters.get("bias")
+        has_no_bias = bias is None and "bias" not in linear.__dict__
+        if type(weight) is not nn.Parameter or not (has_no_bias or type(bias) is nn.Parameter):
+            weight, bias = _read_parameters(linear, name)
+            if weight is None:
+                raise CannotFuseError(f"its {name} has no weight")
+        parameters.append((weight, bias))
+    return parameters
 
 
 def _read_activation(activation: nn.Module | None, name: str) -> str:
     """Return the name of an activation for the kernels."""
     kinds = (nn.GELU, *ACTIVATIONS)
-    _check_module(activation, kinds, name, "a GELU, SiLU, ReLU or Sigmoid of torch.nn")
+    _check_modules({name: activation}, kinds, "a GELU, SiLU, ReLU or Sigmoid of torch.nn")
     if type(activation) is not nn.GELU:
         return ACTIVATIONS[type(activation)]
     return "gelu" if activation.approximate == "none" else "gelu_tanh"
 
 
-def _parameter(module: nn.Module, name: str, module_name: str) -> Tensor | None:
-    """Return a parameter of a module, None if it has none."""
-    parameter = module._parameters.get(name)
-    if parameter is None:
-        parameter = module.__dict__.get(name)  # replicas of DataParallel hold plain tensors
+def _read_parameters(module: nn.Module, module_name: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return `weight` and `bias` of a module, None where it has none."""
+    parameters = []
+    for name in ("weight", "bias"):
+        parameter = module._parameters.get(name)
         if parameter is None:
-            return None
-    # Subclasses with their own data: DTensor, and quantisation of other libraries.
-    if type(parameter) is not nn.Parameter and hasattr(parameter, "__tensor_flatten__"):
-        kind = _path(type(parameter))
-        raise CannotFuseError(f"its {module_name} has a {name} of the tensor subclass {kind}")
-    return parameter
+            parameter = module.__dict__.get(name)  # replicas of DataParallel hold plain tensors
+        # Subclasses with their own data: DTensor, and quantisation of other libraries.
+        is_plain = parameter is None or type(parameter) is nn.Parameter
+        if not is_plain and hasattr(parameter, "__tensor_flatten__"):
+            kind = _path(type(parameter))
+            raise CannotFuseError(f"its {module_name} has a {name} of the tensor subclass {kind}")
+        parameters.append(parameter)
+    return parameters[0], parameters[1]
 
 
-def _check_module(
-    module: nn.Module | None,
+def _check_modules(
+    modules: dict[str, nn.Module | None],
     kinds: tuple[type[nn.Module], ...],
-    name: str,
     needed: str,
 ) -> None:
-    """Raise CannotFuseError unless a call of the module would run `forward` of its class alone."""
-    if type(module) not in kinds:
-        if module is None:
-            raise CannotFuseError(f"it has no {name}, and {needed} is needed")
-        raise CannotFuseError(f"its {name} is a {_path(type(module))}, and {needed} is needed")
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    ):
-        _check_hooks(module, name)
+    """Raise CannotFuseError unless calls of these modules would run `forward` of classes alone.
+
+    `modules` are by their names in the block, `kinds` the classes, `needed` their name in words.
+    """
+    for name, module in modules.items():
+        if type(module) not in kinds:
+            if module is None:
+                raise CannotFuseError(f"it has no {name}, and {needed} is needed")
+            raise CannotFuseError(f"its {name} is a {_path(type(module))}, and {needed} is needed")
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__
+        ):
+            _check_hooks(module, name)
 
 
 def _check_hooks(module: nn.Module, name: str) -> None:
@@ -517,11 +568,6 @@ def _check_hooks(module: nn.Module, name: str) -> None:
     # Offloading and quantisation of other libraries.
     if "forward" in module.__dict__:
         raise CannotFuseError(f"its {name} has a forward set on it, which a fused sub-layer skips")
-
-
-def _check_global_hooks() -> None:
-    if has_global_hooks():
-        raise CannotFuseError("hooks are registered for all modules, which a fused sub-layer skips")
 
 
 def _check_dropout(block: nn.Module) -> None:
@@ -535,11 +581,6 @@ def _check_dropout(block: nn.Module) -> None:
             dropout = conv.__dict__.get("dropout", 0.0)
     if dropout:
         raise CannotFuseError("its attention drops weights in training")
-
-
-def _check_shape(parameter: Tensor | None, shape: tuple[int, ...], name: str, others: str) -> None:
-    if parameter is not None and parameter.shape != shape:
-        raise _shape_mismatch(parameter, shape, name, others)
 
 
 def _shape_mismatch(

@@ -21,9 +21,9 @@ from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.upstream import Upstream
 from anemoi_gt.nn import fused_block
-from anemoi_gt.nn.fused_block import BlockPath
+from anemoi_gt.nn.fused_block import NO_SOURCES, BlockPath, ReasonsAgainst
 from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped_weights, hooks_of
-from anemoi_gt.nn.sublayers import FeedForwardParts, attention_parts, feed_forward_parts
+from anemoi_gt.nn.sublayers import FeedForwardParts, feed_forward_parts
 from anemoi_gt.torch_compat import is_exporting
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
@@ -38,7 +38,6 @@ GLOBAL_HOOKS = "hooks on all modules would skip its submodules"
 
 
 NOT_FUSED = BlockPath.by_modules("its sub-layers are not fused")
-NO_SOURCES = "its sources are not updated"
 
 
 class Decision(NamedTuple):
@@ -209,7 +208,8 @@ def _decide(
     reasons = dict.fromkeys(
         parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
     )
-    _tell_not_fused(settings, reasons, tell)
+    if reasons:
+        _tell_not_fused(settings, reasons, tell)
     reason = "; ".join(reasons) or None
     if isinstance(path.attention, str):
         return Decision(settings, ATTENTION, has_raw_edges, reason, path)
@@ -237,7 +237,7 @@ def _decide_transformer(
     if fused_block.runs_on_triton(x, settings.config):
         norm = getattr(block, norm_name)
         parts = feed_forward_parts(norm, block.mlp, norm_name=norm_name, mlp_name="mlp")
-        parts = fused_block.feed_forward_path(parts, x, cond)
+        parts = fused_block.for_call(parts, x, cond)
     if isinstance(parts, str):
         _tell_not_fused(settings, (parts,), tell)
         return Decision(settings, UPSTREAM, reason=parts)
@@ -313,28 +313,17 @@ def _sublayers_of(
     """Return the parts of each sub-layer of a block, or the reason why its modules compute it."""
     if not fused_block.runs_on_triton(x_dst, settings.config):
         return BlockPath.by_modules("another backend than triton computes its attention")
+    attention = None
     if gathers:
         attention = "its nodes are sharded by Anemoi"
     elif not settings.fuse_edges:
         attention = "its edges are embedded before the attention"
-    else:
-        attention = fused_block.attention_path(
-            attention_parts(block), x_dst, call.cond, settings.config
-        )
-    destinations = _own_network(block, "run_node_dst_mlp")
-    if destinations is None:
-        destinations = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
-    sources: FeedForwardParts | str | None = NO_SOURCES
-    if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
-        sources = _own_network(block, "run_node_src_mlp")
-        if sources is None:
-            names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
-            sources = feed_forward_parts(block.layer_norm_mlp_src, block.node_src_mlp, **names)
-    return BlockPath(
-        attention,
-        fused_block.feed_forward_path(destinations, x_dst, call.cond),
-        fused_block.feed_forward_path(sources, x_dst, call.cond),
-    )
+    feed_forward = _own_network(block, "run_node_dst_mlp")
+    source_feed_forward = None
+    if getattr(block, "update_src_nodes", False):
+        source_feed_forward = _own_network(block, "run_node_src_mlp")
+    reasons = ReasonsAgainst(attention, feed_forward, source_feed_forward)
+    return BlockPath.of_modules(block, x_dst, call.cond, settings.config, reasons)
 
 
 def _own_network(block: nn.Module, name: str) -> str | None:
