@@ -43,13 +43,13 @@ def runs_on_triton(x: Tensor, config: AttentionConfig) -> bool:
     )
 
 
-# sources, None where they are the destinations, and destinations
+# (sources, destinations); sources are None on one set of nodes
 Nodes = tuple[Tensor | None, Tensor]
 Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinations
 
 
 class BlockPath(NamedTuple):
-    """The path of each sub-layer in one call: the fused one's parts, or the reason against it."""
+    """The path of each sub-layer in one call: parts if fused, else the reason."""
 
     attention: AttentionParts | str
     feed_forward: FeedForwardParts | str
@@ -119,7 +119,7 @@ def attention(
 ) -> Tensor:
     """Return destinations [.., N_dst, F] after the attention sub-layer.
 
-    `x` is (x_src, x_dst), x_src None where the sources are the destinations with one norm; `halo`
+    `x` is (x_src, x_dst), with x_src None on one set of nodes with one norm; `halo`
     [.., R, F] are normed sources, numbered after the local ones; `edge_attr` is [E, D] or [.., E,
     D], after `edge_pre_mlp`.
     """

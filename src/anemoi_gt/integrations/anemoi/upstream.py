@@ -41,7 +41,7 @@ class Upstream:
     sources_take_destination_condition: bool = False  # where a mapper updates its sources
     own_methods: ClassVar[
         dict[type, str | None]
-    ] = {}  # what `decision.own_method_of` has found, by class of blocks
+    ] = {}  # results of `decision.overridden_method_of`, by class of blocks
 
 
 def resolve_upstream() -> None:
