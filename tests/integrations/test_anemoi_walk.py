@@ -27,7 +27,7 @@ KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformer
 
 
 def is_host_code(code) -> bool:
-    """Whether it is a function of the package that runs on the host; comprehensions are none."""
+    """Return whether it is a function of the package that runs on the host; comprehensions are none."""
     path = Path(code.co_filename)
     is_kernel = path.parent == KERNELS and path != LAUNCH
     return path.is_relative_to(PACKAGE) and not is_kernel and not code.co_name.startswith("<")

@@ -404,7 +404,7 @@ def _matches() -> dict[tuple, Match]:
 
 
 def _seams() -> list[tuple]:
-    """Return what to replace in this version.
+    """Return the methods to replace in this version.
 
     Before 0.12.1, PyTorch's `checkpoint` is replaced where it is imported.
     """

@@ -325,7 +325,7 @@ class NormParameters(NamedTuple):
     condition: Buffer | None
 
     def groups(self, name: str) -> dict[str, list[Piece]]:
-        """Return what is packed: with a condition W [2 F, K] and b [2 F], scale before shift."""
+        """Return the packed rows: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
         scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
