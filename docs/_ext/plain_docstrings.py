@@ -2,7 +2,7 @@
 
 Indented blocks (formulas, tables) become literal blocks, `|` and `*` in prose are escaped,
 references become paragraphs, and sections of module docstrings become rubrics; numpydoc handles
-those of functions and classes.
+docstrings of functions and classes.
 """
 
 import re

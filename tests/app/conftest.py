@@ -37,7 +37,7 @@ def fit(trainer):
 
 
 def without_speed(records):
-    """What must repeat of a run's records: all but how fast it was."""
+    """The records of a run without its speed, which must repeat."""
     return [
         {name: value for name, value in record.items() if name != "samples_per_second"}
         for record in records

@@ -62,7 +62,7 @@ def test_with_only_torch_everything_else_is_reported_missing():
             rf"^  {package} +missing: pip install '{requirement}'$", result.stdout, re.MULTILINE
         ), package
     assert re.search(r"^  install +not possible: ", result.stdout, re.MULTILINE)
-    assert re.search(r"^  cpu torch +runs, auto takes it$", result.stdout, re.MULTILINE)
+    assert re.search(r"^  cpu torch +runs, chosen by auto$", result.stdout, re.MULTILINE)
     assert re.search(
         r"^  cpu triton +does not run: the package triton is missing", result.stdout, re.MULTILINE
     )
@@ -83,8 +83,8 @@ def test_every_package_of_an_extra_is_listed_with_it():
 
 def test_each_backend_reports_for_itself(monkeypatch):
     cases = (
-        (False, "does not run: no cpu", "runs, auto takes it"),
-        (True, "runs, auto takes it", "runs"),
+        (False, "does not run: no cpu", "runs, chosen by auto"),
+        (True, "runs, chosen by auto", "runs"),
     )
     for runs, triton, torch_backend in cases:
         reason = lambda query, runs=runs: None if runs else f"no {query.device}"  # noqa: E731

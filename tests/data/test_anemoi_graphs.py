@@ -164,7 +164,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
 def graphs(request):
-    """Our graph and that of anemoi-graphs, and the kinds of edges in which there are ties."""
+    """Our graph, the graph of anemoi-graphs, and the kinds of edges with ties."""
     make, name, *refinement = request.param
     ours, upstream, tied = make(name, *refinement)
     return ours, upstream, {} if name == "scattered" else tied

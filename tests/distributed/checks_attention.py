@@ -1,4 +1,4 @@
-"""Checks on ranks: attention of a sharded graph is that of the whole graph."""
+"""Checks on ranks: attention of a sharded graph equals attention of the whole graph."""
 
 from functools import partial
 from unittest.mock import patch
@@ -30,7 +30,7 @@ from distributed.ranks import on_ranks, seeded, without_default_device
 
 
 def compare(verdict, label, problem, group, shard=None, **options):
-    """Note where a rank's results are not those of one device."""
+    """Record where a rank's results differ from one device."""
     torch.manual_seed(11)
     whole = problems.run_whole(problem, **options)
     torch.manual_seed(11)

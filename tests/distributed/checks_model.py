@@ -57,7 +57,7 @@ def sharded(mesh, **options):
 
 
 def compare(verdict, label, make, mesh, **options):
-    """Note where output, loss and gradients of a sharded model are not those of one device."""
+    """Record where output, loss and gradients of a sharded model differ from one device."""
     torch.manual_seed(4)
     x, target = torch.randn(2, 2, len(data), FIELDS, dtype=torch.float64)
     whole, (model, shard) = make_model(**options), make(mesh, **options)

@@ -177,7 +177,7 @@ def rows_of(shard):
 
 
 def part_of(whole, shard):
-    """What a rank should find of the results on one device."""
+    """Return a rank's share of the results on one device."""
     rows = rows_of(shard)
     return {
         name: value[..., rows[name], :] if name in rows else value for name, value in whole.items()

@@ -1,4 +1,4 @@
-"""Rows of a sample that one rank computes or reads: those of the whole sample, and no others."""
+"""Rows of a sample that one rank computes or reads equal the rows of the whole sample, and no others are read."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from anemoi_gt.integrations.anemoi import blocks, report
 
 @pytest.fixture(autouse=True)
 def every_test_leaves_anemoi_as_it_is(anemoi_as_it_is):
-    """Whatever a test installs ends with it."""
+    """Uninstall after each test."""
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def composed(tmp_path):
 
 
 def validated(options):
-    """What is left of options after Anemoi's schema: it raises for what it does not know."""
+    """The options that pass Anemoi's schema: it raises for what it does not know."""
     return BaseModelSchema(**options).model_dump(by_alias=True)
 
 

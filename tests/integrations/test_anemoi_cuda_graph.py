@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.cuda_graph import checkpoints_without_generator
 from anemoi_gt.integrations import anemoi
-from anemoi_gt.integrations.anemoi.captured_step import held, indices_on_device
+from anemoi_gt.integrations.anemoi.captured_step import indices_on_device, replaced_values
 from anemoi_gt.integrations.anemoi.cuda_graph_callback import check_capturable
 
 PREDICTED = [0, 1, 2]  # variables of the model's output
@@ -370,7 +370,7 @@ def test_indices_on_the_host_are_replaced_and_restored(graph):
     ):
         assert id(index) in found
     assert not found & {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
-    with held(indices):
+    with replaced_values(indices):
         assert model.data_indices["data"].data.input.full.device.type == "meta"
         assert module.loss.indices_by_layout["model_output"].device.type == "meta"
     assert [id(holder[key]) for (holder, key), _ in indices] == [id(value) for value in before]

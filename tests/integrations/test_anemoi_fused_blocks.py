@@ -121,7 +121,7 @@ def test_a_block_with_other_supported_parts_is_fused(change):
 
 
 def counted(names):
-    """How often each fused sub-layer is among the names of operators."""
+    """Count each fused sub-layer among the names of operators."""
     return {name: list(names).count(name) for name in (ATTENTION, FEED_FORWARD)}
 
 
@@ -178,7 +178,7 @@ def rms(tensor):
 
 
 def assert_as_accurate(ours, anemoi, exact, dtype):
-    """Assert that errors are at most three times those of Anemoi, and four eps of the dtype."""
+    """Assert that errors are at most three times Anemoi's errors, and four eps of the dtype."""
     for name, expected in exact.items():
         if expected is None:
             assert ours[name] is None, name
@@ -364,7 +364,7 @@ UNSERVED = NO_ATTENTION | NO_FEED_FORWARD
 
 
 def remaining(reason):
-    """How often each fused sub-layer is still called."""
+    """Count the calls of each fused sub-layer."""
     return {ATTENTION: int(reason in NO_FEED_FORWARD), FEED_FORWARD: int(reason in NO_ATTENTION)}
 
 

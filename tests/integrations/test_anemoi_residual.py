@@ -22,7 +22,7 @@ def clamp(x):
 
 
 class Model(torch.nn.Module):
-    """What Anemoi's models read of themselves when they assemble their output."""
+    """The attributes that Anemoi's models read when they assemble their output."""
 
     def __init__(self):
         super().__init__()

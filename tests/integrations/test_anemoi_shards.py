@@ -28,7 +28,7 @@ TRAINED = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the ranks wrote."""
+    """The files that the ranks wrote."""
     folder = tmp_path_factory.mktemp("shards")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, anemoi_shards.__file__, str(folder)]

@@ -222,7 +222,7 @@ def test_a_version_in_whose_blocks_a_method_has_another_body_is_refused(monkeypa
         GraphTransformerBaseBlock, name, another_body(getattr(GraphTransformerBaseBlock, name))
     )
     before = [dict(vars(owner)) for owner in CHANGED]
-    refused = rf"must have GraphTransformerProcessorBlock\.forward as one of 0\.9\.2 to 0\.19\.0 .*: of its {name}, its body"
+    refused = rf"GraphTransformerProcessorBlock\.forward must match anemoi-models 0\.9\.2 to 0\.19\.0, .*: of its {name}, its body"
     with pytest.raises(ImportError, match=refused):
         integration.install()
     assert [dict(vars(owner)) for owner in CHANGED] == before

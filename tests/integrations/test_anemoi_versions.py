@@ -30,7 +30,7 @@ def folder_of(version):
 
 
 def run_script(*arguments, **environment):
-    """Return what a script writes."""
+    """Return the output of a script."""
     command, environment = [sys.executable, *map(str, arguments)], os.environ | environment
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -39,7 +39,7 @@ def run_script(*arguments, **environment):
 
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory):
-    """What the version of this test does without us and with us."""
+    """Results of the tested version without and with `install`."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("c"))}
     path = os.pathsep.join([str(folder_of(request.param)), TESTS])
     report = json.loads(run_script(SCRIPT, PYTHONPATH=path, **cache))
@@ -103,7 +103,7 @@ def definitions(version):
 
 
 def in_versions(listed, version):
-    """Tell whether a version is among those of a text such as "0.9.0 to 0.9.5, 0.12.0"."""
+    """Return whether a version is named by a text such as "0.9.0 to 0.9.5, 0.12.0"."""
     number = lambda text: tuple(map(int, text.split(".")))  # noqa: E731
     ranges = [[number(each) for each in part.split(" to ")] for part in listed.split(", ")]
     return any(each[0] <= number(version) <= each[-1] for each in ranges)

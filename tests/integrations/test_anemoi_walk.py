@@ -22,12 +22,12 @@ KERNELS = PACKAGE / "kernels"
 LAUNCH = KERNELS / "launch.py"
 PLAN = PACKAGE / "ops" / "triton_backend" / "plan.py"
 MOST_FUNCTIONS = 9  # from the forward of a block to the launch of the kernel that reads edge_attr
-MOST_CALLS = 200  # in one forward; docs/design.md says what they are
+MOST_CALLS = 100  # in one forward, besides those of plans and launches
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 
 
 def is_host_code(code) -> bool:
-    """Whether it is a function of the package that runs on the host; comprehensions are none."""
+    """Return whether it is a function of the package that runs on the host; comprehensions are none."""
     path = Path(code.co_filename)
     is_kernel = path.parent == KERNELS and path != LAUNCH
     return path.is_relative_to(PACKAGE) and not is_kernel and not code.co_name.startswith("<")

@@ -357,7 +357,7 @@ def watch(register):
 UNSERVED = {
     f"{__name__}.OwnConv is a subclass": {"kind": OwnConv},
     "aggr must be 'add', attention is a weighted sum, got 'max'": {"aggr": "max"},
-    f"its lin_edge is {__name__}.OwnLinear, and PyG's Linear is needed": {
+    f"its lin_edge is {__name__}.OwnLinear; PyG's Linear is needed": {
         "change": lambda conv: setattr(conv, "lin_edge", OwnLinear(DIM, 4, bias=False))
     },
     "its lin_edge has hooks": {"change": watch("register_forward_hook")},
@@ -366,10 +366,10 @@ UNSERVED = {
     "its lin_edge has a bias, which PyG's does not have": {
         "change": lambda conv: setattr(conv.lin_edge, "bias", nn.Parameter(torch.ones(4)))
     },
-    "its lin_query is torch.nn.modules.container.Sequential, and PyG's Linear is needed": {
+    "its lin_query is torch.nn.modules.container.Sequential; PyG's Linear is needed": {
         "change": adapt("lin_query")
     },
-    "its lin_key is torch.nn.modules.container.Sequential, and PyG's Linear is needed": {
+    "its lin_key is torch.nn.modules.container.Sequential; PyG's Linear is needed": {
         "change": adapt("lin_key")
     },
     "its forward was replaced on the layer itself": {

@@ -53,7 +53,7 @@ class Driver:
         self.launches = []
 
     def launcher_cls(self, source, metadata):
-        """What Triton calls to launch one compiled kernel."""
+        """Launcher that Triton calls for one compiled kernel."""
 
         def launch(x, y, z, stream, function, packed, told, enter, leave, *args):
             if enter is not None:

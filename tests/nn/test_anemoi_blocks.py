@@ -1,4 +1,4 @@
-"""The blocks against those of anemoi-models: one state dict, the same numbers, over all options in pairs."""
+"""The blocks against anemoi-models': one state dict, the same numbers, over all options in pairs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Mappers and processor against those of anemoi-models: one state dict, the same numbers, in chunks or whole."""
+"""Mappers and processor against anemoi-models': one state dict, the same numbers, in chunks or whole."""
 
 from functools import partial
 

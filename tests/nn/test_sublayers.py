@@ -102,7 +102,7 @@ def normed(x, scale, shift, scale_bias, shift_bias, condition, eps):
 
 
 def feed_forward(t, options):
-    """Return what a fused sub-layer computes from its tensors."""
+    """Return the output of a fused sub-layer for its tensors."""
     norm = (
         t.norm_scale,
         t.norm_shift,

@@ -40,7 +40,7 @@ def launched():
 
 
 def compare(launched, operands, graph):
-    """Compare the kernels that explain lists with those of a forward and a backward pass; returns their names."""
+    """Compare the kernels that explain lists with a forward and a backward pass; return their names."""
     query, key, value, *edges = operands.values()
     (layer,) = explain_attention(query, key, value, graph, *edges, config=CONFIG).layers
     launched.clear()

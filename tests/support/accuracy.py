@@ -1,4 +1,4 @@
-"""The accuracy criterion: errors against a float64 oracle, relative to those of plain PyTorch in the same dtype.
+"""The accuracy criterion: errors against a float64 oracle, relative to plain PyTorch's in the same dtype.
 
 Over a corpus the RMS error is at most 2x (forward) or 3x (gradients) that of plain PyTorch. In a
 single case it is at most that plus 16 eps times the RMS of the same expression on absolute values.

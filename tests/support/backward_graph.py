@@ -1,4 +1,4 @@
-"""What the backward pass of compiled code calls."""
+"""Functions that the backward pass of compiled code calls."""
 
 import pytest
 from functorch.compile import min_cut_rematerialization_partition

@@ -68,7 +68,7 @@ def stack(samples):
 
 
 def combine(results, shared):
-    """Return the result of a batch from those of its elements."""
+    """Return the result of a batch from the results of its elements."""
     if len(results) == 1:
         return results[0]
     summed = {"d" + name for name in shared}

@@ -20,7 +20,7 @@ SUMMING = SHAPING | {
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a value."""
+    """Known properties of a value."""
 
     base: str  # the kernel's argument that it comes from, by way of pointer arithmetic
     constant: bool = False
@@ -93,7 +93,7 @@ def unordered_updates(ttgir):
 
 
 def _shared_by_warps(load, layouts):
-    """Whether threads of several warps read the same element."""
+    """Return whether threads of several warps read the same element."""
     pattern = r": tensor<((?:\d+x)+)!.*?(?:slice<\{dim = (\d), parent = )?(#\w+)[}>]*$"
     tensor = re.search(pattern, load.split(" loc(")[0])
     if tensor is None:

@@ -133,7 +133,7 @@ def describe(
         if tensor.numel() < nodes
     }
 
-    def place(i: int) -> str:
+    def coordinates(i: int) -> str:
         return f"{data.nodes.lat[i]:g} N {data.nodes.lon[i]:g} E"
 
     return {
@@ -144,7 +144,8 @@ def describe(
         "outputs": json.dumps([output]),
         "forecast": "physical values in, physical values out; the normalisation is inside",
         "normalisation": json.dumps(normalisation),
-        "grid": f"{nodes} nodes in the order of the data, from {place(0)} to {place(-1)}",
+        "grid": f"{nodes} nodes in the order of the data, "
+        f"from {coordinates(0)} to {coordinates(-1)}",
         "lead_time_hours": f"{data.lead_time:g}",
     }
 

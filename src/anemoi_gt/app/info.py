@@ -32,16 +32,16 @@ PACKAGES = {
 
 # measured: docs/anemoi.md, "CUDA graphs"
 WHEN_REPLAYING_PAYS = (
-    "replayed from CUDA graphs (InstallCallback in diagnostics.callbacks) 4.0 times as fast as "
-    "launched on a grid of 40,320 points, 1.1 times on 542,080"
+    "replayed from CUDA graphs (InstallCallback in diagnostics.callbacks) 4.0x faster than "
+    "launched on a grid of 40,320 points, 1.1x on 542,080"
 )
 
 
 def describe(checkpoint: str | None = None) -> str:
     """Return versions, packages, devices, backends per device, and what `install` replaces.
 
-    With a checkpoint of a whole Anemoi model, such as Anemoi's for inference: how `install` would
-    compute its blocks. It is unpickled, which runs what is in it.
+    With a checkpoint of a whole Anemoi model, such as its inference checkpoints, also how `install`
+    would compute its blocks. Unpickling it runs its code.
     """
     sections = {
         "versions": versions(),
@@ -97,7 +97,7 @@ def backends() -> Iterator[tuple[str, str]]:
         for name, backend in BACKENDS.items():
             reason = unsupported_reason(name, query)
             answer = "runs" if reason is None else f"does not run: {reason}"
-            yield f"{device} {name}", answer + (", auto takes it" if backend is chosen else "")
+            yield f"{device} {name}", answer + (", chosen by auto" if backend is chosen else "")
 
 
 def anemoi_models() -> Iterator[tuple[str, str]]:

@@ -496,7 +496,7 @@ class GraphStructure:
 
         `stable` keeps CSC order within a source; see `from_edge_index`.
         """
-        if self.has_reverse:
+        if self.rowptr is not None:
             return self
         rowptr, csr_to_csc, col = group_edges(self.row, self.dst, self.num_src, stable=stable)
         return replace(self, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc)

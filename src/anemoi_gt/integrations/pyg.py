@@ -18,7 +18,7 @@ from anemoi_gt.nn.layer_kernels import class_path, hooks_of
 log = logging.getLogger(__name__)
 
 KINDS = (TransformerConv, GraphTransformerConv)
-COMPUTING = (
+COMPUTING_METHODS = (
     "__call__",
     "forward",
     "propagate",
@@ -51,30 +51,27 @@ def swap_layers(
 ) -> nn.Module:
     """Replace each `TransformerConv` of a model by a `GraphTransformerConv`; return the model.
 
-    Parameters are moved.
-
-    Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode,
-    the state dict and what else the layer was given stay. A layer that appears twice in the model
-    still does. A `GraphTransformerConv` of the model, from an earlier call or not, stays and takes
-    the options of this call. `swap_back` reverses it.
+    Parameters are moved, not copied, so an existing optimiser stays valid. Hooks, the training
+    mode, the state dict and added attributes are kept, and a layer that appears twice in the model
+    still does. Each `GraphTransformerConv` of the model is kept and gets the options of this call.
+    `swap_back` reverses it.
 
     Parameters
     ----------
     model : torch.nn.Module
         Its layers are replaced in place.
     backend, precision, stable_sort
-        As in `anemoi_gt.AttentionConfig`. With backend "auto" a layer that ours cannot replace
-        stays PyG's, which is logged with the reason.
+        As in `anemoi_gt.AttentionConfig`. With backend "auto", unsupported layers stay PyG's,
+        which is logged with the reason.
     subclasses : sequence of type
-        Classes that inherit from `TransformerConv` and compute the same, to replace as well. What
-        they add is not called any more.
+        Classes that inherit from `TransformerConv` and compute the same, to replace as well.
+        Methods that they add are not called.
 
     Raises
     ------
     ValueError
         For another backend or precision; for a model without such a layer, or that is itself a
-        layer; for a layer that ours cannot replace, if `backend` names one. Nothing is replaced
-        then.
+        layer; for an unsupported layer, if `backend` names one. Nothing is replaced then.
 
     Examples
     --------
@@ -100,7 +97,7 @@ def swap_layers(
 
 
 def swap_back(model: nn.Module) -> nn.Module:
-    """Restore each replaced layer, with parameters, hooks and mode of its replacement.
+    """Restore each replaced layer, with the parameters, hooks and mode of its replacement.
 
     Parameters
     ----------
@@ -124,8 +121,8 @@ class GraphData(Data):
     """PyG `Data` with a `GraphStructure`; batches hold one structure, joined by `disjoint`.
 
     PyG's own `Data` leaves a list of structures in a batch. Joining sorts nothing. It works
-    wherever PyG makes a `Batch`, its `DataLoader` included; a batch with structures cannot be taken
-    apart again (`batch[i]`).
+    wherever PyG makes a `Batch`, its `DataLoader` included; a batch with structures cannot be
+    indexed (`batch[i]`).
 
     Parameters
     ----------
@@ -146,7 +143,7 @@ class GraphData(Data):
 
 
 class _GraphStorage(GlobalStorage):
-    """Attributes of a `GraphData`, where PyG's collate puts a list for what it does not know."""
+    """Attributes of a `GraphData`; PyG's collate stores lists of unknown types here."""
 
     def __setitem__(self, key, value):
         are_graphs = (
@@ -154,6 +151,7 @@ class _GraphStorage(GlobalStorage):
             and value
             and all(isinstance(item, GraphStructure) for item in value)
         )
+        # PyG 2.8 keeps a weak reference to the Data or Batch of a storage
         parent = self.__dict__.get("_parent", lambda: None)()
         super().__setitem__(
             key,
@@ -173,7 +171,9 @@ def _checked_subclasses(
             )
         between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
         if overridden := [
-            name for name in COMPUTING if any(_defines(subclass, name) for subclass in between)
+            name
+            for name in COMPUTING_METHODS
+            if any(_defines(subclass, name) for subclass in between)
         ]:
             raise ValueError(
                 f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with "
@@ -184,7 +184,10 @@ def _checked_subclasses(
 
 
 def _defines(kind: type, name: str) -> bool:
-    """Return whether a class defines a method itself, apart from PyG's compiled `propagate`."""
+    """Return whether a class defines a method itself, apart from PyG's compiled `propagate`.
+
+    PyG 2.8 sets it on the class, from a module whose name ends in `_propagate`.
+    """
     return name in vars(kind) and not getattr(vars(kind)[name], "__module__", "").endswith(
         "_propagate"
     )
@@ -219,11 +222,11 @@ def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
 def _replacement(
     upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]
 ) -> nn.Module:
-    """Return our layer with the parameters of `upstream`, or `upstream` if `config` allows that."""
+    """Return the new layer with the parameters of `upstream`, or `upstream` if unsupported."""
     if (reason := _unsupported_reason(upstream, subclasses)) is None:
         try:
             return _with_parameters_of(upstream, config)
-        except ValueError as error:  # an option that our constructor refuses
+        except ValueError as error:  # an option that GraphTransformerConv rejects
             reason = str(error)
     if config.backend != "auto":
         raise ValueError(
@@ -235,13 +238,14 @@ def _replacement(
 
 
 def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...]) -> str | None:
-    """Return why our layer cannot replace this one, or None if it can."""
+    """Return why a layer cannot be replaced, or None if it can."""
     kind = type(upstream)
     if kind is not TransformerConv and kind not in subclasses:
         return (
             f"{class_path(kind)} is a subclass, which may compute something else; see `subclasses`"
         )
-    pygs = (kind._orig_propagate, kind._jinja_propagate)  # explainers leave these on the layer
+    # explainers leave one of these on the instance (PyG 2.8, MessagePassing.explain)
+    pygs = (kind._orig_propagate, kind._jinja_propagate)
     replaced = [
         name
         for name, value in vars(upstream).items()
@@ -253,27 +257,27 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
             return (
-                f"its {name} is {class_path(kind)}, and PyG's Linear is needed, "
-                "which knows its in_channels"
+                f"its {name} is {class_path(kind)}; PyG's Linear is needed, "
+                "because its in_channels are read"
             )
     if (embed := upstream.lin_edge) is None:
         return None
     if type(embed) is not Linear:
         kind = class_path(type(embed))
-        return f"its lin_edge is {kind}, and PyG's Linear is needed, whose weight is all it does"
+        return f"its lin_edge is {kind}; PyG's Linear is needed, because only its weight is used"
     if embed.bias is not None:
-        return "its lin_edge has a bias, which PyG's does not have and ours would leave out"
+        return "its lin_edge has a bias, which PyG's does not have and which would be ignored"
     if any(
         getattr(hook, "__func__", None) is not Linear.initialize_parameters
         for hook in hooks_of(embed)
     ):
-        # except the hook of a lazy Linear, which ours runs
+        # except the hook of a lazy Linear, which GraphTransformerConv runs
         return "its lin_edge has hooks, which would be skipped"
     return None
 
 
 def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> GraphTransformerConv:
-    # parameters that are replaced at once: neither memory nor random numbers
+    # the new parameters are replaced at once, so they need neither memory nor random numbers
     with torch.device("meta"):
         options = {name: getattr(upstream, name) for name in SAME_OPTIONS} | {
             "bias": upstream.lin_key.bias is not None
@@ -298,7 +302,7 @@ def _restored(ours: Any) -> TransformerConv:
 def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> None:
     """Move modules, parameters, buffers, mode and these attributes, such as hooks, between layers.
 
-    What the other does not hold is taken away, so that their state dicts are the same.
+    Entries that the source lacks are removed, so that both state dicts are the same.
     """
     vars(target).update({name: vars(source)[name] for name in attributes})
     registered = source._modules | source._parameters | source._buffers

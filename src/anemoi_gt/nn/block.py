@@ -64,8 +64,8 @@ class PendingRows(Protocol):
 class ShardedGraph(Protocol):
     """One rank's shard of a graph, accepted as a `GraphStructure`; see `anemoi_gt.distributed`.
 
-    Where it has `chunks` of its structure, from `GraphShard.split`, layers call its `exchange`
-    before the first.
+    If it has `chunks` of its structure, from `GraphShard.split`, layers exchange its halo before
+    the first chunk.
 
     Attributes
     ----------
@@ -92,8 +92,8 @@ class GraphTransformerBaseBlock(nn.Module):
     """Base class of both blocks: projections, attention, norms and feed-forward network.
 
     `GraphTransformerProcessorBlock` and `GraphTransformerMapperBlock` define the sources. Modules
-    are made in the order of Anemoi's, so that one seed gives the same weights and an optimiser
-    numbers the parameters alike.
+    are created in Anemoi's order, so that one seed gives the same weights and optimiser states have
+    the same parameter order.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ class GraphTransformerBaseBlock(nn.Module):
         if isinstance(graph, GraphStructure):
             structure = graph
             halo = None
-        else:  # the rows that `attend` sends: a rank whose block has hooks calls it
+        else:  # send the rows that `attend` sends, because another rank may call it (hooks)
             norm = partial(self.normed, self.source_norm)
             if cond[0] is None:
                 pending = graph.start_exchange(x_src, prepare=partial(norm, cond=None))

@@ -127,7 +127,7 @@ class GraphTransformerConv(MessagePassing):
         self.lin_query = Linear(dst_channels, inner, bias=bias)
         self.lin_value = Linear(src_channels, inner, bias=bias)
         self.lin_edge = None if edge_dim is None else Linear(edge_dim, inner, bias=False)
-        # without root_weight too: PyG's state dict has it
+        # also without root_weight, as in PyG's state dict
         self.lin_skip = Linear(dst_channels, outer, bias=bias)
         self.lin_beta = Linear(3 * outer, 1, bias=False) if self.beta else None
         self.reset_parameters()
@@ -335,7 +335,7 @@ class GraphTransformerConv(MessagePassing):
         """Return attributes, W_edge [heads * C, D] and an added bias, or embedded edges."""
         if self.lin_edge is None:
             return None, None, None
-        # lin_edge is not called, nor its lazy hook
+        # lin_edge is not called, so the hook of PyG's lazy Linear, which does this, does not run
         if isinstance(self.lin_edge.weight, UninitializedParameter):
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
         if must_be_called(self.lin_edge, Linear):
@@ -356,6 +356,7 @@ class GraphTransformerConv(MessagePassing):
 
     def _needs_messages(self) -> bool:
         """Return whether a PyG explainer or message hook is active."""
+        # private registries of PyG's MessagePassing (2.8), which has no public query
         hooks = (
             self._propagate_forward_pre_hooks,
             self._propagate_forward_hooks,

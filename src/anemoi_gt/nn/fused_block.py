@@ -43,13 +43,25 @@ def runs_on_triton(x: Tensor, config: AttentionConfig) -> bool:
     )
 
 
-# sources, None where they are the destinations, and destinations
+# (sources, destinations); sources are None on one set of nodes
 Nodes = tuple[Tensor | None, Tensor]
 Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinations
 
 
+class ReasonsAgainst(NamedTuple):
+    """Reasons why sub-layers cannot be fused that are not in their modules; None where none."""
+
+    attention: str | None
+    feed_forward: str | None
+    source_feed_forward: str | None
+
+
+NO_REASONS = ReasonsAgainst(None, None, None)
+NO_SOURCES = "its sources are not updated"
+
+
 class BlockPath(NamedTuple):
-    """The path of each sub-layer in one call: the fused one's parts, or the reason against it."""
+    """The path of each sub-layer in one call: parts if fused, else the reason."""
 
     attention: AttentionParts | str
     feed_forward: FeedForwardParts | str
@@ -76,49 +88,30 @@ class BlockPath(NamedTuple):
         x: Tensor,
         cond: Tensor | tuple | None,
         config: AttentionConfig,
-        reasons: "ReasonsAgainst",
+        reasons: ReasonsAgainst,
     ) -> "BlockPath":
         """Decide by the modules of a block of this library or of Anemoi, on backend triton.
 
         `reasons` are against sub-layers that its integration or the call rules out.
         """
-        attention = reasons.attention
+        attention: AttentionParts | str | None = reasons.attention
+        if attention is None and config.precision is not None:
+            attention = "the precision of its attention is set"
         if attention is None:
-            attention = _attention_of(block, x, cond, config)
-        feed_forward = reasons.feed_forward
+            attention = for_call(attention_parts(block), x, cond)
+        feed_forward: FeedForwardParts | str | None = reasons.feed_forward
         if feed_forward is None:
             parts = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
             feed_forward = for_call(parts, x, cond)
-        sources: FeedForwardParts | str | None = NO_SOURCES
+        sources: FeedForwardParts | str = NO_SOURCES
         if getattr(block, "update_src_nodes", False):
-            sources = reasons.source_feed_forward
-            if sources is None:
+            if reasons.source_feed_forward is not None:
+                sources = reasons.source_feed_forward
+            else:
                 names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
                 parts = feed_forward_parts(block.layer_norm_mlp_src, block.node_src_mlp, **names)
                 sources = for_call(parts, x, cond)
         return cls(attention, feed_forward, sources)
-
-
-class ReasonsAgainst(NamedTuple):
-    """Reasons why sub-layers cannot be fused that are not in their modules; None where none."""
-
-    attention: str | None
-    feed_forward: str | None
-    source_feed_forward: str | None
-
-
-NO_REASONS = ReasonsAgainst(None, None, None)
-NO_SOURCES = "its sources are not updated"
-
-
-def _attention_of(
-    block: Any, x: Tensor, cond: Tensor | tuple | None, config: AttentionConfig
-) -> AttentionParts | str:
-    """Return the parts of the attention, or why this call on x cannot use them."""
-    parts = attention_parts(block)
-    if not isinstance(parts, str) and config.precision is not None:
-        return "the precision of its attention is set"
-    return for_call(parts, x, cond)
 
 
 Parts = TypeVar("Parts", AttentionParts, FeedForwardParts)
@@ -145,7 +138,7 @@ def attention(
 ) -> Tensor:
     """Return destinations [.., N_dst, F] after the attention sub-layer.
 
-    `x` is (x_src, x_dst), x_src None where the sources are the destinations with one norm; `halo`
+    `x` is (x_src, x_dst), with x_src None on one set of nodes with one norm; `halo`
     [.., R, F] are normed sources, numbered after the local ones; `edge_attr` is [E, D] or [.., E,
     D], after `edge_pre_mlp`.
     """
@@ -154,13 +147,9 @@ def attention(
     _check(parts, x, graph, edge_attr, halo)
     if batch == 1 and edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
+    cond_src, cond_dst = row_conditions_of(x, cond)
     tensors = parts.tensors(
-        _optional_rows(x_src),
-        _optional_rows(halo),
-        _rows(x_dst),
-        edge_attr,
-        row_conditions(cond[1], x_dst),
-        _source_conditions(x, cond),
+        _optional_rows(x_src), _optional_rows(halo), _rows(x_dst), edge_attr, cond_dst, cond_src
     )
     z = attention_sublayer(tensors, graph, parts.options(batch, autocast_dtype(x_dst)))
     return z.view(x_dst.shape)
@@ -168,7 +157,9 @@ def attention(
 
 def feed_forward(parts: FeedForwardParts, x: Tensor, cond: Tensor | None) -> Tensor:
     """Return rows [.., N, F] after the feed-forward sub-layer."""
-    tensors = parts.tensors(_rows(x), row_conditions(cond, x))
+    rows = x.reshape(-1, x.shape[-1])
+    condition = None if cond is None else row_conditions(cond, x)
+    tensors = parts.tensors(rows, condition)
     return feed_forward_sublayer(tensors, parts.options(autocast_dtype(x))).view(x.shape)
 
 
@@ -182,16 +173,22 @@ def _optional_rows(x: Tensor | None) -> Tensor | None:
     return None if x is None else _rows(x)
 
 
-def row_conditions(cond: Tensor | None, x: Tensor) -> Tensor | None:
+def row_conditions(cond: Tensor, x: Tensor) -> Tensor:
     """Return a condition [.., N or 1, K] as one row per node of x [.., N, F]: [B * N, K]."""
-    if cond is None:
-        return None
     return cond.expand(*x.shape[:-1], cond.shape[-1]).reshape(-1, cond.shape[-1])
 
 
-def _source_conditions(x: Nodes, cond: Conditions) -> Tensor | None:
-    """Return the conditions of the sources, or None to use the destinations' conditions."""
-    return None if x[0] is None else row_conditions(cond[0], x[0])
+def row_conditions_of(x: Nodes, cond: Conditions) -> Conditions:
+    """Return the conditions of sources and destinations as rows; None where there are none.
+
+    Sources that are the destinations have theirs.
+    """
+    cond_src, cond_dst = cond
+    if cond_src is not None:
+        cond_src = None if x[0] is None else row_conditions(cond_src, x[0])
+    if cond_dst is not None:
+        cond_dst = row_conditions(cond_dst, x[1])
+    return cond_src, cond_dst
 
 
 def _check(

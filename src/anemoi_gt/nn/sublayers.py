@@ -106,11 +106,7 @@ class FeedForwardParts(NamedTuple):
     bias_out: Tensor | None
     activation: str
     has_condition: bool  # whether the norm needs a condition; if not, it takes none
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return self.weight_in.dtype
+    dtype: torch.dtype  # of the parameters
 
     def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
         """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
@@ -157,11 +153,7 @@ class AttentionParts(NamedTuple):
     key_norm_eps: float
     heads: int
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return self.query_weight.dtype
+    dtype: torch.dtype  # of the parameters
 
     def tensors(
         self,
@@ -333,6 +325,7 @@ def _read_feed_forward(
         bias_out=bias_out,
         activation=_read_activation(activation, activation_name),
         has_condition=norm_parts.has_condition,
+        dtype=weight_in.dtype,
     )
 
 
@@ -400,6 +393,7 @@ def _read_attention(block: nn.Module) -> AttentionParts:
         key_norm_eps=key_norm.eps,
         heads=heads,
         has_condition=norm.has_condition,
+        dtype=query_weight.dtype,
     )
 
 
@@ -576,7 +570,7 @@ def _check_dropout(block: nn.Module) -> None:
     # Anemoi's attention is a module. Its class is not checked here: the integration knows it.
     conv = block._modules.get("conv")
     if conv is not None:
-        _check_hooks(conv, "conv")
+        _check_modules({"conv": conv}, (type(conv),), "")
         if conv.training:
             dropout = conv.__dict__.get("dropout", 0.0)
     if dropout:

@@ -47,7 +47,8 @@ def unsupported_reason(name: str, query: Tensor) -> str | None:
 def choose_backend(name: str, query: Tensor) -> Backend:
     """Return the backend `name`; for "auto", the first that can run. ValueError if none can."""
     if name != "auto":
-        if (reason := unsupported_reason(name, query)) is not None:
+        reason = BACKENDS[name].unsupported_reason(query)
+        if reason is not None:
             raise ValueError(f"attention backend {name!r} cannot run here: {reason}")
         return BACKENDS[name]
     reasons: dict[str, str] = {}

@@ -34,8 +34,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
     float64 is never cast.
     """
-    cast = autocast_is_active(x.device.type) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    device_type = x.device.type
+    if x.dtype == torch.float64 or device_type not in AUTOCAST_DEVICES:
+        return x.dtype
+    if not torch.is_autocast_enabled(device_type):
+        return x.dtype
+    return torch.get_autocast_dtype(device_type)
 
 
 def autocast_is_active(device_type: str) -> bool:

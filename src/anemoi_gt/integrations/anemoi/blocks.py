@@ -1,8 +1,8 @@
 """Replacements of `forward` of Anemoi's graph-transformer blocks: processors and mappers.
 
 Each decides once how the block is computed (`decision`): by fused sub-layers, by the block's own
-modules around our attention, or by upstream's forward. Sources of other ranks arrive by our halo
-exchange, by Anemoi's, or by its strategy "heads".
+modules around anemoi_gt's attention, or by upstream's forward. Sources of other ranks come from the
+halo exchange of anemoi_gt, from Anemoi's, or from its strategy "heads".
 """
 
 import torch
@@ -38,14 +38,15 @@ OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
 
 @replaces(OLDER, PARAMETERS, f"{PARAMETERS} edges_are_dst_sorted kwargs")
 def processor_block(upstream, self, *args, **kwargs):
-    """Compute a block whose sources are its destinations."""
+    """Compute a block on one set of nodes."""
     call = Call.of(*args, **kwargs)
     local = None
-    if is_distributed(call.group) and shards_edges(self):
+    distributed = is_distributed(call.group)
+    if distributed and shards_edges(self):
         local = local_edges(
             self, call.edge_index, 2 * (call.shards.nodes,), call.batch_size, call.group
         )
-    decision = decide(self, call.x, call, gathers=is_distributed(call.group) and local is None)
+    decision = decide(self, call.x, call, gathers=distributed and local is None)
     if decision.path == UPSTREAM and (local is None or decision.is_overridden):
         return upstream(self, *args, **kwargs)
     if decision.path == FUSED:
@@ -80,7 +81,7 @@ def processor_block(upstream, self, *args, **kwargs):
     self_term = self.lin_self(x)
     if local is not None:
         out = _attend_with_halo(self, decision, x, call, local)
-    elif not is_distributed(call.group):
+    elif not distributed:
         out = _attend_here(self, decision, x, x, call)
     elif getattr(self, "shard_strategy", "heads") == "edges":
         out = _attend_with_halo_of_anemoi(self, decision, x, call)
@@ -98,7 +99,7 @@ def processor_block(upstream, self, *args, **kwargs):
     f"{PARAMETERS} edges_are_dst_sorted layer_kwargs",
 )
 def mapper_block(upstream, self, *args, **kwargs):
-    """Compute a block with distinct sources and destinations; mappers exchange rows for "edges"."""
+    """Compute a block from sources to destinations; with "edges", the mapper exchanges rows."""
     call = Call.of(*args, **kwargs)
     x_src, x_dst = call.x
     gathers = is_distributed(call.group) and self.shard_strategy != "edges"
@@ -131,7 +132,7 @@ def mapper_block(upstream, self, *args, **kwargs):
     "self x shard_info batch_size model_comm_group cond layer_kwargs",
 )
 def transformer_processor_block(upstream, self, x, *args, **kwargs):
-    """Compute a transformer block of a processor: Anemoi's attention, then our feed-forward."""
+    """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     decision = decide_transformer(self, "layer_norm_mlp", x, cond)
     if decision.path == UPSTREAM:
@@ -148,7 +149,7 @@ def transformer_processor_block(upstream, self, x, *args, **kwargs):
     "self x shard_info batch_size model_comm_group cond",
 )
 def transformer_mapper_block(upstream, self, x, *args, **kwargs):
-    """Compute a transformer block of a mapper: Anemoi's attention, then our feed-forward."""
+    """Compute a transformer block of a mapper: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x
@@ -158,7 +159,7 @@ def transformer_mapper_block(upstream, self, x, *args, **kwargs):
         return upstream(self, x, *args, **kwargs)
     src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
     dst = self.layer_norm_attention_dst(x_dst, **_named_condition(cond_dst))
-    # upstream adds to the normed destinations, and returns the normed sources
+    # upstream adds to the normed destinations and returns the normed sources (anemoi-models 0.19)
     out = dst + self.attention((src, dst), shards, batch_size, model_comm_group=group)
     out = fused_block.feed_forward(decision.sublayers.feed_forward, out, cond_dst)
     return (src, out), None
@@ -199,15 +200,15 @@ def _attend_here(block, decision: Decision, src: Tensor, dst: Tensor, call: Call
 def _attend_with_halo(block, decision: Decision, x: Tensor, call: Call, local: Tensor) -> Tensor:
     """Return the attention of local destinations; compute the query during the exchange."""
     pending = start_halo(block, x, local, call.batch_size, call.shards.nodes, call.group)
-    own = pending.own.flatten(0, 1)
+    local_rows = pending.own.flatten(0, 1)
     if decision.path == UPSTREAM:  # ranks may decide differently, and must exchange the same rows
         rows = pending.wait().flatten(0, 1)
-        operands = block.get_qkve((rows, own), call.edge_attr)
-        size = (rows.shape[0], own.shape[0])
+        operands = block.get_qkve((rows, local_rows), call.edge_attr)
+        size = (rows.shape[0], local_rows.shape[0])
         return block._forward_edges_sharded_attention(
             *operands, local, size, _num_chunks(block), True
         )
-    query = _split_heads(block, block.lin_query(own))
+    query = _split_heads(block, block.lin_query(local_rows))
     rows = pending.wait().flatten(0, 1)
     key, value = (
         _split_heads(block, block.lin_key(rows)),
@@ -218,7 +219,7 @@ def _attend_with_halo(block, decision: Decision, x: Tensor, call: Call, local: T
 
 
 def _attend_with_halo_of_anemoi(block, decision: Decision, x: Tensor, call: Call) -> Tensor:
-    """Return the attention of a rank's destinations, sources exchanged as Anemoi does."""
+    """Return the attention of local destinations, after Anemoi's own exchange of sources."""
     info = block._get_or_build_cached_halo_info(
         x, call.edge_index, call.shards, call.batch_size, call.group
     )
@@ -233,7 +234,7 @@ def _attend_with_halo_of_anemoi(block, decision: Decision, x: Tensor, call: Call
 
 
 def _attend_by_heads(block, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
-    """Return the attention of local destinations, each rank computing some heads of all."""
+    """Return the attention of local destinations; each rank computes some heads of all nodes."""
     shards = call.shards
     if isinstance(shards, getattr(Upstream.shapes, "GraphShardInfo", ())):
         shards = Upstream.shapes.BipartiteGraphShardInfo(shards.nodes, shards.nodes, shards.edges)
@@ -294,7 +295,7 @@ def _split_heads(block, rows: Tensor) -> Tensor:
 
 
 def _num_chunks(block) -> int:
-    """Return in how many chunks a processor block projects nodes, as Anemoi does in inference."""
+    """Return the number of chunks in which a processor block projects nodes, as Anemoi does."""
     return 1 if block.training else Upstream.block_module.NUM_CHUNKS_INFERENCE_PROCESSOR
 
 
@@ -326,7 +327,6 @@ def _fused_attention(
         edge_attr = block.edge_pre_mlp(edge_attr)
     if batch > 1:
         edge_attr = edge_attr.unflatten(0, (batch, -1))
-    cond_dst = fused_block.row_conditions(cond[1], x_dst)
-    cond_src = None if x_src is None else fused_block.row_conditions(cond[0], x_src)
+    cond_src, cond_dst = fused_block.row_conditions_of((x_src, x_dst), cond)
     tensors = parts.tensors(x_src, halo, x_dst, edge_attr, cond_dst, cond_src)
     return attention_sublayer(tensors, graph, parts.options(batch, autocast_dtype(x_dst)))

@@ -1,7 +1,7 @@
 """CUDA-graphed steps of Anemoi models: `capture_step`, and values that Anemoi keeps on the host.
 
-Anemoi indexes tensors on the device with tensors and lists on the host, which are copied there at
-every step; a CUDA graph cannot capture that. During capture, copies on the device take their place.
+Anemoi indexes device tensors with tensors and lists on the host, which are copied to the device at
+every step; a CUDA graph cannot capture such copies. During capture, device copies replace them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 
-Place = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
+Slot = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
 _NOTHING = object()
 
 
@@ -22,8 +22,8 @@ def capture_step(
 ) -> CUDAGraphedStep:
     """Return a function that replays forward and backward of a step from a CUDA graph.
 
-    It is captured at the first batch and returns the same numbers, bit for bit. For training by
-    Lightning there is `CUDAGraphCallback`.
+    The step is captured at the first batch; results are bitwise identical. With Lightning, use
+    `CUDAGraphCallback`.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def capture_step(
     CUDAGraphedStep
         Called with a batch, it assigns the gradients to the parameters and returns what `function`
         returns. Gradients are overwritten by the next call; `install` must stay active. `reset()`
-        lets the next batch be captured again, as after a change of rollout.
+        makes the next batch capture again, as after a change of rollout.
 
     Raises
     ------
@@ -62,20 +62,24 @@ def capture_step(
     check_device(device, capture)
     indices = indices_on_device(module, device)
     return CUDAGraphedStep(
-        held(indices)(function), module.parameters(), device, capture, "call the function itself"
+        replaced_values(indices)(function),
+        module.parameters(),
+        device,
+        capture,
+        "call the function itself",
     )
 
 
 def check_device(device: torch.device, capture: Capture) -> None:
-    """Raise a ValueError if a device has no CUDA graphs, and they are needed."""
+    """Raise ValueError if `capture` needs CUDA graphs and the device has none."""
     if capture is capture_cuda_graph and device.type != "cuda":
         raise ValueError(
             f"a step that is captured in a CUDA graph must compute on a GPU, got device {device}"
         )
 
 
-def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Place, Tensor]]:
-    """Return where an Anemoi module and its children keep host indices, each with a device copy.
+def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Slot, Tensor]]:
+    """Return the host indices of an Anemoi module and its children, as slots with device copies.
 
     They are integer tensors that are neither parameters nor buffers, and lists of integers in a
     dictionary of indices.
@@ -88,14 +92,14 @@ def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Pla
         is_index = is_host_tensor and value.dtype in (torch.int32, torch.int64) and value.dim() > 0
         return is_index and name not in ("_buffers", "_parameters")
 
-    holders = list(places_of(module, is_index))
+    holders = list(slots_of(module, is_index))
     return [((holder, key), torch.as_tensor(holder[key], device=device)) for holder, key in holders]
 
 
-def places_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator[Place]:
-    """Yield where a module keeps values: its children, dictionaries and Anemoi objects.
+def slots_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator[Slot]:
+    """Yield the slots of values in a module, its children, dictionaries and Anemoi objects.
 
-    `accepts` takes the name of an attribute and a value that it is or that its dictionaries hold.
+    `accepts` gets the name of an attribute and its value, or a value in its dictionaries.
     """
     seen, left = set(), [("", vars(module))]
     while left:
@@ -116,8 +120,8 @@ def places_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterato
 
 
 @contextmanager
-def held(replacements: Iterable[tuple[Place, Any]]) -> Iterator[None]:
-    """Replace values in places during the block, and restore the former values after it."""
+def replaced_values(replacements: Iterable[tuple[Slot, Any]]) -> Iterator[None]:
+    """Replace the values of slots during the block, and restore the former values afterwards."""
     before = []
     try:
         for (holder, key), value in replacements:

@@ -1,6 +1,6 @@
 """`CUDAGraphCallback`: training steps of Anemoi, in Lightning's loop, replayed from a CUDA graph.
 
-`InstallCallback` calls `install` too, and lets steps that cannot be captured be launched.
+`InstallCallback` also calls `install`, and launches steps that cannot be captured.
 
 strategy.training_step     replays forward and backward, logs what the module logs, returns the loss
 zero_grad                  Lightning's
@@ -23,9 +23,9 @@ from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.distributed.gradients import average_gradients
 from anemoi_gt.integrations.anemoi.captured_step import (
     check_device,
-    held,
     indices_on_device,
-    places_of,
+    replaced_values,
+    slots_of,
 )
 from anemoi_gt.integrations.anemoi.installation import install
 
@@ -39,10 +39,10 @@ class CUDAGraphCallback(Callback):
 
     The step is captured at the first batch of every epoch, since an epoch may change the rollout,
     and again when two batches in a row have other shapes. Validation, and single batches of other
-    shapes, are launched as without. The gradients of several processes are averaged once they are
-    complete, not by DDP, whose hooks no replay calls. A replay repeats what the captured step did
-    on the host: numbers that the module logs without a tensor, and `batch_idx`, keep the values of
-    the captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+    shapes, are launched. With several processes, gradients are averaged after the replay, because a
+    replay does not run the hooks of DDP. Host code of the captured step is not run again: numbers
+    that the module logs without a tensor, and `batch_idx`, keep the values of the captured batch.
+    `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
 
     remedy = REMEDY
@@ -61,6 +61,8 @@ class CUDAGraphCallback(Callback):
         """
         check_capturable(trainer, pl_module, self._capture, self.remedy)
         self._differentiate = pl_module.backward
+        # Lightning 2.6 calls the strategy's training_step, which enters train_step_context and
+        # DDP's forward; the instance attribute hides it until on_train_end deletes that
         trainer.strategy.training_step = partial(self._training_step, trainer, pl_module)
         pl_module.backward = partial(self._backward, trainer, pl_module)
 
@@ -84,7 +86,7 @@ class CUDAGraphCallback(Callback):
     def _training_step(
         self, trainer: Trainer, module: LightningModule, batch: Any, *rest: Any
     ) -> Any:
-        """Return the output of `training_step` for a batch, whose gradients `_backward` assigns."""
+        """Replay a batch and return the output of `training_step`; `_backward` adds gradients."""
         scalers = _tensors_of_loss(module)
         inputs = (batch, [holder[key] for holder, key in scalers], trainer.accumulate_grad_batches)
         if self._step is not None and not self._step.accepts(inputs):
@@ -129,8 +131,8 @@ class CUDAGraphCallback(Callback):
             (vars(module), "log"),
             lambda *arguments, **options: logged.append((arguments, options)),
         )
-        places = [recorder, *zip(scalers, values, strict=True), *indices]
-        with trainer.precision_plugin.train_step_context(), held(places):
+        slots = [recorder, *zip(scalers, values, strict=True), *indices]
+        with trainer.precision_plugin.train_step_context(), replaced_values(slots):
             output = module.training_step(batch, *rest)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
@@ -157,7 +159,7 @@ class CUDAGraphCallback(Callback):
         else:
             keeps = trainer.accumulate_grad_batches > 1  # beyond the next replay
             self._add_gradients(module, gradients, keeps)
-        # not in DDP's no_sync
+        # False inside DDP's no_sync, which accumulates gradients (torch 2.13)
         if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:
             average_gradients(module.parameters(), trainer.strategy.model.process_group)
 
@@ -181,9 +183,9 @@ class CUDAGraphCallback(Callback):
 class InstallCallback(CUDAGraphCallback):
     """Call `install`, and replay training steps from CUDA graphs where they can be captured.
 
-    It is one entry of `diagnostics.callbacks` for both. Where a trainer's steps cannot be captured,
-    as on a CPU, they are launched, and the log says why in one line. What shows only during
-    capture, such as dropout inside activation checkpointing, is refused with the remedy.
+    It is one entry of `diagnostics.callbacks` for both. If a trainer's steps cannot be captured,
+    as on a CPU, they are launched, and one line of the log gives the reason. Faults that appear
+    only during capture, such as dropout inside activation checkpointing, raise with the remedy.
 
     Parameters
     ----------
@@ -211,7 +213,7 @@ class InstallCallback(CUDAGraphCallback):
         try:
             super().on_train_start(trainer, pl_module)
         except ValueError as reason:
-            # a warning, because Anemoi's logging hides what other libraries log as info
+            # a warning, because Anemoi's logging hides other libraries' INFO records
             log.warning("training steps are launched, not replayed: %s", reason)
 
 
@@ -242,12 +244,12 @@ def check_capturable(
 
 
 def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
-    """Return where a module's loss keeps tensors that Anemoi replaces per step, as NaN masks."""
+    """Return the slots of tensors in a loss that Anemoi replaces per step, such as NaN masks."""
     loss = getattr(module, "loss", None)
     if not isinstance(loss, nn.Module):
         return []
     return list(
-        places_of(
+        slots_of(
             loss, lambda _, value: isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         )
     )

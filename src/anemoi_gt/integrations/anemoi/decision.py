@@ -1,7 +1,7 @@
 """The path of a block, decided once in each of its forward passes.
 
     fused       its attention sub-layer fused, and its feed-forward sub-layer if possible
-    attention   the block's modules around our attention; its feed-forward fused if possible
+    attention   the block's modules around anemoi_gt's attention; feed-forward fused if possible
     feed_forward   of a transformer block: its feed-forward fused, its attention Anemoi's
     upstream    Anemoi's own forward
 
@@ -28,7 +28,7 @@ from anemoi_gt.torch_compat import is_exporting
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
 FEED_FORWARD = "feed_forward"
-# methods of Anemoi's blocks that our forward does not call, or only for blocks that fall back
+# methods of Anemoi's blocks that the replaced forward does not call, or only on falling back
 BYPASSED = (
     *("get_qkve", "prepare_qkve_edge_sharding", "attention_block", "apply_gt", "_apply_qk_norm"),
     *("_forward_edges_sharded_attention", "_forward_heads_sharded_attention"),
@@ -43,13 +43,13 @@ NOT_FUSED = BlockPath.by_modules("its sub-layers are not fused")
 class Decision(NamedTuple):
     """The path of a block in one forward pass."""
 
-    settings: Settings | None  # None: nobody asked for us
+    settings: Settings | None  # None: neither installed nor swapped
     path: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
-    reason: str | None = None  # why no better path; None where nobody asked for one
+    reason: str | None = None  # why the path is not better; None if it is the requested one
     sublayers: BlockPath = NOT_FUSED  # parts of each fused sub-layer
     is_overridden: bool = (
-        False  # by a class of blocks that overrides methods, on which all ranks agree
+        False  # by a class of blocks that overrides methods; the same on all ranks
     )
 
 
@@ -89,15 +89,15 @@ class ChunkDecisions:
     """The decisions in one checkpointed chunk, in the order of its blocks."""
 
     def __init__(self):
-        self.made: list[Decision] = []
+        self.decisions: list[Decision] = []
         self.position: int | None = None  # in a recomputation: of the next block
 
     def take(self) -> Decision | None:
         """Return the forward pass's decision for the next block, None in the forward itself."""
-        if self.position is None or self.position >= len(self.made):
+        if self.position is None or self.position >= len(self.decisions):
             return None
         self.position += 1
-        return self.made[self.position - 1]
+        return self.decisions[self.position - 1]
 
 
 _CHUNK: ContextVar[ChunkDecisions | None] = ContextVar("chunk", default=None)
@@ -134,7 +134,7 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
 def decide_transformer(
     block: nn.Module, norm_name: str, x: Tensor, cond: Tensor | None
 ) -> Decision:
-    """Return what computes a transformer block with rows x; log where it is less than asked for.
+    """Return the path of a transformer block with rows x; log it if it is less than requested.
 
     `norm_name` names the norm before its feed-forward network. Raise ValueError if `blocks` is
     True and the named backend cannot run.
@@ -154,7 +154,7 @@ def _decide_once(block: nn.Module, decide_now: Callable[[], Decision]) -> Decisi
         return decision
     decision = decide_now()
     if chunk is not None and chunk.position is None:
-        chunk.made.append(decision)
+        chunk.decisions.append(decision)
     report.record(block, decision.path, decision.reason)
     return decision
 
@@ -166,11 +166,11 @@ def examine(block: nn.Module, device: torch.device) -> Decision:
         if hasattr(block, "layer_norm_mpl"):
             norm_name = "layer_norm_mpl"
         x = torch.empty(0, 1, device=device)
-        return _decide_transformer(block, norm_name, x, None, tell=lambda message: None)
+        return _decide_transformer(block, norm_name, x, None, log_reason=lambda message: None)
     x = torch.empty(0, block.lin_query.in_features, device=device)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     call = Call.of(x, x, edge_index)
-    return _decide(block, x, call, gathers=False, tell=lambda message: None)
+    return _decide(block, x, call, gathers=False, log_reason=lambda message: None)
 
 
 def _decide(
@@ -178,42 +178,44 @@ def _decide(
     x_dst: Tensor,
     call: Call,
     gathers: bool,
-    tell: Callable[[str], None] = report.warn_once,
+    log_reason: Callable[[str], None] = report.warn_once,
 ) -> Decision:
     settings = SETTINGS.of(block)
     if settings is None:
         return Decision(None, UPSTREAM)
-    own_method = own_method_of(type(block))
-    reason = own_method or _reason_against_attention(block, call)
+    overridden_method = overridden_method_of(type(block))
+    reason = overridden_method or _reason_against_attention(block, call)
     if reason is not None:
-        if settings.config.backend != "auto" and not _is_passing(reason):
+        if settings.config.backend != "auto" and not _is_temporary(reason):
             raise ValueError(
                 f"attention backend {settings.config.backend!r} cannot run this Anemoi block: "
                 f"{reason}; "
                 "backend 'auto' runs Anemoi's own code there"
             )
-        tell(f"an Anemoi block falls back to Anemoi's attention: {reason}")
-        return Decision(settings, UPSTREAM, reason=reason, is_overridden=own_method is not None)
+        log_reason(f"an Anemoi block falls back to Anemoi's attention: {reason}")
+        return Decision(
+            settings, UPSTREAM, reason=reason, is_overridden=overridden_method is not None
+        )
+
+    path = NOT_FUSED
+    if settings.blocks is None and not fused_block.pays(x_dst, settings.config):
+        reason = "sub-layers are fused under 16-bit autocast where backend triton attends"
+    elif settings.blocks is not False and not is_exporting():
+        path = _sublayers_of(block, x_dst, call, settings, gathers)
+        reasons = dict.fromkeys(
+            parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
+        )
+        if reasons:
+            _report_not_fused(settings, reasons, log_reason)
+            reason = "; ".join(reasons)
+    if not isinstance(path.attention, str):
+        return Decision(settings, FUSED, has_raw_edges=True, reason=reason, sublayers=path)
 
     reason_to_embed = _reason_to_embed(block, settings, gathers)
     if reason_to_embed is not None:
-        tell(f"an Anemoi block embeds its edges before the attention: {reason_to_embed}")
+        log_reason(f"an Anemoi block embeds its edges before the attention: {reason_to_embed}")
     has_raw_edges = reason_to_embed is None and settings.fuse_edges and not gathers
-    if settings.blocks is False or is_exporting():
-        return Decision(settings, ATTENTION, has_raw_edges)
-    if settings.blocks is None and not fused_block.pays(x_dst, settings.config):
-        reason = "sub-layers are fused under 16-bit autocast where backend triton attends"
-        return Decision(settings, ATTENTION, has_raw_edges, reason)
-    path = _sublayers_of(block, x_dst, call, settings, gathers)
-    reasons = dict.fromkeys(
-        parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
-    )
-    if reasons:
-        _tell_not_fused(settings, reasons, tell)
-    reason = "; ".join(reasons) or None
-    if isinstance(path.attention, str):
-        return Decision(settings, ATTENTION, has_raw_edges, reason, path)
-    return Decision(settings, FUSED, has_raw_edges=True, reason=reason, sublayers=path)
+    return Decision(settings, ATTENTION, has_raw_edges, reason, path)
 
 
 def _decide_transformer(
@@ -221,7 +223,7 @@ def _decide_transformer(
     norm_name: str,
     x: Tensor,
     cond: Tensor | None,
-    tell: Callable[[str], None] = report.warn_once,
+    log_reason: Callable[[str], None] = report.warn_once,
 ) -> Decision:
     settings = SETTINGS.of(block)
     if settings is None:
@@ -239,33 +241,33 @@ def _decide_transformer(
         parts = feed_forward_parts(norm, block.mlp, norm_name=norm_name, mlp_name="mlp")
         parts = fused_block.for_call(parts, x, cond)
     if isinstance(parts, str):
-        _tell_not_fused(settings, (parts,), tell)
+        _report_not_fused(settings, (parts,), log_reason)
         return Decision(settings, UPSTREAM, reason=parts)
     path = BlockPath("its attention is Anemoi's", parts, NO_SOURCES)
     return Decision(settings, FEED_FORWARD, sublayers=path)
 
 
-def _tell_not_fused(
-    settings: Settings, reasons: Iterable[str], tell: Callable[[str], None]
+def _report_not_fused(
+    settings: Settings, reasons: Iterable[str], log_reason: Callable[[str], None]
 ) -> None:
-    """Log why sub-layers are not fused; raise ValueError if a named backend was asked for."""
+    """Log why sub-layers are not fused; raise ValueError with blocks=True and a named backend."""
     for reason in reasons:
-        if settings.blocks and settings.config.backend != "auto" and not _is_passing(reason):
+        if settings.blocks and settings.config.backend != "auto" and not _is_temporary(reason):
             raise ValueError(
                 f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi "
                 f"block: {reason}; "
                 "blocks=None computes it by its modules there, and so does backend 'auto'"
             )
-        tell(f"a sub-layer of an Anemoi block is not fused: {reason}")
+        log_reason(f"a sub-layer of an Anemoi block is not fused: {reason}")
 
 
-def _is_passing(reason: str) -> bool:
-    """Return whether a reason is a temporary observing tool, which must not end a run."""
+def _is_temporary(reason: str) -> bool:
+    """Return whether a reason is a temporary tool, such as a hook, which must not end a run."""
     return "hooks" in reason or reason.startswith("torch.jit")
 
 
 def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
-    """Return why our attention cannot replace a block's, None if it can."""
+    """Return why the attention of a block cannot be replaced, or None."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it, which would make constants of sizes"
     if not isinstance(call.edge_index, Tensor) or call.edge_index.layout != torch.strided:
@@ -318,24 +320,25 @@ def _sublayers_of(
         attention = "its nodes are sharded by Anemoi"
     elif not settings.fuse_edges:
         attention = "its edges are embedded before the attention"
-    feed_forward = _own_network(block, "run_node_dst_mlp")
-    source_feed_forward = None
-    if getattr(block, "update_src_nodes", False):
-        source_feed_forward = _own_network(block, "run_node_src_mlp")
+    feed_forward = _overridden_network(block, "run_node_dst_mlp")
+    source_feed_forward = NO_SOURCES
+    # processor blocks of anemoi-models have the attribute, and nothing to update
+    if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
+        source_feed_forward = _overridden_network(block, "run_node_src_mlp")
     reasons = ReasonsAgainst(attention, feed_forward, source_feed_forward)
     return BlockPath.of_modules(block, x_dst, call.cond, settings.config, reasons)
 
 
-def _own_network(block: nn.Module, name: str) -> str | None:
-    """Return that the method which runs a feed-forward network is not Anemoi's, None if it is."""
+def _overridden_network(block: nn.Module, name: str) -> str | None:
+    """Return why a feed-forward network is not run by Anemoi's method, or None."""
     if name in block.__dict__:
         return f"its {name} was replaced on the instance"
-    return own_network_of(type(block), name)
+    return overridden_network_of(type(block), name)
 
 
 @torch.compiler.assume_constant_result
-def own_method_of(kind: type) -> str | None:
-    """Return the overridden method of a block class that our forward does not call, or None."""
+def overridden_method_of(kind: type) -> str | None:
+    """Return the first method of BYPASSED that a block class overrides, as a reason, or None."""
     if kind not in Upstream.own_methods:
         upstream = _upstream_class(kind)
         overridden = [
@@ -350,10 +353,14 @@ def own_method_of(kind: type) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def own_network_of(kind: type, name: str) -> str | None:
+def overridden_network_of(kind: type, name: str) -> str | None:
     """Return the reason if a block class overrides its feed-forward computation, or None."""
-    is_own = getattr(kind, name) is not getattr(_upstream_class(kind), name)
-    return f"{kind.__qualname__} overrides {name}" if is_own else None
+    if (kind, name) not in Upstream.own_networks:
+        reason = None
+        if getattr(kind, name) is not getattr(_upstream_class(kind), name):
+            reason = f"{kind.__qualname__} overrides {name}"
+        Upstream.own_networks[kind, name] = reason
+    return Upstream.own_networks[kind, name]
 
 
 def _upstream_class(kind: type) -> type:
@@ -361,5 +368,5 @@ def _upstream_class(kind: type) -> type:
 
 
 def dropout_of(conv: object) -> float:
-    """Return the probability with which the attention drops weights now."""
+    """Return the dropout probability of the attention in the current mode."""
     return conv.dropout if isinstance(conv, nn.Module) and conv.training else 0.0

@@ -1,7 +1,6 @@
-"""`install`, `swap_layers` and `uninstall`: methods of Anemoi's classes are replaced, and put back.
+"""`install`, `swap_layers` and `uninstall`: replace methods of Anemoi's classes and restore them.
 
-Nothing is written on a module, so state dicts, pickles, copies and `isinstance` are Anemoi's own,
-with or without us.
+Nothing is written on a module, so state dicts, pickles, copies and `isinstance` stay Anemoi's.
 """
 
 import logging
@@ -85,12 +84,12 @@ SHARDING: dict[
     (MAPPER, "prepare_edge_sharding_wrapper"): sharding.prepare_edge_sharding,
     (MAPPER, "mapper_forward_with_edge_sharding"): sharding.mapper_forward,
     (MODEL, "_assert_valid_sharding"): sharding.assert_valid_sharding,
-    **{(place[:1], "shard_tensor"): sharding.shard_tensor for place in (MODEL, ENSEMBLE, TARGETS)},
-    **{(place[:1], "get_shard_sizes"): sharding.get_shard_sizes for place in (MODEL, ENSEMBLE)},
+    **{(path[:1], "shard_tensor"): sharding.shard_tensor for path in (MODEL, ENSEMBLE, TARGETS)},
+    **{(path[:1], "get_shard_sizes"): sharding.get_shard_sizes for path in (MODEL, ENSEMBLE)},
     (NODES, "forward"): sharding.node_attributes,
     (NOISE, "forward"): sharding.noise,
 }
-# Functions that sharding calls, which must be as in the versions we know.
+# Functions that sharding calls; sharding is replaced only if they match a known version.
 CALLED = (
     (MAPPER[:1], "build_graph_partition"),
     (PARTITION[:1], "shard_tensor"),
@@ -110,7 +109,7 @@ class Match(NamedTuple):
 
 
 class Installation:
-    """Result of `install`; as a context manager, it restores the previous settings at its end.
+    """Result of `install`; as a context manager, it restores the previous settings on exit.
 
     It pickles as an empty context of the standard library, because layer kernels become part of
     Anemoi's checkpoints.
@@ -120,7 +119,7 @@ class Installation:
         self._settings, self._before = settings, before
 
     def __enter__(self) -> "Installation":
-        # they may have been removed, at the end of another `with` or by `uninstall`
+        # another `with` or `uninstall` may have removed them
         _apply_patches()
         SETTINGS.everywhere = self._settings
         return self
@@ -171,22 +170,22 @@ def install(
         for graphs of any symmetry, batches and ensembles. False keeps Anemoi's own sharding, as
         does a version whose methods differ, which is logged.
     activation_checkpointing : {None, "none", "full"} or mapping
-        Keep for the backward pass everything ("none") or inputs of each chunk ("full"). One for all
-        components, or one for some of "encoder", "processor" and "decoder". None leaves it to the
+        Save everything ("none") or the inputs of each chunk ("full") for the backward pass, for all
+        components or by "encoder", "processor" and "decoder". None follows the
         `gradient_checkpointing` of Anemoi's config.
 
     Returns
     -------
     Installation
-        Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A
-        backward pass belongs inside, because checkpointed activations are recomputed there.
+        In a `with` statement it ends with the block; otherwise it lasts until `uninstall`. Put the
+        backward pass inside too, because checkpointed activations are recomputed there.
 
     Raises
     ------
     ValueError
         For another backend, precision or activation checkpointing.
     ImportError
-        If anemoi-models is missing, or its blocks do not attend as in 0.9.3 to 0.19.0.
+        If anemoi-models is missing, or its blocks differ from 0.9.2 to 0.19.0.
 
     Notes
     -----
@@ -212,13 +211,13 @@ def install(
 
 @dataclass(frozen=True)
 class Installed(Settings):
-    """The settings in force, and how blocks were computed since.
+    """The active settings, and how blocks have been computed since.
 
     Attributes
     ----------
     computed : tuple of Computed
-        Of each graph-transformer block of a model that has computed: path, class, "fused",
-        "attention only", "upstream" or "not yet", and the reason where it was not fused.
+        For each graph-transformer block of a model that has run: path, class, "fused",
+        "attention only", "upstream" or "not yet", and the reason if it was not fused.
     """
 
     computed: tuple[report.Computed, ...] = ()
@@ -255,8 +254,8 @@ def plan() -> dict[str, str | None]:
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
     """Predict the path of each graph-transformer block of a model under `install()` here.
 
-    On the first GPU if there is one, under autocast to bfloat16. A condition of norms shows in the
-    classes of norms.
+    On the first GPU if there is one, under autocast to bfloat16. Conditional norms are recognised
+    by their classes.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with install(), torch.autocast(device.type, torch.bfloat16):
@@ -346,7 +345,7 @@ def graph_transformer_backward_mapper(
 def _switch_on(
     config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool
 ) -> Settings:
-    """Apply the patches; return the settings. Halos need all of their methods replaced."""
+    """Apply the patches; return the settings. `sharding` needs all of its methods replaced."""
     if blocks is not None and not isinstance(blocks, bool):
         raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
     for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
@@ -366,8 +365,7 @@ def _apply_patches() -> None:
     reasons = [matches[path, "forward"].reason for path in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
     if None not in reasons:
         raise ImportError(
-            f"anemoi-models must have {PROCESSOR_BLOCK[1]}.forward as one of 0.9.2 to 0.19.0 has "
-            "it, got "
+            f"{PROCESSOR_BLOCK[1]}.forward must match anemoi-models 0.9.2 to 0.19.0, got "
             f"{version('anemoi-models')}: {reasons[0]}"
         )
     missing = [
@@ -397,7 +395,7 @@ def _apply_patches() -> None:
 
 def _matches() -> dict[tuple, Match]:
     """Return the replacement in this version, or the reason for none, by seam."""
-    matches = {seam: _match(seam, PATCHES[seam]) for seam in _wanted()}
+    matches = {seam: _match(seam, PATCHES[seam]) for seam in _seams()}
     provider, partition = (PROVIDER, "_get_edges_impl"), (PARTITION, "materialise")
     if matches[provider].reason is None and matches[partition].reason is not None:
         reason = "its lists are sorted afterwards, where GraphPartition.materialise is not replaced"
@@ -405,8 +403,8 @@ def _matches() -> dict[tuple, Match]:
     return matches
 
 
-def _wanted() -> list[tuple]:
-    """Return what to replace in this version.
+def _seams() -> list[tuple]:
+    """Return the methods to replace in this version.
 
     Before 0.12.1, PyTorch's `checkpoint` is replaced where it is imported.
     """
@@ -416,7 +414,7 @@ def _wanted() -> list[tuple]:
 
 
 def _match(seam: tuple, patch: Replacement) -> Match:
-    """Find the method of a seam with the parameters of some version that we know."""
+    """Find the method of a seam, if its parameters match a known version."""
     reason: str | None = f"this anemoi-models has no {'.'.join(seam[0])}"
     name = seam[1]
     for path in filter(None, (seam[0], OLDER.get(seam))):
@@ -434,9 +432,9 @@ def _match(seam: tuple, patch: Replacement) -> Match:
 
 
 def _with_sharding(matches: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
-    """Return the replacements with `SHARDING` on top, or without if one of those does not fit.
+    """Return the replacements with `SHARDING` on top, or without it if any of it does not fit.
 
-    `differing` names functions that they call and that are not as in the versions we know.
+    `differing` names functions that they call and that match no known version.
     """
     above = dict(matches)
     for (path, name), patch in SHARDING.items():
@@ -466,6 +464,6 @@ def _remove_patches_unless_used() -> None:
 
 
 def _reset_compiled() -> None:
-    """Drop compiled code, which holds old methods; PyTorch does not notice replaced methods."""
+    """Drop compiled code, which holds the old methods: torch.compile does not detect the change."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -39,9 +39,10 @@ class Upstream:
     block_module: ModuleType  # layers.block
     shapes: ModuleType  # distributed.shapes
     sources_take_destination_condition: bool = False  # where a mapper updates its sources
-    own_methods: ClassVar[
-        dict[type, str | None]
-    ] = {}  # what `decision.own_method_of` has found, by class of blocks
+    # results of `decision.overridden_method_of`, by class of blocks, and of
+    # `decision.overridden_network_of`, by class and method
+    own_methods: ClassVar[dict[type, str | None]] = {}
+    own_networks: ClassVar[dict[tuple[type, str], str | None]] = {}
 
 
 def resolve_upstream() -> None:
@@ -51,6 +52,7 @@ def resolve_upstream() -> None:
     )
     block = import_module("anemoi.models.layers.block")
     Upstream.own_methods.clear()
+    Upstream.own_networks.clear()
     Upstream.block_module, Upstream.shapes = (
         block,
         import_module("anemoi.models.distributed.shapes"),

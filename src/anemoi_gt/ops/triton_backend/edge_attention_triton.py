@@ -1,8 +1,8 @@
-"""The `triton` backend: plans of forward and backward pass, and the two ways in that run them.
+"""The `triton` backend: plans of forward and backward pass, and their two entry points.
 
-Eager calls go through `EdgeAttention`, an autograd function, which takes half the host's time of an
-operator. Traced code, dispatch modes and tensor subclasses see the registered operators
-`edge_attention_triton` and its backward.
+Eager calls go through `EdgeAttention`, an autograd function, which needs half the host time of an
+operator (torch 2.11). Traced code, dispatch modes and tensor subclasses see the registered
+operators `edge_attention_triton` and its backward.
 """
 
 from collections.abc import Sequence
@@ -46,10 +46,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of checked operands, as documented in `anemoi_gt.edge_attention`.
 
-    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. A batch of one may come
-    without B, in all of them: to the kernels it is the same memory, and views that add B would be
-    autograd nodes that cost a launch each. Attributes for which `embeds_first` are embedded before:
-    an edge's own [H, C] is smaller than what it has.
+    query, key, value [B, N, H, C] have edge_attr [1 or B, E, ..]. A batch of one may omit B,
+    in all of them: the memory is the same, and unsqueezing would add autograd nodes, which cost a
+    launch each. If `embeds_first`, attributes are embedded first, because [H, C] per edge is then
+    smaller.
     """
     warn_if_untested("triton")
     query, key, value, edge_attr, edge_weight, edge_bias = operands
@@ -72,9 +72,9 @@ def attend(
 def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     """Return whether to embed attributes [E, D] into [E, H, C] instead of factoring out W.
 
-    They are where a program cannot hold D, and where that moves fewer bytes with D > C, which takes
-    many attributes and few edges a node. Elements of N nodes and E edges that one moves and the
-    other does not, with D padded to P columns:
+    They are embedded if a program cannot hold D, or if D > C and embedding moves fewer bytes, as
+    with many attributes and few edges per node. Elements of N nodes and E edges that only one of
+    the two moves, with D padded to P columns:
 
         factored    forward N H (3 C + 4 P),    backward N H (5 C + 9 P) + E (4 H + D)
         embedded    forward E H 2 C,            backward N H C + E H 4 C
@@ -263,9 +263,9 @@ def edge_attention_triton_backward(
     projected: Tensor | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the operands, empty for those that `needs` does not ask for.
+    """Return the gradients of the operands, empty if `needs` is False.
 
-    Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.
+    Not a list: PyTorch's fallback for batched gradients requires single tensors.
     """
     if operands.edge_weight is None:
         projected = None

@@ -3,13 +3,13 @@
 A plan is made from sizes, dtypes and options alone, and holds no tensor, so one plan runs every
 call of these sizes. Its steps name `Buffer`s: parts of the inputs, of the results, and of scratch
 memory, which is one allocation in which buffers that are not alive at the same time share bytes. A
-kernel takes addresses, a tensor operation takes views, which are cut once per run. Results that
-belong together, such as all that a backward pass reads, are parts of one result (`BlockLayout`).
+kernel takes addresses, a tensor operation takes views, which are made once per run. Related
+results, such as all tensors saved for a backward pass, are parts of one result (`BlockLayout`).
 
     builder = PlanBuilder(specs)             shape and dtype of each input tensor, None if absent
     out = builder.empty(shape, dtype)        memory that a step writes
     builder.launch(launch, x=builder.inputs[0], out=out)
-    plan = builder.finish([out])             what is not a result is scratch
+    plan = builder.finish([out])             all other buffers are scratch
     (tensor,) = plan.run(tensors)
 """
 
@@ -113,6 +113,7 @@ class TensorStep(NamedTuple):
 
     function: Callable[..., object]
     buffers: tuple[Buffer, ...]
+    has_out: bool  # the last buffer is the argument `out`
 
 
 class PlanBuilder:
@@ -161,11 +162,15 @@ class PlanBuilder:
         self.steps.append(KernelStep(launch, tuple(buffers[name] for name in launch.tensors)))
 
     def compute(self, function: Callable[..., object], *buffers: Buffer) -> None:
-        """Call `function` on tensors; what it returns is dropped, so it writes into one of them."""
-        self.steps.append(TensorStep(function, buffers))
+        """Call `function` on tensors; it writes into one of them, its return value is dropped."""
+        self.steps.append(TensorStep(function, buffers, has_out=False))
+
+    def compute_into(self, out: Buffer, function: Callable[..., object], *buffers: Buffer) -> None:
+        """Call `function` of PyTorch on tensors with `out=`."""
+        self.steps.append(TensorStep(function, (*buffers, out), has_out=True))
 
     def finish(self, results: Sequence[Buffer | None]) -> "Plan":
-        """Return the plan that makes `results`, whole blocks; all other memory is scratch."""
+        """Return the plan that computes `results`, whole blocks; all other memory is scratch."""
         num_inputs = len(self.inputs)
         returned = [result.block for result in results if result is not None]
         bases = {block: block for block in range(num_inputs)}
@@ -173,25 +178,26 @@ class PlanBuilder:
         scratch_base = num_inputs + len(returned)
         offsets, scratch_bytes = _place_scratch(self.blocks, self.steps, bases)
 
-        def placed(buffer: Buffer) -> Place:
+        def locate(buffer: Buffer) -> Location:
             base = bases.get(buffer.block, scratch_base)
             is_whole = base != scratch_base and buffer == self.blocks[buffer.block]
-            return Place(base, offsets.get(buffer.block, 0), buffer, is_whole)
+            return Location(base, offsets.get(buffer.block, 0), buffer, is_whole)
 
         viewed: dict[Buffer, int] = {}  # in the order of `Plan.viewed`
         steps: list[BoundKernel | BoundFunction] = []
         for step in self.steps:
             if isinstance(step, TensorStep):
-                numbers = [viewed.setdefault(buffer, len(viewed)) for buffer in step.buffers]
-                steps.append(BoundFunction(step.function, tuple(numbers)))
+                views_of_step = [viewed.setdefault(buffer, len(viewed)) for buffer in step.buffers]
+                out = views_of_step.pop() if step.has_out else None
+                steps.append(BoundFunction(step.function, tuple(views_of_step), out))
             elif 0 not in step.launch.grid:
-                places = [None if buffer is None else placed(buffer) for buffer in step.buffers]
-                steps.append(BoundKernel.of(step.launch, places, absent=scratch_base + 1))
-        views = tuple(placed(buffer) for buffer in viewed)
+                locations = [None if buffer is None else locate(buffer) for buffer in step.buffers]
+                steps.append(BoundKernel.of(step.launch, locations, absent=scratch_base + 1))
+        views = tuple(locate(buffer) for buffer in viewed)
         return Plan(tuple(steps), tuple(results), views, scratch_bytes)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A buffer and where its block lies in a run: at base `base`, from byte `block_bytes` on."""
 
     base: int  # an input, a result, or the scratch allocation
@@ -206,25 +212,27 @@ class Place(NamedTuple):
 
 
 class BoundKernel(NamedTuple):
-    """A launch with the places of its arguments."""
+    """A launch with the locations of its arguments."""
 
     launch: Launch
-    places: tuple[Place | None, ...]
+    locations: tuple[Location | None, ...]
     addresses: tuple[tuple[int, int], ...]  # base and byte offset of each argument
     alignment: tuple[bool, ...]  # of each argument where every base is aligned
-    compiled: dict  # what Triton compiled for these dtypes, by device and alignment
+    compiled: dict  # compiled kernels for these dtypes, by device and alignment
 
     @classmethod
-    def of(cls, launch: Launch, places: list[Place | None], absent: int) -> "BoundKernel":
-        """Bind a launch to places; `absent` is the base with address 0."""
+    def of(cls, launch: Launch, locations: list[Location | None], absent: int) -> "BoundKernel":
+        """Bind a launch to locations; `absent` is the base with address 0."""
         addresses = []
         dtypes = []
-        for place in places:
-            addresses.append((absent, 0) if place is None else (place.base, place.offset_bytes))
-            dtypes.append(None if place is None else place.buffer.dtype)
+        for location in locations:
+            addresses.append(
+                (absent, 0) if location is None else (location.base, location.offset_bytes)
+            )
+            dtypes.append(None if location is None else location.buffer.dtype)
         alignment = tuple(offset % ALIGNMENT == 0 for _, offset in addresses)
         compiled = launch.compiled_for(tuple(dtypes))
-        return cls(launch, tuple(places), tuple(addresses), alignment, compiled)
+        return cls(launch, tuple(locations), tuple(addresses), alignment, compiled)
 
 
 class BoundFunction(NamedTuple):
@@ -232,6 +240,7 @@ class BoundFunction(NamedTuple):
 
     function: Callable[..., object]
     views: tuple[int, ...]
+    out: int | None  # the view that is the argument `out`
 
 
 @dataclass(frozen=True)
@@ -240,7 +249,7 @@ class Plan:
 
     steps: tuple[BoundKernel | BoundFunction, ...]
     results: tuple[Buffer | None, ...]
-    viewed: tuple[Place, ...]  # what tensor operations read and write
+    viewed: tuple[Location, ...]  # what tensor operations read and write
     scratch_bytes: int
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -267,11 +276,15 @@ class Plan:
         gpu = repeating_device()
         stream = None if gpu is None else current_stream(gpu)
         typed: dict[tuple[int, torch.dtype], Tensor] = {}
-        views = [_view(place, bases, typed) for place in self.viewed]
+        views = [_view(location, bases, typed) for location in self.viewed]
 
         for step in self.steps:
             if isinstance(step, BoundFunction):
-                step.function(*[views[number] for number in step.views])
+                tensors = [views[number] for number in step.views]
+                if step.out is None:
+                    step.function(*tensors)
+                else:
+                    step.function(*tensors, out=views[step.out])
                 continue
             arguments = [addresses[base] + offset for base, offset in step.addresses]
             alignment = step.alignment
@@ -281,7 +294,9 @@ class Plan:
                 alignment = tuple(argument % ALIGNMENT == 0 for argument in arguments)
             repeat = None if gpu is None else step.compiled.get((gpu, alignment))
             if repeat is None:
-                step.launch.on([None if p is None else _view(p, bases, typed) for p in step.places])
+                step.launch.on(
+                    [None if p is None else _view(p, bases, typed) for p in step.locations]
+                )
                 continue
             repeat.launch(
                 *step.launch.grid,
@@ -296,18 +311,18 @@ class Plan:
         return results
 
 
-def _view(place: Place, bases: list, typed: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+def _view(location: Location, bases: list, typed: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
     """Return the tensor of a buffer; `typed` keeps bases that are read in another dtype."""
-    base = bases[place.base]
-    if place.is_whole:
+    base = bases[location.base]
+    if location.is_whole:
         return base
-    buffer = place.buffer
+    buffer = location.buffer
     if base.dtype != buffer.dtype:
-        key = (place.base, buffer.dtype)
+        key = (location.base, buffer.dtype)
         if key not in typed:
             typed[key] = base.view(buffer.dtype)
         base = typed[key]
-    offset = base.storage_offset() + place.offset_bytes // buffer.dtype.itemsize
+    offset = base.storage_offset() + location.offset_bytes // buffer.dtype.itemsize
     return base.as_strided(buffer.shape, buffer.stride, offset)
 
 

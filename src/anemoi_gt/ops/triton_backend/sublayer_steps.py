@@ -193,9 +193,9 @@ def linear(
     if out is None:
         out = builder.empty((x.shape[0], weight.shape[0]), x.dtype)
     if bias is None:
-        builder.compute(_mm, x, weight.transposed(), out)
+        builder.compute_into(out, torch.mm, x, weight.transposed())
     else:
-        builder.compute(_addmm, bias, x, weight.transposed(), out)
+        builder.compute_into(out, torch.addmm, bias, x, weight.transposed())
     return out
 
 
@@ -203,7 +203,7 @@ def product(builder: PlanBuilder, x: Buffer, y: Buffer, out: Buffer | None = Non
     """Return the matrix product of x [N, K] and y [K, M]."""
     if out is None:
         out = builder.empty((x.shape[0], y.shape[1]), x.dtype)
-    builder.compute(_mm, x, y, out)
+    builder.compute_into(out, torch.mm, x, y)
     return out
 
 
@@ -218,7 +218,10 @@ def outer_product(
     """Write dy^T x, the gradient of a weight, into float32 `total`, or add it unless `is_first`."""
     num_rows = dy.shape[0]
     if dy.dtype == torch.float32:
-        builder.compute(_mm if is_first else _add_mm, dy.transposed(), x, total)
+        if is_first:
+            builder.compute_into(total, torch.mm, dy.transposed(), x)
+        else:
+            builder.compute(_add_mm, dy.transposed(), x, total)
         return
     # Rows beyond a multiple of 64 are added by a kernel: cuBLAS may leave some of them out
     # (docs/upstream.md).
@@ -248,14 +251,6 @@ def _add_outer(builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer) -> No
     grid = (-(-m // tile_m), -(-k // tile_k))
     launch = Launch(elementwise.add_outer, grid, {"num_rows": dy.shape[0]}, constants)
     builder.launch(launch, dy=dy, x=x, total=total)
-
-
-def _mm(x: Tensor, y: Tensor, out: Tensor) -> None:
-    torch.mm(x, y, out=out)
-
-
-def _addmm(bias: Tensor, x: Tensor, y: Tensor, out: Tensor) -> None:
-    torch.addmm(bias, x, y, out=out)
 
 
 def _add_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
@@ -325,7 +320,7 @@ class NormParameters(NamedTuple):
     condition: Buffer | None
 
     def groups(self, name: str) -> dict[str, list[Piece]]:
-        """Return what is packed: with a condition W [2 F, K] and b [2 F], scale before shift."""
+        """Return the packed rows: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
         scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
