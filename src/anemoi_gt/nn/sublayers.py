@@ -14,7 +14,7 @@ answer depends on mutable modules, and to read them takes no longer than to comp
 they were. It is about 20 us a block, and torch.compile turns it into guards.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from anemoi_gt.ops.sublayer_tensors import (
     FeedForwardTensors,
 )
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
+
+# A module of a block, or None; its class, once checked, says which attributes it has.
+Submodule = Any
 
 MOST_FEATURES = 1024  # of a row, which a program of the kernels holds in registers
 
@@ -228,8 +231,8 @@ class CannotFuseError(Exception):
 
 
 def feed_forward_parts(
-    norm: nn.Module,
-    mlp: nn.Module,
+    norm: Submodule,
+    mlp: Submodule,
     *,
     norm_name: str = "layer_norm_mlp_dst",
     mlp_name: str = "node_dst_mlp",
@@ -249,7 +252,7 @@ def feed_forward_parts(
         return str(reason)
 
 
-def attention_parts(block: nn.Module) -> AttentionParts | str:
+def attention_parts(block: Any) -> AttentionParts | str:
     """Return the parts of the attention of a graph-transformer block, or why it cannot be fused.
 
     The network of edge attributes, `edge_pre_mlp`, is no part: its result is `edge_attr`.
@@ -261,8 +264,8 @@ def attention_parts(block: nn.Module) -> AttentionParts | str:
 
 
 def _read_feed_forward(
-    norm: nn.Module,
-    mlp: nn.Module,
+    norm: Submodule,
+    mlp: Submodule,
     norm_name: str,
     mlp_name: str,
 ) -> FeedForwardParts:
@@ -329,7 +332,7 @@ def _read_feed_forward(
     )
 
 
-def _read_attention(block: nn.Module) -> AttentionParts:
+def _read_attention(block: Any) -> AttentionParts:
     if has_global_hooks():
         raise CannotFuseError(GLOBAL_HOOKS)
     _check_dropout(block)
@@ -397,7 +400,7 @@ def _read_attention(block: nn.Module) -> AttentionParts:
     )
 
 
-def _read_attention_norms(modules: dict[str, nn.Module | None]) -> tuple[NormParts, NormParts]:
+def _read_attention_norms(modules: dict[str, Submodule]) -> tuple[NormParts, NormParts]:
     """Return the norms of destinations and of sources, which are the same object in a processor."""
     dst = modules.get("layer_norm_attention")
     norm = _read_norm(dst, "layer_norm_attention")
@@ -417,8 +420,10 @@ def _read_attention_norms(modules: dict[str, nn.Module | None]) -> tuple[NormPar
     return norm, norm_src
 
 
-def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
+def _read_norm(norm: Submodule, name: str) -> NormParts:
     """Return the parts of a layer norm, plain or conditional."""
+    scale: Tensor | None
+    shift: Tensor | None
     has_condition = type(norm) in KnownClasses.conditional_norm
     if has_condition:
         _check_modules({name: norm}, KnownClasses.conditional_norm, "a ConditionalLayerNorm")
@@ -430,6 +435,7 @@ def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
         (scale, scale_bias), (shift, shift_bias) = _read_linears(
             {f"{name}.scale": children.get("scale"), f"{name}.bias": children.get("bias")}
         )
+        shape: tuple[int, ...] = scale.shape
         if scale_bias is None or shift_bias is None:
             raise CannotFuseError(f"its {name} has linear maps without a bias")
     else:
@@ -444,13 +450,11 @@ def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
         raise CannotFuseError(f"{got}, and one is needed")
     features = normalized_shape[0]
     if has_condition:
-        scale_name, shift_name = f"{name}.scale", f"{name}.bias"
-        shape = (features, scale.shape[1])
-        others = scale_name
+        shape = (features, shape[1])
+        scale_name, shift_name, others = f"{name}.scale", f"{name}.bias", f"{name}.scale"
     else:
-        scale_name = shift_name = name
         shape = (features,)
-        others = "normalized_shape"
+        scale_name, shift_name, others = name, name, "normalized_shape"
     # Kernels read `features` rows of both.
     if scale is not None and scale.shape != shape:
         raise _shape_mismatch(scale, shape, scale_name, "normalized_shape")
@@ -462,9 +466,7 @@ def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
     return NormParts(scale, shift, scale_bias, shift_bias, plain.eps, features, has_condition)
 
 
-def _read_head_norms(
-    modules: dict[str, nn.Module | None], channels: int
-) -> tuple[HeadNorm, HeadNorm]:
+def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[HeadNorm, HeadNorm]:
     """Return the norms of queries and of keys."""
     named = {name: modules[name] for name in ("q_norm", "k_norm") if modules.get(name) is not None}
     _check_modules(named, (nn.Identity, *KnownClasses.layer_norm), "a LayerNorm")
@@ -488,7 +490,7 @@ def _read_head_norms(
 
 
 def _read_linears(
-    linears: dict[str, nn.Module | None],
+    linears: dict[str, Submodule],
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Return weight and bias of linear maps, by their names in the block."""
     _check_modules(linears, (nn.Linear,), "a torch.nn.Linear")
@@ -505,7 +507,7 @@ def _read_linears(
     return parameters
 
 
-def _read_activation(activation: nn.Module | None, name: str) -> str:
+def _read_activation(activation: Submodule, name: str) -> str:
     """Return the name of an activation for the kernels."""
     kinds = (nn.GELU, *ACTIVATIONS)
     _check_modules({name: activation}, kinds, "a GELU, SiLU, ReLU or Sigmoid of torch.nn")
@@ -514,7 +516,7 @@ def _read_activation(activation: nn.Module | None, name: str) -> str:
     return "gelu" if activation.approximate == "none" else "gelu_tanh"
 
 
-def _read_parameters(module: nn.Module, module_name: str) -> tuple[Tensor | None, Tensor | None]:
+def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None, Tensor | None]:
     """Return `weight` and `bias` of a module, None where it has none."""
     parameters = []
     for name in ("weight", "bias"):
@@ -531,7 +533,7 @@ def _read_parameters(module: nn.Module, module_name: str) -> tuple[Tensor | None
 
 
 def _check_modules(
-    modules: dict[str, nn.Module | None],
+    modules: dict[str, Submodule],
     kinds: tuple[type[nn.Module], ...],
     needed: str,
 ) -> None:
@@ -564,7 +566,7 @@ def _check_hooks(module: nn.Module, name: str) -> None:
         raise CannotFuseError(f"its {name} has a forward set on it, which a fused sub-layer skips")
 
 
-def _check_dropout(block: nn.Module) -> None:
+def _check_dropout(block: Any) -> None:
     """Raise CannotFuseError if the attention drops weights now, or if its module has hooks."""
     dropout = block.__dict__.get("dropout", 0.0) if block.training else 0.0
     # Anemoi's attention is a module. Its class is not checked here: the integration knows it.

@@ -5,11 +5,12 @@ modules around anemoi_gt's attention, or by upstream's forward. Sources of other
 halo exchange of anemoi_gt, from Anemoi's, or from its strategy "heads".
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anemoi_gt.integrations.anemoi.decision import (
-    FUSED,
     UPSTREAM,
     Call,
     Decision,
@@ -49,7 +50,8 @@ def processor_block(upstream, self, *args, **kwargs):
     decision = decide(self, call.x, call, gathers=distributed and local is None)
     if decision.path == UPSTREAM and (local is None or decision.is_overridden):
         return upstream(self, *args, **kwargs)
-    if decision.path == FUSED:
+    parts = decision.sublayers.attention
+    if not isinstance(parts, str):
         x, halo, edge_index = call.x, None, call.edge_index
         if local is not None:
             norm, sizes = self.layer_norm_attention, call.shards.nodes
@@ -64,7 +66,7 @@ def processor_block(upstream, self, *args, **kwargs):
         conditions = (call.cond, call.cond)
         out = _fused_attention(
             self,
-            decision.sublayers.attention,
+            parts,
             None,
             x,
             call.edge_attr,
@@ -107,9 +109,9 @@ def mapper_block(upstream, self, *args, **kwargs):
     if decision.path == UPSTREAM:
         return upstream(self, *args, **kwargs)
     cond_src, cond_dst = (None, None) if call.cond is None else call.cond
-    if decision.path == FUSED:
+    parts = decision.sublayers.attention
+    if not isinstance(parts, str):
         conditions = (cond_src, cond_dst)
-        parts = decision.sublayers.attention
         out = _fused_attention(
             self, parts, x_src, x_dst, call.edge_attr, call.edge_index, conditions, None
         )
@@ -134,12 +136,12 @@ def mapper_block(upstream, self, *args, **kwargs):
 def transformer_processor_block(upstream, self, x, *args, **kwargs):
     """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
-    decision = decide_transformer(self, "layer_norm_mlp", x, cond)
-    if decision.path == UPSTREAM:
+    parts = decide_transformer(self, "layer_norm_mlp", x, cond).sublayers.feed_forward
+    if isinstance(parts, str):
         return upstream(self, x, *args, **kwargs)
     normed = self.layer_norm_attention(x, **_named_condition(cond))
     x = x + self.attention(normed, shards, batch_size, model_comm_group=group)
-    x = fused_block.feed_forward(decision.sublayers.feed_forward, x, cond)
+    x = fused_block.feed_forward(parts, x, cond)
     return x if Upstream.returns_rows_alone else (x,)
 
 
@@ -154,14 +156,14 @@ def transformer_mapper_block(upstream, self, x, *args, **kwargs):
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x
     # "mpl" is upstream's spelling; its layer_norm_mlp is not used
-    decision = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst)
-    if decision.path == UPSTREAM:
+    parts = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst).sublayers.feed_forward
+    if isinstance(parts, str):
         return upstream(self, x, *args, **kwargs)
     src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
     dst = self.layer_norm_attention_dst(x_dst, **_named_condition(cond_dst))
     # upstream adds to the normed destinations and returns the normed sources (anemoi-models 0.19)
     out = dst + self.attention((src, dst), shards, batch_size, model_comm_group=group)
-    out = fused_block.feed_forward(decision.sublayers.feed_forward, out, cond_dst)
+    out = fused_block.feed_forward(parts, out, cond_dst)
     return (src, out), None
 
 
@@ -235,8 +237,9 @@ def _attend_with_halo_of_anemoi(block, decision: Decision, x: Tensor, call: Call
 
 def _attend_by_heads(block, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
     """Return the attention of local destinations; each rank computes some heads of all nodes."""
-    shards = call.shards
-    if isinstance(shards, getattr(Upstream.shapes, "GraphShardInfo", ())):
+    shards: Any = call.shards
+    of_one_set: Any = getattr(Upstream.shapes, "GraphShardInfo", ())  # not before 0.15
+    if isinstance(shards, of_one_set):
         shards = Upstream.shapes.BipartiteGraphShardInfo(shards.nodes, shards.nodes, shards.edges)
     edge_attr = (
         block.edge_pre_mlp(call.edge_attr) if hasattr(block, "edge_pre_mlp") else call.edge_attr
@@ -277,8 +280,17 @@ def _attend(
         query, key, value, edges = (
             rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges)
         )
-    options = {"dropout_p": dropout_of(block.conv), "config": decision.settings.config}
-    out, _ = edge_attention(query, key, value, graph, edges, *embedding, **options)
+    assert decision.settings is not None  # or Anemoi's forward would compute
+    out, _ = edge_attention(
+        query,
+        key,
+        value,
+        graph,
+        edges,
+        *embedding,
+        dropout_p=dropout_of(block.conv),
+        config=decision.settings.config,
+    )
     out = out if batch == 1 else out.flatten(0, 1)
     return out.flatten(1) if flat else out
 
@@ -307,7 +319,7 @@ def _project(block, rows: Tensor) -> Tensor:
 
 
 def _fused_attention(
-    block: nn.Module,
+    block: Any,
     parts: AttentionParts,
     x_src: Tensor | None,
     x_dst: Tensor,

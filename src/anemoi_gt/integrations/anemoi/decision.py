@@ -12,7 +12,7 @@ keeps the decisions of its forward pass for the recomputation, which must save t
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import wraps
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +56,14 @@ class Decision(NamedTuple):
 class Call(NamedTuple):
     """The arguments of a block's forward, of any version."""
 
-    x: Tensor | tuple[Tensor, Tensor]
+    x: Any  # rows of a processor, or (sources, destinations) of a mapper
     edge_attr: Tensor
     edge_index: Tensor
-    shards: object  # shard_info, or shapes before 0.15
+    shards: Any  # shard_info, or shapes before 0.15
     batch_size: int
     size: int | tuple[int, int]
     group: object  # of the ranks that share a model, or None
-    cond: Tensor | tuple[Tensor, Tensor] | None
+    cond: Any  # None, or conditions of `x`, in its form
 
     @classmethod
     def of(
@@ -122,7 +122,7 @@ def keeping_decisions(function: Callable) -> Callable:
     return run
 
 
-def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decision:
+def decide(block: Any, x_dst: Tensor, call: Call, gathers: bool) -> Decision:
     """Return the path of a block with destinations `x_dst`; log it if it is less than requested.
 
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that
@@ -131,9 +131,7 @@ def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decisi
     return _decide_once(block, lambda: _decide(block, x_dst, call, gathers))
 
 
-def decide_transformer(
-    block: nn.Module, norm_name: str, x: Tensor, cond: Tensor | None
-) -> Decision:
+def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
     """Return the path of a transformer block with rows x; log it if it is less than requested.
 
     `norm_name` names the norm before its feed-forward network. Raise ValueError if `blocks` is
@@ -142,16 +140,16 @@ def decide_transformer(
     return _decide_once(block, lambda: _decide_transformer(block, norm_name, x, cond))
 
 
-def _decide_once(block: nn.Module, decide_now: Callable[[], Decision]) -> Decision:
+def _decide_once(block: Any, decide_now: Callable[[], Decision]) -> Decision:
     """Return the forward pass's decision in a recomputation, else a new one, which is recorded."""
     if torch.compiler.is_compiling():
         decision = decide_now()
         report.record_traced(type(block), decision.path, decision.reason)
         return decision
     chunk = _CHUNK.get()
-    decision = None if chunk is None else chunk.take()
-    if decision is not None:
-        return decision
+    kept = None if chunk is None else chunk.take()
+    if kept is not None:
+        return kept
     decision = decide_now()
     if chunk is not None and chunk.position is None:
         chunk.decisions.append(decision)
@@ -159,7 +157,7 @@ def _decide_once(block: nn.Module, decide_now: Callable[[], Decision]) -> Decisi
     return decision
 
 
-def examine(block: nn.Module, device: torch.device) -> Decision:
+def examine(block: Any, device: torch.device) -> Decision:
     """Predict the path of a block on one rank and device, from the block alone; log nothing."""
     if isinstance(block, Upstream.transformers):
         norm_name = "layer_norm_mlp"
@@ -174,7 +172,7 @@ def examine(block: nn.Module, device: torch.device) -> Decision:
 
 
 def _decide(
-    block: nn.Module,
+    block: Any,
     x_dst: Tensor,
     call: Call,
     gathers: bool,
@@ -219,7 +217,7 @@ def _decide(
 
 
 def _decide_transformer(
-    block: nn.Module,
+    block: Any,
     norm_name: str,
     x: Tensor,
     cond: Tensor | None,
@@ -266,7 +264,7 @@ def _is_temporary(reason: str) -> bool:
     return "hooks" in reason or reason.startswith("torch.jit")
 
 
-def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
+def _reason_against_attention(block: Any, call: Call) -> str | None:
     """Return why the attention of a block cannot be replaced, or None."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it, which would make constants of sizes"
@@ -293,10 +291,10 @@ def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
         return f"its conv is {class_path(type(conv))}, which is not Anemoi's attention"
     if "forward" in conv.__dict__:
         return "its conv has an instance-level forward"
-    return "its conv has hooks, which would be skipped" if hooks_of(conv) else None
+    return "its conv has hooks, which would be skipped" if hooks_of(block.conv) else None
 
 
-def _reason_to_embed(block: nn.Module, settings: Settings, gathers: bool) -> str | None:
+def _reason_to_embed(block: Any, settings: Settings, gathers: bool) -> str | None:
     """Return why edges must be embedded before the attention, or None."""
     if not settings.fuse_edges or gathers:
         return None
@@ -310,18 +308,18 @@ def _reason_to_embed(block: nn.Module, settings: Settings, gathers: bool) -> str
 
 
 def _sublayers_of(
-    block: nn.Module, x_dst: Tensor, call: Call, settings: Settings, gathers: bool
+    block: Any, x_dst: Tensor, call: Call, settings: Settings, gathers: bool
 ) -> BlockPath:
     """Return the parts of each sub-layer of a block, or the reason why its modules compute it."""
     if not fused_block.runs_on_triton(x_dst, settings.config):
         return BlockPath.by_modules("another backend than triton computes its attention")
-    attention = None
+    attention: str | None = None
     if gathers:
         attention = "its nodes are sharded by Anemoi"
     elif not settings.fuse_edges:
         attention = "its edges are embedded before the attention"
     feed_forward = _overridden_network(block, "run_node_dst_mlp")
-    source_feed_forward = NO_SOURCES
+    source_feed_forward: str | None = NO_SOURCES
     # processor blocks of anemoi-models have the attribute, and nothing to update
     if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
         source_feed_forward = _overridden_network(block, "run_node_src_mlp")
@@ -329,7 +327,7 @@ def _sublayers_of(
     return BlockPath.of_modules(block, x_dst, call.cond, settings.config, reasons)
 
 
-def _overridden_network(block: nn.Module, name: str) -> str | None:
+def _overridden_network(block: Any, name: str) -> str | None:
     """Return why a feed-forward network is not run by Anemoi's method, or None."""
     if name in block.__dict__:
         return f"its {name} was replaced on the instance"
@@ -367,6 +365,9 @@ def _upstream_class(kind: type) -> type:
     return next(upstream for upstream in Upstream.blocks if issubclass(kind, upstream))
 
 
-def dropout_of(conv: object) -> float:
+def dropout_of(conv: Any) -> float:
     """Return the dropout probability of the attention in the current mode."""
-    return conv.dropout if isinstance(conv, nn.Module) and conv.training else 0.0
+    if isinstance(conv, nn.Module) and conv.training:
+        dropout: Any = conv.dropout
+        return dropout
+    return 0.0

@@ -78,7 +78,7 @@ def add_model(model: nn.Module) -> None:
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks of a model that we compute, or a sub-layer of, and their paths."""
-    kinds = (Upstream.block, *Upstream.transformers)
+    kinds: tuple[type[nn.Module], ...] = (Upstream.block, *Upstream.transformers)
     return [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
 
 
@@ -98,8 +98,10 @@ def computed() -> tuple[Computed, ...]:
 
 def _of_block(path: str, block: nn.Module) -> Computed:
     path_and_reason = _BLOCKS.get(block) or _TRACED.get(type(block))
-    name, reason = path_and_reason or (None, None)
-    return Computed(path, type(block).__name__, WORDS.get(name, "not yet"), reason)
+    if path_and_reason is None:
+        return Computed(path, type(block).__name__, "not yet", None)
+    name, reason = path_and_reason
+    return Computed(path, type(block).__name__, WORDS[name], reason)
 
 
 def summary(blocks: tuple[Computed, ...]) -> str:
