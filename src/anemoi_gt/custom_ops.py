@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,11 +28,14 @@ NO_FORWARD_MODE = (
 
 
 def flat_arguments(function: Callable) -> Callable:
-    """Return `function` with each parameter annotated as a NamedTuple replaced by its fields."""
+    """Return `function` with each parameter annotated as a NamedTuple replaced by its fields.
+
+    The NamedTuple may be generic in what its fields hold: it is annotated as `Pair[Tensor]` then.
+    """
     groups, parameters = [], []
     for parameter in inspect.signature(function).parameters.values():
         kind = parameter.annotation
-        fields = get_type_hints(kind) if hasattr(kind, "_fields") else None
+        fields = _field_annotations(kind) if hasattr(kind, "_fields") else None
         flat = {parameter.name: kind} if fields is None else fields
         groups.append((None if fields is None else kind._make, len(flat)))
         parameters += [
@@ -53,6 +56,18 @@ def flat_arguments(function: Callable) -> Callable:
     signature = inspect.signature(function).replace(parameters=parameters)
     vars(flat_function)["__signature__"] = signature  # read by `inspect.signature`
     return flat_function
+
+
+def _field_annotations(kind: Any) -> dict[str, Any]:
+    """Return the annotations of the fields of a NamedTuple, generic in one type at most."""
+    annotations = get_type_hints(get_origin(kind) or kind)
+    for held in get_args(kind):
+        for name, annotation in annotations.items():
+            if isinstance(annotation, TypeVar):
+                annotations[name] = held
+            elif getattr(annotation, "__parameters__", ()):  # `T | None`
+                annotations[name] = annotation[held]
+    return annotations
 
 
 def define_operator(function: Callable) -> torch._ops.OpOverload:

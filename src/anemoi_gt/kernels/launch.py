@@ -97,7 +97,7 @@ class Launch:
         self.tensors = kernel.arg_names[:first]
         self.values = [values[name] for name in kernel.arg_names[first:]]
 
-    def name(self, dtypes: Mapping[str, str]) -> str:
+    def name(self, dtypes: Mapping[str, str | None]) -> str:
         """Return the profile name for tensors of these dtypes, such as "bf16", uncompiled."""
         # the latter under the interpreter
         make = getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]

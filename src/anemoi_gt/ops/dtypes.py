@@ -18,8 +18,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cast_operands(
-    precision: str | None, operands: AttentionOperands
-) -> tuple[AttentionOperands, torch.dtype]:
+    precision: str | None, operands: AttentionOperands[Tensor]
+) -> tuple[AttentionOperands[Tensor], torch.dtype]:
     """Return all operands in one dtype, and the output dtype: the query's, or autocast's."""
     query = operands.query
     dtype = autocast_dtype(query) if precision is None else DTYPES[precision]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,20 +12,37 @@ from anemoi_gt.graph.checks import have_size
 from anemoi_gt.option_checks import check_number
 
 
-class AttentionOperands(NamedTuple):
+class Operand(Protocol):
+    """What has a shape and a dtype: a tensor, or what stands for one in a plan."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+
+
+# What a tuple of named arguments holds: the tensors of a call, or in a plan its buffers.
+Held = TypeVar("Held", covariant=True)
+OperandT = TypeVar("OperandT", bound=Operand)  # of functions that read shapes and dtypes alone
+
+
+class AttentionOperands(NamedTuple, Generic[Held]):
     """The floating-point operands of one call; `edge_attention` documents them."""
 
-    query: Tensor  # [N_dst, H, C] or [B, N_dst, H, C]
-    key: Tensor  # [N_src, H, C] or [B, N_src, H, C]
-    value: Tensor  # [N_src, H, C] or [B, N_src, H, C]
-    edge_attr: Tensor | None = None  # raw [.., E, D] with edge_weight, else embedded [.., E, H, C]
-    edge_weight: Tensor | None = None  # [H * C, D]
-    edge_bias: Tensor | None = None  # [H * C]
+    query: Held  # [N_dst, H, C] or [B, N_dst, H, C]
+    key: Held  # [N_src, H, C] or [B, N_src, H, C]
+    value: Held  # [N_src, H, C] or [B, N_src, H, C]
+    edge_attr: Held | None = None  # raw [.., E, D] with edge_weight, else embedded [.., E, H, C]
+    edge_weight: Held | None = None  # [H * C, D]
+    edge_bias: Held | None = None  # [H * C]
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "AttentionOperands":
+    def map(self, function: Callable[[Held], Held]) -> "AttentionOperands[Held]":
         """Return `function` of each operand; one that is None stays None."""
 
-        def apply(operand: Tensor | None) -> Tensor | None:
+        def apply(operand: Held | None) -> Held | None:
             return None if operand is None else function(operand)
 
         rows = function(self.query), function(self.key), function(self.value)
@@ -44,7 +61,7 @@ class Needs(NamedTuple):
     edge_bias: bool = True
 
 
-def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
+def check_operands(operands: AttentionOperands[Tensor], graph: GraphStructure) -> None:
     """Raise ValueError unless the operands of `edge_attention` fit together and fit `graph`."""
     query, key, value, *edges = operands
     if not isinstance(graph, GraphStructure):

@@ -15,27 +15,28 @@ Dimensions: N nodes of a batch entry, B batch entries, F features, K_h hidden fe
 channels, D edge attributes, R halo rows.
 """
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
-from torch import Tensor
+
+from anemoi_gt.ops.operands import Held
 
 
-class FeedForwardTensors(NamedTuple):
+class FeedForwardTensors(NamedTuple, Generic[Held]):
     """Tensors of a feed-forward sub-layer; or their gradients, None where none is needed."""
 
-    x: Tensor | None  # [N, F]
-    norm_scale: Tensor | None  # [F], or [F, K] with a condition
-    norm_shift: Tensor | None
-    norm_scale_bias: Tensor | None  # [F], with a condition alone
-    norm_shift_bias: Tensor | None
-    condition: Tensor | None  # [N, K]
-    weight_gate: Tensor | None  # [K_h, F] of a gated network
-    bias_gate: Tensor | None  # [K_h]
-    weight_in: Tensor | None  # [K_h, F]
-    bias_in: Tensor | None  # [K_h]
-    weight_out: Tensor | None  # [F, K_h]
-    bias_out: Tensor | None  # [F]
+    x: Held  # [N, F]
+    norm_scale: Held | None  # [F], or [F, K] with a condition
+    norm_shift: Held | None
+    norm_scale_bias: Held | None  # [F], with a condition alone
+    norm_shift_bias: Held | None
+    condition: Held | None  # [N, K]
+    weight_gate: Held | None  # [K_h, F] of a gated network
+    bias_gate: Held | None  # [K_h]
+    weight_in: Held  # [K_h, F]
+    bias_in: Held | None  # [K_h]
+    weight_out: Held  # [F, K_h]
+    bias_out: Held | None  # [F]
 
 
 class FeedForwardOptions(NamedTuple):
@@ -48,41 +49,41 @@ class FeedForwardOptions(NamedTuple):
     dtype: torch.dtype  # of the products
 
 
-class AttentionTensors(NamedTuple):
+class AttentionTensors(NamedTuple, Generic[Held]):
     """Tensors of an attention sub-layer; or their gradients, None where none is needed.
 
     x_src is None where sources and destinations are one set of nodes with one norm. The halo
     follows a rank's own sources in each batch entry; its owners normed it.
     """
 
-    x_src: Tensor | None  # [B * N_src, F]
-    halo: Tensor | None  # [B * R, F]
-    x_dst: Tensor | None  # [B * N_dst, F]
-    edge_attr: Tensor | None  # [E, D] or [B, E, D]
-    norm_scale: Tensor | None  # of destinations: [F], or [F, K] with a condition
-    norm_shift: Tensor | None
-    norm_scale_bias: Tensor | None  # [F], with a condition alone
-    norm_shift_bias: Tensor | None
-    condition: Tensor | None  # [B * N_dst, K]
-    norm_src_scale: Tensor | None  # of sources, where x_src is not None
-    norm_src_shift: Tensor | None
-    norm_src_scale_bias: Tensor | None
-    norm_src_shift_bias: Tensor | None
-    condition_src: Tensor | None  # [B * N_src, K]
-    query_weight: Tensor | None  # [H * C, F]
-    query_bias: Tensor | None  # [H * C]
-    self_weight: Tensor | None  # [H * C, F]
-    self_bias: Tensor | None
-    key_weight: Tensor | None  # [H * C, F]
-    key_bias: Tensor | None
-    value_weight: Tensor | None  # [H * C, F]
-    value_bias: Tensor | None
-    edge_weight: Tensor | None  # [H * C, D]
-    edge_bias: Tensor | None
-    projection_weight: Tensor | None  # [F, H * C]
-    projection_bias: Tensor | None
-    query_norm_scale: Tensor | None  # [C]
-    key_norm_scale: Tensor | None
+    x_src: Held | None  # [B * N_src, F]
+    halo: Held | None  # [B * R, F]
+    x_dst: Held  # [B * N_dst, F]
+    edge_attr: Held  # [E, D] or [B, E, D]
+    norm_scale: Held | None  # of destinations: [F], or [F, K] with a condition
+    norm_shift: Held | None
+    norm_scale_bias: Held | None  # [F], with a condition alone
+    norm_shift_bias: Held | None
+    condition: Held | None  # [B * N_dst, K]
+    norm_src_scale: Held | None  # of sources, where x_src is not None
+    norm_src_shift: Held | None
+    norm_src_scale_bias: Held | None
+    norm_src_shift_bias: Held | None
+    condition_src: Held | None  # [B * N_src, K]
+    query_weight: Held  # [H * C, F]
+    query_bias: Held | None  # [H * C]
+    self_weight: Held  # [H * C, F]
+    self_bias: Held | None
+    key_weight: Held  # [H * C, F]
+    key_bias: Held | None
+    value_weight: Held  # [H * C, F]
+    value_bias: Held | None
+    edge_weight: Held  # [H * C, D]
+    edge_bias: Held | None
+    projection_weight: Held  # [F, H * C]
+    projection_bias: Held | None
+    query_norm_scale: Held | None  # [C]
+    key_norm_scale: Held | None
 
 
 class AttentionOptions(NamedTuple):

@@ -152,7 +152,7 @@ def head_group_size(heads: int, rows: int) -> int:
 
 
 def attend(
-    operands: AttentionOperands,
+    operands: AttentionOperands[Tensor],
     graph: GraphStructure,
     seed: Tensor | None,
     scale: float,

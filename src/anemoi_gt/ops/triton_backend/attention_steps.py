@@ -14,8 +14,8 @@ have programs for the segments of such hubs too, and `join` writes the hubs' row
 A launch may be given a tile, to measure it; None uses the heuristic of `tiles`.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -35,13 +35,14 @@ LOG2_E = 1.4426950408889634
 PROGRAMS = 528  # that share the sum of dW, all heads; fixed, so that its order never changes
 
 
-class AttentionCall(NamedTuple):
+@dataclass(frozen=True)
+class AttentionCall:
     """One call of edge attention on a plan: sizes, and the buffers of its tensors."""
 
     builder: PlanBuilder
     sizes: Sizes
-    operands: AttentionOperands  # of buffers
-    index: IndexTensors  # of buffers
+    operands: AttentionOperands[Buffer]
+    index: IndexTensors[Buffer]
     seed: Buffer | None = None
 
     def destination_buffers(self) -> dict[str, Buffer | None]:
@@ -97,6 +98,7 @@ def attend_and_add(call: AttentionCall, saved: Saved, scratch: Buffer, rows: Buf
     """
     project(call, call.operands.query, saved.projected)
     _, attr_sums = attend_rows(call, saved, scratch)
+    assert attr_sums is not None  # attributes of a sub-layer are raw
     embed(call, attr_sums, rows, skip=scratch)
 
 
@@ -106,8 +108,8 @@ def gradients(
     grad_out: Buffer,
     grad_lse: Buffer | None,
     needs: Needs,
-    into: AttentionOperands | None = None,
-) -> AttentionOperands:
+    into: AttentionOperands[Buffer | None] | None = None,
+) -> AttentionOperands[Buffer | None]:
     """Differentiate; return the gradients that `needs` asks for, None for others.
 
     `into` has the buffers to write, rows with the row stride of `Sizes`. Without it they are
@@ -124,25 +126,27 @@ def gradients(
         )
     edge_attr = call.operands.edge_attr
     dattr = None
-    if needs.edge_attr and sizes.shares_attributes:  # summed over the batch below
-        dattr = builder.empty((sizes.batch, *edge_attr.shape[1:]), torch.float32)
-    elif needs.edge_attr:
-        dattr = builder.empty_like(edge_attr)
+    if edge_attr is not None and needs.edge_attr:
+        if sizes.shares_attributes:  # summed over the batch below
+            dattr = builder.empty((sizes.batch, *edge_attr.shape[1:]), torch.float32)
+        else:
+            dattr = builder.empty_like(edge_attr)
 
     projected_grad = project(call, grad_out) if is_raw else None
     p_ds, sums = differentiate_rows(
         call, saved, projected_grad, grad_out, grad_lse, into.query, dattr
     )
-    if is_raw and (needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias):
+    needs_sums = needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias
+    if projected_grad is not None and needs_sums:
         if sums is None:
             sums = differentiate_attributes(call, p_ds, saved, projected_grad, dattr)
-        if needs.query:
+        if into.query is not None:
             embed(call, sums[1], into.query)
         if needs.edge_weight or needs.edge_bias:
             differentiate_weight(call, grad_out, *sums, into.edge_weight, into.edge_bias)
     if needs.key or needs.value:
         differentiate_sources(call, p_ds, grad_out, into.key, into.value)
-    if needs.edge_attr and sizes.shares_attributes:
+    if edge_attr is not None and dattr is not None and sizes.shares_attributes:
         per_entry = dattr
         dattr = builder.empty_like(edge_attr)
         builder.compute(_sum_over_batch, per_entry, dattr)
@@ -155,9 +159,14 @@ def _sum_over_batch(entries: torch.Tensor, out: torch.Tensor) -> None:
 
 def has_fixed_degree(sizes: Sizes) -> bool:
     """Return whether fixed-degree kernels run: small known in-degree, raw attributes, fit."""
+    return _fixed_degree_tile(sizes) is not None
+
+
+def _fixed_degree_tile(sizes: Sizes) -> RowTile | None:
+    """Return the tile of the fixed-degree kernels, None where they do not run."""
     if not sizes.fixed_in_degree or sizes.embedded:
-        return False
-    return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree) is not None
+        return None
+    return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
 
 
 def dst_segment(sizes: Sizes) -> int:
@@ -171,8 +180,9 @@ def forward_tile(sizes: Sizes) -> RowTile:
     Measured with a fixed in-degree, decoder at C = 64 / 32: 1.02, 0.60 ms; with packed pairs
     1.10, 0.61.
     """
-    if has_fixed_degree(sizes):
-        return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
+    tile = _fixed_degree_tile(sizes)
+    if tile is not None:
+        return tile
     return tiles.forward_tile(sizes.over_destinations)
 
 
@@ -182,8 +192,8 @@ def destination_tile(sizes: Sizes) -> RowTile:
     Measured with a fixed in-degree, decoder at C = 64 / 32: 1.26, 0.98 ms; with packed pairs
     1.31, 0.88.
     """
-    if has_fixed_degree(sizes):
-        tile = tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
+    tile = _fixed_degree_tile(sizes)
+    if tile is not None:
         packed = (
             sizes.pairs_possible
             and tile.heads * tile.channels < tiles.ROW_ELEMENTS * tile.num_warps
@@ -277,14 +287,18 @@ def join(
     segment: int,
     parts: Sequence[Buffer | None],
     results: Sequence[Buffer | None],
-    statistics: dict[str, Buffer] | None = None,
+    statistics: Mapping[str, Buffer | None] | None = None,
 ) -> None:
     """Join the segments' `parts` [B * blocks, H, ..] into hub rows of `results` [B, N, H, ..].
 
     Parts that are None are left out. With `statistics`, the buffers by name, lse and
     inv_denominator are made from the segments' values, which also weigh their parts.
     """
-    pairs = [(part, rows) for part, rows in zip(parts, results, strict=True) if part is not None]
+    pairs = [
+        (part, rows)
+        for part, rows in zip(parts, results, strict=True)
+        if part is not None and rows is not None  # parts have the results that they are joined into
+    ]
     if not pairs:
         return
     part, rows = pairs[0]
@@ -514,6 +528,7 @@ def differentiate_sources(
 ) -> None:
     """Differentiate over sources: fill dkey and dvalue."""
     sizes, index = call.sizes, call.index
+    assert index.rowptr is not None  # what needs gradients has the reverse structure
     segment_dkey = _segment_rows(call, dkey, sizes.channels, sizes.src_segment)
     segment_dvalue = _segment_rows(call, dvalue, sizes.channels, sizes.src_segment)
     call.builder.launch(

@@ -28,7 +28,7 @@ makes normed rows again, where it reads x. Gradients of parameters are parts of 
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from anemoi_gt.custom_ops import (
 )
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.operands import AttentionOperands, Needs
+from anemoi_gt.ops.operands import AttentionOperands, Held, Needs, Operand, OperandT
 from anemoi_gt.ops.sublayer_tensors import AttentionOptions, AttentionTensors
 from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
 from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer, Plan, PlanBuilder
@@ -77,25 +77,25 @@ class SublayerNeeds(NamedTuple):
     condition_src: bool
 
     @classmethod
-    def of(cls, needs: AttentionTensors) -> "SublayerNeeds":
+    def of(cls, needs: AttentionTensors[bool]) -> "SublayerNeeds":
         """Read them from the needs of all tensors."""
         return cls(*(bool(getattr(needs, name)) for name in cls._fields))
 
 
-class SublayerGradients(NamedTuple):
+class SublayerGradients(NamedTuple, Generic[Held]):
     """Results of the backward plan; None for what is absent or not needed."""
 
-    x_src: Buffer | Tensor | None
-    halo: Buffer | Tensor | None
-    x_dst: Buffer | Tensor
-    edge_attr: Buffer | Tensor | None
-    condition: Buffer | Tensor | None
-    condition_src: Buffer | Tensor | None
-    parameters: Buffer | Tensor  # a block, see `parameter_pieces`
+    x_src: Held | None
+    halo: Held | None
+    x_dst: Held
+    edge_attr: Held | None
+    condition: Held | None
+    condition_src: Held | None
+    parameters: Held  # a block, see `parameter_pieces`
 
 
 def attention_sublayer(
-    tensors: AttentionTensors, graph: GraphStructure, options: AttentionOptions
+    tensors: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
 ) -> Tensor:
     """Return z [B * N_dst, F], in the promoted dtype of x and the products.
 
@@ -115,7 +115,9 @@ def attention_sublayer(
     return z
 
 
-def _weight_groups(t: AttentionTensors, options: AttentionOptions) -> dict[str, list[Piece]]:
+def _weight_groups(
+    t: AttentionTensors[OperandT], options: AttentionOptions
+) -> dict[str, list[Piece[OperandT]]]:
     """Return the packed parameters by the group that stacks them."""
     weights = (t.query_weight, t.self_weight, t.key_weight, t.value_weight)
     groups = {
@@ -140,13 +142,13 @@ def _weight_groups(t: AttentionTensors, options: AttentionOptions) -> dict[str, 
     )
 
 
-def _norm_parameters(t: AttentionTensors) -> NormParameters:
+def _norm_parameters(t: AttentionTensors[Held]) -> NormParameters[Held]:
     return NormParameters(
         t.norm_scale, t.norm_shift, t.norm_scale_bias, t.norm_shift_bias, t.condition
     )
 
 
-def _source_norm_parameters(t: AttentionTensors) -> NormParameters:
+def _source_norm_parameters(t: AttentionTensors[Held]) -> NormParameters[Held]:
     return NormParameters(
         t.norm_src_scale,
         t.norm_src_shift,
@@ -168,7 +170,7 @@ class _Layout(NamedTuple):
     is_one_set: bool  # sources are the destinations, with one norm; a halo may follow them
 
     @classmethod
-    def of(cls, t: AttentionTensors, options: AttentionOptions) -> "_Layout":
+    def of(cls, t: AttentionTensors[Operand], options: AttentionOptions) -> "_Layout":
         x_src = t.x_dst if t.x_src is None else t.x_src
         halo = 0 if t.halo is None else t.halo.shape[0] // options.batch
         return cls(
@@ -196,7 +198,7 @@ class _Layout(NamedTuple):
         """Elements between the queries of two nodes, and between their keys."""
         return (4 if self.is_one_tensor else 2) * self.width
 
-    def rows(self, dst, src) -> "NodeRows":
+    def rows(self, dst: Buffer, src: Buffer) -> "NodeRows":
         """Return query, y, key and value, columns of the tensors of destinations and sources."""
         width = self.width
         first = 2 * width if self.is_one_tensor else 0
@@ -246,7 +248,9 @@ class NodeRows(NamedTuple):
     value: Buffer
 
 
-def _sizes(t: AttentionTensors, index: IndexTensors, options: AttentionOptions) -> Sizes:
+def _sizes(
+    t: AttentionTensors[Operand], index: IndexTensors[Operand], options: AttentionOptions
+) -> Sizes:
     """Return the sizes of the call of edge attention."""
     layout = _Layout.of(t, options)
     batch = () if layout.batch == 1 else (layout.batch,)
@@ -256,19 +260,23 @@ def _sizes(t: AttentionTensors, index: IndexTensors, options: AttentionOptions) 
     edge_attr = Shaped(_attribute_shape(t.edge_attr, layout), options.dtype)
     has_bias = t.edge_bias is not None or t.value_bias is not None
     edge_bias = Shaped((layout.width,), options.dtype) if has_bias else None
-    operands = AttentionOperands(query, key, key, edge_attr, t.edge_weight, edge_bias)
+    operands: AttentionOperands[Operand] = AttentionOperands(
+        query, key, key, edge_attr, t.edge_weight, edge_bias
+    )
     scale = heads[1] ** -0.5
     return sizes_of(operands, index, scale, row_stride=layout.row_stride)
 
 
-def _attribute_shape(edge_attr, layout: _Layout) -> tuple[int, ...]:
+def _attribute_shape(edge_attr: Operand, layout: _Layout) -> tuple[int, ...]:
     """Return the shape of the edge attributes as the attention takes them."""
     if layout.batch > 1 and len(edge_attr.shape) == 2:
         return (1, *edge_attr.shape)  # shared by the batch
     return tuple(edge_attr.shape)
 
 
-def kept_layout(t: AttentionTensors, index: IndexTensors, options: AttentionOptions) -> BlockLayout:
+def kept_layout(
+    t: AttentionTensors[Operand], index: IndexTensors[Operand], options: AttentionOptions
+) -> BlockLayout:
     """Return the layout of what the forward pass keeps for the backward pass."""
     layout = _Layout.of(t, options)
     sizes = _sizes(t, index, options)
@@ -290,8 +298,8 @@ def kept_layout(t: AttentionTensors, index: IndexTensors, options: AttentionOpti
 
 def _attention_call(
     builder: PlanBuilder,
-    t: AttentionTensors,
-    index: IndexTensors,
+    t: AttentionTensors[Buffer],
+    index: IndexTensors[Buffer],
     options: AttentionOptions,
     rows: NodeRows,
     attr: Buffer,
@@ -315,7 +323,7 @@ def _attention_call(
 
 
 def _normed_heads(
-    builder: PlanBuilder, t: AttentionTensors, options: AttentionOptions, rows: NodeRows
+    builder: PlanBuilder, t: AttentionTensors[Buffer], options: AttentionOptions, rows: NodeRows
 ) -> NodeRows:
     """Return rows with query and key normed per head, in scratch; unchanged without norms."""
     if not options.query_norm_eps and not options.key_norm_eps:
@@ -364,8 +372,8 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
     from anemoi_gt.ops.triton_backend import attention_steps
 
     builder = PlanBuilder(specs)
-    t = AttentionTensors(*builder.inputs[:NUM_TENSORS])
-    index = IndexTensors(*builder.inputs[NUM_TENSORS:])
+    t: AttentionTensors[Buffer] = AttentionTensors._make(builder.inputs[:NUM_TENSORS])
+    index: IndexTensors[Buffer] = IndexTensors._make(builder.inputs[NUM_TENSORS:])
     layout = _Layout.of(t, options)
     kept = builder.empty_parts(kept_layout(t, index, options), together=save)
     weights = sublayer_steps.pack_weights(builder, _weight_groups(t, options), kept["packed"])
@@ -377,12 +385,13 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
     if layout.is_one_set:
         source_norm, x_src = norm, t.x_dst
     else:
+        assert t.x_src is not None
         source_norm = Norm.of(
             builder, _source_norm_parameters(t), options.norm_src_eps, weights, "norm_src"
         )
         x_src = t.x_src
     sublayer_steps.norm_forward(builder, x_src, source_norm, n_src, layout.batch, layout.sources)
-    if layout.halo:
+    if t.halo is not None and layout.halo:
         sublayer_steps.copy(
             builder, t.halo.unflatten(0, (layout.batch, layout.halo)), layout.halo_rows(n_src)
         )
@@ -442,13 +451,15 @@ def backward_plan(
     from anemoi_gt.ops.triton_backend import attention_steps
 
     shapes = Shaped.all_of(specs)
-    shapes_of_tensors = AttentionTensors(*shapes[:NUM_TENSORS])
-    kept_parts = kept_layout(shapes_of_tensors, IndexTensors(*shapes[NUM_TENSORS:]), options)
+    shapes_of_tensors: AttentionTensors[Shaped] = AttentionTensors._make(shapes[:NUM_TENSORS])
+    shapes_of_index: IndexTensors[Shaped] = IndexTensors._make(shapes[NUM_TENSORS:])
+    kept_parts = kept_layout(shapes_of_tensors, shapes_of_index, options)
     grad_spec = (shapes_of_tensors.x_dst.shape, _out_dtype(shapes_of_tensors, options))
     builder = PlanBuilder([*specs, ((kept_parts.num_bytes,), torch.uint8), grad_spec])
-    t = AttentionTensors(*builder.inputs[:NUM_TENSORS])
-    index = IndexTensors(*builder.inputs[NUM_TENSORS:NUM_INPUTS])
+    t: AttentionTensors[Buffer] = AttentionTensors._make(builder.inputs[:NUM_TENSORS])
+    index: IndexTensors[Buffer] = IndexTensors._make(builder.inputs[NUM_TENSORS:NUM_INPUTS])
     kept_block, grad = builder.inputs[NUM_INPUTS:]
+    assert kept_block is not None and grad is not None
     kept = kept_parts.buffers(kept_block)
     layout = _Layout.of(t, options)
     weights = PackedWeights.of(_weight_groups(t, options)).views(kept["packed"])
@@ -531,6 +542,7 @@ def backward_plan(
         normed_rows = through.differentiate(t.x_dst, dx_dst, grad, dn)
         all_projections.differentiate(builder, dst, normed_rows, is_first=True)
     elif layout.is_one_set:
+        assert t.halo is not None and dhalo is not None  # or there were one tensor
         dn = sublayer_steps.product(builder, src, of_sources.weight)
         for local, among_sources in layout.entries():
             sublayer_steps.add_product(
@@ -554,11 +566,13 @@ def backward_plan(
         source_map = sublayer_steps.modulation_gradients(
             builder, source_norm, parameters.get("norm_src_map"), needs.condition_src
         )
+        assert t.x_src is not None
         dx_src = builder.empty_like(t.x_src)
         through = _ThroughNorm(sums, layout, "norm_src", source_norm, source_map)
         dn = sublayer_steps.product(builder, src, of_sources.weight)
         normed_rows = through.differentiate(t.x_src, dx_src, None, dn)
         if layout.halo:
+            assert t.halo is not None and dhalo is not None
             _differentiate_halo(builder, layout, t.halo, dn, normed_rows, dhalo)
         of_sources.differentiate(builder, src, normed_rows, is_first=True)
     sums.total_into(parameters["sums"])
@@ -710,7 +724,7 @@ def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
     torch.sum(rows * attends.repeat(num_entries).unsqueeze(1), 0, out=total)
 
 
-def parameter_pieces(t: AttentionTensors, options: AttentionOptions) -> ParameterPieces:
+def parameter_pieces(t: AttentionTensors[Operand], options: AttentionOptions) -> ParameterPieces:
     """Return where the gradients of parameters lie in their block."""
     width, features = t.query_weight.shape
     nodes = ("query_weight", "self_weight", "key_weight", "value_weight")
@@ -735,7 +749,9 @@ def parameter_pieces(t: AttentionTensors, options: AttentionOptions) -> Paramete
     return ParameterPieces.of(groups)
 
 
-def _sum_pieces(t: AttentionTensors, options: AttentionOptions) -> dict[str, GradientPiece]:
+def _sum_pieces(
+    t: AttentionTensors[Operand], options: AttentionOptions
+) -> dict[str, GradientPiece]:
     """Return the gradients that are sums over nodes, by the names of their columns."""
     features = t.x_dst.shape[1]
     pieces = sublayer_steps.norm_sum_pieces("norm", features, t.condition is not None)
@@ -755,23 +771,26 @@ def _sum_pieces(t: AttentionTensors, options: AttentionOptions) -> dict[str, Gra
 
 
 def _named_gradients(
-    t: AttentionTensors,
-    results: SublayerGradients,
+    t: AttentionTensors[Tensor],
+    results: SublayerGradients[Tensor],
     pieces: ParameterPieces,
-    needs: AttentionTensors,
+    needs: AttentionTensors[bool],
 ) -> list[Tensor | None]:
     """Return the gradients that are needed, in the order and the dtypes of `t`."""
     gradients = pieces.gradients(results.parameters)
     for name in ("x_src", "halo", "x_dst", "condition", "condition_src"):
         gradients[name] = getattr(results, name)
     if needs.edge_attr:
-        gradients["edge_attr"] = results.edge_attr.view(t.edge_attr.shape)
+        dedge_attr = results.edge_attr
+        shape = t.edge_attr.shape
+        gradients["edge_attr"] = dedge_attr.view(shape)  # type: ignore[union-attr]  # it is needed
     if needs.key_bias and "key_bias" not in gradients:
-        gradients["key_bias"] = torch.zeros_like(t.key_bias)
+        bias = t.key_bias
+        gradients["key_bias"] = torch.zeros_like(bias)  # type: ignore[arg-type]  # it is needed
     return sublayer_steps.ordered_gradients(t, gradients, needs)
 
 
-def _out_dtype(t: AttentionTensors, options: AttentionOptions) -> torch.dtype:
+def _out_dtype(t: AttentionTensors[Operand], options: AttentionOptions) -> torch.dtype:
     """Return the dtype of z, and of its gradient."""
     return torch.promote_types(t.x_dst.dtype, options.dtype)
 
@@ -783,27 +802,31 @@ def plans_of(specs: tuple, options: AttentionOptions) -> SublayerPlans:
 
 
 def _run_forward(
-    tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool
+    tensors: AttentionTensors[Tensor],
+    index: IndexTensors[Tensor],
+    options: AttentionOptions,
+    save: bool,
 ) -> tuple[SublayerPlans, list[Tensor]]:
     """Return the plans of these tensors, and the results of the forward pass."""
     inputs = sublayer_steps.contiguous((*tensors, *index))
     with on_device(tensors.x_dst):
         plans = plans_of(sublayer_steps.specs_of(inputs), options)
-        return plans, plans.forward(save).run(inputs)
+        results = plans.forward(save).run(inputs)
+        return plans, results  # type: ignore[return-value]  # no result of this pass is None
 
 
 def _run_backward(
     plans: SublayerPlans,
-    tensors: AttentionTensors,
-    index: IndexTensors,
+    tensors: AttentionTensors[Tensor],
+    index: IndexTensors[Tensor],
     kept: Tensor,
     grad: Tensor,
     needs: SublayerNeeds,
-) -> tuple[SublayerGradients, ParameterPieces]:
+) -> tuple[SublayerGradients[Tensor], ParameterPieces]:
     inputs = sublayer_steps.contiguous((*tensors, *index, kept, grad))
     with on_device(tensors.x_dst):
         plan, pieces = plans.backward(needs)
-        return SublayerGradients(*plan.run(inputs)), pieces
+        return SublayerGradients._make(plan.run(inputs)), pieces
 
 
 class AttentionSublayer(torch.autograd.Function):
@@ -836,7 +859,10 @@ class AttentionSublayer(torch.autograd.Function):
 
 @define_operator
 def attention_sublayer_triton(
-    tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool
+    tensors: AttentionTensors[Tensor],
+    index: IndexTensors[Tensor],
+    options: AttentionOptions,
+    save: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return z, and the block that `kept_layout` describes, empty unless `save`."""
     _, (z, *kept) = _run_forward(tensors, index, options, save)
@@ -845,7 +871,12 @@ def attention_sublayer_triton(
 
 @torch.library.register_fake("anemoi_gt::attention_sublayer_triton")
 @flat_arguments
-def _(tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool):
+def _(
+    tensors: AttentionTensors[Tensor],
+    index: IndexTensors[Tensor],
+    options: AttentionOptions,
+    save: bool,
+):
     x = tensors.x_dst
     z = x.new_empty(x.shape, dtype=_out_dtype(tensors, options))
     num_bytes = kept_layout(tensors, index, options).num_bytes if save else 0
@@ -862,25 +893,28 @@ def _setup_context(ctx, inputs, output):
 
 @define_operator
 def attention_sublayer_triton_backward(
-    tensors: AttentionTensors,
-    index: IndexTensors,
+    tensors: AttentionTensors[Tensor],
+    index: IndexTensors[Tensor],
     options: AttentionOptions,
     kept: Tensor,
     grad: Tensor,
     needs: list[bool],
-) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return `SublayerGradients`, empty for those that are None."""
     plans = plans_of(sublayer_steps.specs_of((*tensors, *index)), options)
     grad = grad.to(_out_dtype(tensors, options))
     results, _ = _run_backward(plans, tensors, index, kept, grad, SublayerNeeds(*needs))
-    return tuple(grad.new_empty(0) if result is None else result for result in results)
+    dx_src, dhalo, dx_dst, dedge_attr, dcondition, dcondition_src, parameters = (
+        grad.new_empty(0) if result is None else result for result in results
+    )
+    return dx_src, dhalo, dx_dst, dedge_attr, dcondition, dcondition_src, parameters
 
 
 @torch.library.register_fake("anemoi_gt::attention_sublayer_triton_backward")
 @flat_arguments
 def _(
-    tensors: AttentionTensors,
-    index: IndexTensors,
+    tensors: AttentionTensors[Tensor],
+    index: IndexTensors[Tensor],
     options: AttentionOptions,
     kept: Tensor,
     grad: Tensor,
@@ -893,7 +927,7 @@ def _(
     results = SublayerGradients(
         x_src=_like(t.x_src),
         halo=_like(t.halo),
-        x_dst=_like(t.x_dst),
+        x_dst=t.x_dst.new_empty(t.x_dst.shape),
         edge_attr=grad.new_empty(attr_shape, dtype=options.dtype) if wanted.edge_attr else None,
         condition=_like(t.condition, options.dtype) if wanted.condition else None,
         condition_src=_like(t.condition_src, options.dtype) if wanted.condition_src else None,
@@ -922,13 +956,13 @@ def _backward(ctx, grad, *_):
 
 
 def _call_backward(
-    t: AttentionTensors,
-    index: IndexTensors,
+    t: AttentionTensors[Tensor],
+    index: IndexTensors[Tensor],
     options: AttentionOptions,
     kept: Tensor,
     grad: Tensor,
     needs: SublayerNeeds,
-) -> tuple[SublayerGradients, ParameterPieces]:
+) -> tuple[SublayerGradients[Tensor], ParameterPieces]:
     """Call the backward operator; return what `_run_backward` does."""
     results = SublayerGradients(
         *attention_sublayer_triton_backward(*t, *index, *options, kept, grad, list(needs))

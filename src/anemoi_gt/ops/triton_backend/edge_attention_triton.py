@@ -7,6 +7,7 @@ operators `edge_attention_triton` and its backward.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from anemoi_gt.custom_ops import (
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
 from anemoi_gt.ops.operands import AttentionOperands, Needs
-from anemoi_gt.ops.triton_backend.plan import Plan, PlanBuilder
+from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Options, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
 from anemoi_gt.tested_versions import warn_if_untested
@@ -38,7 +39,7 @@ NUM_TENSORS = NUM_OPERANDS + len(IndexTensors._fields) + 1  # and the seed
 
 
 def attend(
-    operands: AttentionOperands,
+    operands: AttentionOperands[Tensor],
     graph: GraphStructure,
     seed: Tensor | None,
     scale: float,
@@ -54,7 +55,11 @@ def attend(
     warn_if_untested("triton")
     query, key, value, edge_attr, edge_weight, edge_bias = operands
     save = needs_gradient(*operands)
-    if edge_weight is not None and embeds_first(operands, save):
+    if (
+        edge_attr is not None
+        and edge_weight is not None
+        and embeds_first(query, edge_attr, edge_weight, edge_bias, save)
+    ):
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         operands = AttentionOperands(query, key, value, edge_attr)
@@ -69,7 +74,9 @@ def attend(
     return out, lse
 
 
-def embeds_first(operands: AttentionOperands, save: bool) -> bool:
+def embeds_first(
+    query: Tensor, edge_attr: Tensor, edge_weight: Tensor, edge_bias: Tensor | None, save: bool
+) -> bool:
     """Return whether to embed attributes [E, D] into [E, H, C] instead of factoring out W.
 
     They are embedded if a program cannot hold D, or if D > C and embedding moves fewer bytes, as
@@ -81,7 +88,6 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
 
     Symbolic sizes are not compared, because the program would depend on them: W is factored out.
     """
-    query, _, _, edge_attr, edge_weight, edge_bias = operands
     heads, channels, edge_dim = (
         int(query.shape[-2]),
         int(query.shape[-1]),
@@ -121,9 +127,9 @@ def forward_steps(
     """Add the forward steps; return buffers of out, lse and, with `save`, for backward."""
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
 
-    *tensors, seed = builder.inputs
-    operands = AttentionOperands(*tensors[:NUM_OPERANDS])
-    index = IndexTensors(*tensors[NUM_OPERANDS:])
+    *buffers, seed = builder.inputs
+    operands: AttentionOperands[Buffer] = AttentionOperands._make(buffers[:NUM_OPERANDS])
+    index: IndexTensors[Buffer] = IndexTensors._make(buffers[NUM_OPERANDS:])
     sizes = sizes_of(operands, index, scale, dropout_p, holds=holds)
     out, lse, saved = attend(AttentionCall(builder, sizes, operands, index, seed))
     return [out, lse, *saved] if save else [out, lse]
@@ -138,14 +144,15 @@ def backward_plan(specs: tuple, scale: float, dropout_p: float, needs: Needs) ->
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, Saved, gradients
 
     builder = PlanBuilder(specs)
-    *tensors, seed = builder.inputs[:NUM_TENSORS]
+    *buffers, seed = builder.inputs[:NUM_TENSORS]
     *saved, grad_out, grad_lse = builder.inputs[NUM_TENSORS:]
-    operands = AttentionOperands(*tensors[:NUM_OPERANDS])
-    index = IndexTensors(*tensors[NUM_OPERANDS:])
+    operands: AttentionOperands[Buffer] = AttentionOperands._make(buffers[:NUM_OPERANDS])
+    index: IndexTensors[Buffer] = IndexTensors._make(buffers[NUM_OPERANDS:])
+    assert grad_out is not None  # zeros where the gradient of lse alone is given
     call = AttentionCall(
         builder, sizes_of(operands, index, scale, dropout_p), operands, index, seed
     )
-    return builder.finish(gradients(call, Saved(*saved), grad_out, grad_lse, needs))
+    return builder.finish(gradients(call, Saved._make(saved), grad_out, grad_lse, needs))
 
 
 def _readable_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -162,9 +169,12 @@ def _readable_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def _run_forward(
     tensors: Sequence[Tensor | None], scale: float, dropout_p: float, save: bool
-) -> list[Tensor | None]:
-    """Run the forward pass on readable operands, index tensors and seed; see `forward_steps`."""
-    with on_device(tensors[0]):
+) -> list[Any]:
+    """Run the forward pass on readable operands, index tensors and seed; see `forward_steps`.
+
+    Of the results only the last, `Saved.projected`, may be None.
+    """
+    with on_device(tensors[0]):  # type: ignore[arg-type]  # query, which is always present
         plan = forward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, save)
         return plan.run(tensors)
 
@@ -179,7 +189,8 @@ def _run_backward(
 ) -> list[Tensor | None]:
     """Run the backward pass on saved tensors; return a gradient or None per operand."""
     if grad_out is None:
-        grad_out = torch.zeros_like(tensors[0])
+        query = tensors[0]
+        grad_out = torch.zeros_like(query)  # type: ignore[arg-type]  # query is always present
     tensors = [*tensors, *_readable_tensors(grad_out, grad_lse)]
     with on_device(grad_out):
         plan = backward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, needs)
@@ -215,7 +226,7 @@ class EdgeAttention(torch.autograd.Function):
 
 @define_operator
 def edge_attention_triton(
-    operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
+    operands: AttentionOperands[Tensor], index: IndexTensors[Tensor], options: Options, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse [B, N_dst, H] and saved tensors, which are empty unless `save`.
 
@@ -224,12 +235,17 @@ def edge_attention_triton(
     tensors = _readable_tensors(*operands, *index, options.seed)
     out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save)
     saved = saved or [None, None, None]
-    return out, lse, *(lse.new_empty(0) if tensor is None else tensor for tensor in saved)
+    inv_denominator, exp_scores, projected = (
+        lse.new_empty(0) if tensor is None else tensor for tensor in saved
+    )
+    return out, lse, inv_denominator, exp_scores, projected
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton")
 @flat_arguments
-def _(operands: AttentionOperands, index: IndexTensors, options: Options, save: bool):
+def _(
+    operands: AttentionOperands[Tensor], index: IndexTensors[Tensor], options: Options, save: bool
+):
     query = operands.query
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
     if not save:
@@ -255,8 +271,8 @@ def _setup_context(ctx, inputs, output):
 def edge_attention_triton_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    operands: AttentionOperands,
-    index: IndexTensors,
+    operands: AttentionOperands[Tensor],
+    index: IndexTensors[Tensor],
     options: Options,
     inv_denominator: Tensor,
     exp_scores: Tensor,
@@ -274,9 +290,10 @@ def edge_attention_triton_backward(
     gradients = _run_backward(
         tensors, grad_out, grad_lse, options.scale, options.dropout_p, Needs(*needs)
     )
-    return tuple(
+    dquery, dkey, dvalue, dattr, dweight, dbias = (
         exp_scores.new_empty(0) if gradient is None else gradient for gradient in gradients
     )
+    return dquery, dkey, dvalue, dattr, dweight, dbias
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
@@ -284,18 +301,21 @@ def edge_attention_triton_backward(
 def _(
     grad_out,
     grad_lse,
-    operands: AttentionOperands,
-    index: IndexTensors,
+    operands: AttentionOperands[Tensor],
+    index: IndexTensors[Tensor],
     options: Options,
     inv,
     exp,
     proj,
     needs,
 ):
-    pairs = zip(operands, needs, strict=True)
-    return tuple(
-        operand.new_empty(operand.shape) if need else exp.new_empty(0) for operand, need in pairs
-    )
+    gradients = []
+    for operand, need in zip(operands, needs, strict=True):
+        if operand is None or not need:
+            gradients.append(exp.new_empty(0))
+        else:
+            gradients.append(operand.new_empty(operand.shape))
+    return tuple(gradients)
 
 
 def _backward(ctx, grad_out, grad_lse, *_):

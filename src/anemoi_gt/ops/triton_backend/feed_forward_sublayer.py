@@ -12,7 +12,7 @@ hidden layer exists for a chunk alone, except h.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from anemoi_gt.custom_ops import (
     refuse_forward_mode,
     refuse_second_derivative,
 )
+from anemoi_gt.ops.operands import Held, Operand, OperandT
 from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
 from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
 from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer, Plan, PlanBuilder
@@ -46,7 +47,9 @@ NUM_TENSORS = len(FeedForwardTensors._fields)
 NUM_OPTIONS = len(FeedForwardOptions._fields)
 
 
-def feed_forward_sublayer(tensors: FeedForwardTensors, options: FeedForwardOptions) -> Tensor:
+def feed_forward_sublayer(
+    tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions
+) -> Tensor:
     """Return y [N, F] = x + network(norm(x)), in the promoted dtype of x and the products."""
     refuse_forward_mode(*tensors)
     save = needs_gradient(*tensors)
@@ -58,15 +61,15 @@ def feed_forward_sublayer(tensors: FeedForwardTensors, options: FeedForwardOptio
     return y
 
 
-class FeedForwardGradients(NamedTuple):
+class FeedForwardGradients(NamedTuple, Generic[Held]):
     """Results of the backward plan; None for what is absent or not needed."""
 
-    x: Buffer | Tensor
-    condition: Buffer | Tensor | None
-    parameters: Buffer | Tensor  # a block, see `parameter_pieces`
+    x: Held
+    condition: Held | None
+    parameters: Held  # a block, see `parameter_pieces`
 
 
-def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Piece]]:
+def _weight_groups(t: FeedForwardTensors[OperandT]) -> dict[str, list[Piece[OperandT]]]:
     """Return the packed parameters by the group that stacks them."""
     groups = {
         "in": _stacked(t.weight_gate, t.weight_in),
@@ -79,12 +82,12 @@ def _weight_groups(t: FeedForwardTensors) -> dict[str, list[Piece]]:
     return groups | _norm_parameters(t).groups("norm")
 
 
-def _stacked(*parameters: Buffer | None) -> list[Piece]:
+def _stacked(*parameters: OperandT | None) -> list[Piece[OperandT]]:
     """Return the pieces of parameters of which some may be absent."""
     return [Piece.of(parameter) for parameter in parameters if parameter is not None]
 
 
-def _norm_parameters(t: FeedForwardTensors) -> NormParameters:
+def _norm_parameters(t: FeedForwardTensors[OperandT]) -> NormParameters[OperandT]:
     return NormParameters(
         t.norm_scale, t.norm_shift, t.norm_scale_bias, t.norm_shift_bias, t.condition
     )
@@ -93,7 +96,7 @@ def _norm_parameters(t: FeedForwardTensors) -> NormParameters:
 def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
     """Return the plan of a forward pass: y, and with `save` the kept block."""
     builder = PlanBuilder(specs)
-    t = FeedForwardTensors(*builder.inputs)
+    t: FeedForwardTensors[Buffer] = FeedForwardTensors._make(builder.inputs)
     kept = builder.empty_parts(kept_layout(t, options), together=save)
     weights = sublayer_steps.pack_weights(builder, _weight_groups(t), kept["packed"])
     norm = Norm.of(builder, _norm_parameters(t), options.eps, weights, "norm")
@@ -130,12 +133,13 @@ def backward_plan(
 
     Its results are `FeedForwardGradients`; the pieces are of their block of parameters.
     """
-    shapes_of_tensors = FeedForwardTensors(*Shaped.all_of(specs))
+    shapes_of_tensors: FeedForwardTensors[Shaped] = FeedForwardTensors._make(Shaped.all_of(specs))
     kept_parts = kept_layout(shapes_of_tensors, options)
     grad_spec = (shapes_of_tensors.x.shape, _out_dtype(shapes_of_tensors, options))
     builder = PlanBuilder([*specs, ((kept_parts.num_bytes,), torch.uint8), grad_spec])
-    t = FeedForwardTensors(*builder.inputs[:NUM_TENSORS])
+    t: FeedForwardTensors[Buffer] = FeedForwardTensors._make(builder.inputs[:NUM_TENSORS])
     kept_block, grad = builder.inputs[NUM_TENSORS:]
+    assert kept_block is not None and grad is not None
     kept = kept_parts.buffers(kept_block)
     hidden = kept["hidden"]
     weights = PackedWeights.of(_weight_groups(t)).views(kept["packed"])
@@ -202,7 +206,7 @@ def backward_plan(
     return plan, pieces
 
 
-def kept_layout(t: FeedForwardTensors, options: FeedForwardOptions) -> BlockLayout:
+def kept_layout(t: FeedForwardTensors[Operand], options: FeedForwardOptions) -> BlockLayout:
     """Return the layout of what the forward pass keeps: h and the packed weights."""
     packed = PackedWeights.of(_weight_groups(t))
     specs = {
@@ -212,7 +216,7 @@ def kept_layout(t: FeedForwardTensors, options: FeedForwardOptions) -> BlockLayo
     return BlockLayout.of(specs)
 
 
-def parameter_pieces(t: FeedForwardTensors) -> ParameterPieces:
+def parameter_pieces(t: FeedForwardTensors[Operand]) -> ParameterPieces:
     """Return where the gradients of parameters lie in their block."""
     weight_in = [GradientPiece(("weight_in",), t.weight_in.shape)]
     if t.weight_gate is not None:
@@ -226,7 +230,7 @@ def parameter_pieces(t: FeedForwardTensors) -> ParameterPieces:
     return ParameterPieces.of(groups)
 
 
-def _sum_pieces(t: FeedForwardTensors) -> dict[str, GradientPiece]:
+def _sum_pieces(t: FeedForwardTensors[Operand]) -> dict[str, GradientPiece]:
     """Return the gradients that are sums over nodes, by the names of their columns."""
     features = t.x.shape[1]
     pieces = sublayer_steps.norm_sum_pieces("norm", features, t.condition is not None)
@@ -239,10 +243,10 @@ def _sum_pieces(t: FeedForwardTensors) -> dict[str, GradientPiece]:
 
 
 def _named_gradients(
-    t: FeedForwardTensors,
-    results: FeedForwardGradients,
+    t: FeedForwardTensors[Tensor],
+    results: FeedForwardGradients[Tensor],
     pieces: ParameterPieces,
-    needs: FeedForwardTensors,
+    needs: FeedForwardTensors[bool],
 ) -> list[Tensor | None]:
     """Return the gradients that are needed, in the order and the dtypes of `t`."""
     gradients = pieces.gradients(results.parameters)
@@ -251,7 +255,7 @@ def _named_gradients(
     return sublayer_steps.ordered_gradients(t, gradients, needs)
 
 
-def _out_dtype(t: FeedForwardTensors, options: FeedForwardOptions) -> torch.dtype:
+def _out_dtype(t: FeedForwardTensors[Operand], options: FeedForwardOptions) -> torch.dtype:
     """Return the dtype of y, and of its gradient."""
     return torch.promote_types(t.x.dtype, options.dtype)
 
@@ -263,26 +267,27 @@ def plans_of(specs: tuple, options: FeedForwardOptions) -> SublayerPlans:
 
 
 def _run_forward(
-    tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool
+    tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions, save: bool
 ) -> tuple[SublayerPlans, list[Tensor]]:
     """Return the plans of these tensors, and the results of the forward pass."""
     inputs = sublayer_steps.contiguous(tensors)
     with on_device(tensors.x):
         plans = plans_of(sublayer_steps.specs_of(inputs), options)
-        return plans, plans.forward(save).run(inputs)
+        results = plans.forward(save).run(inputs)
+        return plans, results  # type: ignore[return-value]  # no result of this pass is None
 
 
 def _run_backward(
     plans: SublayerPlans,
-    tensors: FeedForwardTensors,
+    tensors: FeedForwardTensors[Tensor],
     kept: Tensor,
     grad: Tensor,
     needs_condition: bool,
-) -> tuple[FeedForwardGradients, ParameterPieces]:
+) -> tuple[FeedForwardGradients[Tensor], ParameterPieces]:
     inputs = sublayer_steps.contiguous((*tensors, kept, grad))
     with on_device(tensors.x):
         plan, pieces = plans.backward(needs_condition)
-        return FeedForwardGradients(*plan.run(inputs)), pieces
+        return FeedForwardGradients._make(plan.run(inputs)), pieces
 
 
 class FeedForward(torch.autograd.Function):
@@ -312,7 +317,7 @@ class FeedForward(torch.autograd.Function):
 
 @define_operator
 def feed_forward_triton(
-    tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool
+    tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions, save: bool
 ) -> tuple[Tensor, Tensor]:
     """Return y, and the block that `kept_layout` describes, empty unless `save`."""
     _, (y, *kept) = _run_forward(tensors, options, save)
@@ -321,7 +326,7 @@ def feed_forward_triton(
 
 @torch.library.register_fake("anemoi_gt::feed_forward_triton")
 @flat_arguments
-def _(tensors: FeedForwardTensors, options: FeedForwardOptions, save: bool):
+def _(tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions, save: bool):
     x = tensors.x
     y = x.new_empty(x.shape, dtype=_out_dtype(tensors, options))
     num_bytes = kept_layout(tensors, options).num_bytes if save else 0
@@ -339,7 +344,7 @@ def _setup_context(ctx, inputs, output):
 
 @define_operator
 def feed_forward_triton_backward(
-    tensors: FeedForwardTensors,
+    tensors: FeedForwardTensors[Tensor],
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
@@ -349,13 +354,16 @@ def feed_forward_triton_backward(
     plans = plans_of(sublayer_steps.specs_of(tensors), options)
     grad = grad.to(_out_dtype(tensors, options))
     results, _ = _run_backward(plans, tensors, kept, grad, needs_condition)
-    return tuple(grad.new_empty(0) if result is None else result for result in results)
+    dx, dcondition, parameters = (
+        grad.new_empty(0) if result is None else result for result in results
+    )
+    return dx, dcondition, parameters
 
 
 @torch.library.register_fake("anemoi_gt::feed_forward_triton_backward")
 @flat_arguments
 def _(
-    tensors: FeedForwardTensors,
+    tensors: FeedForwardTensors[Tensor],
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
@@ -382,12 +390,12 @@ def _backward(ctx, grad, *_):
 
 
 def _call_backward(
-    t: FeedForwardTensors,
+    t: FeedForwardTensors[Tensor],
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
     needs_condition: bool,
-) -> tuple[FeedForwardGradients, ParameterPieces]:
+) -> tuple[FeedForwardGradients[Tensor], ParameterPieces]:
     """Call the backward operator; return what `_run_backward` does."""
     results = feed_forward_triton_backward(*t, *options, kept, grad, needs_condition)
     return FeedForwardGradients(*results), parameter_pieces(t)

@@ -12,6 +12,8 @@ offsets have 64 bits unless the ranges of the sizes prove that 32 do. Grids and 
 Nothing here runs under Triton's interpreter, which records no graph.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -20,7 +22,7 @@ from torch.library import triton_op, wrap_triton
 from anemoi_gt.custom_ops import flat_arguments
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
-from anemoi_gt.ops.triton_backend.plan import PlanBuilder
+from anemoi_gt.ops.triton_backend.plan import Buffer, KernelStep, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Options, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
 
@@ -39,7 +41,7 @@ class TracedSizes(Sizes):
 @triton_op("anemoi_gt::edge_attention_triton_exported", mutates_args=())
 @flat_arguments
 def edge_attention_triton_exported(
-    operands: AttentionOperands,
+    operands: AttentionOperands[Tensor],
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
@@ -58,16 +60,20 @@ def edge_attention_triton_exported(
     builder = PlanBuilder(
         [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs]
     )
-    *buffers, colptr, row, perm, dst_schedule, dst_hubs = builder.inputs
-    operands = AttentionOperands(*buffers)
-    index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule, dst_hubs=dst_hubs)
-    sizes = TracedSizes(*sizes_of(operands, index, scale, holds=statically_known_true))
-    out, lse, _ = attend(AttentionCall(builder, sizes, operands, index))
+    num_operands = len(operands)
+    buffers: AttentionOperands[Buffer] = AttentionOperands._make(builder.inputs[:num_operands])
+    structure = ("colptr", "row", "perm", "dst_schedule", "dst_hubs")
+    index_buffers: dict[str, Any] = dict(zip(structure, builder.inputs[num_operands:], strict=True))
+    index: IndexTensors[Buffer] = IndexTensors(**index_buffers)
+    sizes = TracedSizes(*sizes_of(buffers, index, scale, holds=statically_known_true))
+    out, lse, _ = attend(AttentionCall(builder, sizes, buffers, index))
 
-    tensors = list(inputs)
+    tensors: list[Any] = list(inputs)  # None for an absent one
     for block in builder.blocks[len(inputs) :]:
-        tensors.append(inputs[0].new_empty(block.shape, dtype=block.dtype))
+        assert block is not None  # only an absent input is
+        tensors.append(tensors[0].new_empty(block.shape, dtype=block.dtype))
     for step in builder.steps:  # all of them launch kernels on whole blocks
+        assert isinstance(step, KernelStep)
         launch = step.launch
         ordered = [None if buffer is None else tensors[buffer.block] for buffer in step.buffers]
         named = dict(zip(launch.tensors, ordered, strict=True))
@@ -77,7 +83,7 @@ def edge_attention_triton_exported(
 
 @flat_arguments
 def decompose(
-    operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
+    operands: AttentionOperands[Tensor], index: IndexTensors[Tensor], options: Options, save: bool
 ) -> tuple[Tensor, ...]:
     """Replace `edge_attention_triton` in an exported inference program; raise with dropout."""
     if options.seed is not None:

@@ -1,6 +1,9 @@
 """Names of the kernels that one call of the `triton` backend launches, from its plans."""
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from anemoi_gt.ops.operands import AttentionOperands, Needs
 from anemoi_gt.ops.triton_backend.edge_attention_triton import backward_plan, forward_plan
@@ -11,10 +14,14 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def kernel_names(
-    operands: AttentionOperands, index: IndexTensors, scale: float, dropout_p: float, needs: Needs
+    operands: AttentionOperands[Tensor],
+    index: IndexTensors[Tensor],
+    scale: float,
+    dropout_p: float,
+    needs: Needs,
 ) -> tuple[list[str], list[str]]:
     """Return the kernel names of a forward pass, and of a backward pass for `needs`."""
-    specs = []
+    specs: list[tuple[Sequence[int], torch.dtype] | None] = []
     for tensor in (*operands, *index):
         specs.append(None if tensor is None else (tensor.shape, tensor.dtype))
     specs.append(((1,), torch.int64) if dropout_p > 0 else None)
@@ -34,8 +41,8 @@ def names_of(plan: Plan) -> list[str]:
     for step in plan.steps:
         if isinstance(step, BoundKernel):
             dtypes = {}
-            for name, place in zip(step.launch.tensors, step.places, strict=True):
-                if place is not None:
-                    dtypes[name] = NAMES.get(place.buffer.dtype)
+            for name, location in zip(step.launch.tensors, step.locations, strict=True):
+                if location is not None:
+                    dtypes[name] = NAMES.get(location.buffer.dtype)
             names.append(step.launch.name(dtypes))
     return names

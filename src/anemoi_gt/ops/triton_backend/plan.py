@@ -13,6 +13,7 @@ results, such as all tensors saved for a backward pass, are parts of one result 
     (tensor,) = plan.run(tensors)
 """
 
+import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -47,7 +48,8 @@ class Buffer:
         shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
         return replace(self, shape=shape, offset=self.offset + start * self.stride[dim])
 
-    def rows(self, part: slice) -> "Buffer":
+    # In this class `slice` names the method above.
+    def rows(self, part: builtins.slice) -> "Buffer":
         """Return some of the first dimension."""
         return self.slice(0, part.start, part.stop)
 
@@ -155,7 +157,9 @@ class PlanBuilder:
 
     def whole(self, buffer: Buffer) -> Buffer:
         """Return the block that a buffer is part of."""
-        return self.blocks[buffer.block]
+        block = self.blocks[buffer.block]
+        assert block is not None  # only an absent input is None, and it has no buffer
+        return block
 
     def launch(self, launch: Launch, **buffers: Buffer | None) -> None:
         """Launch a kernel on buffers by the names of its arguments, None for an absent one."""

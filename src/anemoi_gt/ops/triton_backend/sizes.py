@@ -1,13 +1,13 @@
 """The sizes of a call, which decide its kernels, tiles and memory, and its index tensors."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.operands import AttentionOperands, Held, Operand
 from anemoi_gt.ops.triton_backend.tiles import Shape, attribute_columns
 
 # rows may be read as packed 16-bit pairs
@@ -17,25 +17,25 @@ PACKED_DTYPES = {
 }
 
 
-class IndexTensors(NamedTuple):
+class IndexTensors(NamedTuple, Generic[Held]):
     """The index tensors of a `GraphStructure`, by name; the reverse structure only if read."""
 
-    colptr: Tensor  # [N_dst + 1]
-    row: Tensor  # [E]
-    perm: Tensor | None = None  # [E]
-    global_edge_id: Tensor | None = None  # [E] int64
-    dst_schedule: Tensor | None = None  # [N_dst]
-    fixed_in_degree: Tensor | None = None  # [K, 0]
-    rowptr: Tensor | None = None  # [N_src + 1]
-    col: Tensor | None = None  # [E]
-    csr_to_csc: Tensor | None = None  # [E]
-    dst_hubs: Tensor | None = None  # [257, 0]: the number of edges from which a node is a hub
-    src_hubs: Tensor | None = None
+    colptr: Held  # [N_dst + 1]
+    row: Held  # [E]
+    perm: Held | None = None  # [E]
+    global_edge_id: Held | None = None  # [E] int64
+    dst_schedule: Held | None = None  # [N_dst]
+    fixed_in_degree: Held | None = None  # [K, 0]
+    rowptr: Held | None = None  # [N_src + 1]
+    col: Held | None = None  # [E]
+    csr_to_csc: Held | None = None  # [E]
+    dst_hubs: Held | None = None  # [257, 0]: the number of edges from which a node is a hub
+    src_hubs: Held | None = None
 
     @classmethod
-    def of(cls, graph: GraphStructure) -> "IndexTensors":
+    def of(cls, graph: GraphStructure) -> "IndexTensors[Tensor]":
         """Collect the index tensors of `graph`."""
-        return cls(*(getattr(graph, name) for name in cls._fields))
+        return IndexTensors(*(getattr(graph, name) for name in cls._fields))
 
 
 class Options(NamedTuple):
@@ -130,8 +130,8 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(
-    operands: AttentionOperands,
-    index: IndexTensors,
+    operands: AttentionOperands[Operand],
+    index: IndexTensors[Operand],
     scale: float = 1.0,
     dropout_p: float = 0.0,
     row_stride: int = 0,
@@ -194,7 +194,7 @@ def sizes_of(
     )
 
 
-def _segment_of(hubs: Tensor | None, num_edges: int, holds: Callable[[bool], bool]) -> int:
+def _segment_of(hubs: Operand | None, num_edges: int, holds: Callable[[bool], bool]) -> int:
     """Return the edges of a hub segment, half the hub limit; 0 for graphs without hubs."""
     if hubs is None:
         return 0

@@ -8,12 +8,13 @@ tell, since `AdamW(fused=True).step()` and `.data.copy_` leave them as they were
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anemoi_gt.kernels.launch import Launch
+from anemoi_gt.ops.operands import Held, Operand, OperandT
 from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder, contiguous_stride
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
@@ -37,18 +38,18 @@ def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
         yield part * num_rows // number, (part + 1) * num_rows // number
 
 
-class Piece(NamedTuple):
+class Piece(NamedTuple, Generic[Held]):
     """A parameter as it is packed: cast, after `addend` or 1 has been added."""
 
     shape: tuple[int, ...]
-    source: Buffer | None  # None: zeros
-    addend: Buffer | None = None
+    source: Held | None  # None: zeros
+    addend: Held | None = None
     has_one: bool = False
 
     @classmethod
-    def of(cls, parameter: Buffer) -> "Piece":
+    def of(cls, parameter: OperandT) -> "Piece[OperandT]":
         """Return a parameter as it is."""
-        return cls(parameter.shape, parameter)
+        return Piece(parameter.shape, parameter)
 
 
 def _stacked_shape(pieces: Sequence) -> tuple[int, ...]:
@@ -63,7 +64,7 @@ class PackedWeights(NamedTuple):
     groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
 
     @classmethod
-    def of(cls, groups: Mapping[str, Sequence[Piece]]) -> "PackedWeights":
+    def of(cls, groups: Mapping[str, Sequence[Piece[Operand]]]) -> "PackedWeights":
         """Lay out groups of pieces; the pieces of a group differ in their first dimension alone."""
         places = {}
         num_elements = 0
@@ -83,7 +84,7 @@ class PackedWeights(NamedTuple):
 
 
 def pack_weights(
-    builder: PlanBuilder, groups: Mapping[str, Sequence[Piece]], packed: Buffer
+    builder: PlanBuilder, groups: Mapping[str, Sequence[Piece[Buffer]]], packed: Buffer
 ) -> dict[str, Buffer]:
     """Cast groups of parameters into `packed` by one launch; return each group in it."""
     from anemoi_gt.kernels import elementwise
@@ -172,12 +173,12 @@ class ParameterPieces(NamedTuple):
                 builder.compute(_zero, block.slice(0, end, end + padding))
         return block, buffers
 
-    def gradients(self, block: Tensor) -> dict[str, Tensor]:
+    def gradients(self, block: Tensor) -> dict[str, Tensor | None]:
         """Return the gradients in a block [num_elements] by the names of their parameters.
 
         Parameters that share a gradient get the same tensor: autograd copies it for one of them.
         """
-        gradients = {}
+        gradients: dict[str, Tensor | None] = {}  # callers add those that may be absent
         for piece, part in zip(self.pieces, block.split(self.sizes), strict=True):
             if len(piece.shape) > 1:
                 part = part.view(piece.shape)
@@ -310,19 +311,21 @@ def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
-class NormParameters(NamedTuple):
+class NormParameters(NamedTuple, Generic[Held]):
     """Parameters of a norm as `anemoi_gt.ops.sublayer_tensors` describes them."""
 
-    scale: Buffer | None
-    shift: Buffer | None
-    scale_bias: Buffer | None
-    shift_bias: Buffer | None
-    condition: Buffer | None
+    scale: Held | None
+    shift: Held | None
+    scale_bias: Held | None
+    shift_bias: Held | None
+    condition: Held | None
 
-    def groups(self, name: str) -> dict[str, list[Piece]]:
+    def groups(self: "NormParameters[OperandT]", name: str) -> dict[str, list[Piece[OperandT]]]:
         """Return the packed rows: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
+        assert self.scale is not None and self.shift is not None
+        assert self.scale_bias is not None and self.shift_bias is not None
         scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
         return {
             f"{name}_weight": [Piece.of(self.scale), Piece.of(self.shift)],
@@ -344,7 +347,7 @@ class Norm(NamedTuple):
     def of(
         cls,
         builder: PlanBuilder,
-        parameters: NormParameters,
+        parameters: NormParameters[Buffer],
         eps: float,
         weights: dict[str, Buffer],
         name: str,
@@ -366,6 +369,7 @@ class Norm(NamedTuple):
         """Return scale and shift of all rows [N, 2 F]; None without a condition."""
         if self.condition is None:
             return None
+        assert self.weight is not None
         return linear(builder, self.condition, self.weight, self.bias)
 
 
@@ -491,6 +495,7 @@ def modulation_gradients(
     condition = None
     if need_condition:
         condition = builder.empty_like(norm.condition)
+    assert weight is not None
     return ModulationGradients(weight, condition)
 
 
@@ -550,6 +555,7 @@ def norm_backward(
     )
     if norm.condition is None:
         return
+    assert grad_scale is not None and modulation is not None and norm.weight is not None
     condition = norm.condition.slice(0, begin, end)
     if batch > 1 and entry_rows:  # without the halo's rows, which have no condition
         entries = (batch, num_rows // batch)
