@@ -21,11 +21,11 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not 
 
 LONG = (  # files that take longest together, longest first
     "distributed/test_on_ranks",
-    "integrations/test_anemoi_fused_blocks",
+    "anemoi/test_fused_blocks",
     "benchmarks/test_benchmarks",
     "kernels/test_compile",
-    "integrations/test_anemoi_versions",
-    "integrations/test_anemoi_shards",
+    "anemoi/test_versions",
+    "anemoi/test_shards",
     "distributed/test_application",
     "compile/test_compiled_graphs",
     "ops/test_attention_sublayer",

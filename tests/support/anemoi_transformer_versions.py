@@ -1,6 +1,6 @@
 """How far the transformer blocks of an anemoi-models before 0.15 are from their own numbers with us.
 
-Newer ones take shards in another form; tests/integrations/test_anemoi_transformers.py tests them.
+Newer ones take shards in another form; tests/integrations/anemoi/test_transformers.py tests them.
 """
 
 from inspect import signature

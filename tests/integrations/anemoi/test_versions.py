@@ -14,7 +14,7 @@ import pytest
 
 from anemoi_gt.integrations.anemoi.bodies import KNOWN, hash_of_definition
 
-SCRIPT = Path(__file__).parents[1] / "support" / "anemoi_versions.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "anemoi_versions.py"
 TESTS = str(SCRIPT.parents[1])
 VERSIONS = ("0.9.3", "0.11.2", "0.16.0", "newest")
 OTHERS = ("0.10.0", "0.12.0", "0.12.1", "0.13.1", "0.14.1", "0.15.1", "0.17.0", "0.18.0", "0.19.0")
