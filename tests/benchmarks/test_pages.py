@@ -130,6 +130,28 @@ def test_readme_and_page_have_the_times_of_an_anemoi_step():
         assert len(measured) == 2 and shown <= numbers_in(page)
 
 
+@pytest.mark.parametrize("name", ["benchmark", "ensemble", "diffusion", "o96", "o32"])
+def test_page_has_the_times_of_a_family(name):
+    page = (DOCS / "anemoi.md").read_text()
+    (case,) = load(f"families_{name}_h200")["cases"]
+    measured = {key: found for key, found in case["variants"].items() if "median_ms" in found}
+    for suffix in ("", ", no recomputation"):
+        upstream = [found for key, found in measured.items() if is_of(key, "untouched", suffix)]
+        fastest = min(upstream, key=lambda found: found["median_ms"], default=None)
+        shown = [
+            fastest,
+            measured[f"install{suffix}"],
+            measured.get(f"install{suffix}, captured"),
+        ]
+        cells = []
+        for found in shown:
+            if found is not None:
+                cells.append(f"{found['median_ms']:.1f}, {found['peak_gb']:.1f} GB")
+        if fastest is None:
+            cells.insert(0, case["variants"][f"untouched, blocks compiled{suffix}"]["outcome"])
+        assert f"| {' | '.join(cells)} |" in page
+
+
 def is_of(name, kind, suffix):
     return name.startswith(kind) and name.endswith("no recomputation") == bool(suffix)
 
