@@ -36,28 +36,32 @@ def block_of(kind, **options):
 
 
 def inputs_of(kind, conditioned=False):
-    """What a block is called with: rows, shards, batch size and, as keywords, conditions."""
+    """What a block is called with, its conditions as keywords, and the inputs with gradients."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(NODES, CHANNELS, generator=generator, requires_grad=True) for _ in "ab")
-    conditions = tuple(torch.randn(NODES, NOISE, generator=generator) for _ in "ab")
+    conditions = tuple(
+        torch.randn(NODES, NOISE, generator=generator, requires_grad=True) for _ in "ab"
+    )
     if kind == "processor":
-        keywords = {"cond": conditions[0]} if conditioned else {}
-        return (x, GraphShardInfo(), 1), keywords, (x,)
-    keywords = {"cond": conditions} if conditioned else {}
-    return ((x, y), BipartiteGraphShardInfo(), 1), keywords, (x, y)
+        if conditioned:
+            return (x, GraphShardInfo(), 1), {"cond": conditions[0]}, (x, conditions[0])
+        return (x, GraphShardInfo(), 1), {}, (x,)
+    if conditioned:
+        return ((x, y), BipartiteGraphShardInfo(), 1), {"cond": conditions}, (x, y, *conditions)
+    return ((x, y), BipartiteGraphShardInfo(), 1), {}, (x, y)
 
 
 def differentiate(block, kind, conditioned=False, call=None):
-    """Return output and gradients of rows and parameters by name."""
-    arguments, keywords, rows = inputs_of(kind, conditioned)
+    """Return output and gradients of inputs and parameters by name."""
+    arguments, keywords, inputs = inputs_of(kind, conditioned)
     if call is None:
         call = block
     result = call(*arguments, **keywords)
     out = result[0] if kind == "processor" else torch.cat(result[0])
     parameters = dict(block.named_parameters())
-    tensors = (*rows, *parameters.values())
+    tensors = (*inputs, *parameters.values())
     gradients = torch.autograd.grad(out.float().sin().sum(), tensors, allow_unused=True)
-    names = [*(f"rows {i}" for i in range(len(rows))), *parameters]
+    names = [*(f"input {i}" for i in range(len(inputs))), *parameters]
     return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
 
 
