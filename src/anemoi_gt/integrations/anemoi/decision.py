@@ -196,9 +196,10 @@ def _decide(
         )
 
     path = NOT_FUSED
-    if settings.blocks is None and not fused_block.pays(x_dst, settings.config):
+    may_fuse = settings.blocks is not False and not is_exporting()
+    if may_fuse and settings.blocks is None and not fused_block.pays(x_dst, settings.config):
         reason = "sub-layers are fused under 16-bit autocast where backend triton attends"
-    elif settings.blocks is not False and not is_exporting():
+    elif may_fuse:
         path = _sublayers_of(block, x_dst, call, settings, gathers)
         reasons = dict.fromkeys(
             parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
