@@ -11,9 +11,11 @@ from support.plans import new_plans
 from anemoi_gt.ops.sublayer_tensors import AttentionTensors
 from anemoi_gt.ops.triton_backend import sublayer_steps
 from anemoi_gt.ops.triton_backend.attention_sublayer import (
+    SublayerNeeds,
     attention_sublayer,
     attention_sublayer_triton,
     attention_sublayer_triton_backward,
+    backward_plan,
 )
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
@@ -99,7 +101,7 @@ def test_forward_and_backward_operators_pass_opcheck(
     )
     torch.library.opcheck(attention_sublayer_triton, (*leaves, *index, *options, True))
     _, kept = attention_sublayer_triton(*detached, *index, *options, True)
-    for needs in ([True, norm == 4, norm == 4], [False] * 3):
+    for needs in ([True, norm == 4, norm == 4, True], [False] * 4):
         arguments = (*detached, *index, *options, kept, grad, needs)
         torch.library.opcheck(attention_sublayer_triton_backward, arguments)
 
@@ -137,3 +139,25 @@ def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_
     assert named["query_weight"].grad is None
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         gradient.sum().backward()
+
+
+def test_frozen_projections_cost_no_product_and_change_no_other_gradient(kernel_device):
+    named, grad, graph, _, options = draw(kernel_device, 4)
+    graph = graph.with_reverse()
+    compute = partial(by_operator, graph=graph, options=options)
+    expected = sublayers.results_of(compute, named, grad, torch.float32)
+    projections = ("query", "self", "key", "value", "projection")
+    others = [name for name in named if name not in {f"{x}_weight" for x in projections}]
+    for name in others:
+        named[name].requires_grad_()
+    gradients = torch.autograd.grad(compute(named), [named[name] for name in others], grad)
+    for name, gradient in zip(others, gradients, strict=True):
+        assert torch.equal(gradient, expected[f"d{name}"]), name
+
+    tensors = (*sublayers.fill(AttentionTensors, named), *IndexTensors.of(graph))
+    specs = sublayer_steps.specs_of(tensors)
+    trained, frozen = (
+        backward_plan(specs, options, SublayerNeeds(True, True, True, weights=weights))[0]
+        for weights in (True, False)
+    )
+    assert len(frozen.steps) == len(trained.steps) - 3  # of [query, y], [key, value], projection

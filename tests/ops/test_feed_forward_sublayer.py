@@ -11,6 +11,8 @@ from support.plans import new_plans
 from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
 from anemoi_gt.ops.triton_backend import sublayer_steps
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
+    FeedForwardNeeds,
+    backward_plan,
     feed_forward_sublayer,
     feed_forward_triton,
     feed_forward_triton_backward,
@@ -90,7 +92,7 @@ def test_forward_and_backward_operators_pass_opcheck(norm, gated, kernel_device)
     torch.library.opcheck(feed_forward_triton, (*leaves, *options, True))
     _, kept = feed_forward_triton(*detached, *options, True)
     torch.library.opcheck(
-        feed_forward_triton_backward, (*detached, *options, kept, grad, norm == 4)
+        feed_forward_triton_backward, (*detached, *options, kept, grad, [norm == 4, True])
     )
 
 
@@ -120,3 +122,23 @@ def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_
     assert named["weight_in"].grad is None
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         gradient.sum().backward()
+
+
+def test_frozen_linear_maps_cost_no_product_and_change_no_other_gradient(kernel_device):
+    named, grad = draw(kernel_device, 4, gated=True)
+    expected = sublayers.results_of(by_operator, named, grad, torch.float32)
+    others = [name for name in named if not name.startswith("weight_")]
+    for name in others:
+        named[name].requires_grad_()
+    out = by_operator(named)
+    gradients = torch.autograd.grad(out, [named[name] for name in others], grad)
+    for name, gradient in zip(others, gradients, strict=True):
+        assert torch.equal(gradient, expected[f"d{name}"]), name
+
+    specs = sublayer_steps.specs_of(sublayers.fill(FeedForwardTensors, named))
+    options = FeedForwardOptions(sublayers.EPS, "gelu", torch.float32)
+    trained, frozen = (
+        backward_plan(specs, options, FeedForwardNeeds(condition=True, weights=weights))[0]
+        for weights in (True, False)
+    )
+    assert len(frozen.steps) == len(trained.steps) - 2 * 3  # two weights in three chunks of rows

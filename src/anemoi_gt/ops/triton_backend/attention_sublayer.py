@@ -75,11 +75,24 @@ class SublayerNeeds(NamedTuple):
     edge_attr: bool
     condition: bool
     condition_src: bool
+    weights: bool  # some of the projections of nodes; False in a frozen block
 
     @classmethod
     def of(cls, needs: AttentionTensors[bool]) -> "SublayerNeeds":
         """Read them from the needs of all tensors."""
-        return cls(*(bool(getattr(needs, name)) for name in cls._fields))
+        weights = (
+            needs.query_weight,
+            needs.self_weight,
+            needs.key_weight,
+            needs.value_weight,
+            needs.projection_weight,
+        )
+        return cls(
+            edge_attr=bool(needs.edge_attr),
+            condition=bool(needs.condition),
+            condition_src=bool(needs.condition_src),
+            weights=any(weights),
+        )
 
 
 class SublayerGradients(NamedTuple, Generic[Held]):
@@ -465,7 +478,7 @@ def backward_plan(
     weights = PackedWeights.of(_weight_groups(t, options)).views(kept["packed"])
     width = layout.width
     sums = sublayer_steps.NodeSums(builder, _sum_pieces(t, options))
-    pieces = parameter_pieces(t, options)
+    pieces = parameter_pieces(t, options, weights=needs.weights)
     parameter_block, parameters = pieces.allocate(builder)
 
     rows = layout.rows(kept["dst"], kept.get("src", kept["dst"]))
@@ -474,9 +487,10 @@ def backward_plan(
     gradients = layout.rows(dst, src)
     narrow = sublayer_steps.cast(builder, grad, options.dtype)
     sublayer_steps.product(builder, narrow, weights["projection"], gradients.attended)
-    sublayer_steps.outer_product(
-        builder, narrow, rows.attended, parameters["projection_weight"], is_first=True
-    )
+    if needs.weights:
+        sublayer_steps.outer_product(
+            builder, narrow, rows.attended, parameters["projection_weight"], is_first=True
+        )
 
     attr = kept.get("attr", t.edge_attr)
     normed = _normed_heads(builder, t, options, rows)
@@ -528,8 +542,9 @@ def backward_plan(
         builder, norm, parameters.get("norm_map"), needs.condition
     )
     dx_dst = builder.empty_like(t.x_dst)
-    of_destinations = _Projections.of(weights, parameters, 0, 2 * width)
-    of_sources = _Projections.of(weights, parameters, 2 * width, 4 * width)
+    nodes_weight = parameters["nodes_weight"] if needs.weights else None
+    of_destinations = _Projections.of(weights["nodes"], nodes_weight, 0, 2 * width)
+    of_sources = _Projections.of(weights["nodes"], nodes_weight, 2 * width, 4 * width)
     through = _ThroughNorm(sums, layout, "norm", norm, norm_map)
     dx_src = None
     dhalo = None
@@ -537,7 +552,7 @@ def backward_plan(
         dhalo = builder.empty_like(t.halo)
     source_map = None
     if layout.is_one_tensor:
-        all_projections = _Projections.of(weights, parameters, 0, 4 * width)
+        all_projections = _Projections.of(weights["nodes"], nodes_weight, 0, 4 * width)
         dn = sublayer_steps.product(builder, dst, all_projections.weight)
         normed_rows = through.differentiate(t.x_dst, dx_dst, grad, dn)
         all_projections.differentiate(builder, dst, normed_rows, is_first=True)
@@ -598,23 +613,21 @@ class _Projections(NamedTuple):
     """Some of the stacked projections of nodes, and the gradient of their weight."""
 
     weight: Buffer
-    grad_weight: Buffer
+    grad_weight: Buffer | None  # None if no weight needs a gradient
 
     @classmethod
-    def of(
-        cls, weights: dict[str, Buffer], parameters: dict[str, Buffer], first: int, stop: int
-    ) -> "_Projections":
+    def of(cls, weight: Buffer, grad: Buffer | None, first: int, stop: int) -> "_Projections":
         """Return the projections that make columns `first` to `stop` of [query, y, key, value]."""
-        return cls(
-            weights["nodes"].slice(0, first, stop),
-            parameters["nodes_weight"].slice(0, first, stop),
-        )
+        if grad is not None:
+            grad = grad.slice(0, first, stop)
+        return cls(weight.slice(0, first, stop), grad)
 
     def differentiate(
         self, builder: PlanBuilder, gradients: Buffer, normed: Buffer, is_first: bool
     ) -> None:
-        """Write the gradient of the weight, or add to it unless `is_first`."""
-        sublayer_steps.outer_product(builder, gradients, normed, self.grad_weight, is_first)
+        """Write the gradient of the weight if needed, or add to it unless `is_first`."""
+        if self.grad_weight is not None:
+            sublayer_steps.outer_product(builder, gradients, normed, self.grad_weight, is_first)
 
 
 class _ThroughNorm(NamedTuple):
@@ -724,15 +737,23 @@ def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
     torch.sum(rows * attends.repeat(num_entries).unsqueeze(1), 0, out=total)
 
 
-def parameter_pieces(t: AttentionTensors[Operand], options: AttentionOptions) -> ParameterPieces:
-    """Return where the gradients of parameters lie in their block."""
+def parameter_pieces(
+    t: AttentionTensors[Operand], options: AttentionOptions, *, weights: bool
+) -> ParameterPieces:
+    """Return where the gradients of parameters lie in their block.
+
+    `weights`: those of the projections of nodes too.
+    """
     width, features = t.query_weight.shape
-    nodes = ("query_weight", "self_weight", "key_weight", "value_weight")
-    groups = {
-        "nodes_weight": [GradientPiece((name,), (width, features)) for name in nodes],
-        "projection_weight": [GradientPiece(("projection_weight",), t.projection_weight.shape)],
-        "edge_weight": [GradientPiece(("edge_weight",), t.edge_weight.shape)],
-    }
+    groups = {"edge_weight": [GradientPiece(("edge_weight",), t.edge_weight.shape)]}
+    if weights:
+        nodes = ("query_weight", "self_weight", "key_weight", "value_weight")
+        projection_shape = t.projection_weight.shape
+        groups = {
+            "nodes_weight": [GradientPiece((name,), (width, features)) for name in nodes],
+            "projection_weight": [GradientPiece(("projection_weight",), projection_shape)],
+            **groups,
+        }
     if t.edge_bias is not None or t.value_bias is not None:
         groups["edge_bias"] = [GradientPiece(("edge_bias", "value_bias"), (width,))]
     if t.self_bias is not None:
@@ -923,7 +944,7 @@ def _(
     t = tensors
     wanted = SublayerNeeds(*needs)
     attr_shape = _attribute_shape(t.edge_attr, _Layout.of(t, options))
-    num_elements = parameter_pieces(t, options).num_elements
+    num_elements = parameter_pieces(t, options, weights=wanted.weights).num_elements
     results = SublayerGradients(
         x_src=_like(t.x_src),
         halo=_like(t.halo),
@@ -967,7 +988,7 @@ def _call_backward(
     results = SublayerGradients(
         *attention_sublayer_triton_backward(*t, *index, *options, kept, grad, list(needs))
     )
-    return results, parameter_pieces(t, options)
+    return results, parameter_pieces(t, options, weights=needs.weights)
 
 
 torch.library.register_autograd(attention_sublayer_triton, _backward, setup_context=_setup_context)

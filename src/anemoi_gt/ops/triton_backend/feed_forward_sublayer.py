@@ -61,6 +61,19 @@ def feed_forward_sublayer(
     return y
 
 
+class FeedForwardNeeds(NamedTuple):
+    """Gradients that need separate launches and are computed only if needed."""
+
+    condition: bool
+    weights: bool  # of some linear map; False in a frozen block
+
+    @classmethod
+    def of(cls, needs: FeedForwardTensors[bool]) -> "FeedForwardNeeds":
+        """Read them from the needs of all tensors."""
+        weights = bool(needs.weight_gate or needs.weight_in or needs.weight_out)
+        return cls(bool(needs.condition), weights)
+
+
 class FeedForwardGradients(NamedTuple, Generic[Held]):
     """Results of the backward plan; None for what is absent or not needed."""
 
@@ -127,7 +140,7 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
 
 
 def backward_plan(
-    specs: tuple, options: FeedForwardOptions, needs_condition: bool
+    specs: tuple, options: FeedForwardOptions, needs: FeedForwardNeeds
 ) -> tuple[Plan, ParameterPieces]:
     """Return the plan of a backward pass over the tensors, the kept block and the gradient of y.
 
@@ -144,7 +157,7 @@ def backward_plan(
     hidden = kept["hidden"]
     weights = PackedWeights.of(_weight_groups(t)).views(kept["packed"])
     norm = Norm.of(builder, _norm_parameters(t), options.eps, weights, "norm")
-    pieces = parameter_pieces(t)
+    pieces = parameter_pieces(t, weights=needs.weights)
     parameter_block, parameters = pieces.allocate(builder)
     num_rows = t.x.shape[0]
     num_hidden = t.weight_in.shape[0]
@@ -152,10 +165,9 @@ def backward_plan(
 
     sums = sublayer_steps.NodeSums(builder, _sum_pieces(t))
     modulation = sublayer_steps.modulation_gradients(
-        builder, norm, parameters.get("norm_map"), needs_condition
+        builder, norm, parameters.get("norm_map"), needs.condition
     )
     dx = builder.empty_like(t.x)
-    grad_in, grad_out = parameters["in"], parameters["out"]
     for begin, end in sublayer_steps.chunks(num_rows):
         rows = end - begin
         grad_rows = grad.slice(0, begin, end)
@@ -183,7 +195,8 @@ def backward_plan(
             partial=sums.partial,
         )
         is_first = begin == 0
-        sublayer_steps.outer_product(builder, narrow, activated, grad_out, is_first)
+        if needs.weights:
+            sublayer_steps.outer_product(builder, narrow, activated, parameters["out"], is_first)
         grad_normed = sublayer_steps.product(builder, grad_hidden, weights["in"])
         normed = builder.empty_like(grad_normed)
         sublayer_steps.norm_backward(
@@ -199,7 +212,8 @@ def backward_plan(
             modulation=modulation,
             is_first=is_first,
         )
-        sublayer_steps.outer_product(builder, grad_hidden, normed, grad_in, is_first)
+        if needs.weights:
+            sublayer_steps.outer_product(builder, grad_hidden, normed, parameters["in"], is_first)
     sums.total_into(parameters["sums"])
     grad_condition = None if modulation is None else modulation.condition
     plan = builder.finish(FeedForwardGradients(dx, grad_condition, parameter_block))
@@ -216,12 +230,18 @@ def kept_layout(t: FeedForwardTensors[Operand], options: FeedForwardOptions) -> 
     return BlockLayout.of(specs)
 
 
-def parameter_pieces(t: FeedForwardTensors[Operand]) -> ParameterPieces:
-    """Return where the gradients of parameters lie in their block."""
-    weight_in = [GradientPiece(("weight_in",), t.weight_in.shape)]
-    if t.weight_gate is not None:
-        weight_in.insert(0, GradientPiece(("weight_gate",), t.weight_gate.shape))
-    groups = {"in": weight_in, "out": [GradientPiece(("weight_out",), t.weight_out.shape)]}
+def parameter_pieces(t: FeedForwardTensors[Operand], *, weights: bool) -> ParameterPieces:
+    """Return where the gradients of parameters lie in their block.
+
+    `weights`: those of the linear maps too.
+    """
+    groups = {}
+    if weights:
+        weight_in = [GradientPiece(("weight_in",), t.weight_in.shape)]
+        if t.weight_gate is not None:
+            weight_in.insert(0, GradientPiece(("weight_gate",), t.weight_gate.shape))
+        groups["in"] = weight_in
+        groups["out"] = [GradientPiece(("weight_out",), t.weight_out.shape)]
     if t.condition is not None:
         groups["norm_map"] = sublayer_steps.norm_map_pieces(
             "norm", t.x.shape[1], t.condition.shape[1]
@@ -282,11 +302,11 @@ def _run_backward(
     tensors: FeedForwardTensors[Tensor],
     kept: Tensor,
     grad: Tensor,
-    needs_condition: bool,
+    needs: FeedForwardNeeds,
 ) -> tuple[FeedForwardGradients[Tensor], ParameterPieces]:
     inputs = sublayer_steps.contiguous((*tensors, kept, grad))
     with on_device(tensors.x):
-        plan, pieces = plans.backward(needs_condition)
+        plan, pieces = plans.backward(needs)
         return FeedForwardGradients._make(plan.run(inputs)), pieces
 
 
@@ -306,12 +326,12 @@ class FeedForward(torch.autograd.Function):
         *tensors, kept = ctx.saved_tensors  # read once: checkpointing unpacks at each access
         t = FeedForwardTensors(*tensors)
         needs = FeedForwardTensors(*ctx.needs_input_grad[:NUM_TENSORS])
-        needs_condition = bool(needs.condition)
+        wanted = FeedForwardNeeds.of(needs)
         is_eager = is_plain(*tensors, kept, grad) and not is_batched(grad)
         if torch.is_grad_enabled() or not is_eager:
-            results, pieces = _call_backward(t, ctx.plans.options, kept, grad, needs_condition)
+            results, pieces = _call_backward(t, ctx.plans.options, kept, grad, wanted)
         else:
-            results, pieces = _run_backward(ctx.plans, t, kept, grad, needs_condition)
+            results, pieces = _run_backward(ctx.plans, t, kept, grad, wanted)
         return *_named_gradients(t, results, pieces, needs), None
 
 
@@ -348,12 +368,12 @@ def feed_forward_triton_backward(
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
-    needs_condition: bool,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `FeedForwardGradients`, empty for those that are None."""
     plans = plans_of(sublayer_steps.specs_of(tensors), options)
     grad = grad.to(_out_dtype(tensors, options))
-    results, _ = _run_backward(plans, tensors, kept, grad, needs_condition)
+    results, _ = _run_backward(plans, tensors, kept, grad, FeedForwardNeeds(*needs))
     dx, dcondition, parameters = (
         grad.new_empty(0) if result is None else result for result in results
     )
@@ -367,12 +387,13 @@ def _(
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
-    needs_condition: bool,
+    needs: list[bool],
 ):
     condition = grad.new_empty(0)
-    if tensors.condition is not None and needs_condition:
+    wanted = FeedForwardNeeds(*needs)
+    if tensors.condition is not None and wanted.condition:
         condition = grad.new_empty(tensors.condition.shape, dtype=options.dtype)
-    num_elements = parameter_pieces(tensors).num_elements
+    num_elements = parameter_pieces(tensors, weights=wanted.weights).num_elements
     parameters = grad.new_empty((num_elements,), dtype=torch.float32)
     return tensors.x.new_empty(tensors.x.shape), condition, parameters
 
@@ -384,7 +405,7 @@ def _backward(ctx, grad, *_):
     *tensors, kept = ctx.saved_tensors
     t = FeedForwardTensors(*tensors)
     needs = FeedForwardTensors(*ctx.needs_input_grad[:NUM_TENSORS])
-    results, pieces = _call_backward(t, ctx.options, kept, grad, bool(needs.condition))
+    results, pieces = _call_backward(t, ctx.options, kept, grad, FeedForwardNeeds.of(needs))
     gradients = _named_gradients(t, results, pieces, needs)
     return *gradients, *((None,) * (NUM_OPTIONS + 1))
 
@@ -394,11 +415,11 @@ def _call_backward(
     options: FeedForwardOptions,
     kept: Tensor,
     grad: Tensor,
-    needs_condition: bool,
+    needs: FeedForwardNeeds,
 ) -> tuple[FeedForwardGradients[Tensor], ParameterPieces]:
     """Call the backward operator; return what `_run_backward` does."""
-    results = feed_forward_triton_backward(*t, *options, kept, grad, needs_condition)
-    return FeedForwardGradients(*results), parameter_pieces(t)
+    results = feed_forward_triton_backward(*t, *options, kept, grad, list(needs))
+    return FeedForwardGradients(*results), parameter_pieces(t, weights=needs.weights)
 
 
 torch.library.register_autograd(feed_forward_triton, _backward, setup_context=_setup_context)
