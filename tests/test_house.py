@@ -227,3 +227,11 @@ def test_type_checkers_read_the_hints_of_an_installed_package():
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
     assert (SOURCE / "py.typed").is_file()
     assert project["tool"]["setuptools"]["package-data"]["anemoi_gt"] == ["py.typed"]
+
+
+def test_a_wheel_has_every_package():
+    # An editable install, and metadata of an earlier build, hide one that is missing.
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    folders = {path.parent.relative_to(SOURCE.parent) for path in SOURCE.rglob("*.py")}
+    packages = {".".join(folder.parts) for folder in folders} | {"anemoi_gt.configs"}
+    assert packages == set(project["tool"]["setuptools"]["packages"])
