@@ -10,10 +10,8 @@ from torch import Tensor
 from anemoi_gt.custom_ops import define_operator, on_device
 
 # one edge per thread: most atomics in flight, and whole memory sectors
-EDGES_PER_PROGRAM, WARPS = (
-    256,
-    8,
-)
+EDGES_PER_PROGRAM = 256
+WARPS = 8
 CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
 
 

@@ -435,7 +435,7 @@ def _read_norm(norm: Submodule, name: str) -> NormParts:
         (scale, scale_bias), (shift, shift_bias) = _read_linears(
             {f"{name}.scale": children.get("scale"), f"{name}.bias": children.get("bias")}
         )
-        shape: tuple[int, ...] = scale.shape
+        num_conditions = scale.shape[1]
         if scale_bias is None or shift_bias is None:
             raise CannotFuseError(f"its {name} has linear maps without a bias")
     else:
@@ -449,13 +449,14 @@ def _read_norm(norm: Submodule, name: str) -> NormParts:
         got = f"its {name} is over {len(normalized_shape)} dimensions"
         raise CannotFuseError(f"{got}, and one is needed")
     features = normalized_shape[0]
+    shape: tuple[int, ...]
     if has_condition:
-        shape = (features, shape[1])
+        shape = (features, num_conditions)
         scale_name, shift_name, others = f"{name}.scale", f"{name}.bias", f"{name}.scale"
     else:
         shape = (features,)
         scale_name, shift_name, others = name, name, "normalized_shape"
-    # Kernels read `features` rows of both.
+    # Kernels read `features` elements of both, or rows of them with a condition.
     if scale is not None and scale.shape != shape:
         raise _shape_mismatch(scale, shape, scale_name, "normalized_shape")
     if shift is not None and shift.shape != shape:

@@ -13,7 +13,7 @@ from anemoi_gt.option_checks import check_number
 
 
 class Operand(Protocol):
-    """What has a shape and a dtype: a tensor, or what stands for one in a plan."""
+    """An object with a shape and a dtype: a tensor, or its description in a plan."""
 
     @property
     def shape(self) -> tuple[int, ...]:

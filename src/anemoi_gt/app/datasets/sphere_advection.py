@@ -50,10 +50,8 @@ from anemoi_gt.option_checks import check_integer, check_positive
 SECONDS_PER_HOUR = 3600.0
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
 # training samples and nodes that the normalisation is estimated from
-STATISTICS_SAMPLES, STATISTICS_NODES = (
-    64,
-    2**16,
-)
+STATISTICS_SAMPLES = 64
+STATISTICS_NODES = 2**16
 BLOCK = 2**16  # nodes whose arrays fit into a cache
 
 

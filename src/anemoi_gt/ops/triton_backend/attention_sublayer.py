@@ -644,7 +644,7 @@ class _ThroughNorm(NamedTuple):
         layout = self.layout
         normed = self.sums.builder.empty_like(dn)
         num_rows = x.shape[0]
-        if layout.batch > 1 and layout.halo > 0:  # rows of the halo between those of the entries
+        if layout.batch > 1 and layout.halo > 0:  # each entry is followed by its halo rows
             sublayer_steps.norm_backward(
                 self.sums,
                 self.name,
@@ -742,7 +742,7 @@ def parameter_pieces(
 ) -> ParameterPieces:
     """Return where the gradients of parameters lie in their block.
 
-    `weights`: those of the projections of nodes too.
+    With `weights`, it includes the gradients of the node projections.
     """
     width, features = t.query_weight.shape
     groups = {"edge_weight": [GradientPiece(("edge_weight",), t.edge_weight.shape)]}

@@ -233,7 +233,7 @@ def kept_layout(t: FeedForwardTensors[Operand], options: FeedForwardOptions) -> 
 def parameter_pieces(t: FeedForwardTensors[Operand], *, weights: bool) -> ParameterPieces:
     """Return where the gradients of parameters lie in their block.
 
-    `weights`: those of the linear maps too.
+    With `weights`, it includes the gradients of the linear maps.
     """
     groups = {}
     if weights:
