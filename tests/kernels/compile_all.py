@@ -112,8 +112,9 @@ def run_block(dtype):
         torch.zeros(number, 64, dtype=dtype, requires_grad=True)
         for number in (graph.num_src, graph.num_dst)
     )
-    attention = sublayers.attention_parts(block)
+    attention = sublayers.attention_parts(block)._replace(product_dtype=dtype)
     feed_forward = sublayers.feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
+    feed_forward = feed_forward._replace(product_dtype=dtype)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         z = fused_block.attention(
             attention, nodes, graph, torch.zeros(graph.num_edges, 3), (None, None)

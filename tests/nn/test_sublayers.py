@@ -128,7 +128,7 @@ def assert_parts_compute(parts, norm, mlp):
     x = torch.randn(5, CHANNELS)
     condition = torch.randn(5, CONDITION) if parts.has_condition else None
     cond = {} if condition is None else {"cond": condition}
-    out = feed_forward(parts.tensors(x, condition), parts.options(torch.float32))
+    out = feed_forward(parts.tensors(x, condition), parts.options())
     torch.testing.assert_close(out, x + mlp(norm(x, **cond)))
 
 
@@ -246,8 +246,8 @@ def test_options_of_the_attention_match_its_modules(library):
     block = make("mapper", library, qk_norm=True, bias=False)
     block.layer_norm_attention.eps, block.layer_norm_attention_src.eps = 0.5, 0.25
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
-    parts = attention_parts(block)
-    assert parts.options(3, torch.bfloat16) == (HEADS, 3, 0.5, 0.25, 0.125, 0.0625, torch.bfloat16)
+    parts = attention_parts(block)._replace(product_dtype=torch.bfloat16)
+    assert parts.options(3) == (HEADS, 3, 0.5, 0.25, 0.125, 0.0625, torch.bfloat16)
     assert (
         parts.query_norm_scale is block.q_norm.weight
         and parts.key_norm_scale is block.k_norm.weight
@@ -688,7 +688,7 @@ def test_a_replaced_parameter_is_read_by_the_next_call():
     block.lin_query.weight = nn.Parameter(torch.zeros(CHANNELS, CHANNELS))
     assert attention_parts(block).query_weight is block.lin_query.weight
     block.layer_norm_mlp_dst.eps = 0.5
-    assert network_parts(block).options(torch.float32).eps == 0.5
+    assert network_parts(block).options().eps == 0.5
 
 
 def test_parameters_of_functional_call_are_read():
@@ -729,8 +729,8 @@ class Asked(nn.Module):
             return x + len(attention)
         if isinstance(network, str):
             return x - len(network)
-        tensors, options = network.tensors(x, None), network.options(x.dtype)
-        heads = attention.options(1, x.dtype).heads
+        tensors, options = network.tensors(x, None), network.options()
+        heads = attention.options(1).heads
         query = attention.tensors(None, None, x, x, None, None).query_weight
         return (
             functional.linear(x, query) * heads

@@ -26,21 +26,26 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_subl
 from anemoi_gt.torch_compat import is_exporting
 
 
-def pays(x: Tensor, config: AttentionConfig) -> bool:
-    """Return whether fused sub-layers are faster for x: 16-bit autocast on backend `triton`."""
-    is_16_bit = autocast_is_active(x.device.type) and autocast_dtype(x) in (
-        torch.float16,
-        torch.bfloat16,
-    )
-    return is_16_bit and runs_on_triton(x, config)
+class Computation(NamedTuple):
+    """How a call computes its matrix products, decided from its features once per call."""
+
+    dtype: torch.dtype  # of the operands of products
+    is_autocast: bool  # whether autocast is active
+    is_faster_fused: bool  # whether fused sub-layers are faster: 16-bit autocast, on triton
+
+    @classmethod
+    def of(cls, x: Tensor, config: AttentionConfig) -> "Computation":
+        """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
+        dtype = autocast_dtype(x)
+        is_autocast = autocast_is_active(x.device.type)
+        is_16_bit = is_autocast and dtype in (torch.float16, torch.bfloat16)
+        return cls(dtype, is_autocast, is_16_bit and runs_on_triton(x, dtype, config))
 
 
-def runs_on_triton(x: Tensor, config: AttentionConfig) -> bool:
-    """Return whether backend `triton` computes attention over x. Raise like `edge_attention`."""
-    return (
-        choose_backend(config.backend, x.new_empty(0, dtype=autocast_dtype(x)))
-        is BACKENDS["triton"]
-    )
+def runs_on_triton(x: Tensor, dtype: torch.dtype, config: AttentionConfig) -> bool:
+    """Return whether backend `triton` attends over x in `dtype`. Raise like `edge_attention`."""
+    query = x.new_empty(0, dtype=dtype)
+    return choose_backend(config.backend, query) is BACKENDS["triton"]
 
 
 # (sources, destinations); sources are None on one set of nodes
@@ -77,9 +82,10 @@ class BlockPath(NamedTuple):
         """Decide for a block of this library, destinations like x, and any condition."""
         if is_exporting():
             return cls.by_modules("an exported program has no operators of this library")
-        if not pays(x, config):
+        computation = Computation.of(x, config)
+        if not computation.is_faster_fused:
             return cls.by_modules("sub-layers are fused under 16-bit autocast, on backend triton")
-        return cls.of_modules(block, x, cond, config, NO_REASONS)
+        return cls.of_modules(block, x, cond, config, computation, NO_REASONS)
 
     @classmethod
     def of_modules(
@@ -88,6 +94,7 @@ class BlockPath(NamedTuple):
         x: Tensor,
         cond: Tensor | tuple | None,
         config: AttentionConfig,
+        computation: Computation,
         reasons: ReasonsAgainst,
     ) -> "BlockPath":
         """Decide by the modules of a block of this library or of Anemoi, on backend triton.
@@ -98,11 +105,11 @@ class BlockPath(NamedTuple):
         if attention is None and config.precision is not None:
             attention = "the precision of its attention is set"
         if attention is None:
-            attention = for_call(attention_parts(block), x, cond)
+            attention = for_call(attention_parts(block), x, cond, computation)
         feed_forward: FeedForwardParts | str | None = reasons.feed_forward
         if feed_forward is None:
             parts = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
-            feed_forward = for_call(parts, x, cond)
+            feed_forward = for_call(parts, x, cond, computation)
         sources: FeedForwardParts | str = NO_SOURCES
         if getattr(block, "update_src_nodes", False):
             if reasons.source_feed_forward is not None:
@@ -110,22 +117,24 @@ class BlockPath(NamedTuple):
             else:
                 names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
                 parts = feed_forward_parts(block.layer_norm_mlp_src, block.node_src_mlp, **names)
-                sources = for_call(parts, x, cond)
+                sources = for_call(parts, x, cond, computation)
         return cls(attention, feed_forward, sources)
 
 
 Parts = TypeVar("Parts", AttentionParts, FeedForwardParts)
 
 
-def for_call(parts: Parts | str, x: Tensor, cond: Tensor | tuple | None) -> Parts | str:
-    """Return the parts, or why a call on rows like x with this condition cannot use them."""
+def for_call(
+    parts: Parts | str, x: Tensor, cond: Tensor | tuple | None, computation: Computation
+) -> Parts | str:
+    """Return the parts for a call on rows like x with this condition, or why it cannot use them."""
     if isinstance(parts, str):
         return parts
     if parts.has_condition != (cond is not None):
         return "its norms and the call differ in whether there is a condition"
-    if x.dtype != parts.dtype and not autocast_is_active(x.device.type):
+    if x.dtype != parts.dtype and not computation.is_autocast:
         return f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
-    return parts
+    return parts._replace(product_dtype=computation.dtype)
 
 
 def attention(
@@ -151,7 +160,7 @@ def attention(
     tensors = parts.tensors(
         _optional_rows(x_src), _optional_rows(halo), _rows(x_dst), edge_attr, cond_dst, cond_src
     )
-    z = attention_sublayer(tensors, graph, parts.options(batch, autocast_dtype(x_dst)))
+    z = attention_sublayer(tensors, graph, parts.options(batch))
     return z.view(x_dst.shape)
 
 
@@ -160,7 +169,7 @@ def feed_forward(parts: FeedForwardParts, x: Tensor, cond: Tensor | None) -> Ten
     rows = x.reshape(-1, x.shape[-1])
     condition = None if cond is None else row_conditions(cond, x)
     tensors = parts.tensors(rows, condition)
-    return feed_forward_sublayer(tensors, parts.options(autocast_dtype(x))).view(x.shape)
+    return feed_forward_sublayer(tensors, parts.options()).view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class FeedForwardParts(NamedTuple):
     activation: str
     has_condition: bool  # whether the norm needs a condition; if not, it takes none
     dtype: torch.dtype  # of the parameters
+    product_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
 
     def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
         """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
@@ -128,9 +129,9 @@ class FeedForwardParts(NamedTuple):
             bias_out=self.bias_out,
         )
 
-    def options(self, dtype: torch.dtype) -> FeedForwardOptions:
-        """Return the options of a call with products in `dtype`."""
-        return FeedForwardOptions(self.norm.eps, self.activation, dtype)
+    def options(self) -> FeedForwardOptions:
+        """Return the options of the operator."""
+        return FeedForwardOptions(self.norm.eps, self.activation, self.product_dtype)
 
 
 class AttentionParts(NamedTuple):
@@ -157,6 +158,7 @@ class AttentionParts(NamedTuple):
     heads: int
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
+    product_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
 
     def tensors(
         self,
@@ -203,8 +205,8 @@ class AttentionParts(NamedTuple):
             key_norm_scale=self.key_norm_scale,
         )
 
-    def options(self, batch: int, dtype: torch.dtype) -> AttentionOptions:
-        """Return the options of a call on `batch` entries with products in `dtype`."""
+    def options(self, batch: int) -> AttentionOptions:
+        """Return the options of the operator for `batch` entries."""
         return AttentionOptions(
             heads=self.heads,
             batch=batch,
@@ -212,7 +214,7 @@ class AttentionParts(NamedTuple):
             norm_src_eps=self.norm_src.eps,
             query_norm_eps=self.query_norm_eps,
             key_norm_eps=self.key_norm_eps,
-            dtype=dtype,
+            dtype=self.product_dtype,
         )
 
 
@@ -329,6 +331,7 @@ def _read_feed_forward(
         activation=_read_activation(activation, activation_name),
         has_condition=norm_parts.has_condition,
         dtype=weight_in.dtype,
+        product_dtype=weight_in.dtype,
     )
 
 
@@ -397,6 +400,7 @@ def _read_attention(block: Any) -> AttentionParts:
         heads=heads,
         has_condition=norm.has_condition,
         dtype=query_weight.dtype,
+        product_dtype=query_weight.dtype,
     )
 
 

@@ -34,12 +34,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
     float64 is never cast.
     """
-    device_type = x.device.type
-    if x.dtype == torch.float64 or device_type not in AUTOCAST_DEVICES:
+    if x.dtype == torch.float64 or not autocast_is_active(x.device.type):
         return x.dtype
-    if not torch.is_autocast_enabled(device_type):
-        return x.dtype
-    return torch.get_autocast_dtype(device_type)
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def autocast_is_active(device_type: str) -> bool:

@@ -87,3 +87,10 @@ def test_a_forward_of_a_fused_block_calls_few_functions(kind):
 def test_edge_attr_has_one_name_from_the_block_to_the_kernel():
     for names in (Call._fields, AttentionTensors._fields, edge_attention_fwd.arg_names):
         assert "edge_attr" in names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_of_a_fused_block_reads_autocast_and_chooses_its_backend_once(kind):
+    calls, _ = walk_of(kind)
+    names = [code.co_name for code in calls]
+    assert names.count("autocast_dtype") == names.count("choose_backend") == 1

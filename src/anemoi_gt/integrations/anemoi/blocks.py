@@ -30,7 +30,6 @@ from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.ops.dtypes import autocast_dtype
 from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
 
 PARAMETERS = "self x edge_attr edge_index shard_info batch_size size model_comm_group cond"
@@ -341,4 +340,4 @@ def _fused_attention(
         edge_attr = edge_attr.unflatten(0, (batch, -1))
     cond_src, cond_dst = fused_block.row_conditions_of((x_src, x_dst), cond)
     tensors = parts.tensors(x_src, halo, x_dst, edge_attr, cond_dst, cond_src)
-    return attention_sublayer(tensors, graph, parts.options(batch, autocast_dtype(x_dst)))
+    return attention_sublayer(tensors, graph, parts.options(batch))

@@ -21,7 +21,7 @@ from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.upstream import Upstream
 from anemoi_gt.nn import fused_block
-from anemoi_gt.nn.fused_block import NO_SOURCES, BlockPath, ReasonsAgainst
+from anemoi_gt.nn.fused_block import NO_SOURCES, BlockPath, Computation, ReasonsAgainst
 from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped_weights, hooks_of
 from anemoi_gt.nn.sublayers import FeedForwardParts, feed_forward_parts
 from anemoi_gt.torch_compat import is_exporting
@@ -35,6 +35,7 @@ BYPASSED = (
     *("_forward_edges_shard_strategy", "_forward_heads_shard_strategy"),
 )
 GLOBAL_HOOKS = "hooks on all modules would skip its submodules"
+NOT_FASTER_FUSED = "sub-layers are fused under 16-bit autocast where backend triton attends"
 
 
 NOT_FUSED = BlockPath.by_modules("its sub-layers are not fused")
@@ -196,17 +197,18 @@ def _decide(
         )
 
     path = NOT_FUSED
-    may_fuse = settings.blocks is not False and not is_exporting()
-    if may_fuse and settings.blocks is None and not fused_block.pays(x_dst, settings.config):
-        reason = "sub-layers are fused under 16-bit autocast where backend triton attends"
-    elif may_fuse:
-        path = _sublayers_of(block, x_dst, call, settings, gathers)
-        reasons = dict.fromkeys(
-            parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
-        )
-        if reasons:
-            _report_not_fused(settings, reasons, log_reason)
-            reason = "; ".join(reasons)
+    if settings.blocks is not False and not is_exporting():
+        computation = Computation.of(x_dst, settings.config)
+        if settings.blocks is None and not computation.is_faster_fused:
+            reason = NOT_FASTER_FUSED
+        else:
+            path = _sublayers_of(block, x_dst, call, settings, computation, gathers)
+            reasons = dict.fromkeys(
+                parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
+            )
+            if reasons:
+                _report_not_fused(settings, reasons, log_reason)
+                reason = "; ".join(reasons)
     if not isinstance(path.attention, str):
         return Decision(settings, FUSED, has_raw_edges=True, reason=reason, sublayers=path)
 
@@ -231,14 +233,14 @@ def _decide_transformer(
         return Decision(settings, UPSTREAM, reason="its sub-layers are not fused")
     if torch.jit.is_tracing():
         return Decision(settings, UPSTREAM, reason="torch.jit.trace records it")
-    if settings.blocks is None and not fused_block.pays(x, settings.config):
-        reason = "sub-layers are fused under 16-bit autocast where backend triton attends"
-        return Decision(settings, UPSTREAM, reason=reason)
+    computation = Computation.of(x, settings.config)
+    if settings.blocks is None and not computation.is_faster_fused:
+        return Decision(settings, UPSTREAM, reason=NOT_FASTER_FUSED)
     parts: FeedForwardParts | str = "another backend than triton is chosen"
-    if fused_block.runs_on_triton(x, settings.config):
+    if _runs_on_triton(x, computation, settings):
         norm = getattr(block, norm_name)
         parts = feed_forward_parts(norm, block.mlp, norm_name=norm_name, mlp_name="mlp")
-        parts = fused_block.for_call(parts, x, cond)
+        parts = fused_block.for_call(parts, x, cond, computation)
     if isinstance(parts, str):
         _report_not_fused(settings, (parts,), log_reason)
         return Decision(settings, UPSTREAM, reason=parts)
@@ -308,11 +310,23 @@ def _reason_to_embed(block: Any, settings: Settings, gathers: bool) -> str | Non
     return None
 
 
+def _runs_on_triton(x: Tensor, computation: Computation, settings: Settings) -> bool:
+    """Return whether backend triton attends over x; `computation` knows it where it is faster."""
+    if computation.is_faster_fused:
+        return True
+    return fused_block.runs_on_triton(x, computation.dtype, settings.config)
+
+
 def _sublayers_of(
-    block: Any, x_dst: Tensor, call: Call, settings: Settings, gathers: bool
+    block: Any,
+    x_dst: Tensor,
+    call: Call,
+    settings: Settings,
+    computation: Computation,
+    gathers: bool,
 ) -> BlockPath:
     """Return the parts of each sub-layer of a block, or the reason why its modules compute it."""
-    if not fused_block.runs_on_triton(x_dst, settings.config):
+    if not _runs_on_triton(x_dst, computation, settings):
         return BlockPath.by_modules("another backend than triton computes its attention")
     attention: str | None = None
     if gathers:
@@ -325,7 +339,7 @@ def _sublayers_of(
     if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
         source_feed_forward = _overridden_network(block, "run_node_src_mlp")
     reasons = ReasonsAgainst(attention, feed_forward, source_feed_forward)
-    return BlockPath.of_modules(block, x_dst, call.cond, settings.config, reasons)
+    return BlockPath.of_modules(block, x_dst, call.cond, settings.config, computation, reasons)
 
 
 def _overridden_network(block: Any, name: str) -> str | None:
