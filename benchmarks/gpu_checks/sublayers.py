@@ -109,7 +109,8 @@ def _attention(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dty
 def _feed_forward(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dtype):
     """Return our function, plain PyTorch's, tensors and a gradient of a feed-forward sub-layer."""
     named, grad = sublayers.draw_feed_forward(DEVICE, seed=number, sizes=sizes, scaled=True, **case)
-    options = FeedForwardOptions(sublayers.EPS, case["activation"], dtype)
+    keep_hidden = number % 2 == 0  # every second problem computes its hidden layer again
+    options = FeedForwardOptions(sublayers.EPS, case["activation"], dtype, keep_hidden)
 
     def ours(named):
         return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), options)

@@ -5,11 +5,12 @@ A variant is a form of a training step, named by what is done to the model:
 
     untouched | install | install, attention alone
     nothing | , blocks compiled | , compiled whole
-    nothing | , no recomputation
+    nothing | , hidden recomputed | , no recomputation      hidden: under install only
     nothing | , captured                                    under install only
 
-"no recomputation" switches activation checkpointing off; "captured" replays forward and backward
-from a CUDA graph.
+"no recomputation" switches activation checkpointing off, and so does "hidden recomputed", which
+computes the hidden layers of fused feed-forward sub-layers again (`install(keep_hidden=False)`);
+"captured" replays forward and backward from a CUDA graph.
 """
 
 import itertools
@@ -87,7 +88,8 @@ class Variant(NamedTuple):
     installed: bool
     fused_blocks: bool | None = None  # the option `blocks` of install
     compiled: frozenset[str] = frozenset()  # classes whose modules are compiled, one by one
-    recompute: bool = True
+    recompute: bool = True  # activation checkpointing as in the YAML
+    keep_hidden: bool = True  # as for install
     captured: bool = False
 
 
@@ -99,7 +101,11 @@ def make_variants() -> dict[str, Variant]:
         "install, attention alone": Variant(installed=True, fused_blocks=False),
     }
     forms = {"": frozenset(), ", blocks compiled": BLOCKS, ", compiled whole": WHOLE}
-    recomputations = {"": True, ", no recomputation": False}
+    recomputations = {  # recompute, keep_hidden
+        "": (True, True),
+        ", hidden recomputed": (False, False),
+        ", no recomputation": (False, True),
+    }
     captures = {"": False, ", captured": True}
     variants = {}
     for base, form, recomputation, capture in itertools.product(
@@ -107,9 +113,13 @@ def make_variants() -> dict[str, Variant]:
     ):
         if capture and base == "untouched":
             continue  # Anemoi's own code waits for the device, which a capture refuses
+        recompute, keep_hidden = recomputations[recomputation]
+        if not keep_hidden and base != "install":
+            continue  # only fused sub-layers keep a hidden layer or not
         variants[base + form + recomputation + capture] = bases[base]._replace(
             compiled=frozenset(forms[form]),
-            recompute=recomputations[recomputation],
+            recompute=recompute,
+            keep_hidden=keep_hidden,
             captured=captures[capture],
         )
     return variants
@@ -307,7 +317,9 @@ class Training:
                 checkpointed.append(module)
         installed = nullcontext()
         if variant.installed:
-            installed = integration.install(blocks=variant.fused_blocks)
+            installed = integration.install(
+                blocks=variant.fused_blocks, keep_hidden=variant.keep_hidden
+            )
         torch._dynamo.reset()
         self.restart()
         self.captured = variant.captured

@@ -33,8 +33,8 @@ def small_chunks(few_programs, monkeypatch):
         yield
 
 
-def by_operator(named, activation="gelu", dtype=torch.float32):
-    options = FeedForwardOptions(sublayers.EPS, activation, dtype)
+def by_operator(named, activation="gelu", dtype=torch.float32, keep_hidden=True):
+    options = FeedForwardOptions(sublayers.EPS, activation, dtype, keep_hidden)
     return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), options)
 
 
@@ -80,11 +80,14 @@ def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
         torch.testing.assert_close(whole[name], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("norm", "gated"), [("both", False), ("bare", True), (4, False)])
+@pytest.mark.parametrize(
+    ("norm", "gated", "keep_hidden"),
+    [("both", False, False), ("bare", True, True), (4, False, True)],
+)
 @pytest.mark.usefixtures("filled_padding")
-def test_forward_and_backward_operators_pass_opcheck(norm, gated, kernel_device):
+def test_forward_and_backward_operators_pass_opcheck(norm, gated, keep_hidden, kernel_device):
     named, grad = draw(kernel_device, norm, gated)
-    options = FeedForwardOptions(sublayers.EPS, "silu", torch.float32)
+    options = FeedForwardOptions(sublayers.EPS, "silu", torch.float32, keep_hidden)
     detached = sublayers.fill(FeedForwardTensors, named)
     leaves = FeedForwardTensors(
         *(None if x is None else x.clone().requires_grad_() for x in detached)
@@ -110,6 +113,25 @@ def test_x_hidden_features_and_cast_weights_are_kept_and_nothing_else(gated, ker
     (block,) = kept
     num_bytes = 2 * (ROWS * width + weights)
     assert num_bytes <= block.numel() <= num_bytes + 2 * 512
+    out = by_operator(leaves, dtype=torch.bfloat16, keep_hidden=False)
+    (block,) = (x for x in out.grad_fn.saved_tensors if x is not None and x.dtype == torch.uint8)
+    assert 2 * weights <= block.numel() <= 2 * weights + 512
+
+
+@pytest.mark.parametrize(("norm", "gated"), [("both", False), ("bare", True), (4, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_hidden_layer_computed_again_gives_the_bits_of_one_that_is_kept(
+    norm, gated, dtype, kernel_device
+):
+    named, grad = draw(kernel_device, norm, gated)
+    kept, computed_again = (
+        sublayers.results_of(
+            partial(by_operator, dtype=dtype, keep_hidden=keep_hidden), named, grad, torch.float32
+        )
+        for keep_hidden in (True, False)
+    )
+    for name, expected in kept.items():
+        assert torch.equal(computed_again[name], expected), name
 
 
 def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_refused(
@@ -136,7 +158,7 @@ def test_frozen_linear_maps_cost_no_product_and_change_no_other_gradient(kernel_
         assert torch.equal(gradient, expected[f"d{name}"]), name
 
     specs = sublayer_steps.specs_of(sublayers.fill(FeedForwardTensors, named))
-    options = FeedForwardOptions(sublayers.EPS, "gelu", torch.float32)
+    options = FeedForwardOptions(sublayers.EPS, "gelu", torch.float32, keep_hidden=True)
     trained, frozen = (
         backward_plan(specs, options, FeedForwardNeeds(condition=True, weights=weights))[0]
         for weights in (True, False)

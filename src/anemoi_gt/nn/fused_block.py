@@ -27,19 +27,21 @@ from anemoi_gt.torch_compat import is_exporting
 
 
 class Computation(NamedTuple):
-    """How a call computes its matrix products, decided from its features once per call."""
+    """How a call computes and what it keeps, decided from its features once per call."""
 
     dtype: torch.dtype  # of the operands of products
     is_autocast: bool  # whether autocast is active
     is_faster_fused: bool  # whether fused sub-layers are faster: 16-bit autocast, on triton
+    keep_hidden: bool  # whether fused feed-forward sub-layers keep their hidden layer
 
     @classmethod
-    def of(cls, x: Tensor, config: AttentionConfig) -> "Computation":
+    def of(cls, x: Tensor, config: AttentionConfig, *, keep_hidden: bool = True) -> "Computation":
         """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
         dtype = autocast_dtype(x)
         is_autocast = autocast_is_active(x.device.type)
         is_16_bit = is_autocast and dtype in (torch.float16, torch.bfloat16)
-        return cls(dtype, is_autocast, is_16_bit and runs_on_triton(x, dtype, config))
+        is_faster_fused = is_16_bit and runs_on_triton(x, dtype, config)
+        return cls(dtype, is_autocast, is_faster_fused, keep_hidden)
 
 
 def runs_on_triton(x: Tensor, dtype: torch.dtype, config: AttentionConfig) -> bool:
@@ -134,7 +136,10 @@ def for_call(
         return "its norms and the call differ in whether there is a condition"
     if x.dtype != parts.dtype and not computation.is_autocast:
         return f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
-    return parts._replace(product_dtype=computation.dtype)
+    parts = parts._replace(product_dtype=computation.dtype)
+    if isinstance(parts, FeedForwardParts):
+        return parts._replace(keep_hidden=computation.keep_hidden)
+    return parts
 
 
 def attention(

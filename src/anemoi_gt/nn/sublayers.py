@@ -111,6 +111,7 @@ class FeedForwardParts(NamedTuple):
     has_condition: bool  # whether the norm needs a condition; if not, it takes none
     dtype: torch.dtype  # of the parameters
     product_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
+    keep_hidden: bool = True  # whether a call keeps its hidden layer for the backward pass
 
     def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
         """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
@@ -131,7 +132,9 @@ class FeedForwardParts(NamedTuple):
 
     def options(self) -> FeedForwardOptions:
         """Return the options of the operator."""
-        return FeedForwardOptions(self.norm.eps, self.activation, self.product_dtype)
+        return FeedForwardOptions(
+            self.norm.eps, self.activation, self.product_dtype, self.keep_hidden
+        )
 
 
 class AttentionParts(NamedTuple):

@@ -47,6 +47,7 @@ class FeedForwardOptions(NamedTuple):
         str  # of the hidden layer, or of the gate: "gelu", "gelu_tanh", "silu", "relu", "sigmoid"
     )
     dtype: torch.dtype  # of the products
+    keep_hidden: bool  # for the backward pass; if not, that pass computes the hidden layer again
 
 
 class AttentionTensors(NamedTuple, Generic[Held]):

@@ -472,6 +472,48 @@ def test_only_a_full_checkpoint_recomputes_sub_layers(mode, times, graph):
     assert counted(operators.names) == dict.fromkeys((ATTENTION, FEED_FORWARD), times * blocks)
 
 
+@pytest.mark.parametrize("is_compiled", (False, True))
+@pytest.mark.parametrize("swapped", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_layers_are_computed_again_with_the_same_bits_if_they_are_not_kept(
+    kind, swapped, is_compiled
+):
+    block, inputs = block_of(kind, "triton"), block_inputs(KINDS[kind])
+
+    def differentiate(keep_hidden):
+        """Return results and gradients, and the bytes that sub-layers keep in blocks."""
+        torch.compiler.reset()
+        kept = []
+
+        def note(tensor):
+            if tensor.dtype == torch.uint8:
+                kept.append(tensor.numel())
+            return tensor
+
+        forward = torch.compile(block, backend="aot_eager") if is_compiled else block
+        options = {"backend": "triton", "blocks": True, "keep_hidden": keep_hidden}
+        try:
+            if swapped:
+                integration.swap_layers(block, **options)
+            else:
+                integration.install(**options)
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                return differentiate_block(block, inputs, forward), sum(kept)
+        finally:
+            integration.uninstall()
+
+    expected, bytes_with = differentiate(keep_hidden=True)
+    numbers, bytes_without = differentiate(keep_hidden=False)
+    for name, value in expected.items():
+        assert torch.equal(numbers[name], value), name
+    linear = next(
+        module for module in block.node_dst_mlp.modules() if isinstance(module, nn.Linear)
+    )
+    num_rows = (inputs[0] if kind == "processor" else inputs[0][1]).shape[0]
+    padding = 512
+    assert abs(bytes_with - bytes_without - 4 * linear.out_features * num_rows) <= padding
+
+
 @pytest.mark.parametrize(
     ("options", "dtype", "is_fused"),
     (

@@ -105,7 +105,9 @@ def test_install_logs_one_line_with_the_active_settings(caplog):
         "anemoi_gt computes graph-transformer blocks of anemoi-models "
         f"{version('anemoi-models')}, where a model has them"
     )
-    assert line.endswith("backend='torch', precision=None, fuse_edges=False, sharding=True")
+    assert line.endswith(
+        "backend='torch', precision=None, fuse_edges=False, sharding=True, keep_hidden=True"
+    )
     with integration.install(precision="bf16") as inner:
         found = integration.installed()
         assert (found.config, found.fuse_edges, found.sharding) == (
@@ -115,8 +117,8 @@ def test_install_logs_one_line_with_the_active_settings(caplog):
         )
         assert (
             repr(inner)
-            == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True; in "
-            "force)"
+            == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True, "
+            "keep_hidden=True; in force)"
         )
         assert repr(outer).endswith("; ended)")
     assert integration.installed().config.backend == "torch" and repr(outer).endswith("; ended)")

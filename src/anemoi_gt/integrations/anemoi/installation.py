@@ -146,6 +146,7 @@ def install(
     blocks: bool | None = None,
     sharding: bool = True,
     activation_checkpointing: str | Mapping[str, str | None] | None = None,
+    keep_hidden: bool = True,
 ) -> Installation:
     """Switch all graph-transformer blocks of Anemoi, existing and future, to anemoi_gt.
 
@@ -173,6 +174,10 @@ def install(
         Save everything ("none") or the inputs of each chunk ("full") for the backward pass, for all
         components or by "encoder", "processor" and "decoder". None follows the
         `gradient_checkpointing` of Anemoi's config.
+    keep_hidden : bool
+        Keep the hidden layer [N, K] of fused feed-forward sub-layers for the backward pass. False
+        computes it again there, with the same bits: less memory than no activation checkpointing
+        and less time than checkpointing everything.
 
     Returns
     -------
@@ -193,7 +198,11 @@ def install(
     code keeps the methods it was traced with. It is compiled again when called.
     """
     settings = _switch_on(
-        AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding
+        AttentionConfig(backend=backend, precision=precision),
+        fuse_edges,
+        blocks,
+        sharding,
+        keep_hidden,
     )
     if activation_checkpointing is not None:
         settings = replace(settings, checkpointing=Checkpointing.of(activation_checkpointing))
@@ -282,6 +291,7 @@ def swap_layers(
     fuse_edges: bool = True,
     blocks: bool | None = None,
     sharding: bool = True,
+    keep_hidden: bool = True,
 ) -> nn.Module:
     """Switch the graph-transformer blocks of one model to anemoi_gt.
 
@@ -290,7 +300,7 @@ def swap_layers(
     model : torch.nn.Module
         Returned unchanged: its blocks are only registered. A copy or an unpickled model must be
         swapped again.
-    backend, precision, fuse_edges, blocks, sharding
+    backend, precision, fuse_edges, blocks, sharding, keep_hidden
         As for `install`, over which they take precedence.
 
     Raises
@@ -308,7 +318,7 @@ def swap_layers(
             f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} "
             "without one"
         )
-    settings = _switch_on(config, fuse_edges, blocks, sharding)
+    settings = _switch_on(config, fuse_edges, blocks, sharding, keep_hidden)
     for _, block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     return model
@@ -343,19 +353,23 @@ def graph_transformer_backward_mapper(
 
 
 def _switch_on(
-    config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool
+    config: AttentionConfig,
+    fuse_edges: bool,
+    blocks: bool | None,
+    sharding: bool,
+    keep_hidden: bool,
 ) -> Settings:
     """Apply the patches; return the settings. `sharding` needs all of its methods replaced."""
     if blocks is not None and not isinstance(blocks, bool):
         raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
-    for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
+    switches = {"fuse_edges": fuse_edges, "sharding": sharding, "keep_hidden": keep_hidden}
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
-    return Settings(
-        config, fuse_edges, blocks, sharding and replaced.issuperset(name for _, name in SHARDING)
-    )
+    replaces_sharding = replaced.issuperset(name for _, name in SHARDING)
+    return Settings(config, fuse_edges, blocks, sharding and replaces_sharding, keep_hidden)
 
 
 def _apply_patches() -> None:

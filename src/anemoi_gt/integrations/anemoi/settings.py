@@ -20,11 +20,12 @@ class Settings:
     fuse_edges: bool
     blocks: bool | None = None
     sharding: bool = False
+    keep_hidden: bool = True
     checkpointing: "Checkpointing | None" = None  # only set by `install`
 
     def __str__(self) -> str:
         values = {"backend": self.config.backend, "precision": self.config.precision}
-        names = ("fuse_edges", "blocks", "sharding", "checkpointing")
+        names = ("fuse_edges", "blocks", "sharding", "keep_hidden", "checkpointing")
         values |= {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return ", ".join(f"{name}={value!r}" for name, value in values.items())
 

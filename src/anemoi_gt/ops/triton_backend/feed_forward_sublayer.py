@@ -8,7 +8,9 @@
 
 Kept for the backward pass: x, and in one block h and the cast weights. The backward pass makes m
 and a again, in the passes that read x and h. Rows are taken in chunks: what is as wide as the
-hidden layer exists for a chunk alone, except h.
+hidden layer exists for a chunk alone, except h. With the option `keep_hidden` False h is not kept
+either: the backward pass computes it again from x, by the launches and products of the forward
+pass over the same chunks, hence bit by bit.
 """
 
 from functools import lru_cache
@@ -114,18 +116,16 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
     weights = sublayer_steps.pack_weights(builder, _weight_groups(t), kept["packed"])
     norm = Norm.of(builder, _norm_parameters(t), options.eps, weights, "norm")
 
-    num_rows, features = t.x.shape
+    num_rows = t.x.shape[0]
     num_hidden = t.weight_in.shape[0]
     y = builder.empty(t.x.shape, _out_dtype(t, options))
     for begin, end in sublayer_steps.chunks(num_rows):
         rows = end - begin
         x = t.x.slice(0, begin, end)
-        m = builder.empty((rows, features), options.dtype)
-        sublayer_steps.norm_forward(builder, x, norm.rows(begin, end), m)
         hidden = None  # scratch of this chunk
-        if save:
+        if save and options.keep_hidden:
             hidden = kept["hidden"].slice(0, begin, end)
-        hidden = sublayer_steps.linear(builder, m, weights["in"], weights.get("bias_in"), hidden)
+        hidden = hidden_layer(builder, x, norm.rows(begin, end), weights, options, hidden)
         activated = builder.empty((rows, num_hidden), options.dtype)
         is_gated = t.weight_gate is not None
         launch = row_launches.activation_forward(
@@ -136,7 +136,21 @@ def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:
         sublayer_steps.add(builder, x, delta, y.slice(0, begin, end))
     if not save:
         return builder.finish([y])
-    return builder.finish([y, builder.whole(kept["hidden"])])
+    return builder.finish([y, builder.whole(kept["packed"])])
+
+
+def hidden_layer(
+    builder: PlanBuilder,
+    x: Buffer,
+    norm: Norm,
+    weights: dict[str, Buffer],
+    options: FeedForwardOptions,
+    out: Buffer | None,
+) -> Buffer:
+    """Write h of some rows, into `out` or else into scratch, and return it."""
+    m = builder.empty(x.shape, options.dtype)
+    sublayer_steps.norm_forward(builder, x, norm, m)
+    return sublayer_steps.linear(builder, m, weights["in"], weights.get("bias_in"), out)
 
 
 def backward_plan(
@@ -154,7 +168,6 @@ def backward_plan(
     kept_block, grad = builder.inputs[NUM_TENSORS:]
     assert kept_block is not None and grad is not None
     kept = kept_parts.buffers(kept_block)
-    hidden = kept["hidden"]
     weights = PackedWeights.of(_weight_groups(t)).views(kept["packed"])
     norm = Norm.of(builder, _norm_parameters(t), options.eps, weights, "norm")
     pieces = parameter_pieces(t, weights=needs.weights)
@@ -170,12 +183,16 @@ def backward_plan(
     dx = builder.empty_like(t.x)
     for begin, end in sublayer_steps.chunks(num_rows):
         rows = end - begin
+        x = t.x.slice(0, begin, end)
+        if options.keep_hidden:
+            hidden = kept["hidden"].slice(0, begin, end)
+        else:
+            hidden = hidden_layer(builder, x, norm.rows(begin, end), weights, options, None)
         grad_rows = grad.slice(0, begin, end)
         narrow = sublayer_steps.cast(builder, grad_rows, options.dtype)
         grad_activated = sublayer_steps.product(builder, narrow, weights["out"])
-        hidden_rows = hidden.slice(0, begin, end)
         activated = builder.empty((rows, num_hidden), options.dtype)
-        grad_hidden = builder.empty(hidden_rows.shape, options.dtype)
+        grad_hidden = builder.empty_like(hidden)
         launch = row_launches.activation_backward(
             rows,
             num_hidden,
@@ -188,7 +205,7 @@ def backward_plan(
         )
         builder.launch(
             launch,
-            hidden=hidden_rows,
+            hidden=hidden,
             grad_activated=grad_activated,
             activated=activated,
             grad_hidden=grad_hidden,
@@ -204,7 +221,7 @@ def backward_plan(
             "norm",
             norm,
             (begin, end),
-            x=t.x.slice(0, begin, end),
+            x=x,
             grad_normed=grad_normed,
             grad_total=grad_rows,
             dx=dx.slice(0, begin, end),
@@ -221,12 +238,13 @@ def backward_plan(
 
 
 def kept_layout(t: FeedForwardTensors[Operand], options: FeedForwardOptions) -> BlockLayout:
-    """Return the layout of what the forward pass keeps: h and the packed weights."""
+    """Return the layout of what the forward pass keeps: the packed weights, and h if wanted."""
     packed = PackedWeights.of(_weight_groups(t))
-    specs = {
-        "packed": ((packed.num_elements,), options.dtype),
-        "hidden": ((t.x.shape[0], packed.groups["in"][1][0]), options.dtype),
+    specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "packed": ((packed.num_elements,), options.dtype)
     }
+    if options.keep_hidden:
+        specs["hidden"] = ((t.x.shape[0], packed.groups["in"][1][0]), options.dtype)
     return BlockLayout.of(specs)
 
 
