@@ -216,10 +216,13 @@ FASTER["attention"] = {"backend": "torch"}
 
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
-    # compile and cuda_graph are switched off, and on
+    with_default = BEGUN | {"training": BEGUN["training"] | {"cuda_graph": None}}
+    # compile and cuda_graph are switched off, and on, or to the default
     for config, other in (
         (FASTER, BEGUN),
         (BEGUN, FASTER),
+        (BEGUN, with_default),
+        (with_default, FASTER),
     ):
         save_checkpoint(tmp_path / "last.pt", {"config": config})
         assert train.checkpoint_to_resume(tmp_path, True, other) == {"config": config}
