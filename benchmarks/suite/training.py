@@ -119,7 +119,11 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
     batch, begin = draw(graph["data"].num_nodes, options), time.perf_counter()
     model = make_model(graph, options)
     config = TrainingConfig(
-        steps=1000, batch_size=1, precision=options.precision, device=options.device
+        steps=1000,
+        batch_size=1,
+        precision=options.precision,
+        device=options.device,
+        cuda_graph=False,  # the model changes between the steps
     )
     step = TrainingStep(
         model, torch.ones(graph["data"].num_nodes), config, torch.device(options.device)
@@ -192,7 +196,11 @@ def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
             len(weights),
         )
         config = TrainingConfig(
-            steps=1000, batch_size=1, precision=options.precision, device=device
+            steps=1000,
+            batch_size=1,
+            precision=options.precision,
+            device=device,
+            cuda_graph=False,  # the model changes between the steps
         )
         group = mesh.get_group("model") if is_alone else make_cpu_group(sharding)
         parts = {"num_nodes": num_nodes, "shard": shard, "mesh": mesh, "group": group}

@@ -86,7 +86,12 @@ def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monk
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13.50 GiB.")
 
     monkeypatch.setattr(TrainingStep, phase, fail)
-    assert refusal(*TINY_9_KM) == "anemoi_gt.train: out of GPU memory: set model.mapper_chunks=32"
+    message = "anemoi_gt.train: out of GPU memory: set model.mapper_chunks=32"
+    assert refusal(*TINY_9_KM) == message  # this recipe launches its steps
+    # the option is named unless it is false
+    assert refusal(*TINY_9_KM, "training.cuda_graph=null").startswith(
+        f"{message}; training.cuda_graph=false "
+    )
 
 
 def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
@@ -211,10 +216,13 @@ FASTER["attention"] = {"backend": "torch"}
 
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
-    # compile and cuda_graph are switched off, and on
+    with_default = BEGUN | {"training": BEGUN["training"] | {"cuda_graph": None}}
+    # compile and cuda_graph are switched off, and on, or to the default
     for config, other in (
         (FASTER, BEGUN),
         (BEGUN, FASTER),
+        (BEGUN, with_default),
+        (with_default, FASTER),
     ):
         save_checkpoint(tmp_path / "last.pt", {"config": config})
         assert train.checkpoint_to_resume(tmp_path, True, other) == {"config": config}
@@ -222,9 +230,15 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
 
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
     monkeypatch.delattr("anemoi_gt.app.hydra_app.build")
-    assert "training.cuda_graph must be false on device cpu" in refusal(
-        *SMALL, "training.cuda_graph=true"
-    )
+    message = "training.cuda_graph must be null or false, got true: device cpu has no CUDA graphs"
+    assert message in refusal(*SMALL, "training.cuda_graph=true")
+
+
+def test_the_log_of_a_run_on_a_cpu_has_no_word_on_cuda_graphs(application, without_pictures):
+    folder = application(*SMALL, "training.device=auto")
+    log = (folder / "train.log").read_text()
+    assert "trained" in log
+    assert ("CUDA graph" in log) == torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("package", ["hydra", "tqdm", "matplotlib", "scipy"])

@@ -1,13 +1,17 @@
-"""Checks on ranks: captured and compiled steps of a sharded model; only NCCL can be captured."""
+"""Checks on ranks: captured, default and compiled steps of a sharded model; only NCCL can be captured."""
 
 from contextlib import nullcontext
-from functools import partial
+from unittest.mock import patch
 
 import torch.distributed as dist
 from support.capturing import capture_in_place, without_inductor
 
 from anemoi_gt import AttentionConfig
-from anemoi_gt.app.training.sharded import check_messages_capturable
+from anemoi_gt.app.training.capture_choice import (
+    messages_unsupported_reason,
+    replays_steps,
+    unknown_code_reason,
+)
 from distributed.checks_trainer import Records, make_parts, make_sharded, same_losses
 from distributed.ranks import (
     device_type,
@@ -21,10 +25,14 @@ from distributed.ranks import (
 def trained(
     folder, mesh, *, captured=False, compiled=False, precision="16-mixed", chunks=1, group=None
 ):
-    """The losses and the last weights of a run; on GPUs with a CUDA graph and Inductor."""
+    """The losses and the last weights of a run; on GPUs with a CUDA graph and Inductor.
+
+    `captured` None takes the default of the configuration.
+    """
     on_gpu = device_type() == "cuda"
     attention = AttentionConfig(backend="triton" if on_gpu else "torch")
-    options = {"compile": compiled, "cuda_graph": captured and on_gpu, "precision": precision}
+    cuda_graph = None if captured is None else captured and on_gpu
+    options = {"compile": compiled, "cuda_graph": cuda_graph, "precision": precision}
     sizes = {"channels": 64, "dropout": 0.1, "config": attention, "mapper_chunks": chunks}
     parts = make_parts(folder, sizes, steps=4, **options)
     with nullcontext() if on_gpu else without_inductor():
@@ -60,6 +68,26 @@ def captured_steps_have_the_bits_of_launched_ones(group, verdict):
 
 
 @on_all_ranks
+def the_default_replays_between_gpus_with_the_bits_of_launched_steps(group, verdict):
+    with without_default_device():
+        world, on_gpu = dist.get_world_size(), device_type() == "cuda"
+        for shape in ((1, world), (world, 1)):
+            mesh, folder = mesh_of(*shape), shared_folder(group)
+            with patch(
+                "anemoi_gt.app.training.step.replays_steps", side_effect=replays_steps
+            ) as choose:
+                trainer, _ = make_sharded(mesh, *make_parts(folder))
+            verdict.same(f"{shape}: mesh", choose.call_args.args[3], mesh)
+            verdict.same(f"{shape}: reason", unknown_code_reason(trainer.step.model), None)
+            verdict.same(f"{shape}: replays", trainer.step._captured is not None, on_gpu)
+            launched = trained(folder, mesh)
+            default = trained(folder, mesh, captured=None)
+            verdict.same(f"{shape}: losses", default[0], launched[0])
+            for n, (actual, expected) in enumerate(zip(default[1], launched[1], strict=True)):
+                verdict.same(f"{shape}: parameter {n}", actual, expected)
+
+
+@on_all_ranks
 def compiled_steps_agree_with_launched_ones_to_rounding(group, verdict):
     with without_default_device():
         options = {"precision": "32-true", "group": dist.new_group(range(2), backend="gloo")}
@@ -76,12 +104,9 @@ def compiled_steps_agree_with_launched_ones_to_rounding(group, verdict):
 
 @on_all_ranks
 def messages_that_no_graph_captures_are_refused(group, verdict):
-    check = partial(check_messages_capturable, mesh_of(1, dist.get_world_size()))
+    reason = messages_unsupported_reason(mesh_of(1, dist.get_world_size()))
     if device_type() == "cuda":
-        check()
+        verdict.same("reason", reason, None)
     else:
-        verdict.raises(
-            ValueError,
-            "unless the ranks of a model communicate by NCCL, got true and cpu:gloo",
-            check,
-        )
+        expected = "the ranks of a model must communicate by NCCL, got cpu:gloo"
+        verdict.that(str(reason).startswith(expected), f"said {reason!r}")

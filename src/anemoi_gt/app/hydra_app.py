@@ -28,11 +28,11 @@ from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, loa
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.trained import check_same_network, current_config, current_target, schema_of
 from anemoi_gt.app.training import TrainingConfig
+from anemoi_gt.app.training.capture_choice import check_capturable, device_unsupported_reason
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.memory_estimate import advice
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint, load_fitting_weights, load_weights
-from anemoi_gt.app.training.step import check_device_has_cuda_graphs
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.distributed import is_launched
@@ -275,7 +275,7 @@ def check_device(config: "DictConfig") -> TrainingConfig:
     """Return the training config; raise a ValueError if its device does not support it."""
     training = instantiate(config.training)
     if training.cuda_graph:
-        check_device_has_cuda_graphs(choose_device(training.device))
+        check_capturable(device_unsupported_reason(choose_device(training.device)))
     return training
 
 
@@ -459,7 +459,14 @@ def out_of_memory(config: "DictConfig") -> str:
         if properties is None
         else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
     )
-    return f"out of GPU memory{size}: {advice(config.get('model', {}), config.get('training', {}))}"
+    training = config.get("training", {})
+    remedy = advice(config.get("model", {}), training)
+    if training.get("cuda_graph", False) is not False:
+        remedy += (
+            "; training.cuda_graph=false shares the memory of a step with validation, which a CUDA "
+            "graph does not"
+        )
+    return f"out of GPU memory{size}: {remedy}"
 
 
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:

@@ -1,5 +1,6 @@
 """A captured step: the bits of a launched one, what is kept between batches, refusals, and the capture on a GPU."""
 
+import logging
 import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -10,12 +11,12 @@ from support.capturing import capture_in_place
 from torch import nn
 
 from anemoi_gt.app.datasets.forecast_dataset import Sample
-from anemoi_gt.app.training.step import AUTOCAST, REMEDY, check_capturable
+from anemoi_gt.app.training.step import AUTOCAST, REMEDY
 from anemoi_gt.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
 
 from ..conftest import assert_same, fit, without_speed
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 class Line(nn.Module):
@@ -175,20 +176,90 @@ def test_training_releases_the_captured_step_at_the_end_and_after_an_error(make_
 
 
 def test_a_cpu_is_refused(make_trainer):
-    with pytest.raises(
-        ValueError, match="cuda_graph must be false on device cpu, got true: set .*device=cuda"
-    ):
+    with pytest.raises(ValueError, match="got true: device cpu has no CUDA graphs; set .*cuda"):
         make_trainer(cuda_graph=True)
 
 
-def test_checkpointed_layers_with_dropout_are_refused_by_name(make_model):
-    with pytest.raises(
-        ValueError,
-        match=r"processor, encoder.data, decoder.data: set model.checkpoint_groups=null or",
-    ):
-        check_capturable(make_model(num_layers=2, checkpoint_groups=2, dropout=0.1), GPU)
-    for options in ({"checkpoint_groups": 2, "dropout": 0.0}, {"dropout": 0.1}):
-        check_capturable(make_model(num_layers=2, **options), GPU)
+def test_a_cpu_launches_by_default_and_logs_nothing_of_it(make_trainer, caplog):
+    caplog.set_level(logging.DEBUG)
+    assert make_trainer().config.cuda_graph is None
+    assert make_trainer().step._captured is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("precision", AUTOCAST)
+def test_the_default_has_the_bits_of_launched_steps(make_trainer, precision, kernel_device):
+    """The default replays on a GPU, and launches on a CPU."""
+    options = {"device": kernel_device.type, "precision": precision, "batch_size": 3}
+    default = make_trainer("default", **options)
+    launched = make_trainer("launched", cuda_graph=False, **options)
+    assert (default.step._captured is not None) == (kernel_device.type == "cuda")
+    assert launched.step._captured is None
+    assert without_speed(fit(default)) == without_speed(fit(launched))
+    for part in ("model", "average"):
+        assert_same(default.state_dict()[part], launched.state_dict()[part], part)
+
+
+def test_a_run_that_chooses_so_replays_every_step(make_trainer, monkeypatch):
+    expected = without_speed(fit(make_trainer("launched")))
+    captures = []
+
+    def capture(function):
+        captures.append(function)
+        return capture_in_place(function)
+
+    monkeypatch.setattr("anemoi_gt.app.training.step.replays_steps", lambda *_: True)
+    monkeypatch.setattr("anemoi_gt.app.training.step.capture_cuda_graph", capture)
+    assert without_speed(fit(make_trainer("replayed"))) == expected
+    assert len(captures) == 1
+
+
+def half_of(batch):
+    return Sample(*(part[:1] for part in batch))
+
+
+def losses_of_two_sizes(trainer):
+    """Losses and last weights of steps on batches of 2, 1, 1 and 2 samples."""
+    torch.manual_seed(3)
+    first, second, third, fourth = list(trainer.batches.since(0))[:4]
+    batches = [first, half_of(second), half_of(third), fourth]
+    losses = [trainer.step.training_step(batch) for batch in batches]
+    return [*losses, *(parameter.detach() for parameter in trainer.step.model.parameters())]
+
+
+def test_by_default_a_batch_of_another_shape_is_launched_with_one_warning(make_trainer, caplog):
+    captured = make_trainer()
+    captured.step.capture(capture_in_place)
+    assert_same(losses_of_two_sizes(captured), losses_of_two_sizes(make_trainer()))
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [
+        "batches of other shapes than the first are launched, not replayed from a CUDA graph"
+    ]
+
+
+def test_gradients_of_a_launched_batch_are_not_added_to_those_of_a_replay(make_trainer):
+    trainer = make_trainer()
+    first, second = list(trainer.batches.since(0))[:2]
+    parameter = next(trainer.step.model.parameters())
+    gradients = []
+    for captured in (False, True):
+        if captured:
+            trainer.step.capture(capture_in_place)
+            trainer.step.forward_backward(first)
+        torch.manual_seed(3)
+        trainer.step.forward_backward(half_of(second))
+        gradients.append(parameter.grad.clone())
+        parameter.grad = None
+    assert torch.equal(*gradients)
+
+
+def test_a_required_cuda_graph_refuses_a_batch_of_another_shape(make_trainer, monkeypatch):
+    monkeypatch.setattr("anemoi_gt.app.training.step.replays_steps", lambda *_: True)
+    monkeypatch.setattr("anemoi_gt.app.training.step.capture_cuda_graph", capture_in_place)
+    step, batches = make_trainer(cuda_graph=True).step, make_trainer().batches.since(0)
+    step.training_step(next(batches))
+    with pytest.raises(ValueError, match="shapes and dtypes of the first, .*cuda_graph=false"):
+        step.training_step(half_of(next(batches)))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from anemoi_gt.app.training.config import choose_device, cpu_threads
     ({"average_decay": 1.0}, r"training.average_decay must be in \[0, 1\), got 1.0"),
     ({"threads": 0}, "training.threads must be at least 1, or null, got 0"),
     *(
-        ({"cuda_graph": x}, f"training.cuda_graph must be true or false, got {x!r}")
+        ({"cuda_graph": x}, f"training.cuda_graph must be true, false or null, got {x!r}")
         for x in ("yes", 1)
     ),
     *(

@@ -50,10 +50,11 @@ class TrainingConfig:
         Compile the blocks of the model by `torch.compile` for training: fewer kernels and less
         memory, for up to a minute of compilation in the first step. Results agree to rounding, and
         dropout draws other masks; validation and forecasts are not compiled.
-    cuda_graph : bool
-        On a GPU, capture forward and backward of the first step in a CUDA graph and replay it in
-        every step: the same results, bit for bit, without Python between the kernels. Use it where
-        training is launch-bound; the graph keeps its memory until the end.
+    cuda_graph : bool, optional
+        Capture forward and backward of the first step in a CUDA graph and replay it in every step:
+        the same results, bit for bit, without Python between the kernels. The graph keeps its
+        memory until the end. None captures on a GPU where a step can be captured, and else
+        launches; True raises ValueError there, and False never captures.
     threads : int, optional
         CPU threads of PyTorch during training. None is one per core, good for large models; small
         ones are faster with fewer. Runs repeat bit for bit only with the same number.
@@ -72,7 +73,7 @@ class TrainingConfig:
     device: str = "auto"
     precision: str = "32-true"
     compile: bool = False
-    cuda_graph: bool = False
+    cuda_graph: bool | None = None
     threads: int | None = None
 
     def __post_init__(self):
@@ -93,7 +94,7 @@ class TrainingConfig:
             ("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}"),
             ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
             ("compile", isinstance(self.compile, bool), "true or false"),
-            ("cuda_graph", isinstance(self.cuda_graph, bool), "true or false"),
+            ("cuda_graph", isinstance(self.cuda_graph, bool | None), "true, false or null"),
         ):
             if not is_valid:
                 raise ValueError(f"training.{name} must be {must}, got {getattr(self, name)!r}")

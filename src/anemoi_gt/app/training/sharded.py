@@ -187,9 +187,7 @@ class ShardedTrainingStep(TrainingStep):
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
     ):
-        super().__init__(model, weights, config, device)
-        if config.cuda_graph:
-            check_messages_capturable(mesh)
+        super().__init__(model, weights, config, device, mesh=mesh)
         self.num_nodes, self.mesh, self.group = num_nodes, mesh, group
         self.shared, self.own = shard.parameters(self.model)
 
@@ -243,16 +241,6 @@ class ShardedTrainingStep(TrainingStep):
         by_name = state["optimizer"]
         super().load_state_dict(state | {"optimizer": self.optimizer.state_dict()})
         set_optimizer_state_dict(self.model, self.optimizer, by_name)
-
-
-def check_messages_capturable(mesh: DeviceMesh) -> None:
-    """Raise ValueError unless model ranks use NCCL, whose messages a CUDA graph can capture."""
-    backends = dist.get_backend_config(mesh.get_group("model"))
-    if "cuda:nccl" not in backends:
-        raise ValueError(
-            "training.cuda_graph must be false unless the ranks of a model communicate by NCCL, "
-            f"got true and {backends}"
-        )
 
 
 @contextmanager

@@ -11,9 +11,11 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anemoi_gt.app.datasets.forecast_dataset import Sample
+from anemoi_gt.app.training.capture_choice import replays_steps
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.run_files import load_weights
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
@@ -42,8 +44,8 @@ STATEFUL = ("optimizer", "schedule", "scaler")  # besides the weights, with thei
 class TrainingStep:
     """A model, the moving average of its weights, its optimiser, learning rate and loss scale.
 
-    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device or the
-    model does not support.
+    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device, the
+    model or the ranks do not support.
 
     Parameters
     ----------
@@ -52,6 +54,8 @@ class TrainingStep:
         place.
     weights : Tensor
         [N] of mean 1: the weight of each node in the loss.
+    mesh : DeviceMesh, optional
+        With axes (data, model): the ranks that train a sharded model. None: one device.
 
     Attributes
     ----------
@@ -65,7 +69,13 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device
+        self,
+        model: nn.Module,
+        weights: Tensor,
+        config: TrainingConfig,
+        device: torch.device,
+        *,
+        mesh: DeviceMesh | None = None,
     ):
         self.config, self.device = config, device
         if config.warmup_steps > config.steps:
@@ -93,8 +103,8 @@ class TrainingStep:
         )
         self.global_step = 0
         self._captured: CUDAGraphedStep | None = None
-        if config.cuda_graph:
-            check_capturable(self.model, device)
+        self._warned_of_shapes = False
+        if replays_steps(config, self.model, device, mesh):
             self.capture(capture_cuda_graph)
 
     def training_step(self, batch: Sample) -> Tensor:
@@ -106,8 +116,24 @@ class TrainingStep:
         return loss
 
     def forward_backward(self, batch: Sample) -> Tensor:
-        """Set the parameters' gradients of the scaled loss; return the loss, detached."""
-        return (self._captured or self._forward_backward)(batch)
+        """Set the parameters' gradients of the scaled loss; return the loss, detached.
+
+        Raises ValueError when `config.cuda_graph` is True and the batch has another shape than the
+        first one; with None such a batch is launched.
+        """
+        if self._captured is None:
+            return self._forward_backward(batch)
+        if self.config.cuda_graph is None and not self._captured.accepts(batch):
+            if not self._warned_of_shapes:
+                log.warning(
+                    "batches of other shapes than the first are launched, not replayed from a CUDA "
+                    "graph"
+                )
+            self._warned_of_shapes = True
+            # a replay replaces gradients; a launched pass would add to those of the last one
+            self._captured.release_gradients()
+            return self._forward_backward(batch)
+        return self._captured(batch)
 
     def optimizer_step(self) -> None:
         """Clip gradients; update weights, their average, learning rate and loss scale."""
@@ -277,41 +303,3 @@ def compile_blocks(model: nn.Module) -> None:
         # all-to-all messages.
         is_chunked = has_chunks and (part in ends or isinstance(part, GraphTransformerMapperBlock))
         part.compile(dynamic=is_chunked, options=OVERLAP_MESSAGES)
-
-
-def check_capturable(model: nn.Module, device: torch.device) -> None:
-    """Raise a ValueError unless a step of a model can be captured in a CUDA graph.
-
-    It cannot on a device without CUDA graphs, nor with activation checkpointing of layers with
-    dropout, for which PyTorch would read the state of the generator during capture, and refuses.
-    """
-    check_device_has_cuda_graphs(device)
-    checkpointed = [
-        name or type(part).__name__
-        for name, part in model.named_modules()
-        if _checkpoints_dropout(part)
-    ]
-    if checkpointed:
-        raise ValueError(
-            "training.cuda_graph must be false with activation checkpointing of layers with "
-            "dropout, got true and "
-            f"{', '.join(checkpointed)}: set model.checkpoint_groups=null or model.dropout=0"
-        )
-
-
-def check_device_has_cuda_graphs(device: torch.device) -> None:
-    """Raise a ValueError unless a device has CUDA graphs."""
-    if device.type != "cuda":
-        raise ValueError(
-            f"training.cuda_graph must be false on device {device}, got true: set "
-            "training.device=cuda"
-        )
-
-
-def _checkpoints_dropout(part: nn.Module) -> bool:
-    """Return whether a processor or mapper recomputes layers with dropout in backward."""
-    recomputes = getattr(part, "checkpoint_groups", None) is not None or getattr(
-        part, "gradient_checkpointing", False
-    )
-    blocks = (block for block in part.modules() if isinstance(block, GraphTransformerBaseBlock))
-    return recomputes and any(block.dropout > 0 for block in blocks)
