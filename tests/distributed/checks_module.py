@@ -216,7 +216,9 @@ def blocks_of_a_shard_by_fused_sublayers_give_what_they_give_on_the_whole_graph(
         is_watched &= shard.rank == 0
         hook = block.lin_query.register_forward_hook(lambda *_: None) if is_watched else None
         number = 0 if is_watched else 1 + chunks
-        with mock.patch.object(fused_block, "pays", lambda *_: True), Operators() as operators:
+        faster = fused_block.Computation.of(x[1], block.config)._replace(is_faster_fused=True)
+        computation = mock.patch.object(fused_block.Computation, "of", return_value=faster)
+        with computation, Operators() as operators:
             whole, part = (
                 block(*side)[1] if is_mapper else block(side[0][1], *side[1:]) for side in given
             )
