@@ -201,6 +201,17 @@ def test_the_page_of_anemoi_has_the_distances_of_loss_curves(precision):
     )
 
 
+@pytest.mark.parametrize(
+    ("case", "title"), [("ensemble", "ensemble of 2"), ("diffusion", "diffusion model")]
+)
+def test_the_page_of_anemoi_has_the_distances_of_loss_curves_of_families(case, title):
+    found = load("anemoi_curves_families_h200")[case]["16-mixed"]
+    distances = max(found["apart"]["install"].values()), found["spread_of_seeds"]
+    cells = " | ".join(f"{distance:.1e}".replace("e-0", "e-") for distance in distances)
+    assert f"| {title} | {cells} |" in (DOCS / "anemoi.md").read_text()
+    assert found["within"] == {"install": True}
+
+
 def test_the_page_of_pyg_has_the_times_of_its_models():
     for model in load("pyg_models_h200")["models"].values():
         ways = (model[way] for way in ("pyg", "new graph", "one graph"))
