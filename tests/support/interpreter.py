@@ -1,23 +1,35 @@
 """Triton's interpreter without most of its time.
 
-It exchanges the functions of `triton.language` when a kernel starts and again at every call of a
-helper; it computes every sum and product of integers again in 64 bits, for an assertion that it
-then leaves out; it writes its table of dtypes anew for each value; and it checks and wraps the
-shape of each value, of which a kernel has few.
+It searches `triton.language` for functions to exchange when a kernel starts and again at every call
+of a helper; it computes every sum and product of integers again in 64 bits, for an assertion that it
+then leaves out; it writes its table of dtypes anew for each value; it checks and wraps the shape of
+each value, of which a kernel has few; and before an operation it copies both operands to their
+common shape, which NumPy does by itself.
 """
 
+import inspect
 import operator
 from dataclasses import replace
+from functools import cache, partial
 
+import numpy as np
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+FLOATS = {"fp32": "float32", "fp64": "float64"}
+# Triton's names of dtypes whose operations need no cast, and where `triton.language` has them
+NAMES = FLOATS | {"int32": "int32", "int64": "int64"}
 
 
 def speed_up_interpreter() -> None:
     """Exchange functions once a launch, leave out the arithmetic of absent assertions, keep tables and shapes."""
     patch_once_a_launch()
     keep_shapes()
-    interpreter._patch_attr = call_directly
+    keep_operands()
+    check_sizes_by_name()
+    unwrap_values_first()
+    interpreter._patch_builtin = exchange_known
     builder = interpreter.interpreter_builder
     assert not builder.options.debug  # else overflows would raise
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -27,15 +39,28 @@ def speed_up_interpreter() -> None:
     )
 
 
-def call_directly(owner, name, builtin, builder, scope) -> None:
-    """Exchange a function for what the interpreter calls in the end, which has neither checks nor copies between."""
-    function, semantic = (
-        getattr(builtin, "__wrapped__", builtin),
-        {"_semantic": interpreter.interpreter_semantic},
-    )
-    scope.set_attr(
-        owner, name, lambda *arguments, **options: function(*arguments, **options | semantic)
-    )
+@cache
+def builtins_of(owner) -> dict:
+    """Return what the interpreter calls in the end for each function of Triton, without checks and copies between."""
+    direct = {}
+    for name, builtin in inspect.getmembers(owner):
+        if core.is_builtin(builtin):
+            function = getattr(builtin, "__wrapped__", builtin)
+            # A partial function, which is faster, does not bind the value whose method it is.
+            bind = as_method if inspect.isclass(owner) else partial
+            direct[name] = bind(function, _semantic=interpreter.interpreter_semantic)
+    return direct
+
+
+def as_method(function, **fixed):
+    """Return a method that calls a function with fixed options."""
+    return lambda *arguments, **options: function(*arguments, **options, **fixed)
+
+
+def exchange_known(owner, builder, scope) -> None:
+    """Exchange the functions of a module or class, which are searched for once."""
+    for name, function in builtins_of(owner).items():
+        scope.set_attr(owner, name, function)
 
 
 def keep_shapes() -> None:
@@ -50,7 +75,7 @@ def keep_shapes() -> None:
             make_value(value := core.tensor.__new__(core.tensor), None, block)
             known[key] = block.shape, block.numel, value
         block.element_ty, (block.shape, block.numel, block.value) = element_ty, known[key]
-        block.name = f"<{key}, {element_ty}>"
+        block.name, block.lengths = f"<{key}, {element_ty}>", key
 
     def make_known_value(value, handle, type):
         like = type.value if type.is_block() else scalar
@@ -58,6 +83,118 @@ def keep_shapes() -> None:
         value.shape, value.numel = like.shape, like.numel
 
     core.block_type.__init__, core.tensor.__init__ = make_known_type, make_known_value
+
+
+def keep_operands() -> None:
+    """Match operands that need no cast without copies: NumPy repeats their elements in the operation.
+
+    Every function that matches operands computes with both, so that its result has their common
+    shape.
+    """
+    match, broadcast = (
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.broadcast_impl_value,
+    )
+    semantic = interpreter.interpreter_semantic
+
+    @cache
+    def constant(value, name):
+        data = semantic.scalar_constant(value, getattr(core, name)).handle.data
+        data.flags.writeable = False
+        return data
+
+    def number_like(tensor, value):
+        """A Python number as a scalar of the dtype of a tensor."""
+        handle = interpreter.TensorHandle(constant(value, NAMES[tensor.dtype.name]), tensor.dtype)
+        return core.tensor(handle, tensor.dtype)
+
+    def match_known(self, lhs, rhs, *rules, **options):
+        casts = rules[2:3] != (False,) and not options
+        if casts and takes_dtype(rhs, lhs):
+            rhs = number_like(lhs, rhs)
+        elif casts and takes_dtype(lhs, rhs):
+            lhs = number_like(rhs, lhs)
+        elif not need_no_cast(lhs, rhs, rules):
+            return match(self, lhs, rhs, *rules, **options)
+        return in_common_shape(lhs, rhs)
+
+    def broadcast_unless_same(self, lhs, rhs):
+        return (lhs, rhs) if lengths_of(lhs) == lengths_of(rhs) else broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = match_known
+    TritonSemantic.broadcast_impl_value = broadcast_unless_same
+
+
+def takes_dtype(value, tensor) -> bool:
+    """Return whether a Python number takes the dtype of a tensor, of which it is a value."""
+    if type(value) is int and -(2**31) <= value < 2**31:
+        return type(tensor) is core.tensor and tensor.dtype.name in NAMES
+    return type(value) is float and type(tensor) is core.tensor and tensor.dtype.name in FLOATS
+
+
+def need_no_cast(lhs, rhs, rules) -> bool:
+    """Return whether two tensors are of one dtype, or a pointer and its offsets."""
+    if type(lhs) is not core.tensor or type(rhs) is not core.tensor:
+        return False
+    left, right = lhs.dtype.name, rhs.dtype.name
+    if left == right:
+        return left in NAMES or left == "int1"
+    return rules[:1] == (True,) and lhs.dtype.is_ptr() and right in ("int32", "int64")
+
+
+def in_common_shape(lhs, rhs):
+    """Return two values as ones of their common shape, with the elements that they have."""
+    left, right = lengths_of(lhs), lengths_of(rhs)
+    if left == right:
+        return lhs, rhs
+    shape = common_shape(left, right)
+    if left != shape:
+        lhs = core.tensor(lhs.handle, core.block_type(lhs.dtype, list(shape)))
+    if right != shape:
+        rhs = core.tensor(rhs.handle, core.block_type(rhs.dtype, list(shape)))
+    return lhs, rhs
+
+
+def lengths_of(value) -> tuple[int, ...]:
+    """Return the shape of a value, () of a scalar."""
+    return value.type.lengths if value.type.is_block() else ()
+
+
+@cache
+def common_shape(*shapes) -> tuple[int, ...]:
+    """Return the shape to which NumPy broadcasts shapes."""
+    return np.broadcast_shapes(*shapes)
+
+
+def check_sizes_by_name() -> None:
+    """Look up the bytes that an element may have, by the name of its dtype."""
+    kind, known = interpreter.TensorHandle, {}
+
+    def make(handle, data, dtype, attr=None):
+        handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
+        if dtype.name not in known:
+            is_pointer = isinstance(dtype, core.pointer_type)
+            known[dtype.name] = 8 if is_pointer else max(dtype.primitive_bitwidth // 8, 1)
+        if data.itemsize > known[dtype.name]:
+            handle.__post_init__()
+
+    kind.__init__ = make
+
+
+def unwrap_values_first() -> None:
+    """Return a value as it is before lists and tuples are asked for, of which there are few."""
+    unwrap, values = (
+        core._unwrap_if_constexpr,
+        (core.tensor, core.dtype, int, float, bool, type(None)),
+    )
+
+    def unwrap_known(value):
+        kind = type(value)
+        if kind in values:
+            return value
+        return value.value if kind is core.constexpr else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrap_known
 
 
 def patch_once_a_launch() -> None:
