@@ -17,6 +17,11 @@ if not torch.cuda.is_available():
     speed_up_interpreter()
 
 
+# A collection after each compilation takes longer than the compilation of a small layer; processes
+# that tests start read the variable.
+torch._dynamo.config.run_gc_after_compile = False
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
+
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not part of the package
 
 LONG = (  # files that take longest together, longest first

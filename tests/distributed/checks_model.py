@@ -1,7 +1,7 @@
 """Checks on ranks: a sharded model gives what the whole model gives."""
 
 import copy
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -56,36 +56,49 @@ def sharded(mesh, **options):
     return model, shard_model(model, mesh)
 
 
+def draw_fields():
+    """Input and target [batch, nodes, fields] of one model."""
+    torch.manual_seed(4)
+    return torch.randn(2, 2, len(data), FIELDS, dtype=torch.float64)
+
+
+@cache
+def one_device(**options):
+    """Output, loss and gradients by name on one device, which are the same for every mesh."""
+    x, target = draw_fields()
+    whole = make_model(**options)
+    torch.manual_seed(3)
+    out = whole(x)
+    loss = (out - target).square().sum() / len(data) / len(x)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return out.detach(), loss.detach(), gradients
+
+
 def compare(verdict, label, make, mesh, **options):
     """Record where output, loss and gradients of a sharded model differ from one device."""
-    torch.manual_seed(4)
-    x, target = torch.randn(2, 2, len(data), FIELDS, dtype=torch.float64)
-    whole, (model, shard) = make_model(**options), make(mesh, **options)
+    x, target = draw_fields()
+    out, loss, gradients = one_device(**options)
+    model, shard = make(mesh, **options)
     own = shard.partitions["data"].nodes(shard.rank)
     batch = slice(mesh.get_local_rank("data"), None, mesh["data"].size())
     if options.get("dropout"):
         batch = slice(None)  # masks depend on the position in the batch
     torch.manual_seed(3)
-    out = whole(x)
-    loss = (out - target).square().sum() / len(data) / len(x)
-    loss.backward()
-    torch.manual_seed(3)
     here = model(x[batch][:, own])
     local_loss = (here - target[batch][:, own]).square().sum() / len(data) / len(x[batch])
     local_loss.backward()
     reduce_gradients(*shard.parameters(model), mesh)
-    verdict.close(f"{label}: out", here.detach(), out.detach()[batch][:, own])
-    verdict.close(f"{label}: loss", sum_loss(local_loss, mesh), loss.detach())
+    verdict.close(f"{label}: out", here.detach(), out[batch][:, own])
+    verdict.close(f"{label}: loss", sum_loss(local_loss, mesh), loss)
     for name, parameter in model.named_parameters():
-        gradient = whole.get_parameter(name).grad
+        gradient = gradients[name]
         gradient = gradient[shard.tables[name].index] if name in shard.tables else gradient
         # A bias of the key cancels in the softmax: its gradient is a sum to 0 of terms as large as
         # those of the weight.
-        terms = (
-            whole.get_parameter(name.replace("bias", "weight")).grad
-            if "lin_key.bias" in name
-            else None
-        )
+        terms = None
+        if "lin_key.bias" in name:
+            terms = gradients[name.replace("bias", "weight")]
         verdict.close(f"{label}: {name}", parameter.grad, gradient, terms)
 
 

@@ -91,7 +91,9 @@ def make_sharded(mesh, model, *parts, group=None):
 
 
 def losses_of_one_device(**numbers):
-    Trainer(*make_parts(Path(tempfile.mkdtemp()), **numbers)).fit(records := Records())
+    trainer = Trainer(*make_parts(Path(tempfile.mkdtemp()), **numbers))
+    trainer._save_checkpoint = lambda *_: None  # which nobody reads
+    trainer.fit(records := Records())
     return records.losses
 
 
@@ -110,7 +112,8 @@ def losses_of(records):
 @on_all_ranks
 def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes(group, verdict):
     with without_default_device():
-        world, expected = dist.get_world_size(), losses_of_one_device()
+        world = dist.get_world_size()
+        (expected, *_) = everywhere(losses_of_one_device() if is_first() else None, group)
         others = ((world // 2, 2), (world, 1))
         for shape in others:
             trainer, _ = make_sharded(mesh_of(*shape), *make_parts(shared_folder(group)))

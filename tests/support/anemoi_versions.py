@@ -1,13 +1,11 @@
-"""Run one version of anemoi-models, whatever is first on the path, without us and with us, and print what differs.
+"""Run one version of anemoi-models, whatever is first on the path, without us and with us, and report what differs.
 
 A model like AIFS: mappers are graph transformers in chunks, the processor is a transformer or a
 graph transformer. From 0.19 on, whose configs differ, only blocks.
 """
 
-import json
 import logging
 import pickle
-import sys
 from importlib.metadata import version
 
 import numpy as np
@@ -248,12 +246,18 @@ def triton():
         return errors({"out": made(*inputs)[0]}, {"out": theirs})
 
 
-def main():
-    """Print the report, the last line."""
+def listen():
+    """Return a list that our messages are added to."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("anemoi_gt").addHandler(handler)
+    return said
+
+
+def report_all():
+    """The report of a version that operational checkpoints need, or of the newest."""
+    said = listen()
     with torch.no_grad():
         report = {
             "compiled": {kind: compiled(kind) for kind in ("Processor", "Mapper")},
@@ -267,8 +271,14 @@ def main():
         report["AIFS"], report["one chunk"] = compare(build()), compare(build(chunks=1))
         report["heads"] = compare(build(shard_strategy="heads"))
         report["graph transformer"] = compare(build("GraphTransformer"))
-    json.dump(report, sys.stdout)
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def report_minor():
+    """The report of another minor version: one model, and a block of each kind."""
+    said = listen()
+    report = compare(build("GraphTransformer"))
+    report["updated sources"] = updated_sources()
+    if VERSION < (0, 15):
+        report["transformers"] = anemoi_transformer_versions.compare()
+    return report | {"version": version("anemoi-models"), "said": said}

@@ -1,4 +1,4 @@
-"""Old versions of anemoi-models, those that operational checkpoints need, and the newest, each in a process of its own.
+"""Versions of anemoi-models, those that operational checkpoints need, the newest and others, each in a process of its own.
 
 They lie in folders beside the test environment (Makefile), and go first on the path.
 """
@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.once import compute_once
 
 from anemoi_gt.integrations.anemoi.bodies import KNOWN, hash_of_definition
 
-SCRIPT = Path(__file__).parents[2] / "support" / "anemoi_versions.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "anemoi_reports.py"
 TESTS = str(SCRIPT.parents[1])
 VERSIONS = ("0.9.3", "0.11.2", "0.16.0", "newest")
 OTHERS = ("0.10.0", "0.12.0", "0.12.1", "0.13.1", "0.14.1", "0.15.1", "0.17.0", "0.18.0", "0.19.0")
@@ -29,20 +30,27 @@ def folder_of(version):
     return folder
 
 
-def run_script(*arguments, **environment):
-    """Return the output of a script."""
-    command, environment = [sys.executable, *map(str, arguments)], os.environ | environment
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory, worker_id):
+    """Results of every version without and with `install`; of `OTHERS` only of one model and of blocks."""
+    return compute_once("versions", run_versions, tmp_path_factory, worker_id)
+
+
+def run_versions():
+    """Return the reports of all versions, by version or "newest"."""
+    command = [sys.executable, str(SCRIPT), "all", *map(str, map(folder_of, VERSIONS))]
+    command += ["minor", *map(str, map(folder_of, OTHERS))]
+    environment = os.environ | {"PYTHONPATH": TESTS}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    return dict(zip((*VERSIONS, *(f"minor {version}" for version in OTHERS)), found, strict=True))
 
 
 @pytest.fixture(scope="module")
-def report(request, tmp_path_factory):
-    """Results of the tested version without and with `install`."""
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("c"))}
-    path = os.pathsep.join([str(folder_of(request.param)), TESTS])
-    report = json.loads(run_script(SCRIPT, PYTHONPATH=path, **cache))
+def report(request, reports):
+    """Results of the tested version."""
+    report = reports[request.param]
     assert request.param in (report["version"], "newest")
     return report
 
@@ -58,19 +66,17 @@ def test_models_compute_the_same_with_us_and_keep_their_states_and_pickles(repor
         assert report[name]["same"] and report[name]["error"] < 2e-6, name
 
 
-def test_models_of_every_minor_version_compute_the_same_with_us():
+def test_models_of_every_minor_version_compute_the_same_with_us(reports):
     """The parameters of a method are those of another version in 0.12.0, where its body is not."""
-    folders = [folder_of(version) for version in OTHERS]
-    lines = run_script(SCRIPT.with_name("anemoi_minor_versions.py"), *folders, PYTHONPATH=TESTS)
-    reports = {report["version"]: report for report in map(json.loads, lines.splitlines())}
-    assert tuple(reports) == OTHERS
-    for version, report in reports.items():
+    for version in OTHERS:
+        report = reports[f"minor {version}"]
+        assert report["version"] == version
         assert report["raw"] and all(report["raw"]), f"{version}: edges were embedded"
         assert report["same"] and report["error"] < 2e-6, version
         assert_updated_sources_are_as_anemois(report)
         if "transformers" in report:
             assert_transformers_are_as_anemois(report)
-    assert "transformers" in reports["0.14.1"]
+    assert "transformers" in reports["minor 0.14.1"]
 
 
 def assert_updated_sources_are_as_anemois(report):
