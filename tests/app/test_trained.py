@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import xarray
+from support.applications import train_in
 from support.own_data import TIMES, weather_file
 from support.weather import hourly_field
 
@@ -38,13 +40,23 @@ SMALL = [
 CHECKPOINT = "checkpoint=run/best.pt"
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a file and the folder `run` of a model trained on it, and a copy of the folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    weather_file().to_netcdf(folder / "weather.nc")
+    train_in(folder, *SMALL)
+    return folder, shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "trained")
+
+
 @pytest.fixture
-def place(tmp_path, monkeypatch, without_pictures, start):
-    """A working directory with a file and the folder `run` of a model trained on it."""
-    monkeypatch.chdir(tmp_path)
-    weather_file().to_netcdf("weather.nc")
-    start(train, *SMALL)
-    return tmp_path
+def place(trained, monkeypatch, without_pictures):
+    """A working directory with the file and the run, whose checkpoints hold the path of the file."""
+    folder, copy = trained
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def rmse(folder):

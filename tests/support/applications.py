@@ -1,6 +1,7 @@
 """What tests of the applications share: the smallest data and graph, logging as before, and errors of one line."""
 
 import logging
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -21,6 +22,20 @@ def logging_as_before():
     handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
     yield
     root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
+
+
+def train_in(folder, *arguments):
+    """Train in a folder, with an empty picture, for several tests."""
+    from anemoi_gt.app import (  # after Triton's interpreter is chosen
+        evaluate_command,
+        train_command,
+    )
+
+    with logging_as_before(), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(evaluate_command, "draw_training_plot", lambda path, *_: path.touch())
+        patch.setattr(sys, "argv", ["anemoi_gt.train", *arguments])
+        train_command.main()
 
 
 def last_error(capsys, function, *arguments):
