@@ -133,6 +133,12 @@ def test_tiles_are_searched(tiny, tmp_path, monkeypatch, capsys):
     assert found["verdict"] in capsys.readouterr().out
 
 
+@pytest.fixture
+def without_collections(monkeypatch):
+    """Free no memory between variants, for which every object of this process is visited."""
+    monkeypatch.setattr(families, "free_memory", lambda: None)
+
+
 def replace_gelu(monkeypatch, gelu):
     """Let `install` replace nothing but the function GELU."""
 
@@ -155,6 +161,7 @@ def replace_gelu(monkeypatch, gelu):
         ("transformer", {}),
     ],
 )
+@pytest.mark.usefixtures("without_collections")
 def test_a_step_of_each_family_is_compared_and_timed(tmp_path, anemoi_configs, case, is_of_case):
     out = tmp_path / "families.json"
     variants = ["untouched", "install"]

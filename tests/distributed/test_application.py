@@ -49,6 +49,8 @@ ARGUMENTS = [
         "model.mapper_chunks=3",
     ),
 ]
+# A rank fails before a certain step, however fast the steps are.
+SMALL_MODEL = ("model.channels=32", "model.num_layers=1")
 PATIENCE = 120  # s, on a busy machine
 BUSY = 10.0  # s, for processes to end on a busy machine
 TIMEOUT = 10.0  # s, of collectives
@@ -224,6 +226,7 @@ def failing(place, kind, restarts, *arguments, rank=1):
     script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, str(rank), "10"]
     options = [
         *OF_TWO_RANKS,
+        *SMALL_MODEL,
         "sharding=edges",
         "sharding.model=2",
         f"hydra.run.dir={folder}",
