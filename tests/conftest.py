@@ -1,6 +1,5 @@
 """Options of the test run, the device of the kernels (a GPU if present, else Triton's interpreter), and logging."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.applications import logging_as_before
+from support.garbage import collect_seldom
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, hence before any test module
@@ -75,8 +75,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Leave what imports and collection made out of garbage collections, and collect seldom."""
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
+    collect_seldom()
 
 
 def pytest_addoption(parser):

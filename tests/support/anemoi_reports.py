@@ -13,6 +13,7 @@ import torch
 import torch_geometric.nn  # noqa: F401
 
 import anemoi_gt.nn  # noqa: F401
+from support.garbage import collect_seldom
 
 
 def run(folder, kind):
@@ -26,6 +27,7 @@ def run(folder, kind):
 
 
 if __name__ == "__main__":
+    collect_seldom()
     for argument in sys.argv[1:]:
         if argument in ("all", "minor"):
             kind = argument

@@ -5,7 +5,6 @@ loss, what Anemoi's strategy makes of the gradients, and what it counted. `one_r
 same with Anemoi's own code.
 """
 
-import gc
 import logging
 import sys
 from collections import Counter
@@ -33,6 +32,7 @@ from support.anemoi_model import (
     make_options,
     transport_arguments,
 )
+from support.garbage import collect_seldom
 from support.interpreter import speed_up_interpreter
 from support.weather import KINDS, weather_graph
 
@@ -391,5 +391,5 @@ if __name__ == "__main__":
     for case in CASES.values():
         model_of(case)
     conditioned_model()
-    gc.freeze()  # else each rank copies the pages that it visits
+    collect_seldom()
     mp.start_processes(work, (Path(sys.argv[1]),), nprocs=RANKS, start_method="fork")

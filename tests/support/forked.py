@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 import anemoi_gt.app.train_command  # noqa: F401
 from anemoi_gt.app import evaluate_command as evaluate
+from support.garbage import collect_seldom
 
 HAS_GPU = torch.cuda.is_available()
 PROCESSES = multiprocessing.get_context("spawn" if HAS_GPU else "forkserver")
@@ -65,6 +66,7 @@ class Program(PROCESSES.Process):
         ):
             os.dup2(os.open(file, os.O_WRONLY), number)
             stream.reconfigure(line_buffering=True)
+        collect_seldom()
         os.chdir(self.folder)
         arguments, environment = self._args
         os.environ |= environment
