@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
     speed_up_interpreter()
 
 
-# A collection after each compilation takes longer than the compilation of a small layer; processes
-# that tests start read the variable.
+# A collection after each compilation visits young objects of the whole process, and frees none that
+# a test waits for; processes that tests start read the variable.
 torch._dynamo.config.run_gc_after_compile = False
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 
@@ -27,27 +27,31 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not 
 LONG = (  # files that take longest together, longest first
     "distributed/test_on_ranks",
     "anemoi/test_fused_blocks",
-    "benchmarks/test_benchmarks",
-    "kernels/test_compile",
-    "anemoi/test_versions",
-    "anemoi/test_shards",
-    "distributed/test_application",
-    "compile/test_compiled_graphs",
-    "ops/test_attention_sublayer",
     "compile/test_compiled_layers",
-    "tests/test_commands",
-    "export/test_program",
-    "training/test_resume",
-    "ops/test_feed_forward_sublayer",
-    "app/test_trained",
-    "ops/test_triton_hubs",
-    "export/test_package",
-    "ops/test_triton_accuracy",
+    "distributed/test_application",
+    "anemoi/test_shards",
+    "benchmarks/test_benchmarks",
+    "ops/test_attention_sublayer",
     "app/test_export_command",
-    "nn/test_fused_blocks",
+    "anemoi/test_versions",
+    "tests/test_commands",
+    "compile/test_compiled_graphs",
+    "anemoi/test_compiled",
     "training/test_compiled",
+    "ops/test_edge_attention",
+    "export/test_program",
+    "anemoi/test_cuda_graph",
+    "nn/test_fused_blocks",
+    "training/test_resume",
+    "ops/test_triton_hubs",
+    "ops/test_triton_operator",
+    "export/test_package",
     "tests/test_docs",
     "app/test_installed_configs",
+    "ops/test_feed_forward_sublayer",
+    "kernels/test_compile",
+    "anemoi/test_decisions",
+    "ops/test_triton_accuracy",
     "distributed/test_benchmark",
     "app/test_skill",
 )
