@@ -1,4 +1,4 @@
-"""Accuracy of attention against the float64 oracle over the corpus of the tests, as a table.
+"""Accuracy of the attention against the float64 oracle, over the corpus of the tests, as a table.
 
     python benchmarks/accuracy.py --out benchmarks/results/accuracy_cpu.json
     on a GPU:        python benchmarks/accuracy.py --backend triton --out outputs/accuracy_h200.json
@@ -6,8 +6,9 @@
     python benchmarks/accuracy.py --table benchmarks/results/accuracy_cpu.json --page
     docs/backends.md
 
-For each result and dtype: RMS error over RMS value, and over the RMS error of plain PyTorch in the
-same dtype. Errors beyond the criterion of the tests raise, and nothing is written.
+For each result and dtype, the table has the RMS error relative to the RMS value, and relative to
+the RMS error of plain PyTorch in the same dtype. Errors beyond the criterion of the tests raise an
+error, and nothing is written.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--out", type=Path, help="JSON file for the errors")
     parser.add_argument(
-        "--table", type=Path, help="a file that --out wrote; make its table and measure nothing"
+        "--table", type=Path, help="make the table of a file from --out, without measuring"
     )
     parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file")
     parser.add_argument("--commit", help="to record if git is not available")
@@ -46,12 +47,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(backend: str, device: str, commit: str | None) -> dict:
-    """Errors of a backend by dtype and result, and where they were measured.
+    """Measure the errors of a backend by dtype and result; return them with the environment.
 
     Raises
     ------
     AssertionError
-        If a result is less accurate than the criterion asks.
+        If a result does not meet the criterion.
     """
     errors = {}
     for dtype in DTYPES:
@@ -71,7 +72,7 @@ def measure(backend: str, device: str, commit: str | None) -> dict:
 
 
 def as_table(measured: dict) -> str:
-    """Return the errors as a Markdown table below the environment."""
+    """Return the environment and the errors as a Markdown table."""
     facts, dtypes = measured["environment"], list(measured["errors"])
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     backend = f"`{measured['backend']}`" + (
@@ -88,7 +89,7 @@ def as_table(measured: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure or read, then write what the command line asks for."""
+    """Measure or read the errors, then write the outputs that the command line selects."""
     options = parse(arguments)
     if options.table:
         measured = json.loads(options.table.read_text())

@@ -1,17 +1,17 @@
-"""Loss curves of Anemoi's models, untouched and in other variants, against the seed spread.
+"""Loss curves of Anemoi's models, untouched and in other variants, relative to the seed spread.
 
     python benchmarks/anemoi_curves.py --output benchmarks/results/anemoi_curves.json
     python benchmarks/anemoi_curves.py ensemble diffusion --precisions 16-mixed
     python benchmarks/anemoi_curves.py ensemble --configs FOLDER --grid O8 --refinement 2
     --channels 16 --layers 2 --training-steps 20
 
-Cases, variants and options are those of `families.py`; ensemble and diffusion model are small, see
-`SMALL`. The fields to predict are a fixed smooth function of the input, which is drawn at every
-step, the same for all runs of one seed, as are the noise of an ensemble and of a diffusion model.
-For each case and precision, two seeds are run of each variant.
+See `families.py` for cases, variants and options; the ensemble and the diffusion model are small,
+see `SMALL`. The fields to predict are a fixed smooth function of the input. At every step, the
+input and the noise of an ensemble or a diffusion model are drawn anew, the same for all runs with
+one seed. For each case and precision, each variant runs with two seeds.
 
-Tolerance, fixed before any run: curves agree if, at every step, the smoothed curves of one seed
-differ by no more than the largest distance between two seeds, untouched.
+The tolerance was fixed before any run: curves agree if, at every step, the smoothed curves of one
+seed differ by no more than the maximum distance between two seeds of the untouched model.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ from suite.results import Results
 
 SEEDS = (0, 1)
 WINDOW = 10  # steps over which a curve is averaged
-# 1,600 steps of both, 16-mixed, are meant to take two minutes on one GPU.
+# chosen so that 1,600 steps of both, 16-mixed, take about two minutes on one GPU
 SMALL = {"channels": 256, "layers": 2, "grid": "O32", "refinement": 4}
 SIZES = {
     "benchmark": {"grid": "O96", "refinement": 5},
@@ -54,7 +54,7 @@ def curve(training, seed, steps, variant):
 
 
 def compare(curves):
-    """Return each variant's maximum distance from the untouched curve, and another seed's."""
+    """Return the maximum distance from the untouched curve of each variant and of another seed."""
     smoothed = {}
     for key, losses in curves.items():
         smoothed[key] = losses.unfold(0, min(WINDOW, len(losses)), 1).mean(-1)
@@ -72,7 +72,7 @@ def compare(curves):
 
 
 def run_curves(case, precision, options, results):
-    """Return the curves of a case in a precision, and how far they are apart."""
+    """Return the curves of a case in a precision, and their distances."""
     options.precision = precision
     curves, losses_of = {}, {}
     for seed in SEEDS:
@@ -86,14 +86,14 @@ def run_curves(case, precision, options, results):
                 losses_of[title] = losses.tolist()
         del training
         free_memory()
-    found = {"losses": losses_of}
+    record = {"losses": losses_of}
     if all(("untouched", seed) in curves for seed in SEEDS):
-        found |= compare(curves)
-    return found
+        record |= compare(curves)
+    return record
 
 
 def make_parser():
-    """Return the command line."""
+    """Return the parser of the command line."""
     parser = command_line.make_parser(
         __doc__, seconds=540, variables=100, mapper_chunks=1, training_steps=200
     )
@@ -120,11 +120,11 @@ def main(arguments=None):
         of_case = results.report[name] = {"case": case._asdict()}
         for precision in options.precisions:
             call = partial(run_curves, case, precision, options, results)
-            found = results.run(f"{name}, {precision}", call)
-            if found is None:
+            record = results.run(f"{name}, {precision}", call)
+            if record is None:
                 continue
-            of_case[precision] = found
-            distances = {key: value for key, value in found.items() if key != "losses"}
+            of_case[precision] = record
+            distances = {key: value for key, value in record.items() if key != "losses"}
             print(name, precision, distances, flush=True)
     return results.end()
 

@@ -1,4 +1,4 @@
-"""Inference of Anemoi's models, untouched and under `install`: time and memory by chunks.
+"""Inference with Anemoi's models, untouched and under `install`: time and memory by chunks.
 
     python benchmarks/anemoi_inference.py --output benchmarks/results/anemoi_inference_h200.json
     PYTHONPATH=FOLDER python benchmarks/anemoi_inference.py --parts encoder decoder
@@ -6,11 +6,11 @@
     --layers 1 --device cpu
 
 `encoder` and `decoder` are the mappers of AIFS Single between N320 and O96 (22 and 3 nearest nodes,
-1024 channels, 16 heads, D = 11), of anemoi-models 0.9.3, which must be first on the path, in a
-FOLDER of `pip install --target`. `forecast` is one step of a model of the newest version, N320 and
-an icosphere, its mappers and processor in chunks as `ANEMOI_INFERENCE_NUM_CHUNKS` sets them; that
-is what a runner of anemoi-inference computes at each step. Float16 under autocast. Results of both
-are compared first; runs are made by turns.
+1024 channels, 16 heads, D = 11) in anemoi-models 0.9.3, which must come first on the path, from a
+FOLDER of `pip install --target`. `forecast` is one step of a model of the newest version, with N320
+and an icosphere, which a runner of anemoi-inference computes at each step; its mappers and
+processor are chunked by `ANEMOI_INFERENCE_NUM_CHUNKS`. Autocast to float16. Results of both are
+compared first; then runs alternate.
 """
 
 import gc
@@ -35,7 +35,7 @@ CONTENDERS = {"untouched": nullcontext, "install": integration.install}
 
 
 class Mapper:
-    """Encoder or decoder of anemoi-models 0.9.3 and its input."""
+    """Encoder or decoder of anemoi-models 0.9.3, with its input."""
 
     def __init__(self, part, options):
         from anemoi.models.layers import mapper
@@ -79,7 +79,7 @@ class Mapper:
         )
 
     def __call__(self, chunks):
-        """Output at the destinations."""
+        """Return the output at the destinations."""
         self.model.num_chunks = chunks
         shapes = tuple([list(x.shape)] for x in self.x)
         out = self.model(self.x, batch_size=1, shard_shapes=shapes)
@@ -87,7 +87,7 @@ class Mapper:
 
 
 class Forecast:
-    """A model of the newest anemoi-models and its input."""
+    """A model of the newest anemoi-models, with its input."""
 
     def __init__(self, part, options):
         from support.anemoi_model import build, draw, graph_of, make_options
@@ -108,7 +108,7 @@ class Forecast:
         self.x = {"data": draw(graph, variables=names)["data"].to(options.device)}
 
     def __call__(self, chunks):
-        """State after one step."""
+        """Return the state after one step."""
         from anemoi.models.layers import block, mapper
 
         block.NUM_CHUNKS_INFERENCE_PROCESSOR = mapper.NUM_CHUNKS_INFERENCE_MAPPER = chunks
@@ -120,14 +120,14 @@ PARTS = {"encoder": Mapper, "decoder": Mapper, "forecast": Forecast}
 
 @contextmanager
 def contender(name, device):
-    """Compute without gradients, under autocast, without us or with us."""
+    """Run without gradients, under autocast, untouched or under `install`."""
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
     with torch.inference_mode(), torch.autocast(device, dtype), CONTENDERS[name]():
         yield
 
 
 def difference(problem, device):
-    """Relative difference of the outputs of both contenders."""
+    """Return the relative difference of the outputs of both contenders."""
     outputs = []
     for name in CONTENDERS:
         with contender(name, device):
@@ -139,7 +139,7 @@ def difference(problem, device):
 
 
 def measure(problem, name, chunks, options):
-    """Return milliseconds of each pass, and its memory beyond model and input in GiB."""
+    """Return the milliseconds of each pass, and its memory in GiB beyond model and input."""
     on_gpu = options.device == "cuda"
     gc.collect()
     with contender(name, options.device):
@@ -156,7 +156,7 @@ def measure(problem, name, chunks, options):
 
 
 def main(arguments=None):
-    """Compare, measure by turns, write and return the report."""
+    """Compare the results, measure both in turns, and write and return the report."""
     sizes = {"refinement": 6, "channels": 1024, "heads": 16, "layers": 16}
     parser = make_parser(__doc__, seconds=300, repeats=3, **sizes)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["forecast"])
@@ -176,11 +176,11 @@ def main(arguments=None):
             continue
         report["difference"][part] = off
         for chunks in CHUNKS:
-            found = {name: [] for name in CONTENDERS}
+            runs_by_name = {name: [] for name in CONTENDERS}
             for name in [*CONTENDERS, *reversed(CONTENDERS)]:
                 call = partial(measure, problem, name, chunks, options)
-                found[name].append(results.run(f"{part} in {chunks} chunks, {name}", call))
-            for name, runs in found.items():
+                runs_by_name[name].append(results.run(f"{part} in {chunks} chunks, {name}", call))
+            for name, runs in runs_by_name.items():
                 if None not in runs:
                     median, peak = (
                         statistics.median(ms for times, _ in runs for ms in times),

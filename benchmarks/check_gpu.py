@@ -1,11 +1,11 @@
-"""Checks of the Triton kernels that take a real GPU; prints PASS or FAIL for each and leaves a log.
+"""Checks of the Triton kernels on a real GPU: print PASS or FAIL for each, and write a log.
 
     python benchmarks/check_gpu.py --all --grids O32:3 O320:6 --log benchmarks/results/check_gpu.log
     python benchmarks/check_gpu.py --random 10000 --processes 14
     python benchmarks/check_gpu.py --repeat --stream --sync
 
-Where there is no GPU, those that can run do so in small, under Triton's interpreter, to try the
-checks themselves.
+Without a GPU, some checks run on small problems in Triton's interpreter, to test the checks
+themselves.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks that were asked for; 1 if any failed."""
+    """Run the selected checks; return 1 if any failed."""
     asked = parse(arguments)
     report = Report(asked.log, asked.commit)
     checks = {

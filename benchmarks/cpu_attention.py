@@ -1,14 +1,14 @@
-"""Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, alternating in one process.
+"""Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, in turns in one process.
 
     python benchmarks/cpu_attention.py --output benchmarks/results/cpu_attention.json
     python benchmarks/cpu_attention.py --batches --repeats 50 --output
     benchmarks/results/cpu_batches.json
 
-The graph is the multi-scale icosphere of the processor; both layers have an edge embedding of 11
-attributes and no skip, so both do the three node projections and the attention. Times are medians
-of whole layer calls in ms. With --batches the graphs are mini-batches with the sizes of PyG's data
-sets, 4 heads of 16 channels and a skip: `new graph` gets an edge_index that it sorts in every call,
-`one graph` a structure.
+The graph is the multi-scale icosphere of the processor. Both layers have an edge embedding of 11
+attributes and no skip connection, so both compute the three node projections and the attention.
+Times are medians of whole layer calls in ms. With --batches, the graphs are mini-batches with the
+sizes of PyG's data sets, and layers have 4 heads of 16 channels and a skip connection: `new graph`
+passes an edge_index, which is sorted in every call, `one graph` a structure.
 """
 
 import argparse
@@ -36,13 +36,13 @@ BATCHES = {  # graphs, nodes and edges of each, edge attributes
 
 
 def median_ms(functions, repeats):
-    """Median time of each function, taken in turns so that all see the same machine."""
+    """Return the median time of each function, measured in turns on the same machine state."""
     rounds = [Cpu.times(list(functions.values())) for _ in range(repeats)]
     return {name: statistics.median(times) for name, *times in zip(functions, *rounds, strict=True)}
 
 
 def layers(heads, channels, edge_dim, **options):
-    """Return PyG's and anemoi_gt's layer with the same parameters."""
+    """Return PyG's layer and anemoi_gt's layer with the same parameters."""
     sizes = {
         "in_channels": heads * channels,
         "out_channels": channels,
@@ -55,7 +55,7 @@ def layers(heads, channels, edge_dim, **options):
 
 
 def times_of(calls, step, repeats):
-    """Return the times of inference and training calls, and their ratios to PyG."""
+    """Return the times of inference and training calls, and PyG's times relative to them."""
 
     result = {}
     for kind, function in (
@@ -70,7 +70,7 @@ def times_of(calls, step, repeats):
 
 
 def compare(pyg, own, x, edge_index, edge_attr, edges, repeats):
-    """Return the times of PyG's layer on an edge_index, and of ours on each of `edges` by name."""
+    """Return the times of PyG's layer on an edge_index, and of anemoi_gt's on each of `edges`."""
     calls = {"pyg": partial(pyg, x, edge_index, edge_attr)}
     calls |= {name: partial(own, x, graph, edge_attr) for name, graph in edges.items()}
     expected, *outputs = (call() for call in calls.values())
@@ -93,7 +93,7 @@ def compare(pyg, own, x, edge_index, edge_attr, edges, repeats):
 
 
 def measure(refinement, heads, channels, repeats):
-    """Forward, and forward and backward, of both layers on one processor graph."""
+    """Time inference and training calls of both layers on one processor graph."""
     torch.manual_seed(0)
     edge_index = icosphere_graph(octahedral(16), refinement=refinement)[
         "hidden", "to", "hidden"
@@ -107,7 +107,7 @@ def measure(refinement, heads, channels, repeats):
 
 
 def measure_batch(name, repeats, heads=4, channels=16):
-    """Forward, and forward and backward, of both layers on one mini-batch of random graphs."""
+    """Time inference and training calls of both layers on one mini-batch of random graphs."""
     torch.manual_seed(0)
     graphs, nodes, edges, edge_dim = BATCHES[name]
     ends = [round(edges * i) for i in range(graphs + 1)]

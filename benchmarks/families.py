@@ -1,4 +1,4 @@
-"""A training step of Anemoi's model families, untouched and under `install`: time, memory.
+"""Training steps of Anemoi's model families, untouched and under `install`: time and memory.
 
     python benchmarks/families.py --list
     python benchmarks/families.py benchmark ensemble diffusion --output outputs/families.json
@@ -6,20 +6,20 @@
     python benchmarks/families.py O96 --configs FOLDER --channels 32 --layers 2 --device cpu
 
 Models are built from Anemoi's own YAML: `config/model` of the installed anemoi-training, or
-FOLDER/model. A case is a family with sizes; options override the sizes of all cases. A step is
-forward and backward pass under autocast, GradScaler and AdamW, fused on a GPU.
+FOLDER/model. A case is a family with sizes; options override the sizes of all cases. A step
+consists of forward and backward under autocast, GradScaler, and AdamW, which is fused on a GPU.
 
-All variants of a case share one model and one process: in each round all take their turn, in every
-second round in the opposite order. Before a variant is timed for the first time, its loss and
-gradients are compared with those of the untouched model; one that differs is reported and not
-timed. One that runs out of memory is reported as such, and the others go on.
+All variants of a case share one model and one process. In each round, all variants take turns, and
+every second round is in reverse order. Before a variant is timed for the first time, its loss and
+gradients are compared with the untouched model; a variant that differs is reported and not timed.
+A variant that runs out of memory is reported as well, and the others continue.
 
-    ms          median of whole steps, each waited for
-    host ms     median of the times until the call of a step returns
-    kernels     ms of GPU kernels of a step, by group; on a CPU, of operators
-    GB          peak memory; of a captured step, of its capture: a replay allocates nothing
+    ms          median time of a whole step, including synchronisation
+    host ms     median time until the call of a step returns
+    kernels     ms of GPU kernels per step, by group; on a CPU, ms of operators
+    GB          peak memory; for a captured step, peak during capture (a replay allocates nothing)
     loss, gradients   relative difference from the untouched model
-    parts       with --parts, ms of both passes of encoder, processor and decoder alone
+    parts       with --parts, ms of forward and backward of encoder, processor and decoder alone
 """
 
 import fnmatch
@@ -55,7 +55,7 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error, or one that it was raised from, is that no memory was left."""
+    """Return whether an error, or one of its causes, is an out-of-memory error."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error):
             return True
@@ -64,7 +64,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def unless_out_of_memory(call):
-    """Return the result of a call, or `OUT_OF_MEMORY`."""
+    """Return the result of a call, or `OUT_OF_MEMORY` if it runs out of memory."""
     try:
         return call()
     except Exception as error:
@@ -74,14 +74,14 @@ def unless_out_of_memory(call):
 
 
 def free_memory() -> None:
-    """Give back what earlier variants held."""
+    """Release the memory of earlier variants."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def reference_of(training: Training, results: Results, found: dict):
-    """Return loss and gradients of the first untouched form that fits, or None; note its name."""
+def reference_of(training: Training, results: Results, record: dict):
+    """Return loss and gradients of the first untouched variant that fits, or None."""
     for name in REFERENCES:
 
         def gradients(name=name):
@@ -93,20 +93,20 @@ def reference_of(training: Training, results: Results, found: dict):
         if reference is None:
             return None
         if reference != OUT_OF_MEMORY:
-            found["reference"] = name
+            record["reference"] = name
             return reference
-    found["reference"] = f"none: every untouched form runs {OUT_OF_MEMORY}"
-    print(found["reference"], flush=True)
+    record["reference"] = f"none: every untouched form runs {OUT_OF_MEMORY}"
+    print(record["reference"], flush=True)
     return None
 
 
 def difference(training: Training, reference) -> dict[str, float]:
-    """Return the relative difference of loss, and of all gradients together, from a reference.
+    """Return the relative differences of the loss and of all gradients from a reference.
 
     Raises
     ------
     ValueError
-        If they are not right.
+        If they exceed the tolerance.
     """
     expected_loss, expected = reference
     loss, gradients = training.gradients()
@@ -128,11 +128,11 @@ def difference(training: Training, reference) -> dict[str, float]:
 
 
 def time_steps(training: Training, warmup: int, seconds: float) -> dict:
-    """Return times of steps and of their calls in ms, peak GB, and the scaler's last scale."""
+    """Return the times of steps and of their calls in ms, the peak in GB, and the final scale."""
     on_gpu = training.device.type == "cuda"
     wait = CLOCKS[training.device.type].synchronize
     for number in range(warmup):
-        # A replay allocates nothing: its peak is that of the capture, at the first step.
+        # A replay allocates nothing; the peak is reached during capture, at the first step.
         if on_gpu and number == (0 if training.captured else warmup - 1):
             torch.cuda.reset_peak_memory_stats()
         training.step()
@@ -146,13 +146,13 @@ def time_steps(training: Training, warmup: int, seconds: float) -> dict:
         wait()
         steps.append(1e3 * (time.perf_counter() - begin))
     peak_gb = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
-    # A scale that fell tells of steps that were left out.
+    # A lower scale means that steps were skipped.
     scale = training.scaler.get_scale()
     return {"ms": steps, "host_ms": calls, "peak_gb": peak_gb, "scale": scale}
 
 
 def part_inputs(training: Training) -> dict[str, tuple]:
-    """Return the module and the inputs, on the CPU, of encoder, processor and decoder."""
+    """Return module and inputs of encoder, processor and decoder, on the CPU."""
     model = training.model
     modules = {"processor": model.processor}
     for kind, mappers in (("encoder", model.encoder), ("decoder", model.decoder)):
@@ -177,7 +177,7 @@ def part_inputs(training: Training) -> dict[str, tuple]:
 
 
 def time_part(training: Training, module, arguments, options) -> float:
-    """Return the ms of both passes of a part, with gradients of all its inputs."""
+    """Return the ms of forward and backward of a part, with gradients of all inputs."""
 
     def as_input(value):
         if not isinstance(value, torch.Tensor):
@@ -209,29 +209,29 @@ def time_part(training: Training, module, arguments, options) -> float:
 
 
 def measure(training: Training, name: str, options, reference, parts, is_first: bool) -> dict:
-    """Compare a variant with the reference, time it and profile it; in later rounds, time it."""
-    found = {}
+    """Compare a variant with the reference, profile it and time it; later rounds only time it."""
+    record = {}
     with training.computing(name):
         if is_first and reference is not None:
-            found["difference"] = difference(training, reference)
+            record["difference"] = difference(training, reference)
         training.restart()
-        found |= time_steps(training, options.warmup, options.variant_seconds)
+        record |= time_steps(training, options.warmup, options.variant_seconds)
         if is_first:
             kind = training.device.type
             steps = 3 if kind == "cuda" else 1
-            found["profile"] = profile_of(training.step, steps, CLOCKS[kind].synchronize, kind)
+            record["profile"] = profile_of(training.step, steps, CLOCKS[kind].synchronize, kind)
             if parts and not training.captured:
-                found["parts_ms"] = {
+                record["parts_ms"] = {
                     part: time_part(training, *inputs) for part, inputs in parts.items()
                 }
-    return found
+    return record
 
 
-def add_round(variants: dict, name: str, found: dict) -> None:
-    """Add the figures of a round to those of a variant."""
+def add_round(variants: dict, name: str, record: dict) -> None:
+    """Add the results of a round to the results of a variant."""
     total = variants.setdefault(name, {"rounds": []})
-    total["rounds"].append({key: found.pop(key) for key in ("ms", "host_ms", "peak_gb", "scale")})
-    total |= found
+    total["rounds"].append({key: record.pop(key) for key in ("ms", "host_ms", "peak_gb", "scale")})
+    total |= record
     rounds = total["rounds"]
     total["median_ms"] = statistics.median([ms for each in rounds for ms in each["ms"]])
     total["host_ms"] = statistics.median([ms for each in rounds for ms in each["host_ms"]])
@@ -241,7 +241,7 @@ def add_round(variants: dict, name: str, found: dict) -> None:
 
 
 def make_training(case: Case, options, seed: int = 0) -> Training:
-    """Return the model of a case, as the command line asks for it."""
+    """Build the model of a case with the options of the command line."""
     return Training(
         case,
         options.configs or find_configs(),
@@ -254,22 +254,22 @@ def make_training(case: Case, options, seed: int = 0) -> Training:
     )
 
 
-def run_case(case: Case, options, results: Results, found: dict) -> None:
+def run_case(case: Case, options, results: Results, record: dict) -> None:
     """Measure all variants of a case."""
     training = make_training(case, options)
-    found["sizes"] = training.sizes
+    record["sizes"] = training.sizes
     if case.family.startswith("transformer"):
-        found["attention of the processor"] = training.attention
-    variants = found["variants"] = {}
-    reference = reference_of(training, results, found)
-    if reference is None and not found.get("reference"):
+        record["attention of the processor"] = training.attention
+    variants = record["variants"] = {}
+    reference = reference_of(training, results, record)
+    if reference is None and not record.get("reference"):
         return  # it failed, which is among the problems
     parts = part_inputs(training) if options.parts else {}
     left = list(options.variants)
     for number in range(options.rounds):
         for name in left if number % 2 == 0 else left[::-1]:
             call = partial(measure, training, name, options, reference, parts, is_first=number == 0)
-            measured = results.run(f"{found['name']}, {name}", partial(unless_out_of_memory, call))
+            measured = results.run(f"{record['name']}, {name}", partial(unless_out_of_memory, call))
             free_memory()
             if measured == OUT_OF_MEMORY:
                 variants[name] = {"outcome": OUT_OF_MEMORY}
@@ -285,24 +285,24 @@ HEADER = (
 )
 
 
-def row(name: str, found: dict) -> str:
-    """Return the line of a variant in the table."""
-    if "outcome" in found:
-        return f"| {name} | {found['outcome']} |{' |' * (len(GROUPS) + 5)}"
-    profile = found["profile"]
-    cells = [f"{found['median_ms']:.1f}", f"{found['host_ms']:.1f}", f"{profile['total_ms']:.1f}"]
+def row(name: str, record: dict) -> str:
+    """Return the table row of a variant."""
+    if "outcome" in record:
+        return f"| {name} | {record['outcome']} |{' |' * (len(GROUPS) + 5)}"
+    profile = record["profile"]
+    cells = [f"{record['median_ms']:.1f}", f"{record['host_ms']:.1f}", f"{profile['total_ms']:.1f}"]
     cells += [f"{ms:.1f}" for ms in profile["groups_ms"].values()]
-    cells.append("" if found["peak_gb"] is None else f"{found['peak_gb']:.1f}")
-    off = found.get("difference")
+    cells.append("" if record["peak_gb"] is None else f"{record['peak_gb']:.1f}")
+    off = record.get("difference")
     cells += ["not compared"] * 2 if off is None else [f"{value:.1e}" for value in off.values()]
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def table(found: dict) -> str:
-    """Return the table of a case, and below it the times of parts."""
-    lines = [f"\n{found['name']}: {found['case']}", HEADER]
-    lines += [row(name, variant) for name, variant in found["variants"].items()]
-    for name, variant in found["variants"].items():
+def table(record: dict) -> str:
+    """Return the table of a case, followed by the times of its parts."""
+    lines = [f"\n{record['name']}: {record['case']}", HEADER]
+    lines += [row(name, variant) for name, variant in record["variants"].items()]
+    for name, variant in record["variants"].items():
         if "parts_ms" in variant:
             parts = (f"{part} {ms:.1f} ms" for part, ms in variant["parts_ms"].items())
             lines.append(f"{name}: {', '.join(parts)}")
@@ -310,7 +310,7 @@ def table(found: dict) -> str:
 
 
 def matching_variants(patterns: list[str]) -> list[str]:
-    """Return the variants whose names match a pattern, in their order.
+    """Return the variants whose names match a pattern, in the original order.
 
     Raises
     ------
@@ -324,7 +324,7 @@ def matching_variants(patterns: list[str]) -> list[str]:
 
 
 def add_model_options(parser) -> None:
-    """Add the options that choose models: cases, and what overrides their sizes."""
+    """Add the options that select models: cases, and overrides of their sizes."""
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument(
         "--configs", type=Path, help="folder that holds model/, the YAML of Anemoi's models"
@@ -342,27 +342,27 @@ def add_model_options(parser) -> None:
 
 
 def check_cases(parser, options) -> None:
-    """End with a message if a case is unknown."""
+    """Exit with a message if a case is unknown."""
     unknown = set(options.cases) - CASES.keys()
     if unknown:
         parser.error(f"a CASE must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
 
 
 def case_of(case: Case, options) -> Case:
-    """Return a case with the sizes that the command line gives."""
-    given = {field: getattr(options, field) for field in Case._fields}
-    changes = {field: value for field, value in given.items() if value is not None}
+    """Return a case with the sizes from the command line."""
+    values = {field: getattr(options, field) for field in Case._fields}
+    changes = {field: value for field, value in values.items() if value is not None}
     return case._replace(**changes)
 
 
 def start_report(options) -> dict:
-    """Return the beginning of the report of these models."""
+    """Return the header of the report of these models."""
     facts = describe(options.device, PACKAGES, options.commit)
     return {"environment": facts, "options": vars(options) | {"output": None}}
 
 
 def make_parser():
-    """Return the command line."""
+    """Return the parser of the command line."""
     parser = command_line.make_parser(__doc__, seconds=540, variables=100, rounds=2, warmup=4)
     add_model_options(parser)
     parser.add_argument("--list", action="store_true", help="print cases and variants")
@@ -379,7 +379,7 @@ def make_parser():
 
 
 def main(arguments=None) -> dict | None:
-    """Measure the cases; print their tables, write and return the report."""
+    """Measure the cases, print their tables, and write and return the report."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.list:
@@ -391,13 +391,13 @@ def main(arguments=None) -> dict | None:
     results = Results(start_report(options) | {"cases": []}, options.output, options.seconds)
     for name in options.cases or ["benchmark"]:
         case = case_of(CASES[name], options)
-        found = {"name": name, "case": case._asdict()}
-        results.report["cases"].append(found)
+        record = {"name": name, "case": case._asdict()}
+        results.report["cases"].append(record)
         print(f"\n{name}: {case}\n{HEADER}", flush=True)
-        results.run(name, partial(run_case, case, options, results, found))
+        results.run(name, partial(run_case, case, options, results, record))
         free_memory()
-        if "variants" in found:
-            print(table(found), flush=True)
+        if "variants" in record:
+            print(table(record), flush=True)
     return results.end()
 
 

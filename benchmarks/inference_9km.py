@@ -1,17 +1,17 @@
-"""Encoder and decoder at 9 km, without gradients: time, memory, correctness, anemoi-models.
+"""Encoder and decoder at 9 km without gradients: time, memory and correctness.
 
     python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
     python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5
 
-The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes,
-bfloat16: the features of the grid hold 3.1 x 2^31 elements. The encoder is a forward mapper, the
-decoder a backward mapper with the three nearest hidden nodes. `anemoi_gt` takes the numbers of
-chunks that `--chunks` lists; `anemoi`, the mapper of anemoi-models with the same weights, takes 1,
-2, 4, ... chunks until it fits into memory and is correct.
+The defaults are O1280 (6,599,680 points) and icosphere 7, with 1024 channels in 16 heads, 11
+attributes and bfloat16, so the features of the grid have 3.1 x 2^31 elements. The encoder is a
+forward mapper, the decoder a backward mapper with the three nearest hidden nodes. `anemoi_gt` runs
+with the numbers of chunks in `--chunks`. `anemoi`, the mapper of anemoi-models with the same
+weights, runs with 1, 2, 4, ... chunks until it fits in memory and is correct.
 
-Results are checked against plain PyTorch in float64, at destinations from the beginning, the middle
-and the end and at those that read the last sources; the error may be twice the error of plain
-PyTorch in the dtype. Each run has its own process.
+Results are checked against plain PyTorch in float64, at the first, middle and last destinations and
+at those that read the last sources. The error may be twice the error of plain PyTorch in the same
+dtype. Each run has a process of its own.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SIZES |= {"fields": 100, "dtype": "bfloat16", "repeats": 3}
 
 
 def run(setting: Setting, part: str, contender: str, num_chunks: int, folder: Path) -> dict:
-    """Compute one part one way in this process."""
+    """Run one part with one contender in this process."""
     on_gpu = setting.device == "cuda"
     problem = setting.problem(part, folder)
     try:
@@ -61,16 +61,20 @@ def run(setting: Setting, part: str, contender: str, num_chunks: int, folder: Pa
         times = seconds_of(compute, 1 + setting.repeats, setting.device)
     except torch.OutOfMemoryError as error:
         return {"outcome": "out of memory", "message": str(error).split(". ")[0]}
-    found = {"outcome": "right", "seconds": statistics.median(times[1:]), "first_seconds": times[0]}
+    record = {
+        "outcome": "right",
+        "seconds": statistics.median(times[1:]),
+        "first_seconds": times[0],
+    }
     if on_gpu:
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found["inputs_gib"] = problem.nbytes / 2**30
-    found |= compare_with_plain(problem, *result, checked_destinations(problem))
-    return found
+        record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        record["inputs_gib"] = problem.nbytes / 2**30
+    record |= compare_with_plain(problem, *result, checked_destinations(problem))
+    return record
 
 
 def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: float) -> dict:
-    """Run in a separate process; a failure or a timeout is a result too."""
+    """Run in a separate process; failures and timeouts are recorded as results."""
     command = [
         sys.executable,
         __file__,
@@ -83,28 +87,28 @@ def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: flo
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        found = json.loads(done.stdout.splitlines()[-1])
+        record = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        found = {"outcome": "out of time", "message": f"did not end within {seconds:.0f} s"}
+        record = {"outcome": "out of time", "message": f"did not end within {seconds:.0f} s"}
     except (IndexError, json.JSONDecodeError):
-        found = {
+        record = {
             "outcome": "failed",
             "message": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1],
         }
-    found = {"part": part, "contender": contender, "num_chunks": num_chunks} | found
-    print(json.dumps(found), flush=True)
-    return found
+    record = {"part": part, "contender": contender, "num_chunks": num_chunks} | record
+    print(json.dumps(record), flush=True)
+    return record
 
 
 def measure(options: argparse.Namespace, results: Results, folder: Path) -> None:
-    """Run anemoi_gt with each number of chunks, baselines with more until they are correct."""
+    """Run anemoi_gt with each number of chunks, and baselines with more until they are correct."""
     runs = results.report["runs"] = []
 
     def one(part: str, contender: str, number: int) -> str | None:
         call = partial(start, part, contender, number, folder, options.limit)
-        found = results.run(f"{part}, {contender}, {number} chunks", call)
-        runs.extend([] if found is None else [found])
-        return found and found["outcome"]
+        record = results.run(f"{part}, {contender}, {number} chunks", call)
+        runs.extend([] if record is None else [record])
+        return record and record["outcome"]
 
     for part in options.parts:
         if "anemoi_gt" in options.contenders:
@@ -132,7 +136,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 8, 32], help="of anemoi_gt")
     parser.add_argument(
-        "--most-chunks", type=int, default=64, help="after which the others are given up"
+        "--most-chunks",
+        type=int,
+        default=64,
+        help="maximum number of chunks of the other contenders",
     )
     parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
@@ -140,7 +147,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Build the graphs, start the runs one after the other, write the report."""
+    """Build the graphs, run the parts one after the other, and write the report."""
     options = parse(arguments)
     setting = Setting(**{name: getattr(options, name) for name in (*SIZES, "device")})
     if options.worker:

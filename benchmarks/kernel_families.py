@@ -1,4 +1,4 @@
-"""Kernels of a profile by family."""
+"""Time of the kernels in a profile, by family."""
 
 import re
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-FAMILIES = {  # the first whose pattern is found in the name of a kernel
+FAMILIES = {  # patterns of kernel names; the first match counts
     "norms and activations, ours": r"anemoi_gt_(norm|head_norm|activation|layer_norm|gelu)",
     "attention, ours": r"anemoi_gt|edge_attention|edge_attr|group_edges",
     "attention of PyTorch or flash-attn": r"flex_attention|fmha|flash",
@@ -21,7 +21,7 @@ FAMILIES = {  # the first whose pattern is found in the name of a kernel
     "sums": r"reduce|sum",
     "elementwise": r"elementwise|vectorized|gelu|add|mul",
 }
-GROUPS = {  # of families; a family that is in none counts as "other"
+GROUPS = {  # groups of families; all other families are in "other"
     "products": ("matrix products",),
     "attention": ("attention, ours", "attention, Anemoi's", "attention of PyTorch or flash-attn"),
     "rows, norms, elementwise": (
@@ -34,7 +34,8 @@ GROUPS = {  # of families; a family that is in none counts as "other"
     ),
     "other": (),
 }
-LONGEST, NAME = 25, 160  # kernels that are listed, and characters of their names
+LONGEST = 25  # number of kernels to list
+NAME = 160  # maximum length of their names
 
 
 def family_of(kernel):
@@ -54,7 +55,7 @@ def group_of(family):
 
 
 def profile_of(step, steps, wait, device_type):
-    """Milliseconds a step by family, and the longest kernels (on a CPU, operators)."""
+    """Return milliseconds per step by family, and the longest kernels (on a CPU, operators)."""
     on_gpu = device_type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
         for _ in range(steps):
@@ -87,7 +88,7 @@ def profile_of(step, steps, wait, device_type):
 
 
 def is_kernel(event):
-    """Return whether a profile event is device work, not a range named by the program."""
+    """Return whether a profile event is device work and not a user-defined range."""
     return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
         event, "is_user_annotation", False
     )

@@ -3,11 +3,11 @@
     python benchmarks/pyg_models.py --output benchmarks/results/pyg_models.json
     python benchmarks/pyg_models.py --nodes 2000 --edges 20000 --hidden 8 --repeats 3 --device cpu
 
-The default graph has the size of ogbn-arxiv with edges in both directions: 169,343 nodes, 2,315,598
-edges, degrees as unequal. Times are medians of forward and backward passes in ms, both models taken
-in turns. `one graph` passes the swapped model a structure made once, `new graph` an edge list that
-it has to sort, as mini-batches do. Outputs and gradients are compared before anything is timed;
-results are written after each model.
+The default graph has the size of ogbn-arxiv with edges in both directions (169,343 nodes, 2,315,598
+edges) and similarly unequal degrees. Times are medians of forward and backward in ms, with both
+models measured in turns. `one graph` passes a structure, built once, to the swapped model; `new
+graph` passes an edge list that has to be sorted, as with mini-batches. Outputs and gradients are
+compared before timing; results are written after each model.
 """
 
 import copy
@@ -24,7 +24,7 @@ from support.pyg_models import DIM, MODELS
 from anemoi_gt import GraphStructure
 from anemoi_gt.integrations.pyg import swap_layers
 
-# relative, of output and gradients; float32, sums over thousands of edges in another order
+# relative tolerance of output and gradients, for float32 sums over thousands of edges
 AGREE = 1e-3
 
 
@@ -38,7 +38,7 @@ def draw_graph(options, device):
 
 
 def measure(calls, device, repeats):
-    """Median ms and peak GB of each call, taken in turns so that all see the same machine."""
+    """Return the median ms and peak GB of each call; calls are measured in turns."""
     times, peaks = {name: [] for name in calls}, {name: [] for name in calls}
     for i in range(repeats + 2):  # two rounds to warm up
         for name, call in calls.items():
@@ -49,7 +49,7 @@ def measure(calls, device, repeats):
                 peaks[name].append(torch.cuda.max_memory_allocated() / 1e9)
             if i >= 2:
                 times[name].append(1e3 * seconds)
-    peaks = {name: max(found, default=None) for name, found in peaks.items()}
+    peaks = {name: max(values, default=None) for name, values in peaks.items()}
     return {
         name: {"median_ms": statistics.median(times[name]), "peak_gb": peaks[name]}
         for name in calls
@@ -57,7 +57,7 @@ def measure(calls, device, repeats):
 
 
 def compare(make, options, device):
-    """Figures of one model class."""
+    """Measure one model class."""
     torch.manual_seed(0)
     untouched = (
         make(channels=options.channels, hidden=options.hidden, heads=options.heads)
@@ -87,19 +87,19 @@ def compare(make, options, device):
 
 
 def difference(outputs, models):
-    """Return the relative difference of output and gradients of two models."""
+    """Return the relative differences of outputs and gradients of two models."""
     gradients = [dict(model.named_parameters()) for model in models]
     named = [name for name, parameter in gradients[0].items() if parameter.grad is not None]
     vectors = [torch.cat([there[name].grad.flatten() for name in named]) for there in gradients]
     pairs = {"output": outputs, "gradients": vectors}
-    found = {name: ((b - a).norm() / a.norm()).item() for name, (a, b) in pairs.items()}
-    if not all(off <= AGREE for off in found.values()):
-        raise ValueError(f"output and gradients must agree within {AGREE}, got {found}")
-    return found
+    differences = {name: ((b - a).norm() / a.norm()).item() for name, (a, b) in pairs.items()}
+    if not all(off <= AGREE for off in differences.values()):
+        raise ValueError(f"output and gradients must agree within {AGREE}, got {differences}")
+    return differences
 
 
 def main(arguments=None):
-    """Measure all models; write and return the report."""
+    """Measure all models, and write and return the report."""
     sizes = {
         "nodes": 169_343,
         "edges": 2_315_598,
@@ -116,12 +116,12 @@ def main(arguments=None):
     report |= {"options": vars(options) | {"output": None}, "models": {}}
     results = Results(report, options.output, options.seconds)
     for make in MODELS:
-        found = results.run(make.__name__, partial(compare, make, options, device))
-        if found is not None:
-            report["models"][make.__name__] = found
+        record = results.run(make.__name__, partial(compare, make, options, device))
+        if record is not None:
+            report["models"][make.__name__] = record
             print(
                 make.__name__,
-                *(f"{name}: {figures}" for name, figures in found.items()),
+                *(f"{name}: {figures}" for name, figures in record.items()),
                 sep="\n  ",
                 flush=True,
             )

@@ -1,12 +1,11 @@
 """Edge attention of anemoi_gt and baselines: one process each, one measurement at a time.
 
-    python benchmarks/run.py                                          what this machine supports
+    python benchmarks/run.py                                          default problems and baselines
     python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --out
     benchmarks/results/h200.json
     python benchmarks/run.py --list                                   problems and baselines
 
-Times are medians of whole calls. Tables and pictures are made from the file by
-benchmarks/report.py.
+Times are medians of whole calls. benchmarks/report.py makes tables and plots of the results file.
 """
 
 import argparse
@@ -26,20 +25,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--problems", nargs="+", help="names or groups; default: what the device can"
+        "--problems", nargs="+", help="names or groups; by default, all that the device supports"
     )
     parser.add_argument(
         "--baselines",
         nargs="+",
         choices=baselines.NAMES,
-        help="default: those that run on the device",
+        help="by default, all that run on the device",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="to record if git is not available")
-    parser.add_argument(
-        "--list", action="store_true", help="print problems by group, and baselines, and stop"
-    )
+    parser.add_argument("--list", action="store_true", help="list problems by group, and baselines")
     options = parser.parse_args(arguments)
     options.problems = options.problems or problems.DEFAULT[options.device]
     options.baselines = options.baselines or baselines.DEFAULT[options.device]
@@ -47,7 +44,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def report(chosen: list[problems.Problem], done: schedule.Run, options: argparse.Namespace) -> dict:
-    """Return the report of a run."""
+    """Return a run as a report."""
     names = options.baselines
     packages = {package for name in names for package in baselines.load(name).PACKAGES}
     described = {}
@@ -69,7 +66,7 @@ def report(chosen: list[problems.Problem], done: schedule.Run, options: argparse
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what the command line asks for."""
+    """Run the problems and baselines that the command line selects."""
     options = parse(arguments)
     if options.list:
         for problem in problems.PROBLEMS.values():

@@ -1,4 +1,4 @@
-"""One model on several GPUs: time of forward and backward, memory of a GPU, efficiency.
+"""One model on several GPUs: time of forward and backward, memory per GPU, efficiency.
 
     python benchmarks/sharding.py --ranks 4 --commit HASH --output
     benchmarks/results/sharding_h200x4.json
@@ -6,21 +6,21 @@
     python benchmarks/sharding.py --table benchmarks/results/sharding_h200x2.json --page
     docs/distributed.md
 
-The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is
-reported; what its earlier tasks found is kept. With --alone RANK, one GPU shows what a rank of
-several computes and holds, without messages and without a check of results. Parts:
+torchrun starts the ranks, in one job per number of ranks. If a job fails, this is reported, and the
+results of its completed tasks are kept. With --alone RANK, a single GPU does the work of one rank,
+without communication and without checking results. Parts:
 
-    strong      encoder, processor and decoder on 1, 2, 4, ... ranks, launched by Python
-    replay      the same captured in a CUDA graph
-    compiled    the same with blocks compiled by Inductor, launched and replayed
+    strong      encoder, processor and decoder on 1, 2, 4, ... ranks, without CUDA graphs
+    replay      the same, replayed from a CUDA graph
+    compiled    the same, with blocks compiled by Inductor, with and without CUDA graphs
     sizes       smaller grids: weak scaling
-    anemoi      the same model of anemoi-models: with its own sharding, untouched and under
-                `install`, and with our halo, launched; on request also compiled (not strategy
-                `heads`) and replayed (halo)
+    anemoi      the same model in anemoi-models, without CUDA graphs: with its own sharding,
+                untouched and under `install`, and with anemoi_gt's halo exchange; on request also
+                compiled (not strategy `heads`) and replayed (halo)
 
-    efficiency        t(1) / (n t(n))                          of one graph on n ranks
-    share             n memory(n) / memory(1)                  1 if memory falls as 1 / n
-    weak efficiency   (t(1) / work(1)) / (t(n) / work(n))      of graphs with equal work per rank
+    efficiency        t(1) / (n t(n))                          for one graph on n ranks
+    share             n memory(n) / memory(1)                  1 if memory scales as 1 / n
+    weak efficiency   (t(1) / work(1)) / (t(n) / work(n))      for graphs with equal work per rank
 """
 
 import argparse
@@ -40,7 +40,7 @@ from suite.table import EMPTY, markdown, put_into
 PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
 PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
-# O192 on 4 ranks is as much work for each as O96 on 1
+# O192 on 4 ranks has the same work per rank as O96 on 1
 SIZES = (
     ("O96", 5),
     ("O176", 5),
@@ -55,7 +55,7 @@ NEAR = 0.25  # relative: work of a rank that counts as the same
 
 
 def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
-    """Return what `ranks` ranks measure."""
+    """Return the tasks of a job with `ranks` ranks."""
     model = {
         "model": "anemoi_gt",
         "grid": options.grid,
@@ -134,29 +134,29 @@ def graph_of(record: dict) -> str:
 
 def series(report: dict) -> dict[str, dict[int, dict]]:
     """Return records by name, then by number of ranks."""
-    found = {}
+    series_by_name = {}
     for record in sorted(report["results"], key=lambda record: PARTS.index(record["part"])):
-        found.setdefault(name_of(record), {})[record["ranks"]] = record
-    for name, records in found.items():  # on one rank, strategies do not differ
-        alone = found.get(name.replace("heads", "edges"), {}).get(1)
+        series_by_name.setdefault(name_of(record), {})[record["ranks"]] = record
+    for name, records in series_by_name.items():  # on one rank, strategies do not differ
+        alone = series_by_name.get(name.replace("heads", "edges"), {}).get(1)
         if alone:
             records.setdefault(1, alone)
-    return {name: dict(sorted(records.items())) for name, records in found.items()}
+    return {name: dict(sorted(records.items())) for name, records in series_by_name.items()}
 
 
 def efficiency(records: dict[int, dict], n: int) -> float | None:
-    """Return the efficiency of n ranks; None if one rank was not measured."""
+    """Return the efficiency on n ranks, or None if one rank was not measured."""
     return records[1]["ms"] / (n * records[n]["ms"]) if 1 in records and n in records else None
 
 
 def share(records: dict[int, dict], n: int) -> float | None:
-    """Return the memory of n ranks together over one rank's; None if not measured."""
+    """Return the total memory of n ranks relative to one rank, or None if not measured."""
     alone, here = (records.get(k, {}).get("peak_gb") for k in (1, n))
     return n * here / alone if alone and here else None
 
 
 def weak(report: dict) -> list[tuple[dict, dict]]:
-    """Return passes on one rank, each with the pass on n ranks of nearest work per rank."""
+    """Pair each pass on one rank with the pass on n ranks that has the nearest work per rank."""
     known = [record for record in report["results"] if "work" in record and not record["compiled"]]
     pairs = []
     for alone in (record for record in known if record["ranks"] == 1):
@@ -245,14 +245,14 @@ def plot(report: dict) -> str:
     shown = report | {
         "results": [record for record in report["results"] if record["part"] in PLOTTED]
     }
-    found = {
+    series_by_name = {
         name: records
         for name, records in series(shown).items()
         if 1 in records and len(records) > 1
     }
-    ranks = sorted({n for records in found.values() for n in records})
+    ranks = sorted({n for records in series_by_name.values() for n in records})
     scale = (WIDE - ENDS) / max(
-        record["ms"] for records in found.values() for record in records.values()
+        record["ms"] for records in series_by_name.values() for record in records.values()
     )
     shapes, y = [words(0, 16, "Forward and backward, time in ms", size=15)], 66
     for place, n in enumerate(ranks):
@@ -260,7 +260,7 @@ def plot(report: dict) -> str:
             f'<rect class="peer{place}" x="{110 * place}" y="31" width="13" height="13"/>'
         )
         shapes.append(words(110 * place + 19, 42, f"{n} rank{'s' * (n > 1)}", size=14))
-    for name, records in found.items():
+    for name, records in series_by_name.items():
         shapes.append(words(0, y + 12, name, size=14))
         y += 20
         for n in records:
@@ -269,7 +269,7 @@ def plot(report: dict) -> str:
         y += 12
     label = "; ".join(
         f"{name}: " + ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
-        for name, records in found.items()
+        for name, records in series_by_name.items()
     )
     foot = words(0, y + 8, "in brackets: efficiency; line: ideal scaling", size=14)
     return canvas(WIDE, y + 16, f"Time of forward and backward. {label}", "".join([*shapes, foot]))
@@ -318,7 +318,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure or read, then write tables; 1 if a job failed."""
+    """Measure or read the results, then write tables; return 1 if a job failed."""
     options, errors = parse(arguments), []
     if options.table:
         report = json.loads(options.table.read_text())

@@ -1,8 +1,8 @@
 """One rank of benchmarks/sharding.py: times and memory of a model sharded by torchrun.
 
-Times are medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; halo
-bytes and work are from the busiest rank, in all layers, forward and backward. Nothing is timed
-before loss and gradients agree with one rank.
+Times are medians over repetitions on the slowest rank. Memory is the maximum peak of a rank. Halo
+bytes and work are totals over all layers, forward and backward, on the busiest rank. Loss and
+gradients are compared with one rank before timing.
 """
 
 import gc
@@ -31,18 +31,15 @@ from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.distributed.partition import NODE_COST
 
 FIELDS = 100  # in and out of the data grid
-# relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
-AGREE = {
-    "cuda": 3e-2,
-    "cpu": 1e-4,
-}
+# relative tolerance of loss and gradients: bfloat16 on a GPU, float32 on a CPU
+AGREE = {"cuda": 3e-2, "cpu": 1e-4}
 WARM_UP = 3
-COMPARED = ("lin_edge.weight", "lin_key.weight", "lin_value.weight")  # parameters of the processor
+COMPARED = ("lin_edge.weight", "lin_key.weight", "lin_value.weight")  # in the processor
 GRAPHS = {}  # by grid and refinement
 
 
 class OwnModel:
-    """The model of a task on this rank, and its rows of one batch entry."""
+    """The model of a task on this rank, with the rank's rows of one batch entry."""
 
     def __init__(self, task: dict, graph, mesh, device: torch.device):
         torch.manual_seed(0)
@@ -73,16 +70,16 @@ class OwnModel:
         """Return halo bytes of a forward and backward pass, and work in units of an edge."""
         encoder, decoder = self.model.encoder_edges["data"], self.model.decoder_edges["data"]
         shards = [(1, encoder), (self.layers, self.model.processor_edges), (1, decoder)]
-        found = {"halo_bytes": 0, "work": 0}
+        traffic = {"halo_bytes": 0, "work": 0}
         for times, shard in [(times, edges.structure()) for times, edges in shards]:
             halo, owned = shard.halo, shard.destinations.ranges.counts[shard.rank]
-            found["halo_bytes"] += times * (halo.num_sent + halo.num_received) * self.row_bytes
-            found["work"] += times * (NODE_COST * owned + len(shard.edges))
-        return found
+            traffic["halo_bytes"] += times * (halo.num_sent + halo.num_received) * self.row_bytes
+            traffic["work"] += times * (NODE_COST * owned + len(shard.edges))
+        return traffic
 
 
 class AnemoiModel:
-    """The same model of anemoi-models, sharded by the strategy that `task["model"]` names."""
+    """The same model in anemoi-models, sharded by the strategy in `task["model"]`."""
 
     def __init__(self, task: dict, graph, mesh, device: torch.device):
         from anemoi.models.distributed.shapes import get_shard_sizes
@@ -122,7 +119,7 @@ class AnemoiModel:
         )
 
     def traffic(self) -> dict:
-        """Return nothing: what anemoi-models sends is not counted."""
+        """Return no values: the messages of anemoi-models are not counted."""
         return {}
 
 
@@ -136,7 +133,7 @@ def step(part: OwnModel | AnemoiModel, device: torch.device) -> Tensor:
 
 
 def signature(model: nn.Module, loss: Tensor) -> list[float]:
-    """Return the loss and the norms of some gradients of all ranks together."""
+    """Return the loss and the norms of some gradients over all ranks."""
     values = [loss.double()]
     for name, parameter in model.named_parameters():
         if name.startswith("processor.") and name.endswith(COMPARED) and ".0." in name:
@@ -146,26 +143,26 @@ def signature(model: nn.Module, loss: Tensor) -> list[float]:
     return [value.norm().item() for value in values]
 
 
-def check(found: list[float], expected: list[float] | None, limit: float) -> None:
-    """Raise ValueError unless loss and gradient norms agree with one rank."""
+def check(actual: list[float], expected: list[float] | None, limit: float) -> None:
+    """Raise ValueError unless loss and gradient norms agree with those on one rank."""
     if expected is None or any(
-        not abs(a - b) <= limit * abs(b) for a, b in zip(found, expected, strict=True)
+        not abs(a - b) <= limit * abs(b) for a, b in zip(actual, expected, strict=True)
     ):
         raise ValueError(
-            f"loss and gradients must be those of one rank within {limit}, got {found}, not "
+            f"loss and gradients must be those of one rank within {limit}, got {actual}, not "
             f"{expected}"
         )
 
 
 def largest(values: list[float], device: torch.device) -> list[float]:
-    """Return the largest of each value over the ranks."""
+    """Return the maximum of each value over the ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
 def times_of(call: Callable, repeats: int, device: torch.device) -> list[float]:
-    """Return the milliseconds of each repetition on the slowest rank."""
+    """Return the milliseconds of each repetition, on the slowest rank."""
     wait, times = CLOCKS[device.type].synchronize, []
     for _ in range(repeats):
         wait()
@@ -191,16 +188,16 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
     else:
         installed = nullcontext()
     with installed:
-        found = signature(part.model, step(part, device))
+        norms = signature(part.model, step(part, device))
         if dist.get_world_size() > 1 and dist.get_backend() != "fake":
-            check(found, expected, AGREE[device.type])
+            check(norms, expected, AGREE[device.type])
         for _ in range(WARM_UP):
             step(part, device)
         call = partial(step, part, device)
         call = CLOCKS[device.type].record(call) if task["replayed"] else call
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        record = {"ms": statistics.median(times_of(call, repeats, device)), "signature": found}
+        record = {"ms": statistics.median(times_of(call, repeats, device)), "signature": norms}
     if device.type == "cuda" and not task["replayed"]:
         record["peak_gb"] = largest([torch.cuda.max_memory_allocated() / 1e9], device)[0]
     traffic = part.traffic()

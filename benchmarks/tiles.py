@@ -1,14 +1,14 @@
-"""Exhaustive search over the tiles of each kernel, to check the heuristic of `tiles`.
+"""Exhaustive search over the tiles of each kernel, to check the tile heuristic.
 
     python benchmarks/tiles.py --output benchmarks/results/tiles_h200.json       N320 model parts
     python benchmarks/tiles.py --problems decoder-n320-c64 --kernels forward
 
 For each problem and kernel, attention runs forward and backward with every candidate tile, best
-score first. On a GPU the kernel's time is its median in a profile; without one, kernels are
-interpreted and the time covers the whole pass. Results with another tile must equal those of the
-chosen tile but for rounding, and those are checked against the oracle first. Tiles are compiled by
-several processes before they are timed. Exit status 1 unless the chosen tiles are within 10% of the
-fastest in the geometric mean and 25% at worst, everything searched.
+score first. On a GPU, the time of a kernel is its median in a profile; without a GPU, kernels are
+interpreted and the time is of the whole pass. The results of the chosen tile are checked against
+the oracle first; results of other tiles must agree with them up to rounding. Several processes
+compile the tiles before they are timed. The exit status is 0 if everything was searched and the
+chosen tiles are within 10% of the fastest in the geometric mean, and within 25% at worst.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from suite.tile_candidates import CONTRACTIONS, ROW_KERNELS, Tile, candidates
 from torch.profiler import ProfilerActivity, profile
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # to try the script; read by triton when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # to try the script; must be set before importing triton
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.triton_backend import attention_steps, edge_attention_triton
@@ -65,7 +65,7 @@ class Case:
         self.graph = GraphStructure.from_edge_index(*coo)
 
     def attention(self, operands: Operands):
-        """Bind the operation to operands."""
+        """Bind the attention to operands."""
         o, config = operands, AttentionConfig(backend="triton")
         edges = (o.edge_attr, o.edge_weight, o.edge_bias)
         return lambda: edge_attention(o.query, o.key, o.value, self.graph, *edges, config=config)[0]
@@ -123,7 +123,7 @@ class Case:
 
 @contextmanager
 def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
-    """Launch a kernel with `tile`, or the chosen one for None; collect its launch sizes."""
+    """Launch a kernel with `tile`, or the chosen tile if None; collect its launch sizes."""
     name, seen = KERNELS[kernel][0], []
     original = getattr(attention_steps, name)
 
@@ -140,7 +140,7 @@ def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
 
 
 def make_case(problem: Problem, folder: Path) -> Case:
-    """Return a problem on the device."""
+    """Return a case of a problem on the device."""
     return Case(problem, graphs.load(problem.graph, folder).to(DEVICE))
 
 
@@ -155,9 +155,9 @@ def compile_tiles(problem: Problem, kernel: str, folder: Path, first: int) -> No
                 continue
 
 
-def assert_alike(found: tuple, expected: tuple, name: str) -> None:
-    """Raise unless two tiles agree to rounding: RMS difference at most 4 units of the dtype."""
-    for actual, wanted in zip(found, expected, strict=True):
+def assert_alike(results: tuple, expected: tuple, name: str) -> None:
+    """Raise unless results agree up to rounding: RMS difference at most 4 eps of the dtype."""
+    for actual, wanted in zip(results, expected, strict=True):
         unit = 2.5e-5 if wanted.dtype == torch.float32 else torch.finfo(wanted.dtype).eps
         difference = (actual.float() - wanted.float()).square().mean().sqrt().item()
         allowed = 4 * unit * wanted.float().square().mean().sqrt().item()
@@ -173,11 +173,11 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
     for tile in case.tiles(kernel)[:most]:
         with replaced(kernel, tile):
             try:
-                found = case.run()
+                actual = case.run()
             except Exception as error:  # does not compile, or takes more than the device has
                 failed[str(tile)] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 continue
-            assert_alike(found, expected, f"{case.problem.name} {kernel} {tile}")
+            assert_alike(actual, expected, f"{case.problem.name} {kernel} {tile}")
             times[tile] = case.time(kernel, 3)
     chosen, *_ = times
     for tile in [
@@ -228,26 +228,24 @@ def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
 
 
 def verdict(results: list[dict], missing: dict[str, str]) -> tuple[bool, str]:
-    """Return whether the chosen tiles are good enough, and a sentence about it."""
+    """Return whether the chosen tiles are good enough, and a sentence that explains it."""
     rest = f"; not searched: {', '.join(missing)}" if missing else ""
     if not results:
         return False, f"FAIL: nothing was searched{rest}"
     ratios = [line["ratio"] for line in results]
-    mean, worst = (
-        math.exp(statistics.fmean(map(math.log, ratios))),
-        max(results, key=lambda line: line["ratio"]),
-    )
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    worst = max(results, key=lambda line: line["ratio"])
     passed = mean <= MEAN and worst["ratio"] <= WORST and not missing
+    outcome = "PASS" if passed else "FAIL"
     return passed, (
-        f"{'PASS' if passed else 'FAIL'}: chosen over fastest {mean:.3f} in the geometric mean of "
-        f"{len(ratios)} "
-        f"(at most {MEAN}), worst {worst['ratio']:.3f} (at most {WORST}): {worst['problem']} "
-        f"{worst['kernel']}{rest}"
+        f"{outcome}: chosen over fastest {mean:.3f} in the geometric mean of "
+        f"{len(ratios)} (at most {MEAN}), worst {worst['ratio']:.3f} (at most {WORST}): "
+        f"{worst['problem']} {worst['kernel']}{rest}"
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Search; 1 if the chosen tiles are not good enough or not everything was searched."""
+    """Search; return 1 if the chosen tiles are too slow or not everything was searched."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -260,9 +258,11 @@ def main(arguments: list[str] | None = None) -> int:
     every = [*ROW_KERNELS, *CONTRACTIONS]
     parser.add_argument("--kernels", nargs="+", choices=every, default=every)
     parser.add_argument(
-        "--most", type=int, help="candidates of a kernel that are tried, best score first"
+        "--most", type=int, help="number of candidates to try per kernel, best score first"
     )
-    parser.add_argument("--seconds", type=float, default=540, help="after which no search begins")
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="start no search after this time"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="to record if git is not available")
     options = parser.parse_args(arguments)

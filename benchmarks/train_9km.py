@@ -1,20 +1,20 @@
-"""A training step at 9 km on one GPU: correctness, time and peak memory, and Anemoi's own model.
+"""Training steps at 9 km on one GPU, with Anemoi's own model: correctness, time, peak memory.
 
     python benchmarks/train_9km.py --output benchmarks/results/train_9km_h200.json
     python benchmarks/train_9km.py --grid O4 --refinement 1 --channels 32 --heads 2 --layers 2
     --fields 8 3 --device cpu
 
-The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 16 processor
-layers, 200 fields in and 90 out, bf16-mixed, one sample. A step of ours is one of the application:
-forward, backward, clipping, AdamW and the average of the weights; one of anemoi-models is forward,
-backward and AdamW.
+The defaults are O1280 (6,599,680 points) and icosphere 7, with 1024 channels in 16 heads, 16
+processor layers, 200 fields in and 90 out, bf16-mixed, and one sample. A step of anemoi_gt is a
+step of the application: forward, backward, clipping, AdamW and weight averaging. A step of
+anemoi-models is forward, backward and AdamW.
 
-Parts, each in its own process, in this order: `check_model` compares loss and all gradients on
-`--check-grid` with float32 in many chunks, `check_mappers` the rows and gradients of some
-destinations of the large grid with float64; `ours`, `anemoi` and `install`, Anemoi's model with
-whole blocks of ours, time steps. Errors are compared with plain PyTorch in the same precision.
-`sharded`, only if asked for, trains one model on `--ranks` GPUs: it compares loss and all gradients
-with one GPU and times steps.
+The parts run in this order, each in a process of its own. `check_model` compares loss and all
+gradients on `--check-grid` with float32 in many chunks. `check_mappers` compares rows and gradients
+of some destinations of the large grid with float64. `ours`, `anemoi` and `install` (Anemoi's model
+with fused blocks) time steps. Errors are judged by the errors of plain PyTorch in the same
+precision. `sharded`, only on request, trains one model on `--ranks` GPUs: it compares loss and all
+gradients with one GPU, then times steps.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
 
 
 def write_graphs(options: argparse.Namespace, folder: Path) -> dict:
-    """Write the graphs of both grids, and the parts of the large one; return their sizes."""
+    """Write the graphs of both grids, and encoder and decoder of the large one; return sizes."""
     from anemoi_gt.data.graphs import icosphere_graph
     from anemoi_gt.data.grids import grid
 
@@ -58,16 +58,14 @@ def write_graphs(options: argparse.Namespace, folder: Path) -> dict:
 
 
 def start(part: str, options: argparse.Namespace, results: Results, folder: Path) -> None:
-    """Run a part in its own process and record each line; RuntimeError if it fails."""
-    lines, errors = folder / f"{part}.jsonl", folder / f"{part}.err"
+    """Run a part in its own process and record its results; raise RuntimeError if it fails."""
+    lines = folder / f"{part}.jsonl"
+    errors = folder / f"{part}.err"
     with lines.open("w") as out, errors.open("w") as err:
-        launcher = (
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={options.ranks}",
-        )
-        launcher = launcher if part == "sharded" and options.alone is None else ()
+        launcher: tuple[str, ...] = ()
+        if part == "sharded" and options.alone is None:
+            torchrun = ("-m", "torch.distributed.run", "--standalone")
+            launcher = (*torchrun, f"--nproc-per-node={options.ranks}")
         command = [
             sys.executable,
             *launcher,
@@ -98,17 +96,18 @@ def table(runs: list[dict]) -> str:
     rows = []
     for run in runs:
         name = run.get("check") or run["contender"]
-        what = [
+        values = [
             f"{run[key]:.4g} {unit}"
             for key, unit in COLUMNS.items()
             if isinstance(run.get(key), float)
         ]
-        how = f"{run.get('num_chunks', '')} chunks{', compiled' if run.get('compiled') else ''}"
-        how += f", {run['ranks']} ranks" if "ranks" in run else ""
-        rows.append(
-            f"{name:22} {how:20} {run['outcome']:14} {', '.join(what)} "
-            f"{run.get('message', '')[:60]}"
-        )
+        options = f"{run.get('num_chunks', '')} chunks"
+        if run.get("compiled"):
+            options += ", compiled"
+        if "ranks" in run:
+            options += f", {run['ranks']} ranks"
+        message = run.get("message", "")[:60]
+        rows.append(f"{name:22} {options:20} {run['outcome']:14} {', '.join(values)} {message}")
     return "\n".join(rows)
 
 
@@ -155,11 +154,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Build the graphs, run the parts one after the other, write the report."""
+    """Build the graphs, run the parts one after the other, and write the report."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     if options.worker:
-        for found in WORKERS[options.worker[0]](options, Path(options.worker[1])):
-            print(json.dumps(found), flush=True)
+        for record in WORKERS[options.worker[0]](options, Path(options.worker[1])):
+            print(json.dumps(record), flush=True)
         return
     sizes = {
         key: value

@@ -1,4 +1,4 @@
-"""Console script `anemoi-gt`: an interrupt during imports ends it without a traceback."""
+"""Console script `anemoi-gt`; Ctrl-C during imports ends it without a traceback."""
 
 import signal
 import sys
@@ -6,10 +6,12 @@ import sys
 
 def main() -> None:
     """Run the command line of the package."""
-    # not ignored, as after a shell's &
+    # An ignored SIGINT, as in a shell's background job, stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.path.insert(0, "")  # as python -m: a `_target_` may be in the working directory
+    sys.path.insert(
+        0, ""
+    )  # as python -m does, because a `_target_` may be in the working directory
     from anemoi_gt.__main__ import main
 
     main()

@@ -118,7 +118,7 @@ def few_programs(monkeypatch):
 @pytest.fixture
 def unordered(monkeypatch):
     """Group edges without order where kernels are interpreted too."""
-    monkeypatch.setattr("anemoi_gt.graph.grouping._order_may_vary", lambda _: True)
+    monkeypatch.setattr("anemoi_gt.graph.grouping._supports_unordered", lambda _: True)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_every_command_exists(page):
         elif words[0] == "anemoi-gt":
             assert words[1:] == ["info"], line  # run below
         elif words[1].startswith("benchmarks/"):
-            # their options: tests/benchmarks/test_report.py
+            # their options: tests/benchmarks/test_pages.py
             assert (ROOT / words[1]).exists(), line
         else:
             assert words[0] in ("python", "torchrun") and words[-1] in files, (

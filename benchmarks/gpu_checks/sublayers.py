@@ -69,8 +69,8 @@ def check(processes: int = 12) -> str:
     num_cases = sum(len(cases) for _, cases in MAKERS.values())
     worsts = ", ".join(verdicts)
     return (
-        f"{len(ALL_SIZES) * num_cases} problems in each dtype, {REPEATS} runs of equal bits; "
-        f"worst errors over plain PyTorch's: {worsts}"
+        f"{len(ALL_SIZES) * num_cases} problems in each dtype, {REPEATS} runs of equal bits; worst "
+        f"errors over plain PyTorch's: {worsts}"
     )
 
 

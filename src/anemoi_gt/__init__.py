@@ -39,7 +39,5 @@ def __getattr__(name: str):
     """Import modules on first use, so that the structure and the operation need only torch."""
     if name not in __all__:
         raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")
-    return getattr(
-        import_module("anemoi_gt.explanation" if name.startswith("explain") else "anemoi_gt.nn"),
-        name,
-    )
+    package = "anemoi_gt.explanation" if name.startswith("explain") else "anemoi_gt.nn"
+    return getattr(import_module(package), name)

@@ -1,9 +1,9 @@
-"""Custom operators from functions with tuple arguments, and what their calls need from PyTorch.
+"""Registration of custom operators, and queries about the context of their calls.
 
-An operator's schema is flat. A function takes operands that belong together as one NamedTuple;
-`flat_arguments` turns each into its fields, in order. An operator costs 0.15 to 0.7 ms of host time
-per call (torch 2.11), so eager calls of the `triton` backend go through autograd functions where
-`is_plain`, and operators are for traced code.
+The schema of an operator is flat, but functions here take related operands as a NamedTuple, which
+`flat_arguments` replaces by its fields. An operator costs 0.15 to 0.7 ms of host time per call
+(torch 2.11). So eager calls of the `triton` backend that are `is_plain` use autograd functions
+instead; operators are for traced code.
 """
 
 import inspect
@@ -22,34 +22,38 @@ NAMESPACE = "anemoi_gt"
 NO_FORWARD_MODE = (
     "forward-mode derivatives are not supported by edge_attention, got an operand with a tangent "
     "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or plain PyTorch "
-    "operations where "
-    "tangents are needed"
+    "operations where tangents are needed"
 )
 
 
 def flat_arguments(function: Callable) -> Callable:
     """Return `function` with each parameter annotated as a NamedTuple replaced by its fields.
 
-    The NamedTuple may be generic in what its fields hold: it is annotated as `Pair[Tensor]` then.
+    The NamedTuple may be generic in the type of its fields, as in `Pair[Tensor]`.
     """
-    groups, parameters = [], []
+    groups = []
+    parameters = []
     for parameter in inspect.signature(function).parameters.values():
         kind = parameter.annotation
         fields = _field_annotations(kind) if hasattr(kind, "_fields") else None
         flat = {parameter.name: kind} if fields is None else fields
         groups.append((None if fields is None else kind._make, len(flat)))
-        parameters += [
-            inspect.Parameter(n, parameter.POSITIONAL_OR_KEYWORD, annotation=a)
-            for n, a in flat.items()
-        ]
+        for name, annotation in flat.items():
+            parameters.append(
+                inspect.Parameter(name, parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+            )
     if all(make is None for make, _ in groups):
         return function
 
     @wraps(function)
     def flat_function(*args):
-        grouped, start = [], 0
+        grouped = []
+        start = 0
         for make, size in groups:
-            grouped.append(args[start] if make is None else make(args[start : start + size]))
+            if make is None:
+                grouped.append(args[start])
+            else:
+                grouped.append(make(args[start : start + size]))
             start += size
         return function(*grouped)
 
@@ -59,27 +63,26 @@ def flat_arguments(function: Callable) -> Callable:
 
 
 def _field_annotations(kind: Any) -> dict[str, Any]:
-    """Return the annotations of the fields of a NamedTuple, generic in one type at most."""
+    """Return the annotations of the fields of a NamedTuple with at most one type parameter."""
     annotations = get_type_hints(get_origin(kind) or kind)
-    for held in get_args(kind):
+    for argument in get_args(kind):
         for name, annotation in annotations.items():
             if isinstance(annotation, TypeVar):
-                annotations[name] = held
+                annotations[name] = argument
             elif getattr(annotation, "__parameters__", ()):  # `T | None`
-                annotations[name] = annotation[held]
+                annotations[name] = annotation[argument]
     return annotations
 
 
 def define_operator(function: Callable) -> torch._ops.OpOverload:
     """Register `function` as `torch.ops.anemoi_gt.<its name>`; return the operator.
 
-    Its schema follows from its annotations.
-
-    It must not mutate its arguments nor return them. `torch.library.custom_op` checks that at every
-    call, which costs more than the launch of a kernel (0.7 ms a call with torch 2.11 on Python
-    3.12); here `opcheck` does, in the tests.
+    The schema is inferred from the annotations. `function` must not mutate its arguments or return
+    them. `torch.library.custom_op` checks this in every call, which costs more than a kernel launch
+    (0.7 ms per call with torch 2.11 on Python 3.12); here, the tests check it with `opcheck`.
     """
-    name, flat = f"{NAMESPACE}::{function.__name__}", flat_arguments(function)
+    name = f"{NAMESPACE}::{function.__name__}"
+    flat = flat_arguments(function)
     schema = torch.library.infer_schema(flat, mutates_args=())
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "default")(flat)
@@ -104,45 +107,42 @@ def is_plain(*args) -> bool:
     """Return whether the call of an operator with `args` can skip the dispatcher.
 
     False in traced code and under torch.func transforms, dispatch modes and profilers, which need
-    the operator; for tensor subclasses and tensors without memory; and if PyTorch's private queries
-    are unavailable.
+    the operator; for tensor subclasses and meta tensors; and if PyTorch's private queries are
+    unavailable.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_watched():
         return False
-    return _PLAIN.issuperset(map(type, args)) and not next(
-        arg.is_meta for arg in args if isinstance(arg, Tensor)
-    )
+    if not _PLAIN.issuperset(map(type, args)):
+        return False
+    first_tensor = next(arg for arg in args if isinstance(arg, Tensor))
+    return not first_tensor.is_meta
 
 
 def needs_gradient(*operands: Tensor | None) -> bool:
     """Return whether a gradient of an operand may be needed; always True under torch.func."""
     if not torch.is_grad_enabled():
         return False
-    return (
-        any(operand is not None and operand.requires_grad for operand in operands)
-        or is_transformed()
-    )
+    if any(operand is not None and operand.requires_grad for operand in operands):
+        return True
+    return is_transformed()
 
 
 def refuse_second_derivative(operator: torch._ops.OpOverload) -> None:
-    """Make the derivative of `operator`, itself a first derivative, raise."""
+    """Make the derivative of `operator`, which is itself a first derivative, raise RuntimeError."""
     torch.library.register_autograd(operator, _refuse_second_derivative)
 
 
 def _refuse_second_derivative(ctx, *_):
     raise RuntimeError(
         "double backward is not supported by edge_attention, got a backward through its backward "
-        "(create_graph=True); "
-        "use plain PyTorch operations where a second derivative is needed"
+        "(create_graph=True); use plain PyTorch operations where a second derivative is needed"
     )
 
 
 def refuse_forward_mode(*operands: Tensor | None) -> None:
-    """Raise RuntimeError if an operand carries a tangent, which an operator would drop silently."""
+    """Raise RuntimeError if an operand has a tangent, which an operator would drop silently."""
     if torch.compiler.is_compiling() or not forward_mode_is_active():
         return
-    if any(
-        operand is not None and forward_ad.unpack_dual(operand).tangent is not None
-        for operand in operands
-    ):
-        raise RuntimeError(NO_FORWARD_MODE)
+    for operand in operands:
+        if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
+            raise RuntimeError(NO_FORWARD_MODE)

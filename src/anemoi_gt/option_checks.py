@@ -6,15 +6,15 @@ from typing import TypeGuard
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether it is an integer of Python or NumPy, and not a bool."""
+    """Return whether `value` is a Python or NumPy integer; rejects bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_integer(name: str, value: object, least: int | None = 1, note: str = "") -> None:
     """Raise ValueError unless `value` is a Python or NumPy integer, at least `least` if set.
 
-    A bool is not an integer. `note` extends the message: the meaning, or what else is allowed, as
-    in ", or null".
+    Rejects bool. `note` extends the message with the meaning or other allowed values, as in ", or
+    null".
     """
     if not is_integer(value):
         raise ValueError(f"{name} must be an integer{note}, got {value!r}")
@@ -23,15 +23,15 @@ def check_integer(name: str, value: object, least: int | None = 1, note: str = "
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a real number.
+    """Return whether `value` is a real number of Python or NumPy.
 
-    Rejects bool, accepts NaN and infinity, of Python or NumPy.
+    Rejects bool; accepts NaN and infinity.
     """
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a real number; NaN and infinity are."""
+    """Raise ValueError unless `value` is a real number; accepts NaN and infinity."""
     if not is_number(value):
         raise ValueError(f"{name} must be a number, got {value!r}")
 

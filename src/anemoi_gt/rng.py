@@ -1,4 +1,4 @@
-"""Global random generators of a run: PyTorch (dropout), Python and NumPy (data sets)."""
+"""States of the global random number generators: PyTorch (dropout), Python, NumPy (data sets)."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all global generators."""
+    """Seed all global random number generators."""
     torch.manual_seed(seed)  # on every device
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  this is about the global generator
@@ -32,7 +32,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_generator_states(states: dict[str, Any], device: torch.device) -> None:
-    """Restore all global generators; a GPU's is left alone if `states` has none."""
+    """Restore all global generators; the GPU generator only if `states` has its state."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])  # noqa: NPY002

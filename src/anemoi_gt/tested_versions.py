@@ -46,26 +46,27 @@ def installed() -> tuple[str, str | None]:
 
 def why_untested(torch_release: str, triton_release: str | None) -> str | None:
     """Return a sentence about untested releases, or None; without Triton only PyTorch counts."""
-    known = {pair[0] for pair in TESTED} if triton_release is None else set(TESTED)
-    if (torch_release if triton_release is None else (torch_release, triton_release)) in known:
+    installed = f"PyTorch {torch_release}"
+    if triton_release is None:
+        is_tested = any(torch_release == pair[0] for pair in TESTED)
+    else:
+        is_tested = (torch_release, triton_release) in TESTED
+        installed += f" with Triton {triton_release}"
+    if is_tested:
         return None
-    installed = f"PyTorch {torch_release}" + (
-        "" if triton_release is None else f" with Triton {triton_release}"
-    )
-    return f"{installed} has not been tested; tested are " + ", ".join(
-        f"{pair[0]} with {pair[1]}" for pair in TESTED
-    )
+    tested = ", ".join(f"{pair[0]} with {pair[1]}" for pair in TESTED)
+    return f"{installed} has not been tested; tested are {tested}"
 
 
 @cache
 def _warn(backend: str) -> None:
     torch_release, triton_release = installed()
-    if (
-        reason := why_untested(torch_release, triton_release if backend == "triton" else None)
-    ) is not None:
-        warnings.warn(
-            f"anemoi_gt, backend {backend}: {reason}", UntestedVersionsWarning, stacklevel=3
-        )
+    if backend != "triton":
+        triton_release = None
+    reason = why_untested(torch_release, triton_release)
+    if reason is not None:
+        message = f"anemoi_gt, backend {backend}: {reason}"
+        warnings.warn(message, UntestedVersionsWarning, stacklevel=3)
 
 
 @constant_when_traced  # releases do not change; looking them up cannot be traced

@@ -1,8 +1,8 @@
-"""Private names of PyTorch that the library looks up, each with a fallback.
+"""Private names of PyTorch that the library uses, each with a fallback.
 
-`anemoi_gt.kernels.launch` has Triton's, next to the launch that they make shorter. Names of PyTorch
-that are private in spelling but documented, such as `torch.utils._pytree`, are imported where they
-are used.
+Private names of Triton are in `anemoi_gt.kernels.launch`, next to the launches that they speed up.
+Names of PyTorch that start with an underscore but are documented, such as `torch.utils._pytree`,
+are imported where they are used.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Without the functions that know, the answers are those that are right for every call and cost more
-# host time: transforms, a mode and a profiler are there, no gradient is batched.
+# The fallbacks are conservative: correct for every call, at more host time. They assume that
+# transforms, a dispatch mode and a profiler are active, and that no gradient is batched.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
@@ -23,7 +23,7 @@ _assert_async = getattr(torch, "_assert_async", None)
 
 
 def constant_when_traced(function: Callable) -> Callable:
-    """Mark a function whose result torch.compile computes at trace time, as a constant.
+    """Mark a function whose result torch.compile computes once, at trace time.
 
     torch.compiler.assume_constant_result sets the same mark but imports the compiler, which doubles
     the import time.
@@ -66,10 +66,10 @@ def forward_mode_is_active() -> bool:
 
 
 def assert_async(holds: Tensor, claim: str) -> None:
-    """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU by the device.
+    """Raise RuntimeError with `claim` unless `holds` [] is True, without synchronising.
 
-    Part of the graph in compiled and captured code. Without PyTorch's private operator the host
-    reads `holds`.
+    On a GPU, the device raises it later. In compiled and captured code, the assertion is part of
+    the graph. The fallback synchronises.
     """
     if _assert_async is not None:
         _assert_async(holds, claim)

@@ -86,11 +86,11 @@ def test_grouping_both_ends_holds_the_same_edges_of_each_node(named, index_dtype
 
 def test_sums_over_both_ends_beyond_32_bits_change_nothing(named, monkeypatch):
     edge_index, sizes = named
-    assert [grouping._counting_dtype(edges) for edges in (2**30 - 1, 2**30)] == [
+    assert [grouping._count_dtype(edges) for edges in (2**30 - 1, 2**30)] == [
         torch.int32,
         torch.int64,
     ]
-    monkeypatch.setattr(grouping, "_counting_dtype", lambda _: torch.int64)
+    monkeypatch.setattr(grouping, "_count_dtype", lambda _: torch.int64)
     as_structure(group_both_ends(edge_index, sizes), sizes[0])
 
 

@@ -1,7 +1,7 @@
 """The evaluation application, `anemoi-gt evaluate checkpoint=FILE`: scores, plots and rollouts.
 
-The config of the run is read from the checkpoint and can be overridden on the command line.
-Training writes the same report of its test samples when it ends.
+The config of the run is read from the checkpoint and can be overridden on the command line. At its
+end, training writes the same report.
 """
 
 import json
@@ -34,21 +34,26 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
-    """Build the checkpoint's model and data, and return the evaluation as a function."""
+    """Build the model and data of a checkpoint, and return a function that evaluates the model."""
     check_integer("rollout", config.rollout)
     hydra_app.check_explain(config.explain)
     run, step = hydra_app.build_trained(config)
     run.splits.test.require_samples()
-    # raise before scoring if one is unknown
-    chosen_variables(run.splits.test, config.plots.variables)
+    chosen_variables(run.splits.test, config.plots.variables)  # raises for unknown variables
     if config.rollout > 1:
-        run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
+        run.splits.test.advance(0, [])  # raises if the data set does not support rollouts
     log.info("%s, after step %s", config.checkpoint, step)
     if config.explain is not None:
         with torch.no_grad():
             hydra_app.write_explanation(run.model, run.splits.test, run.training, config.explain)
-    folder, variables = hydra_app.output_folder(), config.plots.variables
-    return partial(evaluate, run, Path(config.checkpoint), folder, config.rollout, variables)
+    return partial(
+        evaluate,
+        run,
+        Path(config.checkpoint),
+        hydra_app.output_folder(),
+        config.rollout,
+        config.plots.variables,
+    )
 
 
 def evaluate(
@@ -58,10 +63,10 @@ def evaluate(
     steps: int,
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Write scores and plots, also of the metrics next to the checkpoint, to an existing folder.
+    """Write scores and plots of a run from `build_trained` to an existing folder.
 
-    The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them. `variables` are
-    plotted, None: three.
+    The plot shows the metrics next to the checkpoint, if there are any. Rollouts have `steps`
+    steps; 1 disables them. `variables` are plotted; by default, the first three.
     """
     with cpu_threads(run.training.threads):
         records = read_metrics(checkpoint.parent / "metrics.jsonl")
@@ -77,15 +82,16 @@ def write_report(
     records: list[dict],
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Score a model and the baselines on the test samples, and plot the forecast of median error.
+    """Score a model and the baselines on the test samples; plot the forecast with median error.
 
     Writes `scores.json`, with the model's scores first, and `forecast.png` to an existing folder.
-    The model is in evaluation mode; `records` are the run's metrics; `variables` are plotted, None:
-    the first three.
+    The model must be in evaluation mode. `records` are the metrics of the run. `variables` are
+    plotted; by default, the first three.
     """
     forecast = model_forecast(model, test)
     errors = measure({"model": forecast, **test.baselines()}, test)
-    scores, sample = errors.scores(), errors.median_sample("model")
+    scores = errors.scores()
+    sample = errors.median_sample("model")
     write_scores(folder / "scores.json", scores)
     log.info("scores of %d test forecasts, %g h:\n%s", len(test), test.lead_time, as_table(scores))
     draw_training_plot(
@@ -101,25 +107,27 @@ def write_rollout_report(
     steps: int,
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Score rollouts of `steps` steps from the test samples, and plot the one of median error.
+    """Score rollouts of `steps` steps from the test samples; plot the one with median error.
 
-    Writes `rollout.json`, by lead time, and `rollout.png` to an existing folder. The model is in
-    evaluation mode. Raises ValueError if the data set does not support rollouts.
+    Writes `rollout.json`, by lead time, and `rollout.png` to an existing folder. The model must be
+    in evaluation mode. Raises ValueError if the data set does not support rollouts.
     """
     scores, sample = score_rollouts(model, test, steps)
     write_scores(folder / "rollout.json", scores)
     log.info(
         "rollouts of %d steps from %d test samples:\n%s", steps, len(test), rollout_table(scores)
     )
-    outcomes = roll_out(model, test, sample, len({score.lead_time for score in scores}))
+    num_lead_times = len({score.lead_time for score in scores})
+    outcomes = roll_out(model, test, sample, num_lead_times)
     draw_rollout_plot(folder / "rollout.png", test, sample, outcomes, scores, variables)
     log.info("written: %s\nwritten: %s", folder / "rollout.png", folder / "rollout.json")
 
 
 def write_scores(path: Path, scores: list[Score]) -> None:
     """Write scores as a JSON list of records."""
+    text = json.dumps([asdict(score) for score in scores], indent=2) + "\n"
     with atomic_write(path) as file:
-        file.write((json.dumps([asdict(score) for score in scores], indent=2) + "\n").encode())
+        file.write(text.encode())
 
 
 def main() -> None:

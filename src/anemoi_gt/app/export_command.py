@@ -31,17 +31,19 @@ VERIFIED_BATCH = 3  # batch size at which a package is compared with the model
 
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
-    """Check the options, build the checkpoint's model and data; return the export function."""
+    """Build the model and data of a checkpoint, and return a function that exports the model."""
     if not isinstance(config.out, str) or not config.out:
         raise ValueError(f"out must be a file name, such as model.pt2, got {config.out!r}")
-    out, max_batch, precision = Path(config.out), config.max_batch, config.precision
+    out = Path(config.out)
+    max_batch = config.max_batch
+    precision = config.precision
     check_integer("max_batch", max_batch)
     if precision not in AUTOCAST:
         raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {precision!r}")
     check_path(out)
     run, step = hydra_app.build_trained(config)
     run.splits.test.require_samples()
-    run.splits.test.physical_inputs()  # raise before compiling if there is none
+    run.splits.test.physical_inputs()  # raises before compiling if the data set does not have it
     device = next(run.model.parameters()).device
     check_compiler()
     check_toolkit(device)
@@ -55,21 +57,17 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
 def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]) -> PackageReport:
     """Compile the package, compare it with the model, and move it to its final name.
 
-    The run is from `build_trained`; `origin` is metadata on checkpoint, step, precision and
-    backend. Raises FloatingPointError if the package does not agree with the model, OSError if it
-    cannot be written; no file is left.
+    The run is from `build_trained`; `origin` is metadata: checkpoint, step, precision and backend.
+    Raises FloatingPointError if the package does not agree with the model, and OSError if it cannot
+    be written; then no file is left.
     """
-    device, dtype, data = (
-        next(run.model.parameters()).device,
-        AUTOCAST[origin["precision"]],
-        run.splits.test,
-    )
+    device = next(run.model.parameters()).device
+    dtype = AUTOCAST[origin["precision"]]
+    data = run.splits.test
     network = run.model if dtype is None else Autocast(run.model, device.type, dtype)
-    model = (
-        PhysicalModel(data.physical_inputs(), network, data.change_mean, data.change_std)
-        .to(device)
-        .eval()
-    )
+    model = PhysicalModel(data.physical_inputs(), network, data.change_mean, data.change_std)
+    model = model.to(device).eval()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with (
         cpu_threads(run.training.threads),
         TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}-") as folder,
@@ -77,12 +75,9 @@ def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]
         temporary = Path(folder) / out.name
         batch_size = min(len(data), max_batch, VERIFIED_BATCH)
         samples = [data.physical_sample(i) for i in range(batch_size)]
-        batch = tuple(torch.stack(parts).to(device) for parts in zip(*samples, strict=True))
-        first = tuple(part[:1] for part in batch)
-        log.info(
-            "exporting a model of %d parameters",
-            sum(parameter.numel() for parameter in model.parameters()),
-        )
+        batch = tuple(torch.stack(inputs).to(device) for inputs in zip(*samples, strict=True))
+        first = tuple(inputs[:1] for inputs in batch)
+        log.info("exporting a model of %d parameters", num_parameters)
         program = export_model(model, first, max_batch)
         write_package(program, temporary, origin | describe(data, model, max_batch, device))
         batches = [first] if batch_size == 1 else [first, batch]
@@ -111,41 +106,54 @@ def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]
 def describe(
     data: ForecastDataset, model: PhysicalModel, max_batch: int, device: torch.device
 ) -> dict[str, str]:
-    """Return the metadata on inputs, outputs and versions; structured values are JSON."""
+    """Return the metadata of inputs, outputs and versions; structured values are JSON."""
     batch = 1 if max_batch == 1 else f"1 to {max_batch}"
-    nodes, physical = len(data.nodes), model.inputs
-    fields = {"name": "fields", "shape": [batch, nodes, len(physical.names)], "dtype": "float32"}
-    fields |= {"channels": physical.names, "units": physical.units}
-    inputs = [fields]
+    num_nodes = len(data.nodes)
+    physical = model.inputs
+    inputs = [
+        {
+            "name": "fields",
+            "shape": [batch, num_nodes, len(physical.names)],
+            "dtype": "float32",
+            "channels": physical.names,
+            "units": physical.units,
+        }
+    ]
     if physical.needs_time:
         time = {
             "name": "time",
             "shape": [batch],
             "dtype": "float64",
             "meaning": "start of the forecast, UTC",
+            "units": "seconds since 1970-01-01 00:00:00",
         }
-        inputs.append(time | {"units": "seconds since 1970-01-01 00:00:00"})
-    output = {"name": "forecast", "shape": [batch, nodes, data.out_channels], "dtype": "float32"}
-    output |= {"variables": data.variables, "units": data.units}
-    normalisation = {
-        name: tensor.tolist()
-        for name, tensor in data.normalisation().items()
-        if tensor.numel() < nodes
+        inputs.append(time)
+    output = {
+        "name": "forecast",
+        "shape": [batch, num_nodes, data.out_channels],
+        "dtype": "float32",
+        "variables": data.variables,
+        "units": data.units,
     }
+    normalisation = {}
+    for name, tensor in data.normalisation().items():
+        if tensor.numel() < num_nodes:
+            normalisation[name] = tensor.tolist()
 
     def coordinates(i: int) -> str:
         return f"{data.nodes.lat[i]:g} N {data.nodes.lon[i]:g} E"
 
+    grid = f"{num_nodes} nodes in the order of the data, from {coordinates(0)} to {coordinates(-1)}"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "anemoi_gt": __version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name,
         "inputs": json.dumps(inputs),
         "outputs": json.dumps([output]),
         "forecast": "physical values in, physical values out; the normalisation is inside",
         "normalisation": json.dumps(normalisation),
-        "grid": f"{nodes} nodes in the order of the data, "
-        f"from {coordinates(0)} to {coordinates(-1)}",
+        "grid": grid,
         "lead_time_hours": f"{data.lead_time:g}",
     }
 

@@ -1,9 +1,10 @@
-"""Forecast files with CF conventions, for xarray, CDO and ncview: NetCDF, or zarr by suffix.
+"""Forecast files with CF conventions, for xarray, CDO and ncview, as NetCDF or zarr.
 
     (number, time, latitude, longitude)    a regular grid, in the order of the data
     (number, time, node)                   any other grid
 
-`number` exists for several ensemble members; data without dates have `lead_time` instead of `time`.
+The dimension `number` exists if there are several ensemble members. Without dates, the dimension
+`lead_time` replaces `time`.
 """
 
 import re
@@ -38,7 +39,7 @@ def check_forecast_path(path: Path) -> None:
 
 
 def write_forecast(path: Path, forecast: "xarray.Dataset") -> None:
-    """Write a forecast as NetCDF or zarr. Raises OSError, which names `path`, on failure."""
+    """Write a forecast as NetCDF or zarr. Raises an OSError that names `path` on failure."""
     with annotate_oserror(path):
         if path.suffix == ".zarr":
             forecast.to_zarr(path, mode="w")
@@ -49,14 +50,14 @@ def write_forecast(path: Path, forecast: "xarray.Dataset") -> None:
 def describe_forecast(
     dataset: ForecastDataset, sample: int, states: np.ndarray
 ) -> "xarray.Dataset":
-    """Return a forecast with its coordinates and attributes.
+    """Return a forecast as a data set with coordinates and attributes.
 
     Parameters
     ----------
     dataset : ForecastDataset
-        The samples that the forecast starts from.
+        The data set of the samples from which the forecast starts.
     sample : int
-        The sample of the first member; the other members follow.
+        The sample of the first member; the samples of the other members follow it.
     states : np.ndarray
         [members, steps, N, V], physical.
     """
@@ -89,12 +90,12 @@ def describe_forecast(
 def _time_coordinates(
     dataset: ForecastDataset, sample: int, steps: int
 ) -> tuple[str, dict[str, tuple]]:
-    """Return the dimension of the steps, and the coordinates of their valid times."""
+    """Return the name of the time dimension, and its coordinates."""
     hours = np.arange(1, steps + 1) * float(dataset.lead_time)
     start = dataset.start_time(sample)
     if start is None:
         return "lead_time", {"lead_time": ("lead_time", hours, LEAD_TIME)}
-    # As numbers: xarray writes its own form of the units, with a T that not every tool reads.
+    # Encoded by hand, because xarray would write units with a T, which not every tool reads.
     units = f"hours since {np.datetime_as_string(start, unit='s').replace('T', ' ')}"
     calendar = {"units": units, "calendar": "standard"}
     time = {"standard_name": "time", "long_name": "valid time", "axis": "T"} | calendar
@@ -110,7 +111,7 @@ def _time_coordinates(
 
 
 def _grid_coordinates(nodes: Nodes) -> tuple[tuple[str, ...], tuple[int, ...], dict[str, tuple]]:
-    """Return the dimensions of a grid, their sizes, and its coordinates."""
+    """Return the dimensions of a grid, their sizes, and the coordinates."""
     axes = regular_axes(nodes)
     if axes is None:
         positions = {
@@ -127,7 +128,7 @@ def _grid_coordinates(nodes: Nodes) -> tuple[tuple[str, ...], tuple[int, ...], d
 
 
 def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str]:
-    """Return the CF attributes of a forecast variable from the attributes of the data."""
+    """Select the CF attributes of a forecast variable from the attributes of the data."""
     standard_name = attributes.get("standard_name", attributes.get("GRIB_cfName", "unknown"))
     described = {}
     if standard_name != "unknown":  # cfgrib's value for unknown names
@@ -140,7 +141,7 @@ def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str
 
 
 def regular_axes(nodes: Nodes) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return latitudes and longitudes of a regular grid in row order, None for other grids.
+    """Return the latitudes and longitudes of a regular grid in row order, or None for other grids.
 
     Examples
     --------
@@ -150,10 +151,12 @@ def regular_axes(nodes: Nodes) -> tuple[np.ndarray, np.ndarray] | None:
     columns = int((nodes.lat == nodes.lat[0]).cumprod().sum())
     if columns < 2 or len(nodes) % columns or len(nodes) == columns:
         return None
-    lat, lon = nodes.lat.reshape(-1, columns), nodes.lon.reshape(-1, columns)
+    lat = nodes.lat.reshape(-1, columns)
+    lon = nodes.lon.reshape(-1, columns)
     is_regular = (lat == lat[:, :1]).all() and (lon == lon[:1]).all()
-    has_axes = _is_monotonic(lat[:, 0]) and _is_monotonic(lon[0])
-    return (lat[:, 0], lon[0]) if is_regular and has_axes else None
+    if not is_regular or not _is_monotonic(lat[:, 0]) or not _is_monotonic(lon[0]):
+        return None
+    return lat[:, 0], lon[0]
 
 
 def _is_monotonic(axis: np.ndarray) -> bool:

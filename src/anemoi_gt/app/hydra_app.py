@@ -1,4 +1,4 @@
-"""Common parts of the Hydra applications: objects from configs, command line, help, errors.
+"""Code shared by the Hydra applications: objects from configs, command line, help, errors.
 
 The config groups are in `anemoi_gt.configs`.
 """
@@ -47,16 +47,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# imported at the start, not after an hour of training
-NEEDED = (
-    "hydra",
-    "tqdm",
-    "matplotlib",
-    "scipy",
-)
+# imported at the start, so that a missing one is not noticed after an hour of training
+REQUIRED_MODULES = ("hydra", "tqdm", "matplotlib", "scipy")
 GROUPS = ("attention", "data", "graph", "model", "training")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
-ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
+ERRORS_OF_JOB = (FloatingPointError, OSError)  # other errors are bugs, shown with their traceback
 
 
 class ConfigError(Exception):
@@ -64,7 +59,7 @@ class ConfigError(Exception):
 
 
 class Run(NamedTuple):
-    """Objects that a config describes."""
+    """The objects that a config describes."""
 
     splits: Splits
     model: nn.Module
@@ -74,9 +69,9 @@ class Run(NamedTuple):
 def build(config: "DictConfig", schema: DataSchema | None = None) -> Run:
     """Build the objects of a config; the model is on the CPU, with weights from `training.seed`.
 
-    The data set takes names, order and normalisation from the schema of a trained model, None for a
-    new one. Raises ValueError, TypeError, ImportError or OSError of the constructor of the object
-    that cannot be built.
+    With the `schema` of a trained model, the data set uses its variables, order and normalisation;
+    for a new model it is None. Raises the ValueError, TypeError, ImportError or OSError of the
+    object that cannot be built.
     """
     splits, training = build_data(config, schema)
     return Run(splits, build_model(config, splits.train), training)
@@ -85,9 +80,9 @@ def build(config: "DictConfig", schema: DataSchema | None = None) -> Run:
 def build_data(
     config: "DictConfig", schema: DataSchema | None = None
 ) -> tuple[Splits, TrainingConfig]:
-    """Check a config; build its data set and training config. Raises like `build`.
+    """Check a config and build the objects that every rank needs: data set and training config.
 
-    Every rank has both.
+    Raises like `build`.
     """
     check_types(config, *GROUPS)
     training = instantiate(config.training)
@@ -100,36 +95,33 @@ def build_same_data(config: "DictConfig", schema: DataSchema) -> Splits:
     """Build a data set for a trained model; raise ValueError if its schema differs."""
     from hydra.utils import get_object, instantiate
 
-    make = instantiate(config, _partial_=True)
+    make_splits = instantiate(config, _partial_=True)
     if "schema" in inspect.signature(get_object(config["_target_"])).parameters:
-        return make(schema=schema)
-    splits = make()
+        return make_splits(schema=schema)
+    splits = make_splits()
     schema.check_same(splits.train.schema())
-    return Splits(*(part.normalised_by(schema.normalisation) for part in splits))
+    return Splits(*(split.normalised_by(schema.normalisation) for split in splits))
 
 
 def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
-    """Build the graph and the model for a data set, on the CPU. Raises as `build` does."""
+    """Build the graph and the model for a data set, on the CPU. Raises like `build`."""
     graph = instantiate(config.graph)(train.nodes)
     check_fit(graph)
     log.info("graph: %s", describe_graph(graph))
     torch.manual_seed(config.training.seed)
     make_model = instantiate(config.model)
-    model = make_model(
-        graph, train.in_channels, train.out_channels, config=instantiate(config.attention)
-    )
-    if (path := config.get("init_from")) is not None:
+    attention = instantiate(config.attention)
+    model = make_model(graph, train.in_channels, train.out_channels, config=attention)
+    path = config.get("init_from")
+    if path is not None:
         unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
-        log.info(
-            "weights loaded from %s; initialised, as they do not fit: %s",
-            path,
-            "; ".join(unfit) or "none",
-        )
+        names = "; ".join(unfit) or "none"
+        log.info("weights loaded from %s; initialised, as they do not fit: %s", path, names)
     return model
 
 
 def describe_graph(graph: "HeteroData") -> str:
-    """Return the numbers of nodes and edges, for the log."""
+    """Describe the numbers of nodes and edges, for the log."""
     nodes = ", ".join(f"{graph[name].num_nodes} {name} nodes" for name in graph.node_types)
     edges = ", ".join(
         f"{graph[kind].num_edges} edges {kind[0]} to {kind[2]}" for kind in graph.edge_types
@@ -140,7 +132,7 @@ def describe_graph(graph: "HeteroData") -> str:
 def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
     """Build the objects of a checkpoint's config, with its weights, on the device of the config.
 
-    Returns it and the step of the checkpoint, None if unknown.
+    Returns the run and the step of the checkpoint, None if unknown.
     """
     from omegaconf import OmegaConf
 
@@ -148,15 +140,17 @@ def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
     state = load_checkpoint(path)
     run = build(config, schema_of(state.get("schema"), path))
     load_weights(run.model, state)
-    check_same_network(
-        current_config(state["config"]), OmegaConf.to_container(config, resolve=True)
-    )
+    values = OmegaConf.to_container(config, resolve=True)
+    check_same_network(current_config(state["config"]), values)
     run.model.to(choose_device(run.training.device)).eval()
     return run, state.get("step")
 
 
 def store_config(config: Any, checkpoint: Path) -> None:
-    """Register a checkpoint's config as Hydra's `run: of_checkpoint`; ValueError if it has none."""
+    """Register the config of a checkpoint as Hydra's `run: of_checkpoint`.
+
+    Raises ValueError if the checkpoint has no config.
+    """
     from hydra.core.config_store import ConfigStore
 
     if not isinstance(config, dict):
@@ -172,18 +166,20 @@ def describe(config: "DictConfig") -> dict[str, Any]:
 
     def absolute(path: Any) -> Any:
         if isinstance(path, list):
-            return [absolute(one) for one in path]
-        return str(Path(path).absolute()) if isinstance(path, str) and "://" not in path else path
+            return [absolute(item) for item in path]
+        if isinstance(path, str) and "://" not in path:
+            return str(Path(path).absolute())
+        return path
 
     check_types(config, *GROUPS)
-    described = OmegaConf.to_container(config, resolve=True)
-    if "path" in described["data"]:
-        described["data"]["path"] = absolute(described["data"]["path"])
-    return {group: described[group] for group in GROUPS}
+    values = OmegaConf.to_container(config, resolve=True)
+    if "path" in values["data"]:
+        values["data"]["path"] = absolute(values["data"]["path"])
+    return {group: values[group] for group in GROUPS}
 
 
 def instantiate(config: "DictConfig"):
-    """Build an object from its config; its errors are not wrapped by Hydra."""
+    """Build an object from its config; raise its errors without Hydra's wrapper."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
@@ -194,20 +190,29 @@ def instantiate(config: "DictConfig"):
 
 
 def argument_value(arguments: list[str], key: str) -> Any:
-    """Return the value of the last KEY=VALUE as Hydra parses it; None if absent or not single."""
+    """Return the value of the last KEY=VALUE as Hydra parses it.
+
+    Return None if there is none or it cannot be parsed.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     matching = [argument for argument in arguments if argument.startswith(f"{key}=")]
+    if not matching:
+        return None
     try:
-        return OverridesParser.create().parse_override(matching[-1]).value() if matching else None
+        return OverridesParser.create().parse_override(matching[-1]).value()
     except HydraException:
         return None
 
 
 def check_folder(arguments: list[str]) -> Path:
-    """Return the existing folder in which Hydra will create the run's; ValueError if it cannot."""
-    if (value := argument_value(arguments, "hydra.run.dir")) == "":
+    """Return the existing folder in which Hydra will create the folder of the run.
+
+    Raises ValueError if it cannot create one there.
+    """
+    value = argument_value(arguments, "hydra.run.dir")
+    if value == "":
         raise ValueError(
             "hydra.run.dir must name a folder, got nothing: the run would write to the working "
             "directory"
@@ -217,35 +222,38 @@ def check_folder(arguments: list[str]) -> Path:
     try:
         TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
-        must = "hydra.run.dir must be a folder that can be created"
-        raise ValueError(f"{must}, got {folder}: {existing}: {error.strerror}") from error
+        raise ValueError(
+            f"hydra.run.dir must be a folder that can be created, got {folder}: {existing}: "
+            f"{error.strerror}"
+        ) from error
     return existing
 
 
 def remove_empty_run(existing: Path) -> None:
-    """Remove the folder of a failed run if created in `there` and with only Hydra's files."""
+    """Remove the folder of a failed run, below `existing`, if it has only Hydra's files."""
     folder = output_folder()
-    contents = (
-        {path.name for path in folder.iterdir()} if existing in folder.parents else {"not ours"}
-    )
-    if all(name == ".hydra" or name.endswith(".log") for name in contents):
+    if existing not in folder.parents:  # it existed before the run
+        return
+    names = [path.name for path in folder.iterdir()]
+    if all(name == ".hydra" or name.endswith(".log") for name in names):
         shutil.rmtree(folder)
         for parent in folder.parents[: folder.parents.index(existing)]:
-            with suppress(OSError):  # another run is there
+            with suppress(OSError):  # not empty: it has another run
                 parent.rmdir()
 
 
 def check_types(config: "DictConfig", *groups: str) -> None:
     """Convert the values of groups to the types in the signatures of their targets.
 
-    Types that structured configs do not know are not checked. Raises ValueError for another type,
-    or if the command line has removed a group.
+    Types that structured configs do not support are not checked. Raises ValueError for a wrong
+    type, or if the command line removed a group.
     """
     from hydra.utils import get_object
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-    if missing := [group for group in groups if group not in config]:
+    missing = [group for group in groups if group not in config]
+    if missing:
         raise ValueError(
             f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}"
         )
@@ -253,11 +261,10 @@ def check_types(config: "DictConfig", *groups: str) -> None:
         config[group]["_target_"] = current_target(config[group]["_target_"])
         target = get_object(config[group]["_target_"])
         try:
-            # The ignored complaint is that a subclass could have another __init__; this is the
-            # class itself.
+            # mypy warns that a subclass may have another __init__, but this is the class itself.
             function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
             hints = get_type_hints(function)
-        except NameError:  # annotations for type checkers only
+        except NameError:  # an annotation that is imported for type checkers only
             continue
         for name, value in config[group].items():
             try:
@@ -272,7 +279,7 @@ def check_types(config: "DictConfig", *groups: str) -> None:
 
 
 def check_device(config: "DictConfig") -> TrainingConfig:
-    """Return the training config; raise a ValueError if its device does not support it."""
+    """Return the training config; raise ValueError if its device does not support it."""
     training = instantiate(config.training)
     if training.cuda_graph:
         check_capturable(device_unsupported_reason(choose_device(training.device)))
@@ -280,24 +287,25 @@ def check_device(config: "DictConfig") -> TrainingConfig:
 
 
 def check_backend(attention: AttentionConfig, device: torch.device) -> str:
-    """Return the name of the attention backend for a device; raise a ValueError if none can run."""
+    """Return the name of the attention backend for a device; raise ValueError if none can run."""
     chosen = choose_backend(attention.backend, torch.empty(1, 1, 1, 16, device=device))
     return next(name for name, backend in BACKENDS.items() if backend is chosen)
 
 
 def check_explain(target: Any) -> None:
-    """Raise a ValueError unless `explain` is null, "print" or the name of a file."""
-    if not (target is None or (isinstance(target, str) and target)):
+    """Raise ValueError unless `explain` is null, "print" or the name of a file."""
+    is_text = isinstance(target, str) and target != ""
+    if target is not None and not is_text:
         raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
 
 
 def write_explanation(
     model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str
 ) -> None:
-    """Report which kernels a model runs for the first batch: log it ("print") or write a file.
+    """Report which kernels a model runs on the first batch.
 
-    A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else
-    text.
+    The target "print" logs the report. Any other target is a file, in the folder of the run unless
+    it is absolute: JSON if it ends in .json, otherwise text.
     """
     batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
     with cpu_threads(training.threads):
@@ -307,11 +315,10 @@ def write_explanation(
         return
     path = output_folder() / target
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(explanation.to_dict(), indent=1)
-        if path.suffix == ".json"
-        else f"{explanation}\n"
-    )
+    if path.suffix == ".json":
+        path.write_text(json.dumps(explanation.to_dict(), indent=1))
+    else:
+        path.write_text(f"{explanation}\n")
     log.info("kernels of each layer: %s", path)
 
 
@@ -337,16 +344,17 @@ def launch(
 ) -> None:
     """Run a Hydra application with the arguments of the command line.
 
-    Errors that the user can fix end with one sentence on standard error and exit status 1, a signal
-    with 128 and its number. A run that is refused leaves no folder.
+    After an error that the user can fix, the process prints one sentence on standard error and
+    exits with status 1. After a signal, the status is 128 plus its number. A run that cannot start
+    leaves no folder.
 
     `name` is the name of the application's module. `prepare` returns the job for the composed
-    config, and its errors are reported as errors in the config; `choose_config` returns the name of
-    the primary config in `anemoi_gt.configs`.
+    config; its errors are reported as errors in the config. `choose_config` returns the name of the
+    primary config in `anemoi_gt.configs`.
     """
     module = f"anemoi_gt.{name}"
     try:
-        hydra, *_ = (import_extra(module, "train") for module in NEEDED)
+        hydra, *_ = (import_extra(required, "train") for required in REQUIRED_MODULES)
         config_name = choose_config()
         existing = check_folder(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
@@ -362,9 +370,8 @@ def launch(
         try:
             return prepare_job(prepare, config)()
         except Stopped as stopped:
-            exit_with_error(
-                module, f"{stopped}: {resume_command(output_folder())}", stopped.exit_status
-            )
+            message = f"{stopped}: {resume_command(output_folder())}"
+            exit_with_error(module, message, stopped.exit_status)
         except torch.OutOfMemoryError:
             error = out_of_memory(config)
         except (ConfigError, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
@@ -378,19 +385,19 @@ def launch(
     logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
     OmegaConf.register_new_resolver("anemoi_gt_options", options_help, replace=True)
     interrupt = signal.getsignal(signal.SIGINT)
-    if interrupt == signal.SIG_DFL:  # while packages were imported
+    if interrupt == signal.SIG_DFL:  # set by the console script while packages are imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    application = hydra.main(
+        version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
+    )
     try:
-        hydra.main(
-            version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
-        )(run)()
+        application(run)()
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)
     except SystemExit as ended:
-        if ended.code == 1 and not composed:  # Hydra has printed what it cannot read
-            exit_with_error(
-                module, f"nothing was started; anemoi-gt {name} --help lists all groups and options"
-            )
+        if ended.code == 1 and not composed:  # Hydra has printed the parse error
+            message = f"nothing was started; anemoi-gt {name} --help lists all groups and options"
+            exit_with_error(module, message)
         raise
     finally:
         if interrupt == signal.SIG_DFL:
@@ -404,13 +411,12 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
         if is_launched():
             raise ValueError(f"{name} runs in one process, without torchrun: anemoi-gt {name} ...")
         matching = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
-        if matching:  # --help needs none; otherwise Hydra reports it as missing
+        if matching:  # without one, --help still works, and Hydra reports it as missing
             value = argument_value(matching, "checkpoint")
             if not isinstance(value, str):
                 raise ValueError(
                     f"checkpoint must name one file, got {matching[-1]!r}; quote names with spaces "
-                    "or special characters "
-                    "twice: \"checkpoint='run (1)/best.pt'\""
+                    "or special characters twice: \"checkpoint='run (1)/best.pt'\""
                 )
             path = Path(value)
             require_file(path)
@@ -423,7 +429,7 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
 def prepare_job(
     prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
 ) -> Callable[[], Any]:
-    """Return the job for a config; raise ConfigError with one sentence for user errors."""
+    """Return the job for a config; raise errors of the user as a ConfigError with one sentence."""
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -438,9 +444,9 @@ def prepare_job(
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that continues a run, to be pasted into a shell."""
+    """Return the shell command that continues a run."""
     override = f"hydra.run.dir={folder}"
-    if not re.fullmatch(r"[\w./=-]+", override):  # quoted for Hydra, and for the shell
+    if not re.fullmatch(r"[\w./=-]+", override):  # quoted for Hydra, then for the shell
         escaped = str(folder).replace("'", "\\'")
         override = shlex.quote(f"hydra.run.dir='{escaped}'")
     program = "anemoi-gt train"
@@ -452,13 +458,11 @@ def resume_command(folder: Path) -> str:
 
 
 def out_of_memory(config: "DictConfig") -> str:
-    """Return a sentence with advice for a run that does not fit into the memory of its GPU."""
-    properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
-    size = (
-        ""
-        if properties is None
-        else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
-    )
+    """Return an error message with advice for a run that ran out of GPU memory."""
+    size = ""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties()
+        size = f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
     training = config.get("training", {})
     remedy = advice(config.get("model", {}), training)
     if training.get("cuda_graph", False) is not False:
@@ -470,26 +474,29 @@ def out_of_memory(config: "DictConfig") -> str:
 
 
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:
-    """Exit with one sentence on standard error; log the traceback at level DEBUG.
+    """Print one sentence on standard error and exit; log the traceback at level DEBUG.
 
-    `hydra.verbose=true` shows it.
+    `hydra.verbose=true` shows the traceback.
     """
-    log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
-    error = " ".join(str(error).split()) if isinstance(error, Exception) else error
+    if isinstance(error, Exception):
+        log.debug("traceback", exc_info=error)
+        message = " ".join(str(error).split())
+    else:
+        message = error
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
-    # in one call, so that lines of several ranks do not mix
-    sys.stderr.write(f"{rank}{module}: {error}\n")
+    # one call, so that the lines of several ranks do not mix
+    sys.stderr.write(f"{rank}{module}: {message}\n")
     sys.exit(status)
 
 
 def quote_null(argument: str) -> str:
-    """Quote the null of `attention/precision=null`, which Hydra cannot parse as a choice."""
+    """Quote the null in `attention/precision=null`, because Hydra does not accept it unquoted."""
     groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
     return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)
 
 
 def meanings(target: str) -> dict[str, str]:
-    """Return type and description of each parameter of a callable, from its NumPy docstring."""
+    """Return the type and description of each parameter of a callable, from its docstring."""
     from hydra.utils import get_object
 
     lines = (inspect.getdoc(get_object(target)) or "").splitlines()
@@ -509,32 +516,33 @@ def meanings(target: str) -> dict[str, str]:
 
 
 def options_help(*, _root_: "DictConfig") -> str:
-    """Return a line per option of a composed config: name, value, and short description."""
+    """Return one line per option of a composed config: name, value and short description."""
     from omegaconf import OmegaConf
 
     text = files("anemoi_gt.configs").joinpath(f"{_root_.hydra.job.name}.yaml").read_text()
-    rows = re.findall(r"^(\w+: \S+)  # (.*)$", text, re.MULTILINE)
-    rows = [(option.replace(": ", "=", 1), meaning) for option, meaning in rows]
-    for group, option, meaning in re.findall(
-        r"^(plots):\n  (\w+: \S+)  # (.*)$", text, re.MULTILINE
-    ):
+    rows = []
+    for option, meaning in re.findall(r"^(\w+: \S+)  # (.*)$", text, re.MULTILINE):
+        rows.append((option.replace(": ", "=", 1), meaning))
+    nested = re.findall(r"^(plots):\n  (\w+: \S+)  # (.*)$", text, re.MULTILINE)
+    for group, option, meaning in nested:
         rows.append((f"{group}.{option.replace(': ', '=', 1)}", meaning))
     for group in _root_:
-        if (
-            group == "hydra"
-            or OmegaConf.is_missing(_root_, group)
-            or not OmegaConf.is_dict(_root_[group])
-        ):
+        if group == "hydra" or OmegaConf.is_missing(_root_, group):
+            continue
+        if not OmegaConf.is_dict(_root_[group]):
             continue
         values = OmegaConf.to_container(_root_[group], resolve=True)
         if "_target_" not in values:
             continue
         described = meanings(values["_target_"])
         for option, value in values.items():
-            if not option.startswith("_"):
-                kind, _, meaning = re.sub(r"[*`]", "", described.get(option, "")).partition(". ")
-                first = re.split(r"(?<=[a-z0-9)])[.;] ", meaning)[0].rstrip(".")
-                value = value if isinstance(value, str) else json.dumps(value)
-                rows.append((f"{group}.{option}={value}", f"{kind}: {first}" if first else kind))
+            if option.startswith("_"):
+                continue
+            if not isinstance(value, str):
+                value = json.dumps(value)
+            kind, _, meaning = re.sub(r"[*`]", "", described.get(option, "")).partition(". ")
+            first_sentence = re.split(r"(?<=[a-z0-9)])[.;] ", meaning)[0].rstrip(".")
+            help_text = f"{kind}: {first_sentence}" if first_sentence else kind
+            rows.append((f"{group}.{option}={value}", help_text))
     width = min(45, max(len(option) for option, _ in rows))
     return "\n".join(f"{option:{width}}  {meaning}" for option, meaning in rows).replace("$", "$$")

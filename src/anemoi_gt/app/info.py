@@ -1,4 +1,4 @@
-"""The output of `anemoi-gt info`: versions, devices, backends, Anemoi. Needs only torch."""
+"""The output of `anemoi-gt info`: versions, devices, backends, Anemoi. It needs only torch."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from anemoi_gt.ops.backends import BACKENDS, choose_backend, unsupported_reason
 from anemoi_gt.tested_versions import installed, why_untested
 from anemoi_gt.version import __version__
 
-# module: its package, and the extra that installs it (None: a dependency of the library itself)
+# module: its package, and the extra that installs it (None for dependencies of the library)
 PACKAGES = {
     "torch_geometric": ("torch-geometric", None),
     "einops": ("einops", None),
@@ -32,16 +32,16 @@ PACKAGES = {
 
 # measured: docs/anemoi.md, "CUDA graphs"
 WHEN_REPLAYING_PAYS = (
-    "replayed from CUDA graphs (InstallCallback in diagnostics.callbacks) 4.0x faster than "
-    "launched on a grid of 40,320 points, 1.1x on 542,080"
+    "replayed from CUDA graphs (InstallCallback in diagnostics.callbacks) 3.7x faster than "
+    "without on a grid of 40,320 points, 1.02x on 542,080"
 )
 
 
 def describe(checkpoint: str | None = None) -> str:
-    """Return versions, packages, devices, backends per device, and what `install` replaces.
+    """Describe versions, packages, devices, backends per device, and what `install` replaces.
 
-    With a checkpoint of a whole Anemoi model, such as its inference checkpoints, also how `install`
-    would compute its blocks. Unpickling it runs its code.
+    With a checkpoint of a whole Anemoi model, such as an inference checkpoint, also describe how
+    `install` would compute its blocks. The checkpoint is unpickled, which executes its code.
     """
     sections = {
         "versions": versions(),
@@ -59,22 +59,24 @@ def versions() -> Iterator[tuple[str, str]]:
     """Yield name and version of this package, Python and PyTorch, and whether they are tested."""
     yield "anemoi_gt", __version__
     yield "python", f"{platform.python_version()} on {platform.platform()}"
-    platforms = {"for CUDA": torch.version.cuda, "for ROCm": torch.version.hip}
-    built = next(
-        (f"{name} {number}" for name, number in platforms.items() if number), "without CUDA"
-    )
-    yield "torch", f"{torch.__version__}, built {built}"
+    if torch.version.cuda:
+        build = f"for CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        build = f"for ROCm {torch.version.hip}"
+    else:
+        build = "without CUDA"
+    yield "torch", f"{torch.__version__}, built {build}"
     yield "tested", why_untested(*installed()) or "yes, these releases of PyTorch and Triton are"
 
 
 def packages() -> Iterator[tuple[str, str]]:
     """Yield the packages that parts of the library need, with version or install command."""
     for module, (package, extra) in PACKAGES.items():
-        requirement = f"anemoi-gt[{extra}]" if extra else "anemoi-gt"
-        yield (
-            package,
-            _version_of(package) if find_spec(module) else f"missing: pip install '{requirement}'",
-        )
+        if find_spec(module):
+            yield package, _version_of(package)
+        else:
+            requirement = f"anemoi-gt[{extra}]" if extra else "anemoi-gt"
+            yield package, f"missing: pip install '{requirement}'"
 
 
 def devices() -> Iterator[tuple[str, str]]:
@@ -82,26 +84,26 @@ def devices() -> Iterator[tuple[str, str]]:
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     for device in _gpus():
         properties = torch.cuda.get_device_properties(device)
-        memory, capability = (
-            f"{properties.total_memory / 2**30:.0f} GiB",
-            f"{properties.major}.{properties.minor}",
-        )
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        capability = f"{properties.major}.{properties.minor}"
         yield str(device), f"{properties.name}, {memory}, compute capability {capability}"
 
 
 def backends() -> Iterator[tuple[str, str]]:
-    """Yield for each device and backend whether it runs or why not, and the choice of `auto`."""
+    """Yield, for each device and backend, whether it runs, the reason if not, and auto's choice."""
     for device in (torch.device("cpu"), *_gpus()):
         query = torch.empty(1, 1, 1, 16, device=device)
         chosen = choose_backend("auto", query)
         for name, backend in BACKENDS.items():
             reason = unsupported_reason(name, query)
-            answer = "runs" if reason is None else f"does not run: {reason}"
-            yield f"{device} {name}", answer + (", chosen by auto" if backend is chosen else "")
+            status = "runs" if reason is None else f"does not run: {reason}"
+            if backend is chosen:
+                status += ", chosen by auto"
+            yield f"{device} {name}", status
 
 
 def anemoi_models() -> Iterator[tuple[str, str]]:
-    """Yield the version of anemoi-models, and what `install` would replace in it or why not."""
+    """Yield the version of anemoi-models, and whether `install` would replace each part of it."""
     try:
         from anemoi_gt.integrations.anemoi.installation import plan
 
@@ -117,41 +119,39 @@ def anemoi_models() -> Iterator[tuple[str, str]]:
 
 
 def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
-    """Yield how `install` would compute each block of a checkpoint, and a one-line summary."""
+    """Yield a one-line summary, then how `install` would compute each block of a checkpoint."""
     from anemoi_gt.integrations.anemoi import report
     from anemoi_gt.integrations.anemoi.installation import examine
 
     model = torch.load(path, map_location="cpu", weights_only=False)
     if not isinstance(model, torch.nn.Module):
         raise ValueError(
-            "checkpoint must hold a whole model, as Anemoi's inference-*.ckpt does, "
-            f"got {type(model).__name__} in {path}"
+            "checkpoint must hold a whole model, as Anemoi's inference-*.ckpt does, got "
+            f"{type(model).__name__} in {path}"
         )
-    computed = examine(model)
-    yield (
-        "blocks",
-        report.summary(computed) if computed else "none: the model has no graph-transformer block",
-    )
-    for block in computed:
-        yield (
-            block.path,
-            block.outcome if block.reason is None else f"{block.outcome}: {block.reason}",
-        )
+    blocks = examine(model)
+    if not blocks:
+        yield "blocks", "none: the model has no graph-transformer block"
+        return
+    yield "blocks", report.summary(blocks)
+    for block in blocks:
+        if block.reason is None:
+            yield block.path, block.outcome
+        else:
+            yield block.path, f"{block.outcome}: {block.reason}"
 
 
 def _gpus() -> list[torch.device]:
-    return (
-        [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else []
-    )
+    if not torch.cuda.is_available():
+        return []
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
-def _version_of(package: str, otherwise: str = "version unknown") -> str:
+def _version_of(package: str, default: str = "version unknown") -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # importable without having been installed
-        return otherwise
+    except PackageNotFoundError:  # importable, but not installed as a package
+        return default
 
 
 def _aligned(rows: Iterator[tuple[str, str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Maps of values on nodes: projection, and interpolation of scattered nodes to an image."""
+"""Maps of node values: projection, and interpolation of scattered nodes to an image."""
 
 import logging
 
@@ -11,14 +11,14 @@ log = logging.getLogger(__name__)
 
 COAST_STYLE = {"colors": "black", "linewidths": 0.6, "alpha": 0.7}
 IMAGE_ROWS = 240
-NEIGHBOURS = 3  # nodes interpolated to a pixel, with inverse squared distance weights
+NEIGHBOURS = 3  # nodes interpolated to a pixel, weighted by inverse squared distance
 
 
 class MapImage:
-    """Image of values on nodes: Mollweide projection for the globe, longitude-latitude for regions.
+    """Image of node values: Mollweide projection for the globe, longitude-latitude for regions.
 
-    Nodes over more than 90 degrees of latitude are drawn as a globe. `projection` is Matplotlib's
-    name of the projection of the axes to draw on. Raises ImportError if scipy is missing.
+    Nodes that span more than 90 degrees of latitude are drawn as a globe. `projection` is
+    Matplotlib's name for the projection of the axes. Raises ImportError if scipy is missing.
     """
 
     def __init__(self, nodes: Nodes):
@@ -28,19 +28,21 @@ class MapImage:
         lat, lon = np.meshgrid(rows, columns, indexing="ij")
         tree = import_extra("scipy.spatial", "train").cKDTree(nodes.xyz)
         distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=NEIGHBOURS)
-        weight = 1 / (distance**2 + 1e-12)  # a pixel at a node has its value
+        weight = 1 / (distance**2 + 1e-12)  # a pixel at a node gets the value of that node
         self._weight = weight / weight.sum(axis=1, keepdims=True)
         lines = coastlines("110m" if self._is_global else "50m")
-        turns = (0,) if self._is_global else (-360, 0, 360)  # a region may lie beyond the date line
-        unit = np.deg2rad if self._is_global else np.asarray  # of the axes
-        self._lat, self._lon = unit(rows), unit(columns)
-        self._coastlines = [unit(line + np.array([turn, 0])) for line in lines for turn in turns]
+        shifts = (0,) if self._is_global else (-360, 0, 360)  # a region may cross the date line
+        to_axes = np.deg2rad if self._is_global else np.asarray  # units of the axes
+        self._lat, self._lon = to_axes(rows), to_axes(columns)
+        self._coastlines = []
+        for line in lines:
+            for shift in shifts:
+                self._coastlines.append(to_axes(line + np.array([shift, 0])))
 
     def draw(self, axes, values: np.ndarray, **style):
         """Draw values [N] on axes of this projection by `pcolormesh(**style)`; return the mesh."""
-        image = (
-            (values[self._node] * self._weight).sum(axis=1).reshape(len(self._lat), len(self._lon))
-        )
+        pixels = (values[self._node] * self._weight).sum(axis=1)
+        image = pixels.reshape(len(self._lat), len(self._lon))
         if self._is_global:
             axes.grid(color="white", alpha=0.35, linewidth=0.5)
             axes.set_xticklabels([])
@@ -58,33 +60,31 @@ class MapImage:
 
 
 def coastlines(resolution: str) -> list[np.ndarray]:
-    """Return Natural Earth coastlines as lines [P, 2] of longitude, latitude; none without cartopy.
+    """Return Natural Earth coastlines as lines [P, 2] of longitude and latitude.
 
-    `resolution` is "110m", "50m" or "10m". Cartopy downloads them once; without a network there are
-    none. A line ends where it crosses the date line.
+    `resolution` is "110m", "50m" or "10m". Cartopy downloads the coastlines once. Without cartopy,
+    or without a network, return no lines. Lines are split where they cross the date line.
     """
     try:
         from cartopy.io import shapereader
 
         path = shapereader.natural_earth(resolution, "physical", "coastline")
-        shapes = [
-            part
-            for shape in shapereader.Reader(path).geometries()
-            for part in getattr(shape, "geoms", [shape])
-        ]
+        shapes: list = []
+        for shape in shapereader.Reader(path).geometries():
+            shapes += getattr(shape, "geoms", [shape])  # the parts of a multi-line
     except (ImportError, OSError) as error:
         log.debug("no coastlines: %s", error)
         return []
-    lines = (np.array(shape.coords)[:, :2] for shape in shapes)
-    return [
-        part
-        for line in lines
-        for part in np.split(line, np.flatnonzero(abs(np.diff(line[:, 0])) > 180) + 1)
-    ]
+    lines = []
+    for shape in shapes:
+        line = np.array(shape.coords)[:, :2]
+        crossings = np.flatnonzero(abs(np.diff(line[:, 0])) > 180) + 1
+        lines += np.split(line, crossings)
+    return lines
 
 
 def _pixels(nodes: Nodes, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return latitudes and longitudes of the image's rows and columns, degrees."""
+    """Return the latitudes of the image rows and the longitudes of its columns, in degrees."""
     if is_global:
         step = 180 / IMAGE_ROWS
         return np.arange(-90 + step / 2, 90, step), np.arange(-180 + step / 2, 180, step)

@@ -1,4 +1,4 @@
-"""Plots as PNG files: of a training run, and of a rollout."""
+"""Plots of a training run and of a rollout, as PNG files."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,18 +23,18 @@ COLOURS = {
 LINES = ("-", "--", ":", "-.")
 FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches, of the plot of a run
 MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in the plot of a rollout
-COLUMNS = 4  # lead times with maps
-MOST_VARIABLES = 3  # plotted by default
-MOST_TICKS = 6
+COLUMNS = 4  # number of lead times with maps
+MAX_VARIABLES = 3  # plotted by default
+MAX_TICKS = 6
 
 
 def chosen_variables(dataset: ForecastDataset, names: Sequence[str] | None) -> list[int]:
-    """Return the indices of the variables to plot, the first three for None.
+    """Return the indices of the variables to plot; by default, the first three.
 
-    Raises ValueError if a name is not a variable, or there are none.
+    Raises ValueError if a name is not a variable, or there is no name.
     """
     if names is None:
-        return list(range(min(MOST_VARIABLES, len(dataset.variables))))
+        return list(range(min(MAX_VARIABLES, len(dataset.variables))))
     names = [names] if isinstance(names, str) else list(names)
     unknown = [str(name) for name in names if name not in dataset.variables]
     if unknown or not names:
@@ -54,14 +54,15 @@ def draw_training_plot(
     records: list[dict],
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot a test sample: forecast, errors, scores and losses, as PNG, one panel per variable.
+    """Plot a test sample with forecast, errors, scores and losses, one panel per variable.
 
-    `forecast` is the model's for the sample of median error; `scores` are of the model and the
-    baselines, the model's first; `records` are the run's metrics; `variables` are as for
-    `chosen_variables`. Raises ImportError if matplotlib or scipy is missing, ValueError if a
-    variable is unknown.
+    `forecast` is the model's forecast for `sample`, the sample with the median error. `scores` are
+    the scores of the model, then of the baselines; `records` are the metrics of the run;
+    `variables` are as for `chosen_variables`. Raises ImportError if matplotlib or scipy is missing,
+    and ValueError if a variable is unknown.
     """
-    image, chosen = MapImage(dataset.nodes), chosen_variables(dataset, variables)
+    image = MapImage(dataset.nodes)
+    chosen = chosen_variables(dataset, variables)
     width, height = FIGURE_SIZE[image.projection]
     with _png(path, (width, height * len(chosen))) as figure:
         panels = np.atleast_1d(figure.subfigures(len(chosen), 1))
@@ -70,8 +71,9 @@ def draw_training_plot(
 
 
 def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, records, v):
-    """Draw one variable: start, truth, forecast, and below them loss, scores and the errors."""
-    hours, units = f"{dataset.lead_time:g} h", dataset.units[v]
+    """Draw one variable: start, truth and forecast, and below them loss, scores and errors."""
+    hours = f"{dataset.lead_time:g} h"
+    units = dataset.units[v]
     grid = figure.add_gridspec(2, 3)
     cells = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2))
     axes = [figure.add_subplot(grid[cell], projection=image.projection) for cell in cells]
@@ -88,9 +90,8 @@ def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, recor
     _draw_maps(axes[3:], image, label, errors, **_error_style(*errors.values()))
     corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
     _draw_loss(figure.add_subplot(corner[0]), records)
-    _draw_scores(
-        figure.add_subplot(corner[1]), [s for s in scores if s.variable == dataset.variables[v]]
-    )
+    scores_of_variable = [score for score in scores if score.variable == dataset.variables[v]]
+    _draw_scores(figure.add_subplot(corner[1]), scores_of_variable)
     title = f"{_caption(dataset, v)}, {dataset.title(sample)} (test sample of median error)"
     figure.suptitle(title, fontsize=13)
 
@@ -103,13 +104,14 @@ def draw_rollout_plot(
     scores: list[Score],
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot a rollout from a test sample and the scores of all, as PNG, one panel per variable.
+    """Plot a rollout from a test sample and the scores of all rollouts, one panel per variable.
 
-    Truth, forecast and error are at several lead times; `outcomes` are the steps of the rollout,
-    all with a truth; `variables` are as for `chosen_variables`. Raises ImportError if matplotlib or
-    scipy is missing, ValueError if a variable is unknown.
+    Truth, forecast and error are shown at several lead times. `outcomes` are the steps of the
+    rollout, all with a truth; `variables` are as for `chosen_variables`. Raises ImportError if
+    matplotlib or scipy is missing, and ValueError if a variable is unknown.
     """
-    image, chosen = MapImage(dataset.nodes), chosen_variables(dataset, variables)
+    image = MapImage(dataset.nodes)
+    chosen = chosen_variables(dataset, variables)
     width, height = MAP_SIZE[image.projection]
     columns = len(drawn_steps(len(outcomes))) + 1.4
     with _png(path, (width * columns, (3 * height + 0.4) * len(chosen))) as figure:
@@ -119,21 +121,21 @@ def draw_rollout_plot(
 
 
 def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
-    """Draw one variable: truth, forecast and error by lead time, and error growth."""
+    """Draw one variable: truth, forecast and error by lead time, and the growth of the error."""
     steps = drawn_steps(len(outcomes))
     grid = figure.add_gridspec(3, len(steps) + 1, width_ratios=[*([1] * len(steps)), 1.2])
-    axes = [
-        figure.add_subplot(grid[p], projection=image.projection) for p in np.ndindex(3, len(steps))
-    ]
-    fields, errors = {}, {}
+    axes = []
+    for cell in np.ndindex(3, len(steps)):
+        axes.append(figure.add_subplot(grid[cell], projection=image.projection))
+    truths, forecasts, errors = {}, {}, {}
     for n in steps:
-        fields[f"truth, {n * dataset.lead_time:g} h"] = outcomes[n - 1].truth[:, v].numpy()
-    for n in steps:
+        hours = f"{n * dataset.lead_time:g} h"
+        truth = outcomes[n - 1].truth[:, v].numpy()
         forecast = outcomes[n - 1].forecast[:, v].numpy()
-        fields[f"forecast, {n * dataset.lead_time:g} h"] = forecast
-        errors[f"error, {n * dataset.lead_time:g} h"] = (
-            forecast - outcomes[n - 1].truth[:, v].numpy()
-        )
+        truths[f"truth, {hours}"] = truth
+        forecasts[f"forecast, {hours}"] = forecast
+        errors[f"error, {hours}"] = forecast - truth
+    fields = truths | forecasts
     label = f"{dataset.variables[v]} [{dataset.units[v]}]"
     _draw_maps(axes[: len(fields)], image, label, fields, **_field_style(*fields.values()))
     _draw_maps(axes[len(fields) :], image, label, errors, **_error_style(*errors.values()))
@@ -146,7 +148,7 @@ def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
 
 
 def _caption(dataset: ForecastDataset, v: int) -> str:
-    """Return the name of a variable as its file has it, with its long name if there is one."""
+    """Return the name of a variable, with its long name if there is one."""
     name = dataset.variables[v]
     long_name = dataset.attributes.get(name, {}).get("long_name")
     if long_name is None or long_name == name:
@@ -161,7 +163,7 @@ def drawn_steps(steps: int) -> list[int]:
 
 @contextmanager
 def _png(path: Path, size: tuple[float, float]) -> Iterator:
-    """Yield a figure of a size in inches, and write it to a PNG file."""
+    """Yield a figure of this size in inches, then write it to a PNG file."""
     figure = import_extra("matplotlib.figure", "train").Figure(
         figsize=size, dpi=150, layout="constrained"
     )
@@ -180,7 +182,7 @@ def _error_style(*errors):
 
 
 def _draw_maps(axes, image, label, fields, **style):
-    """Draw fields [N] by title, with one colour bar."""
+    """Draw fields [N], by title, with one colour bar."""
     for ax, (title, field) in zip(axes, fields.items(), strict=True):
         mesh = image.draw(ax, field, **style)
         ax.set_title(title)
@@ -219,10 +221,10 @@ def _label_log_axis(axes):
 
 
 def _draw_scores(axes, scores):
-    names, values = [score.forecast for score in scores], [score.rmse for score in scores]
-    bars = axes.barh(
-        names, values, color=[COLOURS["model"]] + [COLOURS["persistence"]] * (len(scores) - 1)
-    )
+    names = [score.forecast for score in scores]
+    errors = [score.rmse for score in scores]
+    colours = [COLOURS["model"]] + [COLOURS["persistence"]] * (len(scores) - 1)
+    bars = axes.barh(names, errors, color=colours)
     axes.bar_label(bars, fmt=" %.3g")
     axes.invert_yaxis()  # the model on top
     axes.margins(x=0.2)
@@ -231,17 +233,12 @@ def _draw_scores(axes, scores):
 
 def _draw_growth(axes, dataset, scores, v):
     names = dict.fromkeys(score.forecast for score in scores)
+    scores_of_variable = [score for score in scores if score.variable == dataset.variables[v]]
     for name, line in zip(names, cycle(LINES)):
-        selected = [
-            score
-            for score in scores
-            if (score.forecast, score.variable) == (name, dataset.variables[v])
-        ]
-        lead_times, errors = (
-            [score.lead_time for score in selected],
-            [score.rmse for score in selected],
-        )
-        color = COLOURS["model" if name == "model" else "persistence"]
+        selected = [score for score in scores_of_variable if score.forecast == name]
+        lead_times = [score.lead_time for score in selected]
+        errors = [score.rmse for score in selected]
+        color = COLOURS["model"] if name == "model" else COLOURS["persistence"]
         axes.plot(
             lead_times, errors, color=color, linestyle=line, marker="o", markersize=4, label=name
         )
@@ -252,7 +249,7 @@ def _draw_growth(axes, dataset, scores, v):
 
 
 def lead_time_ticks(lead_times: list[float]) -> list[float]:
-    """Return at most six of the lead times, every one, every second, ...
+    """Return at most six lead times: every one, every second, and so on.
 
     Examples
     --------
@@ -260,5 +257,5 @@ def lead_time_ticks(lead_times: list[float]) -> list[float]:
     [12.0, 24.0, 36.0, 48.0, 60.0]
     """
     ascending = sorted(set(lead_times))
-    every = -(-len(ascending) // MOST_TICKS)
-    return ascending[every - 1 :: every]
+    step = -(-len(ascending) // MAX_TICKS)
+    return ascending[step - 1 :: step]

@@ -1,7 +1,7 @@
 """The rollout application, `anemoi-gt rollout checkpoint=FILE`: one long forecast as a file.
 
-The config of the run is read from the checkpoint and can be overridden on the command line.
-`anemoi_gt.evaluate` scores rollouts.
+The config of the run is read from the checkpoint and can be overridden on the command line. To
+score rollouts, use `anemoi-gt evaluate`.
 """
 
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
-    """Build the checkpoint's model and data, and return the forecast as a function."""
+    """Build the model and data of a checkpoint, and return a function that writes the forecast."""
     check_integer("steps", config.steps)
     check_integer("sample", config.sample, least=None)
     path = hydra_app.output_folder() / str(config.out)
@@ -41,7 +41,8 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
                 f"sample must be one of the {len(dataset)} test samples, -1 the last, got "
                 f"{config.sample}"
             )
-        samples = range(config.sample % len(dataset), config.sample % len(dataset) + 1)
+        sample = config.sample % len(dataset)
+        samples = range(sample, sample + 1)
     dataset.advance(samples[0], [])  # raise if there are no rollouts
     return partial(rollout, run, dataset, samples, config.steps, path)
 
@@ -49,7 +50,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
 def rollout(
     run: hydra_app.Run, dataset: ForecastDataset, samples: range, steps: int, path: Path
 ) -> None:
-    """Write forecasts of `steps` steps from samples of a data set, the members of an ensemble."""
+    """Write a forecast of `steps` steps from each sample; the samples are ensemble members."""
     members = []
     with cpu_threads(run.training.threads):
         for sample in samples:

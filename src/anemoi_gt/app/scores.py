@@ -1,11 +1,11 @@
-"""Scores of forecasts in physical units, and tables comparing a model with its baselines.
+"""Scores of forecasts in physical units, and tables that compare a model with its baselines.
 
-Forecasts are of one lead time, or autoregressive rollouts:
+A forecast has one lead time; a rollout is autoregressive:
 
     state_0 = the present,  state_n = reference_n + change_mean + model(inputs_n) * change_std
 
-`ForecastDataset.advance` makes inputs_n and reference_n from the states before n. The first step is
-the forecast that training scores.
+`ForecastDataset.advance` computes inputs_n and reference_n from earlier states. The first step of a
+rollout is a forecast.
 """
 
 import math
@@ -24,11 +24,11 @@ Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one forecast and variable, over all samples and nodes, with the data set's weights.
+    """Score of one forecast method for one variable, over all samples and nodes.
 
-    `forecast` is the name of the method, `lead_time` the hours from the present to the truth, and
-    `samples` the number of scored forecasts. Root mean squared error and bias, the mean of forecast
-    minus truth, are in `units`.
+    Nodes have the weights of the data set. `forecast` is the name of the method, `lead_time` the
+    hours from the present to the truth, and `samples` the number of scored forecasts. The root mean
+    squared error and the bias (mean of forecast minus truth) are in `units`.
     """
 
     forecast: str
@@ -66,45 +66,49 @@ class Errors:
     """Errors and scores of forecasts at one lead time (hours), accumulated sample by sample."""
 
     def __init__(self, dataset: ForecastDataset, lead_time: float):
-        self._dataset, self._lead_time = dataset, lead_time
-        self._moments: dict[
-            str, dict[int, Tensor]
-        ] = {}  # by sample [2, V]: weighted means of error^2 and error
+        self._dataset = dataset
+        self._lead_time = lead_time
+        # by method and sample: weighted means of error^2 and error, [2, V]
+        self._moments: dict[str, dict[int, Tensor]] = {}
 
     def add(self, name: str, i: int, forecast: Tensor, truth: Tensor) -> None:
         """Add the forecast [N, V] of sample i by method `name`."""
         error = (forecast - truth).double()
-        moments = (torch.stack([error.square(), error]) * self._dataset.weights[:, None]).mean(
-            dim=1
-        )
-        self._moments.setdefault(name, {})[i] = moments
+        weighted = torch.stack([error.square(), error]) * self._dataset.weights[:, None]
+        self._moments.setdefault(name, {})[i] = weighted.mean(dim=1)
 
     def median_sample(self, name: str) -> int:
-        """Return the sample of median error of the first variable for `name`, the lower of two."""
-        order = sorted(self._moments[name], key=lambda i: self._moments[name][i][0, 0].item())
-        return order[(len(order) - 1) // 2]
+        """Return the sample for which method `name` has its median error in the first variable.
+
+        Of an even number of samples, return the lower of the two in the middle.
+        """
+        moments = self._moments[name]
+        ascending = sorted(moments, key=lambda i: moments[i][0, 0].item())
+        return ascending[(len(ascending) - 1) // 2]
 
     def scores(self) -> list[Score]:
-        """Return the scores over the samples, by variable, in the order names were added."""
-        means = {
-            name: torch.stack([*samples.values()]).mean(dim=0)
-            for name, samples in self._moments.items()
-        }
-        return [
-            Score(
-                *(name, variable, units, self._lead_time, len(self._moments[name])),
-                rmse=mean[0, v].sqrt().item(),
-                bias=mean[1, v].item(),
-            )
-            for v, (variable, units) in enumerate(
-                zip(self._dataset.variables, self._dataset.units, strict=True)
-            )
-            for name, mean in means.items()
-        ]
+        """Return the scores over all samples, by variable, then in the order methods were added."""
+        means = {}
+        for name, samples in self._moments.items():
+            means[name] = torch.stack([*samples.values()]).mean(dim=0)
+        scores = []
+        for v, variable in enumerate(self._dataset.variables):
+            for name, mean in means.items():
+                score = Score(
+                    forecast=name,
+                    variable=variable,
+                    units=self._dataset.units[v],
+                    lead_time=self._lead_time,
+                    samples=len(self._moments[name]),
+                    rmse=mean[0, v].sqrt().item(),
+                    bias=mean[1, v].item(),
+                )
+                scores.append(score)
+        return scores
 
 
 def as_table(scores: list[Score]) -> str:
-    """Return the scores as a text table, one line for each forecast of each variable.
+    """Return the scores as a text table, with one line per variable and forecast method.
 
     Examples
     --------
@@ -115,12 +119,11 @@ def as_table(scores: list[Score]) -> str:
     model                0.0100      0.0000
     persistence          0.1000     -0.0020
     """
-    width = max(
-        len(name)
-        for score in scores
-        for name in (score.forecast, f"{score.variable} [{score.units}]")
-    )
-    lines, variable = [], None
+    names = [score.forecast for score in scores]
+    headings = [f"{score.variable} [{score.units}]" for score in scores]
+    width = max(map(len, names + headings))
+    lines = []
+    variable = None
     for score in scores:
         if score.variable != variable:
             variable = score.variable
@@ -131,17 +134,17 @@ def as_table(scores: list[Score]) -> str:
 
 
 class Outcome(NamedTuple):
-    """Forecast and truth of a rollout step, [N, V], physical; truth is None after the data end."""
+    """Forecast and truth of a rollout step, [N, V], physical; truth is None beyond the data."""
 
     forecast: Tensor
     truth: Tensor | None
 
 
 class RolloutScores(NamedTuple):
-    """Scores of rollouts from all samples by lead time, and the sample of median final error.
+    """Scores of rollouts from all samples, and the sample with the median error at the end.
 
-    The scores are of the model and of the baselines; their `samples` is the number of rollouts with
-    a truth at that lead time. Lead times without any truth are left out.
+    `scores` are by lead time, for the model and the baselines. Their `samples` is the number of
+    rollouts with a truth at that lead time; lead times without any truth are left out.
     """
 
     scores: list[Score]
@@ -149,10 +152,10 @@ class RolloutScores(NamedTuple):
 
 
 def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> list[Outcome]:
-    """Roll out a model in eval mode from sample i; return one outcome per step, on the CPU.
+    """Roll out a model from sample i; return one outcome per step, on the CPU.
 
-    Raises ValueError if the data set does not support rollouts (`advance`), or i or steps (at least
-    1) is out of range.
+    The model must be in evaluation mode. Raises ValueError if the data set does not support
+    rollouts (`advance`), `i` is out of range, or `steps` is below 1.
     """
     check_integer("steps", steps)
     if not 0 <= i < len(dataset):
@@ -169,13 +172,13 @@ def _outcomes(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) ->
 
 
 def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> RolloutScores:
-    """Roll out from every sample, like `roll_out`; score model and baselines until the truth ends.
+    """Roll out from every sample; score model and baselines at all lead times that have a truth.
 
-    Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts
+    Raises ValueError if the data set does not support rollouts, and FloatingPointError if forecasts
     become infinite or NaN.
     """
     check_integer("steps", steps)
-    errors: list[Errors] = []  # by lead time, as far as the truth reaches
+    errors: list[Errors] = []  # one per lead time that has a truth
     baselines = [dataset.baselines(n + 1) for n in range(steps)]
     for i in range(len(dataset)):
         for n, (forecast, truth) in enumerate(_outcomes(model, dataset, i, steps)):
@@ -187,27 +190,25 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
             for name, baseline in baselines[n].items():
                 errors[n].add(name, i, baseline(i), truth)
     scores = [score for step_errors in errors for score in step_errors.scores()]
-    if (
-        diverged := next((score for score in scores if not math.isfinite(score.rmse)), None)
-    ) is not None:
-        raise FloatingPointError(
-            f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} "
-            "h: take fewer steps"
-        )
+    for score in scores:
+        if not math.isfinite(score.rmse):
+            raise FloatingPointError(
+                f"rollouts must stay finite, got an RMSE of {score.rmse} at {score.lead_time:g} h: "
+                "take fewer steps"
+            )
     return RolloutScores(scores, errors[-1].median_sample("model"))
 
 
 def rollout_table(scores: list[Score]) -> str:
-    """Return rollout RMSEs as a text table: rows are variables, lead times."""
+    """Return the RMSE of rollouts as a text table, with one row per variable and lead time."""
     names = list(dict.fromkeys(score.forecast for score in scores))
     width = max(12, *map(len, names))
     cells = {(score.variable, score.lead_time, score.forecast): score for score in scores}
     lines = []
     for variable, units in dict.fromkeys((score.variable, score.units) for score in scores):
         heading = f"RMSE of {variable} [{units}]"
-        lines.append(
-            "".join([heading, *(f" {name:>{width}}" for name in names), f" {'samples':>8}"])
-        )
+        columns = "".join(f" {name:>{width}}" for name in names)
+        lines.append(f"{heading}{columns} {'samples':>8}")
         for lead_time in dict.fromkeys(score.lead_time for score in scores):
             row = [cells[variable, lead_time, name] for name in names]
             figures = "".join(f" {score.rmse:{width}.4f}" for score in row)

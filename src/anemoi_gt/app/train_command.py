@@ -1,6 +1,6 @@
-"""The training application, `anemoi-gt train`, on one process or under torchrun.
+"""The training application, `anemoi-gt train`, in one process or under torchrun.
 
-`--help` lists the configs.
+`--help` lists all groups and options.
 """
 
 import logging
@@ -58,24 +58,25 @@ from anemoi_gt.distributed.sharded_checkpoint import (
 
 log = logging.getLogger(__name__)
 
-# A run may continue with others: results are the same, or agree to rounding, but for compiled
-# dropout.
+# Options that may change when a run is continued. Results are the same or agree to rounding, except
+# that compiled code draws other dropout masks.
 MAY_DIFFER = (
     *("attention.", "data.path", "sharding."),
     *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
 )
+# options that may differ between ranks
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
-    """Build what Hydra composed; return a function that trains it."""
+    """Build the objects of a config, and return a function that trains the model."""
     hydra_app.check_types(config, "sharding")
     hydra_app.check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
             raise ValueError(
-                "explain must be null under torchrun: one process explains the layers of the "
-                "whole graph"
+                "explain must be null under torchrun: one process explains the layers of the whole "
+                "graph"
             )
         if hydra_app.is_multirun():
             raise ValueError(
@@ -85,43 +86,43 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
         return partial(train_on_ranks, config)
     if hydra_app.instantiate(config.sharding).strategy != "none":
         raise ValueError(
-            f"sharding={config.sharding.strategy} must be started on several ranks: "
-            "torchrun --nproc-per-node=NUMBER -m anemoi_gt.train ..."
+            f"sharding={config.sharding.strategy} must be started on several ranks: torchrun "
+            "--nproc-per-node=NUMBER -m anemoi_gt.train ..."
         )
-    folder, description = hydra_app.output_folder(), hydra_app.describe(config)
+    folder = hydra_app.output_folder()
+    description = hydra_app.describe(config)
     hydra_app.check_device(config)
-    state, schema = checkpoint_to_resume(folder, config.resume, description), None
+    state = checkpoint_to_resume(folder, config.resume, description)
+    schema = None
     if state is not None:
         config.init_from = None  # the weights come from the checkpoint
         schema = schema_of(state.get("schema"), folder / LAST)
     run = hydra_app.build(config, schema)
-    for part in run.splits:
-        part.require_samples()
+    for split in run.splits:
+        split.require_samples()
     if run.training.compile:
-        # code compiled by earlier runs of a sweep counts against PyTorch's limit
+        # code compiled by earlier runs of a sweep counts towards PyTorch's recompilation limit
         torch.compiler.reset()
-    # raise before training if one is unknown
-    chosen_variables(run.splits.test, config.plots.variables)
+    chosen_variables(run.splits.test, config.plots.variables)  # raises for unknown variables
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
     if state is not None:
         trainer.load_state_dict({"schema": trainer.schema.to_dict()} | state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
+        model = trainer.step.model.train()
         with autocast(run.training.precision, trainer.device):
-            hydra_app.write_explanation(
-                trainer.step.model.train(), run.splits.train, run.training, config.explain
-            )
+            hydra_app.write_explanation(model, run.splits.train, run.training, config.explain)
     return partial(train, trainer, config.plots.variables)
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
-    """Return the state in a folder's `last.pt`, None to begin.
+    """Return the state in the `last.pt` of a folder, or None if the run starts from scratch.
 
-    `resume` True continues from it if there is one, False requires a folder without; `description`
-    is the config as plain values. Raises ValueError if the folder holds a run that is not to be
-    continued, or one of torchrun or another config.
+    `description` is the config as plain values. Raises ValueError if the folder holds a run but
+    `resume` is False, or the run is from torchrun or has another config.
     """
-    if (path := checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)) is None:
+    path = checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)
+    if path is None:
         return None
     state = load_checkpoint(path)
     check_same_config(path, state.get("config", {}), description)
@@ -129,31 +130,35 @@ def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict 
 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
-    """Raise ValueError unless a checkpoint's config equals the run's.
+    """Raise ValueError if the config of a checkpoint differs from the config of the run.
 
-    Values in `MAY_DIFFER` and a larger number of steps are allowed.
+    Options in `MAY_DIFFER` may differ, and `training.steps` may increase.
     """
-    before, now = dict(flatten(current_config(before))), dict(flatten(now))
-    if before.get("training.steps", math.inf) < now.get("training.steps", 0):  # a run may grow
+    before = dict(flatten(current_config(before)))
+    now = dict(flatten(now))
+    if before.get("training.steps", math.inf) < now.get("training.steps", 0):
         now["training.steps"] = before["training.steps"]
-    changed = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
-    if changes := [
-        f"{k}={before.get(k)}, not {now.get(k)}" for k in changed if not k.startswith(MAY_DIFFER)
-    ]:
+    changes = []
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key) and not key.startswith(MAY_DIFFER):
+            changes.append(f"{key}={before.get(key)}, not {now.get(key)}")
+    if changes:
         raise ValueError(
             f"a run is continued with its own config, {path} was written with {'; '.join(changes)}"
         )
 
 
 def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
-    """Train, score and plot into the trainer's folder; return the lowest validation loss.
+    """Train a model, write scores and plots to its folder, and return the lowest validation loss.
 
-    `variables` are plotted, None: the first three.
+    `variables` are plotted; by default, the first three.
     """
-    splits, folder = trainer.splits, trainer.folder
-    parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
-    log.info("%s\n%d parameters", describe_data(splits), parameters)
-    if (memory := estimate_memory(trainer.step.model, trainer.config)) is not None:
+    splits = trainer.splits
+    folder = trainer.folder
+    num_parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
+    log.info("%s\n%d parameters", describe_data(splits), num_parameters)
+    memory = estimate_memory(trainer.step.model, trainer.config)
+    if memory is not None:
         log.info("memory of a step: %s", memory)
     start = time.perf_counter()
     with MetricsFile(folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
@@ -165,7 +170,7 @@ def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
 
 
 def describe_data(splits: Splits) -> str:
-    """Describe a training for the log: variables, forcings, lead time, samples of each split."""
+    """Describe the data for the log: variables, forcings, lead time, samples of each split."""
     data = splits.train
     variables = ", ".join(
         f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True)
@@ -176,41 +181,42 @@ def describe_data(splits: Splits) -> str:
         lines.append(f"of these no inputs: {', '.join(data.diagnostics)}")
     if data.forcings:
         lines.append(f"forcings: {', '.join(data.forcings)}")
-    for name, part in (
+    for name, split in (
         ("training", splits.train),
         ("validation", splits.valid),
         ("test", splits.test),
     ):
-        line = f"{len(part)} {name} samples"
-        first, last = part.start_time(0), part.start_time(len(part) - 1)
+        line = f"{len(split)} {name} samples"
+        first = split.start_time(0)
+        last = split.start_time(len(split) - 1)
         if first is not None and last is not None:
-            dates = [
-                np.datetime_as_string(time, unit="m").replace("T", " ") for time in (first, last)
-            ]
-            line += f", starting {dates[0]} to {dates[1]} UTC"
+            line += f", starting {_minutes(first)} to {_minutes(last)} UTC"
         lines.append(line)
     return "\n".join(lines)
 
 
-def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
-    """Train on all ranks of torchrun; rank 0 writes the files of `train`, with a folder `last`.
+def _minutes(time: np.datetime64) -> str:
+    """Return a time as "2020-01-01 06:00"."""
+    return np.datetime_as_string(time, unit="m").replace("T", " ")
 
-    The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation
-    loss on rank 0, None on the others. Raises Stopped on rank 0, when one rank received a signal;
-    the others exit with its status.
+
+def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
+    """Train on all ranks of torchrun; rank 0 writes the files of a run, with a folder `last`.
+
+    Apart from `RANKS_MAY_DIFFER`, the config is the same on all ranks. Returns the lowest
+    validation loss on rank 0, and None on the others. If any rank received a signal, raises Stopped
+    on rank 0, and the others exit with its status.
     """
 
-    @record  # torchrun then reports the first error last, with its traceback
+    @record  # records errors, so that torchrun reports the first one with its traceback
     def run() -> float | None:
-        sharding, device_type = (
-            hydra_app.instantiate(config.sharding),
-            choose_device(config.training.device).type,
-        )
+        sharding = hydra_app.instantiate(config.sharding)
+        device_type = choose_device(config.training.device).type
         try:
             return _train_on_ranks(config, sharding, device_type)
         except hydra_app.ERRORS_OF_PREPARATION as error:
             log.debug("traceback", exc_info=error)
-            raise error.with_traceback(None) from None  # one sentence is enough
+            raise error.with_traceback(None) from None  # the message is enough
 
     try:
         return run()
@@ -221,7 +227,7 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
 def _train_on_ranks(
     config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str
 ) -> float | None:
-    whole: Any = None  # the model of all nodes, on the first rank
+    whole: Any = None  # the whole model, on rank 0 only
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
@@ -232,9 +238,8 @@ def _train_on_ranks(
         schema = None
         if resume:
             config.init_from = None
-            schema = schema_of(
-                run_on_rank0(partial(load_values, sharded(folder / LAST), "schema")), folder / LAST
-            )
+            values = run_on_rank0(partial(load_values, sharded(folder / LAST), "schema"))
+            schema = schema_of(values, folder / LAST)
         splits, training = hydra_app.build_data(config, schema)
         check_same_data(splits, folder)
         if mesh.get_rank() == 0:
@@ -249,19 +254,19 @@ def _train_on_ranks(
         share = replace(training, batch_size=training.batch_size // mesh["data"].size())
         log.info("memory of a step on the first rank: %s", estimate_memory(model, share))
         test = splits.test if whole is not None else None
-        del splits, model  # keep this rank's shard alone
+        del splits, model  # keep only this rank's shard
         stopped = None
         try:
             records = fit_sharded(trainer, shard, resume=resume)
         except Stopped as error:
-            # torchrun sends it when the first rank has exited
+            # torchrun sends SIGTERM to the other ranks when the first one has exited
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             stopped = error
     if stopped is not None:
         if whole is not None:
             raise stopped
         sys.exit(stopped.exit_status)
-    if whole is None or test is None or records is None:  # not on the first rank
+    if whole is None or test is None or records is None:  # not rank 0
         return None
     whole = whole.to(trainer.device)
     load_weights(whole, load_checkpoint(folder / BEST))
@@ -271,69 +276,72 @@ def _train_on_ranks(
 
 
 def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
-    """Return whether a torchrun run continues its folder; raise like `checkpoint_to_resume`."""
-    if (path := checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)) is None:
+    """Return whether a run under torchrun continues the run in a folder.
+
+    Raises ValueError like `checkpoint_to_resume`.
+    """
+    path = checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)
+    if path is None:
         return False
     before = load_values(path, "config")
     check_same_config(path, before, description)
-    former, current = before.get("sharding"), description.get("sharding")
+    former = before.get("sharding")
+    current = description.get("sharding")
     if former != current:
-        log.info("sharding changes from %s to %s", _in_words(former), _in_words(current))
+        log.info("sharding changes from %s to %s", _as_arguments(former), _as_arguments(current))
     return True
 
 
 def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
-    """Collect the values that all ranks must share: config, attention backend, PyTorch version."""
+    """Return the values that ranks must share: config, attention backend, PyTorch version."""
     values = flatten(hydra_app.describe(config) | {"resume": config.resume})
     shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
-    backend = hydra_app.check_backend(
-        hydra_app.instantiate(config.attention), local_device(mesh.device_type)
-    )
+    attention = hydra_app.instantiate(config.attention)
+    backend = hydra_app.check_backend(attention, local_device(mesh.device_type))
     return shared | {"the attention backend": backend, "the version of torch": torch.__version__}
 
 
 def primary_config(arguments: list[str]) -> str:
-    """Return the name of the primary config: `resume`, with a checkpoint's config, to continue.
+    """Return the name of the primary config: `resume` to continue a run, otherwise `train`.
 
-    A command that chooses options of groups composes its config, `train`, and must arrive at the
-    same. Under torchrun the command line gets the sharding of the run, as far as the arguments do
-    not give it.
+    `resume` takes the config from the checkpoint. If the arguments select configs of groups, the
+    primary config is `train`, and the composed config must equal the checkpoint's. Under torchrun,
+    the sharding of the run is appended to the command line, unless the arguments set it.
     """
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
     if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
-    if (checkpoint := find_run(Path(folder) / LAST)) is None:
+    checkpoint = find_run(Path(folder) / LAST)
+    if checkpoint is None:
         return "train"
-    config = (
-        load_checkpoint(checkpoint).get("config")
-        if checkpoint.is_file()
-        else load_values(checkpoint, "config")
-    )
+    if checkpoint.is_file():
+        config = load_checkpoint(checkpoint).get("config")
+    else:
+        config = load_values(checkpoint, "config")
     if is_launched() and isinstance(config, dict):
         sys.argv += former_sharding(config.get("sharding", {}), arguments)
-    if any(
-        argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS
-        for argument in arguments
-    ):
+    keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
+    if keys & set(hydra_app.GROUPS):
         return "train"
     hydra_app.store_config(config, checkpoint)
     return "resume"
 
 
 def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]:
-    """Return the arguments that select a checkpoint's sharding, except those in `arguments`."""
+    """Return the arguments that select a checkpoint's sharding, unless `arguments` set them."""
     keys = {argument.lstrip("+").split("=")[0] for argument in arguments}
     if not sharding or keys & {"sharding", "sharding.strategy"}:
         return []
-    values = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
-    return [
-        f"sharding={sharding['strategy']}",
-        *(value for value in values if value.split("=")[0] not in keys),
-    ]
+    former = [f"sharding={sharding['strategy']}"]
+    for name, value in sharding.items():
+        key = f"sharding.{name}"
+        if name != "strategy" and key not in keys:
+            former.append(f"{key}={value}")
+    return former
 
 
-def _in_words(sharding: dict[str, Any] | None) -> str:
-    """Return a sharding as arguments."""
+def _as_arguments(sharding: dict[str, Any] | None) -> str:
+    """Return a sharding as command-line arguments, for the log."""
     if sharding is None:
         return "unknown: the checkpoint does not store it"
     return " ".join(former_sharding(sharding, []))
@@ -344,7 +352,7 @@ def main() -> None:
     choose_config = partial(primary_config, sys.argv[1:])
     if not is_launched():
         return hydra_app.launch("train", prepare, choose_config)
-    if int(os.environ["RANK"]) != 0:  # rank 0 has Hydra's folder and log
+    if int(os.environ["RANK"]) != 0:  # only rank 0 has Hydra's folder and log
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0
     try:

@@ -1,4 +1,4 @@
-"""Config and data schema of a run's checkpoint, with renamed options under their new names."""
+"""Config and data schema of a checkpoint, with the names and options of this version."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -9,18 +9,18 @@ from anemoi_gt.app.datasets.schema import DataSchema
 
 log = logging.getLogger(__name__)
 
-MOVED = {  # beginnings of the names in `_target_` of 0.2.0
+MOVED = {  # prefixes of `_target_` in configs of 0.2.0
     "anemoi_gt.training.": "anemoi_gt.app.training.",
     "anemoi_gt.data.field_dataset.": "anemoi_gt.app.datasets.field_dataset.",
     "anemoi_gt.data.sphere_advection.": "anemoi_gt.app.datasets.sphere_advection.",
     "anemoi_gt.data.era5_uk.": "anemoi_gt.app.datasets.era5_uk.",
 }
-REMOVED = {"attention": ("tile", "fixed_degree_kernels")}  # options of 0.2.0 that changed no result
-CHANGE_NO_FORECAST = ("model.mapper_chunks", "model.checkpoint_groups", "model.dropout")
+REMOVED = {"attention": ("tile", "fixed_degree_kernels")}  # options of 0.2.0 that affected speed
+NOT_IN_FORECASTS = ("model.mapper_chunks", "model.checkpoint_groups", "model.dropout")
 
 
 def current_target(target: str) -> str:
-    """Return the name of a function or class in this version, for one in a config of 0.2.0."""
+    """Return the current name of a `_target_`, which may be from a config of 0.2.0."""
     for former, new in MOVED.items():
         if target.startswith(former):
             return new + target.removeprefix(former)
@@ -28,13 +28,13 @@ def current_target(target: str) -> str:
 
 
 def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config in a checkpoint with the names and options of this version."""
+    """Return the config of a checkpoint with the names and options of this version."""
     current = {}
     for group, values in config.items():
         if isinstance(values, Mapping):
-            values = {
-                name: value for name, value in values.items() if name not in REMOVED.get(group, ())
-            }
+            values = dict(values)
+            for option in REMOVED.get(group, ()):
+                values.pop(option, None)
             if isinstance(values.get("_target_"), str):
                 values["_target_"] = current_target(values["_target_"])
         current[group] = values
@@ -42,7 +42,7 @@ def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schema_of(values: Mapping[str, Any] | None, path: Path) -> DataSchema | None:
-    """Return the schema of a checkpoint, or None, with a warning, for 0.2.0, which had none.
+    """Return the schema of a checkpoint; for one of 0.2.0, which has none, warn and return None.
 
     Raises ValueError if an entry is missing.
     """
@@ -50,29 +50,29 @@ def schema_of(values: Mapping[str, Any] | None, path: Path) -> DataSchema | None
         return DataSchema.from_dict(dict(values))
     log.warning(
         "%s was written by 0.2.0, which did not keep the order of the variables, their units, "
-        "means and standard deviations, and the grid: they come from the data now, and are correct "
-        "only if these are the data of the run",
+        "means and standard deviations, and the grid: they are taken from the data, and are "
+        "correct only if these are the data of the run",
         path,
     )
     return None
 
 
 def check_same_network(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ValueError if graph or network of a config differ from a checkpoint's.
+    """Raise ValueError if graph or network of a config differ from those in a checkpoint.
 
-    Weights of the same shapes may load nonetheless: other heads, or another radius of the edges.
+    Loading the weights is no sufficient check: with a different number of heads, or a different
+    edge radius, weights still have the same shapes.
     """
-    before = dict(
-        flatten({group: before[group] for group in ("graph", "model") if group in before})
-    )
-    now = dict(flatten({group: now[group] for group in ("graph", "model")}))
+    groups = ("graph", "model")
+    before = dict(flatten({group: before[group] for group in groups if group in before}))
+    now = dict(flatten({group: now[group] for group in groups}))
     for key, value in now.items():
-        if key in before and before[key] != value and key not in CHANGE_NO_FORECAST:
+        if key in before and before[key] != value and key not in NOT_IN_FORECASTS:
             raise ValueError(f"{key} must be {before[key]}, as in the checkpoint, got {value}")
 
 
 def flatten(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts by their path with dots; nothing for an empty one."""
+    """Yield (path, value) of nested dicts, with dots in the path; nothing for an empty dict."""
     for name, value in values.items():
         path = f"{key}.{name}" if key else name
         if isinstance(value, Mapping):

@@ -34,9 +34,9 @@ def edge_length(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> np
 def edge_direction(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> np.ndarray:
     """Return the direction from each edge's destination to its source, [E, 2] float64 of length 1.
 
-    It is 0 where source and destination coincide or are antipodes. (anemoi-graphs gives coinciding
-    nodes, such as nodes of two levels of a hierarchy, the direction of a rounding error.)
-    Parameters and errors as for `edge_length`.
+    It is 0 if source and destination coincide or are antipodes. (In anemoi-graphs, the direction
+    between coinciding nodes, such as nodes of two levels of a hierarchy, is a rounding error.)
+    Parameters and errors are as for `edge_length`.
     """
     _check_edges(source, destination, edge_index)
     xy = np.einsum("eid,ed->ei", destination.frame[edge_index[1]], source.xyz[edge_index[0]])
@@ -58,8 +58,8 @@ def _check_edges(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> N
         )
     if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
         raise ValueError(
-            "edge_index must be integers [2, E], sources and destinations, got "
-            f"{edge_index.dtype} {edge_index.shape}"
+            f"edge_index must be integers [2, E], sources and destinations, got {edge_index.dtype} "
+            f"{edge_index.shape}"
         )
     for name, nodes, index in zip(
         ("source", "destination"), (source, destination), edge_index, strict=True

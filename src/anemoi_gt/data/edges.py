@@ -24,16 +24,16 @@ from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
 MAX_NEIGHBOURS = 64
-# distances closer than this are equal: between float64 rounding (1e-16) and rounding of positions
-# (1e-7)
+# Distances that differ by less are equal. It lies between rounding in float64 (1e-16) and rounding
+# of positions (1e-7).
 TIE = 1e-9
-MOST_TIES = 8  # a vertex of a triangular mesh has at most six equally far neighbours
+MOST_TIES = 8  # a vertex of a triangular mesh has at most six equidistant neighbours
 
 
 def sort_by_destination(edge_index: np.ndarray) -> np.ndarray:
     """Return the edges [2, E] sorted by destination, then source, contiguous in memory."""
     source, destination = edge_index
-    # indexing would return column-major memory
+    # unlike indexing, which would return column-major memory
     return np.take(edge_index, np.lexsort((source, destination)), axis=1)
 
 
@@ -68,8 +68,9 @@ def cutoff(source: Nodes, destination: Nodes, factor: float) -> np.ndarray:
     radius = factor * grid_spacing(destination)
     k = min(MAX_NEIGHBOURS, len(source))
     distance, neighbours = _neighbours(source, destination, k, radius)
-    reached = np.isfinite(distance)  # [destinations, k]; padded with infinity
-    return sort_by_destination(np.stack([neighbours[reached], np.nonzero(reached)[0]]))
+    is_neighbour = np.isfinite(distance)  # [destinations, k]; padded with infinity
+    destinations = np.nonzero(is_neighbour)[0]
+    return sort_by_destination(np.stack([neighbours[is_neighbour], destinations]))
 
 
 def grid_spacing(nodes: Nodes) -> float:
@@ -112,19 +113,17 @@ def _neighbours(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return distance and index [N_dst, k] of the k nearest sources within `radius`.
 
-    Missing neighbours have infinite distance.
-
-    On regular grids many sources are equally far: ties go to the lower index, independent of
-    rounding.
+    Missing neighbours have infinite distance. On regular grids, many sources are equidistant; ties
+    go to the lower index, independent of rounding.
     """
     candidates = np.arange(1, min(k + MOST_TIES, len(source)) + 1)
     distance, neighbours = _tree(source).query(
         _points(destination), k=candidates, distance_upper_bound=radius * (1 + TIE), workers=-1
     )
     order = np.lexsort((neighbours, np.round(distance / TIE)), axis=-1)[:, :k]
-    return np.take_along_axis(distance, order, axis=1), np.take_along_axis(
-        neighbours, order, axis=1
-    )
+    distance = np.take_along_axis(distance, order, axis=1)
+    neighbours = np.take_along_axis(neighbours, order, axis=1)
+    return distance, neighbours
 
 
 def _points(nodes: Nodes) -> np.ndarray:

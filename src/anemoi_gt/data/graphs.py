@@ -46,8 +46,8 @@ def icosphere_graph(
 ) -> HeteroData:
     """Return the graph of a global grid and a multi-scale icosphere.
 
-    Raises ValueError if refinement, cutoff or nearest is out of range, or the nodes are not those
-    of `grid`.
+    Raises ValueError if `refinement`, `cutoff` or `nearest` is out of range, or the nodes are not
+    the nodes of `grid`.
 
     Parameters
     ----------
@@ -58,8 +58,8 @@ def icosphere_graph(
     nearest : int
         Decoder: number of nearest hidden nodes connected to each data node.
     grid : str, optional
-        Name of the grid that the mesh was chosen for, see `grids.grid`: other nodes are refused.
-        None takes any.
+        Name of the only grid that is accepted, for which the mesh was chosen, see `grids.grid`.
+        None accepts any nodes.
 
     Examples
     --------
@@ -69,16 +69,14 @@ def icosphere_graph(
     ...  for (source, _, destination), edges in zip(graph.edge_types, graph.edge_stores)}
     {'data to hidden': 62980, 'hidden to hidden': 81840, 'hidden to data': 120960}
     """
-    if (
-        grid is not None
-        and isinstance(nodes, Nodes)
-        and len(nodes) != (expected := len(grids.grid(grid)))
-    ):
-        raise ValueError(
-            f"the data must be on grid {grid}, which this graph is for, of {expected} nodes, got "
-            f"{len(nodes)} nodes: "
-            "take graph=icosphere with a graph.refinement for your grid"
-        )
+    if grid is not None and isinstance(nodes, Nodes):
+        expected = len(grids.grid(grid))
+        if len(nodes) != expected:
+            raise ValueError(
+                f"the data must be on grid {grid}, which this graph is for, of {expected} nodes, "
+                f"got {len(nodes)} nodes: take graph=icosphere with a graph.refinement for your "
+                "grid"
+            )
     return encoder_processor_decoder(nodes, icosphere(refinement), cutoff=cutoff, nearest=nearest)
 
 
@@ -91,7 +89,7 @@ def check_fit(graph: HeteroData) -> None:
     empty = edges.nearest_distance(hidden, data) > 0.6 * edges.nearest_distance(hidden)
     if empty.mean() <= 0.5:
         return
-    # The mean of global nodes is near the centre of the globe, of regional nodes near its surface.
+    # The mean of global nodes is near the centre of the globe, the mean of regional nodes is not.
     if np.linalg.norm(data.mean(axis=0)) > 0.1:
         remedy = (
             "the data cover a region, take graph=default, or graph=limited_area with a "
@@ -113,7 +111,7 @@ def limited_area_graph(
     cutoff: float = 0.6,
     nearest: int = 3,
 ) -> HeteroData:
-    """Return the graph of a grid, regional or global, and the part of an icosphere over it.
+    """Return the graph of a regional or global grid and the part of an icosphere that covers it.
 
     Raises ValueError if an option is out of range, or the mesh has fewer than `nearest` nodes over
     the region.
@@ -121,11 +119,11 @@ def limited_area_graph(
     Parameters
     ----------
     refinement : int, optional
-        Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. None: the
-        coarsest one whose spacing is at most four times the spacing of the data nodes.
+        Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. By default,
+        the lowest whose spacing is at most four times the spacing of the data nodes.
     margin : float, optional
-        Distance in kilometres by which the hidden mesh extends beyond the data nodes. None: the
-        distance of neighbours.
+        Distance in kilometres by which the hidden mesh extends beyond the data nodes. If None, the
+        distance between neighbours.
     cutoff, nearest
         As for `icosphere_graph`.
 
@@ -147,9 +145,9 @@ def limited_area_graph(
     mesh = limited_area_icosphere(refinement, nodes, margin)
     if len(mesh.nodes) < max(nearest, 2):
         raise ValueError(
-            f"the icosphere must have at least {max(nearest, 2)} nodes over the region, "
-            f"refinement {refinement} has "
-            f"{len(mesh.nodes)} with a margin of {margin:g} km: raise refinement or margin"
+            f"the icosphere must have at least {max(nearest, 2)} nodes over the region, refinement "
+            f"{refinement} has {len(mesh.nodes)} with a margin of {margin:g} km: raise refinement "
+            "or margin"
         )
     return encoder_processor_decoder(nodes, mesh, cutoff=cutoff, nearest=nearest)
 
@@ -167,17 +165,16 @@ def stretched_graph(
     """Return the graph of a grid and an icosphere that is finer inside an area.
 
     The encoder uses k nearest neighbours instead of a radius, because the mesh spacing varies.
-    Raises ValueError if an option is out of range, area is not four numbers in that order, or
-    contains no data node.
+    Raises ValueError if an option is out of range, or `area` is invalid or contains no data node.
 
     Parameters
     ----------
     nodes : Nodes
-        The data nodes, with uniform spacing or finer inside the area.
+        The data nodes, with uniform spacing or finer spacing inside the area.
     refinement : int
         Refinement of the icosphere outside the area.
     area_refinement : int
-        Refinement inside; the processor has the edges of levels 1 to `area_refinement`.
+        Refinement inside the area; the processor has the edges of levels 1 to `area_refinement`.
     area : sequence of float
         North, west, south, east in degrees.
     margin : float
@@ -235,7 +232,7 @@ def hierarchical_graph(
     cutoff, nearest
         Between data and the finest level, as for `icosphere_graph`.
     down_cutoff : float
-        Down: radius in units of the coarser level's spacing, at most 64 in-edges a node.
+        Down: radius in units of the coarser level's spacing; a node has at most 64 in-edges.
     up_nearest : int
         Up: number of nearest nodes of the coarser level connected to each node.
 
@@ -246,7 +243,8 @@ def hierarchical_graph(
     >>> {name: len(graph[name].x) for name in graph.node_types}
     {'data': 1600, 'hidden': 642, 'hidden_2': 162}
     """
-    refinements = refinements if isinstance(refinements, Sequence) else [refinements]
+    if not isinstance(refinements, Sequence):
+        refinements = [refinements]
     for refinement in refinements:
         check_integer("refinement", refinement)
     if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):
@@ -272,10 +270,10 @@ def hierarchical_graph(
 def encoder_processor_decoder(
     nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3
 ) -> HeteroData:
-    """Return the graph of data nodes and any hidden mesh, whose edges the processor uses.
+    """Return the graph of data nodes and a hidden mesh, whose edges the processor uses.
 
-    `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if mesh is not a Mesh, or
-    an option is out of range.
+    `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if `mesh` is not a Mesh,
+    or an option is out of range.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a Mesh, such as icosphere(5), got {type(mesh).__name__}")

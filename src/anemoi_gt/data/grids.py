@@ -24,12 +24,10 @@ from anemoi_gt.option_checks import check_integer
 
 
 def gaussian_latitudes(n: int) -> np.ndarray:
-    """Return the n Gaussian latitudes, [n] float64, degrees, north to south.
+    """Return the n Gaussian latitudes, [n] float64, in degrees, north to south.
 
-    They are the arcsines of the roots of the Legendre polynomial P_n.
-
-    They are exactly antisymmetric about the equator. Raises ValueError if n is not positive;
-    ImportError without scipy.
+    They are the arcsines of the roots of the Legendre polynomial P_n, and exactly antisymmetric
+    about the equator. Raises ValueError if n is not positive, ImportError without scipy.
 
     Examples
     --------
@@ -44,18 +42,13 @@ def gaussian_latitudes(n: int) -> np.ndarray:
 def reduced_gaussian(lengths: ArrayLike) -> Nodes:
     """Return a reduced Gaussian grid with these row lengths.
 
-    Rows run north to south, each from longitude 0 eastwards.
-
-    `lengths` are integers, the number of points in each row, north first. Raises ValueError if it
-    is empty, or a length is not a positive integer.
+    `lengths` are the numbers of points in each row. Rows are ordered from north to south, each from
+    longitude 0 eastwards. Raises ValueError if `lengths` is empty, or a length is not a positive
+    integer.
     """
     lengths = np.asarray(lengths)
-    if (
-        lengths.ndim != 1
-        or len(lengths) == 0
-        or lengths.dtype.kind not in "iu"
-        or lengths.min() < 1
-    ):
+    is_integer_vector = lengths.ndim == 1 and lengths.dtype.kind in "iu"
+    if not is_integer_vector or len(lengths) == 0 or lengths.min() < 1:
         raise ValueError(
             f"lengths must be a vector of positive integers, the points in each row, got {lengths}"
         )
@@ -102,8 +95,8 @@ def classic(n: int) -> Nodes:
     }
     if n not in table:
         raise ValueError(
-            f"N{n} must be one of {', '.join(f'N{known}' for known in table)}; "
-            "for another grid pass its row lengths to reduced_gaussian"
+            f"N{n} must be one of {', '.join(f'N{known}' for known in table)}; for another grid "
+            "pass its row lengths to reduced_gaussian"
         )
     # LENGTHxROWS from pole to equator, or LENGTH of a single row
     runs = (run.partition("x") for run in table[n])

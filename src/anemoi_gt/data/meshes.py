@@ -1,12 +1,12 @@
 """Hidden meshes: refined icosahedra of the globe, limited areas and stretched grids.
 
-Refinement r splits every triangle of the icosahedron r times in four and projects new vertices onto
-the sphere: 10 * 4^r + 2 vertices, of which the vertices of level l < r are a subset; 60 * 4^l
-directed edges at level l. A multi-scale mesh has the edges of several levels, so that a message
-crosses the globe in a few steps (Lam et al. 2023).
+Refinement r splits every triangle of the icosahedron into four, r times, and projects new vertices
+onto the sphere. This gives 10 * 4^r + 2 vertices, which include those of all levels l < r, and
+60 * 4^l directed edges at level l. A multi-scale mesh has the edges of several levels, so that a
+message crosses the globe in a few steps (Lam et al. 2023).
 
 Vertices are sorted by latitude, north first, then by longitude, east first, both as float32
-radians. anemoi-graphs sorts its TriNodes by latitude too, but with an unstable sort: the order
+radians. anemoi-graphs sorts its TriNodes by latitude too, but with an unstable sort, so its order
 along a parallel depends on the machine.
 
 References
@@ -29,15 +29,15 @@ from anemoi_gt.option_checks import check_integer
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """N vertices and edges [2, E] int64 (source, destination), sorted by destination, source."""
+    """N vertices and edges [2, E] int64, sorted by destination, then by source."""
 
     nodes: Nodes
     edge_index: np.ndarray
 
     def restrict(self, keep: np.ndarray) -> "Mesh":
-        """Return the sub-mesh of the vertices where `keep` [N] bool is true, in the same order.
+        """Return the sub-mesh of the vertices where `keep` [N] is True, in the same order.
 
-        Raises ValueError if keep is not bool [N].
+        Raises ValueError if `keep` is not bool [N].
         """
         keep = np.asarray(keep)
         if keep.shape != (len(self.nodes),) or keep.dtype != bool:
@@ -53,9 +53,9 @@ class Mesh:
 def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     """Return a refined icosahedron: 10 * 4^refinement + 2 nodes, 60 * 4^l edges per level l.
 
-    Each triangle is split in four `refinement` times, at least once; `levels` are the levels of the
-    edges, None means 1 to `refinement`. Raises ValueError if refinement is below 1, or a level is
-    not in [0, refinement].
+    Each triangle is split into four, `refinement` times. `levels` are the levels of the edges, by
+    default 1 to `refinement`. Raises ValueError if `refinement` is below 1, or a level is not in
+    [0, refinement].
 
     Examples
     --------
@@ -64,14 +64,16 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     (10242, (2, 81840))
     """
     check_integer("refinement", refinement)
-    return _refine(refinement, range(1, refinement + 1) if levels is None else levels)[0]
+    mesh, _ = _refine(refinement, range(1, refinement + 1) if levels is None else levels)
+    return mesh
 
 
 def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
     """Return a regional part of a multi-scale icosphere, with edges of levels 1 to `refinement`.
 
-    The region is the area of the points `area`, such as its data nodes, and `margin` kilometres
-    around them. Raises ValueError if refinement is below 1, margin negative, or area empty.
+    The region is everything within `margin` kilometres of the points `area`, such as the data nodes
+    of a region. Raises ValueError if `refinement` is below 1, `margin` is negative, or `area` is
+    empty.
 
     Examples
     --------
@@ -88,10 +90,11 @@ def stretched_icosphere(
 ) -> Mesh:
     """Return a multi-scale icosphere that is finer over a region.
 
-    It has the vertices of the icosphere of `refinement` and, over the region, of `area_refinement`,
-    with the edges of levels 1 to `area_refinement` between them; `area` and `margin` (km) give the
-    region, as for `limited_area_icosphere`. Raises ValueError if refinement is below 1,
-    area_refinement not above it, margin negative, or area empty.
+    It has the vertices of the icosphere with `refinement` and, over the region, with
+    `area_refinement`, and the edges of levels 1 to `area_refinement` between them. `area` and
+    `margin` (km) define the region, as for `limited_area_icosphere`. Raises ValueError if
+    `refinement` is below 1, `area_refinement` is not above it, `margin` is negative, or `area` is
+    empty.
 
     Examples
     --------
@@ -124,13 +127,12 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
 
     Level l has the first 10 * 4^l + 2 vertices of that order.
     """
-    if (
-        not isinstance(levels, Sequence)
-        or not levels
-        or any(level not in range(refinement + 1) for level in levels)
-    ):
-        got = f"the refinement, such as (1, 2), got {levels!r}"
-        raise ValueError(f"levels must be one or more of 0 to {refinement}, {got}")
+    is_sequence = isinstance(levels, Sequence) and len(levels) > 0
+    if not is_sequence or any(level not in range(refinement + 1) for level in levels):
+        raise ValueError(
+            f"levels must be one or more of 0 to {refinement}, the refinement, such as (1, 2), got "
+            f"{levels!r}"
+        )
     xyz, faces = _icosahedron()
     sides = [_sides(faces)[0]]
     for _ in range(refinement):
@@ -147,7 +149,7 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
 
 
 def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
-    """Return the 20 faces and 12 vertices on the unit sphere.
+    """Return the 12 vertices on the unit sphere and the 20 faces.
 
     Vertices are (0, +-1, +-golden ratio) and cyclic shifts.
     """

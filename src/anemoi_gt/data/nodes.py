@@ -1,4 +1,4 @@
-"""Nodes on the sphere: positions, the tangent frames that directions refer to, and area weights.
+"""Nodes on the sphere: positions, tangent frames for directions, and area weights.
 
 `lat` and `lon` are in degrees; all geometry is computed from unit vectors in float64.
 """
@@ -19,7 +19,7 @@ LARGE = 2**20  # points
 class Nodes:
     """Points on the sphere.
 
-    Raises ValueError if the two are not vectors of numbers of equal length, are not finite, or a
+    Raises ValueError if latitudes and longitudes are not finite vectors of equal length, or a
     latitude is outside [-90, 90].
 
     Parameters
@@ -73,7 +73,7 @@ class Nodes:
 
     @classmethod
     def from_xyz(cls, xyz: ArrayLike) -> "Nodes":
-        """Return the nodes in the directions of vectors [N, 3] of any length but zero.
+        """Return the nodes in the directions of vectors [N, 3] of any nonzero length.
 
         Raises ValueError if the shape is not [N, 3], or a vector is zero.
         """
@@ -118,8 +118,8 @@ class Nodes:
     def frame(self) -> np.ndarray:
         """Two unit tangent vectors at each node, [N, 2, 3] float64: the basis of edge directions.
 
-        The shortest rotation that takes the node to the north pole takes them to the x and the y
-        axis. Unlike east and north they are continuous across the north pole; at the south pole
+        The shortest rotation from the node to the north pole maps them to the x axis and the y
+        axis. Unlike east and north, they are continuous across the north pole; at the south pole,
         they depend on the node's longitude.
         """
         sin, cos = np.sin(self.radians[:, 1, None]), np.cos(self.radians[:, 1, None])
@@ -131,9 +131,9 @@ class Nodes:
         """Return a mask [N] of the nodes between two parallels and two meridians, inclusive.
 
         `area` is north, west, south, east in degrees, in the order of ECMWF's archive. It extends
-        from west eastwards to east, across the date line if it lies between, and around the globe
-        if both are the same meridian. Raises ValueError if area is not four finite numbers, or
-        north is not above south.
+        eastwards from west to east, possibly across the date line, and around the globe if both are
+        the same meridian. Raises ValueError if `area` is not four finite numbers, or north is not
+        above south.
 
         Examples
         --------
@@ -166,11 +166,12 @@ def unit_vectors(radians: np.ndarray) -> np.ndarray:
 def area_weights(nodes: Nodes) -> np.ndarray:
     """Return the areas of the nodes' Voronoi cells on the sphere, scaled to mean 1, [N] float64.
 
-    Raises ValueError if two nodes coincide, or there are fewer than four, or all lie on one circle.
+    Raises ValueError if two nodes coincide, there are fewer than four nodes, or all lie on one
+    circle.
 
-    Of a global grid of more than a million points in rows, cells would take minutes: each point has
-    its share of the band that ends half-way to the next rows. Its area differs from the cell's by
-    at most 0.7% on octahedral grids.
+    For global grids with more than a million points in rows, Voronoi cells would take minutes. Each
+    point then gets an equal share of its row's band, which ends half-way to the next rows. On
+    octahedral grids, these areas differ from the cells by at most 0.7%.
     """
     check_nodes(nodes=nodes)
     if len(nodes) > LARGE and len(np.unique(nodes.lat)) < len(nodes) / 100:
@@ -187,9 +188,10 @@ def area_weights(nodes: Nodes) -> np.ndarray:
 
 
 def row_weights(nodes: Nodes) -> np.ndarray:
-    """Return area weights of mean 1, [N] float64, of a grid in rows: row band area per point.
+    """Return area weights of mean 1, [N] float64, of a grid in rows.
 
-    Bands end half-way to the next rows, and at a pole within one spacing of the rows.
+    The points of a row share the area of its band. Bands end half-way to the next rows, or at a
+    pole that is within one row spacing.
     """
     rows, row, points = np.unique(nodes.lat.round(4), return_inverse=True, return_counts=True)
     beyond = np.clip([2 * rows[0] - rows[1], 2 * rows[-1] - rows[-2]], -90, 90)

@@ -1,4 +1,4 @@
-"""Consensus of all ranks on errors and values, so that no rank hangs in a collective."""
+"""Consensus between ranks on errors and values, so that no rank hangs in a collective."""
 
 import hashlib
 import math
@@ -19,19 +19,21 @@ LOST_PEER = (  # in messages of gloo and NCCL (torch 2.13)
 def raise_on_all_ranks(
     problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError
 ) -> None:
-    """Raise the same `error` on all ranks, with failing ranks and first problem. Collective.
+    """Raise the same `error` on all ranks if any rank has a problem. Collective.
 
-    `problem` is this rank's; None: it has none.
+    `problem` describes this rank's problem; None if there is none. The message names the failing
+    ranks and has the first problem.
     """
     problems = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
-    if failing := [rank for rank, text in enumerate(problems) if text is not None]:
-        raise _of_all_ranks(error(f"{_ranks(failing)}: {problems[failing[0]]}"), group)
+    failing = [rank for rank, text in enumerate(problems) if text is not None]
+    if failing:
+        raise _mark_common(error(f"{_names(failing)}: {problems[failing[0]]}"), group)
 
 
 @contextmanager
 def consensus(group: dist.ProcessGroup) -> Iterator[None]:
-    """Raise a ValueError of the block on all ranks. Collective at its end.
+    """Raise a ValueError of the block on all ranks. Collective when the block ends.
 
     The block itself must not contain collectives.
     """
@@ -46,35 +48,32 @@ def consensus(group: dist.ProcessGroup) -> Iterator[None]:
 def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise on all ranks unless every value is the same on all ranks. Collective.
 
-    Call it before any collective that would hang.
-
-    `values` are plain values by name. The ValueError has the name of one and the ranks that differ
-    from rank 0.
+    Call it before collectives that would hang otherwise. `values` are plain values by name. The
+    ValueError names a value that differs and the ranks that differ from rank 0.
     """
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, dict(values), group=group)
-    for name in dict.fromkeys(name for values in of_ranks for name in values):
-        # Compared as text: 1 is not 1.0, and NaN is NaN.
-        first, *others = (
-            repr(values[name]) if name in values else "no such value" for values in of_ranks
-        )
-        if wrong := [rank for rank, other in enumerate(others, 1) if other != first]:
-            got = f"{others[wrong[0] - 1]} on {_ranks(wrong)} and {first} on rank 0"
-            raise _of_all_ranks(
-                ValueError(f"{name} must be the same on all ranks, got {got}"), group
-            )
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, dict(values), group=group)
+    names = dict.fromkeys(name for values in gathered for name in values)  # ordered, no duplicates
+    for name in names:
+        # Compared as text, so that 1 differs from 1.0, and NaN equals NaN.
+        texts = [repr(values[name]) if name in values else "no such value" for values in gathered]
+        different = [rank for rank, text in enumerate(texts) if text != texts[0]]
+        if different:
+            got = f"{texts[different[0]]} on {_names(different)} and {texts[0]} on rank 0"
+            error = ValueError(f"{name} must be the same on all ranks, got {got}")
+            raise _mark_common(error, group)
 
 
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
     """Raise on all ranks unless the loss is finite on every rank. Collective; synchronises.
 
-    `loss` is this rank's scalar. The FloatingPointError has the `step` and the ranks whose loss is
-    not finite.
+    `loss` is the scalar loss of this rank. The FloatingPointError names the `step` and the ranks
+    whose loss is not finite.
     """
     value = float(loss)
-    problem = (
-        None if math.isfinite(value) else f"the loss must stay finite, got {value} at step {step}"
-    )
+    problem = None
+    if not math.isfinite(value):
+        problem = f"the loss must stay finite, got {value} at step {step}"
     raise_on_all_ranks(problem, group, FloatingPointError)
 
 
@@ -86,47 +85,49 @@ def broadcast_from_rank0(value: Any) -> Any:
 
 
 def run_on_rank0(function: Callable[[], Any]) -> Any:
-    """Return on all ranks the result of `function()`, which only rank 0 calls. Collective.
+    """Call `function` on rank 0 and return its result on all ranks. Collective.
 
-    Result or exception are sent by pickle. Use it for what ranks could see differently, such as a
-    folder on a network file system. Raises on all ranks what `function` raises on rank 0.
+    The result is pickled. Use it for anything that ranks could see differently, such as a folder on
+    a network file system. Raises on all ranks the exception that `function` raises on rank 0.
     """
-    value, error = None, None
+    value = None
+    error = None
     if dist.get_rank() == 0:
         try:
             value = function()
-        except Exception as raised:  # whatever it is, all ranks raise it
+        except Exception as raised:  # of any type: all ranks raise it
             error = raised
     value, error = broadcast_from_rank0((value, error))
     if error is not None:
-        raise _of_all_ranks(error, dist.group.WORLD)
+        raise _mark_common(error, dist.group.WORLD)
     return value
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error follows from another rank's: a lost rank, or the same error."""
+    """Return whether an error is due to another rank: that rank was lost, or reports the error."""
     if isinstance(error, dist.DistNetworkError) or any(text in str(error) for text in LOST_PEER):
         return True
     return getattr(error, "is_repeated", False)
 
 
 def fingerprint(*tensors: Tensor) -> str:
-    """Return a text that is equal on two ranks if dtypes, shapes and bits of their tensors are."""
+    """Return a hash of the dtypes, shapes and bits of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
-        # to be viewed as bytes: a single element may have any stride
+        # A single element may have any stride, and only stride 1 can be viewed as bytes.
         flat = flat.as_strided(flat.shape, (1,))
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
-def _of_all_ranks(error: Exception, group: dist.ProcessGroup | None) -> Exception:
-    """Return an error that all ranks of a group raise; reporting it from one rank is enough."""
+def _mark_common(error: Exception, group: dist.ProcessGroup | None) -> Exception:
+    """Mark an error that all ranks of a group raise, so that only rank 0 reports it."""
     vars(error)["is_repeated"] = dist.get_rank(group) > 0
     return error
 
 
-def _ranks(ranks: list[int]) -> str:
+def _names(ranks: list[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,17 +1,17 @@
 """Gradient reduction, clipping, optimiser step and loss on a (data, model) mesh.
 
-    shared parameter     held by every rank of a model, with the gradient of local rows:
+    shared parameter     replicated on every rank of a model; local grad comes from local rows:
                          grad = mean over data of  sum over model of  local grad
-    own parameter        rows held by one rank of a model (trainable features of nodes and edges):
+    sharded parameter    rows held by one rank of a model (trainable features of nodes and edges):
                          grad = mean over data of  local grad
 
-A rank's loss is the sum over its nodes divided by the number of nodes of the whole model, not by
-its own number. A `mesh` has axes (data, model), as `make_mesh` makes it; functions raise ValueError
-for others.
+The loss of a rank is the sum over its nodes divided by the number of nodes of the whole model, not
+by the number of its nodes. A `mesh` has axes (data, model), see `make_mesh`; functions raise
+ValueError for any other mesh.
 
-DDP and `fully_shard` over the data axis take the mean over data during backward. DDP's gradients
-are equal there, so averaging changes nothing; gradients of `fully_shard` are DTensors, whose local
-parts are summed over model only.
+DDP and `fully_shard` over the data axis average over data during backward. Gradients of DDP are
+then equal on all data ranks, so averaging again changes nothing. Gradients of `fully_shard` are
+DTensors, whose local parts are summed over model only.
 """
 
 import math
@@ -38,10 +38,9 @@ def reduce_gradients(
 ) -> None:
     """Reduce the gradients of all ranks, in place. Collective.
 
-    Call it once, between backward and the optimiser step.
-
-    `shared` and `own` are in the same order on all ranks. A missing gradient counts as zero; with
-    requires_grad=False it stays None.
+    Call it once, between backward and the optimiser step. `shared` and `own` (the sharded
+    parameters) must be in the same order on all ranks. A missing gradient counts as zero;
+    parameters with requires_grad=False are skipped.
     """
     check_mesh(mesh)
     shared = [parameter for parameter in shared if parameter.requires_grad]
@@ -53,12 +52,9 @@ def reduce_gradients(
 
 
 def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> None:
-    """Replace gradients by their mean over a group; a missing one counts as zero. Collective."""
-    _reduce(
-        [parameter for parameter in parameters if parameter.requires_grad],
-        [group],
-        factor=1.0 / group.size(),
-    )
+    """Average gradients over a group, in place; a missing one counts as zero. Collective."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    _reduce(trained, [group], factor=1.0 / group.size())
 
 
 def clip_gradients(
@@ -66,16 +62,18 @@ def clip_gradients(
 ) -> Tensor:
     """Clip the gradient norm of a whole model, like `torch.nn.utils.clip_grad_norm_`. Collective.
 
-    Call it after `reduce_gradients`; shared parameters count once. Return the norm before clipping,
-    a scalar: NaN when it is not finite, and then so are the gradients of all ranks.
+    Call it after `reduce_gradients`. Shared parameters count once. Return the norm before clipping,
+    a scalar. If it is not finite, the norm and the gradients of all ranks become NaN.
     """
     check_mesh(mesh)
-    shared, own = list(shared), list(own)
+    shared = list(shared)
+    own = list(own)
     squares = _squares(own, mesh)
     dist.all_reduce(squares, group=mesh.get_group("model"))
-    widest = reduce(torch.promote_types, [p.dtype for p in shared + own] or [torch.float32])
-    norm = (squares + _squares(shared, mesh)).sqrt().to(widest)
-    norm = torch.where(norm.isfinite(), norm, torch.nan)  # infinity would zero the finite gradients
+    dtypes = [parameter.dtype for parameter in shared + own] or [torch.float32]
+    norm = (squares + _squares(shared, mesh)).sqrt().to(reduce(torch.promote_types, dtypes))
+    # Dividing by an infinite norm would set the finite gradients to 0.
+    norm = torch.where(norm.isfinite(), norm, torch.nan)
     for parameters in _by_layout(shared + own):
         clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -95,30 +93,32 @@ def optimizer_step(
     Parameters
     ----------
     optimizer : Optimizer
-        Of these parameters.
+        The optimiser of these parameters.
     shared, own : iterable of Parameter
-        From `ModuleShard.parameters`, with the gradients of one or more backward passes.
+        Shared and sharded parameters, as `ModuleShard.parameters` returns them, with the gradients
+        of one or more backward passes.
     mesh : DeviceMesh
         With axes (data, model).
     max_norm : float
-        For `clip_gradients`; infinity leaves finite gradients as they are.
+        See `clip_gradients`; infinity disables clipping.
     scaler : GradScaler, optional
-        That scaled the loss. All ranks skip the step when a gradient of any of them is not finite,
-        and have the same scale after it, which they would not if each had unscaled its own
-        gradients. Do not call its methods but `scale`; it waits for the device. None: the step is
-        taken, even with NaN.
+        The scaler that scaled the loss. If a gradient of any rank is not finite, all ranks skip the
+        step and keep the same scale; they would diverge if each rank unscaled its own gradients.
+        Call only `scaler.scale` yourself. With a scaler, this function synchronises with the
+        device. Without, the step is always taken, even with NaN.
 
     Returns
     -------
     Tensor
-        The norm of the unscaled gradients before clipping, a scalar; NaN when it is not finite.
+        The norm of the unscaled gradients before clipping, a scalar; NaN if it is not finite.
 
     Raises
     ------
     ValueError
-        With a scaler, when no parameter to train is shared.
+        If there is a scaler but no trainable shared parameter.
     """
-    shared, own = list(shared), list(own)
+    shared = list(shared)
+    own = list(own)
     reduce_gradients(shared, own, mesh)
     if scaler is None:
         norm = clip_gradients(shared, own, max_norm, mesh)
@@ -129,8 +129,8 @@ def optimizer_step(
             "shared must have a parameter to train with a scaler, which agrees by its gradients, "
             "got none"
         )
-    # Before unscaling: gradients that are not finite on one rank become NaN on all, and every
-    # rank's scaler finds them.
+    # Clip before unscaling: if gradients of one rank are not finite, clipping makes them NaN on all
+    # ranks, so the scaler of every rank finds them.
     scale = scaler.get_scale()
     norm = clip_gradients(shared, own, max_norm * scale, mesh) / scale
     scaler.step(optimizer)
@@ -139,9 +139,9 @@ def optimizer_step(
 
 
 def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the loss of the whole batch for logging. Collective, without gradient.
+    """Return the loss of the whole batch, without gradient, for logging. Collective.
 
-    The sum over model ranks, averaged over data ranks.
+    It is the sum over model ranks, averaged over data ranks.
     """
     check_mesh(mesh)
     total = loss.detach().clone()
@@ -151,10 +151,10 @@ def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _groups_of_all_ranks(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the groups over which a sum, one after the other, is that over the mesh.
+    """Return groups such that sums over them, one after the other, are sums over the mesh.
 
-    One group where it can be: all ranks then get the same bits. Two rows of a mesh could add in
-    another order.
+    A single group, if possible, gives all ranks the same bits. With two, rows of the mesh could add
+    in different orders.
     """
     if mesh.size() == dist.get_world_size():
         return [world_group()]
@@ -162,7 +162,7 @@ def _groups_of_all_ranks(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def _reduce(parameters: list[Parameter], groups: list[dist.ProcessGroup], factor: float) -> None:
-    """Replace gradients by `factor` times their sum over the groups, one group after the other."""
+    """Replace gradients by `factor` times their sum over the ranks of all groups."""
     groups = [group for group in groups if group.size() > 1]
     if not groups:
         return
@@ -179,27 +179,33 @@ def _reduce(parameters: list[Parameter], groups: list[dist.ProcessGroup], factor
         sums = flat.mul_(factor).split([part.numel() for part in parts])
         for parameter, part, total in zip(bucket, parts, sums, strict=True):
             if isinstance(parameter, DTensor):
-                part.copy_(total.view_as(part))  # part is the gradient's own memory
+                part.copy_(total.view_as(part))  # the local part shares memory with the gradient
             else:
                 parameter.grad = total.view_as(part)
 
 
 def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
-    """Return the sum of squares of gradients, float64 on the mesh's device; 0 without gradients."""
+    """Return the sum of squared gradients in float64, on the device of the mesh."""
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for same_layout in _by_layout(parameters):
-        norm = get_total_norm(
-            [parameter.grad for parameter in same_layout if parameter.grad is not None]
-        )
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # collective over data
+        gradients = [parameter.grad for parameter in same_layout if parameter.grad is not None]
+        norm = get_total_norm(gradients)  # 0 without gradients
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()  # collective over data
         squares += norm.to(squares).square()
     return squares
 
 
 def _by_layout(parameters: list[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
     """Split parameters into plain tensors and DTensors, which PyTorch's foreach ops cannot mix."""
-    plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    return plain, [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    plain: list[Parameter] = []
+    sharded: list[Parameter] = []
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            sharded.append(parameter)
+        else:
+            plain.append(parameter)
+    return plain, sharded
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -208,13 +214,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _buckets(parameters: list[Parameter]) -> Iterable[list[Parameter]]:
-    """Yield consecutive parameters of one dtype, `BUCKET_BYTES` at a time."""
+    """Yield buckets of consecutive parameters of one dtype, of about `BUCKET_BYTES`."""
     bucket: list[Parameter] = []
     size = 0
     for parameter in parameters:
         if bucket and (size >= BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(parameter)
         size += _local(parameter).numel() * parameter.element_size()
     if bucket:

@@ -1,10 +1,10 @@
 """Graph shard of one rank: its destinations, all edges into them, and its halo of remote sources.
 
-Every rank owns some destinations and all edges into them, so a softmax never crosses ranks. Sources
-are numbered
+Every rank owns some destinations and all edges into them, so a softmax never crosses ranks. Source
+indices of a shard are
 
     0 .. n_local - 1    local sources, in the order of the rank's rows
-    n_local ..          halo, in the order of owner and position
+    n_local ..          halo, ordered by owner and position
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class GraphShard:
     Attributes
     ----------
     rank : int
-        In the group that shares the graph.
+        This rank in the group that shares the graph.
     sources, destinations : Partition
         Owners of the nodes. This rank's rows of features are `sources.nodes(rank)` and
         `destinations.nodes(rank)`.
@@ -42,10 +42,10 @@ class GraphShard:
     structure : GraphStructure
         Edges from local and halo sources to local destinations, with their reverse structure.
     halo : HaloExchange
-        Delivers the halo.
+        Exchanges the rows of the halo.
     chunks : tuple of Chunk
-        Of `structure`, from `split`; layers compute one after the other. Empty: the structure is
-        not split.
+        Chunks of `structure` from `split`, which layers process one after the other. Empty if the
+        structure is not split.
     """
 
     rank: int
@@ -57,22 +57,20 @@ class GraphShard:
     chunks: tuple[Chunk, ...] = ()
 
     def split(self, num_chunks: int) -> "GraphShard":
-        """Return this shard in the same number of chunks on every rank.
+        """Return this shard split into `num_chunks` chunks of destinations.
 
-        Layers exchange the halo before the first chunk.
-
-        Of a rank with fewer destinations some chunks are empty. Raise ValueError unless num_chunks
-        is at least 1.
+        Use the same number on every rank; on a rank with fewer destinations some chunks are empty.
+        Layers exchange the halo before the first chunk. Raise ValueError if num_chunks is below 1.
         """
         check_integer("num_chunks", num_chunks)
-        num_local = self.sources.ranges.counts[self.rank]
-        return replace(
-            self,
-            chunks=make_chunks(self.structure, num_chunks, num_local) if num_chunks > 1 else (),
-        )
+        chunks: tuple[Chunk, ...] = ()
+        if num_chunks > 1:
+            num_local = self.sources.ranges.counts[self.rank]
+            chunks = make_chunks(self.structure, num_chunks, num_local)
+        return replace(self, chunks=chunks)
 
     def exchange(self, x_src: Tensor) -> Tensor | RowsWithHalo:
-        """Return local source rows and halo, uncast; on one rank, the rows alone."""
+        """Return local source rows and halo in their dtype; on one rank, only the local rows."""
         self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
             return x_src
@@ -85,14 +83,17 @@ class GraphShard:
         prepare: Callable[..., Tensor] | None = None,
         cond: Tensor | None = None,
     ) -> "PendingExchange | LocalRows":
-        """Send local source rows, cast for autocast; do not wait. Collective, also backward.
+        """Start to send local source rows, cast for autocast. Collective, also backward.
 
-        `wait()` of the result returns local sources concatenated with the halo, [.., n_src + halo,
-        F], once. What is computed before hides the messages, and so does its backward. With
-        activation checkpointing, start the exchange inside the checkpointed function. `prepare`
-        maps the rows that leave [.., F], and with `cond` [.., n_src, K] their conditions, to what
-        is sent; then call `wait_halo()` alone: local rows stay as they are, uncast. Raise
-        ValueError, before anything is sent, unless `x_src` is [n_src, F] or [B, n_src, F].
+        Call `wait()` of the result once: it returns local sources concatenated with the halo,
+        [.., n_src + halo, F]. Work between start and wait overlaps with communication, forward and
+        backward. With activation checkpointing, start the exchange inside the checkpointed
+        function.
+
+        `prepare` computes the rows to send from rows [.., F], and with `cond` [.., n_src, K] also
+        from their conditions. Then call only `wait_halo()`: local rows are neither prepared nor
+        cast. Raise ValueError, before anything is sent, unless `x_src` is [n_src, F] or
+        [B, n_src, F].
         """
         self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
@@ -103,11 +104,11 @@ class GraphShard:
 
     def _check_sources(self, x_src: Tensor) -> None:
         count = self.sources.ranges.counts[self.rank]
-        wanted = f"[.., {count}, F], one row for each source of this rank"
-        check_shape("x_src", x_src, wanted, lambda x: x.dim() >= 2 and x.shape[-2] == count)
+        expected = f"[.., {count}, F], one row for each source of this rank"
+        check_shape("x_src", x_src, expected, lambda x: x.dim() >= 2 and x.shape[-2] == count)
 
     def __deepcopy__(self, memo: dict) -> "GraphShard":
-        return self  # immutable: copies of a model share it
+        return self  # immutable, so copies of a model share it
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +119,7 @@ class LocalRows:
     is_prepared: bool = False
 
     def wait(self) -> Tensor:
-        """Return the local rows; raise as `PendingExchange.wait`."""
+        """Return the local rows; raise ValueError after `prepare`, as `PendingExchange.wait`."""
         check_unprepared(self.is_prepared)
         return self.own
 
@@ -144,20 +145,19 @@ def shard_graph(
     destinations : Partition, optional
         Owners of the destinations. None: ranges of about equal cost (`destination_cost`).
     sources : Partition, optional
-        Owners of the sources. None: `destinations` where both sides have the same number of nodes,
-        else ranges of equal size. Graphs that follow each other in a model must agree on the nodes
-        that they share: pass both there.
+        Owners of the sources. None: `destinations` if the graph has as many sources as
+        destinations, otherwise ranges of equal size. Consecutive graphs in a model must have the
+        same owners of the nodes that they share: pass both partitions for them.
 
     Raises
     ------
     ValueError
-        On all ranks, when the graph or a partition differs between them, or a partition does not
-        fit the graph.
+        On all ranks, if the graph or a partition differs between them, or a partition does not fit
+        the graph.
 
     Examples
     --------
-    On each of 4 ranks, for features x [N, F] and attributes edge_attr [E, D] that every rank could
-    read entirely:
+    On each of 4 ranks, with features x [N, F] and attributes edge_attr [E, D] of the whole graph:
 
         shard = shard_graph(graph, group)
         x, edge_attr = x[shard.sources.nodes(shard.rank)], edge_attr[shard.edges]
@@ -166,30 +166,33 @@ def shard_graph(
     _check_member(group)
     with consensus(group):
         check_structure(graph)
-        partitions = {"destinations": destinations, "sources": sources}
-        signatures = {
-            name: None if nodes is None else _signature(nodes) for name, nodes in partitions.items()
-        }
-    check_same({"graph": fingerprint(*graph.state_dict().values())} | signatures, group)
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    destinations = destinations or Partition.balanced(
-        destination_cost(graph.colptr.diff()), num_ranks
-    )
+        values: dict[str, str | None] = {"graph": fingerprint(*graph.state_dict().values())}
+        for name, partition in (("destinations", destinations), ("sources", sources)):
+            values[name] = None if partition is None else _signature(partition)
+    check_same(values, group)
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
+    if destinations is None:
+        destinations = Partition.balanced(destination_cost(graph.colptr.diff()), num_ranks)
     if sources is None:
-        is_one_set = graph.num_src == destinations.size
-        sources = destinations if is_one_set else Partition(Ranges.even(graph.num_src, num_ranks))
+        if graph.num_src == destinations.size:
+            sources = destinations
+        else:
+            sources = Partition(Ranges.even(graph.num_src, num_ranks))
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
     edge_index, positions = in_edges(graph, destinations.nodes(rank, graph.device))
-    owners = {"destinations": destinations, "sources": sources}
     shard = shard_edges(
-        edge_index, group, **owners, global_edge_id=graph.global_edge_ids()[positions]
+        edge_index,
+        group,
+        destinations=destinations,
+        sources=sources,
+        global_edge_id=graph.global_edge_ids()[positions],
     )
     schedule = None
     if graph.dst_schedule is not None:
+        ranges = destinations.ranges
         schedule = destinations.positions(graph.dst_schedule)
-        schedule = (
-            schedule[destinations.ranges.owns(rank, schedule)] - destinations.ranges.of(rank).start
-        )
+        schedule = schedule[ranges.owns(rank, schedule)] - ranges.of(rank).start
         schedule = schedule.to(graph.colptr.dtype)
     edges = graph.edge_order().long()[positions][shard.edges]
     return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
@@ -198,11 +201,12 @@ def shard_graph(
 def in_edges(graph: GraphStructure, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the in-edges [2, E_own], int64, of `nodes`, in node order, and their CSC positions."""
     degree = graph.colptr.diff()[nodes]
-    begin = graph.colptr[nodes] - (degree.cumsum(0) - degree)
-    positions = begin.repeat_interleave(degree) + torch.arange(
-        int(degree.sum()), device=graph.device
-    )
-    return torch.stack([graph.row[positions].long(), nodes.repeat_interleave(degree)]), positions
+    num_edges = int(degree.sum())
+    # shift from the position in the result to the CSC position, constant over a node's edges
+    shift = graph.colptr[nodes] - (degree.cumsum(0) - degree)
+    positions = shift.repeat_interleave(degree) + torch.arange(num_edges, device=graph.device)
+    edge_index = torch.stack([graph.row[positions].long(), nodes.repeat_interleave(degree)])
+    return edge_index, positions
 
 
 def shard_edges(
@@ -215,29 +219,30 @@ def shard_edges(
 ) -> GraphShard:
     """Shard a graph of which every rank holds only the edges into its own destinations. Collective.
 
-    The `edges` of the shard are positions in this rank's own attributes.
+    The `edges` of the shard are positions in the edge attributes of this rank.
 
     Parameters
     ----------
     edge_index : Tensor [2, E_own], int32 or int64
-        This rank's edges, in the node numbers of the whole graph, on a device that the group
+        This rank's edges, with node indices of the whole graph, on a device that the group
         communicates from.
     group : ProcessGroup
         The ranks that share the graph.
     destinations, sources : Partition
         Owners of the nodes; the same on all ranks.
     global_edge_id : Tensor [E_own], int64, optional
-        Id of each edge in the whole graph, the key of dropout. None, on all ranks, numbers them in
-        the order of ranks.
+        Id of each edge in the whole graph, which determines dropout. If None on all ranks, ids are
+        consecutive by rank.
 
     Raises
     ------
     ValueError
-        On all ranks, when the partitions differ between them, or an edge does not end in its rank's
-        own nodes.
+        On all ranks, if the partitions differ between them, or an edge does not end in a node of
+        its rank.
     """
     _check_member(group)
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
     with consensus(group):
         signatures = {"destinations": _signature(destinations), "sources": _signature(sources)}
     check_same(signatures | {"presence of global_edge_id": global_edge_id is not None}, group)
@@ -247,26 +252,28 @@ def shard_edges(
         if global_edge_id is not None:
             check_edge_ids(global_edge_id, edge_index)
     if global_edge_id is None:
+        num_edges = edge_index.shape[1]
         counts = [0] * num_ranks
-        dist.all_gather_object(counts, edge_index.shape[1], group=group)
-        global_edge_id = torch.arange(edge_index.shape[1], device=edge_index.device) + sum(
-            counts[:rank]
-        )
-    src, dst = sources.positions(edge_index[0]), destinations.positions(edge_index[1])
-    num_src, is_local = sources.ranges.counts[rank], sources.ranges.owns(rank, src)
+        dist.all_gather_object(counts, num_edges, group=group)
+        global_edge_id = torch.arange(num_edges, device=edge_index.device) + sum(counts[:rank])
+    src = sources.positions(edge_index[0])
+    dst = destinations.positions(edge_index[1])
+    num_local = sources.ranges.counts[rank]
+    is_local = sources.ranges.owns(rank, src)
     halo, halo_row = torch.unique(src[~is_local], return_inverse=True)
     row = src - sources.ranges.of(rank).start
-    row[~is_local] = num_src + halo_row
-    sizes = num_src + halo.shape[0], destinations.ranges.counts[rank]
+    row[~is_local] = num_local + halo_row
+    sizes = num_local + halo.shape[0], destinations.ranges.counts[rank]
     edge_index = torch.stack([row, dst - destinations.ranges.of(rank).start])
     graph = GraphStructure.from_edge_index(edge_index, sizes, global_edge_id=global_edge_id)
-    edges, structure = graph.edge_order().long(), replace(graph, perm=None)
+    edges = graph.edge_order().long()
+    structure = replace(graph, perm=None)
     exchange = HaloExchange.of_requests(halo, sources.ranges, group)
     return GraphShard(rank, sources, destinations, edges, structure, exchange)
 
 
 def _signature(partition: Partition) -> str:
-    """Return a short text that is equal on two ranks when their partitions are."""
+    """Return a short text that differs between ranks if their partitions do."""
     if not isinstance(partition, Partition):
         raise ValueError(
             f"sources and destinations must be Partitions, got {type(partition).__name__}"
@@ -279,20 +286,22 @@ def _check_member(group: dist.ProcessGroup) -> None:
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
             f"group must be a ProcessGroup that this rank belongs to, got {type(group).__name__}; "
-            "use "
-            "torch.distributed.group.WORLD for all ranks, or mesh.get_group('model') of a mesh"
+            "use torch.distributed.group.WORLD for all ranks, or mesh.get_group('model') of a mesh"
         )
 
 
 def _check_partitions(
     sources: Partition, destinations: Partition, sizes: tuple[int, int], num_ranks: int
 ) -> None:
-    for name, partition, size in zip(
-        ("sources", "destinations"), (sources, destinations), sizes, strict=True
+    num_src, num_dst = sizes
+    for name, partition, size in (
+        ("sources", sources, num_src),
+        ("destinations", destinations, num_dst),
     ):
-        if (got := partition.ranges.num_ranks) != num_ranks:
+        if partition.ranges.num_ranks != num_ranks:
             raise ValueError(
-                f"{name} must be divided among {num_ranks} ranks, got a partition of {got}"
+                f"{name} must be divided among {num_ranks} ranks, got a partition of "
+                f"{partition.ranges.num_ranks}"
             )
         if partition.size != size:
             raise ValueError(
@@ -303,17 +312,15 @@ def _check_partitions(
 def _check_own_edges(
     edge_index: Tensor, sources: Partition, destinations: Partition, rank: int
 ) -> None:
-    """Raise unless the edges [2, E] join existing nodes and all end in nodes of `rank`."""
+    """Raise ValueError unless all edges [2, E] join existing nodes and end in nodes of `rank`."""
     check_edge_index(edge_index)
-    for index, (name, nodes) in zip(
-        edge_index, (("sources", sources), ("destinations", destinations)), strict=True
-    ):
-        check_range(name, index, nodes.size)
+    check_range("sources", edge_index[0], sources.size)
+    check_range("destinations", edge_index[1], destinations.size)
     owner = destinations.ranges.owner(destinations.positions(edge_index[1]))
-    stray = (owner != rank).nonzero()
-    if stray.shape[0]:
-        node, other = int(edge_index[1, stray[0, 0]]), int(owner[stray[0, 0]])
+    foreign = (owner != rank).nonzero()
+    if len(foreign) > 0:
+        edge = int(foreign[0])
         raise ValueError(
-            f"every edge must end in a node of this rank, got one into {node}, which rank {other} "
-            "owns"
+            "every edge must end in a node of this rank, got one into "
+            f"{int(edge_index[1, edge])}, which rank {int(owner[edge])} owns"
         )

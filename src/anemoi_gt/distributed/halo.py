@@ -1,11 +1,11 @@
-"""Halo exchange: remote rows by one all-to-all forward and one reverse exchange backward.
+"""Halo exchange: one all-to-all of remote rows forward and one reverse exchange backward.
 
     forward     y = the rows of x that this rank requested, from their owners
     backward    dx_j = dx_j of local use + sum over ranks p of dy_j on p, rank 0 first
 
-A message carries each row once, so the scatter-add is one addition per rank, in the order of ranks,
-and bitwise reproducible. Sending and waiting are separate, forward and backward, so that
-computation can run in between:
+A message contains each row once, so the scatter-add is one addition per rank, in rank order, and
+bitwise reproducible. Starting and waiting are separate, forward and backward, so that computation
+can overlap with communication:
 
     pending = exchange.start(x)    messages sent        backward:  4. reverse exchange added
     ...                            local work                      3. backward of the local work
@@ -28,21 +28,19 @@ functional = torch.ops._c10d_functional  # traceable by torch.compile
 
 
 class MessageConsensus:
-    """Consensus of the ranks of a group on the shape of their messages, reached at the first one.
+    """Check, at the first message, that all ranks of a group send rows of the same shape and dtype.
 
-    Messages of other sizes would end the process inside gloo, or wait forever. Later ones are not
-    compared: that would cost a collective each.
+    Messages of different sizes would end the process inside gloo, or hang. Later messages are not
+    checked, because every check is a collective.
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.is_reached = group, False
+        self.group = group
+        self.is_reached = False
 
     def __getstate__(self) -> dict:
-        # process groups are not pickled; copies keep the consensus
-        return {
-            "group": None,
-            "is_reached": True,
-        }
+        # Process groups cannot be pickled, so copies do not check again.
+        return {"group": None, "is_reached": True}
 
     def reach(self, sent: Tensor) -> None:
         """Raise ValueError on all ranks unless rows [S, .., F] agree. Collective the first time."""
@@ -52,35 +50,34 @@ class MessageConsensus:
             "batch size": tuple(sent.shape[1:-1]),
             "features": sent.shape[-1],
             "dtype (of the input, or by autocast)": sent.dtype,
-            # else the backward of one rank waits for another rank's
+            # otherwise the backward pass of one rank would wait for a rank without one
             "requires_grad": sent.requires_grad,
         }
-        check_same(
-            {f"{name} of the rows that ranks exchange": value for name, value in message.items()},
-            self.group,
-        )
+        values = {f"{name} of the rows that ranks exchange": message[name] for name in message}
+        check_same(values, self.group)
         self.is_reached = True
 
 
 @dataclass(frozen=True, eq=False)
 class HaloExchange:
-    """Halo exchange of one rank, to be used any number of times.
+    """Halo exchange of one rank; it can be used any number of times.
 
     Parameters
     ----------
     group_name : str
         Name of the process group.
     send_rows : Tensor [S], int64
-        Local rows that others read: those for rank 0 first, no row twice for one rank.
+        Local rows that other ranks read, grouped by rank in rank order; each rank's rows are
+        distinct.
     send_counts, recv_counts : tuple of int
         Number of rows sent to and received from each rank.
     sent_position : Tensor [P, N], int64, optional
-        For each of the P ranks that read from here, the position of each of the N local rows among
-        the S sent ones; -1: not sent. With it a compiler fuses the sum of gradients into one
-        kernel; None leaves one addition per rank.
+        For each of the P ranks that read rows of this rank, the position of each of the N local
+        rows among the S sent rows, or -1 if it is not sent. With it, a compiler can fuse the sum of
+        gradients into one kernel; if None, gradients are added rank by rank.
     consensus : MessageConsensus, optional
-        Reached at the first exchange that is neither compiled nor captured. None: ranks know that
-        they agree.
+        Checked at the first exchange that is neither compiled nor captured. None if ranks are known
+        to agree.
     """
 
     group_name: str
@@ -94,10 +91,10 @@ class HaloExchange:
     def of_requests(
         cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup
     ) -> "HaloExchange":
-        """Set up an exchange of the wanted rows by asking their owners. Collective.
+        """Set up an exchange by sending the requests of each rank to the owners. Collective.
 
         `wanted` [R], int64, are the positions of the rows that this rank reads, sorted ascending,
-        on a device that the group communicates from; `ranges` are their owners.
+        on a device that the group communicates from. `ranges` are the owners of all positions.
         """
         recv_counts = torch.bincount(ranges.owner(wanted), minlength=ranges.num_ranks)
         send_counts = torch.empty_like(recv_counts)
@@ -116,35 +113,33 @@ class HaloExchange:
     def of_all_requests(
         cls, wanted: Sequence[Tensor], ranges: Ranges, rank: int, group_name: str
     ) -> "HaloExchange":
-        """Set up an exchange where every rank knows the requests of all ranks; nothing is sent.
+        """Set up an exchange without communication, because the requests of all ranks are known.
 
-        `wanted` are for each rank the positions [R], int64, that it reads and does not own, sorted
-        ascending.
+        `wanted` are, for each rank, the positions [R], int64, that it reads but does not own,
+        sorted ascending.
         """
         local = ranges.of(rank)
         sent = [rows[ranges.owns(rank, rows)] - local.start for rows in wanted]
-        counts, rows = [len(part) for part in sent], torch.cat(sent)
-        recvs = torch.bincount(ranges.owner(wanted[rank]), minlength=ranges.num_ranks).tolist()
+        send_counts = [len(rows) for rows in sent]
+        send_rows = torch.cat(sent)
+        recv_counts = torch.bincount(ranges.owner(wanted[rank]), minlength=ranges.num_ranks)
+        positions = _sent_position(send_rows, send_counts, local.stop - local.start)
         return cls(
-            group_name,
-            rows,
-            tuple(counts),
-            tuple(recvs),
-            _sent_position(rows, counts, local.stop - local.start),
+            group_name, send_rows, tuple(send_counts), tuple(recv_counts.tolist()), positions
         )
 
     @property
     def num_sent(self) -> int:
-        """Number of rows that leave this rank."""
+        """Number of rows that this rank sends."""
         return sum(self.send_counts)
 
     @property
     def num_received(self) -> int:
-        """Number of rows that arrive at this rank."""
+        """Number of rows that this rank receives."""
         return sum(self.recv_counts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the wanted rows [.., R, F] of all ranks' x [.., N, F]. Collective.
+        """Return the requested rows [.., R, F] of all ranks' x [.., N, F]. Collective.
 
         The backward pass is collective too.
         """
@@ -155,10 +150,9 @@ class HaloExchange:
     ) -> "PendingExchange":
         """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, also backward.
 
-        `prepare` maps the rows to be sent [S, .., F], and with `cond` [.., N, K] the conditions of
-        these rows [S, .., K], to what is sent; the local rows stay as they are. The first time,
-        raise ValueError on all ranks unless batch size, features, dtype and requires_grad are the
-        same.
+        `prepare` computes the rows to send from rows [S, .., F], and with `cond` [.., N, K] also
+        from their conditions [S, .., K]; local rows are not prepared. The first time, raise
+        ValueError on all ranks unless batch size, features, dtype and requires_grad are the same.
         """
         local, sent = _SendRows.apply(x, self)
         if prepare is not None and cond is not None:
@@ -168,9 +162,8 @@ class HaloExchange:
             sent = prepare(sent)
         if not torch.compiler.is_compiling() and self.consensus is not None:
             self.consensus.reach(sent)
-        return PendingExchange(
-            local, sent, self.send(sent.detach()), self, is_prepared=prepare is not None
-        )
+        arriving = self.send(sent.detach())
+        return PendingExchange(local, sent, arriving, self, is_prepared=prepare is not None)
 
     def send(self, sent: Tensor) -> Tensor:
         """Start to send rows [S, ...]; return [R, ...], readable after `functional.wait_tensor`."""
@@ -185,7 +178,7 @@ class HaloExchange:
         )
 
     def scatter_add(self, returned: Tensor, total: Tensor) -> Tensor:
-        """Add awaited rows [S, ...] of `send_reverse` to `total` [N, ...], rank 0 first.
+        """Wait for rows [S, ...] of `send_reverse` and add them to `total` [N, ...], rank 0 first.
 
         May modify `total`.
         """
@@ -193,25 +186,25 @@ class HaloExchange:
         if self.sent_position is not None and torch.compiler.is_compiling():
             for position in self.sent_position:
                 is_sent = (position >= 0).view(-1, *[1] * (total.dim() - 1))
-                # A gather fuses with the kernel that makes total, a scatter would not. At -1 the
-                # last row is read.
+                # Unlike a scatter, a gather fuses with the kernel that computes `total`. Index -1
+                # reads the last row, which is then masked.
                 total = total + torch.where(is_sent, received[position], 0)
             return total
-        for rows, part in zip(
-            self.send_rows.split(self.send_counts), received.split(self.send_counts), strict=True
-        ):
-            if rows.shape[0]:
-                total.index_add_(0, rows, part)  # no row twice: one addition each
+        send_rows = self.send_rows.split(self.send_counts)
+        gradients = received.split(self.send_counts)
+        for rows, gradient in zip(send_rows, gradients, strict=True):
+            if rows.shape[0] > 0:
+                total.index_add_(0, rows, gradient)  # rows are distinct: one addition each
         return total
 
 
 class PendingExchange:
-    """Async handle of a halo exchange, to be completed once: by `wait` or by `wait_halo`.
+    """Async handle of a halo exchange, to be completed once, by `wait` or `wait_halo`.
 
     Attributes
     ----------
     own : Tensor [N, F] or [B, N, F]
-        The local rows, to be read instead of the rows sent, so that their gradients are added once.
+        The local rows. Use them instead of `x`, so that their gradients are added once.
     """
 
     def __init__(
@@ -221,9 +214,9 @@ class PendingExchange:
         self._in_flight: tuple[Tensor, Tensor] | None = (sent, arriving)
 
     def wait(self) -> Tensor:
-        """Return local rows and halo, [N + R, F] or [B, N + R, F]; raise like `wait_halo`.
+        """Return local rows and halo, [N + R, F] or [B, N + R, F].
 
-        Raise ValueError after `prepare`, too: the local rows are not prepared.
+        Raise ValueError like `wait_halo`, and after `prepare`, because local rows are not prepared.
         """
         check_unprepared(self.is_prepared)
         return torch.cat([self.own, self.wait_halo()], dim=-2)
@@ -231,21 +224,21 @@ class PendingExchange:
     def wait_halo(self) -> Tensor:
         """Return the halo [R, F] or [B, R, F].
 
-        Raise ValueError the second time: gradients of both uses would be added before they have
-        arrived.
+        Raise ValueError the second time, because autograd would add the gradients of both uses
+        before they have arrived.
         """
         if self._in_flight is None:
             raise ValueError(
                 "exchange already completed: start one for each use, or keep the rows that wait() "
-                "returned; "
-                "with activation checkpointing, start it inside the checkpointed function"
+                "returned; with activation checkpointing, start it inside the checkpointed function"
             )
-        (sent, arriving), self._in_flight = self._in_flight, None
+        sent, arriving = self._in_flight
+        self._in_flight = None
         return _ReceiveRows.apply(sent, arriving, self.exchange, self.is_prepared).movedim(0, -2)
 
 
 class _SendRows(torch.autograd.Function):
-    """Select rows [S, .., F] to send from x [.., N, F]; backward adds their gradients."""
+    """Select the rows [S, .., F] to send from x [.., N, F]; backward adds their gradients."""
 
     @staticmethod
     def forward(ctx, x, exchange):
@@ -260,22 +253,24 @@ class _SendRows(torch.autograd.Function):
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Received rows [R, ...]; backward starts the reverse exchange.
+    """Wait for the received rows [R, ...]; backward starts the reverse exchange.
 
-    Backward waits for it if rows were prepared.
+    If rows were prepared, backward also waits for it.
     """
 
     @staticmethod
     def forward(ctx, sent, arriving, exchange, is_prepared):
-        ctx.exchange, ctx.is_prepared = exchange, is_prepared
+        ctx.exchange = exchange
+        ctx.is_prepared = is_prepared
         return functional.wait_tensor(arriving)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         returned = ctx.exchange.send_reverse(grad)
-        if ctx.is_prepared or (not torch.compiler.is_compiling() and torch.is_anomaly_enabled()):
-            # backward of `prepare` or anomaly detection reads it next
+        checks_anomalies = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
+        if ctx.is_prepared or checks_anomalies:
+            # the backward of `prepare`, or anomaly detection, reads the values next
             returned = functional.wait_tensor(returned)
         return returned, None, None, None
 
@@ -289,9 +284,12 @@ def check_unprepared(is_prepared: bool) -> None:
 
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:
-    """Return the positions of local rows among the sent `rows`, per reading rank; -1: not sent."""
-    read = torch.tensor([count for count in counts if count], dtype=torch.int64, device=rows.device)
-    position = rows.new_full((len(read), size), -1)
-    readers = torch.repeat_interleave(torch.arange(len(read), device=rows.device), read)
-    position[readers, rows] = torch.arange(len(rows), device=rows.device)
+    """Return the position of each local row among the sent `rows` [P, size], -1 if not sent."""
+    counts = [count for count in counts if count > 0]
+    num_readers = len(counts)
+    counts_of_readers = torch.tensor(counts, dtype=torch.int64, device=rows.device)
+    readers = torch.arange(num_readers, device=rows.device)
+    reader_of_row = torch.repeat_interleave(readers, counts_of_readers)
+    position = rows.new_full((num_readers, size), -1)
+    position[reader_of_row, rows] = torch.arange(len(rows), device=rows.device)
     return position

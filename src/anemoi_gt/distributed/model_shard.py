@@ -1,8 +1,7 @@
 """Model sharding: `shard_model` if all ranks hold the whole model, `scatter_model` if rank 0 does.
 
-As in `module_shard`; the tables of a model are coordinates and trainable features of its nodes,
-fixed and trainable attributes of its edges. Every set of nodes is ordered by a Morton curve through
-its coordinates.
+It works as in `module_shard`. The tables of a model are coordinates and trainable features of its
+nodes, and fixed and trainable attributes of its edges. Nodes are ordered along a Morton curve.
 """
 
 import copy
@@ -35,13 +34,13 @@ def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModuleShard
     Returns
     -------
     ModuleShard
-        Rows of a sample that the model reads now, and the parameters that are this rank's own.
+        The rows of this rank and its shards of the graphs.
 
     Raises
     ------
     ValueError
-        On all ranks, when weights, graphs or options are not the same on all of them, or the model
-        cannot be sharded.
+        On all ranks, if weights, graphs or options differ between them, or the model cannot be
+        sharded.
     """
     check_mesh(mesh)
     if not isinstance(model, EncoderProcessorDecoder):
@@ -59,29 +58,30 @@ def scatter_model(
     Parameters
     ----------
     model : EncoderProcessorDecoder or None
-        On the first rank the whole model, on the CPU, which is left unchanged; None on the others.
+        On rank 0 the whole model, on the CPU, which is left unchanged; None on the other ranks.
     mesh : DeviceMesh
         With axes (data, model).
     group : ProcessGroup
-        The ranks of the mesh, communicating from the CPU (gloo), with a timeout longer than
-        building the model takes.
+        The ranks of the mesh, communicating from the CPU (gloo). Its timeout must be longer than
+        the time to build the model.
 
     Returns
     -------
     model : EncoderProcessorDecoder
-        With this rank's rows, on the device of the mesh.
+        The model with the rows of this rank, on the device of the mesh.
     shard : ModuleShard
         As `shard_model` returns it.
 
     Raises
     ------
     ValueError
-        On all ranks, when the model cannot be sharded, or is not on the first rank only.
+        On all ranks, if the model cannot be sharded, or is not on rank 0 only.
     """
     check_mesh(mesh)
     ranks = mesh.mesh.tolist()
-    data, column = mesh.get_local_rank("data"), mesh.get_local_rank("model")
-    is_first = (data, column) == (0, 0)
+    data = mesh.get_local_rank("data")
+    column = mesh.get_local_rank("model")
+    is_first = data == 0 and column == 0
     plan = None
     with consensus(group):
         if (model is not None) != is_first:
@@ -91,37 +91,42 @@ def scatter_model(
     received: list[Any] = [None]
     if model is not None and plan is not None:
         bare = strip_sharded_rows(model)
-        # rank 0 holds one shard in addition to the whole
+        # Rank 0 holds one shard at a time in addition to the whole model; its own comes last.
         for other, rank in reversed([*enumerate(ranks[0])]):
-            nodes = {name: partition.nodes(other) for name, partition in plan.partitions.items()}
-            edges = {
-                kind: in_edges(structure, nodes[kind[1]])
-                for kind, structure in plan.structures.items()
-            }
+            edges = {}
+            for kind, structure in plan.structures.items():
+                edges[kind] = in_edges(structure, plan.partitions[kind[1]].nodes(other))
             rows = plan.rows(other, {kind: ids for kind, (_, ids) in edges.items()})
             rows.cut(model, bare)
-            received = [(bare, rows, edges)]  # one object: what they share is sent once
-            if other:
+            received = [(bare, rows, edges)]  # one object, so that shared tensors are sent once
+            if other > 0:
                 dist.send_object_list(received, dst=rank, group=group)
     else:
-        dist.recv_object_list(received, src=ranks[0][column] if data else ranks[0][0], group=group)
+        sender = ranks[0][0] if data == 0 else ranks[0][column]
+        dist.recv_object_list(received, src=sender, group=group)
     if data == 0:
         for row in ranks[1:]:
             dist.send_object_list(received, dst=row[column], group=group)
     shard, rows, edges = received[0]
-    shard, shards = shard.to(mesh.device_type), {}
-    for (src, dst), parts in edges.items():
-        edge_index, ids = (part.to(mesh.device_type) for part in parts)
-        owners = {"sources": rows.partitions[src], "destinations": rows.partitions[dst]}
-        graph = shard_edges(edge_index, mesh.get_group("model"), **owners, global_edge_id=ids)
-        shards[src, dst] = replace(graph, edges=ids)
-    return shard, rows.attach(shard, edges_of_model(shard), shards, mesh)
+    shard = shard.to(mesh.device_type)
+    graphs = {}
+    for (src, dst), (edge_index, ids) in edges.items():
+        ids = ids.to(mesh.device_type)
+        graph = shard_edges(
+            edge_index.to(mesh.device_type),
+            mesh.get_group("model"),
+            sources=rows.partitions[src],
+            destinations=rows.partitions[dst],
+            global_edge_id=ids,
+        )
+        graphs[src, dst] = replace(graph, edges=ids)
+    return shard, rows.attach(shard, edges_of_model(shard), graphs, mesh)
 
 
 def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
     """Return the shard plan of a whole model."""
     rows = (*model.nodes.named_buffers(), *model.nodes.named_parameters())
-    # names of sets have no dot
+    # The name of a node set has no dot, so it ends at the first one.
     tables = {f"nodes.{path}": path.partition(".")[0] for path, _ in rows}
     positions = {
         name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()
@@ -131,7 +136,7 @@ def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
 
 
 def edges_of_model(model: EncoderProcessorDecoder) -> dict[Kind, StaticEdges]:
-    """Return the edges of a model by the names of the sets of sources and destinations."""
+    """Return the edges of a model by the node sets of their sources and destinations."""
     encoders = {(name, HIDDEN): edges for name, edges in model.encoder_edges.items()}
     decoders = {(HIDDEN, name): edges for name, edges in model.decoder_edges.items()}
     return encoders | {(HIDDEN, HIDDEN): model.processor_edges} | decoders

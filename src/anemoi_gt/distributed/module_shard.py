@@ -1,14 +1,14 @@
 """Sharding of any module made of this library's layers: `shard_module`.
 
-    graphs      a `GraphShard` takes the place of each structure, in calls and in `StaticEdges`
-    tables      parameters and buffers with a row for each node or edge keep the rows of this rank
-    the rest    unchanged, the same on all ranks
+    graphs      a `GraphShard` replaces each structure, in calls and in `StaticEdges`
+    tables      parameters and buffers with one row per node or edge keep the rows of this rank
+    others      unchanged, the same on all ranks
 
-Parameters stay the same objects, so an optimiser made before trains the rows that they hold now,
-and ties stay ties.
+Parameters stay the same objects, so existing optimisers train the remaining rows, and tied
+parameters stay tied.
 
-A set of nodes has one partition in all graphs, balanced by the cost of its nodes over all graphs
-that end in it.
+A node set has the same partition in all graphs. It is balanced by the cost of the nodes, summed
+over all graphs whose destinations they are.
 """
 
 from collections.abc import Mapping
@@ -30,34 +30,30 @@ from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.nn import GraphTransformerBaseBlock, GraphTransformerConv, StaticEdges
 
 EDGE_ROWS = ("edge_attr", "trainable")
-# their layers have no rank-specific attributes
-LIBRARIES = (
-    "anemoi_gt",
-    "torch",
-    "torch_geometric",
-)
-Kind = tuple[str, str]  # sets of sources and of destinations
+# libraries whose layers have no rank-specific attributes
+LIBRARIES = ("anemoi_gt", "torch", "torch_geometric")
+OPTION_TYPES = (bool, int, float, str, tuple, AttentionConfig)
+Kind = tuple[str, str]  # node sets of sources and destinations
 Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
 
 @dataclass(frozen=True)
 class ModuleShard:
-    """Sharding of a module on one rank; its `repr` lists what this rank holds.
+    """Sharding of a module on one rank; `print` lists the rows that this rank holds.
 
     Attributes
     ----------
     partitions : dict of str to Partition
-        Owners of the nodes, by the name of their set.
+        Owners of the nodes, by node set.
     rank : int
-        This rank among those that share the module: it reads rows `partitions[name].nodes(rank)` of
-        a sample.
+        This rank in the group that shares the module. It reads rows
+        `partitions[name].nodes(rank)` of a sample.
     tables : dict of str to ShardedTable
-        Rows of the whole table that this rank holds, by the name of the parameter or buffer, under
-        each name of a tied one; of buffers only those in the state dict. All other parameters are
-        shared.
+        Rows of each table that this rank holds, by the name of the parameter or buffer. Tied
+        parameters are listed under all their names; buffers, only if they are in the state dict.
+        All other parameters are shared.
     graphs : dict of (str, str) to GraphShard
-        By the names of the sets of sources and destinations; layers accept them instead of
-        structures.
+        Shards by node sets (sources, destinations); layers accept them instead of structures.
     """
 
     partitions: dict[str, Partition]
@@ -69,21 +65,24 @@ class ModuleShard:
         """Return the parameters shared by the ranks of a module, and those sharded by rows."""
         shared: list[nn.Parameter] = []
         sharded: list[nn.Parameter] = []
-        for name, parameter in module.named_parameters():  # a tied one once, by its first name
-            (sharded if name in self.tables else shared).append(parameter)
+        for name, parameter in module.named_parameters():  # tied ones once, by their first name
+            if name in self.tables:
+                sharded.append(parameter)
+            else:
+                shared.append(parameter)
         return shared, sharded
 
     def nodes(self, name: str, rows: Tensor) -> Tensor:
-        """Return this rank's nodes [.., n, F] of rows [.., N, F] of a set of nodes."""
+        """Select this rank's rows [.., n, F] from the rows [.., N, F] of a node set."""
         return rows.index_select(-2, self.partitions[name].nodes(self.rank, rows.device))
 
     def edges(self, kind: Kind, rows: Tensor) -> Tensor:
-        """Select this rank's edge rows [.., E_own, D] from the edge rows [.., E, D] of a graph."""
+        """Select this rank's rows [.., E_own, D] from the edge rows [.., E, D] of a graph."""
         return rows.index_select(-2, self.graphs[kind].edges.to(rows.device))
 
     def __str__(self) -> str:
-        ranks = next(iter(self.partitions.values())).ranges.num_ranks
-        lines = [f"rank {self.rank} of {ranks}"]
+        num_ranks = next(iter(self.partitions.values())).ranges.num_ranks
+        lines = [f"rank {self.rank} of {num_ranks}"]
         for name, partition in self.partitions.items():
             lines.append(f"{partition.ranges.counts[self.rank]} of {partition.size} nodes {name}")
         for (source, destination), graph in self.graphs.items():
@@ -109,33 +108,32 @@ def shard_module(
     Parameters
     ----------
     module : torch.nn.Module
-        Of convolutions, blocks, mappers and processors of this library, and of layers that compute
-        every node for itself; with the same weights on all ranks, on the device where it is
-        trained. No other layer may read nodes of other ranks.
+        A module made of this library's convolutions, blocks, mappers and processors, and of layers
+        that process each node independently; no other layer may combine nodes. It has the same
+        weights on all ranks, and is on the device where it is trained.
     graphs : mapping of (str, str) to GraphStructure or StaticEdges
-        All graphs, by the names of the sets of sources and destinations. Of a `StaticEdges` of the
-        module structure and attributes are replaced.
+        All graphs, by node sets (sources, destinations). For a `StaticEdges` of the module,
+        structure and attributes are replaced.
     mesh : DeviceMesh
         With axes (data, model).
     tables : mapping of str to str or (str, str), optional
-        Parameters and buffers with one row for each node of a set or edge of a graph, such as the
-        weight of an embedding of nodes, by their name: the set or the graph. They keep the rows of
-        this rank. One name of a tied parameter is enough.
+        The node set or graph of each parameter or buffer that has one row per node or edge, such as
+        the weight of a node embedding, by its name. These tensors keep the rows of this rank. One
+        name of a tied parameter is enough.
     positions : mapping of str to Tensor [N, 3], optional
-        Points of a set of nodes. They are ordered along a Morton curve, which makes halos small;
-        others by number.
+        Coordinates of the nodes, by node set. The nodes are ordered along a Morton curve, which
+        makes halos small. Other node sets are ordered by index.
 
     Returns
     -------
     ModuleShard
-        Shards that replace structures, features and attributes, and the names of the shared
-        parameters.
+        Partitions, tables and graph shards of this rank.
 
     Raises
     ------
     ValueError
-        On all ranks, when weights, graphs or options of layers are not the same on all of them, or
-        do not fit together, or a parameter has a gradient, which would be of the whole module.
+        On all ranks, if weights, graphs or options of layers differ between ranks or are
+        inconsistent, or a parameter has a gradient, which would be for all rows.
     """
     check_mesh(mesh)
     with consensus(mesh.get_group("model")):
@@ -144,10 +142,10 @@ def shard_module(
 
 
 class ShardPlan:
-    """Shard plan of a whole module: owners of all nodes and edges, made without communication.
+    """Shard plan of a whole module: owners of all nodes and edges, without communication.
 
-    Parameters as for `shard_module`, plus the number of layers that read a graph where it is not 1.
-    The module is left unchanged.
+    Parameters are as for `shard_module`; `num_layers` is the number of layers that use a graph, by
+    default 1. The module is left unchanged.
     """
 
     def __init__(
@@ -159,7 +157,9 @@ class ShardPlan:
         positions: Mapping[str, Tensor],
         num_layers: Mapping[Kind, int] | None = None,
     ):
-        self.module, self.graphs, self.positions = module, graphs, positions
+        self.module = module
+        self.graphs = graphs
+        self.positions = positions
         self.structures = {kind: _structure(kind, edges) for kind, edges in graphs.items()}
         sizes = _sizes(self.structures)
         _check_no_gradients(module)
@@ -168,15 +168,15 @@ class ShardPlan:
         for kind, structure in self.structures.items():
             rows[kind] = structure.num_edges
         self.tables = {
-            name: (of, _table_size(module, name, of, rows)) for name, of in tables.items()
+            name: (owner, _table_size(module, name, owner, rows)) for name, owner in tables.items()
         }
-        costs = {
-            name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()
-        }
+        costs = {}
+        for name, size in sizes.items():
+            costs[name] = torch.ones(size, dtype=torch.int64, device="cpu")
+        num_layers = num_layers or {}
         for kind, structure in self.structures.items():
-            costs[kind[1]] += (num_layers or {}).get(kind, 1) * destination_cost(
-                structure.colptr.diff().cpu()
-            )
+            cost = destination_cost(structure.colptr.diff().cpu())
+            costs[kind[1]] += num_layers.get(kind, 1) * cost
         orders = {name: morton_order(points.cpu()) for name, points in positions.items()}
         self.partitions = {
             name: Partition.balanced(cost, num_ranks, orders.get(name))
@@ -186,89 +186,87 @@ class ShardPlan:
     def apply(self, mesh: DeviceMesh) -> ModuleShard:
         """Reduce the module, which all ranks hold, to this rank's rows, in place. Collective.
 
-        Raise ValueError on all ranks when they do not hold the same.
+        Raise ValueError on all ranks if module or graphs differ between them.
         """
-        structures = (
-            tensor
-            for structure in self.structures.values()
-            for tensor in structure.state_dict().values()
-        )
+        indices: list[Tensor] = []
+        for structure in self.structures.values():
+            indices += structure.state_dict().values()
         same = {
             "weights": fingerprint(*self.module.state_dict().values()),
-            "graphs": fingerprint(*structures, *self.module.buffers()),
+            "graphs": fingerprint(*indices, *self.module.buffers()),
             **_options(self.module),
             "positions": {name: fingerprint(points) for name, points in self.positions.items()},
             "tables": self.tables,
         }
         for axis in AXES:
             check_same(same, mesh.get_group(axis))
-        group, shards = mesh.get_group("model"), {}
+        group = mesh.get_group("model")
+        shards = {}
         for (src, dst), structure in self.structures.items():
-            owners = {"sources": self.partitions[src], "destinations": self.partitions[dst]}
-            shards[src, dst] = shard_graph(structure, group, **owners)
-        rows = self.rows(
-            mesh.get_local_rank("model"), {kind: graph.edges for kind, graph in shards.items()}
-        )
+            shards[src, dst] = shard_graph(
+                structure, group, sources=self.partitions[src], destinations=self.partitions[dst]
+            )
+        edges = {kind: shard.edges for kind, shard in shards.items()}
+        rows = self.rows(mesh.get_local_rank("model"), edges)
         rows.cut(self.module, self.module)
         return rows.attach(self.module, self.graphs, shards, mesh)
 
     def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "OwnRows":
-        """Return the rows of a rank, from the edges [E_own] that it reads of each graph."""
-        nodes = {name: partition.nodes(rank).clone() for name, partition in self.partitions.items()}
-        local_rows: dict[Any, Tensor] = dict(nodes)  # clones: a view is sent with its whole storage
-        local_rows.update(edges)
-        return OwnRows(
-            rank,
-            self.partitions,
-            {name: (local_rows[of], size) for name, (of, size) in self.tables.items()},
-        )
+        """Return the table rows of a rank, given its edges [E_own] of each graph."""
+        local_rows: dict[Any, Tensor] = dict(edges)
+        for name, partition in self.partitions.items():
+            # cloned, because a view would be sent with its whole storage
+            local_rows[name] = partition.nodes(rank).clone()
+        tables = {name: (local_rows[owner], size) for name, (owner, size) in self.tables.items()}
+        return OwnRows(rank, self.partitions, tables)
 
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Rows that one rank keeps, as values that can be sent."""
+    """The table rows of one rank, as values that can be sent to it."""
 
     rank: int
     partitions: dict[str, Partition]  # they stay on the CPU
-    # rows of each table [n], int64, and how many the whole has
-    tables: dict[str, tuple[Tensor, int]]
+    tables: dict[str, tuple[Tensor, int]]  # local rows [n], int64, and size of the whole table
 
     def cut(self, whole: nn.Module, module: nn.Module) -> None:
         """Set a module's tables to these rows of the whole module's tables; both may be one module.
 
-        Parameters stay the objects that they are: optimisers hold them, and other layers are tied
-        to them. Buffers are replaced: a caller may go on to use the tensor that became one.
+        Parameters stay the same objects, because optimisers hold them and other layers may be tied
+        to them. Buffers are replaced, because the caller may still use the original tensors.
         """
-        cut = {}  # rows by the id of the whole tensor, which tied names share
+        rows_of_tensor = {}  # by the id of the whole tensor, which tied names share
         for name, (index, _) in self.tables.items():
             path, _, attribute = name.rpartition(".")
             tensor = getattr(whole.get_submodule(path), attribute)
-            part = module.get_submodule(path)
-            if id(tensor) not in cut:
+            submodule = module.get_submodule(path)
+            if id(tensor) not in rows_of_tensor:
                 rows = tensor.detach()[index.to(tensor.device)]
                 if isinstance(tensor, nn.Parameter):
-                    _set_rows(getattr(part, attribute), rows)
-                cut[id(tensor)] = rows
+                    _set_rows(getattr(submodule, attribute), rows)
+                rows_of_tensor[id(tensor)] = rows
             if not isinstance(tensor, nn.Parameter):
-                setattr(part, attribute, cut[id(tensor)])
+                setattr(submodule, attribute, rows_of_tensor[id(tensor)])
 
     def attach(
         self, module: nn.Module, graphs: Graphs, shards: dict[Kind, GraphShard], mesh: DeviceMesh
     ) -> ModuleShard:
-        """Replace the `StaticEdges` of a module with these rows by their shards. Collective."""
+        """Replace the structures of a module's `StaticEdges` by graph shards. Collective."""
         for kind, edges in graphs.items():
-            if isinstance(edges, StaticEdges):  # in the same number of chunks
-                edges.structure = FixedGraph(shards[kind].split(max(1, len(edges.chunks))))
+            if isinstance(edges, StaticEdges):
+                num_chunks = max(1, len(edges.chunks))
+                edges.structure = FixedGraph(shards[kind].split(num_chunks))
                 edges.chunks = nn.ModuleList()
-        saved, tables = module.state_dict(), {}
+        state = module.state_dict()
+        tables = {}
         for name, (index, size) in self.tables.items():
-            if name in saved:
-                tables[name] = ShardedTable(index.to(saved[name].device), size, mesh)
+            if name in state:
+                tables[name] = ShardedTable(index.to(state[name].device), size, mesh)
         return ModuleShard(self.partitions, self.rank, tables, shards)
 
 
 class FixedGraph(nn.Module):
-    """Module that returns a graph shard, replacing `StaticStructure`."""
+    """Module that returns a graph shard; it replaces a `StaticStructure`."""
 
     def __init__(self, graph: GraphShard):
         super().__init__()
@@ -279,12 +277,9 @@ class FixedGraph(nn.Module):
 
 
 def _structure(kind: Kind, edges: GraphStructure | StaticEdges) -> GraphStructure:
-    """Return the structure of the edges of a graph, checked."""
-    if (
-        not isinstance(kind, tuple)
-        or len(kind) != 2
-        or not all(isinstance(name, str) for name in kind)
-    ):
+    """Return the structure of a graph; raise ValueError for an invalid key or value."""
+    is_pair = isinstance(kind, tuple) and len(kind) == 2
+    if not is_pair or not all(isinstance(name, str) for name in kind):
         raise ValueError(
             f"graphs must have keys (sources, destinations), names of sets of nodes, got {kind!r}"
         )
@@ -298,7 +293,7 @@ def _structure(kind: Kind, edges: GraphStructure | StaticEdges) -> GraphStructur
 
 
 def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
-    """Return the number of nodes of each set."""
+    """Return the number of nodes of each node set."""
     if not structures:
         raise ValueError("graphs must have at least one graph, got none")
     sizes: dict[str, int] = {}
@@ -306,52 +301,54 @@ def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
         for name, size in zip(kind, (structure.num_src, structure.num_dst), strict=True):
             if sizes.setdefault(name, size) != size:
                 raise ValueError(
-                    f"all graphs must have the same number of {name}, got {sizes[name]} and "
-                    f"{size} in {kind}"
+                    f"all graphs must have the same number of {name}, got {sizes[name]} and {size} "
+                    f"in {kind}"
                 )
     return sizes
 
 
 def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
-    """Return the tensors of the `StaticEdges` of a module, by name, with their graph."""
-    paths = {id(part): path for path, part in module.named_modules()}
+    """Return the graph of each edge table of the module's `StaticEdges`, by tensor name."""
+    paths = {id(submodule): path for path, submodule in module.named_modules()}
     kinds: dict[str, Kind] = {}
     for kind, edges in graphs.items():
-        if isinstance(edges, StaticEdges):
-            if id(edges) not in paths:
-                raise ValueError(f"StaticEdges must be part of the module, got others for {kind}")
-            prefix = f"{paths[id(edges)]}." if paths[id(edges)] else ""
-            kinds |= {
-                f"{prefix}{name}": kind for name in EDGE_ROWS if getattr(edges, name) is not None
-            }
+        if not isinstance(edges, StaticEdges):
+            continue
+        path = paths.get(id(edges))
+        if path is None:
+            raise ValueError(f"StaticEdges must be part of the module, got others for {kind}")
+        for name in EDGE_ROWS:
+            if getattr(edges, name) is not None:
+                kinds[f"{path}.{name}" if path else name] = kind
     return kinds
 
 
 def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dict[str, str | Kind]:
-    """Return tables under every name that a module has for the same parameter or buffer."""
+    """Return the tables under all names that the module has for their parameter or buffer."""
     names: dict[int, list[str]] = {}
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     tied: dict[str, str | Kind] = {}
-    for name, of in tables.items():
-        for other in names[id(tensors[name])] if name in tensors else [name]:
-            if tied.setdefault(other, of) != of:
+    for name, owner in tables.items():
+        all_names = names[id(tensors[name])] if name in tensors else [name]
+        for tied_name in all_names:
+            if tied.setdefault(tied_name, owner) != owner:
                 raise ValueError(
-                    f"tied tables must have the same rows, got {tied[other]!r} and {of!r} for "
-                    f"{other}"
+                    f"tied tables must have the same rows, got {tied[tied_name]!r} and {owner!r} "
+                    f"for {tied_name}"
                 )
     return tied
 
 
 def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
-    """Set a parameter to other rows, in place: it stays the same object."""
-    # While a result of the whole module is alive, the parameter has a node that expects gradients
-    # of its former shape. PyTorch (2.13, `VariableHooks::set_data`) forgets it when the dtype
-    # changes, but not when the shape does.
-    other = torch.float32 if rows.dtype != torch.float32 else torch.float64
-    parameter.data = rows.new_empty(0, dtype=other)
+    """Replace the data of a parameter, which stays the same object."""
+    # While an output of the whole module is alive, the parameter has an autograd node that expects
+    # gradients of the former shape. PyTorch (2.13, `VariableHooks::set_data`) drops this node when
+    # the dtype changes, but not when the shape does.
+    other_dtype = torch.float32 if rows.dtype != torch.float32 else torch.float64
+    parameter.data = rows.new_empty(0, dtype=other_dtype)
     parameter.data = rows
 
 
@@ -360,44 +357,43 @@ def _check_no_gradients(module: nn.Module) -> None:
         if parameter.grad is not None:
             raise ValueError(
                 "parameters must have no gradient when their module is sharded, got one of "
-                f"{name}, of the whole "
-                "module: call optimizer.zero_grad() before"
+                f"{name}, of the whole module: call optimizer.zero_grad() before"
             )
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """Return the options of each layer of a module, plain attributes other than weights, by name.
+    """Return the options (plain public attributes) of a module's layers, by name.
 
-    Only of layers of `LIBRARIES` and those derived from ours: a layer of the user may keep its rank
-    in an attribute.
+    Only layers of `LIBRARIES` and subclasses of this library's layers count, because a user's layer
+    may store its rank in an attribute.
     """
     options = {}
     for path, layer in module.named_modules():
-        is_ours = isinstance(layer, (GraphTransformerBaseBlock, GraphTransformerConv))
-        if is_ours or type(layer).__module__.partition(".")[0] in LIBRARIES:
-            for name, value in vars(layer).items():
-                if not name.startswith("_") and isinstance(
-                    value, (bool, int, float, str, tuple, AttentionConfig)
-                ):
-                    options[f"{path}.{name}" if path else name] = value
+        library = type(layer).__module__.partition(".")[0]
+        is_subclass = isinstance(layer, (GraphTransformerBaseBlock, GraphTransformerConv))
+        if library not in LIBRARIES and not is_subclass:
+            continue
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and isinstance(value, OPTION_TYPES):
+                options[f"{path}.{name}" if path else name] = value
     return options
 
 
 def _table_size(
-    module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]
+    module: nn.Module, name: str, owner: str | Kind, rows: Mapping[str | Kind, int]
 ) -> int:
-    """Return the number of rows of a table, checked against its set of nodes or graph."""
+    """Return the number of rows of a table; raise ValueError if its shape does not fit."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     if name not in tensors:
         raise ValueError(f"tables must name parameters or buffers of the module, got {name!r}")
-    if of not in rows:
+    if owner not in rows:
         raise ValueError(
-            f"tables must name a set of nodes or a graph, one of {[*rows]}, got {of!r}"
+            f"tables must name a set of nodes or a graph, one of {[*rows]}, got {owner!r}"
         )
     shape = tuple(tensors[name].shape)
-    if shape[:1] != (rows[of],):
+    if shape[:1] != (rows[owner],):
         raise ValueError(
-            f"{name} must have one row for each of the {rows[of]} of {of}, got {shape}"
+            f"{name} must have one row for each of the {rows[owner]} of {owner}, got {shape}"
         )
-    return rows[of]
+    return rows[owner]

@@ -1,11 +1,11 @@
-"""Set-up and end of a job on several ranks, as torchrun launches it, and the mesh of its ranks.
+"""Process groups of a job that torchrun launched: initialisation, device mesh, exit.
 
 - Launch: torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-- Set-up: one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs); mesh
-  (data, model).
-- Failing rank: torchrun ends the others, and reports the first error that a rank has recorded.
-- Frozen rank: collectives of the others fail after `ShardingConfig.timeout`; torchrun kills it 30 s
-  later.
+- Initialisation: one device per rank, a process group by env:// (NCCL between GPUs, gloo between
+  CPUs), and a mesh (data, model).
+- If a rank fails, torchrun ends the others and reports the first error that a rank recorded.
+- If a rank freezes, collectives of the others fail after `ShardingConfig.timeout`, and torchrun
+  kills the frozen rank 30 s later.
 """
 
 import os
@@ -32,9 +32,8 @@ DEVICE_TYPES = ("cuda", "cpu")
 STRATEGIES = ("none", "edges")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 DRAIN_SECONDS = 0.2
-CONSEQUENCE_SECONDS = (
-    5.0  # torchrun compares errors by whole seconds, and needs some to notice that a rank has ended
-)
+# torchrun orders errors by whole seconds, and takes a few to notice that a rank has ended
+CONSEQUENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,13 @@ class ShardingConfig:
     Parameters
     ----------
     strategy : {"none", "edges"}
-        Shard each model by its nodes, with all edges into them ("edges"), or give every rank a
-        replica of the model and a share of each batch ("none").
+        "edges" shards each model by its nodes, with all edges into them; "none" gives every rank a
+        replica of the model and a share of each batch.
     model : int
-        Ranks that share one model. The others are data parallel: ranks / model models.
+        Number of ranks that share one model; there are ranks / model replicas (data parallel).
     timeout : float
-        Seconds until a collective fails when a rank does not take part, between GPUs and between
-        CPUs. The first rank builds the graph and the model while the others wait, which must fit.
+        Seconds after which a collective fails if a rank does not take part. It must exceed the time
+        in which rank 0 builds graph and model, because the other ranks wait for it.
 
     Raises
     ------
@@ -83,36 +82,38 @@ def is_launched() -> bool:
 
 
 def local_device(device_type: str) -> torch.device:
-    """Return the device of this rank: for "cuda" the GPU of its local rank.
+    """Return the device of this rank: for "cuda", the GPU of its local rank.
 
-    Raise ValueError for another type of device, or when this host does not have that GPU.
+    Raise ValueError for an unknown device type, or if this host does not have that GPU.
     """
     check_device_type(device_type)
     if device_type != "cuda":
         return torch.device(device_type)
-    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if local >= count:
+    local_rank = int(os.environ["LOCAL_RANK"])
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
         raise ValueError(
-            f"every rank of a host must have its own GPU, got local rank {local} and {count} GPUs"
+            f"every rank of a host must have its own GPU, got local rank {local_rank} and "
+            f"{num_gpus} GPUs"
         )
-    return torch.device("cuda", local)
+    return torch.device("cuda", local_rank)
 
 
 @contextmanager
 def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
-    """Initialise process group and mesh of a job; destroy the group at the end. Collective.
+    """Initialise the process group and mesh of a job; destroy the group at the end. Collective.
 
-    An error in the block is recorded for torchrun's report. One that follows from another rank's
-    waits for torchrun to end this process, so that the report names the rank that failed first. The
-    group is left as it is, because the other ranks may not take part any more: end the process,
-    best by `exit_without_finalization`.
+    An error in the block is recorded for torchrun's report. If the error is due to another rank,
+    this process first waits for torchrun to end it, so that the report names the rank that failed
+    first. After an error the group is not destroyed, because other ranks may no longer take part:
+    end the process, preferably with `exit_without_finalization`.
 
     Parameters
     ----------
     config : ShardingConfig
         The same on all ranks.
     device_type : str
-        "cuda" takes the GPU of the local rank and NCCL, "cpu" gloo.
+        "cuda" uses the GPU of the local rank and NCCL, "cpu" uses gloo.
 
     Yields
     ------
@@ -122,18 +123,20 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     Raises
     ------
     ValueError
-        Without a launcher, without a GPU for each rank, or for a config that differs or does not
-        fit the ranks.
+        If the process was not launched by torchrun, a rank has no GPU, or the config differs
+        between ranks or does not fit their number.
     """
     if not isinstance(config, ShardingConfig):
         raise ValueError(f"config must be a ShardingConfig, got {config!r}")
-    if missing := [name for name in VARIABLES if name not in os.environ]:
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
         raise ValueError(
             f"several ranks must be started by torchrun, got no {', '.join(missing)} in the "
             "environment"
         )
-    timeout, device = timedelta(seconds=config.timeout), local_device(device_type)
-    # torchrun may keep the store when it restarts the ranks, with addresses of the former ones
+    timeout = timedelta(seconds=config.timeout)
+    device = local_device(device_type)
+    # When torchrun restarts the ranks, the store may still hold addresses of the former ones.
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     options = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
@@ -143,9 +146,8 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     else:
         dist.init_process_group("gloo", **options)
     with _recorded_error():
-        check_same(
-            {f"sharding.{name}": value for name, value in asdict(config).items()}, world_group()
-        )
+        values = {f"sharding.{name}": value for name, value in asdict(config).items()}
+        check_same(values, world_group())
         yield make_mesh(device_type, config.model, timeout)
     dist.destroy_process_group()
     drain_threads()
@@ -153,7 +155,7 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
 
 @contextmanager
 def _recorded_error() -> Iterator[None]:
-    """Record an error of the block in torchrun's error file, after the errors that caused it."""
+    """Record an error of the block in torchrun's error file, later than errors that caused it."""
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -169,9 +171,9 @@ def _recorded_error() -> Iterator[None]:
 
 
 def _wait_for_end() -> None:
-    """Wait for torchrun to end this process, without a message of a handler of its signal."""
-    if threading.current_thread() is threading.main_thread():  # others may not set handlers
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Wait for torchrun to end this process by SIGTERM."""
+    if threading.current_thread() is threading.main_thread():  # others cannot set handlers
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no message from this process's own handler
     time.sleep(CONSEQUENCE_SECONDS)
 
 
@@ -186,31 +188,34 @@ def world_group() -> dist.ProcessGroup:
 
 
 def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) -> DeviceMesh:
-    """Return all ranks on a mesh with axes (data, model). Collective.
+    """Return a device mesh of all ranks with axes (data, model). Collective.
 
     Parameters
     ----------
     device_type : str
-        "cuda", where every rank has set its device, or "cpu".
+        "cuda", if every rank has set its device, or "cpu".
     model : int
-        Ranks that share one model; consecutive ranks, so that they are on one host where they fit.
+        Number of ranks that share one model. They are consecutive, so that they are on one host if
+        possible.
     timeout : timedelta, optional
-        For collectives along one axis. None: PyTorch's default.
+        For collectives along one axis; None is PyTorch's default.
 
     Raises
     ------
     ValueError
-        For another device type, or when the number of ranks is not a multiple of `model`.
+        For an unknown device type, or if the number of ranks is not a multiple of `model`.
     """
-    world = dist.get_world_size()
+    world_size = dist.get_world_size()
     check_device_type(device_type)
     check_integer("sharding.model", model, least=None)
-    if model < 1 or world % model:
-        raise ValueError(f"sharding.model must divide the number of ranks {world}, got {model}")
-    ranks = torch.arange(world).view(-1, model)
+    if model < 1 or world_size % model != 0:
+        raise ValueError(
+            f"sharding.model must divide the number of ranks {world_size}, got {model}"
+        )
+    ranks = torch.arange(world_size).view(-1, model)
     groups = [
-        _group_along(axis, among.tolist(), timeout)
-        for axis, among in zip(AXES, (ranks.T, ranks), strict=True)
+        _group_along("data", ranks.T.tolist(), timeout),
+        _group_along("model", ranks.tolist(), timeout),
     ]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
 
@@ -227,7 +232,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def check_device_type(device_type: object) -> None:
-    """Raise unless it is a device type; an indexed device would be the same one for all ranks."""
+    """Raise ValueError unless it is a device type without an index, which ranks would share."""
     if device_type not in DEVICE_TYPES:
         raise ValueError(
             f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}"
@@ -235,15 +240,15 @@ def check_device_type(device_type: object) -> None:
 
 
 def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:
-    """Return a group of all ranks on the CPU (gloo), with the job's timeout. Collective."""
+    """Return a gloo group of all ranks with the timeout of the job. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
 
 
 def drain_threads() -> None:
     """Give gloo's threads time to release the tensors of the last collectives.
 
-    They need the interpreter for it. Before Python 3.14 a thread that waits for the interpreter
-    when its finalisation begins aborts the process ("terminate called without an active
+    The threads need the interpreter for that. Before Python 3.14, a thread that waits for the
+    interpreter when finalisation begins aborts the process ("terminate called without an active
     exception").
     """
     if sys.version_info < (3, 14):
@@ -251,10 +256,10 @@ def drain_threads() -> None:
 
 
 def exit_without_finalization(status: int) -> NoReturn:
-    """Exit at once, with what was printed.
+    """Flush the output and exit immediately.
 
-    Finalisation aborts when a thread of gloo still waits for the interpreter (`drain_threads`), and
-    can wait forever for a GPU whose collective waits for a rank that is gone.
+    Finalisation aborts if a gloo thread still waits for the interpreter (`drain_threads`), and can
+    hang on a GPU whose collective waits for a lost rank.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -262,10 +267,10 @@ def exit_without_finalization(status: int) -> NoReturn:
 
 
 def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Create a group for each list of ranks; return the one that this rank is in. Collective.
+    """Create a group for each list of ranks; return the group of this rank. Collective.
 
-    `init_device_mesh` would split them off the world group, where PyTorch 2.11 segfaults if the
-    process had another NCCL group before (github.com/pytorch/pytorch/pull/192109).
+    `init_device_mesh` would split groups off the world group, where PyTorch 2.11 segfaults if the
+    process has had another NCCL group (github.com/pytorch/pytorch/pull/192109).
     """
     if len(ranks) == 1:
         return world_group()

@@ -1,8 +1,8 @@
 """Checkpoints of a sharded model in torch.distributed.checkpoint (DCP) format.
 
-Rows of nodes and edges (trainable features, and their optimiser state) are written as the table of
-the whole graph, in the caller's numbering, so a checkpoint does not depend on the sharding: it is
-read on any number of ranks. All other tensors are the same on all ranks, and written once.
+Rows of nodes and edges (trainable features, and their optimiser state) are written as tables of the
+whole graph, in the caller's order. So a checkpoint does not depend on the sharding, and any number
+of ranks can read it. All other tensors are the same on all ranks, and are written once.
 
     one process   the file last.pt
     torchrun      the folder last/, or last.former/ if interrupted between the two renames
@@ -34,39 +34,40 @@ REMEDY = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true wi
 
 
 class ShardedTable:
-    """Sharded rows of a table; the ranks together hold each row once. Construction is collective.
+    """Rows of a table, sharded so that exactly one rank holds each. Construction is collective.
 
     Parameters
     ----------
     index : Tensor [n], int64
-        Rows of the table that this rank holds, in its order: `GraphShard.edges`, or
+        Rows of the table that this rank holds, in local order: `GraphShard.edges` or
         `Partition.nodes(rank)`.
     size : int
-        Rows of the table.
+        Number of rows of the table.
     mesh : DeviceMesh
         With axes (data, model).
     """
 
     def __init__(self, index: Tensor, size: int, mesh: DeviceMesh):
-        self.index, self.size, self.mesh = index, size, mesh
+        self.index = index
+        self.size = size
+        self.mesh = mesh
         ascending, self.order = torch.sort(index)
         num_ranks = mesh["model"].size()
-        chunk = -(-size // num_ranks)  # as DTensor splits
+        chunk = -(-size // num_ranks)  # the split of DTensor's Shard(0)
         self.chunks = Ranges(tuple(min(rank * chunk, size) for rank in range(num_ranks + 1)))
         self.exchange = HaloExchange.of_requests(ascending, self.chunks, mesh.get_group("model"))
 
     def to_dtensor(self, rows: Tensor) -> DTensor:
-        """Return all ranks' rows [n, ..] as a DTensor [size, ..] over model. Collective.
+        """Return the rows [n, ..] of all ranks as a DTensor [size, ..] over model. Collective.
 
-        Rows that `fully_shard` has divided over data are gathered first.
+        Rows that `fully_shard` has sharded over data are gathered first.
         """
         num_local = self.chunks.counts[self.mesh.get_local_rank("model")]
         rows = rows.detach()
-        rows = rows.full_tensor() if isinstance(rows, DTensor) else rows
-        rows = rows[self.order]
-        chunk = self.exchange.scatter_add(
-            self.exchange.send_reverse(rows), rows.new_zeros(num_local, *rows.shape[1:])
-        )
+        if isinstance(rows, DTensor):
+            rows = rows.full_tensor()
+        returned = self.exchange.send_reverse(rows[self.order])
+        chunk = self.exchange.scatter_add(returned, rows.new_zeros(num_local, *rows.shape[1:]))
         table = torch.empty((self.size, *rows.shape[1:]), device="meta")
         return DTensor.from_local(
             chunk,
@@ -91,19 +92,19 @@ def save_checkpoint(
     tables: Mapping[str, ShardedTable],
     group: dist.ProcessGroup,
 ) -> None:
-    """Write a checkpoint; `folder` always holds a complete one, old or new. Collective.
+    """Write a checkpoint; a complete one, old or new, exists at any time. Collective.
 
     Parameters
     ----------
     folder : str or Path
-        On a file system that all ranks share; its parent exists.
+        A folder on a file system that all ranks share; its parent must exist.
     state : dict
-        Tensors and plain values, and dicts and lists of them; the same on all ranks outside
-        `tables`.
+        Tensors and plain values, also in nested dicts and lists. Everything outside `tables` must
+        be the same on all ranks.
     tables : mapping of str to ShardedTable
-        By the name of a parameter. A key that is this name, or ends in it after a dot, as in the
-        state dict of DDP, `AveragedModel` or a compiled module, has rows of that table: a tensor,
-        or a dict of them, such as the state of an optimiser by names
+        Tables by parameter name. They are found in the state under keys that equal this name or end
+        in it after a dot, as in the state dict of DDP, `AveragedModel` or a compiled module. The
+        value is a tensor or a dict of tensors, such as the optimiser state by parameter name
         (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`).
     group : ProcessGroup
         All ranks of the job.
@@ -111,13 +112,14 @@ def save_checkpoint(
     Raises
     ------
     ValueError
-        On all ranks, before anything is written, when a table does not occur in the state, or a
-        tensor without rows of a table differs between ranks: only one rank's values would be kept.
+        On all ranks, before anything is written, if a table does not occur in the state, or any
+        other tensor differs between ranks, because only the values of one rank would be kept.
     OSError
-        If it cannot be written; the former one is kept.
+        If it cannot be written; the former checkpoint is kept.
     """
     folder = Path(folder)
-    partial, former = folder.with_name(folder.name + ".partial"), _former(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    former = _former(folder)
     _check_saves_all(state, tables, group)
     is_first = dist.get_rank(group) == 0
     if is_first:
@@ -129,9 +131,9 @@ def save_checkpoint(
         raise OSError(f"could not write the checkpoint {partial}: {_reason(error)}") from error
     if is_first:
         if folder.exists():
-            # not before: without `folder` it is the only complete one
+            # only now: while `folder` is missing, `former` is the only complete checkpoint
             shutil.rmtree(former, ignore_errors=True)
-            # a folder cannot be replaced atomically: `find_checkpoint` looks here too
+            # A folder cannot be replaced atomically, so `find_checkpoint` looks for `former` too.
             os.replace(folder, former)
         os.replace(partial, folder)
         shutil.rmtree(former, ignore_errors=True)
@@ -139,17 +141,21 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: str | Path) -> Path | None:
-    """Return `folder` of `save_checkpoint`, or None.
+    """Return the folder of a checkpoint of `save_checkpoint`, or None if there is none.
 
-    If the job was interrupted between the renames, return the former folder.
+    If the job was interrupted between the renames, this is the former folder.
     """
     folder = Path(folder)
-    return next((path for path in (folder, _former(folder)) if (path / ".metadata").exists()), None)
+    for path in (folder, _former(folder)):
+        if (path / ".metadata").exists():
+            return path
+    return None
 
 
 def require_checkpoint(folder: str | Path) -> Path:
-    """Return `find_checkpoint(folder)`, or raise FileNotFoundError when there is none."""
-    if (path := find_checkpoint(folder)) is None:
+    """Return `find_checkpoint(folder)`; raise FileNotFoundError if there is none."""
+    path = find_checkpoint(folder)
+    if path is None:
         raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
     return path
 
@@ -160,25 +166,25 @@ def load_checkpoint(
     tables: Mapping[str, ShardedTable],
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """Return the state of a checkpoint with this rank's rows. Collective.
+    """Load a checkpoint and return its state with the rows of this rank. Collective.
 
     Any number of ranks may have written it.
 
     Parameters
     ----------
     folder : str or Path
-        Written by `save_checkpoint`.
+        A folder that `save_checkpoint` wrote.
     state : dict
-        As it would be saved now: the keys to read, and the tensors to read into.
+        The state as it would be saved now: the keys to read, and the tensors to read into.
     tables, group
-        As for `save_checkpoint`, of the ranks of this job.
+        As for `save_checkpoint`, for the ranks of this job.
 
     Raises
     ------
     FileNotFoundError
-        When there is none.
+        If there is no checkpoint.
     ValueError
-        On all ranks, when it is corrupt or of another model, or a table does not occur in the
+        On all ranks, if it is corrupt or belongs to another model, or a table does not occur in the
         state.
     """
     path = require_checkpoint(folder)
@@ -191,14 +197,14 @@ def load_checkpoint(
 
 
 def load_values(folder: str | Path, key: str) -> Any:
-    """Return the dict of plain values, and dicts of them, at a key of a checkpoint; not collective.
+    """Return the (nested) dict of plain values at a key of a checkpoint. Not collective.
 
-    Empty dicts are left out. Raise FileNotFoundError when `folder` has no checkpoint, ValueError
-    when it is corrupt.
+    Empty dicts are left out. Raise FileNotFoundError if `folder` has no checkpoint, ValueError if
+    it is corrupt.
     """
     path = require_checkpoint(folder)
     with _reading(path, Exception), warnings.catch_warnings():
-        # intended: one rank reads
+        # reading on a single rank is intended
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         state = _without_values(path, key)
         dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -206,7 +212,7 @@ def load_values(folder: str | Path, key: str) -> Any:
 
 
 def _without_values(checkpoint: Path, key: str) -> dict[str, Any]:
-    """Return the dicts below a key of a checkpoint, with None instead of values."""
+    """Return the nested dicts at a key of a checkpoint, with None in place of the values."""
     state: dict[str, Any] = {key: {}}
     for path in dcp.FileSystemReader(checkpoint).read_metadata().planner_data.values():
         if path[0] == key:
@@ -219,35 +225,37 @@ def _without_values(checkpoint: Path, key: str) -> dict[str, Any]:
 
 @contextmanager
 def _reading(checkpoint: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Raise ValueError with the path of an unreadable checkpoint; let other errors pass.
+    """Convert errors of reading to a ValueError with the path of the checkpoint.
 
-    On one rank pass Exception in `errors`: truncated files raise one of a dozen types.
+    These are CheckpointException and `errors`. For a single rank pass Exception, because truncated
+    files raise a dozen types of errors.
     """
     kinds: tuple[type[BaseException], ...] = (CheckpointException, *errors)
     try:
         yield
     except kinds as error:
-        why = _reason(error)
+        reason = _reason(error)
         raise ValueError(
-            f"a checkpoint must be complete and of this model, cannot read {checkpoint}: {why}"
+            f"a checkpoint must be complete and of this model, cannot read {checkpoint}: {reason}"
         ) from error
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error of the first rank that failed, on one line."""
+    """Return the error, of the first rank that failed, on one line."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _former(folder: Path) -> Path:
+    """Return the folder that holds the former checkpoint while it is replaced."""
     return folder.with_name(folder.name + ".former")
 
 
 def _check_saves_all(
     state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> None:
-    """Raise ValueError on all ranks if a tensor is neither a table nor equal on all. Collective."""
+    """Raise ValueError on all ranks if a tensor outside tables differs. Collective."""
     same = {}
     with consensus(group):
         for key, name, tensor in _check_tables(state, tables):
@@ -258,40 +266,41 @@ def _check_saves_all(
     except ValueError as error:
         raise ValueError(
             f"{error}; one rank's would be lost. A key of rows must end in the name of their "
-            "table, one of "
-            f"{[*tables]}: name the state of an optimiser by get_optimizer_state_dict"
+            f"table, one of {[*tables]}: name the state of an optimiser by get_optimizer_state_dict"
         ) from None
 
 
 def _check_tables(
     state: dict[str, Any], tables: Mapping[str, ShardedTable]
 ) -> list[tuple[str, str | None, Tensor]]:
-    """Return key, table name or None, and tensor of each; ValueError if a table is missing."""
+    """Return (key, table name or None, tensor) of each tensor in a state.
+
+    Raise ValueError if a table is missing or has another number of rows.
+    """
     tensors: list[tuple[str, str | None, Tensor]] = []
 
-    def note(key: str, name: str | None, tensor: Tensor) -> Tensor:
+    def collect(key: str, name: str | None, tensor: Tensor) -> Tensor:
         tensors.append((key, name, tensor))
         return tensor
 
-    _map_tensors(state, tables, note)
+    _map_tensors(state, tables, collect)
     for key, name, tensor in tensors:
         if name is not None and len(tensor) != len(tables[name].index):
             raise ValueError(
                 f"{key} must have the {len(tables[name].index)} rows of {name} that this rank "
-                "holds, "
-                f"got {tuple(tensor.shape)}"
+                f"holds, got {tuple(tensor.shape)}"
             )
-    if missing := sorted(tables.keys() - {name for _, name, _ in tensors}):
+    missing = sorted(tables.keys() - {name for _, name, _ in tensors})
+    if missing:
         raise ValueError(
             "the state must have a key that ends in the name of each table, got none for "
-            f"{', '.join(missing)}: "
-            "name parameters as state_dict() and get_optimizer_state_dict do"
+            f"{', '.join(missing)}: name parameters as state_dict() and get_optimizer_state_dict do"
         )
     return tensors
 
 
 def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> dict[str, Any]:
-    """Return a state with tables of the whole graph instead of rows. Collective."""
+    """Return a state in which DTensors of whole tables replace local rows. Collective."""
 
     def to_dtensor(_: str, name: str | None, tensor: Tensor) -> Tensor:
         return tensor if name is None else tables[name].to_dtensor(tensor)
@@ -302,18 +311,18 @@ def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> d
 def _from_dtensors(
     whole: dict[str, Any], state: dict[str, Any], tables: Mapping[str, ShardedTable]
 ) -> dict[str, Any]:
-    """Return a state of `_to_dtensors` as this rank's rows, laid out as in `state`. Collective."""
+    """Return a state of `_to_dtensors` with local rows, in the layouts of `state`. Collective."""
     layouts = {key: tensor for key, _, tensor in _check_tables(state, tables)}
 
     def from_dtensor(key: str, name: str | None, tensor: Tensor) -> Tensor:
         if name is None or not isinstance(tensor, DTensor):
             return tensor
-        rows, layout = tables[name].from_dtensor(tensor), layouts[key]
-        if isinstance(layout, DTensor):  # of fully_shard; all ranks have the rows: nothing is sent
-            return distribute_tensor(
-                rows, layout.device_mesh, layout.placements, src_data_rank=None
-            )
-        return rows
+        rows = tables[name].from_dtensor(tensor)
+        layout = layouts[key]
+        if not isinstance(layout, DTensor):
+            return rows
+        # Sharded by `fully_shard`. All its ranks have the rows, so nothing is sent.
+        return distribute_tensor(rows, layout.device_mesh, layout.placements, src_data_rank=None)
 
     return _map_tensors(whole, tables, from_dtensor)
 
@@ -327,38 +336,38 @@ def _map_tensors(
 ) -> Any:
     """Map `function(key, name, tensor)` over the tensors in nested dicts, lists and tuples.
 
-    The key is the path of keys to the tensor, joined by dots; the name is of the table whose rows
-    it has, or None.
+    `key` is the path to the tensor, joined by dots; `name` is its table, or None.
     """
     if isinstance(value, dict):
         names = _names_of_tables(value, tables)
         return {
-            key: _map_tensors(part, tables, function, (*path, str(key)), names.get(key, name))
-            for key, part in value.items()
+            key: _map_tensors(item, tables, function, (*path, str(key)), names.get(key, name))
+            for key, item in value.items()
         }
     # a named tuple is a plain value
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        parts = (
-            _map_tensors(part, tables, function, (*path, str(n)), name)
-            for n, part in enumerate(value)
+        items = (
+            _map_tensors(item, tables, function, (*path, str(i)), name)
+            for i, item in enumerate(value)
         )
-        return type(value)(parts)
+        return type(value)(items)
     if isinstance(value, Tensor):
-        # 0-dim: the steps of an optimiser
-        return function(".".join(path), name if value.dim() else None, value)
+        if value.dim() == 0:  # such as the step of an optimiser state
+            name = None
+        return function(".".join(path), name, value)
     return value
 
 
 def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) -> dict[str, str]:
-    """Return the name of the table for each key that is this name, or ends in it after a dot.
+    """Return the table name for each key that equals it or ends in it after a dot.
 
-    Next to `module.weight`, a key `module.conv.weight` is no table `weight`: its module is inside
-    the table's module.
+    If there is a key `module.weight`, a key `module.conv.weight` does not belong to the table
+    `weight`, because its module is inside the table's module.
     """
     names = {}
-    for name in sorted(tables, key=len):  # a longer name is more specific: it replaces shorter ones
-        ends = [key for key in keys if isinstance(key, str) and f".{key}".endswith(f".{name}")]
-        prefixes = [key.removesuffix(name) for key in ends]
+    for name in sorted(tables, key=len):  # longer names are more specific and replace shorter ones
+        matches = [key for key in keys if isinstance(key, str) and f".{key}".endswith(f".{name}")]
+        prefixes = [key.removesuffix(name) for key in matches]
         for prefix in prefixes:
             if not any(prefix != outer and prefix.startswith(outer) for outer in prefixes):
                 names[prefix + name] = name
@@ -366,46 +375,49 @@ def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) ->
 
 
 def sharded(path: str | Path) -> Path:
-    """Return the folder that several ranks write instead of a file: `last` for `last.pt`."""
+    """Return the folder that several ranks write in place of a file: `last` for `last.pt`."""
     return Path(path).with_suffix("")
 
 
 def find_run(last: str | Path) -> Path | None:
-    """Return the last checkpoint of a run, file or folder, or None. `last` is the file."""
+    """Return the last checkpoint of a run, a file or folder, or None. `last` is the file."""
     last = Path(last)
     return last if last.exists() else find_checkpoint(sharded(last))
 
 
 def require_file(path: str | Path) -> None:
-    """Raise ValueError with the conversion command if only a folder exists for a file."""
+    """Raise ValueError with the conversion command if there is a folder instead of the file."""
     checkpoint = None if Path(path).is_file() else find_checkpoint(sharded(path))
     if checkpoint is not None:
         raise ValueError(
-            f"the checkpoint must be one file, got the folder {checkpoint} of several ranks "
-            "(they write best.pt at the end); convert it with "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {checkpoint} FILE.pt"
+            f"the checkpoint must be one file, got the folder {checkpoint} of several ranks (they "
+            "write best.pt at the end); convert it with python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {checkpoint} FILE.pt"
         )
 
 
 def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Path | None:
-    """Return the checkpoint that a run continues from, or None: it starts from scratch.
+    """Return the checkpoint from which a run continues, or None if it starts from scratch.
 
-    `last` is its name for one process, such as folder / "last.pt"; `writer` the current launch,
-    ONE_PROCESS or TORCHRUN, which continues only its own form. Without `resume` the folder must not
-    hold a run. Raise ValueError if it holds one that must not be continued, or not by this writer.
+    `last` is the file that one process writes, such as folder / "last.pt". `writer` is the current
+    launch, ONE_PROCESS or TORCHRUN; each continues only runs of its own kind. Raise ValueError if
+    the folder holds a run, but `resume` is False or the run is of the other kind.
     """
     if not isinstance(resume, bool):
         raise ValueError(f"resume must be true or false, got {resume!r}")
     last = Path(last)
-    if (checkpoint := find_run(last)) is None:
+    checkpoint = find_run(last)
+    if checkpoint is None:
         return None
     former_writer = ONE_PROCESS if checkpoint == last else TORCHRUN
-    if resume and writer == former_writer:
-        return checkpoint
-    of, remedy = "", "resume=true"
     if writer != former_writer:
-        of, remedy = f" of {former_writer}, in {checkpoint.name}", REMEDY[former_writer]
-    raise ValueError(
-        f"{last.parent} holds a run{of}: {remedy} continues it, another hydra.run.dir starts a "
-        "new one"
-    )
+        raise ValueError(
+            f"{last.parent} holds a run of {former_writer}, in {checkpoint.name}: "
+            f"{REMEDY[former_writer]} continues it, another hydra.run.dir starts a new one"
+        )
+    if not resume:
+        raise ValueError(
+            f"{last.parent} holds a run: resume=true continues it, another hydra.run.dir starts a "
+            "new one"
+        )
+    return checkpoint

@@ -1,6 +1,6 @@
-"""`explain` runs a model once and records the operator calls of its attentions.
+"""`explain`: run a model once and record the operator call of each attention.
 
-Modules get no hooks: Anemoi's blocks compute differently while one of their parts has a hook.
+Modules get no hooks of their own, because Anemoi's blocks fall back while a submodule has a hook.
 """
 
 import threading
@@ -19,8 +19,8 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 
-SUBLAYER = f"{NAMESPACE}::attention_sublayer_triton"  # norms, projections and attention of a block
-OPERATORS = {  # names of operators and their backends
+SUBLAYER = f"{NAMESPACE}::attention_sublayer_triton"  # norm, projections and attention of a block
+OPERATORS = {  # backend by operator name
     f"{NAMESPACE}::edge_attention_torch": "torch",
     f"{NAMESPACE}::edge_attention_triton": "triton",
     SUBLAYER: "triton",
@@ -29,25 +29,25 @@ OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 
 
 def explain(model: nn.Module, *inputs, **named) -> Explanation:
-    """Return backend, rejected backends, operators and kernels of each attention of a model.
+    """Report backend, rejected backends, operators and kernels of each attention in a model.
 
-    The model computes once on the inputs, in its mode, under the caller's autocast and with or
-    without gradients. With gradients, the kernels of the backward pass are listed as well. The
-    state of random generators is restored. Raises ValueError if the model is not a module or
+    The model runs once on the inputs, in its current mode, under the caller's autocast and gradient
+    mode. If gradients are enabled, the kernels of the backward pass are listed too. The states of
+    random number generators are restored. Raises ValueError if the model is not a module or
     computes no attention of this library.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A model with layers of this library or layers swapped for them. Of a compiled module, the
-        original one is explained.
+        A model with layers of this library, or with layers swapped for them. If it was compiled by
+        `torch.compile`, the original module is explained.
     *inputs, **named
         Arguments of its call.
 
     Returns
     -------
     Explanation
-        `print` shows it as text, `to_dict()` gives plain values.
+        Prints as text; `to_dict()` returns plain values.
 
     Examples
     --------
@@ -59,20 +59,20 @@ def explain(model: nn.Module, *inputs, **named) -> Explanation:
     >>> layer.backend, [pass_.operator for pass_ in layer.passes]
     ('torch', ['anemoi_gt::edge_attention_torch', 'anemoi_gt::edge_attention_torch_backward'])
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no modules
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}; "
-            "use explain_attention for one call of edge_attention"
+            f"model must be a torch.nn.Module, got {type(model).__name__}; use explain_attention "
+            "for one call of edge_attention"
         )
     names = {module: name for name, module in model.named_modules()}
     tensors = [*model.parameters(), *model.buffers()]
-    explanation = _explain(lambda: model(*inputs, **named), names, _gpus_of(tensors, inputs, named))
+    gpus = _gpus_of(tensors, inputs, named)
+    explanation = _explain(lambda: model(*inputs, **named), names, gpus)
     if not explanation.layers:
         raise ValueError(
-            "model must compute an attention of anemoi_gt on these inputs, "
-            f"{type(model).__name__} computed none; "
-            "swap its layers, or explain a submodule that has some"
+            f"model must compute an attention of anemoi_gt on these inputs, {type(model).__name__} "
+            "computed none; swap its layers, or explain a submodule that has some"
         )
     return explanation
 
@@ -85,17 +85,19 @@ def explain_attention(
     *edges: Tensor | None,
     **options,
 ) -> Explanation:
-    """Explain one call of `anemoi_gt.edge_attention`, computed once, as one unnamed layer.
+    """Run `anemoi_gt.edge_attention` once and explain the call, as one unnamed layer.
 
     Takes the arguments of `edge_attention`, and raises ValueError as it does.
     """
-    return _explain(
-        lambda: edge_attention(query, key, value, graph, *edges, **options), {}, _gpus_of(query)
-    )
+
+    def compute() -> object:
+        return edge_attention(query, key, value, graph, *edges, **options)
+
+    return _explain(compute, {}, _gpus_of(query))
 
 
 def _explain(compute: Callable, names: dict, gpus: list[torch.device]) -> Explanation:
-    """Compute once and describe each attention on the way, so that no layer's operands are kept."""
+    """Call `compute` and describe each attention when it runs, so that no operands are kept."""
     layers: list[Layer] = []
     recorder = _Recorder(lambda call: layers.append(_layer(call, names)))
     with (
@@ -109,31 +111,31 @@ def _explain(compute: Callable, names: dict, gpus: list[torch.device]) -> Explan
 
 
 def _gpus_of(*tensors) -> list[torch.device]:
-    """GPUs that hold tensors, in any containers: the state of their generators is restored."""
+    """Return the GPUs of all tensors in nested containers, sorted by index."""
     devices = {leaf.device for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
-    return sorted(
-        (device for device in devices if device.type == "cuda"), key=lambda device: device.index
-    )
+    gpus = [device for device in devices if device.type == "cuda"]
+    return sorted(gpus, key=lambda gpu: gpu.index)
 
 
 class Call(NamedTuple):
-    """One attention, as its operator was called."""
+    """One attention, as a call of its operator."""
 
-    module: nn.Module | None  # the innermost that was computing
+    module: nn.Module | None  # the innermost module that was running
     operator: str
     backend: str
-    arguments: dict[str, Any]  # by the names of the operator's schema
+    arguments: dict[str, Any]  # by name in the operator's schema
     grad_enabled: bool
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that passes this thread's attentions and their modules to `record`."""
+    """Dispatch mode that calls `record` for each attention of this thread, with its module."""
 
     def __init__(self, record: Callable[[Call], None]):
         super().__init__()
         self._record = record
         self._thread = threading.get_ident()
-        self._inside: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
+        # the modules that are running, innermost last, with the grad mode at their entry
+        self._running: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.name().partition(".")[0]
@@ -142,25 +144,26 @@ class _Recorder(TorchDispatchMode):
             arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
             if name == SUBLAYER:
                 arguments = _attention_in_sublayer(arguments)
-            module, grad_enabled = self._inside[-1]
+            module, grad_enabled = self._running[-1]
             self._record(Call(module, name, OPERATORS[name], arguments, grad_enabled))
         return operator(*args, **(kwargs or {}))
 
     def enter_module(self, module: nn.Module, inputs) -> None:
-        """Record the entered module and the grad mode, always off inside an operator."""
+        """Push the module and the current grad mode, which is always off inside an operator."""
         if threading.get_ident() == self._thread:
-            self._inside.append((module, torch.is_grad_enabled()))
+            self._running.append((module, torch.is_grad_enabled()))
 
     def leave_module(self, module: nn.Module, inputs, output) -> None:
         if threading.get_ident() == self._thread:
-            self._inside.pop()
+            self._running.pop()
 
 
 def _layer(call: Call, names: dict) -> Layer:
     query = call.arguments["query"]
+    class_name = "" if call.module is None else type(call.module).__name__
     return Layer(
         name=names.get(call.module, ""),
-        module="" if call.module is None else type(call.module).__name__,
+        module=class_name,
         sizes=_sizes_of(call),
         features=_features_of(call),
         dtype=str(query.dtype).removeprefix("torch."),
@@ -172,7 +175,8 @@ def _layer(call: Call, names: dict) -> Layer:
 
 
 def _sizes_of(call: Call) -> dict[str, int]:
-    query, key, weight = (call.arguments[name] for name in ("query", "key", "edge_weight"))
+    query, key = call.arguments["query"], call.arguments["key"]
+    weight = call.arguments["edge_weight"]
     return {
         "batch": query.shape[0] if query.dim() == 4 else 1,
         "sources": key.shape[-3],
@@ -191,12 +195,15 @@ def _features_of(call: Call) -> str:
 
 
 def _passes_of(call: Call) -> tuple[Pass, ...]:
-    """Return the forward pass, and the backward pass if some operand gets a gradient."""
+    """Return the forward pass, and the backward pass if any operand needs a gradient."""
     needs = {}
     for name in OPERANDS:
         operand = call.arguments[name]
         needs[name] = call.grad_enabled and operand is not None and operand.requires_grad
-    forward, backward = _kernels_of(call, needs) if call.backend == "triton" else ([], [])
+    forward: list[str] = []
+    backward: list[str] = []
+    if call.backend == "triton":
+        forward, backward = _kernels_of(call, needs)
     passes = [Pass("forward", call.operator, tuple(forward))]
     if any(needs.values()):
         passes.append(Pass("backward", f"{call.operator}_backward", tuple(backward)))
@@ -204,7 +211,7 @@ def _passes_of(call: Call) -> tuple[Pass, ...]:
 
 
 def _kernels_of(call: Call, needs: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the names of the kernels of a forward and a backward pass of backend `triton`."""
+    """Return the kernel names of the forward and the backward pass of backend `triton`."""
     from anemoi_gt.ops.operands import AttentionOperands, Needs
     from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
     from anemoi_gt.ops.triton_backend.sizes import IndexTensors
@@ -216,36 +223,44 @@ def _kernels_of(call: Call, needs: dict[str, bool]) -> tuple[list[str], list[str
 
 
 def _attention_in_sublayer(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the attention arguments of a sub-layer operator's; their rows have no memory.
+    """Return the arguments of the attention inside a sub-layer operator, as views without memory.
 
-    It differentiates query, key, value, weight and bias as soon as the sub-layer has any gradient.
+    The sub-layer differentiates query, key, value, weight and bias if any of its inputs needs a
+    gradient.
     """
-    heads, batch, dtype, save = (arguments[name] for name in ("heads", "batch", "dtype", "save"))
+    heads, batch = arguments["heads"], arguments["batch"]
+    dtype, save = arguments["dtype"], arguments["save"]
     width = arguments["query_weight"].shape[0]
 
-    def rows(x: Tensor, *shape: int, needs_grad: bool = save) -> Tensor:
+    def expanded(x: Tensor, *shape: int, needs_grad: bool = save) -> Tensor:
         return x.detach().new_empty((), dtype=dtype).expand(shape).requires_grad_(needs_grad)
 
     def split_heads(x: Tensor, num_rows: int) -> Tensor:
-        return rows(x, *((batch,) if batch > 1 else ()), num_rows // batch, heads, width // heads)
+        leading = (batch,) if batch > 1 else ()
+        return expanded(x, *leading, num_rows // batch, heads, width // heads)
 
-    x_dst, attr, weight = (arguments[name] for name in ("x_dst", "edge_attr", "edge_weight"))
-    x_src = x_dst if arguments["x_src"] is None else arguments["x_src"]
-    halo = arguments["halo"]
-    num_src = x_src.shape[0] + (0 if halo is None else halo.shape[0])
+    x_dst, x_src, halo = arguments["x_dst"], arguments["x_src"], arguments["halo"]
+    if x_src is None:
+        x_src = x_dst
+    num_src = x_src.shape[0]
+    if halo is not None:
+        num_src += halo.shape[0]
     key = split_heads(x_src, num_src)
-    attention: dict[str, Tensor | None] = {
+    attr, weight = arguments["edge_attr"], arguments["edge_weight"]
+    attr_shape = attr.shape
+    if batch > 1 and attr.dim() == 2:
+        attr_shape = (1, *attr_shape)
+    bias = None
+    if arguments["edge_bias"] is not None or arguments["value_bias"] is not None:
+        bias = expanded(weight, width)
+    attention = {
         "query": split_heads(x_dst, x_dst.shape[0]),
         "key": key,
         "value": key,
+        "edge_attr": expanded(attr, *attr_shape, needs_grad=attr.requires_grad),
+        "edge_weight": expanded(weight, *weight.shape),
+        "edge_bias": bias,
+        "scale": (width // heads) ** -0.5,
+        "dropout_p": 0.0,
     }
-    shape = attr.shape
-    if batch > 1 and attr.dim() == 2:
-        shape = (1, *shape)
-    attention["edge_attr"] = rows(attr, *shape, needs_grad=attr.requires_grad)
-    has_bias = arguments["edge_bias"] is not None or arguments["value_bias"] is not None
-    attention |= {
-        "edge_weight": rows(weight, *weight.shape),
-        "edge_bias": rows(weight, width) if has_bias else None,
-    }
-    return arguments | attention | {"scale": (width // heads) ** -0.5, "dropout_p": 0.0}
+    return arguments | attention

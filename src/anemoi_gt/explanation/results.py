@@ -1,4 +1,4 @@
-"""Explanation of a model: frozen values that print as text and become JSON."""
+"""Results of `explain`: frozen values that print as text or convert to JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +14,11 @@ class Pass:
     ----------
     name : {"forward", "backward"}
     operator : str
-        As a profiler shows it, in eager and in compiled runs.
-        `anemoi_gt::attention_sublayer_triton` is a fused sub-layer of a block; the kernels of its
-        attention are listed.
+        As a profiler shows it, in eager and compiled runs. For the fused sub-layer of a block,
+        `anemoi_gt::attention_sublayer_triton`, only the kernels of its attention are listed.
     kernels : tuple of str
-        Names of the kernels, as a profiler shows them, in the order of their launches; empty where
-        PyTorch's own do the work.
+        Names of the kernels, as a profiler shows them, in launch order. Empty if PyTorch operators
+        compute the pass.
     """
 
     name: str
@@ -29,26 +28,26 @@ class Pass:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention.
+    """One attention call.
 
     Parameters
     ----------
     name, module : str
-        Of the module in the model that computed it, and of its class; "" without one.
+        Name and class of the module that called it; "" outside a module.
     sizes : dict of str to int
         batch, sources, destinations, edges, heads, channels, attributes.
     features : {"none", "raw", "embedded"}
         Form of the edge features that the operator reads. The weight of raw attributes is factored
-        out of the sums over edges; attributes are embedded before the operator where that moves
-        fewer bytes, or a program cannot hold them.
+        out of the sums over edges. Attributes are embedded before the operator if that moves fewer
+        bytes, or if they do not fit a kernel program.
     dtype, device : str
-        Of query.
+        Dtype and device of query.
     backend : str
-        That computed it.
+        The backend that ran.
     rejected : dict of str to str
-        Reason why each of the other backends did not.
+        For each of the other backends, the reason why it did not run.
     passes : tuple of Pass
-        Forward, and backward if gradients are recorded.
+        Forward, and backward if any operand needs a gradient.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All attentions of a model, in the order in which it computes them."""
+    """All attention calls of a model, in execution order."""
 
     layers: tuple[Layer, ...]
 
@@ -74,15 +73,16 @@ class Explanation:
 
     def __str__(self) -> str:
         lines: list[str] = []
-        for _, alike in groupby(self.layers, lambda layer: replace(layer, name="")):
-            lines.extend(_layer_lines(list(alike)))
+        for _, group in groupby(self.layers, lambda layer: replace(layer, name="")):
+            lines.extend(_layer_lines(list(group)))
         return "\n".join(lines)
 
 
 def _layer_lines(layers: list[Layer]) -> Iterator[str]:
-    """Yield the lines of layers that differ by name alone."""
-    first, sizes = layers[0], layers[0].sizes
-    edges = {
+    """Yield the lines for consecutive layers that differ only in their names."""
+    first = layers[0]
+    sizes = first.sizes
+    features = {
         "none": "no attributes",
         "raw": f"attributes {sizes['attributes']}",
         "embedded": "embedded edges",
@@ -90,13 +90,11 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     yield _title(layers) or "attention"
     yield (
         f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, "
-        f"batch {sizes['batch']}, "
-        f"heads {sizes['heads']} x {sizes['channels']}, {edges[first.features]}, {first.dtype}, "
-        f"{first.device}"
+        f"batch {sizes['batch']}, heads {sizes['heads']} x {sizes['channels']}, "
+        f"{features[first.features]}, {first.dtype}, {first.device}"
     )
-    yield f"  backend {first.backend}" + "".join(
-        f"; {name}: {why}" for name, why in first.rejected.items()
-    )
+    reasons = [f"{name}: {reason}" for name, reason in first.rejected.items()]
+    yield "; ".join([f"  backend {first.backend}", *reasons])
     for pass_ in first.passes:
         yield f"  {pass_.name}: {pass_.operator}"
         for kernel in pass_.kernels:
@@ -104,7 +102,9 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
 
 
 def _title(layers: list[Layer]) -> str:
-    """Return names, number of layers if several, and class; a layer computed twice counts once."""
-    names = " .. ".join(dict.fromkeys(filter(None, (layers[0].name, layers[-1].name))))
-    number = "" if len(layers) == 1 else f"{len(layers)} alike"
-    return " ".join(filter(None, (": ".join(filter(None, (names, number))), layers[0].module)))
+    """Return the first and last name, the number of layers if several, and their class."""
+    first_and_last = [layers[0].name, layers[-1].name]
+    names = " .. ".join(dict.fromkeys(name for name in first_and_last if name))
+    count = "" if len(layers) == 1 else f"{len(layers)} alike"
+    label = ": ".join(text for text in (names, count) if text)
+    return " ".join(text for text in (label, layers[0].module) if text)

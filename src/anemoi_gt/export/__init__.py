@@ -1,4 +1,7 @@
-"""Programs and packages that run without this library, by torch.export and AOTInductor."""
+"""Export of models to programs and packages that run without this library.
+
+Programs come from torch.export, packages from AOTInductor.
+"""
 
 from anemoi_gt.export.graph_inputs import GraphInputModel, TensorGraphLayer, graph_tensors
 from anemoi_gt.export.package import PackageReport, verify_package, write_package

@@ -1,7 +1,9 @@
-"""Modules that take their graph as tensor arguments, so one program runs graphs of any size.
+"""Modules that take their graph as tensor arguments, so one program supports graphs of any size.
 
-torch.export takes tensors, not a GraphStructure, and only the sizes of inputs can be dynamic.
+Inputs of torch.export are tensors, not a GraphStructure, and only sizes of inputs can be dynamic.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +33,9 @@ class TensorGraphLayer(nn.Module):
         x : Tensor, or pair of Tensor
             Input of the layer.
         structure : dict of str to Tensor
-            `GraphStructure.state_dict()` of a structure built with `reverse=False`: every tensor
-            becomes an input. Inference needs only `colptr`, `row` and `sources`, and `perm` if the
-            edges are not sorted by destination.
+            `GraphStructure.state_dict()` of a structure. Build it with `reverse=False`, because
+            every tensor becomes an input: inference needs only `colptr`, `row` and `sources`, and
+            `perm` if the edges are not sorted by destination.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             In the caller's edge order.
         """
@@ -43,19 +45,19 @@ class TensorGraphLayer(nn.Module):
 class GraphInputModel(nn.Module):
     """An `EncoderProcessorDecoder` with nodes, edges and attributes as arguments of each call.
 
-    Raises ValueError for another model, or unless `mapper_chunks=1`: chunk bounds are constants in
-    an exported program.
+    Raises ValueError for any other model, and unless `mapper_chunks=1`, because the bounds of
+    chunks would be constants of the exported program.
     """
 
     def __init__(self, model: EncoderProcessorDecoder):
         super().__init__()
-        model = _checked(for_inference(model))
-        chunks = 0
+        model = _check_model(for_inference(model))
+        num_chunks = 0
         for edges in (*model.encoder_edges.values(), *model.decoder_edges.values()):
-            chunks = max(chunks, len(edges.chunks))
-        if chunks > 0:
+            num_chunks = max(num_chunks, len(edges.chunks))
+        if num_chunks > 0:
             raise ValueError(
-                f"a model with its graph as input must have mapper_chunks=1, got {chunks}"
+                f"a model with its graph as input must have mapper_chunks=1, got {num_chunks}"
             )
         self.model = model
         tensors = graph_tensors(model)
@@ -65,22 +67,20 @@ class GraphInputModel(nn.Module):
     def forward(
         self, x: Tensor | dict[str, Tensor], graph: dict[str, Tensor]
     ) -> Tensor | dict[str, Tensor]:
-        """Map fields to fields on a graph.
+        """Run the model on a graph.
 
         Raises ValueError if a tensor is missing or unexpected, or the model rejects its input.
 
         Parameters
         ----------
-        x : Tensor [B, N, in_channels], or dict of data set to that
+        x : Tensor [B, N, in_channels], or dict of data set to Tensor
             Input of the model.
         graph : dict of str to Tensor
-            `graph_tensors` of the model, or of one with the same layers on another graph.
+            `graph_tensors` of the model, or of a model with the same layers on another graph.
         """
         if graph.keys() != self._names:
-            missing, unexpected = (
-                sorted(self._names - graph.keys()),
-                sorted(graph.keys() - self._names),
-            )
+            missing = sorted(self._names - graph.keys())
+            unexpected = sorted(graph.keys() - self._names)
             raise ValueError(
                 f"graph must have the keys of graph_tensors(model), missing {missing}, got "
                 f"{unexpected}"
@@ -90,20 +90,23 @@ class GraphInputModel(nn.Module):
     def dynamic_shapes(self, batch: Dim | None = None) -> tuple:
         """Return `dynamic_shapes` for `torch.export.export` with dynamic batch, nodes and edges.
 
-        A `batch` of None allows any size. A program takes at least two nodes of each kind and two
-        edges between them.
+        If `batch` is None, any batch size is allowed. The program needs at least two nodes in each
+        node set and two edges between connected sets.
         """
-        shapes = {name: {0: Dim.DYNAMIC} for name in self._names}
-        fields = {
-            name: {0: batch or Dim("batch"), 1: Dim.DYNAMIC} for name in self.model.in_channels
-        }
-        return next(iter(fields.values())) if self.model.has_one_data_set else fields, shapes
+        if batch is None:
+            batch = Dim("batch")
+        graph_shapes = {name: {0: Dim.DYNAMIC} for name in self._names}
+        field_shapes = {name: {0: batch, 1: Dim.DYNAMIC} for name in self.model.in_channels}
+        if self.model.has_one_data_set:
+            (field_shape,) = field_shapes.values()
+            return field_shape, graph_shapes
+        return field_shapes, graph_shapes
 
 
 def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
-    """Return the tensors of a model that depend on its graph, trainable ones included, by name.
+    """Return the tensors of a model that depend on its graph, by name, including trainable ones.
 
-    Raises ValueError for another model.
+    Raises ValueError unless the model is an `EncoderProcessorDecoder`.
 
     Examples
     --------
@@ -116,52 +119,48 @@ def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
 'processor_edges.structure.colptr': (43,), 'processor_edges.structure.row': (240,), \
 'processor_edges.structure.sources': (42, 0)}
     """
-    model = _checked(for_inference(model))
-    tensors = {
-        f"nodes.{name}.{field}": tensor
-        for name, nodes in model.nodes.items()
-        for field, tensor in _own(nodes)
-    }
+    model = _check_model(for_inference(model))
+    tensors = {}
+    for name, nodes in model.nodes.items():
+        for field, tensor in _direct_tensors(nodes):
+            tensors[f"nodes.{name}.{field}"] = tensor
     for path, edges in model.named_modules():
         if isinstance(edges, StaticEdges):
-            tensors |= {f"{path}.{field}": tensor for field, tensor in _own(edges)}
-            tensors |= {
-                f"{path}.structure.{field}": tensor
-                for field, tensor in edges.structure.named_buffers()
-            }
+            for field, tensor in _direct_tensors(edges):
+                tensors[f"{path}.{field}"] = tensor
+            for field, tensor in edges.structure.named_buffers():
+                tensors[f"{path}.structure.{field}"] = tensor
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _replace_by_empty(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Replace these tensors of a model by empty ones, which do not constrain dynamic sizes."""
-    empty = {}  # one per tensor, so that `functional_call` recognises tied tensors
+    replacements = {}  # one per tensor, so that `functional_call` recognises tied tensors
     for path in tensors:
         owner, _, field = path.rpartition(".")
         tensor = getattr(model.get_submodule(owner), field)
-        nothing = torch.empty_like(tensor[:0], requires_grad=False)
-        empty[tensor] = (
-            nn.Parameter(nothing, requires_grad=False)
-            if isinstance(tensor, nn.Parameter)
-            else nothing
-        )
+        empty = torch.empty_like(tensor[:0], requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=False)
+        replacements[tensor] = empty
     for module in model.modules():
-        for kind in (module._parameters, module._buffers):
-            kind |= {
-                name: empty[tensor]
-                for name, tensor in kind.items()
-                if tensor is not None and tensor in empty
-            }
+        fields: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for by_name in fields:
+            for name, tensor in by_name.items():
+                if tensor is not None and tensor in replacements:
+                    by_name[name] = replacements[tensor]
 
 
-def _checked(model: nn.Module) -> EncoderProcessorDecoder:
+def _check_model(model: nn.Module) -> EncoderProcessorDecoder:
+    """Return the model; raise ValueError unless it is an `EncoderProcessorDecoder`."""
     if not isinstance(model, EncoderProcessorDecoder):
         raise ValueError(
-            f"model must be an EncoderProcessorDecoder, got {type(model).__name__}; for layers "
-            "use TensorGraphLayer"
+            f"model must be an EncoderProcessorDecoder, got {type(model).__name__}; for layers use "
+            "TensorGraphLayer"
         )
     return model
 
 
-def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers and parameters of a module, without submodules."""
+def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers and parameters of a module, without its submodules."""
     return [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]

@@ -1,4 +1,4 @@
-"""Packages: programs compiled by AOTInductor into one file, for Python or C++."""
+"""Packages: programs that AOTInductor compiles into a single file, for Python or C++."""
 
 import subprocess
 import sys
@@ -18,35 +18,47 @@ from torch.utils.benchmark import Timer
 
 SUFFIX = ".pt2"
 PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
-# a string in every binary that contains libstdc++'s locale
-COPY = b"_S_create_c_locale name not valid"
-# relative error: about 80, 4 and 5 eps
+# a string in every binary that contains a copy of libstdc++'s locale
+LOCALE_MARK = b"_S_create_c_locale name not valid"
+# maximum relative error: about 80, 4 and 5 eps
 LIMITS = {
     torch.float32: 1e-5,
     torch.bfloat16: 3e-2,
     torch.float16: 5e-3,
 }
-TIMED = 0.1  # s, of calls of a package and of its model
+MIN_RUN_TIME = 0.1  # s, of timing a package and its model
 
 
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
     """Compile a program for the device of its tensors and write the package.
 
-    The program comes from `export_program` or `export_model`.
+    Parameters
+    ----------
+    program : ExportedProgram
+        A program of `export_program` or `export_model`.
+    path : str or Path
+        The file, ending in ".pt2", in an existing folder.
+    metadata : dict of str to str
+        Stored in the package, for the programs that load it.
 
-    `path` ends in ".pt2", in an existing folder; `metadata` is for loaders. Raises, before
-    compiling, ValueError if the name does not end in ".pt2", metadata is not text, or there is no
-    C++ compiler whose packages can be loaded; OSError if the folder is not writable.
+    Raises
+    ------
+    ValueError
+        Before compilation, if the name does not end in ".pt2", metadata is not text, or there is no
+        C++ compiler that makes loadable packages.
+    OSError
+        If the folder is not writable.
     """
     check_path(Path(path))
-    if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+    texts = [*metadata.keys(), *metadata.values()]
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f"metadata must map str to str (use JSON for other values), got {dict(metadata)}"
         )
     check_compiler()
     options: dict[str, object] = {"aot_inductor.metadata": dict(metadata)}
-    if hasattr(config, "_use_fp64_for_unbacked_floats"):  # float32 scalars, as in eager launches
-        options["_use_fp64_for_unbacked_floats"] = False
+    if hasattr(config, "_use_fp64_for_unbacked_floats"):
+        options["_use_fp64_for_unbacked_floats"] = False  # float32 scalars, as in eager launches
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=options
@@ -71,9 +83,9 @@ def check_path(path: Path) -> None:
 def check_compiler() -> None:
     """Raise ValueError if there is no C++ compiler, or its packages would crash on loading.
 
-    A package that contains a copy of the C++ standard library crashes in `std::regex` when loaded,
-    because the copy meets the locale of PyTorch's library. Compilers link a copy if `libstdc++.so`
-    is missing.
+    A package with its own copy of the C++ standard library crashes in `std::regex` on loading,
+    because the copy gets a locale that belongs to PyTorch's library. Compilers link a copy if
+    `libstdc++.so` is missing.
     """
     try:
         compiler = get_cpp_compiler()
@@ -84,14 +96,13 @@ def check_compiler() -> None:
     if sys.platform == "linux" and _copies_standard_library(compiler):
         raise ValueError(
             f"a package must share the C++ standard library with PyTorch, but {compiler} links a "
-            "copy, which crashes "
-            "on loading: install its libstdc++.so (libstdc++-13-dev for g++ 13), or set CXX to "
-            "another compiler"
+            "copy, which crashes on loading: install its libstdc++.so (libstdc++-13-dev for g++ "
+            "13), or set CXX to another compiler"
         )
 
 
 def check_toolkit(device: torch.device) -> None:
-    """Raise ValueError if a package for `device` needs the CUDA toolkit and it is missing."""
+    """Raise ValueError if a package for `device` needs the CUDA toolkit but there is none."""
     if device.type == "cuda" and torch.version.cuda and cpp_extension.CUDA_HOME is None:
         raise ValueError(
             "a package for a GPU needs the CUDA toolkit, found none: install it, or set CUDA_HOME"
@@ -99,9 +110,9 @@ def check_toolkit(device: torch.device) -> None:
 
 
 def _copies_standard_library(compiler: str) -> bool:
-    """Return whether libraries by this compiler contain a copy of the C++ locale.
+    """Return whether libraries that this compiler links contain a copy of the C++ locale.
 
-    A C driver links no copy, which is harmless.
+    A C compiler driver, which is harmless, links none.
     """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "probe.so"
@@ -111,16 +122,16 @@ def _copies_standard_library(compiler: str) -> bool:
             raise ValueError(
                 f"a package needs a C++ compiler, {compiler} fails: {result.stderr.strip()}"
             )
-        return COPY in library.read_bytes()
+        return LOCALE_MARK in library.read_bytes()
 
 
 @dataclass(frozen=True)
 class PackageReport:
-    """Error, size in bytes, and speed of a package, compared with its model.
+    """Error, size in bytes and speed of a package, compared with its model.
 
-    `error` is the RMS difference from the model, relative to the RMS of the model's output, the
-    largest over all batches. `package_ms` and `model_ms` are median milliseconds of a call with the
-    first batch, of the package and of the model in eager PyTorch.
+    `error` is the RMS difference from the model relative to the RMS of the model's output; it is
+    the maximum over all batches. `package_ms` and `model_ms` are median times per call with the
+    first batch, in milliseconds; the model runs in eager PyTorch.
     """
 
     error: float
@@ -140,8 +151,8 @@ def verify_package(
 ) -> PackageReport:
     """Compare a package with its model on the same inputs.
 
-    Raises ValueError for another dtype; FloatingPointError if the error exceeds the limit of
-    `dtype`.
+    Raises ValueError for an unsupported dtype, and FloatingPointError if the error exceeds the
+    limit of `dtype`.
 
     Parameters
     ----------
@@ -150,43 +161,47 @@ def verify_package(
     batches : list of Tensor [B, N, in_channels], or of tuples of Tensor
         Inputs on that device; the first is timed. A tuple holds several arguments.
     dtype : torch.dtype
-        Compute dtype of the model, one of `LIMITS`: it determines the allowed error.
+        Compute dtype of the model, a key of `LIMITS`. It determines the allowed error.
     compared : callable, optional
-        Called as `compared(output, *batch)`; what it returns is compared. None compares outputs.
-        Use it where an output is the sum of a large state and a small change.
+        Called as `compared(output, *batch)`; its results are compared instead of the outputs. Use
+        it if the output is the sum of a large state and a small change.
     rounding : float
-        Added to the allowed error: the rounding error of float32 in the comparison.
+        Added to the allowed error, for the float32 rounding of the comparison.
     """
     if dtype not in LIMITS:
         raise ValueError(f"dtype must be one of {', '.join(map(str, LIMITS))}, got {dtype}")
     package = torch._inductor.aoti_load_package(str(path))
-    allowed, error = LIMITS[dtype] + rounding, 0.0
+    allowed = LIMITS[dtype] + rounding
+    error = 0.0
     batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     with torch.no_grad():
         for batch in batches:
-            output, expected = package(*batch), model(*batch)
+            output = package(*batch)
+            expected = model(*batch)
             if compared is not None:
-                output, expected = compared(output, *batch), compared(expected, *batch)
+                output = compared(output, *batch)
+                expected = compared(expected, *batch)
             batch_error = relative_error(output, expected)
             if not batch_error <= allowed:
                 raise FloatingPointError(
                     f"the package must agree with the model within {allowed:.2g}, its relative "
-                    "error is "
-                    f"{batch_error:.2g}"
+                    f"error is {batch_error:.2g}"
                 )
             error = max(error, batch_error)
-        calls = ({"call": call, "x": batches[0]} for call in (package, model))
-        timers = [
-            Timer("call(*x)", globals=names, num_threads=torch.get_num_threads()) for names in calls
-        ]
-        package_ms, model_ms = (
-            1e3 * timer.blocked_autorange(min_run_time=TIMED).median for timer in timers
-        )
+        package_ms = _median_ms(package, batches[0])
+        model_ms = _median_ms(model, batches[0])
     return PackageReport(error, Path(path).stat().st_size, package_ms, model_ms)
 
 
+def _median_ms(call: Callable, arguments: tuple[Tensor, ...]) -> float:
+    """Return the median milliseconds of a call."""
+    names = {"call": call, "arguments": arguments}
+    timer = Timer("call(*arguments)", globals=names, num_threads=torch.get_num_threads())
+    return 1e3 * timer.blocked_autorange(min_run_time=MIN_RUN_TIME).median
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the RMS difference relative to the RMS of `expected`; NaN if any is, 0 if equal."""
+    """Return the RMS difference relative to the RMS of `expected`: 0 if equal, NaN with any NaN."""
     actual, expected = actual.double(), expected.double()
     difference = (actual - expected).square().mean()
     return 0.0 if difference == 0 else (difference / expected.square().mean()).sqrt().item()

@@ -1,4 +1,4 @@
-"""Grouping of edges by node: a stable sort, or faster unordered GPU kernels for changing graphs."""
+"""Grouping of edges by node: a stable sort, or faster, unordered GPU kernels."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anemoi_gt.custom_ops import define_operator, on_device
 
-# one edge per thread: most atomics in flight, and whole memory sectors
+# one edge per thread maximises atomics in flight, and accesses fill whole memory sectors
 EDGES_PER_PROGRAM = 256
 WARPS = 8
 CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
@@ -22,7 +22,7 @@ class GroupedEdges(NamedTuple):
     """
 
     colptr: Tensor  # [N_dst + 1]
-    perm: Tensor | None  # [E], None where the caller's order is the CSC order
+    perm: Tensor | None  # [E], None if the caller's order is the CSC order
     row: Tensor  # [E]
     rowptr: Tensor | None = None  # [N_src + 1]
     csr_to_csc: Tensor | None = None  # [E]
@@ -38,14 +38,14 @@ def group_coo(
     stable: bool,
     reverse: bool,
 ) -> GroupedEdges:
-    """Group edges [2, E] by destination; with `reverse`, also by source if that needs no sweep.
+    """Group edges [2, E] by destination, and by source if `reverse` and it costs no extra sweep.
 
-    `dtype`, int32 or int64, is the dtype of the result. With `stable` the edges of a destination
-    keep their order: one sort. Without, their order is unspecified: two GPU kernels and a scan
-    replace the sort, and group by source too. The sort is still used on a CPU and under
-    deterministic algorithms.
+    `dtype`, int32 or int64, is the dtype of the result. With `stable`, edges are sorted, and the
+    edges of a destination keep their order. Without it, their order is unspecified: two GPU kernels
+    and a scan replace the sort, and can group by source in the same sweep. On a CPU and under
+    deterministic algorithms, edges are sorted in any case.
     """
-    if stable or not _order_may_vary(edge_index):
+    if stable or not _supports_unordered(edge_index):
         src, dst = edge_index.to(dtype).unbind(0)
         return GroupedEdges(*_sort_edges(dst, src, num_dst))
     if reverse:
@@ -56,28 +56,30 @@ def group_coo(
 def group_edges(
     node: Tensor, neighbour: Tensor, num_nodes: int, *, stable: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Group edges by `node` [E]; `neighbour` [E] is their other end. `stable` as in `group_coo`.
+    """Group edges by `node` [E]; `neighbour` [E] is the other end of each. See `group_coo`.
 
-    Return pointers [num_nodes + 1], the edge at each position [E] and its other end [E]. Edges of
-    node n are at pointers[n] : pointers[n + 1].
+    Return pointers [num_nodes + 1], and for each position its edge [E] and the edge's neighbour
+    [E]. The edges of node n are at positions pointers[n] : pointers[n + 1].
     """
-    if stable or not _order_may_vary(node):
+    if stable or not _supports_unordered(node):
         return _sort_edges(node, neighbour, num_nodes)
     return group_edges_unordered(torch.stack([neighbour, node]), num_nodes, node.dtype)
 
 
 def pointers(node: Tensor, num_nodes: int) -> Tensor:
-    """Return the first position of each node's grouped edges, and the total: [num_nodes + 1]."""
+    """Return the first position of each node's edges, then the number of edges: [num_nodes + 1]."""
     counts = torch.zeros(num_nodes + 1, dtype=node.dtype, device=node.device)
     counts.scatter_add_(0, node.long() + 1, torch.ones_like(node))
     return counts.cumsum(0, dtype=node.dtype)
 
 
-def _order_may_vary(index: Tensor) -> bool:
+def _supports_unordered(index: Tensor) -> bool:
+    """Return whether the unordered kernels may run, whose order varies from run to run."""
     return index.is_cuda and not torch.are_deterministic_algorithms_enabled()
 
 
 def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Group edges by a stable sort, see `group_edges`."""
     node, order = torch.sort(node, stable=True)
     return pointers(node, num_nodes), order.to(node.dtype), neighbour.index_select(0, order)
 
@@ -87,16 +89,17 @@ def group_edges_unordered(
     edge_index: Tensor, num_dst: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return colptr, perm and row, unordered within a destination, without synchronising."""
-    edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
-    count, fill = _launches(num_edges, num_dst, None)
+    edge_index = edge_index.contiguous()
+    num_edges = edge_index.shape[1]
+    count, place = _launches(num_edges, num_dst, None)
     perm, row, rank = (edge_index.new_empty(num_edges, dtype=dtype) for _ in range(3))
     ranks = {"rank_dst": rank, "rank_src": None}
     with on_device(edge_index):
-        number = edge_index.new_zeros(1 + num_dst, dtype=dtype)
-        count(edge_index=edge_index, number=number, **ranks)
-        colptr = number.cumsum(0, dtype=dtype)
-        absent = dict.fromkeys(("colptr", "rowptr", "col", "csr_to_csc"))
-        fill(edge_index=edge_index, begin=colptr, **ranks, perm=perm, row=row, **absent)
+        degrees = edge_index.new_zeros(1 + num_dst, dtype=dtype)
+        count(edge_index=edge_index, degrees=degrees, **ranks)
+        colptr = degrees.cumsum(0, dtype=dtype)
+        unused = dict.fromkeys(("colptr", "rowptr", "col", "csr_to_csc"))
+        place(edge_index=edge_index, begin=colptr, **ranks, perm=perm, row=row, **unused)
     return colptr, perm, row
 
 
@@ -111,21 +114,19 @@ def group_both_ends_unordered(
     edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `GroupedEdges`, unordered within a node, without synchronising."""
-    edge_index, num_edges = edge_index.contiguous(), edge_index.shape[1]
-    (count, fill), counting = _launches(num_edges, num_dst, num_src), _counting_dtype(num_edges)
+    edge_index = edge_index.contiguous()
+    num_edges = edge_index.shape[1]
+    count, place = _launches(num_edges, num_dst, num_src)
     grouped = _empty_groups(edge_index, num_src, num_dst, dtype)
-    rank_dst, rank_src = (edge_index.new_empty(num_edges, dtype=counting) for _ in range(2))
+    fields = dict(zip(GroupedEdges._fields, grouped, strict=True))
+    count_dtype = _count_dtype(num_edges)
+    rank_dst, rank_src = (edge_index.new_empty(num_edges, dtype=count_dtype) for _ in range(2))
     ranks = {"rank_dst": rank_dst, "rank_src": rank_src}
     with on_device(edge_index):
-        number = edge_index.new_zeros(1 + num_dst + num_src, dtype=counting)
-        count(edge_index=edge_index, number=number, **ranks)
-        begin = number.cumsum(0, dtype=counting)
-        fill(
-            edge_index=edge_index,
-            begin=begin,
-            **ranks,
-            **dict(zip(GroupedEdges._fields, grouped, strict=True)),
-        )
+        degrees = edge_index.new_zeros(1 + num_dst + num_src, dtype=count_dtype)
+        count(edge_index=edge_index, degrees=degrees, **ranks)
+        begin = degrees.cumsum(0, dtype=count_dtype)
+        place(edge_index=edge_index, begin=begin, **ranks, **fields)
     return grouped
 
 
@@ -142,29 +143,29 @@ def _launches(
     from anemoi_gt.kernels import group_edges
     from anemoi_gt.kernels.launch import Launch
 
-    sizes, constants = (
-        {"num_edges": num_edges, "num_dst": num_dst},
-        {"EDGES": EDGES_PER_PROGRAM, "num_warps": WARPS},
-    )
-    positions = num_edges if num_src is None else max(num_edges, num_dst + 1, num_src + 1)
-    count = Launch(
-        group_edges.group_edges_count, (-(-num_edges // EDGES_PER_PROGRAM),), sizes, constants
-    )
+    sizes = {"num_edges": num_edges, "num_dst": num_dst}
+    constants = {"EDGES": EDGES_PER_PROGRAM, "num_warps": WARPS}
+    grid = (-(-num_edges // EDGES_PER_PROGRAM),)
+    count = Launch(group_edges.group_edges_count, grid, sizes, constants)
+
+    num_positions = num_edges
+    if num_src is not None:  # colptr and rowptr are written too
+        num_positions = max(num_edges, num_dst + 1, num_src + 1)
     sizes = sizes | {"num_src": num_src or 0}
-    return count, Launch(
-        group_edges.group_edges_place, (-(-positions // EDGES_PER_PROGRAM),), sizes, constants
-    )
+    grid = (-(-num_positions // EDGES_PER_PROGRAM),)
+    place = Launch(group_edges.group_edges_place, grid, sizes, constants)
+    return count, place
 
 
-def _counting_dtype(num_edges: int) -> torch.dtype:
-    """Return the dtype of the running sum over both ends, which reaches 2 E."""
+def _count_dtype(num_edges: int) -> torch.dtype:
+    """Return the dtype of the running sum of degrees of both ends, which reaches 2 E."""
     return torch.int32 if 2 * num_edges < 2**31 else torch.int64
 
 
 def _empty_groups(
     edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for the fields of `GroupedEdges`."""
+    """Allocate the fields of `GroupedEdges`."""
     num_edges = edge_index.shape[1]
 
     def empty(length: int) -> Tensor:

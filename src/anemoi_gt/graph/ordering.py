@@ -17,7 +17,7 @@ def morton_order(positions: Tensor) -> Tensor:
     Returns
     -------
     Tensor [N], int64
-        The nodes in the order of the curve; ties keep their order.
+        The nodes in the order along the curve; ties keep their order.
 
     Examples
     --------

@@ -1,7 +1,8 @@
 """GraphStructure: the edges of a bipartite graph, sorted once for both directions of traversal.
 
-A weather model's graph never changes, so whatever follows from the edges alone is computed once and
-passed to every layer. The caller's edge features are never permuted: they are read through `perm`.
+A weather model's graph never changes, so everything that depends on the edges alone is computed
+once and passed to every layer. The caller's edge features are never permuted: they are read through
+`perm`.
 
     edge_index = [[2, 0, 2, 1],     src      4 edges, 3 sources, 3 destinations
                   [0, 2, 2, 0]]     dst
@@ -14,9 +15,9 @@ passed to every layer. The caller's edge features are never permuted: they are r
     col        = [2, 0, 0, 2]       dst of each edge, CSR order
     csr_to_csc = [2, 1, 0, 3]       CSC position of each CSR edge
 
-Sizes are shapes (of `colptr` N_dst, of `row` E, of the empty `sources` N_src), so torch.compile and
-torch.export can treat them as dynamic; an int attribute would become a constant of the program. A
-structure is a pytree node whose leaves are its tensors.
+Sizes are stored as shapes: `colptr` has N_dst + 1 elements, `row` has E, and the empty `sources` is
+[N_src, 0]. So torch.compile and torch.export can treat them as dynamic; an int attribute would
+become a constant of the program. A structure is a pytree node whose leaves are its tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,12 +63,12 @@ class ReverseIndex(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GraphStructure:
-    """The edges of a bipartite graph by destination (CSC) and, unless left out, by source (CSR).
+    """The edges of a bipartite graph by destination (CSC) and optionally by source (CSR).
 
-    Make one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once per graph, and
-    pass it to every layer. It is an immutable value: every method that adds something returns a new
-    one, and these four copy what they keep. The constructor and `from_state` keep the tensors
-    passed, which must not be modified.
+    Build one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once per graph, and
+    pass it to every layer. It is immutable: methods that add something return a new structure.
+    These four class methods copy their inputs. The constructor and `from_state` keep references to
+    the tensors, which must not be modified afterwards.
 
     Parameters
     ----------
@@ -76,13 +77,13 @@ class GraphStructure:
     row : Tensor [E], dtype of colptr
         Source of each edge, CSC order.
     sources : Tensor [N_src, 0]
-        Has no elements: its shape is the number of sources.
+        Its shape holds the number of sources; it has no elements.
     perm : Tensor [E], dtype of colptr, or None
         Caller's edge at each CSC position; None when the caller's order is the CSC order.
     global_edge_id : Tensor [E], int64, or None
-        Id of each edge in the whole graph, CSC order; the key of dropout, so that a shard or chunk
-        of a graph drops what the whole graph would. None: this is the whole graph and `perm` holds
-        the ids.
+        Id of each edge in the whole graph, CSC order. Dropout depends on it, so that a shard or
+        chunk drops the same edges as the whole graph. None if this is the whole graph; `perm` then
+        holds the ids.
     rowptr : Tensor [N_src + 1], dtype of colptr, or None
         Out-edges of source j are the CSR positions `rowptr[j] : rowptr[j + 1]`; None without the
         reverse structure.
@@ -94,18 +95,18 @@ class GraphStructure:
         Order in which GPU programs process the destinations; None is 0, 1, 2, ... It changes speed,
         not results.
     fixed_in_degree : Tensor [K, 0], or None
-        Marks a constant in-degree K of all destinations (k nearest neighbours), for faster kernels.
-        Has no elements. None if it is unknown or not constant. Detected when values are checked.
+        Marks that every destination has K in-edges (k nearest neighbours), for faster kernels; it
+        has no elements. None if the in-degree is unknown or not constant. Detected when values are
+        checked.
     dst_hubs, src_hubs : Tensor [257, 0], or None
-        Mark that a destination or source has, or may have, 257 edges or more: GPU kernels split
-        such hubs into segments of half that many edges. Have no elements. None disables hub
-        splitting. Detected when values are checked; present if values are not checked.
+        Mark that a destination or source has, or may have, at least 257 edges; they have no
+        elements. GPU kernels split such hubs into segments of half that many edges. None disables
+        hub splitting. Detected when values are checked, and always present otherwise.
 
     Raises
     ------
     ValueError
-        When ranks, dtypes, lengths or devices do not fit together. Values are checked by
-        `validate`.
+        If ranks, dtypes, lengths or devices are inconsistent. Values are checked by `validate`.
     """
 
     colptr: Tensor
@@ -132,55 +133,51 @@ class GraphStructure:
                 "rowptr, col, csr_to_csc must come together: pass all three, or none and call "
                 "with_reverse()"
             )
-        lengths = dict.fromkeys(("perm", "global_edge_id", "col", "csr_to_csc"), self.num_edges)
-        for name, length in (
-            lengths | {"rowptr": self.num_src + 1, "dst_schedule": self.num_dst}
-        ).items():
-            if (index := getattr(self, name)) is not None:
-                check_index(
-                    name,
-                    index,
-                    like=self.colptr,
-                    dtypes=(torch.int64,) if name == "global_edge_id" else None,
-                )
-                if not have_size(index.shape[0], length):
-                    raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
-        if (degree := self.fixed_in_degree) is not None:
-            check_shape(
-                "fixed_in_degree", degree, "[K, 0], K the in-edges of every destination", is_size
-            )
-            if (
-                not torch.compiler.is_compiling()
-                and degree.shape[0] * self.num_dst != self.num_edges
-            ):
+        self._check_index("perm", self.num_edges)
+        self._check_index("global_edge_id", self.num_edges, dtypes=(torch.int64,))
+        self._check_index("col", self.num_edges)
+        self._check_index("csr_to_csc", self.num_edges)
+        self._check_index("rowptr", self.num_src + 1)
+        self._check_index("dst_schedule", self.num_dst)
+        degree = self.fixed_in_degree
+        if degree is not None:
+            expected = "[K, 0], K the in-edges of every destination"
+            check_shape("fixed_in_degree", degree, expected, is_size)
+            is_readable = not torch.compiler.is_compiling()
+            if is_readable and degree.shape[0] * self.num_dst != self.num_edges:
                 raise ValueError(
                     f"fixed_in_degree must have shape [K, 0] with K * {self.num_dst} destinations "
-                    f"= {self.num_edges} "
-                    f"edges, got K = {degree.shape[0]}"
+                    f"= {self.num_edges} edges, got K = {degree.shape[0]}"
                 )
-        for name in HUBS:  # their size is not looked at, so that it may be a symbol
-            if (hubs := getattr(self, name)) is not None:
-                check_shape(
-                    name,
-                    hubs,
-                    f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges",
-                    is_size,
-                )
+        for name in HUBS:  # their size is not read, because it may be symbolic
+            hubs = getattr(self, name)
+            if hubs is not None:
+                expected = f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges"
+                check_shape(name, hubs, expected, is_size)
+
+    def _check_index(
+        self, name: str, length: int, dtypes: tuple[torch.dtype, ...] | None = None
+    ) -> None:
+        """Raise ValueError unless an optional field is None or a valid index of this length."""
+        index = getattr(self, name)
+        if index is None:
+            return
+        check_index(name, index, like=self.colptr, dtypes=dtypes)
+        if not have_size(index.shape[0], length):
+            raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
 
     def __repr__(self) -> str:
         state = self.state_dict()
-        # unflattened with other leaves
+        # a pytree transform may replace the tensors by other leaves
         if not all(isinstance(leaf, Tensor) for leaf in state.values()):
             return f"GraphStructure({state})"
-        degree = (
-            ""
-            if self.fixed_in_degree is None
-            else f", fixed_in_degree={self.fixed_in_degree.shape[0]}"
-        )
+        degree = ""
+        if self.fixed_in_degree is not None:
+            degree = f", fixed_in_degree={self.fixed_in_degree.shape[0]}"
+        dtype = str(self.row.dtype).removeprefix("torch.")
         return (
             f"GraphStructure(num_src={self.num_src}, num_dst={self.num_dst}, "
-            f"num_edges={self.num_edges}, "
-            f"reverse={self.has_reverse}{degree}, {str(self.row.dtype).removeprefix('torch.')}, "
+            f"num_edges={self.num_edges}, reverse={self.has_reverse}{degree}, {dtype}, "
             f"{self.device})"
         )
 
@@ -233,34 +230,34 @@ class GraphStructure:
         edge_index : Tensor [2, E], int32 or int64, or torch_geometric.EdgeIndex
             Row 0 holds sources, row 1 destinations.
         num_nodes : (num_src, num_dst), int or None
-            An int means the same nodes on both sides. None is allowed only for an EdgeIndex that
-            knows its sizes.
+            An int means that sources and destinations are the same nodes. None is allowed only for
+            an EdgeIndex with known sizes.
         global_edge_id : Tensor [E], int64, optional
-            Id of each edge in the larger graph that these edges are taken from, caller's order.
+            Id of each edge in the larger graph that contains these edges, caller's order.
         stable : bool
-            Keep the caller's order within a destination. False leaves it unspecified and is faster
-            on a GPU, for graphs that change every step; sums may then differ in the last bit from
-            run to run. Both structures are built in one sweep. The sort is still used on a CPU and
-            under deterministic algorithms.
+            Keep the caller's order within a destination. False leaves the order unspecified and is
+            faster on a GPU, for graphs that change every step; sums may then differ in the last bit
+            from run to run. Both structures are built in one sweep. On a CPU and under
+            deterministic algorithms, edges are sorted in any case.
         validate : bool
-            Check the values, which synchronises with the device, and find fixed in-degree and hubs.
-            False, and in compiled code: the device asserts the ranges without waiting
-            (RuntimeError, on a GPU at a later call), and there may be hubs. Layers that convert an
-            edge_index on a GPU do so.
+            Check the values, which synchronises with the device, and detect fixed in-degree and
+            hubs. If False, and in compiled code, ranges are asserted on the device without
+            synchronising (RuntimeError, on a GPU at a later call), and the graph is marked as if it
+            had hubs. Layers that convert an edge_index on a GPU pass False.
         reverse : bool
             Build the reverse (CSR) structure, which gradients of key and value need. False saves a
-            sort and 8 bytes an edge, for inference.
+            sort and 8 bytes per edge, for inference.
 
         Returns
         -------
         GraphStructure
-            Index dtype int32 when sizes and E are known to be below 2^31, else int64. Shares no
+            Indices are int32 if sizes and E are known to be below 2^31, otherwise int64. Shares no
             memory with the inputs.
 
         Raises
         ------
         ValueError
-            Wrong rank, dtype or device; an index that is negative or not below its side's size.
+            For a wrong rank, dtype or device, or an index out of range.
 
         Examples
         --------
@@ -270,21 +267,24 @@ class GraphStructure:
         ([0, 2, 2, 4], [2, 1, 0, 2], [0, 3, 1, 2])
         """
         num_src, num_dst = _sizes(edge_index, num_nodes)
-        edge_index = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
+        if hasattr(edge_index, "as_tensor"):  # torch_geometric.EdgeIndex
+            edge_index = edge_index.as_tensor()
         check_edge_index(edge_index)
         dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
-        check_ends(edge_index, num_src, num_dst, check=check_range if validate else assert_range)
-        is_read = validate and not torch.compiler.is_compiling()
-        if is_read and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
+        check = check_range if validate else assert_range
+        check_ends(edge_index, num_src, num_dst, check=check)
+        is_readable = validate and not torch.compiler.is_compiling()
+        if is_readable and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
             colptr = pointers(edge_index[1].to(dtype), num_dst)
             groups = GroupedEdges(colptr, None, _copy(edge_index[0], dtype))
         else:
             groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)
         if global_edge_id is not None:
             check_edge_ids(global_edge_id, edge_index)
-            global_edge_id = (
-                global_edge_id.clone() if groups.perm is None else global_edge_id[groups.perm]
-            )
+            if groups.perm is None:
+                global_edge_id = global_edge_id.clone()
+            else:
+                global_edge_id = global_edge_id[groups.perm]
         graph = cls(
             groups.colptr,
             groups.row,
@@ -295,9 +295,9 @@ class GraphStructure:
             groups.col,
             groups.csr_to_csc,
         )
-        return (graph.with_reverse(stable=stable) if reverse else graph)._with_degrees(
-            is_known=validate
-        )
+        if reverse:
+            graph = graph.with_reverse(stable=stable)
+        return graph._with_degrees(is_known=validate)
 
     @classmethod
     def from_csc(
@@ -310,7 +310,7 @@ class GraphStructure:
         validate: bool = True,
         reverse: bool = True,
     ) -> "GraphStructure":
-        """Copy edges that are already sorted by destination.
+        """Build a structure from edges that are already sorted by destination.
 
         Parameters
         ----------
@@ -318,15 +318,15 @@ class GraphStructure:
         row : Tensor [E], int32 or int64
         num_src : int
         perm : Tensor [E], int32 or int64, optional
-            Caller's edge at each CSC position, when edge features are in another order than `row`.
+            Caller's edge at each CSC position, if edge features are in another order than `row`.
         validate, reverse : bool
             As in `from_edge_index`.
 
         Raises
         ------
         ValueError
-            Wrong rank, dtype, length or device; colptr not from 0 to E or decreasing; a source out
-            of range.
+            For a wrong rank, dtype, length or device, a colptr that decreases or is not from 0 to
+            E, or a source out of range.
         """
         for name, index in (("colptr", colptr), ("row", row)):
             check_index(name, index, like=colptr, dtypes=INDEX_DTYPES)
@@ -346,26 +346,30 @@ class GraphStructure:
         else:
             assert_pointers("colptr", graph.colptr, graph.num_edges)
             assert_range("row", graph.row, graph.num_src)
-        return (graph.with_reverse() if reverse else graph)._with_degrees(is_known=validate)
+        if reverse:
+            graph = graph.with_reverse()
+        return graph._with_degrees(is_known=validate)
 
     @classmethod
     def from_adj_t(
         cls, adj_t, *, stable: bool = True, validate: bool = True, reverse: bool = True
     ) -> "GraphStructure":
-        """Convert PyG's transposed adjacency matrix: row i holds the in-edges of destination i.
+        """Build a structure from PyG's transposed adjacency matrix.
+
+        Row i of the matrix holds the in-edges of destination i.
 
         Parameters
         ----------
         adj_t : torch.sparse tensor [N_dst, N_src] (COO, CSR or CSC layout), or
         torch_sparse.SparseTensor
-            The order of its stored values is the caller's edge order.
+            The caller's edge order is the order of its stored values.
         stable, validate, reverse : bool
             As in `from_edge_index`.
 
         Raises
         ------
         ValueError
-            For another layout or other dimensions, and as in `from_csc` and `from_edge_index`.
+            For an unsupported layout or shape, and as in `from_csc` and `from_edge_index`.
         """
         csr = None
         # torch_sparse.SparseTensor; torch_sparse is not a dependency
@@ -374,24 +378,23 @@ class GraphStructure:
         elif not isinstance(adj_t, Tensor):
             raise ValueError(
                 "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, "
-                "N_src], got "
-                f"{type(adj_t).__name__}; use from_edge_index or from_csc for others"
+                f"N_src], got {type(adj_t).__name__}; use from_edge_index or from_csc for others"
             )
         elif adj_t.layout != torch.strided and (
             adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2
         ):
             raise ValueError(
                 "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense "
-                "dimensions of its values if "
-                f"any, got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and "
-                f"{adj_t.dense_dim()} dense "
-                "dimensions"
+                f"dimensions of its values if any, got shape {tuple(adj_t.shape)} with "
+                f"{adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense dimensions"
             )
         elif adj_t.layout == torch.sparse_csr:
             csr = adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1]
         if csr is not None:
             graph = cls.from_csc(*csr, validate=validate, reverse=False)
-            return graph.with_reverse(stable=stable) if reverse else graph
+            if reverse:
+                graph = graph.with_reverse(stable=stable)
+            return graph
         num_dst, num_src = adj_t.shape[:2]  # dense dimensions of the values may follow
         if adj_t.layout == torch.sparse_csc:
             dst, lengths = adj_t.row_indices(), adj_t.ccol_indices().diff()
@@ -429,72 +432,69 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            For no graph, graphs on several devices, or a shard or chunk of a graph (one with
-            `global_edge_id`).
+            If the sequence is empty, the graphs are on several devices, or one is a shard or chunk
+            of a graph (has `global_edge_id`).
         """
-        graphs = tuple(graphs) if isinstance(graphs, Iterable) else graphs
-        if not isinstance(graphs, tuple) or not all(
-            isinstance(graph, GraphStructure) for graph in graphs
-        ):
-            kinds = {
-                type(graph).__name__
-                for graph in (graphs if isinstance(graphs, tuple) else [graphs])
-            }
-            raise ValueError(
-                f"disjoint must get a sequence of GraphStructures, got {', '.join(sorted(kinds))}"
-            )
-        if not graphs:
-            raise ValueError("disjoint must get at least one graph, got none")
-        if len({graph.device for graph in graphs}) > 1:
-            raise ValueError(
-                f"graphs must be on one device, got {[str(graph.device) for graph in graphs]}"
-            )
+        graphs = cls._as_graphs(graphs)
         if any(graph.global_edge_id is not None for graph in graphs):
             raise ValueError(
                 "graphs must be whole, got one with global_edge_id: merge its shards or chunks "
                 "first"
             )
-        sizes = zip(
-            *((graph.num_src, graph.num_dst, graph.num_edges) for graph in graphs), strict=True
-        )
-        src_begin, dst_begin, edge_begin = ([0, *accumulate(numbers)] for numbers in sizes)
+        src_begin = [0, *accumulate(graph.num_src for graph in graphs)]
+        dst_begin = [0, *accumulate(graph.num_dst for graph in graphs)]
+        edge_begin = [0, *accumulate(graph.num_edges for graph in graphs)]
         dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
-        kept = {"row": ([graph.row for graph in graphs], src_begin)}
-        if any(graph.perm is not None for graph in graphs):
-            kept["perm"] = [graph.edge_order() for graph in graphs], edge_begin
-        if any(graph.dst_schedule is not None for graph in graphs):
-            schedules = [
-                g._numbers(g.num_dst) if g.dst_schedule is None else g.dst_schedule for g in graphs
-            ]
-            kept["dst_schedule"] = schedules, dst_begin
-        pointers = ["colptr"]
+        fields_and_offsets = [("row", src_begin)]
+        pointer_fields = ["colptr"]
         if all(graph.has_reverse for graph in graphs):
-            kept["col"] = [graph.col for graph in graphs], dst_begin
-            kept["csr_to_csc"] = [graph.csr_to_csc for graph in graphs], edge_begin
-            pointers.append("rowptr")
-        joined: dict[str, Any] = {
-            name: _concatenate(indices, offsets, dtype) for name, (indices, offsets) in kept.items()
-        }
-        for name in pointers:  # pointers count the edges of all graphs
-            begins = _concatenate(
-                [getattr(graph, name)[:-1] for graph in graphs], edge_begin, dtype
-            )
-            joined[name] = torch.cat([begins, begins.new_full((1,), edge_begin[-1])])
+            fields_and_offsets += [("col", dst_begin), ("csr_to_csc", edge_begin)]
+            pointer_fields.append("rowptr")
+
+        joined: dict[str, Any] = {}
+        for name, offsets in fields_and_offsets:
+            indices = [getattr(graph, name) for graph in graphs]
+            joined[name] = _concatenate(indices, offsets, dtype)
+        for name in pointer_fields:  # pointers count the edges of all graphs
+            starts = [getattr(graph, name)[:-1] for graph in graphs]
+            all_starts = _concatenate(starts, edge_begin, dtype)
+            joined[name] = torch.cat([all_starts, all_starts.new_full((1,), edge_begin[-1])])
+        if any(graph.perm is not None for graph in graphs):
+            orders = [graph.edge_order() for graph in graphs]
+            joined["perm"] = _concatenate(orders, edge_begin, dtype)
+        if any(graph.dst_schedule is not None for graph in graphs):
+            schedules = [graph._schedule() for graph in graphs]
+            joined["dst_schedule"] = _concatenate(schedules, dst_begin, dtype)
         for name in HUBS:
-            joined[name] = next(
-                (hubs for graph in graphs if (hubs := getattr(graph, name)) is not None), None
-            )
-        degrees = {
-            None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0]
-            for graph in graphs
-        }
-        joined["fixed_in_degree"] = graphs[0].fixed_in_degree if len(degrees) == 1 else None
+            all_hubs = [getattr(graph, name) for graph in graphs]
+            joined[name] = next((hubs for hubs in all_hubs if hubs is not None), None)
+        degrees = {graph._known_in_degree() for graph in graphs}
+        if len(degrees) == 1:
+            joined["fixed_in_degree"] = graphs[0].fixed_in_degree
         return cls(**joined, sources=torch.empty(src_begin[-1], 0, device=graphs[0].device))
+
+    @staticmethod
+    def _as_graphs(graphs: object) -> tuple["GraphStructure", ...]:
+        """Return the graphs of `disjoint` as a tuple. Raise ValueError if they cannot be joined."""
+        items = tuple(graphs) if isinstance(graphs, Iterable) else (graphs,)
+        are_structures = all(isinstance(item, GraphStructure) for item in items)
+        if not isinstance(graphs, Iterable) or not are_structures:
+            kinds = sorted({type(item).__name__ for item in items})
+            raise ValueError(
+                f"disjoint must get a sequence of GraphStructures, got {', '.join(kinds)}"
+            )
+        if not items:
+            raise ValueError("disjoint must get at least one graph, got none")
+        if len({graph.device for graph in items}) > 1:
+            raise ValueError(
+                f"graphs must be on one device, got {[str(graph.device) for graph in items]}"
+            )
+        return items
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
         """Return this structure with its reverse (CSR) structure, for key and value gradients.
 
-        `stable` keeps CSC order within a source; see `from_edge_index`.
+        `stable` keeps CSC order within each source, see `from_edge_index`.
         """
         if self.rowptr is not None:
             return self
@@ -504,17 +504,15 @@ class GraphStructure:
     def with_dst_schedule(self, positions: Tensor) -> "GraphStructure":
         """Return this structure with a destination schedule on a Morton curve, for cache locality.
 
-        Nearby destinations share sources, so programs that run at the same time share rows in the
-        cache. `positions` [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise
+        Nearby destinations share sources, so concurrent programs share rows in the cache.
+        `positions` [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise
         ValueError for another shape.
         """
-        sizes = [(self.num_dst, axes) for axes in (1, 2, 3)]
-        wanted = f"[{self.num_dst}, 1 to 3], one row per destination"
-        check_shape("positions", positions, wanted, lambda x: tuple(x.shape) in sizes)
-        return replace(
-            self,
-            dst_schedule=morton_order(positions).to(device=self.device, dtype=self.colptr.dtype),
-        )
+        shapes = [(self.num_dst, axes) for axes in (1, 2, 3)]
+        expected = f"[{self.num_dst}, 1 to 3], one row per destination"
+        check_shape("positions", positions, expected, lambda x: tuple(x.shape) in shapes)
+        schedule = morton_order(positions).to(device=self.device, dtype=self.colptr.dtype)
+        return replace(self, dst_schedule=schedule)
 
     @property
     def dst(self) -> Tensor:
@@ -524,18 +522,21 @@ class GraphStructure:
     def edge_index(self) -> Tensor:
         """Return the edges as COO [2, E], int64, in the caller's order."""
         coo = torch.stack([self.row, self.dst]).long()
-        return (
-            coo
-            if self.perm is None
-            else torch.empty_like(coo).index_copy_(1, self.perm.long(), coo)
-        )
+        if self.perm is None:
+            return coo
+        return torch.empty_like(coo).index_copy_(1, self.perm.long(), coo)
 
     def global_edge_ids(self) -> Tensor:
         """Return the id of each edge in the whole graph [E], int64, CSC order."""
-        return self.edge_order().long() if self.global_edge_id is None else self.global_edge_id
+        if self.global_edge_id is not None:
+            return self.global_edge_id
+        return self.edge_order().long()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
-        """Return this structure on `device`, also for PyG's `Data`. Raise ValueError for dtypes."""
+        """Return this structure on `device`, as PyG's `Data.to` calls it.
+
+        Raise ValueError for a dtype.
+        """
         if isinstance(device, torch.dtype):
             raise ValueError(
                 f"device must be a device, got {device}: index dtypes follow from the sizes"
@@ -545,9 +546,12 @@ class GraphStructure:
     def validate(self) -> "GraphStructure":
         """Check every value and return this structure; synchronises with the device.
 
-        Raise ValueError for colptr or rowptr not from 0 to E or decreasing; an index out of range;
-        perm, csr_to_csc or dst_schedule not a permutation; CSC and CSR with different edges;
-        in-degrees other than `fixed_in_degree`.
+        Raises
+        ------
+        ValueError
+            If colptr or rowptr decreases or is not from 0 to E; an index is out of range; perm,
+            csr_to_csc or dst_schedule is not a permutation; CSC and CSR have different edges; or an
+            in-degree differs from `fixed_in_degree`.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
@@ -559,8 +563,7 @@ class GraphStructure:
         ):
             raise ValueError(
                 "fixed_in_degree must be the in-degree of every destination, got "
-                f"{self.fixed_in_degree.shape[0]} "
-                "and other in-degrees in colptr; leave it out"
+                f"{self.fixed_in_degree.shape[0]} and other in-degrees in colptr; leave it out"
             )
         for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
             if getattr(self, name) is not None:
@@ -571,38 +574,36 @@ class GraphStructure:
             check_range("col", reverse.col, self.num_dst)
             check_permutation("csr_to_csc", reverse.csr_to_csc, self.num_edges)
             degrees = reverse.rowptr.diff()
-            src = self._numbers(self.num_src).repeat_interleave(degrees, output_size=self.num_edges)
+            src = self._arange(self.num_src).repeat_interleave(degrees, output_size=self.num_edges)
             position = reverse.csr_to_csc.long()
             same = self.row[position].eq(src).all() & self.dst[position].eq(reverse.col).all()
-            claim = (
-                "rowptr, col must hold the edges of colptr, row: leave them out and call "
-                "with_reverse()"
-            )
             if not is_readable:
-                assert_async(same, claim)
+                assert_async(same, DIFFERENT_REVERSE)
             elif not bool(same):
-                raise ValueError(claim)
+                raise ValueError(DIFFERENT_REVERSE)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors by field, without None; safe for `torch.load(weights_only=True)`."""
+        """Return the tensors that are not None, by field, for `torch.load(weights_only=True)`."""
         return {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> "GraphStructure":
-        """Make a structure from the tensors of `state_dict()`, checking metadata only.
+        """Build a structure from the tensors of `state_dict()`, checking metadata only.
 
-        Raise ValueError for unknown or missing fields, or tensors that do not fit together.
+        Raise ValueError for unknown or missing fields, or inconsistent tensors.
         """
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"state must be a dict of tensors from state_dict(), got {type(state).__name__}"
             )
-        if unknown := set(state) - set(FIELDS):
+        unknown = set(state) - set(FIELDS)
+        if unknown:
             raise ValueError(
                 f"state must hold only fields of a GraphStructure, got also {sorted(unknown)}"
             )
-        if missing := {"colptr", "row", "sources"} - set(state):
+        missing = {"colptr", "row", "sources"} - set(state)
+        if missing:
             raise ValueError(
                 f"state must hold colptr, row and sources, got no {', '.join(sorted(missing))}"
             )
@@ -610,40 +611,54 @@ class GraphStructure:
 
     def edge_order(self) -> Tensor:
         """Return the caller's edge at each CSC position [E]: `perm`, or 0, 1, 2, ..."""
-        return self._numbers(self.num_edges) if self.perm is None else self.perm
+        return self._arange(self.num_edges) if self.perm is None else self.perm
+
+    def _schedule(self) -> Tensor:
+        """Return `dst_schedule`, or 0, 1, 2, ... if it is None."""
+        return self._arange(self.num_dst) if self.dst_schedule is None else self.dst_schedule
+
+    def _known_in_degree(self) -> int | None:
+        """Return the fixed in-degree K, or None."""
+        return None if self.fixed_in_degree is None else self.fixed_in_degree.shape[0]
 
     def _with_degrees(self, is_known: bool) -> "GraphStructure":
-        """Return this structure with fixed in-degree and hubs from checked values; synchronises."""
+        """Return this structure with fixed in-degree and hubs; synchronises if values are known."""
         if not is_known or torch.compiler.is_compiling():
             return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
-        most = max_degree(self.colptr)
-        fixed = self.colptr.new_empty(most, 0) if self._has_fixed_in_degree(most) else None
-        if self.num_edges <= HUB_DEGREE:
-            return replace(self, fixed_in_degree=fixed, dst_hubs=None, src_hubs=None)
-        rowptr = pointers(self.row, self.num_src) if self.rowptr is None else self.rowptr
-        dst_hubs, src_hubs = (
-            self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr))
-        )
-        return replace(self, fixed_in_degree=fixed, dst_hubs=dst_hubs, src_hubs=src_hubs)
+        max_in_degree = max_degree(self.colptr)
+        fixed_in_degree = dst_hubs = src_hubs = None
+        if self._has_fixed_in_degree(max_in_degree):
+            fixed_in_degree = self.colptr.new_empty(max_in_degree, 0)
+        if self.num_edges > HUB_DEGREE:
+            rowptr = pointers(self.row, self.num_src) if self.rowptr is None else self.rowptr
+            if max_in_degree > HUB_DEGREE:
+                dst_hubs = self._hubs()
+            if max_degree(rowptr) > HUB_DEGREE:
+                src_hubs = self._hubs()
+        return replace(self, fixed_in_degree=fixed_in_degree, dst_hubs=dst_hubs, src_hubs=src_hubs)
 
-    def _has_fixed_in_degree(self, most: int) -> bool:
-        """Return whether every destination has `most` in-edges, the most that one has."""
-        return self.num_edges > 0 and most * self.num_dst == self.num_edges
+    def _has_fixed_in_degree(self, max_in_degree: int) -> bool:
+        """Return whether every destination has as many in-edges as the largest one."""
+        return self.num_edges > 0 and max_in_degree * self.num_dst == self.num_edges
 
     def _hubs(self) -> Tensor:
+        """Return the empty tensor that marks hubs."""
         return self.colptr.new_empty(HUB_DEGREE + 1, 0)
 
-    def _numbers(self, count: int) -> Tensor:
-        """Return 0, 1, 2, ... in the dtype of indices."""
+    def _arange(self, count: int) -> Tensor:
+        """Return 0, 1, 2, ... in the index dtype."""
         return torch.arange(count, dtype=self.colptr.dtype, device=self.device)
 
 
 HUBS = ("dst_hubs", "src_hubs")
+DIFFERENT_REVERSE = (
+    "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
+)
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 
 def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple[int, int]:
-    """Return (num_src, num_dst) from the caller or an EdgeIndex; never guess from the indices."""
+    """Return (num_src, num_dst) from `num_nodes` or an EdgeIndex, never inferred from indices."""
     known_src, known_dst = None, None
     if hasattr(edge_index, "sparse_size"):
         known_src, known_dst = edge_index.sparse_size()
@@ -670,26 +685,24 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
 
 
 def _index_dtype(*sizes: int) -> torch.dtype:
-    """Return int32 if all sizes are known to be below 2^31, else int64.
+    """Return int32 if all sizes are known to be below 2^31, otherwise int64.
 
-    Data-dependent sizes in traced code are unbounded.
-
-    An exported program must support the whole range of a named dimension, so no guard may narrow it
-    there.
+    Data-dependent sizes in traced code are unbounded. An exported program must support the whole
+    range of a named dimension, so no guard may narrow it.
     """
     is_below = statically_known_true if is_exporting() else guard_or_false
     return torch.int32 if all(is_below(size < 2**31) for size in sizes) else torch.int64
 
 
 def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Concatenate indices of several graphs, shifted by `offsets`, whose last is the total."""
+    """Concatenate indices of several graphs, each shifted by its offset; the last is the total."""
     return torch.cat(
         [index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)]
     )
 
 
 def _copy(index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous copy: the caller may write into `index`."""
+    """Return a contiguous copy, because the caller may modify `index`."""
     return index.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -704,8 +717,9 @@ def _flatten_with_keys(graph: GraphStructure) -> tuple[list[tuple[KeyEntry, Any]
 
 
 def _unflatten(leaves: Iterable, names: tuple[str, ...]) -> GraphStructure:
-    """Make a structure without checks: leaves may be symbols, specs or batched tensors."""
-    graph, state = object.__new__(GraphStructure), dict(zip(names, leaves, strict=True))
+    """Build a structure without checks: leaves may be symbols, specs or batched tensors."""
+    graph = object.__new__(GraphStructure)
+    state = dict(zip(names, leaves, strict=True))
     for name in FIELDS:
         object.__setattr__(graph, name, state.get(name))
     return graph

@@ -153,10 +153,9 @@ class _GraphStorage(GlobalStorage):
         )
         # PyG 2.8 keeps a weak reference to the Data or Batch of a storage
         parent = self.__dict__.get("_parent", lambda: None)()
-        super().__setitem__(
-            key,
-            GraphStructure.disjoint(value) if are_graphs and isinstance(parent, Batch) else value,
-        )
+        if are_graphs and isinstance(parent, Batch):
+            value = GraphStructure.disjoint(value)
+        super().__setitem__(key, value)
 
 
 def _checked_subclasses(
@@ -170,15 +169,15 @@ def _checked_subclasses(
                 f"subclasses must be classes that inherit from TransformerConv, got {kind!r}"
             )
         between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
-        if overridden := [
-            name
-            for name in COMPUTING_METHODS
-            if any(_defines(subclass, name) for subclass in between)
-        ]:
+        overridden = []
+        for name in COMPUTING_METHODS:
+            if any(_defines(subclass, name) for subclass in between):
+                overridden.append(name)
+        if overridden:
             raise ValueError(
                 f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with "
-                f"another {overridden[0]}; "
-                "leave it out, or put what it adds into a module around the layer"
+                f"another {overridden[0]}; leave it out, or put what it adds into a module around "
+                "the layer"
             )
     return kinds
 
@@ -202,11 +201,11 @@ def _layers_of(
     if isinstance(model, KINDS):
         raise ValueError(
             f"model must be a module that holds layers, got a bare {type(model).__name__}, which "
-            "cannot be replaced in "
-            "place; put it into a container: layers = torch.nn.ModuleList([layer]), and use "
-            "layers[0] afterwards"
+            "cannot be replaced in place; put it into a container: layers = "
+            "torch.nn.ModuleList([layer]), and use layers[0] afterwards"
         )
-    if not (layers := [module for module in model.modules() if accepts(module)]):
+    layers = [module for module in model.modules() if accepts(module)]
+    if not layers:
         raise ValueError(f"model must have {wanted}, got {type(model).__name__} without one")
     return layers
 
@@ -223,15 +222,16 @@ def _replacement(
     upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]
 ) -> nn.Module:
     """Return the new layer with the parameters of `upstream`, or `upstream` if unsupported."""
-    if (reason := _unsupported_reason(upstream, subclasses)) is None:
+    reason = _unsupported_reason(upstream, subclasses)
+    if reason is None:
         try:
             return _with_parameters_of(upstream, config)
         except ValueError as error:  # an option that GraphTransformerConv rejects
             reason = str(error)
     if config.backend != "auto":
         raise ValueError(
-            f"attention backend {config.backend!r} cannot run {upstream}: {reason}; backend "
-            "'auto' leaves it as it is"
+            f"attention backend {config.backend!r} cannot run {upstream}: {reason}; backend 'auto' "
+            "leaves it as it is"
         )
     log.warning("%s stays PyG's own: %s", upstream, reason)
     return upstream
@@ -257,10 +257,11 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
             return (
-                f"its {name} is {class_path(kind)}; PyG's Linear is needed, "
-                "because its in_channels are read"
+                f"its {name} is {class_path(kind)}; PyG's Linear is needed, because its "
+                "in_channels are read"
             )
-    if (embed := upstream.lin_edge) is None:
+    embed = upstream.lin_edge
+    if embed is None:
         return None
     if type(embed) is not Linear:
         kind = class_path(type(embed))

@@ -1,16 +1,16 @@
 """Grouping edges by node without sorting: count, scan, place.
 
-    count    number[n] = edges of node n,         rank_e = edges of its node counted before e
-    scan     begin[n]  = sum of number[m], m < n  (a library call between the two kernels)
-    place    place_e   = begin[node_e] + rank_e,  order[place_e] = e,  ...
+    count    degrees[n]   = edges of node n,          rank_e = edges of its node counted before e
+    scan     begin[n]     = sum of degrees[m], m < n  (a library call between the two kernels)
+    place    position_e   = begin[node_e] + rank_e,   order[position_e] = e,  ...
 
 Both ends of the edges are grouped in one sweep. The source counts follow the destination counts, so
 one scan covers both; the scanned source counts include the E edges of the destinations, which
 `place` subtracts.
 
-Counting is one integer atomic for each end, and what it returns is the rank. Numbers are exact, but
-which edge of a node comes first changes from run to run, so results that sum over a node's edges
-may differ in the last bit. Use the stable sort for bitwise reproducibility.
+Counting takes one integer atomic per end, which returns the rank. Degrees are exact, but the order
+of a node's edges changes from run to run, so sums over a node's edges may differ in the last bit.
+Use the stable sort for bitwise reproducibility.
 """
 
 import triton
@@ -31,7 +31,7 @@ def _name(base: str):
 @triton.jit(repr=_name("group_edges_count"), do_not_specialize=["num_edges", "num_dst"])
 def group_edges_count(
     edge_index,  # [2, E], sources, then destinations
-    number,  # [1 + N_dst + N_src], zeros; of the destinations alone where rank_src is None
+    degrees,  # [1 + N_dst + N_src], zeros; [1 + N_dst] if rank_src is None
     rank_dst,  # [E]
     rank_src,  # [E] or None
     num_edges,
@@ -43,9 +43,9 @@ def group_edges_count(
     inside = e < num_edges
     src = tl.load(edge_index + e, mask=inside, other=0).to(tl.int64)
     dst = tl.load(edge_index + num_edges + e, mask=inside, other=0).to(tl.int64)
-    among_dst = tl.atomic_add(number + 1 + dst, 1, mask=inside, sem="relaxed")
-    if rank_src is not None:  # both atomics are on their way before anything waits for one
-        among_src = tl.atomic_add(number + 1 + num_dst + src, 1, mask=inside, sem="relaxed")
+    among_dst = tl.atomic_add(degrees + 1 + dst, 1, mask=inside, sem="relaxed")
+    if rank_src is not None:  # both atomics are issued before either result is used
+        among_src = tl.atomic_add(degrees + 1 + num_dst + src, 1, mask=inside, sem="relaxed")
         tl.store(rank_src + e, among_src, mask=inside)
     tl.store(rank_dst + e, among_dst, mask=inside)
 
@@ -53,9 +53,9 @@ def group_edges_count(
 @triton.jit(repr=_name("group_edges_place"), do_not_specialize=["num_edges", "num_dst", "num_src"])
 def group_edges_place(
     edge_index,  # [2, E]
-    begin,  # [1 + N_dst + N_src], running sum of `number`
+    begin,  # [1 + N_dst + N_src], running sum of `degrees`
     rank_dst,  # [E]
-    rank_src,  # [E] or None, and with it all below that belongs to both ends
+    rank_src,  # [E] or None; if None, so are all outputs for both ends
     perm,  # [E]
     row,  # [E]
     colptr,  # [N_dst + 1] or None

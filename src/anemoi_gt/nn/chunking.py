@@ -216,33 +216,39 @@ def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     colptr = graph.colptr[dst.start : dst.stop + 1]
     edges = slice(int(colptr[0]), int(colptr[-1]))
     src, row = graph.row[edges].unique(return_inverse=True)
-    if (schedule := graph.dst_schedule) is not None:
+    schedule = graph.dst_schedule
+    if schedule is not None:
         schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
+    global_edge_id = graph.global_edge_id
+    if global_edge_id is not None:
+        global_edge_id = global_edge_id[edges]
     structure = GraphStructure(
         colptr - colptr[0],
         row.to(graph.row.dtype),
         torch.empty(src.shape[0], 0, device=graph.device),
-        global_edge_id=None if graph.global_edge_id is None else graph.global_edge_id[edges],
+        global_edge_id=global_edge_id,
         dst_schedule=schedule,
         fixed_in_degree=graph.fixed_in_degree,
         dst_hubs=graph.dst_hubs,
         src_hubs=graph.src_hubs,
     )
-    sizes, local = (num_local, graph.num_dst, graph.num_edges), int((src < num_local).sum())
+    sizes = (num_local, graph.num_dst, graph.num_edges)
+    local = int((src < num_local).sum())
     halo = src[local:].long() - num_local
     return Chunk(structure.with_reverse(), src[:local].long(), dst, edges, sizes, halo)
 
 
 def _check_chunks(chunks: Sequence[Chunk]) -> None:
-    """Raise unless these are all chunks of one graph, in order: their results are concatenated."""
+    """Raise ValueError unless these are all chunks of one graph, in order."""
     wrong = [type(chunk).__name__ for chunk in chunks if not isinstance(chunk, Chunk)]
     if wrong or not chunks:
         raise ValueError(
-            "graph must be a GraphStructure, or its chunks from split_destinations, "
-            f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}; join graphs by "
+            "graph must be a GraphStructure, or its chunks from split_destinations, got a "
+            f"{type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}; join graphs by "
             "GraphStructure.disjoint"
         )
-    sizes, bounds = chunks[0].sizes, [(chunk.dst.start, chunk.dst.stop) for chunk in chunks]
+    sizes = chunks[0].sizes
+    bounds = [(chunk.dst.start, chunk.dst.stop) for chunk in chunks]
     if sizes is None:
         are_all = len(chunks) == 1
     else:
@@ -254,9 +260,8 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
         )
     if not are_all:
         raise ValueError(
-            "graph must hold all chunks of one split_destinations, in order, "
-            f"got destinations {bounds} of graphs with sources, destinations and edges "
-            f"{[c.sizes for c in chunks]}"
+            "graph must hold all chunks of one split_destinations, in order, got destinations "
+            f"{bounds} of graphs with sources, destinations and edges {[c.sizes for c in chunks]}"
         )
 
 

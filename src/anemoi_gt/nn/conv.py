@@ -108,17 +108,17 @@ class GraphTransformerConv(MessagePassing):
     ):
         kwargs.setdefault("aggr", "add")
         super().__init__(node_dim=0, **kwargs)
-        self.in_channels, self.out_channels, self.heads, self.edge_dim = (
-            in_channels,
-            out_channels,
-            heads,
-            edge_dim,
-        )
-        self.concat, self.beta, self.root_weight = concat, beta and root_weight, root_weight
-        self.dropout, self.config = dropout, config
-        self._alpha: Tensor | None = (
-            None  # where PyG's AttentionExplainer reads the weights, while messages are computed
-        )
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.edge_dim = edge_dim
+        self.concat = concat
+        self.beta = beta and root_weight
+        self.root_weight = root_weight
+        self.dropout = dropout
+        self.config = config
+        # PyG's AttentionExplainer reads the attention weights here while messages are computed.
+        self._alpha: Tensor | None = None
         self._check_options()
         src_channels, dst_channels = _both_sides(in_channels)
         inner = heads * out_channels
@@ -190,9 +190,8 @@ class GraphTransformerConv(MessagePassing):
         if torch.onnx.is_in_onnx_export():
             raise RuntimeError(
                 "a model for an ONNX export must have layers that ONNX has operators for, got "
-                "GraphTransformerConv; "
-                "export PyG's TransformerConv: anemoi_gt.integrations.pyg.swap_back(model) puts "
-                "it back"
+                "GraphTransformerConv; export PyG's TransformerConv: "
+                "anemoi_gt.integrations.pyg.swap_back(model) puts it back"
             )
         x_src, x_dst = x = self._sides(x)
         if is_chunked(edge_index):
@@ -281,11 +280,9 @@ class GraphTransformerConv(MessagePassing):
         """Return (x_src, x_dst), checked."""
         sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
         if len(sides) != 2 or not all(isinstance(side, Tensor) for side in sides):
-            got = (
-                ", ".join(type(side).__name__ for side in sides)
-                if isinstance(x, (tuple, list))
-                else type(x).__name__
-            )
+            got = type(x).__name__
+            if isinstance(x, (tuple, list)):
+                got = ", ".join(type(side).__name__ for side in sides)
             raise ValueError(f"x must be a tensor or a pair of tensors (x_src, x_dst), got ({got})")
         for name, side, linear in zip(
             ("x_src", "x_dst"), sides, (self.lin_key, self.lin_query), strict=True
@@ -312,8 +309,8 @@ class GraphTransformerConv(MessagePassing):
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(
-                "edge_attr must be passed if and only if the layer has an edge_dim, "
-                f"got {got} and edge_dim={self.edge_dim}"
+                f"edge_attr must be passed if and only if the layer has an edge_dim, got {got} and "
+                f"edge_dim={self.edge_dim}"
             )
         return graph, edge_attr
 
@@ -377,19 +374,18 @@ class GraphTransformerConv(MessagePassing):
     ) -> Tensor:
         if query.dim() == 4:
             raise ValueError(
-                "x must have shape [N, F] while a PyG explainer or message hook is active, "
-                f"got a batch of {query.shape[0]}"
+                "x must have shape [N, F] while a PyG explainer or message hook is active, got a "
+                f"batch of {query.shape[0]}"
             )
         if self.config.backend == "triton":
             raise ValueError(
-                "attention backend must be 'auto' or 'torch' while a PyG explainer or message "
-                "hook is active, got "
-                "'triton', whose kernels compute no messages; remove the hook, or change the "
-                "config of the layer"
+                "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook "
+                "is active, got 'triton', whose kernels compute no messages; remove the hook, or "
+                "change the config of the layer"
             )
         warnings.warn(
-            "GraphTransformerConv falls back to per-edge messages while a PyG explainer or "
-            "message hook is active",
+            "GraphTransformerConv falls back to per-edge messages while a PyG explainer or message "
+            "hook is active",
             stacklevel=2,
         )
         size = (graph.num_src, graph.num_dst)

@@ -20,8 +20,8 @@ def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
         raise ValueError(f"{name} must be floating point, got {features.dtype}; cast it first")
     if (features.dtype == torch.float64) != (like.dtype == torch.float64):
         raise ValueError(
-            f"{name} must have the dtype of the weights, {like.dtype}, got {features.dtype}; "
-            "cast it, or the module by .to(dtype)"
+            f"{name} must have the dtype of the weights, {like.dtype}, got {features.dtype}; cast "
+            "it, or the module by .to(dtype)"
         )
 
 
@@ -72,8 +72,8 @@ def check_batch(x_src: Tensor, x_dst: Tensor) -> None:
     """Raise unless features of both sides have the same batch dimension, or none."""
     if x_src.shape[:-2] != x_dst.shape[:-2]:
         raise ValueError(
-            "x_src and x_dst must have the same batch dimension, or none, "
-            f"got {tuple(x_src.shape)} and {tuple(x_dst.shape)}"
+            "x_src and x_dst must have the same batch dimension, or none, got "
+            f"{tuple(x_src.shape)} and {tuple(x_dst.shape)}"
         )
 
 
@@ -110,8 +110,7 @@ def check_structure(graph: object) -> None:
     if not isinstance(graph, GraphStructure):
         raise ValueError(
             f"graph must be a GraphStructure, got {type(graph).__name__}; build one from an "
-            "edge_index, once, with "
-            "GraphStructure.from_edge_index"
+            "edge_index, once, with GraphStructure.from_edge_index"
         )
 
 

@@ -53,11 +53,9 @@ class LayerKernels:
 
 def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
     """Cast `x` to autocast's dtype if all projections are `nn.Linear`; others cast themselves."""
-    return (
-        cast_for_autocast(x)
-        if all(type(projection) is nn.Linear for projection in projections)
-        else x
-    )
+    if all(type(projection) is nn.Linear for projection in projections):
+        return cast_for_autocast(x)
+    return x
 
 
 @torch.compiler.assume_constant_result
@@ -126,11 +124,11 @@ def _warn_of_call(kind: type) -> None:
 def check_kernels(kernels: object) -> None:
     """Raise ValueError unless `kernels` has all constructors that blocks need."""
     names = [field.name for field in fields(LayerKernels)]
-    if missing := [name for name in names if not hasattr(kernels, name)]:
+    missing = [name for name in names if not hasattr(kernels, name)]
+    if missing:
         raise ValueError(
             f"layer_kernels must have the attributes {', '.join(names)}, as LayerKernels(...) "
-            "does, got "
-            f"{type(kernels).__name__} without {', '.join(missing)}"
+            f"does, got {type(kernels).__name__} without {', '.join(missing)}"
         )
     for name in names:
         maker = getattr(kernels, name)

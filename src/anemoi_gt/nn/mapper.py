@@ -61,8 +61,7 @@ class GraphTransformerBaseMapper(nn.Module):
         if block_options.get("update_src_nodes"):
             raise ValueError(
                 "update_src_nodes must be False in a mapper, which returns destinations only, got "
-                "True; "
-                "use GraphTransformerMapperBlock, which returns the sources too"
+                "True; use GraphTransformerMapperBlock, which returns the sources too"
             )
         check_integer("in_channels_src", in_channels_src)
         check_integer("in_channels_dst", in_channels_dst)

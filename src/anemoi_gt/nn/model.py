@@ -74,7 +74,7 @@ class EncoderProcessorDecoder(nn.Module):
     Raises
     ------
     ValueError
-        When the graph is incomplete, its parts do not fit together, or a size is out of range.
+        If the graph is incomplete or inconsistent, or a size is out of range.
 
     Notes
     -----
@@ -252,8 +252,7 @@ class EncoderProcessorDecoder(nn.Module):
         if not isinstance(residual, Mapping):
             raise ValueError(
                 "residual must map data sets to channels, as in {name: {0: 2}}, because "
-                "in_channels is a mapping, "
-                f"got {residual!r}"
+                f"in_channels is a mapping, got {residual!r}"
             )
         both = [name for name in self.in_channels if name in self.out_channels]
         if not set(residual) <= set(both):
@@ -285,20 +284,24 @@ def _by_data_set(
         named[name] = dict(side) if isinstance(side, Mapping) else {DATA: side}
     for name, side in named.items():
         for data_set, size in side.items():
-            check_integer(
-                f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size
-            )
+            label = f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name
+            check_integer(label, size)
         if not side or HIDDEN in side:
             raise ValueError(
                 f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}"
             )
-        modules = nn.ModuleDict()  # names become part of the keys of the state dict
-        if refused := [
-            d for d in side if not isinstance(d, str) or d == "" or "." in d or hasattr(modules, d)
-        ]:
+        refused = [data_set for data_set in side if not _is_module_name(data_set)]
+        if refused:
             raise ValueError(
                 f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a "
-                "dot, and not an "
-                f"attribute such as 'train', got {refused}; rename these nodes of the graph"
+                f"dot, and not an attribute such as 'train', got {refused}; rename these nodes of "
+                "the graph"
             )
     return named["in_channels"], named["out_channels"]
+
+
+def _is_module_name(name: object) -> bool:
+    """Return whether a name can be a key of a ModuleDict, and so of the state dict."""
+    if not isinstance(name, str) or name == "" or "." in name:
+        return False
+    return not hasattr(nn.ModuleDict(), name)

@@ -108,11 +108,9 @@ def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor
     `norm` must treat each row of `x` [..., F] separately. Raise ValueError if it accepts no
     condition, or requires one.
     """
-    return (
-        norm_in_chunks(norm, x, cond, OVERFLOW_NUMEL // 2)
-        if overflows(norm, x)
-        else _norm(norm, x, cond)
-    )
+    if overflows(norm, x):
+        return norm_in_chunks(norm, x, cond, OVERFLOW_NUMEL // 2)
+    return _norm(norm, x, cond)
 
 
 def overflows(norm: nn.Module, x: Tensor) -> bool:
@@ -150,8 +148,8 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
             raise ValueError(message) from error
         got = tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
         raise ValueError(
-            f"cond must be None because norms of class {kind} take no condition, got {got}; "
-            "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, "
+            f"cond must be None because norms of class {kind} take no condition, got {got}; make "
+            "conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, "
             "condition_shape=...))"
         ) from error
 

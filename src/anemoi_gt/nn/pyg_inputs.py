@@ -33,8 +33,7 @@ def read_edges(
     if not isinstance(edges, Tensor):
         raise ValueError(
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t "
-            "[N_dst, N_src], "
-            f"got {type(edges).__name__}"
+            f"[N_dst, N_src], got {type(edges).__name__}"
         )
     graph = GraphStructure.from_edge_index(
         edges, num_nodes, stable=stable, validate=_is_readable(edges), reverse=reverse

@@ -40,9 +40,10 @@ class Residual(nn.Module):
         outputs, inputs = list(channels.keys()), list(channels.values())
         sides = {"output": (outputs, out_channels), "input": (inputs, in_channels)}
         for side, (numbers, size) in sides.items():
-            if wrong := [number for number in numbers if not 0 <= number < size]:
+            out_of_range = [number for number in numbers if not 0 <= number < size]
+            if out_of_range:
                 raise ValueError(
-                    f"residual must name {side} channels in 0 .. {size - 1}, got {wrong}"
+                    f"residual must name {side} channels in 0 .. {size - 1}, got {out_of_range}"
                 )
         self.register_buffer("outputs", torch.tensor(outputs, dtype=torch.int64), persistent=False)
         self.register_buffer("inputs", torch.tensor(inputs, dtype=torch.int64), persistent=False)

@@ -57,8 +57,7 @@ class StaticNodes(nn.Module):
         if not bool((positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()):
             raise ValueError(
                 "latitudes must lie within +-pi/2 radians, got up to "
-                f"{float(positions[:, 0].abs().max()):g}; "
-                "convert degrees with torch.deg2rad"
+                f"{float(positions[:, 0].abs().max()):g}; convert degrees with torch.deg2rad"
             )
         check_integer(
             "trainable", trainable, least=0, note=", the number of trainable features of a node"
@@ -92,11 +91,9 @@ class StaticNodes(nn.Module):
 
     def columns(self) -> tuple[Tensor, ...]:
         """Return fixed and trainable features, [N, F] each, which `forward` concatenates."""
-        return (
-            (self.sin_cos_lat_lon,)
-            if self.trainable is None
-            else (self.sin_cos_lat_lon, self.trainable)
-        )
+        if self.trainable is None:
+            return (self.sin_cos_lat_lon,)
+        return (self.sin_cos_lat_lon, self.trainable)
 
 
 class StaticStructure(nn.Module):
@@ -197,11 +194,9 @@ class StaticEdges(nn.Module):
 
     def attributes(self) -> Tensor:
         """Return the attributes [E, edge_dim], sorted by destination."""
-        return (
-            self.edge_attr
-            if self.trainable is None
-            else torch.cat([self.edge_attr, self.trainable], dim=-1)
-        )
+        if self.trainable is None:
+            return self.edge_attr
+        return torch.cat([self.edge_attr, self.trainable], dim=-1)
 
     def forward(self) -> tuple[GraphStructure | tuple[Chunk, ...], Tensor]:
         """Return the structure with its reverse, or chunks, and attributes [E, edge_dim]."""
@@ -252,34 +247,27 @@ def edges_of(
 ) -> StaticEdges:
     """Return the edges between two node sets, with `trainable` trainable attributes, in chunks.
 
-    Raise ValueError when the graph does not have these edges, or a field is missing or has the
-    wrong shape.
+    Raise ValueError if the graph does not have these edges, or a field is missing or has the wrong
+    shape.
     """
     kind = (source, "to", destination)
     if kind not in graph.edge_types:
         raise ValueError(f"graph must have edges {kind}, got edges {graph.edge_types}")
     edges = graph[kind]
-    if missing := [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]:
+    missing = [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]
+    if missing:
+        names = ", ".join(missing)
         raise ValueError(
-            f"edges {kind} must have edge_index, edge_length and edge_dirs, missing "
-            f"{', '.join(missing)}"
+            f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {names}"
         )
-    wanted = "[2, E], sources and destinations"
-    check_shape(
-        f"edge_index of edges {kind}",
-        edges.edge_index,
-        wanted,
-        lambda x: x.dim() == 2 and len(x) == 2,
-    )
+    label = f"edge_index of edges {kind}"
+    expected = "[2, E], sources and destinations"
+    check_shape(label, edges.edge_index, expected, lambda x: x.dim() == 2 and len(x) == 2)
     num_edges = edges.edge_index.shape[1]
     for name in EDGE_ATTRIBUTES:
-        wanted = f"[{num_edges}, features], one row per edge"
-        check_shape(
-            f"{name} of edges {kind}",
-            edges[name],
-            wanted,
-            lambda x: x.dim() == 2 and len(x) == num_edges,
-        )
+        label = f"{name} of edges {kind}"
+        expected = f"[{num_edges}, features], one row per edge"
+        check_shape(label, edges[name], expected, lambda x: x.dim() == 2 and len(x) == num_edges)
     edge_attr = torch.cat([edges[name] for name in EDGE_ATTRIBUTES], dim=-1)
     sizes = graph[source].x.shape[0], graph[destination].x.shape[0]
     return StaticEdges(edges.edge_index, edge_attr, sizes, trainable, num_chunks=num_chunks)

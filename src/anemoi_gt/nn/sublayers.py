@@ -30,7 +30,7 @@ from anemoi_gt.ops.sublayer_tensors import (
 )
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
-# A module of a block, or None; its class, once checked, says which attributes it has.
+# A module of a block, or None; its attributes are known once its class is checked.
 Submodule = Any
 
 MOST_FEATURES = 1024  # of a row, which a program of the kernels holds in registers

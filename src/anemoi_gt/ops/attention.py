@@ -64,7 +64,8 @@ def edge_attention(
     Returns
     -------
     out : Tensor, shape of query
-        In the dtype of query, or of autocast where that is active and `config.precision` is None.
+        In the dtype of query, or in autocast's dtype if autocast is active and `config.precision`
+        is None.
     lse : Tensor [N_dst, H] or [B, N_dst, H]
         Logarithm of the sum of exponentials before dropout, float32 (float64 for float64 inputs);
         differentiable.
@@ -72,8 +73,8 @@ def edge_attention(
     Raises
     ------
     ValueError
-        When shapes, dtypes or devices do not fit, or `config.backend` names a backend that cannot
-        run.
+        If shapes, dtypes or devices are inconsistent, or `config.backend` names a backend that
+        cannot run.
     RuntimeError
         For double backward and forward-mode derivatives.
 
@@ -107,8 +108,9 @@ def edge_attention(
     refuse_forward_mode(*operands)
     operands, out_dtype = cast_operands(config.precision, operands)
     q, k, v, attr, weight, bias = operands
-    if query.dim() == 4 and attr is not None and attr.dim() == (3 if weight is None else 2):
-        # shared by the batch
+    unbatched_dim = 3 if weight is None else 2  # embedded [E, H, C] or raw [E, D]
+    if query.dim() == 4 and attr is not None and attr.dim() == unbatched_dim:
+        # all elements of the batch share the attributes
         operands = AttentionOperands(q, k, v, attr.unsqueeze(0), weight, bias)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale

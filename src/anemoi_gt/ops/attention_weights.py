@@ -37,7 +37,7 @@ def attention_weights(
     Raises
     ------
     ValueError
-        When shapes, dtypes or devices do not fit.
+        If shapes, dtypes or devices are inconsistent.
 
     Examples
     --------
@@ -72,9 +72,8 @@ def _softmax(score: Tensor, dst: Tensor, num_dst: int) -> Tensor:
     row_max = score.new_full((*score.shape[:-2], num_dst, score.shape[-1]), -torch.inf)
     row_max = row_max.scatter_reduce(-2, index, score.detach(), "amax")
     p = torch.exp(score - torch.where(torch.isneginf(row_max), 0.0, row_max)[..., dst, :])
-    by_edge = p.movedim(-2, 0)  # index_put sums in a fixed order on a GPU too; index_add does not
-    denominator = by_edge.new_zeros(num_dst, *by_edge.shape[1:]).index_put(
-        (dst,), by_edge, accumulate=True
-    )
-    denominator = denominator.movedim(0, -2)
+    by_edge = p.movedim(-2, 0)
+    denominator = by_edge.new_zeros(num_dst, *by_edge.shape[1:])
+    # unlike index_add, index_put sums in a fixed order, also on a GPU
+    denominator = denominator.index_put((dst,), by_edge, accumulate=True).movedim(0, -2)
     return p / torch.where(denominator == 0, 1.0, denominator)[..., dst, :]

@@ -53,7 +53,8 @@ def choose_backend(name: str, query: Tensor) -> Backend:
         return BACKENDS[name]
     reasons: dict[str, str] = {}
     for candidate, backend in BACKENDS.items():
-        if (reason := backend.auto_unsupported_reason(query)) is None:
+        reason = backend.auto_unsupported_reason(query)
+        if reason is None:
             if not torch.compiler.is_compiling():
                 log.debug("attention backend auto: %s; rejected: %s", candidate, reasons or "none")
             return backend

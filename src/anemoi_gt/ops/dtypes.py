@@ -46,11 +46,9 @@ def autocast_is_active(device_type: str) -> bool:
 
 def without_autocast(device_type: str) -> AbstractContextManager:
     """Return a context in which autocast does not round the operands of matrix products."""
-    return (
-        torch.autocast(device_type, enabled=False)
-        if autocast_is_active(device_type)
-        else nullcontext()
-    )
+    if autocast_is_active(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     Raises
     ------
     ValueError
-        When shapes or devices do not fit together, or one of them is not a floating-point tensor.
+        If shapes or devices are inconsistent, or an argument is not a floating-point tensor.
 
     Examples
     --------
@@ -38,12 +38,11 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     row_max = torch.where(torch.isneginf(row_max), torch.zeros_like(row_max), row_max)
     exp1, exp2 = torch.exp(lse1 - row_max), torch.exp(lse2 - row_max)
     denominator = exp1 + exp2
-    occupied = denominator != 0  # also where an infinite logit makes it NaN
-    denominator = torch.where(occupied, denominator, torch.ones_like(denominator))
+    has_edges = denominator != 0  # also True where an infinite logit makes it NaN
+    denominator = torch.where(has_edges, denominator, torch.ones_like(denominator))
     out = (exp1 / denominator).unsqueeze(-1) * out1 + (exp2 / denominator).unsqueeze(-1) * out2
-    lse = torch.where(
-        occupied, row_max + torch.log(denominator), torch.full_like(row_max, -torch.inf)
-    )
+    lse = row_max + torch.log(denominator)
+    lse = torch.where(has_edges, lse, torch.full_like(row_max, -torch.inf))
     return out.to(out1.dtype), lse.to(lse1.dtype)
 
 

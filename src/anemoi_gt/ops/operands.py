@@ -24,9 +24,9 @@ class Operand(Protocol):
         """Type of the elements."""
 
 
-# What a tuple of named arguments holds: the tensors of a call, or in a plan its buffers.
+# type of the fields of a tuple of arguments: tensors in a call, buffers in a plan
 Held = TypeVar("Held", covariant=True)
-OperandT = TypeVar("OperandT", bound=Operand)  # of functions that read shapes and dtypes alone
+OperandT = TypeVar("OperandT", bound=Operand)  # for functions that read only shapes and dtypes
 
 
 class AttentionOperands(NamedTuple, Generic[Held]):
@@ -40,7 +40,7 @@ class AttentionOperands(NamedTuple, Generic[Held]):
     edge_bias: Held | None = None  # [H * C]
 
     def map(self, function: Callable[[Held], Held]) -> "AttentionOperands[Held]":
-        """Return `function` of each operand; one that is None stays None."""
+        """Apply `function` to each operand that is not None."""
 
         def apply(operand: Held | None) -> Held | None:
             return None if operand is None else function(operand)
@@ -93,13 +93,14 @@ def check_scale(scale: float | None) -> None:
 
 
 def _refuse_tensor(name: str, operand: object, device: torch.device) -> None:
+    """Raise ValueError with the reason why an operand is invalid."""
     if not isinstance(operand, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(operand).__name__}")
     if not operand.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {operand.dtype}; cast it first")
     raise ValueError(
-        f"{name} must be on the device of the graph, {device}, got {operand.device}; "
-        "move the graph once with graph.to(device)"
+        f"{name} must be on the device of the graph, {device}, got {operand.device}; move the "
+        "graph once with graph.to(device)"
     )
 
 
@@ -156,8 +157,7 @@ def _check_edges(
         ):
             raise ValueError(
                 f"edge_weight must have shape [heads * channels, D] = [{heads * channels}, D >= "
-                "1], "
-                f"got {tuple(edge_weight.shape)}"
+                f"1], got {tuple(edge_weight.shape)}"
             )
         feature = (edge_weight.shape[1],)
         expected = "[E, D] or [B, E, D]"

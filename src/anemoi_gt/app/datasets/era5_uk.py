@@ -5,7 +5,7 @@ one GRIB file of 2.5 MB: xarray's tutorial data set "era5-2mt-2019-03-uk.grib". 
 Copernicus Climate Change Service information (Hersbach et al. 2020) and is not part of this
 package.
 
-A forecast from start hour s (0 is 1 March, 00 UTC) uses fields up to s and is compared with the
+A forecast from start hour s (s = 0 is 1 March, 00 UTC) uses fields up to s and is compared with the
 field at s + lead:
 
     split   days        start hours s
@@ -13,8 +13,8 @@ field at s + lead:
     valid   25, 26      s and s + lead are within days 25 and 26
     test    27 to 31    s and s + lead are within days 27 to 31
 
-No truth is shared between splits, and no truth of a later split is an input or truth of an earlier
-one. Inputs may reach back into the previous split, as in an operational forecast.
+Splits share no truth, and no truth of a later split is an input or truth of an earlier split.
+Inputs may reach back into the previous split, as in an operational forecast.
 
 References
 ----------
@@ -49,7 +49,7 @@ RIDGE_LAGS = (0, 1, 3, 6, 12, 18)
 
 @dataclass(frozen=True, eq=False)
 class HourlyField:
-    """Hourly values [T, N] float32 in K on N nodes, with their times [T] datetime64.
+    """Hourly values [T, N] float32 in K on N nodes, at times [T] datetime64.
 
     Raises ValueError if hours are missing, or values are not finite.
     """
@@ -74,13 +74,12 @@ class HourlyField:
 class Era5UkDataset(ForecastDataset):
     """Forecasts of 2 m temperature from consecutive start hours.
 
-    The change is relative to the temperature 24 hours before the truth, so that the network need
-    not learn the daily cycle. Inputs are the present anomaly, the present minus the temperature
-    `LAGS` hours before it and minus the reference, two harmonics of the hour of the day, and the
-    position.
+    The change is relative to the temperature 24 hours before the truth, so the network does not
+    have to learn the daily cycle. Inputs are the present anomaly, the change since each of the
+    `LAGS` hours and since the reference, two harmonics of the hour of the day, and the position.
 
-    `field` has all hours; `starts` is the range of the samples' start hours, and `lead_time` 1 to
-    24 hours.
+    `field` has all hours, `starts` is the range of the samples' start hours, and `lead_time` is 1
+    to 24 hours.
     """
 
     variables = ("t2m",)
@@ -92,7 +91,9 @@ class Era5UkDataset(ForecastDataset):
     reference_name = "the variables 24 hours before the truth"
 
     def __init__(self, field, starts, lead_time):
-        self.field, self.starts, self.lead_time = field, starts, lead_time
+        self.field = field
+        self.starts = starts
+        self.lead_time = lead_time
         self.nodes = field.nodes
         self.weights = torch.ones(len(self.nodes))
         self.lags = sorted({*LAGS, HOURS_PER_DAY - lead_time} - {0})
@@ -102,12 +103,14 @@ class Era5UkDataset(ForecastDataset):
             *(f"{f} {k} x hour of day" for k in (1, 2) for f in ("sin", "cos")),
             *("latitude", "longitude"),
         )
-        seen = field.values[:FIRST_VALID_HOUR]
-        daily_change = seen[HOURS_PER_DAY:] - seen[:-HOURS_PER_DAY]
-        self.change_mean, self.change_std = daily_change.mean()[None], daily_change.std()[None]
-        self._mean = seen.mean(dim=0)
-        self._anomaly_std = (seen - self._mean).std()
-        self._lag_std = torch.stack([(seen[lag:] - seen[:-lag]).std() for lag in self.lags])
+        training = field.values[:FIRST_VALID_HOUR]
+        daily_change = training[HOURS_PER_DAY:] - training[:-HOURS_PER_DAY]
+        self.change_mean = daily_change.mean()[None]
+        self.change_std = daily_change.std()[None]
+        self._mean = training.mean(dim=0)
+        self._anomaly_std = (training - self._mean).std()
+        changes = [training[lag:] - training[:-lag] for lag in self.lags]
+        self._lag_std = torch.stack([change.std() for change in changes])
         position = torch.from_numpy(self.nodes.radians)
         self._position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
 
@@ -129,7 +132,7 @@ class Era5UkDataset(ForecastDataset):
         return other
 
     def physical_inputs(self) -> "Era5UkInputs":
-        """Return the module that makes input channels of the temperatures of the last hours."""
+        """Return the module that converts temperatures of the last hours to input channels."""
         return Era5UkInputs(self)
 
     def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
@@ -139,13 +142,13 @@ class Era5UkDataset(ForecastDataset):
         return self.field.values[hours].T, torch.tensor(float(seconds), dtype=torch.float64)
 
     def start_time(self, i: int) -> np.datetime64:
-        """Return the time of the present of sample i."""
+        """Return the start time of sample i."""
         return self.field.times[self.starts[i]]
 
     def starting_at(self, start: str) -> "Era5UkDataset":
-        """Return the one sample that starts at a date, or at the "latest" time.
+        """Return the data set reduced to the sample that starts at a date or the "latest" time.
 
-        Raises ValueError if it is no time of the data, or has too few hours before it.
+        Raises ValueError if the data do not have this time, or too few hours before it.
         """
         index = find_start(self.field.times, start)
         if index < max(LAGS):
@@ -175,8 +178,8 @@ class Era5UkDataset(ForecastDataset):
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the step after these hourly forecasts.
 
-        Raises ValueError if the lead time is not 1 h: the inputs include every past hour, and a
-        longer step skips some.
+        Raises ValueError unless the lead time is 1 h, because inputs include every past hour, and
+        longer steps skip some.
         """
         if self.lead_time != 1:
             raise ValueError(
@@ -184,8 +187,8 @@ class Era5UkDataset(ForecastDataset):
                 f"got {self.lead_time}"
             )
         start = self.starts[i]
-        seen = self.field.values[start - HOURS_PER_DAY : start + 1]  # no later hours
-        values = torch.cat([seen, *(forecast.T for forecast in forecasts)])
+        past = self.field.values[start - HOURS_PER_DAY : start + 1]
+        values = torch.cat([past, *(forecast.T for forecast in forecasts)])
         present = start + len(forecasts)
         truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
         return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
@@ -198,19 +201,21 @@ class Era5UkDataset(ForecastDataset):
     def baselines(self, step: int | None = None):
         """Return persistence, the same hour of the previous day, and two ridge regressions.
 
-        The regressions, not at a step of a rollout, are fitted on 24 and on 26 days. Unlike a
-        network, the second one is also fitted to the validation days.
+        The regressions are fitted to 24 and 26 days; the second one, unlike a network, also to the
+        validation days. They do not exist for rollout steps.
         """
-        after = ((step or 1) * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
-        forecasts = super().baselines(step) | {
-            "same hour yesterday": lambda i: self._at(self.starts[i] + after)
-        }
-        for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR) if step is None else ():
-            forecasts[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
+        num_steps = 1 if step is None else step
+        # hours from the start to the last observed time with the hour of day of the truth
+        offset = (num_steps * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
+        forecasts = super().baselines(step)
+        forecasts["same hour yesterday"] = lambda i: self._at(self.starts[i] + offset)
+        if step is None:
+            for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR):
+                forecasts[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
         return forecasts
 
     def _ridge(self, hours):
-        """Return the forecasts of a ridge regression fitted to the first `hours` of truth."""
+        """Return the forecast of a ridge regression fitted to the first `hours` of truth."""
 
         def predictors(start: int) -> Tensor:
             """Return temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
@@ -225,9 +230,8 @@ class Era5UkDataset(ForecastDataset):
     def _channels(self, values, hour):
         """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
         anomaly = (values[-1] - self._mean) / self._anomaly_std
-        changes = (
-            values[-1] - values[[-1 - lag for lag in self.lags]]
-        ).T / self._lag_std  # [N, lags]
+        past = values[[-1 - lag for lag in self.lags]]  # [lags, N]
+        changes = (values[-1] - past).T / self._lag_std  # [N, lags]
         time_of_day = harmonics_of_day(hour, 2).expand(len(self.nodes), 4)
         return torch.cat([anomaly[:, None], changes, time_of_day, self._position], dim=1)
 
@@ -248,15 +252,12 @@ class Era5UkInputs(PhysicalInputs):
         self.names = ("t2m", *(f"t2m -{lag} h" for lag in dataset.lags))
         self.units = ("K",) * len(self.names)
         self.reference = (0, *dataset.lags).index(HOURS_PER_DAY - dataset.lead_time)
-        for name, tensor in {
-            "mean": dataset._mean,
-            "anomaly_std": dataset._anomaly_std,
-            "lag_std": dataset._lag_std,
-            "position": dataset._position,
-        }.items():
-            self.register_buffer(name, tensor)
+        self.register_buffer("mean", dataset._mean)
+        self.register_buffer("anomaly_std", dataset._anomaly_std)
+        self.register_buffer("lag_std", dataset._lag_std)
+        self.register_buffer("position", dataset._position)
 
-    # needs_time is True, so there always is a time.
+    # `time` is always passed, because needs_time is True.
     def forward(  # type: ignore[override]
         self, fields: Tensor, time: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -279,35 +280,41 @@ class Era5UkInputs(PhysicalInputs):
 def fit_ridge(
     predictors: Tensor, target: Tensor, penalty: float = 1.0
 ) -> Callable[[Tensor], Tensor]:
-    """Fit a ridge regression per point; return its prediction [N] float32 from predictors [N, F].
+    """Fit a ridge regression per point; return a function from predictors [N, F] to values [N].
 
         prediction[n] = target_mean[n] + <predictors[n] - predictor_mean[n], slope[n]>
         slope[n]      = (X_n^T X_n + penalty I)^-1 X_n^T y_n      X_n, y_n centred, [S, F], [S]
 
-    Predictors are [S, N, F], the target [S, N], the penalty in squared units of the predictors;
-    computed in float64.
+    The predictors to fit are [S, N, F], the target [S, N]; the penalty has the squared units of the
+    predictors. Computed in float64, returned in float32.
     """
-    x, y = predictors.double(), target.double()
-    x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
-    x, y = (x - x_mean).transpose(0, 1), (y - y_mean).T[..., None]  # [N, S, F], [N, S, 1]
+    x = predictors.double()
+    y = target.double()
+    x_mean = x.mean(dim=0)
+    y_mean = y.mean(dim=0)
+    x = (x - x_mean).transpose(0, 1)  # [N, S, F]
+    y = (y - y_mean).T[..., None]  # [N, S, 1]
     gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
     slope = torch.linalg.solve(gram, x.mT @ y)[..., 0]
-    return lambda predictors: (
-        y_mean + ((predictors.double() - x_mean) * slope).sum(dim=-1)
-    ).float()
+
+    def predict(predictors: Tensor) -> Tensor:
+        change = ((predictors.double() - x_mean) * slope).sum(dim=-1)
+        return (y_mean + change).float()
+
+    return predict
 
 
 def harmonics_of_day(hour: int, count: int) -> Tensor:
-    """Return sine and cosine of 1 to `count` times the hour angle, [2 * count] float32."""
+    """Return sine and cosine of 1, ..., `count` times the hour angle, [2 * count] float32."""
     angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
     return torch.stack([angle.sin(), angle.cos()], dim=1).flatten()
 
 
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
-    """Return the `era5_uk` data set: start hours of days 1 to 24, 25 and 26, and 27 to 31.
+    """Load the `era5_uk` data set, split by start day: 1 to 24, 25 and 26, and 27 to 31.
 
     Raises FileNotFoundError if there is no such file; ImportError if xarray or cfgrib is missing;
-    ValueError if the lead time is out of range, or the file does not hold the expected month.
+    ValueError if the lead time is out of range, or the file does not contain the expected month.
 
     Parameters
     ----------
@@ -320,10 +327,10 @@ def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
 
 
 def split(field: HourlyField, lead_time: int) -> Splits:
-    """Split the forecasts by start day: 1 to 24, 25 and 26, and the rest (see the module's table).
+    """Split the forecasts by start day as in the table of this module.
 
     Raises ValueError if the lead time is not 1 to 24 hours, or the field ends before the first test
-    forecast.
+    forecast does.
     """
     check_integer("lead_time", lead_time, least=None)
     if not 1 <= lead_time <= HOURS_PER_DAY:
@@ -339,7 +346,7 @@ def split(field: HourlyField, lead_time: int) -> Splits:
 
 
 def read_era5_uk(path: str | Path | None) -> HourlyField:
-    """Read 2 m temperature and its `path` from the GRIB file. Raises like `era5_uk`."""
+    """Read 2 m temperature from the GRIB file at `path`. Raises like `era5_uk`."""
     fields = read_dataset(_download()) if path is None else read_xarray(path)
     if "t2m" not in fields.readers:
         raise ValueError(
@@ -350,7 +357,7 @@ def read_era5_uk(path: str | Path | None) -> HourlyField:
 
 
 def _download():
-    """Return the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
+    """Open the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
     import_cfgrib()
     xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
     try:

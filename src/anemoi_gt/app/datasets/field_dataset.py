@@ -1,16 +1,16 @@
 """Forecasts of fields from files: the data sets `xarray` and `anemoi`.
 
-With L the lead time and K input steps, a sample of present time t is
+With lead time L and K input steps, a sample that starts at time t has
 
     inputs     variables and forcings at t - (K - 1) L, ..., t - L, t, normalised; position,
-               local hour, day of the year
+               local solar time, day of the year
     truth      variables and diagnostics at t + L
-    reference  variables at t; 0 for diagnostics, which are no inputs
+    reference  variables at t; 0 for diagnostics, which are not inputs
 
-Samples whose times are not all in the data are left out. Present and truth of a sample are within
-its split; inputs may reach back into the previous one, as in an operational forecast. Means and
-standard deviations come from the training samples, or from the checkpoint of a trained model. Each
-member of an ensemble has its own samples.
+Samples are left out if any of their times is missing in the data. Present and truth of a sample are
+within its split; inputs may reach back into the previous split, as in an operational forecast.
+Means and standard deviations come from the training samples, or from the checkpoint of a trained
+model. Each member of an ensemble has its own samples.
 """
 
 import copy
@@ -33,9 +33,9 @@ from anemoi_gt.option_checks import check_integer, check_positive
 
 log = logging.getLogger(__name__)
 
-CACHE_BYTES = 4 * 2**30  # of fields read from files
-STATISTICS_SAMPLES = 256  # training samples that the normalisation is estimated from
-SHARES = (0.8, 0.9)  # where validation and test begin by default
+CACHE_BYTES = 4 * 2**30  # size of the cache of fields from files
+STATISTICS_SAMPLES = 256  # number of training samples from which statistics are estimated
+SHARES = (0.8, 0.9)  # fractions of the times at which validation and test begin by default
 
 
 def field_data(
@@ -52,7 +52,7 @@ def field_data(
     *,
     schema: DataSchema | None = None,
 ) -> Splits:
-    """Return forecasts of the fields in files: training, validation and test samples.
+    """Load training, validation and test samples from files.
 
     Raises FileNotFoundError, ImportError or ValueError if a file cannot be read; ValueError if a
     variable does not exist or is constant, a split has no sample, or the data do not match
@@ -65,48 +65,49 @@ def field_data(
     format : {"xarray", "anemoi"}
         NetCDF, zarr and GRIB with coordinates, or a zarr of anemoi-datasets.
     variables : list of str, optional
-        Inputs that are forecast. None: all that change with time and are neither forcings nor
+        Inputs that are forecast. By default, all that change with time and are neither forcings nor
         diagnostics.
     forcings : list of str, optional
-        Inputs that are not forecast, with or without time. None: all that do not change with time.
+        Inputs that are not forecast, with or without time. By default, all that do not change with
+        time.
     diagnostics : list of str, optional
-        Forecast, and no inputs, such as precipitation.
+        Variables that are forecast but are not inputs, such as precipitation.
     lead_time : float
         Hours from the present to the truth, and between input steps.
     input_steps : int
-        Number of input times, the present included.
+        Number of input times, including the present.
     train, valid, test : list of str, optional
-        First and last date of a split, such as [2019-03-01, 2019-03-24], both included; all three
-        or none. None: the first 80% of the times, the next 10%, and the rest.
+        First and last date of a split, such as [2019-03-01, 2019-03-24], both inclusive; all three
+        or none. By default, the first 80% of the times, the next 10%, and the rest.
     schema : DataSchema, optional
-        Schema of a trained model: names, order and normalisation come from it; splits may be
-        empty.
+        Schema of a trained model, which determines names, order and normalisation. Splits may then
+        be empty.
     """
     if format not in READERS:
         raise ValueError(f"format must be one of {', '.join(READERS)}, got {format!r}")
     check_integer("input_steps", input_steps)
     check_positive("lead_time", lead_time, ", in hours")
     fields = READERS[format](path)
-    periods = split_times(fields.times, train, valid, test)
+    train_period, valid_period, test_period = split_times(fields.times, train, valid, test)
     chosen = ChosenRoles(variables, diagnostics, forcings)
     if schema is not None:
         fields, roles = roles_of_schema(fields, chosen, schema)
         data = FieldDataset(fields, roles, lead_time, input_steps)
         schema.check_same(data.schema())
-        data = data.normalised_by(schema.normalisation).within(periods[0]).as_training_samples()
-        return Splits(data, *(data.within(period) for period in periods[1:]))
-    fields, roles = choose_roles(fields, chosen, periods[0])
-    data = FieldDataset(fields, roles, lead_time, input_steps).within(periods[0])
+        data = data.normalised_by(schema.normalisation).within(train_period).as_training_samples()
+        return Splits(data, data.within(valid_period), data.within(test_period))
+    fields, roles = choose_roles(fields, chosen, train_period)
+    data = FieldDataset(fields, roles, lead_time, input_steps).within(train_period)
     data.require_samples()
     data = data.with_own_normalisation().as_training_samples()
-    splits = Splits(data, *(data.within(period) for period in periods[1:]))
-    for part in splits:
-        part.require_samples()
+    splits = Splits(data, data.within(valid_period), data.within(test_period))
+    for split in splits:
+        split.require_samples()
     return splits
 
 
 class ChosenRoles(NamedTuple):
-    """The roles that a user has chosen, as `Roles`; None: not chosen."""
+    """The roles that the user chose, as in `Roles`, or None."""
 
     variables: Sequence[str] | None
     diagnostics: Sequence[str] | None
@@ -116,7 +117,7 @@ class ChosenRoles(NamedTuple):
 class Roles(NamedTuple):
     """Names of prognostic variables, diagnostics (outputs only) and forcings (inputs only).
 
-    The channels have their order.
+    Channels are in the order of the names.
     """
 
     variables: tuple[str, ...]
@@ -125,39 +126,34 @@ class Roles(NamedTuple):
 
 
 def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tuple[Fields, Roles]:
-    """Return the roles of the variables of files, and the fields with constants as static.
+    """Return the roles of the variables in files, and the fields with constants marked as static.
 
-    A variable with a time dimension may never change in a period [T] bool, as `lsm` and `z` in
-    files of the Climate Data Store: it is a constant, as one without time. Raises ValueError if a
+    A variable with a time dimension that never changes in a period [T] bool, such as `lsm` and `z`
+    in files of the Climate Data Store, is a constant, like one without time. Raises ValueError if a
     name does not exist or has two roles.
     """
-    variables, diagnostics, forcings = (
-        chosen.variables,
-        list(chosen.diagnostics or []),
-        chosen.forcings,
-    )
+    variables = chosen.variables
+    diagnostics = list(chosen.diagnostics or [])
+    forcings = chosen.forcings
     forecast = [*(variables or []), *diagnostics]
     check_roles(fields, forecast, list(forcings or []))
     candidates = list(fields.readers) if variables is None else list(forcings or [])
-    constants = find_constants(
-        fields, [name for name in candidates if name not in forecast], period
-    )
+    candidates = [name for name in candidates if name not in forecast]
+    constants = find_constants(fields, candidates, period)
     if constants:
-        log.info(
-            "inputs that never change, taken as forcings without time: %s", ", ".join(constants)
-        )
+        names = ", ".join(constants)
+        log.info("inputs that never change, taken as forcings without time: %s", names)
         fields = fields.with_static(constants)
     if forcings is None:
         forcings = sorted(fields.static - set(forecast))
     if variables is None:
-        variables = [
-            name for name in fields.readers if name not in {*fields.static, *forcings, *diagnostics}
-        ]
+        others = {*fields.static, *forcings, *diagnostics}
+        variables = [name for name in fields.readers if name not in others]
     check_roles(fields, [*variables, *diagnostics], list(forcings))
     if not variables and not diagnostics:
         raise ValueError(
-            f"variables must be among {', '.join(fields.readers)}, in one role each, got none "
-            "that changes with time"
+            f"variables must be among {', '.join(fields.readers)}, in one role each, got none that "
+            "changes with time"
         )
     return fields, Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
 
@@ -165,17 +161,16 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
 def roles_of_schema(
     fields: Fields, chosen: ChosenRoles, schema: DataSchema
 ) -> tuple[Fields, Roles]:
-    """Return the roles of a trained model, if none are chosen, and fields with static constants.
+    """Return the chosen roles, by default those of a trained model, and fields with constants.
 
-    Raises ValueError if the data lack a variable.
+    The constants of the model are marked as static. Raises ValueError if the data lack a variable.
     """
     names = (*schema.variables, *schema.forcings)
     lacking = [name for name in names if name not in fields.readers]
     if lacking:
         raise ValueError(
             f"the data must hold the variables of the checkpoint, {', '.join(names)}; "
-            f"{fields.source} lacks "
-            f"{', '.join(lacking)}"
+            f"{fields.source} lacks {', '.join(lacking)}"
         )
     diagnostics = schema.diagnostics if chosen.diagnostics is None else chosen.diagnostics
     forcings = schema.forcings if chosen.forcings is None else chosen.forcings
@@ -183,13 +178,12 @@ def roles_of_schema(
     if variables is None:
         variables = [name for name in schema.variables if name not in schema.diagnostics]
     constants = [name for name in schema.constants if name not in fields.static]
-    return fields.with_static(constants), Roles(
-        tuple(variables), tuple(diagnostics), tuple(forcings)
-    )
+    roles = Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
+    return fields.with_static(constants), roles
 
 
 def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> None:
-    """Raise ValueError unless all names exist, in one role each, and forecast ones have a time."""
+    """Raise ValueError unless names exist, have one role each, and forecast ones have a time."""
     names = [*forecast, *forcings]
     wrong = [f"{name} missing" for name in names if name not in fields.readers]
     wrong += sorted({f"{name} twice" for name in names if names.count(name) > 1})
@@ -204,27 +198,29 @@ def check_roles(fields: Fields, forecast: list[str], forcings: list[str]) -> Non
 def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> list[str]:
     """Return the variables with time that are constant at up to 256 times of a period [T]."""
     times = np.flatnonzero(period)
-    chosen = times[
-        np.unique(np.linspace(0, len(times) - 1, STATISTICS_SAMPLES).round().astype(int))
-    ]
-    if len(chosen) < 2:
+    if len(times) < 2:
         return []
+    times = times[evenly_spaced(len(times), STATISTICS_SAMPLES)]
     constants = []
     for name in names:
         if name in fields.static:
             continue
-        first = fields.readers[name](int(chosen[0]))
-        if all(
-            np.array_equal(fields.readers[name](int(t)), first, equal_nan=True) for t in chosen[1:]
-        ):
+        read = fields.readers[name]
+        first = read(int(times[0]))
+        if all(np.array_equal(read(int(t)), first, equal_nan=True) for t in times[1:]):
             constants.append(name)
     return constants
 
 
-def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.ndarray]:
-    """Return masks of the times [T] in three periods, each a first and last date, or all None.
+def evenly_spaced(size: int, count: int) -> np.ndarray:
+    """Return up to `count` evenly spaced indices below `size`, including the first and last."""
+    return np.unique(np.linspace(0, size - 1, count).round().astype(int))
 
-    Raises ValueError if a period is not two dates, only some are given, or two overlap.
+
+def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.ndarray]:
+    """Return masks of the times [T] in three periods, each a first and a last date, or all None.
+
+    Raises ValueError if a period is not two dates, only some are set, or two overlap.
     """
     names = ("train", "valid", "test")
     if all(period is None for period in periods):
@@ -236,26 +232,27 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
         try:
             first, last = (np.datetime64(str(date)) for date in period or ())
         except (TypeError, ValueError):
-            must = (
-                "must be a first and a last date, such as [2019-03-01, 2019-03-24], in all splits "
-                "or in none"
-            )
-            raise ValueError(f"{name} {must}, got {period}") from None
-        # a date holds all its hours, a month all its days
-        masks.append((times >= first) & (times < last + 1))
-    for (one, mask), (other, other_mask) in combinations(zip(names, masks, strict=True), 2):
-        if (mask & other_mask).any():
             raise ValueError(
-                f"{one} and {other} must not share times, got {(mask & other_mask).sum()} in both"
+                f"{name} must be a first and a last date, such as [2019-03-01, 2019-03-24], in all "
+                f"splits or in none, got {period}"
+            ) from None
+        # `last + 1` is the next unit, so a date includes all its hours, a month all its days
+        masks.append((times >= first) & (times < last + 1))
+    pairs = combinations(zip(names, masks, strict=True), 2)
+    for (name, mask), (other_name, other_mask) in pairs:
+        num_shared = (mask & other_mask).sum()
+        if num_shared > 0:
+            raise ValueError(
+                f"{name} and {other_name} must not share times, got {num_shared} in both"
             )
     return masks
 
 
 class FieldDataset(ForecastDataset):
-    """Forecasts of fields; without samples until `within` or `starting_at` selects some.
+    """Forecasts of fields; it has no samples until `within` or `starting_at` selects some.
 
-    The lead time is in hours. FloatingPointError is raised when a sample is read whose values are
-    not finite.
+    The lead time is in hours. Reading a sample with values that are not finite raises
+    FloatingPointError.
     """
 
     time_encoding = "sine and cosine of local solar time and of the day of the year"
@@ -264,105 +261,107 @@ class FieldDataset(ForecastDataset):
     _mean_state: Tensor | None
 
     def __init__(self, fields: Fields, roles: Roles, lead_time: float, input_steps: int):
-        self.fields, self.lead_time, self.input_steps = fields, lead_time, input_steps
-        self.nodes, self.weights = fields.nodes, cell_weights(fields.nodes)
-        self.diagnostics, self.forcings = roles.diagnostics, roles.forcings
+        self.fields = fields
+        self.lead_time = lead_time
+        self.input_steps = input_steps
+        self.nodes = fields.nodes
+        self.weights = cell_weights(fields.nodes)
+        self.diagnostics = roles.diagnostics
+        self.forcings = roles.forcings
         self.variables = (*roles.variables, *roles.diagnostics)
         self.units = tuple(fields.units[name] for name in self.variables)
         self.forcing_units = {name: fields.units[name] for name in roles.forcings}
         self.constants = tuple(name for name in roles.forcings if name in fields.static)
         self.attributes = fields.attributes
-        self._names, self._prognostic = (*self.variables, *roles.forcings), len(roles.variables)
+        self._names = (*self.variables, *roles.forcings)
+        self._prognostic = len(roles.variables)
         self.levels = {name: fields.levels[name] for name in self._names if name in fields.levels}
-        now = [*range(self._prognostic), *range(len(self.variables), len(self._names))]
-        past = [column for column in now if self._names[column] not in fields.static]
-        self._inputs = [*[past] * (input_steps - 1), now]
         self._dynamic = any(name not in fields.static for name in roles.forcings)
-        steps = [f" {-k * lead_time:g} h" if k else "" for k in range(input_steps - 1, -1, -1)]
-        self.input_names = (
-            *(
-                f"{self._names[c]}{step}"
-                for step, used in zip(steps, self._inputs, strict=True)
-                for c in used
-            ),
-            *(
-                f"{f} {x}"
-                for x in ("latitude", "longitude", "local time", "day of the year")
-                for f in ("sin", "cos")
-            ),
-        )
+        # columns of `_names` that are inputs, for each input time; static ones only at the present
+        present = [*range(self._prognostic), *range(len(self.variables), len(self._names))]
+        past = [column for column in present if self._names[column] not in fields.static]
+        self._inputs = [*[past] * (input_steps - 1), present]
+        input_names = []
+        for step, columns in enumerate(self._inputs, start=1 - input_steps):
+            suffix = f" {step * lead_time:g} h" if step < 0 else ""
+            input_names += [f"{self._names[column]}{suffix}" for column in columns]
+        for coordinate in ("latitude", "longitude", "local time", "day of the year"):
+            input_names += [f"sin {coordinate}", f"cos {coordinate}"]
+        self.input_names = tuple(input_names)
         self._step = np.timedelta64(round(lead_time * 3_600_000), "ms")
-        self._read = lru_cache(max(1, CACHE_BYTES // (4 * len(self.nodes) * len(self._names))))(
-            self._read_file
-        )
+        state_bytes = 4 * len(self.nodes) * len(self._names)
+        self._read = lru_cache(max(1, CACHE_BYTES // state_bytes))(self._read_file)
         lat, lon = torch.from_numpy(self.nodes.radians).T
         position = torch.stack([lat.sin(), lat.cos(), lon.sin(), lon.cos()], dim=1)
-        self._position = (
-            (position - position.mean(dim=0)) / position.std(dim=0).clamp(min=1e-6)
-        ).float()
+        position = (position - position.mean(dim=0)) / position.std(dim=0).clamp(min=1e-6)
+        self._position = position.float()
         self.starts = np.empty(0, dtype=int)  # states, `member * T + time`
-        self._mean, self._std = torch.zeros(len(self._names)), torch.ones(len(self._names))
-        self.change_mean, self.change_std = (
-            torch.zeros(len(self.variables)),
-            torch.ones(len(self.variables)),
-        )
-        self._training, self._mean_state = None, None
+        self._mean = torch.zeros(len(self._names))
+        self._std = torch.ones(len(self._names))
+        self.change_mean = torch.zeros(len(self.variables))
+        self.change_std = torch.ones(len(self.variables))
+        self._training = None
+        self._mean_state = None
 
     def within(self, period: np.ndarray) -> "FieldDataset":
-        """Return the samples of a period [T] bool with inputs and truth, normalised as here."""
+        """Return the samples of a period [T] bool that have inputs and truth.
+
+        The normalisation stays the same.
+        """
         after = self._find(1)
+        has_truth = after >= 0
         return self._starting(
-            np.flatnonzero(self._has_inputs() & (after >= 0) & period & period[after])
+            np.flatnonzero(self._has_inputs() & has_truth & period & period[after])
         )
 
     def starting_at(self, start: str) -> "FieldDataset":
-        """Return the samples, one per member, starting at a date or the "latest" time.
+        """Return the samples, one per member, that start at a date or the "latest" time.
 
-        Raises ValueError if it is no time of the data, or its inputs are not all there.
+        Raises ValueError if the data do not have this time or all its inputs.
         """
         has_inputs = self._has_inputs()
         if not has_inputs.any():
-            raise ValueError(self._without_samples())
+            raise ValueError(self._no_samples_message())
         if start == "latest":
             return self._starting(np.flatnonzero(has_inputs)[-1:])
         index = find_start(self.fields.times, start)
         if not has_inputs[index]:
             raise ValueError(
-                f"start must have {self.input_steps} input times in the data, {self.lead_time:g} "
-                f"h apart, {start} "
-                "does not have all of them"
+                f"start must have {self.input_steps} input times in the data, {self.lead_time:g} h "
+                f"apart, {start} does not have all of them"
             )
         return self._starting(np.array([index]))
 
     def require_samples(self) -> None:
-        """Raise ValueError if there is no sample, with the spacing of the times."""
+        """Raise ValueError if there is no sample; the message has the spacing of the times."""
         if len(self) == 0:
-            raise ValueError(self._without_samples())
+            raise ValueError(self._no_samples_message())
 
     def with_own_normalisation(self) -> "FieldDataset":
         """Return the same samples, normalised by their own means and deviations.
 
         Raises ValueError if a variable does not change.
         """
+        samples = self._statistics_samples()
         other = copy.copy(self)
-        _, other._mean, std = _moments((self._at(i, 0) for i in self._chosen()), self.weights)
+        _, other._mean, std = _moments((self._at(i, 0) for i in samples), self.weights)
         other._std = torch.where(std > 0, std, 1.0)
-        changes = (self.truth(i) - self.reference(i) for i in self._chosen())
+        changes = (self.truth(i) - self.reference(i) for i in samples)
         _, other.change_mean, other.change_std = _moments(changes, self.weights)
-        constant = [
-            name for name, std in zip(self.variables, other.change_std, strict=True) if not std > 0
-        ]
+        constant = []
+        for name, change_std in zip(self.variables, other.change_std, strict=True):
+            if not change_std > 0:
+                constant.append(name)
         if constant:
             names = ",".join(constant)
             raise ValueError(
                 f"variables must change within {self.lead_time:g} h, {names} does not: leave it "
-                "out of "
-                f"data.variables, or take it as an input alone, data.forcings=[{names}]"
+                f"out of data.variables, or take it as an input alone, data.forcings=[{names}]"
             )
         return other
 
     def as_training_samples(self) -> "FieldDataset":
-        """Return the same samples, whose mean becomes the baseline of other periods too."""
+        """Return the same samples; their mean is a baseline, also for other periods."""
         other = copy.copy(self)
         other._training = self
         return other
@@ -374,13 +373,14 @@ class FieldDataset(ForecastDataset):
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
         """Return the same samples, normalised by the statistics of `normalisation`."""
         other = super().normalised_by(normalisation)
-        other._mean, other._std = normalisation["mean"].float(), normalisation["std"].float()
+        other._mean = normalisation["mean"].float()
+        other._std = normalisation["std"].float()
         return other
 
     def physical_inputs(self) -> "FieldInputs":
-        """Return the module that makes input channels of physical values."""
+        """Return the module that converts physical values to input channels."""
         columns = [column for step in self._inputs for column in step]
-        first_of_now = len(columns) - len(self._inputs[-1])
+        first_present = len(columns) - len(self._inputs[-1])
         units = {**dict(zip(self.variables, self.units, strict=True)), **self.forcing_units}
         return FieldInputs(
             names=self.input_names[: len(columns)],
@@ -389,7 +389,7 @@ class FieldDataset(ForecastDataset):
             std=self._std[columns],
             position=self._position,
             longitudes=torch.from_numpy(self.nodes.radians[:, 1].copy()),
-            present=slice(first_of_now, first_of_now + self._prognostic),
+            present=slice(first_present, first_present + self._prognostic),
             diagnostics=len(self.diagnostics),
         )
 
@@ -401,7 +401,7 @@ class FieldDataset(ForecastDataset):
         return fields, torch.tensor(seconds, dtype=torch.float64)
 
     def start_time(self, i: int) -> np.datetime64:
-        """Return the time of the present of sample i."""
+        """Return the start time of sample i."""
         return self.fields.times[self.starts[i] % len(self.fields.times)]
 
     def __len__(self):
@@ -414,7 +414,7 @@ class FieldDataset(ForecastDataset):
         return self._at(i, 0)[:, : len(self.variables)]
 
     def reference(self, i: int) -> Tensor:
-        """Return the variables at the start, 0 for diagnostics, [N, V]."""
+        """Return the variables at the start, with 0 for diagnostics, [N, V]."""
         return self._without_diagnostics(self.present(i))
 
     def truth(self, i: int) -> Tensor:
@@ -422,10 +422,10 @@ class FieldDataset(ForecastDataset):
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the step after these forecasts. Raises ValueError if forcings are missing."""
-        reference = self._without_diagnostics(forecasts[-1] if forecasts else self.present(i))
+        state = forecasts[-1] if forecasts else self.present(i)
         end = self._index(i, len(forecasts) + 1)
         truth = None if end is None else self._read(end)[:, : len(self.variables)]
-        return Step(self._channels(i, forecasts), reference, truth)
+        return Step(self._channels(i, forecasts), self._without_diagnostics(state), truth)
 
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""
@@ -438,8 +438,7 @@ class FieldDataset(ForecastDataset):
     def baselines(self, step: int | None = None):
         """Return persistence, and the mean of the training samples at each node."""
         training = self._training
-        # a trained model on data without training samples
-        if training is None or len(training) == 0:
+        if training is None or len(training) == 0:  # as for a trained model on other data
             return super().baselines(step)
         return super().baselines(step) | {"training mean": lambda i: training.mean_state()}
 
@@ -447,48 +446,42 @@ class FieldDataset(ForecastDataset):
         """Return the mean of up to 256 samples at each node, [N, V]."""
         mean = self._mean_state
         if mean is None:
-            mean, _, _ = _moments((self.present(i) for i in self._chosen()), self.weights)
+            states = (self.present(i) for i in self._statistics_samples())
+            mean, _, _ = _moments(states, self.weights)
             self._mean_state = mean
         return mean
 
     def _starting(self, times: np.ndarray) -> "FieldDataset":
-        """Return the samples of all members that start at times given by index."""
+        """Return the samples of all members that start at these time indices."""
+        members = np.arange(self.fields.members)[:, None]
         other = copy.copy(self)
-        other.starts = (
-            np.arange(self.fields.members)[:, None] * len(self.fields.times) + times
-        ).ravel()
+        other.starts = (members * len(self.fields.times) + times).ravel()
         return other
 
-    def _chosen(self) -> list[int]:
-        """Return the samples that statistics are estimated from."""
-        return np.unique(
-            np.linspace(0, len(self) - 1, STATISTICS_SAMPLES).round().astype(int)
-        ).tolist()
+    def _statistics_samples(self) -> list[int]:
+        """Return the samples from which statistics are estimated."""
+        return evenly_spaced(len(self), STATISTICS_SAMPLES).tolist()
 
     def _find(self, steps: int) -> np.ndarray:
-        """Return per time the index of the time `steps` lead times later, -1 if missing."""
+        """Return, for each time, the index of the time `steps` lead times later, -1 if missing."""
         return _find_times(self.fields.times, self.fields.times + steps * self._step)
 
     def _has_inputs(self) -> np.ndarray:
         return np.all([self._find(m) >= 0 for m in range(1 - self.input_steps, 1)], axis=0)
 
-    def _without_samples(self) -> str:
+    def _no_samples_message(self) -> str:
         times = self.fields.times
-        spacing = (
-            ""
-            if len(times) < 2
-            else f" {np.median(np.diff(times)) / np.timedelta64(1, 'h'):g} h apart"
-        )
+        spacing = ""
+        if len(times) > 1:
+            spacing = f" {np.median(np.diff(times)) / np.timedelta64(1, 'h'):g} h apart"
         return (
             f"each split must have {self.input_steps} inputs and a truth {self.lead_time:g} h "
-            "apart, got none in "
-            f"the {len(times)} times{spacing} of {self.fields.source}: change data.lead_time, "
-            "data.input_steps, or the "
-            "dates of the splits"
+            f"apart, got none in the {len(times)} times{spacing} of {self.fields.source}: change "
+            "data.lead_time, data.input_steps, or the dates of the splits"
         )
 
     def _index(self, i, step):
-        """Return the state `step` lead times after the start of sample i, None if missing."""
+        """Return the index of the state `step` lead times after the start of sample i, or None."""
         member, time = divmod(int(self.starts[i]), len(self.fields.times))
         index = _find_times(self.fields.times, self.fields.times[time, None] + step * self._step)[0]
         return None if index < 0 else member * len(self.fields.times) + int(index)
@@ -497,24 +490,24 @@ class FieldDataset(ForecastDataset):
         return self._read(self._index(i, step))
 
     def _read_file(self, t):
-        """Return all fields at a time, [N, variables and forcings]; raise if any is not finite."""
+        """Read a state, [N, variables and forcings]; raise if any value is not finite."""
         values = np.stack([self.fields.readers[name](t) for name in self._names], axis=1)
-        finite = np.isfinite(values).all(axis=0)
-        if not finite.all():
-            name = self._names[int(np.argmin(finite))]
+        is_finite = np.isfinite(values).all(axis=0)
+        if not is_finite.all():
+            name = self._names[int(np.argmin(is_finite))]
             date = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
             raise FloatingPointError(
                 f"{name} must be finite, got NaN or infinity at {date}: leave it out of "
-                "data.variables, or fill it in "
-                "the file"
+                "data.variables, or fill it in the file"
             )
         return torch.from_numpy(values)
 
     def _channels(self, i, forecasts):
-        """Return the input channels after some forecasts."""
-        now, times = len(forecasts), []
+        """Return the input channels of the step that follows `forecasts`."""
+        now = len(forecasts)
+        channels = []
         for step, columns in enumerate(self._inputs, start=now - self.input_steps + 1):
-            # forcings without time come from the start
+            # After the start, only forcings are read, unless all of them are constant.
             field_step = step if step <= 0 or self._dynamic else 0
             if self._index(i, field_step) is None:
                 raise ValueError(
@@ -523,8 +516,8 @@ class FieldDataset(ForecastDataset):
             fields = self._at(i, field_step)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
-            times.append(((fields - self._mean) / self._std)[:, columns])
-        return torch.cat([*times, self._position, self._clock(i, now)], dim=1)
+            channels.append(((fields - self._mean) / self._std)[:, columns])
+        return torch.cat([*channels, self._position, self._clock(i, now)], dim=1)
 
     def _clock(self, i, step):
         """Return sine and cosine of the local solar time and of the day of the year, [N, 4]."""
@@ -532,23 +525,22 @@ class FieldDataset(ForecastDataset):
         day = 2 * np.pi * ((time - time.astype("datetime64[D]")) / np.timedelta64(1, "D"))
         year = 2 * np.pi * ((time - time.astype("datetime64[Y]")) / np.timedelta64(31_556_952, "s"))
         local = day + self.nodes.radians[:, 1]
-        angles = np.stack(
-            [f(angle) for angle in (local, np.full_like(local, year)) for f in (np.sin, np.cos)],
-            axis=1,
-        )
-        return torch.from_numpy(angles).float()
+        year = np.full_like(local, year)
+        clock = np.stack([np.sin(local), np.cos(local), np.sin(year), np.cos(year)], axis=1)
+        return torch.from_numpy(clock).float()
 
     def _without_diagnostics(self, state):
-        return torch.cat(
-            [state[:, : self._prognostic], torch.zeros_like(state[:, self._prognostic :])], dim=1
-        )
+        """Return a state [N, V] with 0 for diagnostics."""
+        state = state.clone()
+        state[:, self._prognostic :] = 0
+        return state
 
 
 class FieldInputs(PhysicalInputs):
     """The input channels of `FieldDataset`: normalised fields, position, solar time, day of year.
 
-    `present` are the channels of the variables at the present, followed by `diagnostics` whose
-    reference is 0.
+    `present` selects the channels of the variables at the present. `diagnostics` is the number of
+    diagnostics, whose reference is 0.
     """
 
     mean: Tensor  # buffers
@@ -558,17 +550,16 @@ class FieldInputs(PhysicalInputs):
 
     def __init__(self, names, units, mean, std, position, longitudes, present, diagnostics):
         super().__init__()
-        self.names, self.units = tuple(names), tuple(units)
-        self.present, self.diagnostics = present, diagnostics
-        for name, tensor in {
-            "mean": mean,
-            "std": std,
-            "position": position,
-            "longitudes": longitudes,
-        }.items():
-            self.register_buffer(name, tensor)
+        self.names = tuple(names)
+        self.units = tuple(units)
+        self.present = present
+        self.diagnostics = diagnostics
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+        self.register_buffer("position", position)
+        self.register_buffer("longitudes", longitudes)
 
-    # needs_time is True, so there always is a time.
+    # `time` is always passed, because needs_time is True.
     def forward(  # type: ignore[override]
         self, fields: Tensor, time: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -584,9 +575,9 @@ class FieldInputs(PhysicalInputs):
 
 
 def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean of states [N, V] per node, weighted mean and deviation [V].
+    """Return the mean of states per node [N, V], and weighted mean and deviation [V].
 
-    A deviation that is only rounding counts as 0.
+    Deviations within rounding error become 0.
     """
     weights = weights[:, None].double()
     count = 0
@@ -595,30 +586,31 @@ def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor,
         count += 1
         total = total + state.double()
         squares = squares + (state.double().square() * weights).mean(0)
-    mean, square = total / count, squares / count
+    mean = total / count
+    square = squares / count
     overall = (mean * weights).mean(dim=0)
     variance = square - overall.square()
-    return (
-        mean.float(),
-        overall.float(),
-        torch.where(variance > 1e-12 * square, variance, 0.0).sqrt().float(),
-    )
+    std = torch.where(variance > 1e-12 * square, variance, 0.0).sqrt()
+    return mean.float(), overall.float(), std.float()
 
 
 def cell_weights(nodes: Nodes) -> Tensor:
     """Return area weights of mean 1, [N] float32.
 
-    On a grid of latitude rows, regular or reduced, that is the area of a row's band, shared by its
-    nodes; on other global grids the area of Voronoi cells; on other regional grids 1.
+    On a grid of latitude rows, regular or reduced, the nodes of a row share the area of its band.
+    On other global grids, weights are areas of Voronoi cells; on other regional grids, they are 1.
     """
-    if 2 <= len(np.unique(nodes.lat.round(4))) <= len(nodes) / 2:
+    num_latitudes = len(np.unique(nodes.lat.round(4)))
+    if 2 <= num_latitudes <= len(nodes) / 2:
         weights = row_weights(nodes)
+    elif np.ptp(nodes.lat) > 90:
+        weights = area_weights(nodes)
     else:
-        weights = area_weights(nodes) if np.ptp(nodes.lat) > 90 else np.ones(len(nodes))
+        weights = np.ones(len(nodes))
     return torch.from_numpy(weights).float()
 
 
-def _find_times(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the indices of the wanted times, -1 for missing ones."""
-    index = np.searchsorted(times, wanted).clip(max=len(times) - 1)
-    return np.where(times[index] == wanted, index, -1)
+def _find_times(times: np.ndarray, dates: np.ndarray) -> np.ndarray:
+    """Return the indices of `dates` in ascending `times`, -1 for missing ones."""
+    index = np.searchsorted(times, dates).clip(max=len(times) - 1)
+    return np.where(times[index] == dates, index, -1)

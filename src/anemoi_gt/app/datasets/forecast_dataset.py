@@ -1,7 +1,7 @@
 """Interface between data sets and training: normalised samples, batches, physical forecasts.
 
-A network maps normalised channels to the normalised change of the variables. The data set holds the
-normalisation, so the data set converts outputs to forecasts:
+A network maps normalised channels to the normalised change of the variables. The data set, which
+holds the normalisation, converts outputs to forecasts:
 
     forecast = reference + change_mean + output * change_std
 """
@@ -36,8 +36,8 @@ class Sample(NamedTuple):
 class Step(NamedTuple):
     """Normalised inputs [N, in_channels] and two physical states [N, V] of a rollout step, float32.
 
-    The predicted change is added to `reference`; `truth` is the state at the end of the step, None
-    beyond the end of the data.
+    The predicted change is added to `reference`. `truth` is the state at the end of the step, or
+    None beyond the end of the data.
     """
 
     inputs: Tensor
@@ -48,10 +48,10 @@ class Step(NamedTuple):
 class ForecastDataset(Dataset, ABC):
     """Forecast samples on one set of nodes.
 
-    A subclass implements `__len__`, `inputs`, `present`, `truth` and `title`, all by sample index;
-    `reference` if the change is not relative to the present; `advance` to support rollouts;
-    `start_time` if samples have dates; and, if it normalises its inputs by statistics of its
-    samples, `normalisation` and `normalised_by`, so that a checkpoint keeps them.
+    A subclass implements `__len__`, `inputs`, `present`, `truth` and `title`, which take a sample
+    index (except `__len__`). It also implements `reference` if the change is not relative to the
+    present, `advance` to support rollouts, `start_time` if samples have dates, and `normalisation`
+    and `normalised_by` if inputs are normalised by statistics, so that checkpoints store them.
 
     Attributes
     ----------
@@ -66,13 +66,13 @@ class ForecastDataset(Dataset, ABC):
     input_names : tuple of str
         Names of the input channels.
     change_mean, change_std : Tensor
-        [V] float32, normalisation of the change, from training samples only.
+        [V] float32, statistics of the change in the training samples.
     diagnostics, forcings, constants, input_steps, time_encoding, levels
         As in `DataSchema`; by default none, and one input step.
     forcing_units : dict of str to str
         Units of the forcings.
     reference_name : str
-        What `reference` returns, in words.
+        Description of `reference`.
     attributes : dict of str to dict
         CF attributes of the variables, such as `standard_name`, for files of forecasts.
     """
@@ -108,7 +108,7 @@ class ForecastDataset(Dataset, ABC):
         """Return the variables at the start of the forecast in physical units, [N, V] float32."""
 
     def reference(self, i: int) -> Tensor:
-        """Return the base of the predicted change, by default the present, [N, V], physical."""
+        """Return the state to which the change is added, by default the present, [N, V]."""
         return self.present(i)
 
     @abstractmethod
@@ -120,13 +120,14 @@ class ForecastDataset(Dataset, ABC):
         """Return a title of sample i for plots and logs."""
 
     def start_time(self, i: int) -> np.datetime64 | None:
-        """Return the time of the present of sample i, None if samples have no dates."""
+        """Return the start time of sample i, or None if samples have no dates."""
         return None
 
     def starting_at(self, start: str) -> "ForecastDataset":
-        """Return the one sample, with or without truth, starting at a date or the "latest" time.
+        """Return the data set reduced to the sample that starts at a date or the "latest" time.
 
-        Raises ValueError if the data set has no dates, or lacks the inputs of that time.
+        The sample need not have a truth. Raises ValueError if the data set has no dates, or lacks
+        the inputs of that time.
         """
         raise ValueError(
             f"start needs a data set with dates, {type(self).__name__} has none: choose a test "
@@ -139,7 +140,7 @@ class ForecastDataset(Dataset, ABC):
             raise ValueError("each split must have a sample, got none")
 
     def normalisation(self) -> dict[str, Tensor]:
-        """Return the statistics that inputs and change are normalised by, by name."""
+        """Return the statistics that normalise inputs and change, by name."""
         return {"change_mean": self.change_mean, "change_std": self.change_std}
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
@@ -150,7 +151,7 @@ class ForecastDataset(Dataset, ABC):
         return other
 
     def physical_inputs(self) -> PhysicalInputs:
-        """Return the module that makes input channels of physical values, for packages.
+        """Return the module that converts physical values to input channels, for packages.
 
         Raises ValueError if the data set does not have one.
         """
@@ -161,9 +162,9 @@ class ForecastDataset(Dataset, ABC):
         )
 
     def physical_sample(self, i: int) -> tuple[Tensor, ...]:
-        """Collect the arguments of `physical_inputs` for sample i: fields [N, P], time if needed.
+        """Return the inputs of `physical_inputs` for sample i: fields [N, P], and time if needed.
 
-        Raises ValueError if the data set does not have it.
+        Raises ValueError if the data set does not implement it.
         """
         raise ValueError(f"{type(self).__name__} does not implement physical_sample()")
 
@@ -213,7 +214,9 @@ class ForecastDataset(Dataset, ABC):
         has another shape.
         """
         expected = (len(self.nodes), self.out_channels)
-        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        got: object = type(output).__name__
+        if isinstance(output, Tensor):
+            got = tuple(output.shape)
         if got != expected:
             raise ValueError(
                 f"output must be a tensor {expected}, one row per node and one column per "
@@ -226,46 +229,49 @@ class ForecastDataset(Dataset, ABC):
         return reference + self.change_mean + output.to(torch.float32) * self.change_std
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the next rollout step, after `len(forecasts)` lead times from sample i.
+        """Return the next rollout step, `len(forecasts)` lead times after the start of sample i.
 
-        The forecasts of the previous steps, [N, V] each, are physical; there are none for the first
-        step, which is sample i. Raises ValueError if the data set does not support rollouts.
+        `forecasts` are the physical forecasts [N, V] of the previous steps; for the first step,
+        which is sample i, there are none. Raises ValueError if the data set does not support
+        rollouts.
         """
         raise ValueError(
             f"a rollout needs a data set that implements advance(), {type(self).__name__} does not"
         )
 
     def select_nodes(self, index: Tensor) -> Dataset:
-        """Return the same samples, and their `weights`, at the nodes `index` [n] int64.
+        """Return the same samples and `weights` at the nodes `index` [n] int64.
 
-        The default slices complete samples; override it to compute or read the selected nodes only.
+        The default slices whole samples; override it to compute or read only the selected nodes.
         """
         return NodeSubset(self, index)
 
     def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:
-        """Return baseline forecasts by name, functions from sample index to physical [N, V].
+        """Return baseline forecasts by name: functions from sample index to physical [N, V].
 
-        At a step of a rollout, 1 the first, they are those that exist at any lead time.
+        With `step`, the number of a rollout step from 1, return only baselines that exist at any
+        lead time.
         """
         return {"persistence": self.present}
 
 
 def find_start(times: np.ndarray, start: str) -> int:
-    """Return the index of a date in ascending times [T], of the last one for "latest".
+    """Return the index of a date in ascending times [T]; "latest" is the last one.
 
-    Raises ValueError if it is no date, or not in the data.
+    Raises ValueError if it is not a date, or not in the data.
     """
     if start == "latest":
         return len(times) - 1
     try:
-        wanted = np.datetime64(str(start).replace(" ", "T"))
+        date = np.datetime64(str(start).replace(" ", "T"))
     except ValueError:
         raise ValueError(
             f"start must be latest or a date, such as 2020-01-31T18, got {start}"
         ) from None
-    index = int(np.searchsorted(times, wanted))
-    if index == len(times) or times[index] != wanted:
-        first, last = (np.datetime_as_string(time, unit="m") for time in (times[0], times[-1]))
+    index = int(np.searchsorted(times, date))
+    if index == len(times) or times[index] != date:
+        first = np.datetime_as_string(times[0], unit="m")
+        last = np.datetime_as_string(times[-1], unit="m")
         raise ValueError(
             f"start must be a time of the data, which are from {first} to {last}, got {start}"
         )
@@ -276,7 +282,8 @@ class NodeSubset(Dataset):
     """The samples of `dataset` at the nodes `index` [n] int64."""
 
     def __init__(self, dataset: ForecastDataset, index: Tensor):
-        self.dataset, self.index = dataset, index
+        self.dataset = dataset
+        self.index = index
         self.weights = dataset.weights[index]
 
     def __len__(self) -> int:
@@ -288,7 +295,7 @@ class NodeSubset(Dataset):
 
 
 class Splits(NamedTuple):
-    """Training, validation and test samples; no truth of one split occurs in an earlier one."""
+    """Training, validation and test samples; no truth of a split occurs in an earlier split."""
 
     train: ForecastDataset
     valid: ForecastDataset
@@ -296,12 +303,12 @@ class Splits(NamedTuple):
 
 
 class TrainingBatches:
-    """Batches of a run, or one data rank's share, from repeated random orders of the samples.
+    """Batches of a run, or of one data rank, from repeated random orders of the samples.
 
-    The batch of a step depends on seed and step alone, so a run can continue from any step, on any
+    The batch of a step depends only on seed and step, so a run can continue from any step, on any
     number of ranks. `batch_size` is the total over all data ranks, `steps` the number of batches of
     the run, `rank` the data rank, and `ranks` the number of data ranks that share a batch. Raises
-    ValueError when the batch cannot be split evenly, or is larger than the data set.
+    ValueError if the batch cannot be split evenly, or is larger than the data set.
     """
 
     def __init__(
@@ -314,48 +321,52 @@ class TrainingBatches:
         rank: int = 0,
         ranks: int = 1,
     ):
-        self.dataset, self.batch_size, self.steps, self.seed, self.device = (
-            dataset,
-            batch_size,
-            steps,
-            seed,
-            device,
-        )
-        self.rank, self.own_size = rank, share_of_batch(batch_size, ranks)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.steps = steps
+        self.seed = seed
+        self.device = device
+        self.rank = rank
+        self.local_batch_size = share_of_batch(batch_size, ranks)
         if batch_size > len(dataset):
-            must = f"must be at most {len(dataset)}, the number of training samples"
-            raise ValueError(f"training.batch_size {must}, got {batch_size}")
+            raise ValueError(
+                f"training.batch_size must be at most {len(dataset)}, the number of training "
+                f"samples, got {batch_size}"
+            )
 
     def since(self, step: int) -> Iterator[Sample]:
-        """Yield the batches after the first `step` ones; each is loaded when it is requested."""
+        """Yield the batches after the first `step` batches; each is loaded when it is requested."""
         generator = torch.Generator().manual_seed(self.seed)
         order = RandomSampler(
             self.dataset, num_samples=self.steps * self.batch_size, generator=generator
         )
         remaining = islice(enumerate(order), step * self.batch_size, None)
-        batches = (
-            sample for n, sample in remaining if n % self.batch_size // self.own_size == self.rank
+        local_samples = (
+            sample
+            for n, sample in remaining
+            if n % self.batch_size // self.local_batch_size == self.rank
         )
-        return load(self.dataset, self.own_size, self.device, batches)
+        return load(self.dataset, self.local_batch_size, self.device, local_samples)
 
 
 def share_of_batch(batch_size: int, ranks: int) -> int:
     """Return the batch size of each data rank. Raises ValueError if the split is uneven."""
-    if batch_size % ranks:
-        must = f"must be a multiple of the {ranks} ranks of the data axis"
-        raise ValueError(f"training.batch_size {must}, got {batch_size}")
+    if batch_size % ranks != 0:
+        raise ValueError(
+            f"training.batch_size must be a multiple of the {ranks} ranks of the data axis, got "
+            f"{batch_size}"
+        )
     return batch_size // ranks
 
 
 def load(
     dataset: ForecastDataset, batch_size: int, device: torch.device, order=None
 ) -> Iterator[Sample]:
-    """Yield a data set in batches [B, N, channels] on a device, the last one possibly smaller.
+    """Yield the batches [B, N, channels] of a data set on a device; the last one may be smaller.
 
     `order` yields indices of the samples; None is all of them once, in order.
     """
-    # Its own generator: otherwise each loader draws from the one that dropout uses.
-    for batch in DataLoader(
-        dataset, batch_size=batch_size, sampler=order, generator=torch.Generator()
-    ):
-        yield Sample(*(part.to(device) for part in batch))
+    # With a generator of its own; otherwise each loader draws from the generator of dropout.
+    loader = DataLoader(dataset, batch_size=batch_size, sampler=order, generator=torch.Generator())
+    for inputs, target in loader:
+        yield Sample(inputs.to(device), target.to(device))

@@ -1,10 +1,10 @@
-"""Forecasts in physical units as one module, for packages: normalisation and encoding inside.
+"""Models in physical units, for packages: they include normalisation and encodings.
 
     channels, reference = inputs(fields, time)
     forecast            = reference + change_mean + model(channels) * change_std
 
-`fields` are physical values, `time` is the start of each forecast, in seconds since 1970-01-01
-00:00 UTC.
+`fields` are physical values; `time` is the start of each forecast in seconds since 1970-01-01 00:00
+UTC.
 """
 
 import math
@@ -23,9 +23,9 @@ class PhysicalInputs(nn.Module, ABC):
     Attributes
     ----------
     names, units : tuple of str
-        Of the channels of `fields`.
+        Names and units of the channels of `fields`.
     needs_time : bool
-        Whether `forward` takes `time`.
+        True if `forward` takes `time`.
     """
 
     names: tuple[str, ...]
@@ -63,40 +63,40 @@ class PhysicalModel(nn.Module):
         self.register_buffer("change_std", change_std)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the forecast of one lead time."""
+        """Return the forecast at one lead time."""
         channels, reference = self.inputs(*inputs)
         return reference + self.change_mean + self.model(channels).float() * self.change_std
 
     def normalised_change(self, forecast: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the model's prediction from the inputs of a forecast, in float64."""
+        """Recover the normalised change, which the model predicted, from a forecast, in float64."""
         _, reference = self.inputs(*inputs)
         return (forecast.double() - reference - self.change_mean) / self.change_std
 
     def rounding(self, forecast: Tensor) -> float:
-        """Return the relative error of the normalised change from rounding to float32."""
+        """Return the relative error of the normalised change due to rounding to float32."""
         largest = (forecast.abs().amax(dim=(0, 1)) / self.change_std).max().item()
         return torch.finfo(torch.float32).eps * largest
 
 
 def day_angle(time: Tensor) -> Tensor:
-    """Return the time of the day, UTC, as an angle from midnight, [B] float64."""
+    """Return the time of day (UTC) as an angle from midnight, [B] float64."""
     return 2 * math.pi * torch.remainder(time, SECONDS_PER_DAY) / SECONDS_PER_DAY
 
 
 def year_angle(time: Tensor) -> Tensor:
     """Return the time since 1 January as an angle of a mean Gregorian year, [B] float64.
 
-    The year of a day count is found in integers by eras of 400 years that begin on 1 March.
+    The year is computed from the day count in integers, by eras of 400 years that begin on 1 March.
     """
     days = torch.floor(time / SECONDS_PER_DAY).long() + 719_468  # since 1 March of year 0
     era = torch.div(days, 146_097, rounding_mode="floor")
     day = days - era * 146_097
     year = (day - day // 1_460 + day // 36_524 - day // 146_096) // 365
     day_of_year = day - (365 * year + year // 4 - year // 100)  # from 1 March
-    # January and February are of the next year
+    # January and February belong to the next calendar year
     year = year + era * 400 + (day_of_year >= 306).long()
-    before = year - 1  # 1 January belongs to the era year that begins in March of this year
-    era = torch.div(before, 400, rounding_mode="floor")
-    rest = before - era * 400
+    era_year = year - 1  # 1 January belongs to the era year that began in March before
+    era = torch.div(era_year, 400, rounding_mode="floor")
+    rest = era_year - era * 400
     new_year = era * 146_097 + rest * 365 + rest // 4 - rest // 100 + 306 - 719_468
     return 2 * math.pi * (time - new_year.double() * SECONDS_PER_DAY) / SECONDS_PER_YEAR

@@ -1,6 +1,6 @@
-"""Fields from files: NetCDF, zarr and GRIB by xarray, and zarrs of anemoi-datasets.
+"""Fields from files: NetCDF, zarr and GRIB through xarray, and zarrs of anemoi-datasets.
 
-Files are opened once, and each field is read when it is needed.
+Files are opened once, and fields are read when they are needed.
 """
 
 import warnings
@@ -24,19 +24,10 @@ from anemoi_gt.extras import import_extra
 if TYPE_CHECKING:
     import xarray
 
-# names of the dimension of an ensemble
-MEMBERS = (
-    "number",
-    "member",
-    "ensemble_member",
-    "realization",
-)
-# attributes of a variable that a forecast file gets
-PASSED_ON = (
-    "long_name",
-    "standard_name",
-    "GRIB_cfName",
-)
+# possible names of an ensemble dimension
+MEMBERS = ("number", "member", "ensemble_member", "realization")
+# attributes of a variable that are copied to forecast files
+COPIED_ATTRIBUTES = ("long_name", "standard_name", "GRIB_cfName")
 UNITS = {
     "latitude": ("degrees_north", "degree_north"),
     "longitude": ("degrees_east", "degree_east"),
@@ -52,17 +43,17 @@ class Fields:
     times : np.ndarray
         [T] datetime64, ascending; [0] if no variable depends on time.
     units, attributes, levels
-        By variable: its units, CF attributes such as `standard_name`, and its level, such as "500
-        hPa", if it has one.
+        Units of each variable, CF attributes such as `standard_name`, and the level, such as "500
+        hPa", if there is one.
     readers : dict of str to callable
-        By variable. A reader takes the index of a state, `member * T + time`, and returns values
-        [N] float32.
+        A function per variable, from the index of a state, `member * T + time`, to values [N]
+        float32.
     static : frozenset of str
-        The variables without time, such as orography, whose readers ignore the index.
+        Variables without time, such as orography, whose readers ignore the index.
     members : int
         Number of ensemble members; each has T states.
     source : str
-        The files, for messages.
+        Name of the files, for messages.
     """
 
     nodes: Nodes
@@ -76,54 +67,57 @@ class Fields:
     source: str = "the data"
 
     def with_static(self, names: Iterable[str]) -> "Fields":
-        """Return the same fields with variables that do not change taken as those without time."""
+        """Return the same fields, in which variables that do not change are marked as static."""
         first = {name: _always_first(self.readers[name]) for name in names}
         return replace(self, readers=self.readers | first, static=self.static | frozenset(first))
 
 
 def _always_first(reader: Callable[[int], np.ndarray]) -> Callable[[int], np.ndarray]:
+    """Return a reader that returns the first state for any index."""
     first = lru_cache(1)(partial(reader, 0))
     return lambda _: first()
 
 
 def read_xarray(path: str | Path | Sequence[str]) -> Fields:
-    """Return the fields of NetCDF, zarr or GRIB files on one grid, regular, reduced or irregular.
+    """Open NetCDF, zarr or GRIB files on one grid, which may be regular, reduced or irregular.
 
     `path` is a file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these. Grid
-    and times come from the coordinates. A variable with levels is one variable per level, such as
-    `t_850`. Files with the same variables follow each other in time; those with others are joined
-    at the same times.
+    and times come from the coordinates. A variable with levels becomes one variable per level, such
+    as `t_850`. Files with the same variables are concatenated in time; files with different
+    variables are merged, and must have the same times.
 
     Raises FileNotFoundError if there is no such file; ImportError if xarray or the reader of a
     format is missing; ValueError if a file cannot be read, lacks coordinates, or does not fit the
     others.
     """
     patterns = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
-    files = [file for pattern in patterns for file in _find(str(pattern))]
-    parts = [read_dataset(part, file) for file in files for part in _open(file)]
+    files: list[str] = []
+    for pattern in patterns:
+        files += _find(str(pattern))
+    parts: list[Fields] = []
+    for file in files:
+        parts += [read_dataset(opened, file) for opened in _open(file)]
     if not parts:
         raise ValueError(f"files must hold fields, found none in {', '.join(files)}")
-    nodes = parts[0].nodes
-    if not all(
-        len(p.nodes) == len(nodes) and np.allclose(p.nodes.radians, nodes.radians, atol=1e-6)
-        for p in parts
-    ):
-        raise ValueError(
-            "files must be on one grid, got grids of "
-            f"{', '.join(str(len(p.nodes)) for p in parts)} nodes"
-        )
+    if not all(_is_same_grid(part.nodes, parts[0].nodes) for part in parts):
+        sizes = ", ".join(str(len(part.nodes)) for part in parts)
+        raise ValueError(f"files must be on one grid, got grids of {sizes} nodes")
     by_names: dict[frozenset, list[Fields]] = {}
-    for fields in parts:
-        by_names.setdefault(frozenset(fields.readers), []).append(fields)
+    for part in parts:
+        by_names.setdefault(frozenset(part.readers), []).append(part)
     return _join([_concatenate(same) for same in by_names.values()])
+
+
+def _is_same_grid(nodes: Nodes, other: Nodes) -> bool:
+    return len(nodes) == len(other) and np.allclose(nodes.radians, other.radians, atol=1e-6)
 
 
 def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields:
     """Return the fields of an xarray data set.
 
-    Each member along a dimension such as `number` is a separate state. Every other dimension
-    besides grid and time makes variables, one per level. Raises ValueError, with its `name`, if it
-    lacks coordinates, holds a time twice, or has another calendar.
+    Each member along a dimension such as `number` is a separate state. Any other dimension apart
+    from grid and time is split into variables, one per level. Raises ValueError, with the `name` of
+    the data set, if it lacks coordinates, has a time twice, or has a non-standard calendar.
     """
     lat, lon = (_coordinate(source, axis, name) for axis in UNITS)
     lat, lon = import_extra("xarray", "xarray").broadcast(lat, lon)
@@ -132,10 +126,11 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
     times = np.empty(0, "datetime64[ns]") if time is None else time.values
     order = np.argsort(times, kind="stable")
     times = times[order]
-    if (np.diff(times) <= np.timedelta64(0)).any():
-        twice = np.datetime_as_string(times[1:][np.diff(times) <= np.timedelta64(0)][0], unit="m")
+    is_duplicate = np.diff(times) <= np.timedelta64(0)
+    if is_duplicate.any():
+        duplicate = np.datetime_as_string(times[1:][is_duplicate][0], unit="m")
         raise ValueError(
-            f"{name} must hold each time once, got {twice} twice: keep one, as by "
+            f"{name} must hold each time once, got {duplicate} twice: keep one, as by "
             "drop_duplicates('time')"
         )
     member = next((dim for dim in source.dims if str(dim).lower() in MEMBERS), None)
@@ -147,15 +142,19 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
     for key, array in source.data_vars.items():
         if not set(lat.dims) <= set(array.dims) or array.dtype.kind not in "fiu":
             continue
-        over = time.dims[0] if time is not None and time.dims[0] in array.dims else None
-        axes = _Axes(lat.dims, over, member if member in array.dims else None)
-        for variable, level, one in _levels(str(key), array, axes.names()):
-            units[variable] = str(array.attrs.get("units", array.attrs.get("GRIB_units", "")))
-            attributes[variable] = {k: str(array.attrs[k]) for k in PASSED_ON if k in array.attrs}
+        time_dim = None
+        if time is not None and time.dims[0] in array.dims:
+            time_dim = time.dims[0]
+        member_dim = member if member in array.dims else None
+        axes = _Axes(lat.dims, time_dim, member_dim)
+        for variable, level, values in _levels(str(key), array, axes.names()):
+            attrs = array.attrs
+            units[variable] = str(attrs.get("units", attrs.get("GRIB_units", "")))
+            attributes[variable] = {k: str(attrs[k]) for k in COPIED_ATTRIBUTES if k in attrs}
             if level:
                 levels[variable] = level
-            readers[variable] = partial(_values, one, axes, order)
-            if over is None:
+            readers[variable] = partial(_values, values, axes, order)
+            if time_dim is None:
                 static.add(variable)
     members = 1 if member is None else source.sizes[member]
     return Fields(
@@ -164,7 +163,7 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
 
 
 class _Axes(NamedTuple):
-    """The dimensions of a variable without levels: grid, time and ensemble members, or None."""
+    """The dimensions of a variable without levels: grid, and time and members or None."""
 
     grid: tuple
     time: str | None
@@ -177,55 +176,61 @@ class _Axes(NamedTuple):
 def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None":
     """Return the time coordinate, or None; raise ValueError for a non-standard calendar."""
     for array in source.coords.values():
-        calendar = (
-            getattr(array.values.flat[0], "calendar", None)
-            if array.dtype.kind == "O" and array.size
-            else None
-        )
+        calendar = None
+        if array.dtype.kind == "O" and array.size > 0:
+            calendar = getattr(array.values.flat[0], "calendar", None)
         if calendar is not None:
             raise ValueError(
                 f"{name} must have dates in the standard calendar, got {calendar}: convert it in "
-                "xarray by "
-                "convert_calendar('standard')"
+                "xarray by convert_calendar('standard')"
             )
     axes = [c for c in source.coords.values() if c.ndim == 1 and c.dtype.kind == "M"]
-    return next((c for c in axes if c.name == c.dims[0]), axes[0] if axes else None)
+    for axis in axes:
+        if axis.name == axis.dims[0]:
+            return axis
+    return axes[0] if axes else None
 
 
 def read_anemoi(path: str | Path) -> Fields:
-    """Return the fields of an anemoi-datasets zarr, without missing dates and of member 0 only.
+    """Open a zarr of anemoi-datasets; missing dates and all members but the first are left out.
 
     Raises FileNotFoundError if there is no such folder; ImportError if zarr is missing; ValueError
-    if it is another.
+    if it is not a zarr of anemoi-datasets.
     """
     zarr = import_extra("zarr", "xarray")
     (path,) = _find(str(path))
     try:
         store = zarr.open(path, mode="r")
-        data, variables = store["data"], list(store.attrs["variables"])
+        data = store["data"]
+        variables = list(store.attrs["variables"])
         lat, lon, times = (
             np.asarray(store[key][:]) for key in ("latitudes", "longitudes", "dates")
         )
     except Exception as error:  # the type depends on the zarr version
         raise _unreadable(path, "a zarr of anemoi-datasets", error) from error
     times = times.astype("datetime64[s]")
-    present = np.flatnonzero(
-        ~np.isin(times, np.array(store.attrs.get("missing_dates", []), "datetime64[s]"))
-    )
-    # all variables are one chunk
-    state = lru_cache(1)(lambda t: np.asarray(data[int(present[t])])[:, 0])
+    missing = np.array(store.attrs.get("missing_dates", []), "datetime64[s]")
+    available = np.flatnonzero(~np.isin(times, missing))
+
+    @lru_cache(1)  # one chunk holds all variables of a date
+    def read_state(t: int) -> np.ndarray:
+        return np.asarray(data[int(available[t])])[:, 0]
+
+    def read(v: int, t: int) -> np.ndarray:
+        return read_state(t)[v]
+
     readers: dict[str, Callable[[int], np.ndarray]] = {}
     for v, variable in enumerate(variables):
-        readers[variable] = partial(lambda v, t: state(t)[v], v)
-    return Fields(
-        Nodes(lat, lon), times[present], dict.fromkeys(variables, ""), readers, source=path
-    )
+        readers[variable] = partial(read, v)
+    units = dict.fromkeys(variables, "")
+    return Fields(Nodes(lat, lon), times[available], units, readers, source=path)
 
 
 READERS: dict[str, Callable[[Any], Fields]] = {"xarray": read_xarray, "anemoi": read_anemoi}
 
 
 def _find(pattern: str) -> list[str]:
+    """Return the files that match a pattern, sorted; raise FileNotFoundError if there is none."""
     files = sorted(glob(pattern)) or [pattern]
     if "://" not in pattern and not Path(files[0]).exists():
         raise FileNotFoundError(f"no file {pattern}: give the data as data.path=FILE")
@@ -233,83 +238,81 @@ def _find(pattern: str) -> list[str]:
 
 
 def _open(file: str) -> list["xarray.Dataset"]:
-    """Open a file; a GRIB file may hold several grids of levels, each a data set."""
+    """Open a file. A GRIB file may have several sets of levels, each of which is a data set."""
     xarray = import_extra("xarray", "xarray")
     try:
         if "://" in file or Path(file).is_dir():
             import_extra("zarr", "xarray")
+            message = "Failed to open Zarr store with consolidated"
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "Failed to open Zarr store with consolidated", RuntimeWarning
-                )
+                warnings.filterwarnings("ignore", message, RuntimeWarning)
                 opened = xarray.open_dataset(file, engine="zarr")
-            # Without consolidated metadata zarr 3 lists arrays in another order in every process.
+            # Without consolidated metadata, zarr 3 lists arrays in random order.
             return [opened[sorted(opened.data_vars, key=str)]]
         with open(file, "rb") as head:
             is_grib = head.read(4) == b"GRIB" or Path(file).suffix.startswith(".gr")
-        if is_grib:  # no index file: the folder may be read-only
-            parts = import_cfgrib().open_datasets(
-                file, backend_kwargs={"indexpath": "", "errors": "raise"}
-            )
-            return [
-                part.drop_vars([key for key, c in part.coords.items() if c.ndim == 0])
-                for part in parts
-            ]
+        if is_grib:
+            # without an index file, because the folder may be read-only
+            options = {"indexpath": "", "errors": "raise"}
+            datasets = []
+            for opened in import_cfgrib().open_datasets(file, backend_kwargs=options):
+                scalars = [key for key, c in opened.coords.items() if c.ndim == 0]
+                datasets.append(opened.drop_vars(scalars))
+            return datasets
         return [xarray.open_dataset(file, engine="netcdf4")]
     except ImportError:
         raise
-    except Exception as error:  # each format has its own
+    except Exception as error:  # each format raises errors of its own
         raise _unreadable(file, "a NetCDF, zarr or GRIB file", error) from error
 
 
 def import_cfgrib() -> ModuleType:
-    """Import cfgrib, after pyproj if cartopy is installed: the other order crashes with wheels."""
+    """Import cfgrib, after pyproj if it is installed: with wheels, the other order crashes."""
     with suppress(ImportError):
         import_module("pyproj")
     return import_extra("cfgrib", "era5")
 
 
 def _unreadable(file: str, kind: str, error: Exception) -> ValueError:
-    why = " ".join(str(error).split())[:200] or type(error).__name__
-    return ValueError(f"{file} must be {kind}, and cannot be read: {why}")
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return ValueError(f"{file} must be {kind}, and cannot be read: {reason}")
 
 
 def _coordinate(source: "xarray.Dataset", axis: str, name: str) -> "xarray.DataArray":
-    """Return the latitudes or longitudes of a data set, by CF attributes or by name."""
+    """Find the latitudes or longitudes of a data set by name or CF attributes."""
     for key, array in source.variables.items():
-        by_name = str(key).lower() in (axis, axis[:3])
-        if (
-            by_name
-            or array.attrs.get("standard_name") == axis
-            or array.attrs.get("units") in UNITS[axis]
-        ):
+        has_name = str(key).lower() in (axis, axis[:3])
+        has_standard_name = array.attrs.get("standard_name") == axis
+        has_units = array.attrs.get("units") in UNITS[axis]
+        if has_name or has_standard_name or has_units:
             return source[key]
-    variables = ", ".join(map(str, source.variables))
-    raise ValueError(
-        f"{name} must have the coordinates latitude and longitude, got "
-        f"{variables or 'no variables'}"
-    )
+    variables = ", ".join(map(str, source.variables)) or "no variables"
+    raise ValueError(f"{name} must have the coordinates latitude and longitude, got {variables}")
 
 
 def _levels(
     name: str, array: "xarray.DataArray", dims: set, level: str = ""
 ) -> Iterator[tuple[str, str, "xarray.DataArray"]]:
-    """Yield names, levels and arrays of a variable's levels, the variable itself if it has none."""
-    other = next((dim for dim in array.dims if dim not in dims), None)
-    if other is None:
+    """Yield name, level and array of each level; without levels, of the variable itself.
+
+    Levels are along all dimensions except `dims`.
+    """
+    level_dims = [dim for dim in array.dims if dim not in dims]
+    if not level_dims:
         yield name, level, array
         return
-    units = str(array[other].attrs.get("units", ""))
-    for index, value in enumerate(array[other].values):
+    dim = level_dims[0]
+    units = str(array[dim].attrs.get("units", ""))
+    for index, value in enumerate(array[dim].values):
         label = _label(value, index)
-        one_level = f"{level} {other} {label} {units}".strip()
-        one_name = name if array.sizes[other] == 1 else f"{name}_{label}"
-        yield from _levels(one_name, array.isel({other: index}), dims, one_level)
+        level_name = name if array.sizes[dim] == 1 else f"{name}_{label}"
+        level_text = f"{level} {dim} {label} {units}".strip()
+        yield from _levels(level_name, array.isel({dim: index}), dims, level_text)
 
 
 def _label(value: Any, index: int) -> str:
-    """Return a coordinate as a part of a name: a number, a duration in hours, else its index."""
-    if isinstance(value, np.timedelta64):  # NumPy counts it among the integers
+    """Return a coordinate as part of a name: a number, a duration in hours, or else its index."""
+    if isinstance(value, np.timedelta64):  # which NumPy also treats as an integer
         return f"{value / np.timedelta64(1, 'h'):g}h"
     return f"{value:g}" if isinstance(value, np.number) else str(index)
 
@@ -325,18 +328,17 @@ def _values(array: "xarray.DataArray", axes: _Axes, order: np.ndarray, index: in
 
 
 def _concatenate(parts: list[Fields]) -> Fields:
-    """Join files of the same variables in time."""
+    """Concatenate files with the same variables in time."""
     parts = sorted(parts, key=lambda part: part.times[:1].tolist())
-    first, *others = parts
-    if not others or not len(first.times):  # static fields are the same in every file
+    first = parts[0]
+    if len(parts) == 1 or len(first.times) == 0:  # static fields are the same in every file
         return first
-    for one, next_one in pairwise(parts):
-        if one.times[-1] >= next_one.times[0]:
-            begin, end = np.datetime_as_string([next_one.times[0], one.times[-1]], unit="m")
+    for earlier, later in pairwise(parts):
+        if earlier.times[-1] >= later.times[0]:
+            begin, end = np.datetime_as_string([later.times[0], earlier.times[-1]], unit="m")
             raise ValueError(
-                f"files with the same variables must not overlap in time, {next_one.source} "
-                f"begins at {begin} and "
-                f"{one.source} ends at {end}"
+                f"files with the same variables must not overlap in time, {later.source} begins at "
+                f"{begin} and {earlier.source} ends at {end}"
             )
     if len({part.members for part in parts}) > 1:
         counts = ", ".join(f"{part.members} in {part.source}" for part in parts)
@@ -348,20 +350,20 @@ def _concatenate(parts: list[Fields]) -> Fields:
 
     def read(variable: str, index: int) -> np.ndarray:
         member, time = divmod(index, len(times))
-        part = bisect_right(begins, time) - 1
-        return parts[part].readers[variable](member * len(parts[part].times) + time - begins[part])
+        i = bisect_right(begins, time) - 1
+        part = parts[i]
+        return part.readers[variable](member * len(part.times) + time - begins[i])
 
-    readers = {
-        variable: partial(read, variable)
-        for variable in first.readers
-        if variable not in first.static
-    }
+    readers = dict(first.readers)
+    for variable in first.readers:
+        if variable not in first.static:
+            readers[variable] = partial(read, variable)
     source = f"{first.source} to {parts[-1].source}"
-    return replace(first, times=times, readers=first.readers | readers, source=source)
+    return replace(first, times=times, readers=readers, source=source)
 
 
 def _join(parts: list[Fields]) -> Fields:
-    """Join files of different variables at the same times."""
+    """Merge files with different variables at the same times."""
     dated = [part for part in parts if len(part.times)]
     if not dated:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Data schema: what forecasts depend on besides weights, kept in checkpoints and compared.
+"""Data schema: everything besides the weights on which forecasts depend.
 
-Anything of this kind that was derived again from a file could differ without notice: the order of
-the variables, their units, the normalisation, the grid.
+Checkpoints store it, and data are compared with it. If order of variables, units, normalisation or
+grid were derived again from a file, they could silently differ.
 """
 
 import zlib
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anemoi_gt.data.nodes import Nodes
 
-SAME_PLACE = 1e-3  # degrees, about 100 m: coordinates in float32 are off by a hundredth of that
+TOLERANCE = 1e-3  # degrees, about 100 m; rounding coordinates to float32 costs 1% of that
 TEXT = ("variables", "diagnostics", "forcings", "constants", "input_names")
 
 
@@ -25,31 +25,31 @@ class DataSchema:
     Parameters
     ----------
     variables : tuple of str
-        What is forecast, in the order of the output channels.
+        Forecast variables, in the order of the output channels.
     diagnostics : tuple of str
-        Those of `variables` that are no inputs.
+        The `variables` that are not inputs.
     forcings : tuple of str
         Inputs that are not forecast, in the order of the channels.
     constants : tuple of str
-        Those of `forcings` that do not change with time.
+        The `forcings` that do not change with time.
     units : dict of str to str
-        By variable and forcing; "" if unknown.
+        Units of each variable and forcing; "" if unknown.
     levels : dict of str to str
-        The level of variables that have one, with its units, such as "500 hPa".
+        Level and its units, such as "500 hPa", of each variable that has one.
     input_names : tuple of str
         Names of the input channels, in order.
     lead_time : float
         Hours from the present to the truth.
     input_steps : int
-        Number of input times, the present included.
+        Number of input times, including the present.
     reference : str
-        The state that the predicted change is added to, in words.
+        Description of the state to which the predicted change is added.
     time_encoding : str
-        The inputs that are made of the time of the forecast, in words.
+        Description of the inputs that encode the time.
     nodes : Nodes
         The grid, in the order of the data.
     normalisation : dict of str to Tensor
-        Means and standard deviations by name, which `ForecastDataset.normalised_by` takes.
+        Means and standard deviations by name, for `ForecastDataset.normalised_by`.
     """
 
     variables: tuple[str, ...]
@@ -68,12 +68,10 @@ class DataSchema:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint; coordinates are compressed float32 degrees."""
-        names = [
-            field.name for field in fields(self) if field.name not in ("nodes", "normalisation")
-        ]
-        values = {name: getattr(self, name) for name in names}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["nodes"]
         values |= {name: list(values[name]) for name in TEXT}
-        # Dicts as lists of pairs: an empty dict does not survive a checkpoint of several ranks.
+        # Dicts become lists of pairs, because DCP drops empty dicts.
         values |= {name: list(map(list, values[name].items())) for name in ("units", "levels")}
         values["latitudes"] = _pack(self.nodes.lat)
         values["longitudes"] = _pack(self.nodes.lon)
@@ -84,10 +82,11 @@ class DataSchema:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DataSchema":
-        """Return the schema that `to_dict` returned. Raises ValueError if an entry is missing."""
+        """Restore a schema from `to_dict`. Raises ValueError if an entry is missing."""
         values = dict(values)
         expected = {field.name for field in fields(cls)} - {"nodes"} | {"latitudes", "longitudes"}
-        if missing := sorted(expected - values.keys()):
+        missing = sorted(expected - values.keys())
+        if missing:
             raise ValueError(
                 f"the schema of a checkpoint must hold {', '.join(sorted(expected))}, got no "
                 f"{missing}"
@@ -103,7 +102,7 @@ class DataSchema:
         return cls(nodes=nodes, normalisation=normalisation, **values)
 
     def check_same(self, data: "DataSchema") -> None:
-        """Raise ValueError, with both values, if the schema of data differs beyond statistics."""
+        """Raise ValueError if the schema of data differs in anything but the normalisation."""
         self.check_names(data.variables, data.forcings)
         self.check_units(data.units)
         self.check_grid(data.nodes)
@@ -124,7 +123,7 @@ class DataSchema:
                 )
 
     def check_names(self, variables: tuple[str, ...], forcings: tuple[str, ...]) -> None:
-        """Raise ValueError unless names and order equal the checkpoint's."""
+        """Raise ValueError unless names and their order are the same as in the checkpoint."""
         for kind, expected, got in (
             ("variables", self.variables, variables),
             ("forcings", self.forcings, forcings),
@@ -136,7 +135,7 @@ class DataSchema:
                 )
 
     def check_units(self, units: dict[str, str]) -> None:
-        """Raise ValueError if a variable has other units; unknown units are not compared."""
+        """Raise ValueError if the units of a variable differ; unknown units are not compared."""
         for name, expected in self.units.items():
             got = units.get(name, "")
             if expected and got and expected != got:
@@ -152,16 +151,15 @@ class DataSchema:
                 f"the grid must have the {len(self.nodes)} nodes of the checkpoint, got "
                 f"{len(nodes)} nodes"
             )
-        apart_lon = np.abs((nodes.lon - self.nodes.lon + 180) % 360 - 180) * np.cos(
-            np.deg2rad(nodes.lat)
-        )
-        apart = np.maximum(np.abs(nodes.lat - self.nodes.lat), apart_lon)
-        if (apart > SAME_PLACE).any():
-            first = int(np.argmax(apart > SAME_PLACE))
+        east_west = np.abs((nodes.lon - self.nodes.lon + 180) % 360 - 180)
+        east_west = east_west * np.cos(np.deg2rad(nodes.lat))
+        north_south = np.abs(nodes.lat - self.nodes.lat)
+        is_different = np.maximum(north_south, east_west) > TOLERANCE
+        if is_different.any():
+            first = int(np.argmax(is_different))
             raise ValueError(
                 f"the grid must equal the checkpoint's, whose node {first} is at "
-                f"{_place(self.nodes, first)}, "
-                f"got {_place(nodes, first)}"
+                f"{_coordinates(self.nodes, first)}, got {_coordinates(nodes, first)}"
             )
 
 
@@ -173,13 +171,13 @@ def _unpack(packed: bytes) -> np.ndarray:
     return np.frombuffer(zlib.decompress(packed), "<f4").astype(np.float64)
 
 
-def _place(nodes: Nodes, i: int) -> str:
+def _coordinates(nodes: Nodes, i: int) -> str:
     return f"{nodes.lat[i]:.2f} N {nodes.lon[i]:.2f} E"
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        value = [f"{name} {one}" for name, one in value.items()]
+        value = [f"{name} {item}" for name, item in value.items()]
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,24 +1,24 @@
-"""The `sphere` data set: advection of a tracer on the globe, generated, with the exact solution.
+"""The `sphere` data set: generated advection of a tracer on the globe, with the exact solution.
 
-A tracer q keeps its value along the trajectories of the wind:
+A tracer q is constant along the trajectories of the wind:
 
     q(x, end) = q(X(x; end -> start), start)
 
-The trajectories X of `Flow` are known in closed form, so the truth is exact on any grid. On the
-unit sphere, with axis a, centre b orthogonal to it and period T:
+`Flow` has its trajectories X in closed form, so the truth is exact on any grid. On the unit sphere,
+with axis a, centre b orthogonal to it, and period T:
 
     dx/dt = w a x x  +  2 k cos(pi t / T) <b(t), x> (x x b(t)),   w = 2 pi / T,
     b(t)  = b rotated about a by w t
 
-k = 0 is solid-body rotation. With k > 0 it is case 4 of Nair and Lauritzen (2010): in the rotating
-frame its stream function is k cos(pi t / T) <b, y>^2, which with b on the equator at 90 E is k
-sin^2(lon) cos^2(lat) cos(pi t / T). In that frame <b, y> is constant, because the velocity is
-orthogonal to b. So every particle circles b at its own rate,
-and with the effective time s = (T / pi) (sin(pi t1 / T) - sin(pi t0 / T))
+k = 0 is solid-body rotation. k > 0 is case 4 of Nair and Lauritzen (2010): in the rotating frame,
+the stream function is k cos(pi t / T) <b, y>^2, which for b on the equator at 90 E is k sin^2(lon)
+cos^2(lat) cos(pi t / T). In that frame <b, y> is constant, because the velocity is orthogonal to b.
+So every particle circles b at a rate of its own. With the effective time
+s = (T / pi) (sin(pi t1 / T) - sin(pi t0 / T)),
 
     y(t1) = y(t0) rotated about b by -2 k <b, y> s
 
-without integration in time. After one period every particle is back at its start.
+without time integration. After one period, every particle is back at its start.
 
 Each sample has its own flow and tracer: a random orientation, a random phase of the flow's period,
 and random hills. No two samples share a flow, so the test samples measure skill on unseen flows.
@@ -49,29 +49,29 @@ from anemoi_gt.option_checks import check_integer, check_positive
 
 SECONDS_PER_HOUR = 3600.0
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
-# training samples and nodes that the normalisation is estimated from
+# numbers of training samples and nodes from which the normalisation is estimated
 STATISTICS_SAMPLES = 64
 STATISTICS_NODES = 2**16
-BLOCK = 2**16  # nodes whose arrays fit into a cache
+BLOCK = 2**16  # number of nodes whose arrays fit in the cache
 
 
 def in_blocks(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
-    """Return `function(*arrays)` of arrays with a row per node, in blocks of rows on threads."""
+    """Compute `function(*arrays)` in blocks of rows, in threads; arrays have one row per node."""
     if len(arrays[0]) <= BLOCK:
         return function(*arrays)
-    blocks = [slice(start, start + BLOCK) for start in range(0, len(arrays[0]), BLOCK)]
+
+    def compute(start: int) -> np.ndarray:
+        return function(*(array[start : start + BLOCK] for array in arrays))
+
     with ThreadPoolExecutor() as pool:
-        return np.concatenate(
-            list(pool.map(lambda rows: function(*(array[rows] for array in arrays)), blocks))
-        )
+        blocks = list(pool.map(compute, range(0, len(arrays[0]), BLOCK)))
+    return np.concatenate(blocks)
 
 
 def rotate(x: np.ndarray, axis: np.ndarray, angle: float | np.ndarray) -> np.ndarray:
-    """Rotate vectors `x` [N, 3] anticlockwise about unit vector `axis` [3] by `angle`, radians.
+    """Rotate vectors `x` [N, 3] anticlockwise about the unit vector `axis` [3], by Rodrigues.
 
-    `angle` is a scalar or [N].
-
-    Rodrigues' formula; returns [N, 3].
+    `angle`, in radians, is a scalar or [N].
     """
     cos, sin = np.cos(angle)[..., None], np.sin(angle)[..., None]
     return x * cos + np.cross(axis, x) * sin + axis * (x @ axis)[:, None] * (1 - cos)
@@ -79,7 +79,7 @@ def rotate(x: np.ndarray, axis: np.ndarray, angle: float | np.ndarray) -> np.nda
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Wind on the Earth with exact trajectories: solid-body rotation, with or without deformation.
+    """Wind on the Earth with exact trajectories: solid-body rotation with optional deformation.
 
     Raises ValueError if the vectors are not orthonormal, or the period is not positive.
 
@@ -107,8 +107,8 @@ class Flow:
             if vector.shape != (3,):
                 raise ValueError(f"{name} must be a vector [3], got {vector.shape}")
             object.__setattr__(self, name, vector)
-        gram = np.stack([self.axis, self.centre]) @ np.stack([self.axis, self.centre]).T
-        if not np.allclose(gram, np.eye(2), atol=1e-12):
+        vectors = np.stack([self.axis, self.centre])
+        if not np.allclose(vectors @ vectors.T, np.eye(2), atol=1e-12):
             raise ValueError(
                 f"axis and centre must be orthogonal unit vectors, got {self.axis} and "
                 f"{self.centre}"
@@ -117,7 +117,7 @@ class Flow:
 
     @property
     def angular_speed(self) -> float:
-        """Speed w of the solid-body part, radians per hour."""
+        """Speed w of the solid-body rotation in radians per hour."""
         return 2 * np.pi / self.period
 
     def wind(self, xyz: np.ndarray, time: float) -> np.ndarray:
@@ -131,14 +131,13 @@ class Flow:
     def transport(self, xyz: np.ndarray, start: float, end: float) -> np.ndarray:
         """Return positions [N, 3] at time `end` of particles at unit vectors `xyz` at `start`.
 
-        Times are in hours; with an end before the start trajectories are followed backwards.
+        Times are in hours. If `end` is before `start`, trajectories are followed backwards.
         """
         y = rotate(xyz, self.axis, -self.angular_speed * start)
         phase = np.pi / self.period
         effective_time = (np.sin(phase * end) - np.sin(phase * start)) / phase
-        y = rotate(
-            y, self.centre, -2 * self.deformation / self.period * (y @ self.centre) * effective_time
-        )
+        k = self.deformation / self.period
+        y = rotate(y, self.centre, -2 * k * (y @ self.centre) * effective_time)
         return rotate(y, self.axis, self.angular_speed * end)
 
 
@@ -148,8 +147,8 @@ class Hills:
 
     sum over m of height_m exp(-sharpness_m |x - centre_m|^2)
 
-    Centres [M, 3] are unit vectors, heights [M] in kg/kg; sharpness [M] of 5 is a half width at
-    half height of 21 degrees, 20 one of 11 degrees.
+    Centres [M, 3] are unit vectors, heights [M] are in kg/kg. A sharpness [M] of 5 gives a half
+    width at half height of 21 degrees, a sharpness of 20 gives 11 degrees.
     """
 
     centres: np.ndarray
@@ -164,7 +163,7 @@ class Hills:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One advection problem: `hills` at time `start` (hours into the period) and a `flow`."""
+    """An advection problem: a `flow`, and `hills` at time `start` (hours into the period)."""
 
     flow: Flow
     hills: Hills
@@ -176,7 +175,7 @@ class Case:
 
 
 class Statistics(NamedTuple):
-    """Normalisation from training samples: tracer mean, deviations of tracer, change and wind."""
+    """Statistics of training samples: mean of the tracer, deviations of tracer, change and wind."""
 
     tracer_mean: float
     tracer_std: float
@@ -185,15 +184,16 @@ class Statistics(NamedTuple):
 
 
 class SphereDataset(ForecastDataset):
-    """Advection problems on one grid, generated on access and reproducible.
+    """Reproducible advection problems on one grid, generated on access.
 
-    Inputs are the tracer, the wind at the start and at the end of the forecast (a transport model
-    is given the wind), and the position. Wind components are in the frame of the edge directions
-    (`Nodes.frame`), so that the upstream distance of a neighbour is an inner product of inputs.
+    Inputs are the tracer, the wind at the start and the end of the forecast (as in a transport
+    model, which also gets the wind as input), and the position. Wind components are in the frame of
+    the edge directions (`Nodes.frame`), so that the upstream distance of a neighbour is an inner
+    product of inputs.
 
-    The flow of each of the `size` samples is of one of the kinds `flows`, "rotation" or
+    There are `size` samples. The kind of flow of each is drawn from `flows`, "rotation" or
     "deformation"; the lead time is in hours. Sample i is seeded with the integers `key` and i.
-    `statistics` is the normalisation, from the first samples.
+    `statistics` is the normalisation, computed from the first samples.
     """
 
     variables = ("tracer",)
@@ -205,34 +205,31 @@ class SphereDataset(ForecastDataset):
     )
 
     def __init__(self, nodes, size, flows, lead_time, key):
-        self.nodes, self.size, self.flows, self.lead_time, self.key = (
-            nodes,
-            size,
-            flows,
-            lead_time,
-            key,
-        )
+        self.nodes = nodes
+        self.size = size
+        self.flows = flows
+        self.lead_time = lead_time
+        self.key = key
         self.weights = torch.from_numpy(area_weights(nodes)).float()
-        self._xyz, self._frame = nodes.xyz, nodes.frame
-        self._position = torch.from_numpy(
-            np.stack([f(x) for x in nodes.radians.T for f in (np.sin, np.cos)], axis=-1)
-        )
+        self._xyz = nodes.xyz
+        self._frame = nodes.frame
+        lat, lon = nodes.radians.T
+        position = np.stack([np.sin(lat), np.cos(lat), np.sin(lon), np.cos(lon)], axis=-1)
+        self._position = torch.from_numpy(position)
         cases = [self.case(i) for i in range(min(size, STATISTICS_SAMPLES))]
-        xyz = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
-        tracer, later = (
-            np.stack([case.tracer(xyz, hours) for case in cases]) for hours in (0, lead_time)
-        )
+        stride = -(-len(nodes) // STATISTICS_NODES)
+        xyz = self._xyz[::stride]
+        tracer = np.stack([case.tracer(xyz, 0) for case in cases])
+        later = np.stack([case.tracer(xyz, lead_time) for case in cases])
         wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
-        change_std, wind_std = (
-            np.sqrt(((later - tracer) ** 2).mean()),
-            np.sqrt((wind**2).sum(-1).mean() / 2),
-        )
+        change_std = np.sqrt(((later - tracer) ** 2).mean())
+        wind_std = np.sqrt((wind**2).sum(-1).mean() / 2)
         self.statistics = Statistics(tracer.mean(), tracer.std(), change_std, wind_std)
         self.change_mean = torch.zeros(1)
         self.change_std = torch.tensor([self.statistics.change_std], dtype=torch.float32)
 
     def others(self, size: int, key: tuple[int, ...]) -> "SphereDataset":
-        """Return other samples on the same nodes, with the normalisation of these."""
+        """Return other samples on the same nodes, with the same normalisation."""
         other = copy.copy(self)
         other.size, other.key = size, key
         return other
@@ -287,7 +284,7 @@ class SphereDataset(ForecastDataset):
         return self._tracer(i, self.lead_time)
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the step after these forecasts: the last tracer, and the wind of its hours."""
+        """Return the step after these forecasts: the last tracer, and the wind at that time."""
         if not forecasts:
             return Step(self.inputs(i), self.present(i), self.truth(i))
         hours = len(forecasts) * self.lead_time
@@ -295,7 +292,7 @@ class SphereDataset(ForecastDataset):
         return Step(inputs, forecasts[-1], self._tracer(i, hours + self.lead_time))
 
     def physical_inputs(self) -> "SphereInputs":
-        """Return the module that makes input channels of tracer and winds."""
+        """Return the module that converts tracer and winds to input channels."""
         return SphereInputs(self.statistics, self._position.float())
 
     def physical_sample(self, i: int) -> tuple[Tensor]:
@@ -307,13 +304,13 @@ class SphereDataset(ForecastDataset):
 
     def select_nodes(self, index: Tensor) -> "SphereDataset":
         """Return the same samples, computed only at the nodes `index` [n] int64."""
-        subset, rows = copy.copy(self), index.numpy()
-        subset.nodes, subset.weights, subset._position = (
-            self.nodes[rows],
-            self.weights[index],
-            self._position[index],
-        )
-        subset._xyz, subset._frame = self._xyz[rows], self._frame[rows]
+        rows = index.numpy()
+        subset = copy.copy(self)
+        subset.nodes = self.nodes[rows]
+        subset.weights = self.weights[index]
+        subset._position = self._position[index]
+        subset._xyz = self._xyz[rows]
+        subset._frame = self._frame[rows]
         return subset
 
     def title(self, i: int) -> str:
@@ -325,21 +322,21 @@ class SphereDataset(ForecastDataset):
         """Return the input channels for a tracer [N], `hours` after the start of a case."""
         tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
 
-        def components(xyz, frame):
-            winds = [
-                case.flow.wind(xyz, case.start + hour) for hour in (hours, hours + self.lead_time)
-            ]
-            return np.concatenate([np.einsum("nid,nd->ni", frame, wind) for wind in winds], axis=1)
+        def wind_components(xyz, frame):
+            components = []
+            for hour in (hours, hours + self.lead_time):
+                wind = case.flow.wind(xyz, case.start + hour)
+                components.append(np.einsum("nid,nd->ni", frame, wind))
+            return np.concatenate(components, axis=1)
 
-        winds = in_blocks(components, self._xyz, self._frame) / self.statistics.wind_std
-        changing = np.concatenate([tracer[:, None], winds], axis=1)
-        return torch.cat([torch.from_numpy(changing), self._position], dim=1).float()
+        winds = in_blocks(wind_components, self._xyz, self._frame) / self.statistics.wind_std
+        fields = np.concatenate([tracer[:, None], winds], axis=1)
+        return torch.cat([torch.from_numpy(fields), self._position], dim=1).float()
 
     def _tracer(self, i, hours):
         case = self.case(i)
-        return torch.from_numpy(in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)).float()[
-            :, None
-        ]
+        tracer = in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)
+        return torch.from_numpy(tracer).float()[:, None]
 
 
 class SphereInputs(PhysicalInputs):
@@ -355,15 +352,13 @@ class SphereInputs(PhysicalInputs):
 
     def __init__(self, statistics: Statistics, position: Tensor):
         super().__init__()
-        self.register_buffer(
-            "mean", torch.tensor([statistics.tracer_mean, 0, 0, 0, 0], dtype=torch.float32)
-        )
-        self.register_buffer(
-            "std", torch.tensor([statistics.tracer_std, *[statistics.wind_std] * 4]).float()
-        )
+        mean = torch.tensor([statistics.tracer_mean, 0, 0, 0, 0], dtype=torch.float32)
+        std = torch.tensor([statistics.tracer_std, *[statistics.wind_std] * 4]).float()
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
         self.register_buffer("position", position)
 
-    # needs_time is False, so there is no time.
+    # `time` is never passed, because needs_time is False.
     def forward(self, fields: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return normalised channels [B, N, 9] and the tracer [B, N, 1]."""
         position = self.position.expand(fields.shape[0], -1, -1)
@@ -379,7 +374,7 @@ def sphere(
     test_size: int = 64,
     seed: int = 0,
 ) -> Splits:
-    """Return the `sphere` data set: training, validation and test samples with distinct flows.
+    """Make the `sphere` data set: training, validation and test samples with distinct flows.
 
     Raises ValueError for an unknown kind of flow, a lead time or a size that is not positive, or a
     negative seed.
@@ -411,12 +406,9 @@ def sphere(
         raise ValueError(
             f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}"
         )
-    for name, size in {
-        "train_size": train_size,
-        "valid_size": valid_size,
-        "test_size": test_size,
-    }.items():
-        check_integer(name, size)
+    check_integer("train_size", train_size)
+    check_integer("valid_size", valid_size)
+    check_integer("test_size", test_size)
     check_integer("seed", seed, least=0)
     check_positive("lead_time", lead_time, ", in hours")
     train = SphereDataset(grid(grid_name), train_size, tuple(flows), lead_time, key=(seed, 0))

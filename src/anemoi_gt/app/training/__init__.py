@@ -1,4 +1,4 @@
-"""Training from a model and a data set, without config files: checkpoints, scores, plots."""
+"""Training from Python, without config files: hyperparameters, steps, checkpoints, metrics."""
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.trainer import Trainer

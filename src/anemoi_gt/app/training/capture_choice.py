@@ -1,12 +1,12 @@
-"""Choice between training steps replayed from a CUDA graph and launched ones, once per run.
+"""Choice, once per run, whether training steps are replayed from a CUDA graph or launched.
 
 training.cuda_graph    a step can be captured    a step cannot be captured
-null                   replayed                  launched; on a GPU the log gives the reason
+null                   replayed                  launched; on a GPU, the log gives the reason
 true                   replayed                  ValueError with the reason
 false                  launched                  launched
 
-Null also launches a model with modules of other packages or with hooks: their Python code would run
-at capture only.
+With null, a model with modules of other packages or with hooks is launched too, because their
+Python code would run only at capture.
 """
 
 import logging
@@ -22,7 +22,7 @@ from anemoi_gt.nn.layer_kernels import HOOKS
 
 log = logging.getLogger(__name__)
 
-# whose modules compute the same at every call with tensors of the same shapes
+# packages whose modules run the same code in every call with the same shapes
 KNOWN_PACKAGES = ("anemoi_gt", "torch")
 
 
@@ -31,9 +31,9 @@ def replays_steps(
 ) -> bool:
     """Return whether the training steps of a run are replayed from a CUDA graph.
 
-    The table above; on a GPU the choice is logged. `mesh` has the axes (data, model) and holds the
-    ranks that train a sharded model, which choose alike; None trains on one device. Raises
-    ValueError when `config.cuda_graph` is True and a step cannot be captured.
+    See the table above; on a GPU, the choice is logged. `mesh`, with axes (data, model), has the
+    ranks that train a sharded model, which all make the same choice; None is for one device. Raises
+    ValueError if `config.cuda_graph` is True and a step cannot be captured.
     """
     if config.cuda_graph is False:
         return False
@@ -42,7 +42,7 @@ def replays_steps(
         check_capturable(reason)
     elif reason is None:
         reason = unknown_code_reason(model)
-    if device.type == "cuda":  # on a CPU there is nothing to choose
+    if device.type == "cuda":  # there is no choice on a CPU
         if reason is None:
             log.info("training steps are replayed from a CUDA graph")
         else:
@@ -59,12 +59,12 @@ def check_capturable(reason: str | None) -> None:
 def capture_unsupported_reason(
     model: nn.Module, device: torch.device, mesh: DeviceMesh | None
 ) -> str | None:
-    """Return why a training step cannot be captured in a CUDA graph, None if it can."""
+    """Return the reason why a training step cannot be captured in a CUDA graph, or None."""
     reason = device_unsupported_reason(device)
     if reason is None:
         reason = _checkpointed_dropout(model)
     if reason is None and torch.is_anomaly_enabled():
-        # it looks for NaN in every gradient on the host, which fails during capture
+        # It checks every gradient for NaN on the host, which fails during capture.
         reason = (
             "anomaly detection reads back from the device at every operation; switch "
             "torch.autograd.set_detect_anomaly off"
@@ -75,14 +75,14 @@ def capture_unsupported_reason(
 
 
 def device_unsupported_reason(device: torch.device) -> str | None:
-    """Return why no step on a device can be captured, None on a GPU."""
+    """Return the reason why no step on a device can be captured, or None on a GPU."""
     if device.type == "cuda":
         return None
     return f"device {device} has no CUDA graphs; set training.device=cuda"
 
 
 def messages_unsupported_reason(mesh: DeviceMesh) -> str | None:
-    """Return why messages between the ranks of a model cannot be captured, None for NCCL."""
+    """Return the reason why messages between model ranks cannot be captured, or None for NCCL."""
     backends = str(dist.get_backend_config(mesh.get_group("model")))
     if "cuda:nccl" in backends:
         return None
@@ -90,9 +90,9 @@ def messages_unsupported_reason(mesh: DeviceMesh) -> str | None:
 
 
 def unknown_code_reason(model: nn.Module) -> str | None:
-    """Return which code of a model might do something else at a later call, None if there is none.
+    """Return the reason why later calls of a model may run different code, or None.
 
-    That is a module of another package, or a hook, such as one that counts calls or logs values.
+    It is a module of another package or a hook, for example one that counts calls or logs values.
     """
     for name, part in model.named_modules():
         kind = type(part)

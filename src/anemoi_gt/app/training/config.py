@@ -34,7 +34,7 @@ class TrainingConfig:
         Maximum norm of the gradient over all parameters.
     average_decay : float
         Forecasts use an exponential moving average of the weights, over about 1 / (1 -
-        average_decay) steps; 0 takes the last weights.
+        average_decay) steps; 0 uses the last weights.
     valid_every : int
         Steps between validations; the weights with the lowest validation loss are kept.
     log_every : int
@@ -42,7 +42,7 @@ class TrainingConfig:
     seed : int
         Seed of the initial weights, the order of the samples and dropout.
     device : {"auto", "cpu", "cuda"}
-        `auto` is a GPU if there is one.
+        `auto` uses a GPU if there is one.
     precision : {"32-true", "bf16-mixed", "16-mixed"}
         Lightning's names: float32 throughout, or autocast to bfloat16, or to float16 with a scaled
         loss.
@@ -56,8 +56,8 @@ class TrainingConfig:
         memory until the end. None captures on a GPU where a step can be captured, and else
         launches; True raises ValueError there, and False never captures.
     threads : int, optional
-        CPU threads of PyTorch during training. None is one per core, good for large models; small
-        ones are faster with fewer. Runs repeat bit for bit only with the same number.
+        CPU threads of PyTorch during training. None is one per core, which suits large models;
+        small models are faster with fewer. Runs are bitwise reproducible only with the same number.
     """
 
     steps: int = 1000

@@ -1,17 +1,18 @@
 """Estimate of the memory of a training step, and advice for a GPU that is too small.
 
-    state          20 bytes a parameter: weight, gradient, two moments of AdamW, average
-    graph          buffers of the model; of a sharded model, this rank's structures too
-    fields         input and target, float32, and output, error and gradient at the loss
+    state          20 bytes per parameter: weight, gradient, two moments of AdamW, average
+    graph          buffers of the model; for a sharded model, also this rank's structures
+    fields         input and target in float32; output, error and gradient of the loss
     kept           inputs of checkpointed groups of processor layers, or all saved activations
-    working set    saved by the largest mapper chunk or group of layers, and its largest gradients
+    working set    activations of the largest mapper chunk or group of layers, and their gradients
 
-A destination keeps two inputs of norms, two normed copies, query, result of the attention and input
-of its projection, and both sides of the activation in the feed-forward network. A source keeps its
-input, a normed copy, key and value. Norms keep float32. A fused attention sub-layer keeps its
-inputs, query, key, value and the result of the attention, a fused feed-forward sub-layer its input
-and the activation's input; both keep their weights in the dtype of products. Edges, and rows that
-other ranks read, keep little more. Compiled blocks need less.
+Saved for a destination are the inputs and outputs of two norms, the query, the result of the
+attention, the input of its projection, and input and output of the activation in the feed-forward
+network; for a source, its input, normalised features, key and value. Norms save float32. A fused
+attention sub-layer saves its inputs, query, key, value and the result of the attention; a fused
+feed-forward sub-layer saves its input and the input of the activation. Both also save their weights
+in the dtype of the matrix products. Edges, and rows that other ranks read, add little. Compiled
+blocks need less.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ FLOAT32 = 4
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of a training step by purpose; printed, in GB."""
+    """Bytes of a training step by purpose; `print` shows GB."""
 
     state: int
     graph: int
@@ -39,65 +40,67 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them: purposes that peak at different times are not many bytes apart."""
+        """Sum of all parts, an upper bound because they peak at different times."""
         return sum(self)
 
     def __str__(self) -> str:
-        parts = (
-            f"{name.replace('_', ' ')} {size / 1e9:.2f}" for name, size in self._asdict().items()
-        )
-        return f"about {self.total / 1e9:.2f} GB: {', '.join(parts)}"
+        sizes = self._asdict().items()
+        parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f}" for name, size in sizes)
+        return f"about {self.total / 1e9:.2f} GB: {parts}"
 
 
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
-    """Estimate the memory of a training step with eager blocks on this rank; None for other models.
+    """Estimate the memory of a training step with eager blocks on this rank.
 
-    `config.batch_size` is the batch size of one model.
+    `config.batch_size` is the batch size of one model. Return None unless the model is an
+    `EncoderProcessorDecoder`.
     """
     if not isinstance(model, EncoderProcessorDecoder):
         return None
-    batch, size = config.batch_size, FLOAT32 if config.precision == "32-true" else 2
+    element_size = FLOAT32 if config.precision == "32-true" else 2
     with autocast(config.precision, next(model.parameters()).device):
-        return _estimate(model, batch, size)
+        return _estimate(model, config.batch_size, element_size)
 
 
 def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEstimate:
-    layers, hidden, groups = (
-        model.processor.proc,
-        model.nodes["hidden"].num_nodes,
-        model.processor.checkpoint_groups,
-    )
-    layer, layers_in_group = BlockSizes.of(layers[0]), -(-len(layers) // (groups or 1))
-    group = hidden * (layers_in_group * _destination(layer, size) + _gradients(layer, size))
-    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size)
+    """Estimate the memory for `size` bytes per element of an activation."""
+    layers = model.processor.proc
+    num_hidden = model.nodes["hidden"].num_nodes
+    num_groups = model.processor.checkpoint_groups
+    layer = BlockSizes.of(layers[0])
+    layers_in_group = -(-len(layers) // (num_groups or 1))
+    num_src = _structures(model.processor_edges)[0].num_src
+    group = num_hidden * (layers_in_group * _destination(layer, size) + _gradients(layer, size))
+    group += num_src * layers_in_group * _source(layer, size)
     group += layers_in_group * size * layer.cast_weights
     mappers = [
         *_mappers(model.encoder, model.encoder_edges, size),
         *_mappers(model.decoder, model.decoder_edges, size),
     ]
-    if groups is None:
-        kept, working = group + sum(everything for everything, _ in mappers), 0
+    if num_groups is None:
+        kept = group + sum(all_chunks for all_chunks, _ in mappers)
+        working_set = 0
     else:
-        kept, working = (
-            groups * hidden * layer.channels * size,
-            max(group, *(chunk for _, chunk in mappers)),
-        )
-    at_loss = 0
+        kept = num_groups * num_hidden * layer.channels * size
+        working_set = max(group, *(largest_chunk for _, largest_chunk in mappers))
+    fields = 0
     for name, nodes in model.nodes.items():
-        inputs, outputs = model.in_channels.get(name, 0), model.out_channels.get(name, 0)
-        at_loss += nodes.num_nodes * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs)
+        inputs = model.in_channels.get(name, 0)
+        outputs = model.out_channels.get(name, 0)
+        fields += nodes.num_nodes * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs)
     return MemoryEstimate(
         state=STATE * sum(parameter.numel() for parameter in model.parameters()),
         graph=sum(buffer.nbytes for buffer in model.buffers()) + _shard_bytes(model),
-        fields=batch * at_loss,
+        fields=batch * fields,
         kept=batch * kept,
-        working_set=batch * working,
+        working_set=batch * working_set,
     )
 
 
 def advice(model: Mapping, training: Mapping) -> str:
     """Suggest changes to the configs `model` and `training` for a run that ran out of memory."""
-    layers, chunks = model.get("num_layers"), model.get("mapper_chunks", 1)
+    layers = model.get("num_layers")
+    chunks = model.get("mapper_chunks", 1)
     if layers is not None and model.get("checkpoint_groups") is None:
         return f"set model.checkpoint_groups={layers} and model.mapper_chunks={2 * chunks}"
     if layers is not None and model["checkpoint_groups"] < layers:
@@ -110,7 +113,10 @@ def advice(model: Mapping, training: Mapping) -> str:
 
 
 def _structures(edges: StaticEdges) -> list[GraphStructure]:
-    """Return the structures of the chunks of edges, or the one of all; of a shard, this rank's."""
+    """Return the structures of the chunks of edges, or the whole structure without chunks.
+
+    For a graph shard, they are the structures of this rank.
+    """
     graph = edges.structure()
     if isinstance(graph, GraphStructure):
         return [chunk.structure() for chunk in edges.chunks] or [graph]
@@ -118,52 +124,56 @@ def _structures(edges: StaticEdges) -> list[GraphStructure]:
 
 
 def _shard_bytes(model: EncoderProcessorDecoder) -> int:
-    """Return the bytes of the structures of graph shards and their chunks, which are no buffers."""
-    edges = (*model.encoder_edges.values(), model.processor_edges, *model.decoder_edges.values())
-    shards = [
-        static_edges.structure()
-        for static_edges in edges
-        if not isinstance(static_edges.structure(), GraphStructure)
-    ]
-    graphs = [
-        graph
-        for shard in shards
-        for graph in (shard.structure, *(chunk.graph for chunk in shard.chunks))
-    ]
-    return sum(tensor.nbytes for graph in graphs for tensor in graph.state_dict().values())
+    """Return the bytes of graph shards and their chunks, which are not buffers of the model."""
+    all_edges = (
+        *model.encoder_edges.values(),
+        model.processor_edges,
+        *model.decoder_edges.values(),
+    )
+    total = 0
+    for edges in all_edges:
+        shard = edges.structure()
+        if isinstance(shard, GraphStructure):  # not sharded: in the buffers
+            continue
+        for graph in (shard.structure, *(chunk.graph for chunk in shard.chunks)):
+            total += sum(tensor.nbytes for tensor in graph.state_dict().values())
+    return total
 
 
 def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
-    """Return the bytes each mapper keeps in all, and of its largest chunk with gradients.
+    """Return the saved bytes of each mapper, and the bytes of its largest chunk with gradients.
 
     `mappers` and `edges` are ModuleDicts by data set, as in a model.
     """
     sizes = []
     for name, mapper in mappers.items():
-        graphs, block = _structures(edges[name]), BlockSizes.of(mapper.proc)
-        end = (size + FLOAT32) * block.channels * isinstance(mapper, GraphTransformerBackwardMapper)
+        block = BlockSizes.of(mapper.proc)
         source = _source(block, size) + (FLOAT32 + size) * mapper.in_channels_src
-        destination = _destination(block, size) + (FLOAT32 + size) * mapper.in_channels_dst + end
-        gradient = 3 * size * block.channels
+        destination = _destination(block, size) + (FLOAT32 + size) * mapper.in_channels_dst
+        if isinstance(mapper, GraphTransformerBackwardMapper):  # the norm at its end
+            destination += (size + FLOAT32) * block.channels
+        source_gradient = 3 * size * block.channels
+        destination_gradient = _gradients(block, size)
         weights = size * block.cast_weights
-        chunks = [
-            graph.num_src * source + graph.num_dst * destination + weights for graph in graphs
-        ]
-        at_dst = _gradients(block, size)
-        gradients = [max(graph.num_dst * at_dst, graph.num_src * gradient) for graph in graphs]
-        sizes.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))
+        total = largest = 0
+        for graph in _structures(edges[name]):
+            chunk = graph.num_src * source + graph.num_dst * destination + weights
+            gradients = max(graph.num_dst * destination_gradient, graph.num_src * source_gradient)
+            total += chunk
+            largest = max(largest, chunk + gradients)
+        sizes.append((total, largest))
     return sizes
 
 
 class BlockSizes(NamedTuple):
-    """The sizes and options that determine the memory a block keeps."""
+    """The sizes and options of a block that determine how much memory it saves."""
 
     channels: int  # features of a node
-    width: int  # features of query, key or value, all heads together
-    hidden: int  # features that the hidden layer computes, gate and value of a gated network
+    width: int  # features of query, key or value, over all heads
+    hidden: int  # features of the hidden layer, including both gate and value of a gated network
     fused_attention: bool
     fused_feed_forward: bool
-    cast_weights: int  # parameters of the fused sub-layers, which keep them in 16 bits
+    cast_weights: int  # parameters of the fused sub-layers, which are saved in 16 bits
 
     @classmethod
     def of(cls, block: Any) -> "BlockSizes":
@@ -184,7 +194,7 @@ class BlockSizes(NamedTuple):
 
 
 def _destination(block: BlockSizes, size: int) -> int:
-    """Return the bytes that a destination keeps for the backward pass."""
+    """Return the bytes that are saved for a destination."""
     if block.fused_attention:
         attention = size * (block.channels + 2 * block.width)
     else:
@@ -195,13 +205,13 @@ def _destination(block: BlockSizes, size: int) -> int:
 
 
 def _source(block: BlockSizes, size: int) -> int:
-    """Return the bytes that a source keeps: in mappers it has its own norm."""
+    """Return the bytes that are saved for a source, which in mappers has a norm of its own."""
     norm = size if block.fused_attention else FLOAT32 + size
     return size * 2 * block.width + norm * block.channels
 
 
 def _gradients(block: BlockSizes, size: int) -> int:
-    """Return the gradient bytes of a destination at their largest: activation or projections."""
+    """Return the peak gradient bytes of a destination, at the activation or the projections."""
     if block.fused_feed_forward:
         return size * (3 * block.width + 2 * block.channels)
     return size * (2 * block.hidden + block.channels)

@@ -1,6 +1,6 @@
-"""Progress of a run: bar, meter of loss and speed, and an early end by a signal.
+"""Progress of a run: progress bar, meter of loss and speed, and stopping on a signal.
 
-On SIGTERM or SIGINT a run finishes its step and saves a checkpoint.
+On SIGTERM or SIGINT, a run finishes its step and saves a checkpoint.
 """
 
 import signal
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from anemoi_gt.extras import import_extra
 
-SECONDS_BETWEEN_LINES = 15  # if the bar cannot be redrawn in place, as in a log file
+SECONDS_BETWEEN_LINES = 15  # where the bar cannot be redrawn in place, as in a log file
 
 
 def progress_bar(steps: int, done: int, **options):
-    """Return a tqdm bar on standard error over the steps of a run, `done` before it continues.
+    """Return a tqdm progress bar on standard error over the steps of a run.
 
-    Raises ImportError if tqdm is missing.
+    `done` is the number of steps that were taken before. Raises ImportError if tqdm is missing.
     """
     tqdm = import_extra("tqdm", "train").tqdm
     interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
@@ -29,7 +29,7 @@ def progress_bar(steps: int, done: int, **options):
 
 
 class Meter:
-    """Mean loss and speed since the last reading; synchronises with the device only on reading."""
+    """Mean loss and speed since the last reading; only reading synchronises with the device."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -37,8 +37,9 @@ class Meter:
         self.start()
 
     def start(self) -> None:
-        """Restart the measurement of speed; unread losses are kept."""
-        self._samples, self._since = 0, time.perf_counter()
+        """Restart the measurement of the speed; unread losses are kept."""
+        self._samples = 0
+        self._since = time.perf_counter()
 
     def add(self, loss: Tensor, samples: int) -> None:
         """Count one step."""
@@ -51,7 +52,8 @@ class Meter:
 
     def read(self) -> tuple[float, float]:
         """Return the mean loss and the samples per second, and reset both."""
-        loss, speed = self.loss(), self._samples / (time.perf_counter() - self._since)
+        loss = self.loss()
+        speed = self._samples / (time.perf_counter() - self._since)
         self._losses = []
         self.start()
         return loss, speed
@@ -69,10 +71,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """A run ended early by a signal; its last checkpoint holds all `step` steps taken.
+    """A signal stopped the run; its last checkpoint holds all `step` steps.
 
-    `exit_status` is 128 and the number of the signal, as a shell reports it: 143 for SIGTERM, 130
-    for SIGINT.
+    `exit_status` is 128 plus the number of the signal, as in a shell: 143 for SIGTERM, 130 for
+    SIGINT.
     """
 
     def __init__(self, received: signal.Signals, step: int):
@@ -83,9 +85,9 @@ class Stopped(Exception):
 class StopRequest:
     """A context that records SIGTERM and SIGINT (Ctrl-C) instead of their default actions.
 
-    `received` is the last signal noted, None before. A second Ctrl-C interrupts at once. A signal
-    that the process ignores, such as SIGINT after a shell script's `&`, stays ignored. Outside the
-    main thread, where Python sets no signal handlers, nothing is noted.
+    `received` is the last recorded signal, or None. A second Ctrl-C interrupts immediately. A
+    signal that the process ignores, such as SIGINT in a shell's background job, stays ignored.
+    Outside the main thread, where Python cannot set signal handlers, nothing is recorded.
     """
 
     def __init__(self):
@@ -94,21 +96,21 @@ class StopRequest:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
-            heeded = (
-                number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-            )
-            self._before = {number: signal.signal(number, self._note) for number in heeded}
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_):
         for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
+            signal.signal(number, handler or signal.SIG_DFL)  # None if it was not set from Python
+        self._before = {}
 
     def should_stop(self) -> signal.Signals | None:
-        """Return the signal that ends the run, None to continue; called once after every step."""
+        """Return the signal that stops the run, or None; called once after every step."""
         return self.received
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,8 @@
 """Files of a run: checkpoints, metrics as JSON lines, and atomic writes.
 
-A checkpoint is read without executing code. Metrics are flushed record by record, so that an
-interrupted run loses at most the last. A file that is written atomically holds either its former
-content or the new one, never a part.
+Reading a checkpoint executes no code. Metrics are flushed record by record, so that an interrupted
+run loses at most the last record. A file that is written atomically has either its former content
+or the new content, never a part of it.
 """
 
 import io
@@ -19,20 +19,20 @@ from torch import nn
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint atomically: `path` holds either the former one or this one, never a part.
+    """Write a checkpoint atomically to an existing folder.
 
-    The folder exists. `state` holds tensors, numbers, strings, and dicts, lists and tuples of them.
-    Raises OSError if it cannot be written.
+    `state` may hold tensors, numbers and strings, and dicts, lists and tuples of them. Raises
+    OSError if it cannot be written.
     """
     with atomic_write(path) as file:
         torch.save(state, file)
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return the state in a file of `save_checkpoint`, tensors on the CPU, without running code.
+    """Load the state of a checkpoint, with tensors on the CPU, without executing code.
 
-    Raises FileNotFoundError if there is no such file; OSError if the system cannot read it;
-    ValueError if the file is not a checkpoint, or damaged.
+    Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and ValueError
+    if it is not a checkpoint or is damaged.
     """
     path = Path(path)
     if not path.is_file():
@@ -54,68 +54,69 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:
-    """Load a checkpoint's weights into a model: averaged, for forecasts, or the optimiser's.
+    """Load the weights of a checkpoint into a model.
 
-    `part` is "average" or "model". Raises ValueError if the checkpoint has none, or weights of
-    another model.
+    `part` is "average" for the averaged weights, which make forecasts, or "model" for the weights
+    that the optimiser updates. Raises ValueError if the checkpoint has none, or weights of another
+    model.
     """
     weights = _weights(state, part)
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
-        why = textwrap.shorten(str(error), 300, placeholder=" ...")
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(
-            f"the checkpoint's weights must fit the configured model: {why}"
+            f"the checkpoint's weights must fit the configured model: {reason}"
         ) from error
 
 
 def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Load a checkpoint's averaged weights that fit a model; return the names of the others.
+    """Load the averaged weights of a checkpoint that fit a model; describe the others.
 
+    Return one text for each weight of the model that the checkpoint does not have in this shape.
     Raises ValueError if the checkpoint has no weights, or none fit.
     """
-    weights, loaded = model.state_dict(), _weights(state, "average")
-    fitting = {
-        name: loaded[name]
-        for name in weights
-        if name in loaded and loaded[name].shape == weights[name].shape
-    }
+    weights = model.state_dict()
+    loaded = _weights(state, "average")
+    fitting = {}
+    unfit = []
+    for name, weight in weights.items():
+        if name not in loaded:
+            unfit.append(f"{name} {list(weight.shape)}, absent in the file")
+        elif loaded[name].shape != weight.shape:
+            unfit.append(f"{name} {list(weight.shape)}, {list(loaded[name].shape)} in the file")
+        else:
+            fitting[name] = loaded[name]
     if not fitting:
         raise ValueError(
             "the checkpoint must have weights of the configured model, none fits by name and shape"
         )
     model.load_state_dict(fitting, strict=False)
-    return [
-        f"{name} {list(weights[name].shape)}, "
-        f"{list(loaded[name].shape) if name in loaded else 'absent'} in the file"
-        for name in weights
-        if name not in fitting
-    ]
+    return unfit
 
 
 def _weights(state: dict[str, Any], part: str) -> dict[str, Any]:
+    """Return the weights under a key of a checkpoint; raise ValueError if it has none."""
     if part not in state:
-        raise ValueError(
-            f"the checkpoint must hold {part!r}, got {', '.join(map(str, state)) or 'nothing'}"
-        )
+        keys = ", ".join(map(str, state)) or "nothing"
+        raise ValueError(f"the checkpoint must hold {part!r}, got {keys}")
     return state[part]
 
 
 class MetricsFile:
-    """A file of records, which also keeps them in memory for the plot.
+    """A file of records; the records are also kept in memory for the plot.
 
-    An existing file is truncated after step `until`, the step of the checkpoint that the run
-    resumes from.
+    Records of an existing file after step `until`, the step from which the run continues, are
+    removed.
     """
 
     def __init__(self, path: str | Path, until: int = 0):
-        self.path = path = Path(path)
-        self.records: list[dict] = [
-            record for record in read_metrics(path) if record["step"] <= until
-        ]
-        with atomic_write(path) as file:
+        self.path = Path(path)
+        former = read_metrics(self.path)
+        self.records: list[dict] = [record for record in former if record["step"] <= until]
+        with atomic_write(self.path) as file:
             file.writelines(_line(record).encode() for record in self.records)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
 
     def __enter__(self):
         return self
@@ -125,22 +126,26 @@ class MetricsFile:
             self._file.close()
 
     def write(self, **record: int | float | str) -> None:
-        """Append a record; ValueError if a number is not finite, OSError if writing fails."""
+        """Append a record.
+
+        Raises ValueError if a number is not finite, OSError if writing fails.
+        """
         with annotate_oserror(self.path):
             self._file.write(_line(record))
             self._file.flush()
         self.records.append(record)
 
     def sync(self) -> None:
-        """Wait until all records are on disk, at least as recent as the next checkpoint."""
+        """Wait until all records are on disk, so that they are as recent as the next checkpoint."""
         with annotate_oserror(self.path):
             os.fsync(self._file.fileno())
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """Return the records of a file, none if it does not exist; an incomplete last line is ignored.
+    """Return the records of a file, or none if it does not exist.
 
-    Raises ValueError if a line is not a record, with its number.
+    An incomplete last line is ignored. Raises ValueError, with the line number, if a line is not a
+    record.
     """
     path = Path(path)
     if not path.exists():
@@ -156,7 +161,7 @@ def read_metrics(path: str | Path) -> list[dict]:
 
 
 def curve(records: list[dict], split: str) -> tuple[list[int], list[float]]:
-    """Return the steps and losses of the records of one split, "train" or "valid"."""
+    """Return the steps and the losses in the records of a split, "train" or "valid"."""
     selected = [record for record in records if record["split"] == split]
     return [record["step"] for record in selected], [record["loss"] for record in selected]
 
@@ -167,10 +172,10 @@ def _line(record: dict) -> str:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the block ends without error, and is removed otherwise.
+    """Open a file that replaces `path` if the block ends without an error, and is removed if not.
 
-    The folder exists; the former file stays until all of the new one is on disk. Raises OSError,
-    which names `path` and the reason, if it cannot be written, a full disk among the reasons.
+    The folder must exist. The former file stays until the new one is completely on disk. Raises an
+    OSError that names `path` and the reason, such as a full disk, if it cannot be written.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
@@ -178,7 +183,7 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
         with annotate_oserror(path), partial.open("wb") as file:
             yield file
             file.flush()
-            # else a crash of the machine can leave an empty file under the new name
+            # Without it, a crash of the machine could leave an empty file under the new name.
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
@@ -187,14 +192,12 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def annotate_oserror(path: Path) -> Iterator[None]:
-    """Add `path` and the reason to an OSError without them when writing a file fails."""
+    """Raise an OSError with `path` and the reason if writing a file fails in the block."""
     try:
         yield
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # PyTorch's writer wraps the system's refusal in a RuntimeError
-        refusal = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(refusal, OSError):
+    except (OSError, RuntimeError) as error:
+        # PyTorch's writer raises a RuntimeError while it handles the OSError.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
             raise
-        raise OSError(f"could not write {path}: {refusal.strerror or refusal}") from error
+        raise OSError(f"could not write {path}: {cause.strerror or cause}") from error

@@ -1,12 +1,12 @@
-"""Training of a sharded model: what a `Trainer` needs on several ranks, and the run itself.
+"""Training of a sharded model: the parts of a `Trainer` for several ranks, and the run itself.
 
 step            loss of local nodes, reduced gradients, one gradient norm: `ShardedTrainingStep`
 batches         this data rank's share of each batch, this model rank's rows of each sample
 save            torch.distributed.checkpoint, one folder for all ranks
-stop_request    one decision of all ranks: `SharedStopRequest`
+stop_request    one decision for all ranks: `SharedStopRequest`
 
-loss here       = sum over own nodes of weight * error / number of nodes of the whole model
-loss            = mean over data of sum over model of loss here
+local loss      = sum over local nodes of weight * error / number of nodes of the whole model
+loss            = mean over data of sum over model of local loss
 """
 
 import signal
@@ -55,27 +55,27 @@ def make_sharded_trainer(
     mesh: DeviceMesh,
     group: dist.ProcessGroup,
 ) -> Trainer:
-    """Return a trainer that trains a sharded model on all ranks.
+    """Return a trainer for a sharded model on all ranks.
 
     Parameters
     ----------
     model, shard
         The model with the rows of this rank, and its shard, from `shard_model` or `scatter_model`.
     splits : Splits
-        Whole; the trainer keeps the rows of this rank.
+        Data sets of all nodes; the trainer keeps the rows of this rank.
     config, description
         As for `Trainer`, the same on all ranks.
     folder : Path or str
-        On a file system that all ranks see.
+        A folder on a file system that all ranks share.
     mesh : DeviceMesh
         With axes (data, model), over all ranks.
     group : ProcessGroup
-        All ranks, communicating from the CPU: `make_cpu_group`.
+        All ranks, communicating from the CPU, from `make_cpu_group`.
     """
 
     rows = shard.partitions["data"].nodes(shard.rank, "cpu")
     num_nodes = len(splits.train.weights)
-    # samples at nodes, all that training reads
+    # not ForecastDatasets, but samples and weights are all that training reads
     parts: list[Any] = [split.select_nodes(rows) for split in splits]
     return Trainer(
         model,
@@ -96,17 +96,17 @@ def make_sharded_trainer(
 
 
 def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[dict] | None:
-    """Train on all ranks to the end, from the start or the folder's last checkpoint. Collective.
+    """Train on all ranks to the end, from scratch or from the last checkpoint. Collective.
 
-    Takes a trainer of `make_sharded_trainer` and the shard of its model; `resume` continues from
-    the last checkpoint in the folder, written on any number of ranks. Returns the records of
-    `metrics.jsonl` on rank 0, which also leaves `best.pt` as one device reads it, and None on the
-    others. Raises Stopped on all ranks, after the same step, when one of them received a signal;
-    the last checkpoint holds that step.
+    `trainer` is from `make_sharded_trainer`, and `shard` the shard of its model. `resume` continues
+    from the last checkpoint in the folder, which any number of ranks may have written. Rank 0 also
+    writes `best.pt` for a single device, and returns the records of `metrics.jsonl`; other ranks
+    return None. If any rank received a signal, raises Stopped on all ranks after the same step,
+    which the last checkpoint holds.
     """
     if resume:
         template = trainer.state_dict()
-        # the checkpoint's may have other keys
+        # not read, because their keys in the checkpoint may differ
         plain = {name: template.pop(name) for name in ("config", "schema")}
         state = load_checkpoint(
             sharded(trainer.folder / LAST), template, shard.tables, world_group()
@@ -123,34 +123,32 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
 
 
 def check_same_data(splits: Splits, folder: str | Path) -> None:
-    """Raise ValueError on all ranks, naming the difference, unless data and folder are the same.
+    """Raise ValueError on all ranks unless data and folder are the same on all. Collective.
 
     Compares the nodes, the number of samples, and the normalisation, which depends on the training
-    samples. Collective.
+    samples. The message names the difference.
     """
-    train, group = splits.train, world_group()
-    unseen = (
-        None if Path(folder).is_dir() else f"{folder} must be on a file system that all ranks see"
-    )
-    raise_on_all_ranks(unseen, group)
-    check_same(
-        {
-            "the nodes of the data set": fingerprint(
-                torch.from_numpy(train.nodes.radians), train.weights
-            ),
-            "the number of samples": [len(part) for part in splits],
-            "the normalisation of the data set": fingerprint(train.change_mean, train.change_std),
-        },
-        group,
-    )
+    train = splits.train
+    group = world_group()
+    problem = None
+    if not Path(folder).is_dir():
+        problem = f"{folder} must be on a file system that all ranks see"
+    raise_on_all_ranks(problem, group)
+    nodes = fingerprint(torch.from_numpy(train.nodes.radians), train.weights)
+    values = {
+        "the nodes of the data set": nodes,
+        "the number of samples": [len(split) for split in splits],
+        "the normalisation of the data set": fingerprint(train.change_mean, train.change_std),
+    }
+    check_same(values, group)
 
 
 def write_as_file(path: str | Path) -> None:
-    """Write a checkpoint of several ranks, such as `best.pt`, as one file for one device.
+    """Convert a checkpoint of several ranks to a file for one device, such as `best.pt`.
 
-    On one rank; the former file stays until the new one is whole. Raises FileNotFoundError when the
-    ranks left no such checkpoint; OSError, which names `path` and the reason, if it cannot be
-    written.
+    Call it on one rank. The former file stays until the new one is complete. Raises
+    FileNotFoundError if there is no such checkpoint, and an OSError that names `path` and the
+    reason if the file cannot be written.
     """
     source = require_checkpoint(sharded(path))
     with atomic_write(path) as file:
@@ -161,16 +159,16 @@ def write_as_file(path: str | Path) -> None:
 class ShardedTrainingStep(TrainingStep):
     """A training step of a sharded model; all ranks take the same steps and return the same loss.
 
-    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device, the
-    model or the ranks do not support.
+    Raises ValueError if the device, the model or the ranks do not support `config.compile` or
+    `config.cuda_graph`.
 
     Parameters
     ----------
     model, weights, config, device
-        As for `TrainingStep`: the model as `shard_model` or `scatter_model` left it, the weights
-        [n] of own nodes.
+        As for `TrainingStep`, with a model from `shard_model` or `scatter_model`, and weights [n]
+        of local nodes.
     num_nodes : int
-        Of the whole model.
+        Number of nodes of the whole model.
     shard, mesh, group
         As for `make_sharded_trainer`.
     """
@@ -192,16 +190,16 @@ class ShardedTrainingStep(TrainingStep):
         self.shared, self.own = shard.parameters(self.model)
 
     def forward_backward(self, batch: Sample) -> Tensor:
-        """Set the parameters' gradients to this rank's part; return the whole loss. Collective."""
+        """Set the gradients of the local loss; return the loss over all ranks. Collective."""
         with data_parallel_rng(self.mesh, self.device):
             loss = super().forward_backward(batch)
         return sum_loss(loss, self.mesh)
 
     def clip_gradients(self) -> None:
-        """Reduce the gradients over the mesh and clip them by the norm of all. Collective."""
+        """Reduce the gradients over the mesh and clip their norm over all ranks. Collective."""
         reduce_gradients(self.shared, self.own, self.mesh)
-        # Before unscaling: gradients that are not finite on one rank become NaN on all, and all
-        # skip the step.
+        # Clip before unscaling: gradients that are not finite on one rank become NaN on all ranks,
+        # so all skip the step.
         clip_gradients(
             self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh
         )
@@ -216,11 +214,11 @@ class ShardedTrainingStep(TrainingStep):
         dist.barrier(self.group)
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return the loss of a model on all ranks' batches, a detached scalar. Collective."""
+        """Return the loss over the batches of all ranks, a detached scalar. Collective."""
         return sum_loss(self.own_loss(model, batch), self.mesh)
 
     def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return this rank's part of `weighted_mse`; its gradients depend on all ranks."""
+        """Return the local part of `weighted_mse`, whose gradients depend on all ranks."""
         with autocast(self.config.precision, self.device):
             error = (model(batch.inputs) - batch.target).square().mean(dim=(0, 2))
             return (error * self.weights).sum() / self.num_nodes
@@ -232,7 +230,7 @@ class ShardedTrainingStep(TrainingStep):
         return bool(finite)
 
     def state_dict(self) -> dict:
-        """Return everything that a step changes; the optimiser by names of parameters."""
+        """Return all state that a step changes; the optimiser state is by parameter name."""
         return super().state_dict() | {
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer)
         }
@@ -245,42 +243,46 @@ class ShardedTrainingStep(TrainingStep):
 
 @contextmanager
 def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
-    """Seed random numbers per model in the block, equal on its ranks; restore the state after.
+    """Seed the random generators per replica of the model in the block; restore them afterwards.
 
-    So dropout differs between the batches of two data ranks, and a sharded model drops what one
-    device would. All ranks of the mesh (data, model) enter with generators in the same state: that
-    of the CPU, and of `device`.
+    Dropout then differs between the batches of data ranks, and a sharded model drops the same edges
+    as on one device. All ranks of the mesh must enter with the same states of the generators of the
+    CPU and of `device`.
     """
-    if (models := mesh["data"].size()) == 1:
+    num_replicas = mesh["data"].size()
+    if num_replicas == 1:
         yield
         return
-    seeds = torch.randint(2**62, (models,), device="cpu").tolist()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    seeds = torch.randint(2**62, (num_replicas,), device="cpu").tolist()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seeds[mesh.get_local_rank("data")])
         yield
 
 
 class SharedStopRequest(StopRequest):
-    """A stop request shared by all ranks: they agree after each step whether one got a signal.
+    """A stop request shared by all ranks, which agree after each step whether one got a signal.
 
-    After each step the ranks start a vote and read the vote of the previous step, so none waits for
-    it and a run ends one step after the signal. A vote fails when a rank is gone: it is on the CPU,
-    in a gloo group of all ranks, and never waits for a GPU.
+    After each step, the ranks start a vote and read the vote of the previous step, so no rank waits
+    for it, and a run stops one step after the signal. Votes are on the CPU, in a gloo group of all
+    ranks, so they never wait for a GPU, and fail if a rank is lost.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__()
-        self._group, self._vote = group, None
+        self._group = group
+        self._vote = None
         self._highest = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def __exit__(self, kind, *rest):
-        if kind is None:  # a rank that failed must not wait for the others
+        if kind is None:  # a failed rank must not wait for the others
             self._read_vote()
         super().__exit__(kind, *rest)
 
     def should_stop(self) -> signal.Signals | None:
-        """Return the signal that ends the run on all ranks, None to continue. Collective."""
-        if number := self._read_vote():
+        """Return the signal that stops the run on all ranks, or None. Collective."""
+        number = self._read_vote()
+        if number != 0:
             return signal.Signals(number)
         self._highest.fill_(self.received or 0)
         self._vote = dist.all_reduce(
@@ -289,7 +291,7 @@ class SharedStopRequest(StopRequest):
         return None
 
     def _read_vote(self) -> int:
-        """Return the highest signal number of the pending vote, 0 for none."""
+        """Return the highest signal number in the pending vote, or 0."""
         if self._vote is None:
             return 0
         self._vote.wait()

@@ -1,4 +1,4 @@
-"""One training step: forward, backward, clipping, AdamW and weight average, in mixed precision.
+"""One training step: forward, backward, clipping, AdamW and weight averaging, in mixed precision.
 
 loss      = sum over nodes of weight * (model(inputs) - target)^2,  mean over batch, nodes, channels
 g         = clip(d loss / d weights, clip_norm)
@@ -27,8 +27,8 @@ from anemoi_gt.nn import (
 
 log = logging.getLogger(__name__)
 
-LOSS_SCALE = 2.0**10  # initial scale for float16; losses are about 1, and the scaler raises it
-# a gradient that overflows float16 even here is above 2**30, and no scale helps
+LOSS_SCALE = 2.0**10  # initial scale for float16; losses are about 1, and the scaler increases it
+# a gradient that overflows float16 even at this scale is above 2**30, so no scale helps
 LOWEST_SCALE = 2.0**-14
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 REMEDY = "set training.cuda_graph=false"
@@ -38,14 +38,14 @@ OVERLAP_MESSAGES = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
 }
-STATEFUL = ("optimizer", "schedule", "scaler")  # besides the weights, with their own state dicts
+STATEFUL = ("optimizer", "schedule", "scaler")  # attributes with a state dict, besides the weights
 
 
 class TrainingStep:
     """A model, the moving average of its weights, its optimiser, learning rate and loss scale.
 
-    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device, the
-    model or the ranks do not support.
+    Raises ValueError if the device, the model or the ranks do not support `config.compile` or
+    `config.cuda_graph`.
 
     Parameters
     ----------
@@ -53,19 +53,20 @@ class TrainingStep:
         Maps [B, N, in_channels] to [B, N, out_channels]. It is moved to the device and trained in
         place.
     weights : Tensor
-        [N] of mean 1: the weight of each node in the loss.
+        [N] of mean 1, weight of each node in the loss.
     mesh : DeviceMesh, optional
-        With axes (data, model): the ranks that train a sharded model. None: one device.
+        With axes (data, model): the ranks that train a sharded model. None for one device.
 
     Attributes
     ----------
     model : nn.Module
-        With the weights after the last step; its blocks are compiled if `config.compile` is True.
+        The model with the weights after the last step; its blocks are compiled if `config.compile`
+        is True.
     average : torch.optim.swa_utils.AveragedModel
-        With an exponential moving average of the weights for forecasts, which shares the buffers of
-        `model`.
+        A copy with an exponential moving average of the weights, for forecasts. It shares the
+        buffers of `model`.
     global_step : int
-        Steps taken.
+        Number of steps taken.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class TrainingStep:
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._relative_rate)
         self.optimizer.zero_grad()
-        # moves nothing without gradients; LambdaLR warns when a scaler skips the very first step
+        # A step without gradients changes nothing; without it, LambdaLR warns if the scaler skips
+        # the first step.
         self.optimizer.step()
         self.scaler = torch.amp.GradScaler(
             device.type, init_scale=LOSS_SCALE, enabled=config.precision == "16-mixed"
@@ -116,10 +118,10 @@ class TrainingStep:
         return loss
 
     def forward_backward(self, batch: Sample) -> Tensor:
-        """Set the parameters' gradients of the scaled loss; return the loss, detached.
+        """Set the gradients of the scaled loss; return the detached loss.
 
-        Raises ValueError when `config.cuda_graph` is True and the batch has another shape than the
-        first one; with None such a batch is launched.
+        Raises ValueError if `config.cuda_graph` is True and the batch has another shape than the
+        first one. If it is None, such a batch runs without the CUDA graph.
         """
         if self._captured is None:
             return self._forward_backward(batch)
@@ -130,7 +132,7 @@ class TrainingStep:
                     "graph"
                 )
             self._warned_of_shapes = True
-            # a replay replaces gradients; a launched pass would add to those of the last one
+            # A replay replaces gradients; backward without it would add to those of the last step.
             self._captured.release_gradients()
             return self._forward_backward(batch)
         return self._captured(batch)
@@ -147,7 +149,7 @@ class TrainingStep:
         self.global_step += 1
 
     def clip_gradients(self) -> None:
-        """Divide the gradients by the loss scale and shorten them to `config.clip_norm`."""
+        """Unscale the gradients and clip their norm to `config.clip_norm`."""
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
 
@@ -170,7 +172,7 @@ class TrainingStep:
         return self.own_loss(model, batch)
 
     def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return this process's part of the loss, a scalar with gradient, in run precision."""
+        """Return the loss part of this process, a scalar with gradient, in run precision."""
         with autocast(self.config.precision, self.device):
             return weighted_mse(model(batch.inputs), batch.target, self.weights)
 
@@ -187,7 +189,7 @@ class TrainingStep:
         return self.scaler.is_enabled() and self.scaler.get_scale() < LOWEST_SCALE
 
     def state_dict(self) -> dict:
-        """Return everything that a step changes."""
+        """Return all state that a step changes."""
         return {
             "model": self.model.state_dict(),
             "average": self.average.module.state_dict(),
@@ -196,16 +198,16 @@ class TrainingStep:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a `state_dict`. Raises ValueError if its weights fit another model."""
+        """Restore a `state_dict`. Raises ValueError if its weights belong to another model."""
         load_weights(self.model, state, "model")
         load_weights(self.average.module, state, "average")
         for name in STATEFUL:
             getattr(self, name).load_state_dict(state[name])
         for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
-            # from this config's schedule, because steps may have grown
+            # from the schedule of this config, because `steps` may have increased
             group["lr"] = rate * self._relative_rate(state["step"])
         self.global_step = state["step"]
-        # 0 would make the next step overwrite the average
+        # at 0, the next step would overwrite the average
         self.average.n_averaged.fill_(self.global_step)
 
     def _forward_backward(self, batch: Sample) -> Tensor:
@@ -220,16 +222,16 @@ class TrainingStep:
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return the context that computes in a precision of `TrainingConfig` on a device."""
+    """Return the autocast context for a precision of `TrainingConfig` on a device."""
     dtype = AUTOCAST[precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def share_buffers(copied: nn.Module, model: nn.Module) -> None:
     """Share a model's buffers with its copy, so that the graph is stored once."""
-    for part, original in zip(copied.modules(), model.modules(), strict=True):
+    for module, original in zip(copied.modules(), model.modules(), strict=True):
         for name, buffer in original.named_buffers(recurse=False):
-            setattr(part, name, buffer)
+            setattr(module, name, buffer)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -245,9 +247,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     """Return the mean over batch, nodes and channels of weight * (output - target)^2, a scalar.
 
-    Output and target [B, N, C] are normalised, weights [N] have mean 1. The mean is about 1 for a
-    forecast without skill, because targets have unit variance. Raises ValueError when output and
-    target differ in shape, which PyTorch would broadcast.
+    Output and target [B, N, C] are normalised, and weights [N] have mean 1. The mean is about 1 for
+    a forecast without skill, because targets have unit variance. Raises ValueError if the shapes of
+    output and target differ, because PyTorch would broadcast them.
     """
     if output.shape != target.shape:
         raise ValueError(
@@ -277,29 +279,27 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
 def compile_blocks(model: nn.Module) -> None:
     """Compile each graph-transformer block in place, at its first call and for each size or dtype.
 
-    Blocks are compiled one by one and blocks of a kind share the compiled code, so a deep model
-    compiles as fast as a shallow one, and chunks of a mapper share it too. The norm and linear map
-    at the end of a decoder are compiled with its block. Weights and their names do not change, and
-    a copy of the model is not compiled. Raises ValueError when the model has no such block.
+    Blocks are compiled one by one. Blocks of one kind, and all chunks of a mapper, share compiled
+    code, so a deep model compiles as fast as a shallow one. The norm and linear map at the end of a
+    decoder are compiled as well. Weights and their names do not change, and a copy of the model is
+    not compiled. Raises ValueError if the model has no such block.
     """
-    if not (
-        blocks := [
-            module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)
-        ]
-    ):
+    modules = list(model.modules())
+    blocks = [module for module in modules if isinstance(module, GraphTransformerBaseBlock)]
+    if not blocks:
         name = type(model).__name__
         raise ValueError(
             "training.compile must be false for a model without graph-transformer blocks, got "
             f"true and {name}"
         )
-    has_chunks = any(len(getattr(module, "chunks", ())) > 1 for module in model.modules())
+    has_chunks = any(len(getattr(module, "chunks", ())) > 1 for module in modules)
     ends = [
-        part.node_data_extractor
-        for part in model.modules()
-        if isinstance(part, GraphTransformerBackwardMapper)
+        module.node_data_extractor
+        for module in modules
+        if isinstance(module, GraphTransformerBackwardMapper)
     ]
-    for part in (*blocks, *ends):
-        # Other sizes are static: with dynamic ones PyTorch 2.13 fails on the row counts of
-        # all-to-all messages.
-        is_chunked = has_chunks and (part in ends or isinstance(part, GraphTransformerMapperBlock))
-        part.compile(dynamic=is_chunked, options=OVERLAP_MESSAGES)
+    for module in (*blocks, *ends):
+        in_mapper = module in ends or isinstance(module, GraphTransformerMapperBlock)
+        # Only chunks have dynamic sizes. With dynamic sizes elsewhere, PyTorch 2.13 fails on the
+        # row counts of all-to-all messages.
+        module.compile(dynamic=has_chunks and in_mapper, options=OVERLAP_MESSAGES)

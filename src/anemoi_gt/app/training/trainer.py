@@ -1,4 +1,4 @@
-"""Trainer: the loop over training steps, with validation, records, checkpoints and early end."""
+"""Trainer: the loop over training steps, with validation, metrics, checkpoints and early stop."""
 
 import copy
 import math
@@ -28,34 +28,33 @@ LAST, BEST = "last.pt", "best.pt"
 class Trainer:
     """Training of a model on a data set, with checkpoints in a folder.
 
-    `last.pt` is the state after the latest validation, or where the run was stopped; `best.pt` that
-    of the lowest validation loss. On a CPU two runs with the same config, data and number of
-    threads give the same numbers, bit for bit, and so does one that was interrupted and continued
-    from `last.pt`. Raises ValueError when config is no TrainingConfig, or names a device that is
-    not available.
+    `last.pt` is the state after the latest validation, or at the step where the run stopped;
+    `best.pt` is the state at the lowest validation loss. On a CPU, two runs with the same config,
+    data and number of threads are bitwise identical, even if one was interrupted and continued from
+    `last.pt`. Raises ValueError if config is not a TrainingConfig, or its device is not available.
 
     Parameters
     ----------
     model : nn.Module
         Maps [B, N, in_channels] to [B, N, out_channels]. It is trained in place.
     splits : Splits
-        Trains on `train`, validates on `valid`.
+        The model is trained on `train` and validated on `valid`.
     folder : Path or str
-        For the checkpoints; it exists.
+        Existing folder for the checkpoints.
     description : dict
-        Plain values kept in the checkpoints: the whole config of the run.
+        The whole config of the run, as plain values, to be stored in the checkpoints.
     schema : DataSchema, optional
-        Kept in the checkpoints: what forecasts depend on besides the weights. None: the schema of
+        Schema of the data, to be stored in the checkpoints. By default, the schema of
         `splits.train`.
     make_step, make_batches, save, stop_request : callable
-        Called as `TrainingStep(model, weights, config, device)`, `TrainingBatches(dataset,
-        batch_size, steps, seed, device)`, `save_checkpoint(path, state)` and `StopRequest()`, their
-        defaults.
+        Called like their defaults: `TrainingStep(model, weights, config, device)`,
+        `TrainingBatches(dataset, batch_size, steps, seed, device)`, `save_checkpoint(path, state)`
+        and `StopRequest()`.
 
     Attributes
     ----------
     step : TrainingStep
-        With the model, its averaged weights and the optimiser.
+        Holds the model, its averaged weights and the optimiser.
     best_loss : float
         The lowest validation loss so far.
     """
@@ -76,32 +75,31 @@ class Trainer:
     ):
         if not isinstance(config, TrainingConfig):
             raise ValueError(f"config must be a TrainingConfig, got {config!r}")
-        self.splits, self.config, self.folder, self.description = (
-            splits,
-            config,
-            Path(folder),
-            description,
-        )
+        self.splits = splits
+        self.config = config
+        self.folder = Path(folder)
+        self.description = description
         self.schema = splits.train.schema() if schema is None else schema
         self.device = choose_device(config.device)
         self.step = make_step(model, splits.train.weights, config, self.device)
         self.batches = make_batches(
             splits.train, config.batch_size, config.steps, config.seed, self.device
         )
-        self._save_checkpoint, self._stop_request = save, stop_request
+        self._save_checkpoint = save
+        self._stop_request = stop_request
         self.best_loss = math.inf
         self._meter = Meter(self.device)
-        self._generators: dict | None = None  # states in the checkpoint of a continued run
+        self._generators: dict | None = None  # states from a checkpoint, if the run continues
         self._metrics: MetricsFile | None = None
 
     def fit(self, metrics: MetricsFile | None) -> None:
         """Take the remaining steps; write `metrics` every `log_every` and `valid_every` steps.
 
-        Their splits are "train" and "valid". None, on ranks other than the first, also shows no
-        progress. Raises Stopped on SIGTERM or SIGINT, when the step is finished and `last.pt` is
-        written; FloatingPointError if loss, gradients or weights are not finite (in 16-mixed single
-        steps are skipped for their gradients); OSError if a file cannot be written. After an error
-        the checkpoints stay those before it.
+        Records have the split "train" or "valid". If `metrics` is None, as on ranks other than 0,
+        nothing is recorded and no progress is shown. On SIGTERM or SIGINT, raises Stopped after the
+        step is finished and `last.pt` is written. Raises FloatingPointError if loss, gradients or
+        weights are not finite (in 16-mixed, single steps with such gradients are skipped), and
+        OSError if a file cannot be written; the former checkpoints stay.
         """
         self._metrics = metrics
         shown: dict[str, float] = {}
@@ -110,7 +108,7 @@ class Trainer:
         else:
             set_generator_states(self._generators, self.device)
         self._meter.start()
-        # per step, in all processes; a local batch may be a part of them
+        # samples per step over all ranks, of which the local batch may be a part
         samples = self.config.batch_size
         with (
             cpu_threads(self.config.threads),
@@ -126,15 +124,15 @@ class Trainer:
                     shown |= self._record_training(rate)
                 if self._is_due(self.config.valid_every):
                     shown |= {"valid": self._validate()}
-                bar.set_postfix(
-                    {name: f"{number:.4g}" for name, number in shown.items()}, refresh=False
-                )
-                if (received := stop.should_stop()) is not None:
+                postfix = {name: f"{number:.4g}" for name, number in shown.items()}
+                bar.set_postfix(postfix, refresh=False)
+                received = stop.should_stop()
+                if received is not None:
                     self._save(LAST)
                     raise Stopped(received, self.step.global_step)
 
     def best_model(self) -> nn.Module:
-        """Return a model with the averaged weights that validated best, in evaluation mode."""
+        """Return a model in evaluation mode with the averaged weights of the best validation."""
         model = copy.deepcopy(self.step.model)
         load_weights(model, load_checkpoint(self.folder / BEST))
         return model.eval()
@@ -150,11 +148,13 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue a run from a `load_checkpoint` result; the next `fit` takes the remaining steps.
+        """Restore the state of a run; the next `fit` takes the remaining steps.
 
-        Raises ValueError if the state lacks an entry, or its weights belong to another model.
+        `state` is a result of `load_checkpoint`. Raises ValueError if it lacks an entry, or its
+        weights belong to another model.
         """
-        if missing := sorted(self.state_dict().keys() - state.keys()):
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
             raise ValueError(
                 f"state must be the last.pt of a run, this checkpoint lacks {', '.join(missing)}"
             )
@@ -184,9 +184,12 @@ class Trainer:
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
         self._record("valid", loss=loss)
-        # last.pt comes second: a run that is killed in between continues from the former one, and
-        # writes best.pt again.
-        self._save(*((BEST, LAST) if is_best else (LAST,)))
+        # last.pt comes second, so that a run that is killed in between continues from the former
+        # one and writes best.pt again.
+        if is_best:
+            self._save(BEST, LAST)
+        else:
+            self._save(LAST)
         return loss
 
     @torch.no_grad()
@@ -199,8 +202,8 @@ class Trainer:
 
     def _save(self, *names: str) -> None:
         self.step.wait_for_ranks()
-        # Before a good checkpoint is replaced: a loss that waits to be recorded would fail every
-        # continued run.
+        # Checked before a good checkpoint is replaced, because an unread loss that is not finite
+        # would make every continued run fail.
         self._check_finite(self._meter.loss())
         if not self.step.is_finite():
             raise self._not_finite("the weights must stay finite, got NaN or infinity")
@@ -213,10 +216,11 @@ class Trainer:
         if not math.isfinite(loss):
             raise self._not_finite(f"the loss must stay finite, got {loss}")
         if self.step.has_lost_gradients():
-            reason = "the gradients must stay finite at some loss scale, got NaN or infinity at all"
-            raise self._not_finite(
-                reason, "set training.precision=bf16-mixed, or lower training.learning_rate"
+            problem = (
+                "the gradients must stay finite at some loss scale, got NaN or infinity at all"
             )
+            remedy = "set training.precision=bf16-mixed, or lower training.learning_rate"
+            raise self._not_finite(problem, remedy)
 
     def _not_finite(
         self, problem: str, remedy: str = "lower training.learning_rate"

@@ -31,8 +31,7 @@ def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, da
         if x_skip.ndim != 5 or x_skip.shape[1] != x_out.shape[1]:
             raise AssertionError(
                 "residual must have shape [batch, time, ensemble, grid, variables] with "
-                f"{x_out.shape[1]} output "
-                f"steps, got {tuple(x_skip.shape)}"
+                f"{x_out.shape[1]} output steps, got {tuple(x_skip.shape)}"
             )
         skip = x_skip.index_select(
             -1, _on_device(self._internal_input_idx[dataset_name], x_out.device)

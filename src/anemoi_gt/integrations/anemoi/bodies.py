@@ -178,7 +178,7 @@ def _definitions(file: str) -> dict[tuple[str, int], ast.FunctionDef]:
 
 
 def _plain(node: object) -> str:
-    """Return a syntax tree in words, without what changes no result."""
+    """Return a syntax tree as text, without parts that do not affect results."""
     if isinstance(node, list):
         return f"[{', '.join(map(_plain, node))}]"
     if not isinstance(node, ast.AST):

@@ -39,17 +39,15 @@ class Checkpointing:
         modes = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(names, choice)
         if "selective" in modes.values():
             raise ValueError(
-                "activation_checkpointing 'selective' was removed, got "
-                f"{choice!r}; use 'none', which takes as little memory where blocks are fused, or "
-                "'full'"
+                f"activation_checkpointing 'selective' was removed, got {choice!r}; use 'none', "
+                "which takes as little memory where blocks are fused, or 'full'"
             )
         if not set(modes) <= set(names) or not all(
             mode in (None, *MODES) for mode in modes.values()
         ):
             raise ValueError(
                 f"activation_checkpointing must be one of {', '.join(MODES)}, or one for some of "
-                f"{', '.join(names)}, "
-                f"or None for the switches of Anemoi's config, got {choice!r}"
+                f"{', '.join(names)}, or None for the switches of Anemoi's config, got {choice!r}"
             )
         return cls(**modes)
 

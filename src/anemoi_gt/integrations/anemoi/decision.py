@@ -188,8 +188,7 @@ def _decide(
         if settings.config.backend != "auto" and not _is_temporary(reason):
             raise ValueError(
                 f"attention backend {settings.config.backend!r} cannot run this Anemoi block: "
-                f"{reason}; "
-                "backend 'auto' runs Anemoi's own code there"
+                f"{reason}; backend 'auto' runs Anemoi's own code there"
             )
         log_reason(f"an Anemoi block falls back to Anemoi's attention: {reason}")
         return Decision(
@@ -256,8 +255,8 @@ def _report_not_fused(
         if settings.blocks and settings.config.backend != "auto" and not _is_temporary(reason):
             raise ValueError(
                 f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi "
-                f"block: {reason}; "
-                "blocks=None computes it by its modules there, and so does backend 'auto'"
+                f"block: {reason}; blocks=None computes it by its modules there, and so does "
+                "backend 'auto'"
             )
         log_reason(f"a sub-layer of an Anemoi block is not fused: {reason}")
 
@@ -281,8 +280,8 @@ def _reason_against_attention(block: Any, call: Call) -> str | None:
     is_updated = call.cond is not None and getattr(block, "update_src_nodes", False)
     if is_updated and Upstream.sources_take_destination_condition:
         return (
-            "it updates its sources under the condition of its destinations, as anemoi-models "
-            "0.9 to 0.13 do"
+            "it updates its sources under the condition of its destinations, as anemoi-models 0.9 "
+            "to 0.13 do"
         )
     conv = block.conv
     if Upstream.triton_conv is not None and Upstream.triton_conv in (

@@ -103,8 +103,7 @@ def prepare_edge_sharding(
 
 @replaces(
     "self x batch_size shard_info edge_attr edge_index model_comm_group keep_x_dst_sharded cond "
-    "edges_are_dst_sorted "
-    "kwargs"
+    "edges_are_dst_sorted kwargs"
 )
 def mapper_forward(
     upstream,
@@ -370,11 +369,9 @@ def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -
     num_nodes = _cache_of(edge_index).num_nodes
     if (sources.size, destinations.size) != num_nodes:
         raise ValueError(
-            f"with sharding, {num_nodes[0]} sources and {num_nodes[1]} destinations of one copy "
-            "of the graph must be "
-            f"divided among the ranks, got {sources.counts} and {destinations.counts}; "
-            "install(sharding=False) keeps "
-            "Anemoi's own division"
+            f"with sharding, {num_nodes[0]} sources and {num_nodes[1]} destinations of one copy of "
+            f"the graph must be divided among the ranks, got {sources.counts} and "
+            f"{destinations.counts}; install(sharding=False) keeps Anemoi's own division"
         )
     if destinations != Ranges.even(destinations.size, destinations.num_ranks):
         raise ValueError(

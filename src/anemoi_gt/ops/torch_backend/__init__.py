@@ -1,4 +1,4 @@
-"""The `torch` backend: edge attention in plain PyTorch, fast enough for real use on a CPU."""
+"""The `torch` backend: edge attention in plain PyTorch, optimised for CPUs."""
 
 from anemoi_gt.ops.torch_backend.edge_attention_torch import attend
 

@@ -28,11 +28,11 @@ from anemoi_gt.ops.torch_backend.reference import (
 )
 from anemoi_gt.tested_versions import warn_if_untested
 
-MAX_EDGE_HEADS = 2**21  # number of heads in a group times number of edges or nodes
+MAX_EDGE_HEADS = 2**21  # heads in a group times the number of edges or nodes
 
 
 class FlatArguments(NamedTuple):
-    """The arguments of the operator: six operands, the graph, and what else the formulas read."""
+    """The flat arguments of the operator: six operands, the graph, dropout and scale."""
 
     query: Tensor  # [B, N_dst, H, C]
     key: Tensor  # [B, N_src, H, C]
@@ -44,7 +44,7 @@ class FlatArguments(NamedTuple):
     row: Tensor
     perm: Tensor | None
     global_edge_id: Tensor | None
-    rowptr: Tensor | None  # the reverse structure is only read by the backward pass
+    rowptr: Tensor | None  # the reverse structure is read only by the backward pass
     col: Tensor | None
     csr_to_csc: Tensor | None
     seed: Tensor | None  # [1], None without dropout
@@ -53,7 +53,7 @@ class FlatArguments(NamedTuple):
     save: bool  # keep tensors for the backward pass
 
     def in_accumulator_dtype(self) -> "FlatArguments":
-        """Return contiguous operands in the accumulator dtype, weight [H, C, D], bias [H, C]."""
+        """Return contiguous operands in the accumulator dtype: weight [H, C, D], bias [H, C]."""
         dtype = accumulator_dtype(self.query.dtype)
         heads = self.query.shape[-2:]
 
@@ -76,40 +76,44 @@ class FlatArguments(NamedTuple):
         )
 
     def head_groups(self, edges: Edges) -> Iterator[tuple[int, slice, HeadGroup]]:
-        """Yield (batch index, heads, their operands), `edges.heads` at a time."""
+        """Yield (batch index, slice of heads, operands of the group), `edges.heads` at a time."""
         for b in range(self.query.shape[0]):
             for first in range(0, self.query.shape[2], edges.heads):
                 group = slice(first, first + edges.heads)
                 yield b, group, self._head_group(b, group, edges.global_edge_id)
 
     def _head_group(self, b: int, group: slice, global_edge_id: Tensor) -> HeadGroup:
-        attr, keep = self.edge_attr, None
-        if attr is not None:
-            attr = attr[b if attr.shape[0] > 1 else 0]
-            attr = attr if self.edge_weight is not None else attr[:, group].contiguous()
-        if self.seed is not None:
-            heads, options = range(group.start, group.stop), (self.dropout_p, self.query.dtype)
-            keep = torch.stack(
-                [keep_factor(self.seed, b, global_edge_id, head, *options) for head in heads], dim=1
-            )
         q, k, v = (rows[b, :, group].contiguous() for rows in self[:3])
-        weight, bias = (
-            None if tensor is None else tensor[group]
-            for tensor in (self.edge_weight, self.edge_bias)
-        )
+        attr, weight, bias = self.edge_attr, self.edge_weight, self.edge_bias
+        if attr is not None:
+            attr = attr[b] if attr.shape[0] > 1 else attr[0]
+            if weight is None:  # embedded: [E, H, C]
+                attr = attr[:, group].contiguous()
+        if weight is not None:
+            weight = weight[group]
+        if bias is not None:
+            bias = bias[group]
+        keep = None
+        if self.seed is not None:
+            dtype = self.query.dtype
+            factors = [
+                keep_factor(self.seed, b, global_edge_id, head, self.dropout_p, dtype)
+                for head in range(group.start, group.stop)
+            ]
+            keep = torch.stack(factors, dim=1)
         return HeadGroup(q, k, v, attr, weight, bias, keep, self.scale)
 
     def edges(self) -> Edges:
-        """Return the edges for the formulas, with as many heads at a time as memory allows."""
+        """Return the edges in the form of `reference`, for as many heads as memory allows."""
         graph = GraphStructure(
             self.colptr, self.row, self.row.new_empty(0, 0), self.perm, self.global_edge_id
         )
-        heads = head_group_size(
-            self.query.shape[2], max(graph.num_edges, self.query.shape[1], self.key.shape[1])
-        )
-        order, raw = graph.edge_order(), self.edge_weight is not None
+        num_rows = max(graph.num_edges, self.query.shape[1], self.key.shape[1])
+        heads = head_group_size(self.query.shape[2], num_rows)
+        order = graph.edge_order()
+        is_raw = self.edge_weight is not None
         sources = Segments.of_heads(heads, self.row, self.colptr)
-        attributes = Segments.of_heads(heads, order, self.colptr, is_shared=raw)
+        attributes = Segments.of_heads(heads, order, self.colptr, is_shared=is_raw)
         return Edges(
             heads,
             self.colptr,
@@ -130,25 +134,30 @@ class OutEdges(NamedTuple):
 
     @classmethod
     def of(cls, flat: FlatArguments, heads: int) -> "OutEdges":
-        """Return out-edges for `heads` heads at a time. Raise ValueError without reverse."""
+        """Return the out-edges for groups of `heads` heads.
+
+        Raise ValueError without the reverse structure.
+        """
         if flat.rowptr is None or flat.col is None or flat.csr_to_csc is None:
             raise ValueError(
                 "gradients of key and value need rowptr, col and csr_to_csc, got a graph without "
-                "them; "
-                "pass graph.with_reverse()"
+                "them; pass graph.with_reverse()"
             )
         return cls(Segments.of_heads(heads, flat.col, flat.rowptr), flat.csr_to_csc)
 
     def sum(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Return sum_e weight_e rows_e per source: weight [E, G] by CSC, rows [N_dst, G, C]."""
-        return weighted_sum(by_head(weight.index_select(0, self.csr_to_csc)), rows, self.segments)
+        """Return sum_e weight_e rows_e per source.
+
+        `weight` is [E, G] in CSC order, `rows` [N_dst, G, C].
+        """
+        weight_in_csr_order = weight.index_select(0, self.csr_to_csc)
+        return weighted_sum(by_head(weight_in_csr_order), rows, self.segments)
 
 
 def head_group_size(heads: int, rows: int) -> int:
-    """Return the heads to compute at a time: the largest divisor within `MAX_EDGE_HEADS`."""
-    return max(
-        n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= MAX_EDGE_HEADS)
-    )
+    """Return the number of heads in a group: the largest divisor within `MAX_EDGE_HEADS`."""
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    return max(n for n in divisors if n == 1 or n * rows <= MAX_EDGE_HEADS)
 
 
 def attend(
@@ -160,9 +169,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute edge attention of checked operands, as documented in `anemoi_gt.edge_attention`.
 
-    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]; without B, all of them come
-    without. Neither the operators nor their gradients add B: views around them would be nodes of
-    autograd.
+    With query, key, value [B, N, H, C], edge_attr is [1 or B, E, ..]; without B, none of them has
+    it. Operators and gradients accept both, because unsqueezing would add autograd nodes.
     """
     warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
@@ -173,14 +181,17 @@ def attend(
 
 @define_operator
 def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward: out like query, lse [B, N_dst, H], softmax p [B, E, H], empty unless saved.
+    """Compute out like query, lse [B, N_dst, H] and the softmax p [B, E, H], empty unless saved.
 
-    Without B, results have no B either.
+    Without B, out and lse have no B either.
     """
-    query, flat = flat.query, flat.in_accumulator_dtype()
+    query = flat.query
+    flat = flat.in_accumulator_dtype()
     with without_autocast(flat.query.device.type):
-        edges, out = flat.edges(), torch.empty_like(flat.query, dtype=query.dtype)
-        lse, p = flat.query.new_empty(out.shape[:3]), flat.query.new_empty(_saved_shape(flat))
+        edges = flat.edges()
+        out = torch.empty_like(flat.query, dtype=query.dtype)
+        lse = flat.query.new_empty(out.shape[:3])
+        p = flat.query.new_empty(_saved_shape(flat))
         for b, group, heads in flat.head_groups(edges):
             out[b, :, group], lse[b, :, group], p_heads = attend_heads(heads, edges)
             if flat.save:
@@ -192,16 +203,18 @@ def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
 @flat_arguments
 def _(flat: FlatArguments):
     dtype = accumulator_dtype(flat.query.dtype)
-    lse, p = (
-        flat.query.new_empty(shape, dtype=dtype)
-        for shape in (flat.query.shape[:-1], _saved_shape(flat))
-    )
-    return flat.query.new_empty(flat.query.shape), lse, p
+    out = flat.query.new_empty(flat.query.shape)
+    lse = flat.query.new_empty(flat.query.shape[:-1], dtype=dtype)
+    p = flat.query.new_empty(_saved_shape(flat), dtype=dtype)
+    return out, lse, p
 
 
 def _saved_shape(flat: FlatArguments) -> tuple[int, ...]:
+    """Return the shape of p: [B, E, H], or [0] if it is not saved."""
+    if not flat.save:
+        return (0,)
     batch = flat.query.shape[0] if flat.query.dim() == 4 else 1
-    return (batch, flat.row.shape[0], flat.query.shape[-2]) if flat.save else (0,)
+    return (batch, flat.row.shape[0], flat.query.shape[-2])
 
 
 def _setup_context(ctx, inputs, output):
@@ -222,27 +235,31 @@ def edge_attention_torch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the six operands, empty where `needs` is False.
 
-    Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.
+    They are separate results, not a list, because PyTorch's fallback for batched gradients supports
+    only operators that return single tensors.
     """
-    wanted = Needs(*needs)
-    operands, dtype, flat = flat[:6], flat.query.dtype, flat.in_accumulator_dtype()
-    do = (
-        torch.zeros_like(flat.query)
-        if grad_out is None
-        else grad_out.to(flat.query.dtype).view_as(flat.query)
-    )
-    if grad_lse is not None:
-        # even NaN that arrives is ignored
-        grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])
+    required = Needs(*needs)
+    operands = flat[:6]
+    dtype = flat.query.dtype
+    flat = flat.in_accumulator_dtype()
+    if grad_out is None:
+        do = torch.zeros_like(flat.query)
+    else:
+        do = grad_out.to(flat.query.dtype).view_as(flat.query)
+    if grad_lse is None:
+        dlse = do.new_zeros(do.shape[:3])
+    else:  # where lse is -inf, no gradient flows, even if the incoming one is NaN
+        dlse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])
     with without_autocast(do.device.type):
         edges = flat.edges()
-        gradients = Gradients.zeros(flat, wanted)
-        out_edges = OutEdges.of(flat, edges.heads) if wanted.key or wanted.value else None
-        dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
+        gradients = Gradients.zeros(flat, required)
+        out_edges = None
+        if required.key or required.value:
+            out_edges = OutEdges.of(flat, edges.heads)
         for b, group, heads in flat.head_groups(edges):
             do_heads = do[b, :, group].contiguous()
             gradient = differentiate_heads(
-                heads, do_heads, dlse[b, :, group], p[b, :, group], edges, wanted
+                heads, do_heads, dlse[b, :, group], p[b, :, group], edges, required
             )
             gradients.add(b, group, gradient)
             if out_edges is not None and gradients.key is not None:
@@ -250,10 +267,9 @@ def edge_attention_torch_backward(
             if out_edges is not None and gradients.value is not None:
                 gradients.value[b, :, group] = out_edges.sum(gradient.w, do_heads)
         attr = gradients.edge_attr
-        if attr is not None and flat.perm is not None:  # from CSC order to the caller's
-            gradients = gradients._replace(
-                edge_attr=torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr)
-            )
+        if attr is not None and flat.perm is not None:  # from CSC order to the caller's order
+            permuted = torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr)
+            gradients = gradients._replace(edge_attr=permuted)
         return _like(operands, gradients, dtype)
 
 
@@ -291,10 +307,11 @@ def _backward(ctx, grad_out, grad_lse, _):
         return (None,) * 6 + rest
     *tensors, lse, p = ctx.saved_tensors
     arguments = (grad_out, grad_lse, *tensors, ctx.scale, ctx.dropout_p, True, lse, p, needs)
-    gradients = edge_attention_torch_backward(*arguments)
-    return *(
-        gradient if need else None for gradient, need in zip(gradients, needs, strict=True)
-    ), *rest
+    gradients = list(edge_attention_torch_backward(*arguments))
+    for i, need in enumerate(needs):
+        if not need:
+            gradients[i] = None
+    return *gradients, *rest
 
 
 torch.library.register_autograd(edge_attention_torch, _backward, setup_context=_setup_context)
@@ -302,7 +319,7 @@ refuse_second_derivative(edge_attention_torch_backward)
 
 
 class Gradients(NamedTuple):
-    """Sums of the gradients of all heads; None for an operand that needs none."""
+    """The gradients of all heads; None for an operand that needs no gradient."""
 
     query: Tensor | None  # [B, N_dst, H, C]
     key: Tensor | None  # [B, N_src, H, C]
@@ -332,8 +349,10 @@ class Gradients(NamedTuple):
         if self.query is not None:
             self.query[b, :, group] = gradient.dq
         if self.edge_attr is not None and gradient.da is not None:
-            attr = self.edge_attr[b if self.edge_attr.shape[0] > 1 else 0]
-            (attr if attr.dim() == 2 else attr[:, group]).add_(gradient.da)
+            attr = self.edge_attr[b] if self.edge_attr.shape[0] > 1 else self.edge_attr[0]
+            if attr.dim() == 3:  # embedded: [E, H, C]
+                attr = attr[:, group]
+            attr.add_(gradient.da)
         if self.edge_weight is not None and gradient.dweight is not None:
             self.edge_weight[group] += gradient.dweight
         if self.edge_bias is not None and gradient.dbias is not None:

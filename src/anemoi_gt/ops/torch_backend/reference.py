@@ -1,10 +1,10 @@
 """The definition of edge attention in plain PyTorch, for a group of heads at one batch index.
 
-For destination i, source j, edge e = (j -> i), W [C, D] the head's slice of the embedding,
-m_e the dropout factor:
+For destination i, source j and edge e = (j -> i), with the head's slice W [C, D] of the embedding
+weight and the dropout factor m_e:
 
     u_i   = W^T q_i                                     [D], instead of W a_e for each edge
-    s_e   = scale * (<q_i, k_j> + <u_i, a_e>)           without scale <q_i, b>, constant over e
+    s_e   = scale * (<q_i, k_j> + <u_i, a_e>)           scale <q_i, b> is left out: constant over e
     p_e   = softmax of s over the in-edges of i,        w_e = m_e p_e
     lse_i = log sum_e exp(s_e) + scale <q_i, b>
     o_i   = sum_e w_e v_j + W sum_e w_e a_e + b sum_e w_e
@@ -21,13 +21,13 @@ and backward, with upstream gradients do, dlse and g_i = W^T do_i:
     dW    = sum_i do_i (sum_e w_e a_e)^T + scale * q_i B_i^T
     db    = sum_i (sum_e w_e) do_i + scale * dlse_i q_i
 
-Embedded features are the case W = 1, b = 0 with a_e of C elements. There are three primitives:
-`_dots` along edges, `weighted_sum` into nodes (an embedding bag: no edge-sized rows, no atomics)
-and the softmax. Edge-sized memory is a few elements per edge and head of the group, forward and
-backward; between them p is kept.
+Embedded features are the case W = 1, b = 0 with C elements in a_e. There are three primitives:
+`_dots` over edges, `weighted_sum` into nodes (an embedding bag: no [E, C] rows, no atomics) and the
+softmax. Forward and backward need a few elements of memory per edge and head of the group; p is
+saved for the backward pass.
 
-Shapes in this file: N_dst, N_src nodes, E edges in CSC order, G heads, C channels, D edge
-attributes.
+Shapes in this file: N_dst destinations, N_src sources, E edges in CSC order, G heads, C channels,
+D edge attributes.
 """
 
 from dataclasses import dataclass
@@ -38,17 +38,17 @@ from torch.nn.functional import embedding_bag
 
 from anemoi_gt.ops.operands import Needs
 
-CHUNK = 2**18  # elements gathered at a time; they stay in the cache
-# rows of a matrix product, so that chunks of a graph at its multiples are rounded as the whole is
+CHUNK = 2**18  # elements gathered at a time, so that they stay in the cache
+# rows of a matrix product; a chunk of a graph that starts at a multiple is rounded as in the whole
 NODE_CHUNK = 8192
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows that are summed into nodes: segments of the nodes of one head, then of the next head."""
+    """Rows to be summed into nodes: one segment per node, head by head."""
 
-    index: Tensor  # [G * E] row among [N * G] of the nodes at the other ends
-    pointers: Tensor  # [G * N + 1] first position of the segment of a head and node
+    index: Tensor  # [G * E] row of the node at the other end, among [N * G]
+    pointers: Tensor  # [G * N + 1] first position of each segment
 
     @classmethod
     def of_heads(
@@ -56,7 +56,7 @@ class Segments:
     ) -> "Segments":
         """Return the segments of `heads` heads from index [E] and pointers [N + 1].
 
-        All heads may share one set of rows.
+        With `is_shared`, all heads read the same rows.
         """
         if heads == 1:
             return cls(index, pointers)
@@ -68,16 +68,16 @@ class Segments:
 
 @dataclass(frozen=True)
 class Edges:
-    """The edges as the primitives read them, in CSC order."""
+    """The edges in CSC order, in the form that the primitives read."""
 
-    heads: int  # G, computed at a time
+    heads: int  # G, heads in a group
     colptr: Tensor  # [N_dst + 1]
     row: Tensor  # [E]
     dst: Tensor  # [E]
     attr: Tensor  # [E] position of the edge's attributes, which are in the caller's order
-    global_edge_id: Tensor  # [E], key of dropout
-    sources: Segments  # of the destinations, rows of sources
-    attributes: Segments  # of the destinations, rows of attributes
+    global_edge_id: Tensor  # [E], determines dropout
+    sources: Segments  # the source rows of each destination
+    attributes: Segments  # the attribute rows of each destination
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class HeadGroup:
 
     @property
     def projects(self) -> bool:
-        """Return whether <W^T q_i, a_e> has fewer terms than <q_i, W a_e>, which needs chunks."""
+        """True if <W^T q_i, a_e> has fewer terms than <q_i, W a_e>."""
         return self.weight is not None and self.weight.shape[2] < self.weight.shape[1]
 
     def project(self, rows: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ class HeadGroup:
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def embed_shared(self, rows: Tensor) -> Tensor:
-        """Return W applied to rows [P, D] shared by all heads: [P, G, C].
+        """Return W of rows [P, D] shared by all heads: [P, G, C].
 
-        Rows [P, G, C] are already embedded.
+        Rows [P, G, C] are already embedded and returned unchanged.
         """
         if self.weight is None:
             return rows
@@ -141,28 +141,31 @@ def _dots(
 
     `left` is [N_dst, G, C], `right` [N_src, G, C], `projected` W^T left or None.
     """
-    dots, step = [], max(1, CHUNK // max(left[0:1].numel(), 1))
-    for to, origin, edge in zip(
-        *(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True
-    ):
-        a = None if heads.a is None else heads.a.index_select(0, edge)
-        rows = right.index_select(0, origin)
+    dots = []
+    step = max(1, CHUNK // max(left[0:1].numel(), 1))
+    chunks = zip(edges.dst.split(step), edges.row.split(step), edges.attr.split(step), strict=True)
+    for dst, src, attr in chunks:
+        a = None if heads.a is None else heads.a.index_select(0, attr)
+        rows = right.index_select(0, src)
         if a is not None and projected is None:
             rows.add_(heads.embed_shared(a))
-        dot = rows.mul_(left.index_select(0, to)).sum(-1)
+        dot = rows.mul_(left.index_select(0, dst)).sum(-1)
         if a is not None and projected is not None:
-            dot += torch.bmm(projected.index_select(0, to), a.unsqueeze(2)).squeeze(2)
+            dot += torch.bmm(projected.index_select(0, dst), a.unsqueeze(2)).squeeze(2)
         dots.append(dot)
     return torch.cat(dots)
 
 
 def by_head(weight: Tensor) -> Tensor:
-    """Return weights [E, G] in the layout of `weighted_sum`: [G, E]."""
+    """Return weights [E, G] in the layout [G, E] of `weighted_sum`."""
     return weight.t().contiguous()
 
 
 def weighted_sum(weight: Tensor, rows: Tensor, segments: Segments) -> Tensor:
-    """Return sum_e weight_e rows_e per node, [N, G, C]; weight [G, E], rows [M, G, C] or [M, C]."""
+    """Return sum_e weight_e rows_e per node, [N, G, C].
+
+    `weight` is [G, E], `rows` [M, G, C] or [M, C].
+    """
     sums = embedding_bag(
         segments.index,
         rows.flatten(0, -2),
@@ -180,7 +183,7 @@ def _segment_sum(values: Tensor, pointers: Tensor) -> Tensor:
 
 
 def _softmax(score: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
-    """Return the softmax over in-edges: p [E, G] and lse [N_dst, G], -inf where p sums to zero."""
+    """Return the softmax over in-edges: p [E, G] and lse [N_dst, G], -inf if p sums to 0."""
     row_max = torch.segment_reduce(score, "max", offsets=edges.colptr, axis=0, unsafe=True)
     row_max = torch.where(torch.isneginf(row_max), 0.0, row_max)
     p = (score - row_max.index_select(0, edges.dst)).exp_()
@@ -207,7 +210,7 @@ def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor, Tensor
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """Gradients of a group of heads, and w and ds of each edge, for dkey and dvalue."""
+    """Gradients of a group of heads, and w and ds of each edge, from which dk and dv follow."""
 
     dq: Tensor  # [N_dst, G, C]
     da: Tensor | None  # [E, D] raw or [E, G, C] embedded, CSC order
@@ -220,14 +223,15 @@ class HeadGradients:
 def differentiate_heads(
     heads: HeadGroup, do: Tensor, dlse: Tensor, p: Tensor, edges: Edges, needs: Needs
 ) -> HeadGradients:
-    """Return all gradients except dk and dv, which sum over out-edges, from p [E, G]."""
+    """Return all gradients except dk and dv, which are sums over out-edges. `p` is [E, G]."""
     g = heads.project(do) if heads.projects else None
-    dp, w = _dots(heads, edges, do, heads.v, g), heads.drop(p)
+    w = heads.drop(p)
+    dp = _dots(heads, edges, do, heads.v, g)
     if heads.bias is not None and heads.keep is not None:
         dp += (do * heads.bias).sum(-1).index_select(0, edges.dst)
     dp = heads.drop(dp)
-    total = _segment_sum(p, edges.colptr)
-    delta = _segment_sum(p * dp, edges.colptr) / torch.where(total > 0, total, 1.0)
+    p_sum = _segment_sum(p, edges.colptr)
+    delta = _segment_sum(p * dp, edges.colptr) / torch.where(p_sum > 0, p_sum, 1.0)
     ds = (dp - (delta - dlse).index_select(0, edges.dst)).mul_(p).mul_(heads.scale)
 
     weight = by_head(ds)
@@ -237,53 +241,54 @@ def differentiate_heads(
         attr_sum = weighted_sum(weight, heads.a, edges.attributes)
         dq += heads.embed(attr_sum)
         if heads.weight is not None and needs.edge_weight:
-            dweight = _outer(do, weighted_sum(by_head(w), heads.a, edges.attributes)) + _outer(
-                heads.q, attr_sum
-            )
+            w_attr_sum = weighted_sum(by_head(w), heads.a, edges.attributes)
+            dweight = _outer(do, w_attr_sum) + _outer(heads.q, attr_sum)
         if needs.edge_attr:
             if g is None:
                 da = _attribute_gradient(heads, edges, heads.a, (w, do), (ds, heads.q))
             else:
-                da = _attribute_gradient(
-                    heads, edges, heads.a, (w, g), (ds, heads.project(heads.q))
-                )
+                u = heads.project(heads.q)
+                da = _attribute_gradient(heads, edges, heads.a, (w, g), (ds, u))
     if heads.bias is not None:
         dlse = heads.scale * dlse
         dq.addcmul_(dlse[..., None], heads.bias)
         if needs.edge_bias:
-            total = total if heads.keep is None else _segment_sum(w, edges.colptr)
-            dbias = (_outer(do, total[..., None]) + _outer(heads.q, dlse[..., None])).squeeze(2)
+            w_sum = p_sum if heads.keep is None else _segment_sum(w, edges.colptr)
+            dbias = (_outer(do, w_sum[..., None]) + _outer(heads.q, dlse[..., None])).squeeze(2)
     return HeadGradients(dq, da, dweight, dbias, w, ds)
 
 
 def _attribute_gradient(
-    heads: HeadGroup, edges: Edges, a: Tensor, *sides: tuple[Tensor, Tensor]
+    heads: HeadGroup,
+    edges: Edges,
+    a: Tensor,
+    w_and_g: tuple[Tensor, Tensor],
+    ds_and_u: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Return w_e g_i + ds_e u_i: [E, G, C] if embedded, [E, D] summed over heads if raw.
 
-    Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] before
-    W^T is applied.
+    w and ds are [E, G]; g and u are [N_dst, G, D], or [N_dst, G, C] before W^T is applied.
     """
-    (w, g), (ds, u) = sides
-    da, step = torch.empty_like(a), max(1, CHUNK // max(g[0:1].numel(), 1))
+    w, g = w_and_g
+    ds, u = ds_and_u
+    da = torch.empty_like(a)
+    step = max(1, CHUNK // max(g[0:1].numel(), 1))
     weight = None if heads.weight is None else heads.weight.flatten(0, 1).t().contiguous()
-    for out, to, wp, dsp in zip(
-        *(tensor.split(step) for tensor in (da, edges.dst, w, ds)), strict=True
-    ):
-        g_rows, u_rows = g.index_select(0, to), u.index_select(0, to)
+    chunks = zip(da.split(step), edges.dst.split(step), w.split(step), ds.split(step), strict=True)
+    for da_chunk, dst, w_chunk, ds_chunk in chunks:
+        g_rows = g.index_select(0, dst)
+        u_rows = u.index_select(0, dst)
         if heads.projects:
-            out.copy_(
-                (torch.bmm(wp.unsqueeze(1), g_rows) + torch.bmm(dsp.unsqueeze(1), u_rows)).squeeze(
-                    1
-                )
-            )
+            w_g = torch.bmm(w_chunk.unsqueeze(1), g_rows)
+            ds_u = torch.bmm(ds_chunk.unsqueeze(1), u_rows)
+            da_chunk.copy_((w_g + ds_u).squeeze(1))
             continue
-        dx = g_rows.mul_(wp.unsqueeze(2)).addcmul_(dsp.unsqueeze(2), u_rows)
-        out.copy_(dx if weight is None else (weight @ dx.flatten(1).t()).t())
+        dx = g_rows.mul_(w_chunk.unsqueeze(2)).addcmul_(ds_chunk.unsqueeze(2), u_rows)
+        da_chunk.copy_(dx if weight is None else (weight @ dx.flatten(1).t()).t())
     return da
 
 
 def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """Return sum_i left_i right_i^T, [G, C, D], of [N, G, C] and [N, G, D] with D < C."""
+    """Return sum_i left_i right_i^T [G, C, D] of left [N, G, C] and right [N, G, D], D < C."""
     # D last is 4x slower
     return torch.bmm(right.permute(1, 2, 0), left.transpose(0, 1)).transpose(1, 2)

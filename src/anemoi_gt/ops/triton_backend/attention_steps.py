@@ -11,7 +11,7 @@ Where a node may have more than twice `Sizes.dst_segment` or `src_segment` edges
 have programs for the segments of such hubs too, and `join` writes the hubs' rows
 (`anemoi_gt.kernels.join_segments`).
 
-A launch may be given a tile, to measure it; None uses the heuristic of `tiles`.
+A launch accepts a tile, for measurements; None uses the heuristic of `tiles`.
 """
 
 from collections.abc import Mapping, Sequence

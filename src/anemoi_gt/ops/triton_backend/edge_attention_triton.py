@@ -148,7 +148,7 @@ def backward_plan(specs: tuple, scale: float, dropout_p: float, needs: Needs) ->
     *saved, grad_out, grad_lse = builder.inputs[NUM_TENSORS:]
     operands: AttentionOperands[Buffer] = AttentionOperands._make(buffers[:NUM_OPERANDS])
     index: IndexTensors[Buffer] = IndexTensors._make(buffers[NUM_OPERANDS:])
-    assert grad_out is not None  # zeros where the gradient of lse alone is given
+    assert grad_out is not None  # zeros if only lse has a gradient
     call = AttentionCall(
         builder, sizes_of(operands, index, scale, dropout_p), operands, index, seed
     )

@@ -15,7 +15,7 @@ from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "sigmoid")
-MOST_FEATURES = 4096  # of a norm: beyond, the gradient spills for want of registers
+MOST_FEATURES = 4096  # of a norm; beyond that, the gradient kernel spills registers
 MOST_WARPS = 8
 
 

@@ -66,13 +66,13 @@ class PackedWeights(NamedTuple):
     @classmethod
     def of(cls, groups: Mapping[str, Sequence[Piece[Operand]]]) -> "PackedWeights":
         """Lay out groups of pieces; the pieces of a group differ in their first dimension alone."""
-        places = {}
+        layout = {}
         num_elements = 0
         for name, pieces in groups.items():
             shape = _stacked_shape(pieces)
-            places[name] = (num_elements, shape)
+            layout[name] = (num_elements, shape)
             num_elements += -(-prod(shape) // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
-        return cls(num_elements, places)
+        return cls(num_elements, layout)
 
     def views(self, packed: Buffer) -> dict[str, Buffer]:
         """Return each group in `packed` [num_elements]."""
@@ -146,18 +146,18 @@ class ParameterPieces(NamedTuple):
     @classmethod
     def of(cls, groups: Mapping[str, Sequence[GradientPiece]]) -> "ParameterPieces":
         """Lay out groups of pieces."""
-        places = {}
+        layout = {}
         pieces: list[GradientPiece] = []
         first = 0
         for name, group in groups.items():
             shape = _stacked_shape(group)
             padding = -prod(shape) % GRADIENT_ALIGNMENT
-            places[name] = (first, shape)
+            layout[name] = (first, shape)
             pieces += group
             pieces.append(GradientPiece((), (padding,)))
             first += prod(shape) + padding
         sizes = tuple(prod(piece.shape) for piece in pieces)
-        return cls(first, places, tuple(pieces), sizes)
+        return cls(first, layout, tuple(pieces), sizes)
 
     def allocate(self, builder: PlanBuilder) -> tuple[Buffer, dict[str, Buffer]]:
         """Return a block [num_elements] and each group in it."""
