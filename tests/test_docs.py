@@ -290,6 +290,7 @@ def test_changelog_has_the_format_of_keep_a_changelog():
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"
+    assert versions[1].startswith(f"[{anemoi_gt.__version__}] - ")
     assert all(
         re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", version) for version in versions[1:]
     )
