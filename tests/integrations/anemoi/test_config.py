@@ -117,3 +117,21 @@ def test_a_target_swaps_its_own_blocks_with_its_own_options(graph, name):
         if isinstance(block, GraphTransformerBaseBlock) and SETTINGS.of(block)
     }
     assert swapped == {name: "bf16"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_takes_every_option_of_swap_layers(graph, name):
+    """Anemoi's classes take any keyword argument and ignore those that they do not know."""
+    chosen = {"fuse_edges": False, "blocks": False, "sharding": False, "keep_hidden": False}
+    options = make_options()
+    component_of(options, name).update(
+        _target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", backend="torch", **chosen
+    )
+    model = build(graph, options)
+    (settings,) = {
+        SETTINGS.of(block)
+        for block in model.modules()
+        if isinstance(block, GraphTransformerBaseBlock)
+    } - {None}
+    assert settings.config.backend == "torch"
+    assert {option: getattr(settings, option) for option in chosen} == chosen

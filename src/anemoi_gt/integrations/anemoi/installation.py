@@ -325,31 +325,52 @@ def swap_layers(
 
 
 def graph_transformer_processor(
-    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    sharding: bool = True,
+    keep_hidden: bool = True,
+    **options,
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerProcessor` with swapped blocks, for unvalidated configs.
 
-    `backend`, `precision` and `fuse_edges` are as for `install`, `options` as for Anemoi's class.
+    The named arguments are as for `install`, `options` as for Anemoi's class.
     """
-    return swap_layers(find(*PROCESSOR)(**options), backend, precision, fuse_edges)
+    # all named: Anemoi's classes ignore arguments that they do not know
+    processor = find(*PROCESSOR)(**options)
+    return swap_layers(processor, backend, precision, fuse_edges, blocks, sharding, keep_hidden)
 
 
 def graph_transformer_forward_mapper(
-    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    sharding: bool = True,
+    keep_hidden: bool = True,
+    **options,
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with swapped blocks."""
-    return swap_layers(
-        find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges
-    )
+    mapper = find(MAPPER[0], "GraphTransformerForwardMapper")(**options)
+    return swap_layers(mapper, backend, precision, fuse_edges, blocks, sharding, keep_hidden)
 
 
 def graph_transformer_backward_mapper(
-    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    sharding: bool = True,
+    keep_hidden: bool = True,
+    **options,
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with swapped blocks."""
-    return swap_layers(
-        find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges
-    )
+    mapper = find(MAPPER[0], "GraphTransformerBackwardMapper")(**options)
+    return swap_layers(mapper, backend, precision, fuse_edges, blocks, sharding, keep_hidden)
 
 
 def _switch_on(
