@@ -34,12 +34,12 @@ class Outputs(NamedTuple):
 
 
 class CapturedPass(NamedTuple):
-    """Static inputs and outputs of a replay, the replay, and where it finds the parameters."""
+    """Static inputs and outputs of a replay, the replay, and the parameters as it was captured."""
 
     batch: Any
     outputs: Outputs
     replay: Callable[[], None]
-    addresses: list[int]
+    parameters: list[tuple[int, bool]]  # address, and whether it needs a gradient
 
 
 Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
@@ -48,8 +48,8 @@ Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
 class CUDAGraphedStep:
     """A captured forward and backward pass; replays are bitwise identical to eager calls.
 
-    It is captured again when a parameter has moved to other memory. Errors during capture name the
-    alternative.
+    It is captured again when a parameter has moved to other memory, is frozen, or is trained
+    again. Errors during capture name the alternative.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class CUDAGraphedStep:
 
         Raises ValueError as a call does.
         """
-        if self._captured is not None and self._captured.addresses != self._addresses():
+        if self._captured is not None and self._captured.parameters != self._parameters_now():
             self.reset()
         if self._captured is None:
             self._captured = self._capture(batch)
@@ -147,7 +147,7 @@ class CUDAGraphedStep:
             )
             raise
         set_generator_states(states, self.device)
-        return CapturedPass(static, outputs, replay, self._addresses())
+        return CapturedPass(static, outputs, replay, self._parameters_now())
 
     def _outputs(self, batch: Any) -> Outputs:
         """Run the pass and take its gradients; parameters have none yet, so none accumulate."""
@@ -172,13 +172,12 @@ class CUDAGraphedStep:
         finally:
             self._assign(before)
 
-    def _addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.parameters]
+    def _parameters_now(self) -> list[tuple[int, bool]]:
+        return [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.parameters]
 
     def _assign(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            # frozen since the capture
-            parameter.grad = gradient if parameter.requires_grad else None
+            parameter.grad = gradient
 
 
 def capture_cuda_graph(

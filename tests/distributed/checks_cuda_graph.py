@@ -80,7 +80,11 @@ def the_default_replays_between_gpus_with_the_bits_of_launched_steps(group, verd
             ) as choose:
                 trainer, _ = make_sharded(mesh, *make_parts(folder))
             verdict.same(f"{shape}: mesh", choose.call_args.args[3], mesh)
-            verdict.same(f"{shape}: reason", unknown_code_reason(trainer.step.model), None)
+            verdict.same(
+                f"{shape}: reason",
+                unknown_code_reason(trainer.step.model, type(trainer.step)),
+                None,
+            )
             verdict.same(f"{shape}: replays", trainer.step._captured is not None, on_gpu)
             launched = trained(folder, mesh)
             default = trained(folder, mesh, captured=None)

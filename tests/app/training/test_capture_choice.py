@@ -10,6 +10,7 @@ from torch import nn
 
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.capture_choice import replays_steps
+from anemoi_gt.app.training.step import TrainingStep
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 REPLAYED = "training steps are replayed from a CUDA graph"
@@ -43,10 +44,12 @@ def choose(make_model, mesh_of, caplog):
     """Return the choice for a run; a model may replace that of `options`."""
     caplog.set_level(logging.DEBUG)
 
-    def choose(cuda_graph, device=GPU, backends=None, model=None, **options):
+    def choose(
+        cuda_graph, device=GPU, backends=None, model=None, step_class=TrainingStep, **options
+    ):
         config = TrainingConfig(cuda_graph=cuda_graph)
         model = model or make_model(num_layers=2, **options)
-        return replays_steps(config, model, device, mesh_of(backends))
+        return replays_steps(config, model, device, mesh_of(backends), step_class)
 
     return choose
 
@@ -127,3 +130,79 @@ def test_hooks_are_captured_only_if_asked_for(choose, make_model, caplog, regist
     assert not choose(None, model=model)
     assert "hooks of encoder (torch.nn.modules.container.ModuleDict) would run" in caplog.text
     assert choose(True, model=model)
+
+
+def set_forward(model):
+    model.encoder.forward = model.encoder.forward
+
+
+def hook_a_gradient(model):
+    next(model.parameters()).register_hook(lambda gradient: None)
+
+
+def hook_an_accumulated_gradient(model):
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        (set_forward, r"encoder \(torch.nn.modules.container.ModuleDict\)"),
+        (hook_a_gradient, "[a-z_.]+"),
+        (hook_an_accumulated_gradient, "[a-z_.]+"),
+    ],
+)
+def test_a_forward_on_an_instance_and_hooks_of_a_weight_are_captured_only_if_asked_for(
+    choose, make_model, caplog, change, path
+):
+    model = make_model()
+    change(model)
+    assert not choose(None, model=model)
+    assert re.search(f"hooks of {path} would run at capture only", caplog.text)
+    assert choose(True, model=model)
+
+
+def test_hooks_on_all_modules_are_captured_only_if_asked_for(choose, caplog):
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not choose(None)
+        assert "hooks on all modules would run at capture only" in caplog.text
+        assert choose(True)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "package"),
+    [(torch.fx.symbolic_trace, "torch.fx.graph_module"), (nn.DataParallel, "torch.nn.parallel")],
+)
+def test_modules_of_pytorch_that_wrap_others_are_captured_only_if_asked_for(
+    choose, caplog, wrap, package
+):
+    model = wrap(nn.Sequential(nn.Linear(2, 2)))
+    assert not choose(None, model=model)
+    assert f"the Python code of the model ({package}." in caplog.text
+    assert choose(True, model=model)
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "spectral norm"])
+def test_buffers_that_the_passes_before_a_capture_change_are_captured_only_if_asked_for(
+    choose, caplog, kind
+):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    if kind == "spectral norm":
+        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
+    assert not choose(None, model=model)
+    assert "the passes before a capture would change the buffers of" in caplog.text
+    assert choose(True, model=model)
+    assert choose(None, model=nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2)))
+
+
+class ScheduledStep(TrainingStep):
+    """A step whose loss could depend on the number of steps taken."""
+
+
+def test_a_step_of_another_package_is_captured_only_if_asked_for(choose, caplog):
+    assert not choose(None, step_class=ScheduledStep)
+    assert f"the Python code of {__name__}.ScheduledStep would run at capture only" in caplog.text
+    assert choose(True, step_class=ScheduledStep)

@@ -158,6 +158,26 @@ def test_a_weight_that_is_frozen_after_the_capture_does_not_move(make_trainer):
     assert torch.equal(frozen, before[0]) and not torch.equal(trained, before[1])
 
 
+def test_a_weight_that_is_trained_since_the_capture_moves_as_in_launched_steps(make_trainer):
+    weights = []
+    for captured in (False, True):
+        trainer = make_trainer()
+        step = trainer.step
+        if captured:
+            step.capture(capture_in_place)
+        frozen = next(step.model.parameters())
+        frozen.requires_grad_(False)
+        first, second = list(trainer.batches.since(0))[:2]
+        torch.manual_seed(3)
+        step.training_step(first)
+        before = frozen.clone()
+        frozen.requires_grad_()
+        step.training_step(second)
+        assert not torch.equal(frozen, before)
+        weights.append([parameter.detach() for parameter in step.model.parameters()])
+    assert_same(*weights)
+
+
 @pytest.mark.parametrize("number", [1e-3, float("nan")])
 def test_training_releases_the_captured_step_at_the_end_and_after_an_error(make_trainer, number):
     replays = []
@@ -251,6 +271,22 @@ def test_gradients_of_a_launched_batch_are_not_added_to_those_of_a_replay(make_t
         gradients.append(parameter.grad.clone())
         parameter.grad = None
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_pass_replaces_the_gradients_of_the_pass_before(make_trainer, captured):
+    trainer = make_trainer()
+    step = trainer.step
+    if captured:
+        step.capture(capture_in_place)
+    first, second = list(trainer.batches.since(0))[:2]
+    gradients = []
+    for batches in ([second], [first, second]):
+        for batch in batches:
+            torch.manual_seed(3)
+            step.forward_backward(batch)
+        gradients.append([parameter.grad.clone() for parameter in step.model.parameters()])
+    assert_same(*gradients)
 
 
 def test_a_required_cuda_graph_refuses_a_batch_of_another_shape(make_trainer, monkeypatch):

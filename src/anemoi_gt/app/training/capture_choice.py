@@ -5,8 +5,9 @@ null                   replayed                  launched; on a GPU, the log giv
 true                   replayed                  ValueError with the reason
 false                  launched                  launched
 
-With null, a model with modules of other packages or with hooks is launched too, because their
-Python code would run only at capture.
+With null, steps and modules of other packages or with hooks are launched too, because their Python
+code would run only at capture. So are models with buffers in PyTorch's modules, because the passes
+before a capture would change them, for example the running means of a batch norm.
 """
 
 import logging
@@ -18,22 +19,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.nn import GraphTransformerBaseBlock
-from anemoi_gt.nn.layer_kernels import HOOKS
+from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, hooks_of
 
 log = logging.getLogger(__name__)
 
-# packages whose modules run the same code in every call with the same shapes
-KNOWN_PACKAGES = ("anemoi_gt", "torch")
+# Packages whose modules run the same code in every call with the same shapes. Others of torch hold
+# code of users (torch.fx.GraphModule, torch.jit.ScriptModule) or have threads and messages of their
+# own (torch.nn.parallel).
+KNOWN_PACKAGES = ("anemoi_gt.", "torch.nn.modules.", "torch.nn.utils.")
 
 
 def replays_steps(
-    config: TrainingConfig, model: nn.Module, device: torch.device, mesh: DeviceMesh | None
+    config: TrainingConfig,
+    model: nn.Module,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    step_class: type,
 ) -> bool:
     """Return whether the training steps of a run are replayed from a CUDA graph.
 
     See the table above; on a GPU, the choice is logged. `mesh`, with axes (data, model), has the
-    ranks that train a sharded model, which all make the same choice; None is for one device. Raises
-    ValueError if `config.cuda_graph` is True and a step cannot be captured.
+    ranks that train a sharded model, which all make the same choice; None is for one device.
+    `step_class` is `TrainingStep` or a class derived from it, whose methods compute the loss.
+    Raises ValueError if `config.cuda_graph` is True and a step cannot be captured.
     """
     if config.cuda_graph is False:
         return False
@@ -41,7 +49,7 @@ def replays_steps(
     if config.cuda_graph is True:
         check_capturable(reason)
     elif reason is None:
-        reason = unknown_code_reason(model)
+        reason = unknown_code_reason(model, step_class)
     if device.type == "cuda":  # there is no choice on a CPU
         if reason is None:
             log.info("training steps are replayed from a CUDA graph")
@@ -89,25 +97,47 @@ def messages_unsupported_reason(mesh: DeviceMesh) -> str | None:
     return f"the ranks of a model must communicate by NCCL, got {backends}"
 
 
-def unknown_code_reason(model: nn.Module) -> str | None:
-    """Return the reason why later calls of a model may run different code, or None.
+def unknown_code_reason(model: nn.Module, step_class: type) -> str | None:
+    """Return the reason why later steps of a model may differ from the captured one, or None.
 
-    It is a module of another package or a hook, for example one that counts calls or logs values.
+    It is a step or a module of another package, a hook, for example one that counts calls or logs
+    values, or a buffer of a module of PyTorch.
     """
+    if not _is_known(step_class):
+        return _runs_once(f"the Python code of {class_path(step_class)}")
+    if has_global_hooks():
+        return _runs_once("hooks on all modules")
     for name, part in model.named_modules():
         kind = type(part)
-        path = f"{name or 'the model'} ({kind.__module__}.{kind.__qualname__})"
-        if kind.__module__.partition(".")[0] not in KNOWN_PACKAGES:
+        path = f"{name or 'the model'} ({class_path(kind)})"
+        if not _is_known(kind):
+            return _runs_once(f"the Python code of {path}")
+        if hooks_of(part):
+            return _runs_once(f"hooks of {path}")
+        has_buffers = any(buffer is not None for buffer in part._buffers.values())
+        if has_buffers and not kind.__module__.startswith("anemoi_gt."):
             return (
-                f"the Python code of {path} would run at capture only; if it does the same in "
-                "every step, set training.cuda_graph=true"
+                f"the passes before a capture would change the buffers of {path}; if they are "
+                "constant, set training.cuda_graph=true"
             )
-        if any(getattr(part, hooks) for hooks in HOOKS):
-            return (
-                f"hooks of {path} would run at capture only; if they do the same in every step, "
-                "set training.cuda_graph=true"
-            )
+    for name, parameter in model.named_parameters():
+        # set to None, or absent, until the first hook is registered
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return _runs_once(f"hooks of {name}")
     return None
+
+
+def _is_known(kind: type) -> bool:
+    """Return whether a class belongs to `KNOWN_PACKAGES`."""
+    return kind.__module__.startswith(KNOWN_PACKAGES)
+
+
+def _runs_once(code: str) -> str:
+    """Return a reason against the capture of code that nobody here knows."""
+    return (
+        f"{code} would run at capture only; if it does the same in every step, set "
+        "training.cuda_graph=true"
+    )
 
 
 def _checkpointed_dropout(model: nn.Module) -> str | None:

@@ -106,13 +106,12 @@ class TrainingStep:
         self.global_step = 0
         self._captured: CUDAGraphedStep | None = None
         self._warned_of_shapes = False
-        if replays_steps(config, self.model, device, mesh):
+        if replays_steps(config, self.model, device, mesh, type(self)):
             self.capture(capture_cuda_graph)
 
     def training_step(self, batch: Sample) -> Tensor:
         """Take one optimiser step and return the loss before it, a detached scalar."""
         self.model.train()
-        self.optimizer.zero_grad()
         loss = self.forward_backward(batch)
         self.optimizer_step()
         return loss
@@ -120,9 +119,12 @@ class TrainingStep:
     def forward_backward(self, batch: Sample) -> Tensor:
         """Set the gradients of the scaled loss; return the detached loss.
 
+        They replace the gradients of the last call, with and without a CUDA graph.
+
         Raises ValueError if `config.cuda_graph` is True and the batch has another shape than the
         first one. If it is None, such a batch runs without the CUDA graph.
         """
+        self.optimizer.zero_grad()
         if self._captured is None:
             return self._forward_backward(batch)
         if self.config.cuda_graph is None and not self._captured.accepts(batch):
@@ -132,8 +134,6 @@ class TrainingStep:
                     "graph"
                 )
             self._warned_of_shapes = True
-            # A replay replaces gradients; backward without it would add to those of the last step.
-            self._captured.release_gradients()
             return self._forward_backward(batch)
         return self._captured(batch)
 
