@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# imported at the start, so that a missing one is not noticed after an hour of training
+# imported at the start, so that a missing one does not end the run after an hour of training
 REQUIRED_MODULES = ("hydra", "tqdm", "matplotlib", "scipy")
 GROUPS = ("attention", "data", "graph", "model", "training")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
@@ -67,7 +67,7 @@ class Run(NamedTuple):
 
 
 def build(config: "DictConfig", schema: DataSchema | None = None) -> Run:
-    """Build the objects of a config; the model is on the CPU, with weights from `training.seed`.
+    """Build the objects of a config; the model is on the CPU, with `training.seed` as seed.
 
     With the `schema` of a trained model, the data set uses its variables, order and normalisation;
     for a new model it is None. Raises the ValueError, TypeError, ImportError or OSError of the
@@ -121,7 +121,7 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
 
 
 def describe_graph(graph: "HeteroData") -> str:
-    """Describe the numbers of nodes and edges, for the log."""
+    """Describe the number of nodes and edges of each type, for the log."""
     nodes = ", ".join(f"{graph[name].num_nodes} {name} nodes" for name in graph.node_types)
     edges = ", ".join(
         f"{graph[kind].num_edges} edges {kind[0]} to {kind[2]}" for kind in graph.edge_types
@@ -130,7 +130,7 @@ def describe_graph(graph: "HeteroData") -> str:
 
 
 def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
-    """Build the objects of a checkpoint's config, with its weights, on the device of the config.
+    """Build the objects of a checkpoint's config, with its weights, on the configured device.
 
     Returns the run and the step of the checkpoint, None if unknown.
     """
@@ -207,7 +207,7 @@ def argument_value(arguments: list[str], key: str) -> Any:
 
 
 def check_folder(arguments: list[str]) -> Path:
-    """Return the existing folder in which Hydra will create the folder of the run.
+    """Return the existing folder in which Hydra will create the run folder.
 
     Raises ValueError if it cannot create one there.
     """
@@ -238,7 +238,7 @@ def remove_empty_run(existing: Path) -> None:
     if all(name == ".hydra" or name.endswith(".log") for name in names):
         shutil.rmtree(folder)
         for parent in folder.parents[: folder.parents.index(existing)]:
-            with suppress(OSError):  # not empty: it has another run
+            with suppress(OSError):  # not empty: it holds another run
                 parent.rmdir()
 
 
@@ -342,7 +342,7 @@ def launch(
     prepare: Callable[["DictConfig"], Callable[[], Any]],
     choose_config: Callable[[], str],
 ) -> None:
-    """Run a Hydra application with the arguments of the command line.
+    """Run a Hydra application with the command-line arguments.
 
     After an error that the user can fix, the process prints one sentence on standard error and
     exits with status 1. After a signal, the status is 128 plus its number. A run that cannot start
@@ -429,7 +429,7 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
 def prepare_job(
     prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
 ) -> Callable[[], Any]:
-    """Return the job for a config; raise errors of the user as a ConfigError with one sentence."""
+    """Return the job for a config; raise user errors as a ConfigError with one sentence."""
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -484,7 +484,7 @@ def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoR
     else:
         message = error
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
-    # one call, so that the lines of several ranks do not mix
+    # one call, so that the output of several ranks does not interleave
     sys.stderr.write(f"{rank}{module}: {message}\n")
     sys.exit(status)
 

@@ -8,7 +8,7 @@ Parameters stay the same objects, so existing optimisers train the remaining row
 parameters stay tied.
 
 A node set has the same partition in all graphs. It is balanced by the cost of the nodes, summed
-over all graphs whose destinations they are.
+over all graphs in which they are destinations.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
 @dataclass(frozen=True)
 class ModuleShard:
-    """Sharding of a module on one rank; `print` lists the rows that this rank holds.
+    """Sharding of a module on one rank; printing it lists the rows that this rank holds.
 
     Attributes
     ----------
@@ -50,8 +50,8 @@ class ModuleShard:
         `partitions[name].nodes(rank)` of a sample.
     tables : dict of str to ShardedTable
         Rows of each table that this rank holds, by the name of the parameter or buffer. Tied
-        parameters are listed under all their names; buffers, only if they are in the state dict.
-        All other parameters are shared.
+        parameters are listed under all their names, buffers only if they are in the state dict. All
+        other parameters are shared.
     graphs : dict of (str, str) to GraphShard
         Shards by node sets (sources, destinations); layers accept them instead of structures.
     """
@@ -103,7 +103,7 @@ def shard_module(
     tables: Mapping[str, str | Kind] | None = None,
     positions: Mapping[str, Tensor] | None = None,
 ) -> ModuleShard:
-    """Reduce a module that every rank holds to this rank's nodes and edges, in place. Collective.
+    """Cut a replicated module down to this rank's nodes and edges, in place. Collective.
 
     Parameters
     ----------
@@ -118,8 +118,8 @@ def shard_module(
         With axes (data, model).
     tables : mapping of str to str or (str, str), optional
         The node set or graph of each parameter or buffer that has one row per node or edge, such as
-        the weight of a node embedding, by its name. These tensors keep the rows of this rank. One
-        name of a tied parameter is enough.
+        the weight of a node embedding, by the name of the tensor. These tensors keep the rows of
+        this rank. One name of a tied parameter is enough.
     positions : mapping of str to Tensor [N, 3], optional
         Coordinates of the nodes, by node set. The nodes are ordered along a Morton curve, which
         makes halos small. Other node sets are ordered by index.
@@ -133,7 +133,7 @@ def shard_module(
     ------
     ValueError
         On all ranks, if weights, graphs or options of layers differ between ranks or are
-        inconsistent, or a parameter has a gradient, which would be for all rows.
+        inconsistent, or a parameter has a gradient, which would still cover all rows.
     """
     check_mesh(mesh)
     with consensus(mesh.get_group("model")):
@@ -144,8 +144,8 @@ def shard_module(
 class ShardPlan:
     """Shard plan of a whole module: owners of all nodes and edges, without communication.
 
-    Parameters are as for `shard_module`; `num_layers` is the number of layers that use a graph, by
-    default 1. The module is left unchanged.
+    Parameters are as for `shard_module`; `num_layers` is the number of layers that use each graph,
+    by default 1. The module is left unchanged.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class ShardPlan:
         }
 
     def apply(self, mesh: DeviceMesh) -> ModuleShard:
-        """Reduce the module, which all ranks hold, to this rank's rows, in place. Collective.
+        """Cut the replicated module down to this rank's rows, in place. Collective.
 
         Raise ValueError on all ranks if module or graphs differ between them.
         """
@@ -230,7 +230,7 @@ class OwnRows:
     tables: dict[str, tuple[Tensor, int]]  # local rows [n], int64, and size of the whole table
 
     def cut(self, whole: nn.Module, module: nn.Module) -> None:
-        """Set a module's tables to these rows of the whole module's tables; both may be one module.
+        """Set a module's tables to these rows of the whole module's tables; both may be the same.
 
         Parameters stay the same objects, because optimisers hold them and other layers may be tied
         to them. Buffers are replaced, because the caller may still use the original tensors.
@@ -324,7 +324,7 @@ def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
 
 
 def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dict[str, str | Kind]:
-    """Return the tables under all names that the module has for their parameter or buffer."""
+    """Return the tables under every name of their parameter or buffer in the module."""
     names: dict[int, list[str]] = {}
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
@@ -345,8 +345,8 @@ def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dic
 def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
     """Replace the data of a parameter, which stays the same object."""
     # While an output of the whole module is alive, the parameter has an autograd node that expects
-    # gradients of the former shape. PyTorch (2.13, `VariableHooks::set_data`) drops this node when
-    # the dtype changes, but not when the shape does.
+    # gradients of the old shape. PyTorch (2.13, `VariableHooks::set_data`) drops this node when the
+    # dtype changes, but not when the shape does.
     other_dtype = torch.float32 if rows.dtype != torch.float32 else torch.float64
     parameter.data = rows.new_empty(0, dtype=other_dtype)
     parameter.data = rows

@@ -26,7 +26,7 @@ LIMITS = {
     torch.bfloat16: 3e-2,
     torch.float16: 5e-3,
 }
-MIN_RUN_TIME = 0.1  # s, of timing a package and its model
+MIN_RUN_TIME = 0.1  # s, for timing a package and its model
 
 
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
@@ -35,7 +35,7 @@ def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[
     Parameters
     ----------
     program : ExportedProgram
-        A program of `export_program` or `export_model`.
+        A program returned by `export_program` or `export_model`.
     path : str or Path
         The file, ending in ".pt2", in an existing folder.
     metadata : dict of str to str
@@ -45,7 +45,7 @@ def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[
     ------
     ValueError
         Before compilation, if the name does not end in ".pt2", metadata is not text, or there is no
-        C++ compiler that makes loadable packages.
+        C++ compiler that produces loadable packages.
     OSError
         If the folder is not writable.
     """
@@ -84,7 +84,7 @@ def check_compiler() -> None:
     """Raise ValueError if there is no C++ compiler, or its packages would crash on loading.
 
     A package with its own copy of the C++ standard library crashes in `std::regex` on loading,
-    because the copy gets a locale that belongs to PyTorch's library. Compilers link a copy if
+    because the copy gets a locale that belongs to PyTorch's library. Compilers link such a copy if
     `libstdc++.so` is missing.
     """
     try:

@@ -16,7 +16,7 @@ once and passed to every layer. The caller's edge features are never permuted: t
     csr_to_csc = [2, 1, 0, 3]       CSC position of each CSR edge
 
 Sizes are stored as shapes: `colptr` has N_dst + 1 elements, `row` has E, and the empty `sources` is
-[N_src, 0]. So torch.compile and torch.export can treat them as dynamic; an int attribute would
+[N_src, 0]. This lets torch.compile and torch.export treat them as dynamic; an int attribute would
 become a constant of the program. A structure is a pytree node whose leaves are its tensors.
 """
 
@@ -54,7 +54,7 @@ from anemoi_gt.torch_compat import assert_async, is_exporting
 
 
 class ReverseIndex(NamedTuple):
-    """The edges of a graph by source (CSR), as `GraphStructure` documents them."""
+    """The edges of a graph by source (CSR), as documented in `GraphStructure`."""
 
     rowptr: Tensor  # [N_src + 1]
     col: Tensor  # [E]
@@ -92,7 +92,7 @@ class GraphStructure:
     csr_to_csc : Tensor [E], dtype of colptr, or None
         CSC position of each edge, CSR order.
     dst_schedule : Tensor [N_dst], dtype of colptr, or None
-        Order in which GPU programs process the destinations; None is 0, 1, 2, ... It changes speed,
+        Order in which GPU programs process the destinations; None is 0, 1, 2, ... It affects speed,
         not results.
     fixed_in_degree : Tensor [K, 0], or None
         Marks that every destination has K in-edges (k nearest neighbours), for faster kernels; it
@@ -100,7 +100,7 @@ class GraphStructure:
         checked.
     dst_hubs, src_hubs : Tensor [257, 0], or None
         Mark that a destination or source has, or may have, at least 257 edges; they have no
-        elements. GPU kernels split such hubs into segments of half that many edges. None disables
+        elements. GPU kernels split such hubs into segments of 128 edges. None disables
         hub splitting. Detected when values are checked, and always present otherwise.
 
     Raises
@@ -168,7 +168,7 @@ class GraphStructure:
 
     def __repr__(self) -> str:
         state = self.state_dict()
-        # a pytree transform may replace the tensors by other leaves
+        # a pytree transform may replace the tensors with other leaves
         if not all(isinstance(leaf, Tensor) for leaf in state.values()):
             return f"GraphStructure({state})"
         degree = ""
@@ -237,16 +237,16 @@ class GraphStructure:
         stable : bool
             Keep the caller's order within a destination. False leaves the order unspecified and is
             faster on a GPU, for graphs that change every step; sums may then differ in the last bit
-            from run to run. Both structures are built in one sweep. On a CPU and under
-            deterministic algorithms, edges are sorted in any case.
+            from run to run. Both structures are built in one pass. On a CPU and under deterministic
+            algorithms, edges are sorted regardless.
         validate : bool
             Check the values, which synchronises with the device, and detect fixed in-degree and
             hubs. If False, and in compiled code, ranges are asserted on the device without
             synchronising (RuntimeError, on a GPU at a later call), and the graph is marked as if it
             had hubs. Layers that convert an edge_index on a GPU pass False.
         reverse : bool
-            Build the reverse (CSR) structure, which gradients of key and value need. False saves a
-            sort and 8 bytes per edge, for inference.
+            Build the reverse (CSR) structure, which gradients of key and value need. For inference,
+            False saves a sort and 8 bytes per edge.
 
         Returns
         -------
@@ -318,15 +318,16 @@ class GraphStructure:
         row : Tensor [E], int32 or int64
         num_src : int
         perm : Tensor [E], int32 or int64, optional
-            Caller's edge at each CSC position, if edge features are in another order than `row`.
+            Caller's edge at each CSC position, if edge features are in a different order from
+            `row`.
         validate, reverse : bool
             As in `from_edge_index`.
 
         Raises
         ------
         ValueError
-            For a wrong rank, dtype, length or device, a colptr that decreases or is not from 0 to
-            E, or a source out of range.
+            For a wrong rank, dtype, length or device, a colptr that decreases or does not run from
+            0 to E, or a source out of range.
         """
         for name, index in (("colptr", colptr), ("row", row)):
             check_index(name, index, like=colptr, dtypes=INDEX_DTYPES)
@@ -502,7 +503,7 @@ class GraphStructure:
         return replace(self, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc)
 
     def with_dst_schedule(self, positions: Tensor) -> "GraphStructure":
-        """Return this structure with a destination schedule on a Morton curve, for cache locality.
+        """Return this structure with destinations scheduled along a Morton curve, for locality.
 
         Nearby destinations share sources, so concurrent programs share rows in the cache.
         `positions` [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise
@@ -533,7 +534,7 @@ class GraphStructure:
         return self.edge_order().long()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
-        """Return this structure on `device`, as PyG's `Data.to` calls it.
+        """Return this structure on `device`; PyG's `Data.to` calls this method.
 
         Raise ValueError for a dtype.
         """
@@ -549,9 +550,9 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            If colptr or rowptr decreases or is not from 0 to E; an index is out of range; perm,
-            csr_to_csc or dst_schedule is not a permutation; CSC and CSR have different edges; or an
-            in-degree differs from `fixed_in_degree`.
+            If colptr or rowptr decreases or does not run from 0 to E; an index is out of range;
+            perm, csr_to_csc or dst_schedule is not a permutation; CSC and CSR have different edges;
+            or an in-degree differs from `fixed_in_degree`.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
@@ -638,7 +639,7 @@ class GraphStructure:
         return replace(self, fixed_in_degree=fixed_in_degree, dst_hubs=dst_hubs, src_hubs=src_hubs)
 
     def _has_fixed_in_degree(self, max_in_degree: int) -> bool:
-        """Return whether every destination has as many in-edges as the largest one."""
+        """Return whether every destination has as many in-edges as the one with the most."""
         return self.num_edges > 0 and max_in_degree * self.num_dst == self.num_edges
 
     def _hubs(self) -> Tensor:
@@ -695,7 +696,7 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 
 
 def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Concatenate indices of several graphs, each shifted by its offset; the last is the total."""
+    """Concatenate indices of several graphs, shifted by offsets; the last offset is the total."""
     return torch.cat(
         [index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)]
     )

@@ -1,9 +1,9 @@
 """The path of a block, decided once in each of its forward passes.
 
-    fused       its attention sub-layer fused, and its feed-forward sub-layer if possible
-    attention   the block's modules around anemoi_gt's attention; feed-forward fused if possible
-    feed_forward   of a transformer block: its feed-forward fused, its attention Anemoi's
-    upstream    Anemoi's own forward
+    fused         its attention sub-layer fused, and its feed-forward sub-layer if possible
+    attention     the block's modules around anemoi_gt's attention; feed-forward fused if possible
+    feed_forward  a transformer block with fused feed-forward and Anemoi's attention
+    upstream      Anemoi's own forward
 
 The decision depends on mutable state, such as hooks, so it is taken once. A checkpointed chunk
 keeps the decisions of its forward pass for the recomputation, which must save the same tensors.
@@ -28,7 +28,7 @@ from anemoi_gt.torch_compat import is_exporting
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
 FEED_FORWARD = "feed_forward"
-# methods of Anemoi's blocks that the replaced forward does not call, or only on falling back
+# methods of Anemoi's blocks that the replacement forward calls only on falling back, or never
 BYPASSED = (
     *("get_qkve", "prepare_qkve_edge_sharding", "attention_block", "apply_gt", "_apply_qk_norm"),
     *("_forward_edges_sharded_attention", "_forward_heads_sharded_attention"),
@@ -47,15 +47,15 @@ class Decision(NamedTuple):
     settings: Settings | None  # None: neither installed nor swapped
     path: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
-    reason: str | None = None  # why the path is not better; None if it is the requested one
+    reason: str | None = None  # why it is less than requested; None if it is not
     sublayers: BlockPath = NOT_FUSED  # parts of each fused sub-layer
     is_overridden: bool = (
-        False  # by a class of blocks that overrides methods; the same on all ranks
+        False  # a subclass of Anemoi's block overrides methods; the same on all ranks
     )
 
 
 class Call(NamedTuple):
-    """The arguments of a block's forward, of any version."""
+    """The arguments of a block's forward, in any version of anemoi-models."""
 
     x: Any  # rows of a processor, or (sources, destinations) of a mapper
     edge_attr: Tensor
@@ -64,7 +64,7 @@ class Call(NamedTuple):
     batch_size: int
     size: int | tuple[int, int]
     group: object  # of the ranks that share a model, or None
-    cond: Any  # None, or conditions of `x`, in its form
+    cond: Any  # None, or the conditions, in the form of `x`
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class Call(NamedTuple):
         shapes=None,
         **others,
     ) -> "Call":
-        """Read arguments as upstream passes them; it ignores the others too."""
+        """Read arguments as upstream passes them; others are ignored, as upstream does."""
         shards = shapes if shard_info is None else shard_info
         return cls(x, edge_attr, edge_index, shards, batch_size, size, model_comm_group, cond)
 
@@ -91,10 +91,10 @@ class ChunkDecisions:
 
     def __init__(self):
         self.decisions: list[Decision] = []
-        self.position: int | None = None  # in a recomputation: of the next block
+        self.position: int | None = None  # in a recomputation: index of the next block
 
     def take(self) -> Decision | None:
-        """Return the forward pass's decision for the next block, None in the forward itself."""
+        """Return the forward pass's decision for the next block; None in that pass itself."""
         if self.position is None or self.position >= len(self.decisions):
             return None
         self.position += 1
@@ -105,7 +105,7 @@ _CHUNK: ContextVar[ChunkDecisions | None] = ContextVar("chunk", default=None)
 
 
 def keeping_decisions(function: Callable) -> Callable:
-    """Return a function to checkpoint; recomputations keep the decisions of its first call."""
+    """Wrap a function to checkpoint; recomputations reuse the decisions of its first call."""
     decisions, has_run = ChunkDecisions(), False
 
     @wraps(function)
@@ -126,8 +126,7 @@ def keeping_decisions(function: Callable) -> Callable:
 def decide(block: Any, x_dst: Tensor, call: Call, gathers: bool) -> Decision:
     """Return the path of a block with destinations `x_dst`; log it if it is less than requested.
 
-    `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that
-    cannot run.
+    `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a named backend cannot run.
     """
     return _decide_once(block, lambda: _decide(block, x_dst, call, gathers))
 
@@ -262,7 +261,7 @@ def _report_not_fused(
 
 
 def _is_temporary(reason: str) -> bool:
-    """Return whether a reason is a temporary tool, such as a hook, which must not end a run."""
+    """Return whether a reason is a temporary tool, such as a hook, and so must not end a run."""
     return "hooks" in reason or reason.startswith("torch.jit")
 
 
@@ -314,7 +313,7 @@ def _computation_of(x: Tensor, settings: Settings) -> Computation:
 
 
 def _runs_on_triton(x: Tensor, computation: Computation, settings: Settings) -> bool:
-    """Return whether backend triton attends over x; `computation` knows it where it is faster."""
+    """Return whether backend triton attends over x; it does where fused computation is faster."""
     if computation.is_faster_fused:
         return True
     return fused_block.runs_on_triton(x, computation.dtype, settings.config)
@@ -338,7 +337,7 @@ def _sublayers_of(
         attention = "its edges are embedded before the attention"
     feed_forward = _overridden_network(block, "run_node_dst_mlp")
     source_feed_forward: str | None = NO_SOURCES
-    # processor blocks of anemoi-models have the attribute, and nothing to update
+    # processor blocks of anemoi-models have the attribute but nothing to update
     if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
         source_feed_forward = _overridden_network(block, "run_node_src_mlp")
     reasons = ReasonsAgainst(attention, feed_forward, source_feed_forward)

@@ -1,4 +1,4 @@
-"""The `torch` backend as custom operators: flat tensors, a loop over batch and groups of heads."""
+"""The `torch` backend as custom operators on flat tensors, looping over batch and head groups."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from anemoi_gt.ops.torch_backend.reference import (
 )
 from anemoi_gt.tested_versions import warn_if_untested
 
-MAX_EDGE_HEADS = 2**21  # heads in a group times the number of edges or nodes
+MAX_EDGE_HEADS = 2**21  # limit on heads in a group times the number of edges or nodes
 
 
 class FlatArguments(NamedTuple):
@@ -104,7 +104,7 @@ class FlatArguments(NamedTuple):
         return HeadGroup(q, k, v, attr, weight, bias, keep, self.scale)
 
     def edges(self) -> Edges:
-        """Return the edges in the form of `reference`, for as many heads as memory allows."""
+        """Return the edges in the form `reference` takes, for as many heads as memory allows."""
         graph = GraphStructure(
             self.colptr, self.row, self.row.new_empty(0, 0), self.perm, self.global_edge_id
         )
@@ -169,8 +169,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute edge attention of checked operands, as documented in `anemoi_gt.edge_attention`.
 
-    With query, key, value [B, N, H, C], edge_attr is [1 or B, E, ..]; without B, none of them has
-    it. Operators and gradients accept both, because unsqueezing would add autograd nodes.
+    With query, key, value [B, N, H, C], edge_attr is [1 or B, E, ..]; without B, none of them has a
+    batch dimension. Operators and gradients accept both, because unsqueezing would add autograd
+    nodes.
     """
     warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
@@ -181,9 +182,9 @@ def attend(
 
 @define_operator
 def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute out like query, lse [B, N_dst, H] and the softmax p [B, E, H], empty unless saved.
+    """Compute out, shaped like query, lse [B, N_dst, H] and p [B, E, H], empty unless saved.
 
-    Without B, out and lse have no B either.
+    p is the softmax. Without B, out and lse have no B either.
     """
     query = flat.query
     flat = flat.in_accumulator_dtype()

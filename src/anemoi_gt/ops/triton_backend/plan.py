@@ -1,10 +1,11 @@
-"""A call as a plan: its launches and tensor operations in order, over buffers in few allocations.
+"""A call as a plan: kernel launches and tensor operations, in order, on buffers.
 
-A plan is made from sizes, dtypes and options alone, and holds no tensor, so one plan runs every
-call of these sizes. Its steps name `Buffer`s: parts of the inputs, of the results, and of scratch
-memory, which is one allocation in which buffers that are not alive at the same time share bytes. A
-kernel takes addresses, a tensor operation takes views, which are made once per run. Related
-results, such as all tensors saved for a backward pass, are parts of one result (`BlockLayout`).
+A plan is built from sizes, dtypes and options alone and holds no tensors, so one plan serves every
+call with these sizes. Its steps refer to `Buffer`s: parts of the inputs, of the results, and of
+scratch memory, which is one allocation in which buffers that are not alive at the same time share
+bytes. A kernel takes addresses, a tensor operation takes views, which are made once per run.
+Related results, such as all tensors saved for a backward pass, are parts of one result
+(`BlockLayout`).
 
     builder = PlanBuilder(specs)             shape and dtype of each input tensor, None if absent
     out = builder.empty(shape, dtype)        memory that a step writes
@@ -29,9 +30,9 @@ SCRATCH_ALIGNMENT = 512  # bytes; PyTorch's allocator places tensors at such mul
 
 @dataclass(frozen=True)
 class Buffer:
-    """Part of a block of memory, read as a strided tensor."""
+    """Part of a block of memory, viewed as a strided tensor."""
 
-    block: int  # number of the block in its builder
+    block: int  # index of the block in its builder
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
     dtype: torch.dtype
@@ -50,7 +51,7 @@ class Buffer:
 
     # In this class `slice` names the method above.
     def rows(self, part: builtins.slice) -> "Buffer":
-        """Return some of the first dimension."""
+        """Return a range of the first dimension."""
         return self.slice(0, part.start, part.stop)
 
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "Buffer":
@@ -63,7 +64,7 @@ class Buffer:
         )
 
     def transposed(self) -> "Buffer":
-        """Return a matrix with its two dimensions exchanged."""
+        """Return the transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
 
 
@@ -79,7 +80,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Tensors one after another in one block of bytes, each at a multiple of 512."""
+    """Tensors one after another in one block of bytes, each at an offset divisible by 512."""
 
     num_bytes: int
     parts: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype
@@ -119,7 +120,7 @@ class TensorStep(NamedTuple):
 
 
 class PlanBuilder:
-    """Collect the steps of a call; `finish` places their memory.
+    """Collect the steps of a call; `finish` assigns their memory.
 
     Parameters
     ----------
@@ -145,7 +146,7 @@ class PlanBuilder:
         return block
 
     def empty_like(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Buffer:
-        """Return contiguous memory of the shape of `buffer`, in its dtype or another."""
+        """Return contiguous memory with the shape of `buffer`, in its dtype or another."""
         return self.empty(buffer.shape, buffer.dtype if dtype is None else dtype)
 
     def empty_parts(self, layout: BlockLayout, *, together: bool) -> dict[str, Buffer]:
@@ -162,15 +163,15 @@ class PlanBuilder:
         return block
 
     def launch(self, launch: Launch, **buffers: Buffer | None) -> None:
-        """Launch a kernel on buffers by the names of its arguments, None for an absent one."""
+        """Add a kernel launch on buffers, by argument name; None for an absent argument."""
         self.steps.append(KernelStep(launch, tuple(buffers[name] for name in launch.tensors)))
 
     def compute(self, function: Callable[..., object], *buffers: Buffer) -> None:
-        """Call `function` on tensors; it writes into one of them, its return value is dropped."""
+        """Add a call of `function`, which writes to one of the tensors; its result is discarded."""
         self.steps.append(TensorStep(function, buffers, has_out=False))
 
     def compute_into(self, out: Buffer, function: Callable[..., object], *buffers: Buffer) -> None:
-        """Call `function` of PyTorch on tensors with `out=`."""
+        """Add a call of a PyTorch `function` on tensors, with `out=`."""
         self.steps.append(TensorStep(function, (*buffers, out), has_out=True))
 
     def finish(self, results: Sequence[Buffer | None]) -> "Plan":
@@ -202,7 +203,7 @@ class PlanBuilder:
 
 
 class Location(NamedTuple):
-    """A buffer and where its block lies in a run: at base `base`, from byte `block_bytes` on."""
+    """A buffer and where its block lies in a run: at base `base`, from byte `block_bytes`."""
 
     base: int  # an input, a result, or the scratch allocation
     block_bytes: int
@@ -221,7 +222,7 @@ class BoundKernel(NamedTuple):
     launch: Launch
     locations: tuple[Location | None, ...]
     addresses: tuple[tuple[int, int], ...]  # base and byte offset of each argument
-    alignment: tuple[bool, ...]  # of each argument where every base is aligned
+    alignment: tuple[bool, ...]  # of each argument, if every base is aligned
     compiled: dict  # compiled kernels for these dtypes, by device and alignment
 
     @classmethod
@@ -240,7 +241,7 @@ class BoundKernel(NamedTuple):
 
 
 class BoundFunction(NamedTuple):
-    """A tensor operation with the numbers of its views in the plan."""
+    """A tensor operation with the indices of its views in the plan."""
 
     function: Callable[..., object]
     views: tuple[int, ...]
@@ -257,14 +258,14 @@ class Plan:
     scratch_bytes: int
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the results on contiguous input tensors of the current device."""
+        """Run the steps on contiguous inputs on the current device and return the results."""
         device = next(tensor.device for tensor in inputs if tensor is not None)
         bases: list[Tensor | None] = list(inputs)
         results: list[Tensor | None] = []
         for buffer in self.results:
             result = None
             if buffer is not None:
-                # half the host's time of new_empty (torch 2.11)
+                # takes half the host time of new_empty (torch 2.11)
                 result = torch.empty_strided(
                     buffer.shape, buffer.stride, dtype=buffer.dtype, device=device
                 )
@@ -293,8 +294,8 @@ class Plan:
             arguments = [addresses[base] + offset for base, offset in step.addresses]
             alignment = step.alignment
             if not are_aligned:
-                # Triton compiles for each pattern of aligned pointers. A chunk of an input, such as
-                # the edges of a chunk of a mapper, may begin anywhere.
+                # Triton compiles a kernel for each pattern of aligned pointers. A chunk of an
+                # input, such as the edges of a mapper chunk, may begin at any address.
                 alignment = tuple(argument % ALIGNMENT == 0 for argument in arguments)
             repeat = None if gpu is None else step.compiled.get((gpu, alignment))
             if repeat is None:
@@ -316,7 +317,7 @@ class Plan:
 
 
 def _view(location: Location, bases: list, typed: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
-    """Return the tensor of a buffer; `typed` keeps bases that are read in another dtype."""
+    """Return the tensor of a buffer; `typed` caches bases viewed as another dtype."""
     base = bases[location.base]
     if location.is_whole:
         return base
@@ -333,9 +334,9 @@ def _view(location: Location, bases: list, typed: dict[tuple[int, torch.dtype], 
 def _place_scratch(blocks: list, steps: list, placed: dict[int, int]) -> tuple[dict[int, int], int]:
     """Return the byte offset of every scratch block, and the bytes of the scratch allocation.
 
-    Blocks that are alive during a common step get distinct bytes. The largest is placed first, each
-    at the lowest offset that is free, which keeps the total near the largest sum of blocks alive at
-    once.
+    Blocks that are alive during a common step get distinct bytes. They are placed from largest to
+    smallest, each at the lowest free offset, which keeps the total near the largest sum of blocks
+    alive at once.
     """
     lifetimes: dict[int, list[int]] = {}
     for number, step in enumerate(steps):
