@@ -73,7 +73,8 @@ def terminated(tmp_path_factory):
     """The folder of a run that got SIGTERM, its exit status and last line."""
     folder = tmp_path_factory.mktemp("terminated") / "run"
     process = start(folder)
-    send(process, signal.SIGTERM, folder, after=VALID_EVERY + 5)
+    # one record for each step, and one of the validation
+    send(process, signal.SIGTERM, folder, after=VALID_EVERY + 5 + 1)
     return folder, *finish(process)
 
 

@@ -196,7 +196,7 @@ def _decide(
 
     path = NOT_FUSED
     if settings.blocks is not False and not is_exporting():
-        computation = _computation_of(x_dst, settings)
+        computation = Computation.of(x_dst, settings.config, keep_hidden=settings.keep_hidden)
         if settings.blocks is None and not computation.is_faster_fused:
             reason = NOT_FASTER_FUSED
         else:
@@ -231,7 +231,7 @@ def _decide_transformer(
         return Decision(settings, UPSTREAM, reason="its sub-layers are not fused")
     if torch.jit.is_tracing():
         return Decision(settings, UPSTREAM, reason="torch.jit.trace records it")
-    computation = _computation_of(x, settings)
+    computation = Computation.of(x, settings.config, keep_hidden=settings.keep_hidden)
     if settings.blocks is None and not computation.is_faster_fused:
         return Decision(settings, UPSTREAM, reason=NOT_FASTER_FUSED)
     parts: FeedForwardParts | str = "another backend than triton is chosen"
@@ -306,10 +306,6 @@ def _reason_to_embed(block: Any, settings: Settings, gathers: bool) -> str | Non
     if has_wrapped_weights(block.lin_edge):
         return "its lin_edge has weights that are a tensor subclass"
     return None
-
-
-def _computation_of(x: Tensor, settings: Settings) -> Computation:
-    return Computation.of(x, settings.config, keep_hidden=settings.keep_hidden)
 
 
 def _runs_on_triton(x: Tensor, computation: Computation, settings: Settings) -> bool:
