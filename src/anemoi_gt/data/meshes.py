@@ -1,7 +1,7 @@
 """Hidden meshes: refined icosahedra of the globe, limited areas and stretched grids.
 
 Refinement r splits every triangle of the icosahedron into four, r times, and projects new vertices
-onto the sphere. This gives 10 * 4^r + 2 vertices, which include those of all levels l < r, and
+onto the sphere. This gives 10 * 4^r + 2 vertices, including the vertices of all levels l < r, and
 60 * 4^l directed edges at level l. A multi-scale mesh has the edges of several levels, so that a
 message crosses the globe in a few steps (Lam et al. 2023).
 

@@ -27,7 +27,7 @@ from anemoi_gt.torch_compat import is_exporting
 
 
 class Computation(NamedTuple):
-    """How a call computes and what it keeps, decided from its features once per call."""
+    """Dtype and kept tensors of a call, decided once from its features and settings."""
 
     dtype: torch.dtype  # of the operands of products
     is_autocast: bool  # whether autocast is active
@@ -136,10 +136,9 @@ def for_call(
         return "its norms and the call differ in whether there is a condition"
     if x.dtype != parts.dtype and not computation.is_autocast:
         return f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
-    parts = parts._replace(product_dtype=computation.dtype)
-    if isinstance(parts, FeedForwardParts):
-        return parts._replace(keep_hidden=computation.keep_hidden)
-    return parts
+    if isinstance(parts, AttentionParts):
+        return parts._replace(product_dtype=computation.dtype)
+    return parts._replace(product_dtype=computation.dtype, keep_hidden=computation.keep_hidden)
 
 
 def attention(

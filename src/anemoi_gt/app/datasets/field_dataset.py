@@ -161,7 +161,7 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
 def roles_of_schema(
     fields: Fields, chosen: ChosenRoles, schema: DataSchema
 ) -> tuple[Fields, Roles]:
-    """Return the chosen roles, by default those of a trained model, and fields with constants.
+    """Return the roles of variables, by default a trained model's, and fields with constants.
 
     The constants of the model are marked as static. Raises ValueError if the data lack a variable.
     """

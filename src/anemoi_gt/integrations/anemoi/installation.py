@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from inspect import signature
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -324,53 +325,30 @@ def swap_layers(
     return model
 
 
-def graph_transformer_processor(
-    *,
-    backend: str = "auto",
-    precision: str | None = None,
-    fuse_edges: bool = True,
-    blocks: bool | None = None,
-    sharding: bool = True,
-    keep_hidden: bool = True,
-    **options,
-) -> nn.Module:
+def graph_transformer_processor(**options) -> nn.Module:
     """Build Anemoi's `GraphTransformerProcessor` with swapped blocks, for unvalidated configs.
 
-    The named arguments are as for `install`, `options` as for Anemoi's class.
+    Keyword arguments are the options of `swap_layers` and of Anemoi's class.
     """
-    # all named: Anemoi's classes ignore arguments that they do not know
-    processor = find(*PROCESSOR)(**options)
-    return swap_layers(processor, backend, precision, fuse_edges, blocks, sharding, keep_hidden)
+    return _build_swapped(find(*PROCESSOR), options)
 
 
-def graph_transformer_forward_mapper(
-    *,
-    backend: str = "auto",
-    precision: str | None = None,
-    fuse_edges: bool = True,
-    blocks: bool | None = None,
-    sharding: bool = True,
-    keep_hidden: bool = True,
-    **options,
-) -> nn.Module:
+def graph_transformer_forward_mapper(**options) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with swapped blocks."""
-    mapper = find(MAPPER[0], "GraphTransformerForwardMapper")(**options)
-    return swap_layers(mapper, backend, precision, fuse_edges, blocks, sharding, keep_hidden)
+    return _build_swapped(find(MAPPER[0], "GraphTransformerForwardMapper"), options)
 
 
-def graph_transformer_backward_mapper(
-    *,
-    backend: str = "auto",
-    precision: str | None = None,
-    fuse_edges: bool = True,
-    blocks: bool | None = None,
-    sharding: bool = True,
-    keep_hidden: bool = True,
-    **options,
-) -> nn.Module:
+def graph_transformer_backward_mapper(**options) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with swapped blocks."""
-    mapper = find(MAPPER[0], "GraphTransformerBackwardMapper")(**options)
-    return swap_layers(mapper, backend, precision, fuse_edges, blocks, sharding, keep_hidden)
+    return _build_swapped(find(MAPPER[0], "GraphTransformerBackwardMapper"), options)
+
+
+def _build_swapped(kind: Any, options: dict[str, Any]) -> nn.Module:
+    """Build a component of Anemoi and swap its blocks; both take their share of the options."""
+    # Anemoi's classes silently ignore unknown keyword arguments, so ours must not reach them.
+    _, *names = signature(swap_layers).parameters  # the first one is the model
+    for_swapping = {name: options.pop(name) for name in names if name in options}
+    return swap_layers(kind(**options), **for_swapping)
 
 
 def _switch_on(
