@@ -7,8 +7,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 FAMILIES = {  # patterns of kernel names; the first match counts
-    "norms and activations, ours": r"anemoi_gt_(norm|head_norm|activation|layer_norm|gelu)",
-    "attention, ours": r"anemoi_gt|edge_attention|edge_attr|group_edges",
+    "remainders of products, ours": r"anemoi_gt_add_outer",
+    "norms, activations and sums, ours": r"anemoi_gt_",
+    "attention, ours": r"edge_attention|edge_attr|group_edges",
     "attention of PyTorch or flash-attn": r"flex_attention|fmha|flash",
     "fused by Inductor": r"^triton_(poi|red|per|tem|for|mm)_|^cpp_fused",
     "attention, Anemoi's": r"_gt_fwd|_gt_bwd|graph_transformer",
@@ -22,10 +23,10 @@ FAMILIES = {  # patterns of kernel names; the first match counts
     "elementwise": r"elementwise|vectorized|gelu|add|mul",
 }
 GROUPS = {  # groups of families; all other families are in "other"
-    "products": ("matrix products",),
+    "products": ("matrix products", "remainders of products, ours"),
     "attention": ("attention, ours", "attention, Anemoi's", "attention of PyTorch or flash-attn"),
     "rows, norms, elementwise": (
-        "norms and activations, ours",
+        "norms, activations and sums, ours",
         "fused by Inductor",
         "layer norms",
         "copies and casts",
