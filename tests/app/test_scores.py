@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.evaluate_command import write_scores
-from anemoi_gt.app.scores import as_table, measure, model_forecast
+from anemoi_gt.app.scores import Score, as_table, measure, model_forecast, rollout_table
 from anemoi_gt.data.nodes import Nodes
 
 
@@ -68,6 +69,14 @@ def test_table_has_every_forecast_variable_and_unit():
     assert names == ["temperature", "model", "persistence", "wind", "model", "persistence"]
     assert "temperature [K]" in table and "wind [m/s]" in table
     assert len({len(line) for line in table.splitlines()}) == 1
+
+
+@pytest.mark.parametrize("table", (as_table, rollout_table))
+def test_errors_far_below_one_are_not_rounded_to_zero(table):
+    humidity = Score("model", "q", "kg/kg", lead_time=6, samples=5, rmse=2.345e-5, bias=-1.2e-6)
+    temperature = replace(humidity, variable="t", units="K", rmse=0.75, bias=-0.1)
+    lines = table([humidity, temperature]).splitlines()
+    assert "2.345e-05" in lines[1] and "0.7500" in lines[3]
 
 
 def test_median_sample_has_the_median_error_of_the_first_variable():

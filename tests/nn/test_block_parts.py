@@ -7,7 +7,9 @@ import torch
 from support.differentiate import randomise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import layer_norm
+from torch.nn.utils import parametrize
 from torch.testing._internal.two_tensor import TwoTensor
+from torch_geometric.nn import Linear
 
 from anemoi_gt import (
     GraphStructure,
@@ -124,6 +126,21 @@ def wrap(layer):
     layer.lin_edge = Doubled(layer.lin_edge)
 
 
+class Bare(torch.nn.Module):
+    """An adapter without weight, bias and sizes, as many are written by hand."""
+
+    def __init__(self, linear, factor=1):
+        super().__init__()
+        self.linear, self.factor = linear, factor
+
+    def forward(self, x):
+        return self.factor * self.linear(x)
+
+
+def wrap_without_weight(layer):
+    layer.lin_edge = Bare(layer.lin_edge, 2)
+
+
 def hook(layer):
     layer.lin_edge.register_forward_hook(lambda module, inputs, out: 2 * out)
 
@@ -148,7 +165,7 @@ def layer(request):
 
 
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
-@pytest.mark.parametrize("change", (wrap, hook))
+@pytest.mark.parametrize("change", (wrap, wrap_without_weight, hook))
 def test_adapters_and_hooks_of_an_edge_embedding_are_called(layer, change, compiled):
     expected, inputs = copy.deepcopy(layer), (draw(5, 8), GRAPH, draw(4, 3))
     add_bias(expected)
@@ -158,6 +175,62 @@ def test_adapters_and_hooks_of_an_edge_embedding_are_called(layer, change, compi
     with pytest.warns(UserWarning, match="lin_edge, a .*, has hooks, .* or a replaced class"):
         out = call(*inputs)
     torch.testing.assert_close(out, expected(*inputs))
+
+
+def linear_maps(layer):
+    """The linear maps of a layer, each as (parent, name, itself)."""
+    return [
+        (parent, name, child)
+        for parent in list(layer.modules())
+        for name, child in parent.named_children()
+        if isinstance(child, (torch.nn.Linear, Linear))
+    ]
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.filterwarnings("ignore:lin_edge, a .*, has hooks:UserWarning")
+def test_every_linear_map_may_be_an_adapter_without_a_weight(layer, compiled):
+    inputs = draw(5, 8), GRAPH, draw(4, 3)
+    expected = layer(*inputs)
+    for parent, name, linear in linear_maps(layer):
+        setattr(parent, name, Bare(linear))
+    torch.compiler.reset()
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    torch.testing.assert_close(call(*inputs), expected)
+
+
+class Counted(torch.nn.Module):
+    """A parametrisation that changes nothing and counts how often a weight is computed."""
+
+    def forward(self, weight):
+        self.calls = getattr(self, "calls", 0) + 1
+        return weight.clone()
+
+
+def count_weights(layer):
+    """Parametrise all linear maps of a layer; return their counters, at zero."""
+    counters = []
+    for _, _, linear in linear_maps(layer):
+        counters.append(Counted())
+        parametrize.register_parametrization(linear, "weight", counters[-1])
+        counters[-1].calls = 0  # registering calls it
+    return counters
+
+
+@pytest.mark.filterwarnings("ignore:lin_edge, a .*, has hooks:UserWarning")
+def test_a_parametrised_weight_is_computed_once_a_call(layer):
+    inputs = draw(5, 8), GRAPH, draw(4, 3)
+    expected, counters = layer(*inputs), count_weights(layer)
+    torch.testing.assert_close(layer(*inputs), expected)
+    assert [counter.calls for counter in counters] == [1] * len(counters)
+
+
+@pytest.mark.filterwarnings("ignore:lin_edge, a .*, has hooks:UserWarning")
+def test_attention_weights_compute_no_parametrised_weight_again():
+    layer = GraphTransformerConv(8, 4, heads=2, edge_dim=3)
+    counters = count_weights(layer)
+    layer(draw(5, 8), GRAPH, draw(4, 3), return_attention_weights=True)
+    assert [counter.calls for counter in counters] == [1] * len(counters)
 
 
 def test_an_edge_embedding_with_weights_that_compute_for_themselves_is_called(layer):

@@ -127,10 +127,19 @@ def as_table(scores: list[Score]) -> str:
     for score in scores:
         if score.variable != variable:
             variable = score.variable
+            digits = _digits([other for other in scores if other.variable == variable])
             heading = f"{variable} [{score.units}]"
             lines.append(f"{heading:{width}} {'RMSE':>12} {'bias':>11}")
-        lines.append(f"{score.forecast:{width}} {score.rmse:12.4f} {score.bias:11.4f}")
+        lines.append(f"{score.forecast:{width}} {score.rmse:12{digits}} {score.bias:11{digits}}")
     return "\n".join(lines)
+
+
+def _digits(scores: list[Score]) -> str:
+    """Return the format of the errors of a variable.
+
+    Four decimals would round those of specific humidity in kg/kg to zero.
+    """
+    return ".4f" if max(score.rmse for score in scores) >= 0.01 else ".3e"
 
 
 class Outcome(NamedTuple):
@@ -209,8 +218,9 @@ def rollout_table(scores: list[Score]) -> str:
         heading = f"RMSE of {variable} [{units}]"
         columns = "".join(f" {name:>{width}}" for name in names)
         lines.append(f"{heading}{columns} {'samples':>8}")
+        digits = _digits([score for score in scores if score.variable == variable])
         for lead_time in dict.fromkeys(score.lead_time for score in scores):
             row = [cells[variable, lead_time, name] for name in names]
-            figures = "".join(f" {score.rmse:{width}.4f}" for score in row)
+            figures = "".join(f" {score.rmse:{width}{digits}}" for score in row)
             lines.append(f"{f'{lead_time:g} h':{len(heading)}}{figures} {row[0].samples:8}")
     return "\n".join(lines)

@@ -34,6 +34,8 @@ from anemoi_gt.nn.input_validation import (
     check_nodes,
     check_sides,
     check_structure,
+    features_of_input,
+    stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import (
     LayerKernels,
@@ -318,14 +320,13 @@ class GraphTransformerBaseBlock(nn.Module):
         If `lin_edge` has hooks, or was replaced by another kind of layer, they are embedded edges,
         None and None.
         """
-        weight = self.lin_edge.weight
-        check_attributes(edge_attr, weight.shape[1])
+        check_attributes(edge_attr, features_of_input(self.lin_edge))
         if len(self.edge_pre_mlp):
-            check_dtype("edge_attr", edge_attr, like=weight)
+            check_dtype("edge_attr", edge_attr, like=stored_parameter(self.lin_edge))
         edge_attr = self.edge_pre_mlp(edge_attr)
         if must_be_called(self.lin_edge, self._embedding):
             return self._split_heads(self.lin_edge(edge_attr)), None, None
-        return edge_attr, weight, self.lin_edge.bias
+        return edge_attr, self.lin_edge.weight, self.lin_edge.bias
 
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
@@ -391,7 +392,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        check_features("x", x, self.channels, like=self.lin_query.weight)
+        check_features("x", x, self.channels, like=stored_parameter(self.lin_query))
         layer = partial(self.update_destinations, self.path(x, cond))
         return map_chunks(layer, graph, (x, x), edge_attr, (cond, cond))
 
@@ -464,7 +465,8 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        x_src, x_dst = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
+        like = stored_parameter(self.lin_query)
+        x_src, x_dst = check_sides(x, (self.channels, self.channels), like)
         conditions = check_conditions(cond)
         path = self.path(x_dst, conditions[1])
         layer = partial(self.update_destinations, path)

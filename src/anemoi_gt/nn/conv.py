@@ -17,7 +17,12 @@ from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
-from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
+from anemoi_gt.nn.input_validation import (
+    check_dtype,
+    check_features,
+    check_nodes,
+    stored_parameter,
+)
 from anemoi_gt.nn.layer_kernels import must_be_called
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.ops import attention_weights, edge_attention
@@ -214,29 +219,22 @@ class GraphTransformerConv(MessagePassing):
         check_nodes(graph, x_src, x_dst)
         key, value = (self._split_heads(linear(x_src)) for linear in (self.lin_key, self.lin_value))
 
+        operands = None
         if self._needs_messages():
             out = self._attend_by_messages(query, key, value, graph, edge_attr)
         else:
-            attr, weight, bias = self._edge_operands(edge_attr)
+            operands = self._edge_operands(edge_attr)
             dropout_p = self.dropout if self.training else 0.0
             out, _ = edge_attention(
-                query,
-                key,
-                value,
-                graph,
-                attr,
-                weight,
-                bias,
-                dropout_p=dropout_p,
-                config=self.config,
+                query, key, value, graph, *operands, dropout_p=dropout_p, config=self.config
             )
         out = self._add_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
 
         if return_attention_weights is None:
             return out
-        alpha = attention_weights(
-            query, key, graph, *self._edge_operands(edge_attr)[:2], config=self.config
-        )
+        if operands is None:
+            operands = self._edge_operands(edge_attr)
+        alpha = attention_weights(query, key, graph, *operands[:2], config=self.config)
         if is_sparse_tensor(edge_index):
             return out, edge_index.set_value(alpha, layout="coo")
         return out, (edge_index, alpha)
@@ -291,12 +289,14 @@ class GraphTransformerConv(MessagePassing):
                 raise ValueError(
                     f"{name} must have shape [N, F] or [B, N, F], got {tuple(side.shape)}"
                 )
-            if linear.in_channels != LAZY:
-                check_features(name, side, linear.in_channels, like=linear.weight)
-            elif side.shape[-1] == 0:
+            channels = getattr(linear, "in_channels", None)  # None: an adapter, without PyG's name
+            like = stored_parameter(linear)
+            if channels not in (None, LAZY):
+                check_features(name, side, channels, like)
+            elif channels == LAZY and side.shape[-1] == 0:
                 raise ValueError(f"{name} must have at least one feature, got {tuple(side.shape)}")
             else:
-                check_dtype(name, side, like=linear.weight)
+                check_dtype(name, side, like)
         return sides
 
     def _edges(
@@ -333,7 +333,7 @@ class GraphTransformerConv(MessagePassing):
         if self.lin_edge is None:
             return None, None, None
         # lin_edge is not called, so the hook of PyG's lazy Linear, which does this, does not run
-        if isinstance(self.lin_edge.weight, UninitializedParameter):
+        if isinstance(self.lin_edge._parameters.get("weight"), UninitializedParameter):
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
         if must_be_called(self.lin_edge, Linear):
             return self._split_heads(self.lin_edge(edge_attr)), None, None

@@ -1,10 +1,34 @@
 """Checks of the inputs of layers: features, their rows, conditions, edge attributes and graphs."""
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import check_shape, have_size
+
+
+def stored_parameter(linear: nn.Module) -> Tensor:
+    """Return a tensor that a linear map of any class holds, in the dtype of its weights.
+
+    Checks do not read `linear.weight`: adapters may have none, and a parametrised one is computed
+    at each access, where spectral norm takes a step of its power iteration.
+    """
+    parameter = linear._parameters.get("weight")
+    if parameter is None:
+        parameter = next(linear.parameters(), None)
+    if parameter is None:  # replicas of DataParallel hold plain tensors
+        return linear.weight  # type: ignore[return-value]  # no submodule
+    return parameter
+
+
+def features_of_input(linear: nn.Module) -> int | None:
+    """Return the features that a linear map takes, None for an adapter that does not state them."""
+    features: Any = getattr(linear, "in_features", None)
+    if features is None and linear._parameters.get("weight") is not None:
+        return linear._parameters["weight"].shape[1]  # type: ignore[union-attr]  # not None
+    return features
 
 
 def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> None:
@@ -94,14 +118,17 @@ def _check_pair(message: str, pair: object) -> None:
         raise ValueError(f"{message}, got {got}")
 
 
-def check_attributes(edge_attr: object, edge_dim: int) -> None:
-    """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge.
+def check_attributes(edge_attr: object, edge_dim: int | None) -> None:
+    """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge; None is any number.
 
     The attention checks its number of rows.
     """
-    wanted = f"[E, {edge_dim}] or [B, E, {edge_dim}], raw attributes"
+    number = "D" if edge_dim is None else edge_dim
     check_shape(
-        "edge_attr", edge_attr, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == edge_dim
+        "edge_attr",
+        edge_attr,
+        f"[E, {number}] or [B, E, {number}], raw attributes",
+        lambda x: x.dim() in (2, 3) and (edge_dim is None or x.shape[-1] == edge_dim),
     )
 
 

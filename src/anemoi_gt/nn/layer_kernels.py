@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.dtypes import cast_for_autocast
@@ -104,6 +105,7 @@ def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
     """
     if (
         type(linear).forward is kind.forward
+        and not is_parametrized(linear)  # its class inherits `forward`
         and not hooks_of(linear)
         and not has_wrapped_weights(linear)
     ):

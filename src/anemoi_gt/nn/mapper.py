@@ -7,7 +7,6 @@ y              = node_data_extractor(proc((x_src', x_dst'), edges))    backward:
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.chunking import Chunk, Pair, Rows, map_chunks
-from anemoi_gt.nn.input_validation import check_conditions, check_sides
+from anemoi_gt.nn.input_validation import check_conditions, check_sides, stored_parameter
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.option_checks import check_integer
@@ -111,8 +110,8 @@ class GraphTransformerBaseMapper(nn.Module):
         ValueError
             When rows do not fit the graph, or chunks do not make up one graph.
         """
-        weight: Any = self.emb_nodes_dst.weight  # of a linear map of any class
-        x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=weight)
+        like = stored_parameter(self.emb_nodes_dst)
+        x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=like)
         call = None
         if self.gradient_checkpointing:
             draws = self.training and self.proc.dropout > 0

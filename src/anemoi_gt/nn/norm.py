@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph.checks import check_shape
-from anemoi_gt.nn.input_validation import check_dtype
+from anemoi_gt.nn.input_validation import check_dtype, stored_parameter
 from anemoi_gt.option_checks import check_integer
 
 # PyTorch's layer norm for CUDA addresses inputs with this many elements in 32 bits and silently
@@ -98,7 +98,7 @@ class ConditionalLayerNorm(nn.Module):
                 f"cond must have the batch of x {tuple(x.shape)}, a batch of 1, or none, got "
                 f"{tuple(cond.shape)}"
             )
-        check_dtype("cond", cond, like=self.scale.weight)
+        check_dtype("cond", cond, like=stored_parameter(self.scale))
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
 

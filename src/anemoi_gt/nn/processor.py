@@ -13,7 +13,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, chunk_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.chunking import Chunk
-from anemoi_gt.nn.input_validation import check_features
+from anemoi_gt.nn.input_validation import check_features, stored_parameter
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.torch_compat import is_exporting
@@ -100,7 +100,7 @@ class GraphTransformerProcessor(nn.Module):
         """
         first = self.proc[0]
         # its device is needed below
-        check_features("x", x, first.channels, like=first.lin_query.weight)
+        check_features("x", x, first.channels, like=stored_parameter(first.lin_query))
         if self.checkpoint_groups is None:
             return _run(self.proc, x, graph, edge_attr, cond)
         layers, groups = len(self.proc), self.checkpoint_groups

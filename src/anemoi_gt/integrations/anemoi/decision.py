@@ -159,13 +159,12 @@ def _decide_once(block: Any, decide_now: Callable[[], Decision]) -> Decision:
 
 def examine(block: Any, device: torch.device) -> Decision:
     """Predict the path of a block on one rank and device, from the block alone; log nothing."""
+    x = torch.empty(0, 1, device=device)  # decisions do not depend on the number of features
     if isinstance(block, Upstream.transformers):
         norm_name = "layer_norm_mlp"
         if hasattr(block, "layer_norm_mpl"):
             norm_name = "layer_norm_mpl"
-        x = torch.empty(0, 1, device=device)
         return _decide_transformer(block, norm_name, x, None, log_reason=lambda message: None)
-    x = torch.empty(0, block.lin_query.in_features, device=device)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     call = Call.of(x, x, edge_index)
     return _decide(block, x, call, gathers=False, log_reason=lambda message: None)
