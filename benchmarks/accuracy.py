@@ -22,11 +22,16 @@ from support.accuracy import Corpus
 from support.corpus import DTYPES, corpus
 from support.run import attend
 
-TITLES = {"out": "`out`", "lse": "`lse`"} | {
-    f"d{name}": f"gradient of {name}" for name in ("query", "key", "value")
+TITLES = {
+    "out": "`out`",
+    "lse": "`lse`",
+    "dquery": "gradient of query",
+    "dkey": "gradient of key",
+    "dvalue": "gradient of value",
+    "dedge_attr": "gradient of attributes",
+    "dedge_weight": "gradient of weight",
+    "dedge_bias": "gradient of bias",
 }
-TITLES |= {"dedge_attr": "gradient of attributes", "dedge_weight": "gradient of weight"}
-TITLES |= {"dedge_bias": "gradient of bias"}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -60,30 +65,34 @@ def measure(backend: str, device: str, commit: str | None) -> dict:
         for problem, graph in corpus(dtype, device):
             checked.add(attend(problem, graph, backend), problem)
         checked.assert_accurate()
-        errors[str(dtype).removeprefix("torch.")] = {
-            name: {"relative": checked.relative_error(name), "over_plain": checked.over_plain(name)}
-            for name in TITLES
-        }
-    facts = environment.describe(
-        device, {"torch", "triton"} if backend == "triton" else {"torch"}, commit
-    )
+        errors_of_dtype = {}
+        for name in TITLES:
+            errors_of_dtype[name] = {
+                "relative": checked.relative_error(name),
+                "over_plain": checked.over_plain(name),
+            }
+        errors[str(dtype).removeprefix("torch.")] = errors_of_dtype
+    packages = {"torch", "triton"} if backend == "triton" else {"torch"}
+    facts = environment.describe(device, packages, commit)
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     return {"environment": facts, "backend": backend, "interpreted": interpreted, "errors": errors}
 
 
 def as_table(measured: dict) -> str:
     """Return the environment and the errors as a Markdown table."""
-    facts, dtypes = measured["environment"], list(measured["errors"])
+    facts = measured["environment"]
+    dtypes = list(measured["errors"])
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    backend = f"`{measured['backend']}`" + (
-        " in Triton's interpreter" if measured["interpreted"] else ""
-    )
+    backend = f"`{measured['backend']}`"
+    if measured["interpreted"]:
+        backend += " in Triton's interpreter"
     rows = []
     for name, title in TITLES.items():
-        cells = [measured["errors"][dtype][name] for dtype in dtypes]
-        rows.append(
-            [title, *(f"{cell['relative']:.1e} ({cell['over_plain']:.2f})" for cell in cells)]
-        )
+        row = [title]
+        for dtype in dtypes:
+            error = measured["errors"][dtype][name]
+            row.append(f"{error['relative']:.1e} ({error['over_plain']:.2f})")
+        rows.append(row)
     header = f"Backend {backend}, {facts['device']}, {facts['date'].split()[0]}; {versions}."
     return f"{header}\n\n{table.markdown(['', *dtypes], rows)}"
 
@@ -100,9 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(measured, indent=1) + "\n")
     if options.page and file:
-        options.page.write_text(
-            table.put_into(options.page.read_text(), file.name, as_table(measured))
-        )
+        page = table.put_into(options.page.read_text(), file.name, as_table(measured))
+        options.page.write_text(page)
     print(as_table(measured))
 
 

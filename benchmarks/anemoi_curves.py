@@ -54,7 +54,7 @@ def curve(training, seed, steps, variant):
 
 
 def compare(curves):
-    """Return the maximum distance from the untouched curve of each variant and of another seed."""
+    """Return the maximum distance from the untouched curve, for each variant and another seed."""
     smoothed = {}
     for key, losses in curves.items():
         smoothed[key] = losses.unfold(0, min(WINDOW, len(losses)), 1).mean(-1)
@@ -74,7 +74,8 @@ def compare(curves):
 def run_curves(case, precision, options, results):
     """Return the curves of a case in a precision, and their distances."""
     options.precision = precision
-    curves, losses_of = {}, {}
+    curves = {}
+    losses_by_title = {}
     for seed in SEEDS:
         training = make_training(case, options, seed)
         for variant in options.variants:
@@ -83,10 +84,10 @@ def run_curves(case, precision, options, results):
             losses = results.run(f"{case.family}, {precision}, {title}", call)
             if losses is not None:
                 curves[variant, seed] = losses
-                losses_of[title] = losses.tolist()
+                losses_by_title[title] = losses.tolist()
         del training
         free_memory()
-    record = {"losses": losses_of}
+    record = {"losses": losses_by_title}
     if all(("untouched", seed) in curves for seed in SEEDS):
         record |= compare(curves)
     return record
@@ -117,13 +118,14 @@ def main(arguments=None):
     for name in options.cases or ["benchmark"]:
         small = CASES[name]._replace(**SIZES.get(name, {}))
         case = case_of(small, options)
-        of_case = results.report[name] = {"case": case._asdict()}
+        case_report = {"case": case._asdict()}
+        results.report[name] = case_report
         for precision in options.precisions:
             call = partial(run_curves, case, precision, options, results)
             record = results.run(f"{name}, {precision}", call)
             if record is None:
                 continue
-            of_case[precision] = record
+            case_report[precision] = record
             distances = {key: value for key, value in record.items() if key != "losses"}
             print(name, precision, distances, flush=True)
     return results.end()

@@ -42,37 +42,33 @@ class Mapper:
         from torch_geometric.data import HeteroData
 
         encodes = part == "encoder"
-        source, target = map(grid, options.grids if encodes else reversed(options.grids))
+        fine, coarse = map(grid, options.grids)
+        source, target = (fine, coarse) if encodes else (coarse, fine)
         self.sizes = len(source.lat), len(target.lat)
         edges = HeteroData()["source", "to", "target"]
         edges.edge_index = torch.as_tensor(nearest(source, target, NEIGHBOURS[part]))
         torch.manual_seed(0)
         edges.edge_attr = torch.randn(edges.edge_index.shape[1], 3)
         widths = (FIELDS, 12) if encodes else (options.channels, FIELDS)
-        kind = (
-            mapper.GraphTransformerForwardMapper
-            if encodes
-            else mapper.GraphTransformerBackwardMapper
-        )
-        self.model = (
-            kind(
-                in_channels_src=widths[0],
-                in_channels_dst=widths[1],
-                hidden_dim=options.channels,
-                trainable_size=8,
-                num_chunks=1,
-                num_heads=options.heads,
-                mlp_hidden_ratio=4,
-                sub_graph=edges,
-                layer_kernels={},
-                sub_graph_edge_attributes=["edge_attr"],
-                src_grid_size=self.sizes[0],
-                dst_grid_size=self.sizes[1],
-                **({} if encodes else {"out_channels_dst": VARIABLES}),
-            )
-            .to(options.device)
-            .eval()
-        )
+        sizes = {
+            "in_channels_src": widths[0],
+            "in_channels_dst": widths[1],
+            "hidden_dim": options.channels,
+            "trainable_size": 8,
+            "num_chunks": 1,
+            "num_heads": options.heads,
+            "mlp_hidden_ratio": 4,
+            "sub_graph": edges,
+            "layer_kernels": {},
+            "sub_graph_edge_attributes": ["edge_attr"],
+            "src_grid_size": self.sizes[0],
+            "dst_grid_size": self.sizes[1],
+        }
+        if encodes:
+            model = mapper.GraphTransformerForwardMapper(**sizes)
+        else:
+            model = mapper.GraphTransformerBackwardMapper(**sizes, out_channels_dst=VARIABLES)
+        self.model = model.to(options.device).eval()
         self.x = tuple(
             torch.randn(*shape, device=options.device)
             for shape in zip(self.sizes, widths, strict=True)
@@ -99,8 +95,6 @@ class Forecast:
             "heads": options.heads,
             "layers": options.layers,
             "layer_chunks": 1,
-        }
-        changes |= {
             "mapper_chunks": 1,
             "graph_attention_backend": "triton" if options.device == "cuda" else "pyg",
         }
@@ -111,7 +105,8 @@ class Forecast:
         """Return the state after one step."""
         from anemoi.models.layers import block, mapper
 
-        block.NUM_CHUNKS_INFERENCE_PROCESSOR = mapper.NUM_CHUNKS_INFERENCE_MAPPER = chunks
+        block.NUM_CHUNKS_INFERENCE_PROCESSOR = chunks
+        mapper.NUM_CHUNKS_INFERENCE_MAPPER = chunks
         return self.model(self.x)["data"]
 
 
@@ -127,7 +122,7 @@ def contender(name, device):
 
 
 def difference(problem, device):
-    """Return the relative difference of the outputs of both contenders."""
+    """Return the relative difference between the outputs of the contenders."""
     outputs = []
     for name in CONTENDERS:
         with contender(name, device):
@@ -148,11 +143,10 @@ def measure(problem, name, chunks, options):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        times = [
-            1e3 * each
-            for each in seconds_of(partial(problem, chunks), options.repeats, options.device)
-        ]
-        return times, (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
+        seconds = seconds_of(partial(problem, chunks), options.repeats, options.device)
+        times = [1e3 * value for value in seconds]
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
+        return times, peak
 
 
 def main(arguments=None):
@@ -169,9 +163,9 @@ def main(arguments=None):
     results = Results(report, options.output, options.seconds)
     for part in options.parts:
         problem = results.run(f"build {part}", partial(PARTS[part], part, options))
-        off = problem and results.run(
-            f"compare {part}", partial(difference, problem, options.device)
-        )
+        if problem is None:
+            continue
+        off = results.run(f"compare {part}", partial(difference, problem, options.device))
         if off is None:
             continue
         report["difference"][part] = off
@@ -181,20 +175,18 @@ def main(arguments=None):
                 call = partial(measure, problem, name, chunks, options)
                 runs_by_name[name].append(results.run(f"{part} in {chunks} chunks, {name}", call))
             for name, runs in runs_by_name.items():
-                if None not in runs:
-                    median, peak = (
-                        statistics.median(ms for times, _ in runs for ms in times),
-                        runs[-1][1],
-                    )
-                    line = {
-                        "part": part,
-                        "chunks": chunks,
-                        "contender": name,
-                        "median_ms": median,
-                        "peak_gib": peak,
-                    }
-                    report["results"].append(line)
-                    print(*line.values(), flush=True)
+                if None in runs:
+                    continue
+                _, peak = runs[-1]
+                line = {
+                    "part": part,
+                    "chunks": chunks,
+                    "contender": name,
+                    "median_ms": statistics.median(ms for times, _ in runs for ms in times),
+                    "peak_gib": peak,
+                }
+                report["results"].append(line)
+                print(*line.values(), flush=True)
         del problem
     return results.end()
 

@@ -38,8 +38,9 @@ NEED_GPU = {
     "names",
     "package",
     "application",
+    "sanitize",
+    "sublayers",
 }
-NEED_GPU |= {"sanitize", "sublayers"}
 SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),
@@ -120,19 +121,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the selected checks; return 1 if any failed."""
-    asked = parse(arguments)
-    report = Report(asked.log, asked.commit)
-    checks = {
-        name: check for name, (check, _) in SIMPLE.items() if asked.all or getattr(asked, name)
-    }
-    if asked.grids:
-        checks["grids"] = partial(large.weather_graphs, asked.grids)
-    if asked.all or asked.sublayers:
-        checks["sublayers"] = partial(sublayers.check, asked.processes)
-    if asked.all or asked.matrix:
-        checks["matrix"] = partial(many.matrix, asked.processes)
-    if asked.random:
-        sizes = asked.random, asked.configurations, asked.processes, asked.seed
+    options = parse(arguments)
+    report = Report(options.log, options.commit)
+    checks = {}
+    for name, (check, _) in SIMPLE.items():
+        if options.all or getattr(options, name):
+            checks[name] = check
+    if options.grids:
+        checks["grids"] = partial(large.weather_graphs, options.grids)
+    if options.all or options.sublayers:
+        checks["sublayers"] = partial(sublayers.check, options.processes)
+    if options.all or options.matrix:
+        checks["matrix"] = partial(many.matrix, options.processes)
+    if options.random:
+        sizes = options.random, options.configurations, options.processes, options.seed
         checks["random"] = partial(many.random_graphs, *sizes)
     if "sanitize" in checks:  # last, since it then reuses kernels that others compiled
         checks["sanitize"] = checks.pop("sanitize")

@@ -49,30 +49,32 @@ def layers(heads, channels, edge_dim, **options):
         "heads": heads,
         "edge_dim": edge_dim,
     }
-    pyg, own = TransformerConv(**sizes, **options), GraphTransformerConv(**sizes, **options)
-    own.load_state_dict(pyg.state_dict())
-    return pyg, own
+    pyg = TransformerConv(**sizes, **options)
+    anemoi_gt = GraphTransformerConv(**sizes, **options)
+    anemoi_gt.load_state_dict(pyg.state_dict())
+    return pyg, anemoi_gt
 
 
 def times_of(calls, step, repeats):
     """Return the times of inference and training calls, and PyG's times relative to them."""
 
+    @torch.no_grad()
+    def infer(call):
+        call()
+
     result = {}
-    for kind, function in (
-        ("forward", torch.no_grad()(lambda call: call())),
-        ("forward_backward", step),
-    ):
-        times = median_ms({name: partial(function, call) for name, call in calls.items()}, repeats)
-        result[kind] = times | {
-            f"pyg_over_{name}": times["pyg"] / times[name] for name in times if name != "pyg"
-        }
+    for kind, function in {"forward": infer, "forward_backward": step}.items():
+        functions = {name: partial(function, call) for name, call in calls.items()}
+        times = median_ms(functions, repeats)
+        ratios = {f"pyg_over_{name}": times["pyg"] / times[name] for name in times if name != "pyg"}
+        result[kind] = times | ratios
     return result
 
 
-def compare(pyg, own, x, edge_index, edge_attr, edges, repeats):
+def compare(pyg, anemoi_gt, x, edge_index, edge_attr, edges, repeats):
     """Return the times of PyG's layer on an edge_index, and of anemoi_gt's on each of `edges`."""
     calls = {"pyg": partial(pyg, x, edge_index, edge_attr)}
-    calls |= {name: partial(own, x, graph, edge_attr) for name, graph in edges.items()}
+    calls |= {name: partial(anemoi_gt, x, graph, edge_attr) for name, graph in edges.items()}
     expected, *outputs = (call() for call in calls.values())
     for out in outputs:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -86,8 +88,8 @@ def compare(pyg, own, x, edge_index, edge_attr, edges, repeats):
     facts = {
         "nodes": x.shape[0],
         "edges": edge_index.shape[1],
-        "heads": own.heads,
-        "channels": own.out_channels,
+        "heads": anemoi_gt.heads,
+        "channels": anemoi_gt.out_channels,
     }
     return facts | times_of(calls, step, repeats)
 
@@ -95,9 +97,8 @@ def compare(pyg, own, x, edge_index, edge_attr, edges, repeats):
 def measure(refinement, heads, channels, repeats):
     """Time inference and training calls of both layers on one processor graph."""
     torch.manual_seed(0)
-    edge_index = icosphere_graph(octahedral(16), refinement=refinement)[
-        "hidden", "to", "hidden"
-    ].edge_index
+    graph = icosphere_graph(octahedral(16), refinement=refinement)
+    edge_index = graph["hidden", "to", "hidden"].edge_index
     nodes = int(edge_index.max()) + 1
     x = torch.randn(nodes, heads * channels, requires_grad=True)
     edge_attr = torch.randn(edge_index.shape[1], EDGE_DIM, requires_grad=True)
@@ -112,10 +113,8 @@ def measure_batch(name, repeats, heads=4, channels=16):
     graphs, nodes, edges, edge_dim = BATCHES[name]
     ends = [round(edges * i) for i in range(graphs + 1)]
     parts = [torch.randint(nodes, (2, ends[i + 1] - ends[i])) + i * nodes for i in range(graphs)]
-    edge_index, edge_attr = (
-        torch.cat(parts, 1),
-        None if edge_dim is None else torch.randn(ends[-1], edge_dim),
-    )
+    edge_index = torch.cat(parts, 1)
+    edge_attr = None if edge_dim is None else torch.randn(ends[-1], edge_dim)
     x = torch.randn(graphs * nodes, heads * channels, requires_grad=True)
     edges = {
         "new graph": edge_index,
@@ -143,8 +142,8 @@ def main():
         results = [
             measure(options.refinement, options.heads, c, options.repeats) for c in options.channels
         ]
-    where = environment.describe("cpu", {"torch", "torch-geometric"}, None) | {"dtype": "float32"}
-    report = json.dumps({"environment": where, "results": results}, indent=2)
+    facts = environment.describe("cpu", {"torch", "torch-geometric"}, None) | {"dtype": "float32"}
+    report = json.dumps({"environment": facts, "results": results}, indent=2)
     print(report)
     if options.output:
         options.output.write_text(report + "\n")

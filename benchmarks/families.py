@@ -64,7 +64,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def unless_out_of_memory(call):
-    """Return the result of a call, or `OUT_OF_MEMORY` if it runs out of memory."""
+    """Call a function; return `OUT_OF_MEMORY` if it runs out of memory."""
     try:
         return call()
     except Exception as error:
@@ -101,7 +101,7 @@ def reference_of(training: Training, results: Results, record: dict):
 
 
 def difference(training: Training, reference) -> dict[str, float]:
-    """Return the relative differences of the loss and of all gradients from a reference.
+    """Return the relative differences between loss and gradients and a reference.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def difference(training: Training, reference) -> dict[str, float]:
 
 
 def time_steps(training: Training, warmup: int, seconds: float) -> dict:
-    """Return the times of steps and of their calls in ms, the peak in GB, and the final scale."""
+    """Return step times and call times in ms, the peak memory in GB, and the final loss scale."""
     on_gpu = training.device.type == "cuda"
     wait = CLOCKS[training.device.type].synchronize
     for number in range(warmup):
@@ -177,7 +177,7 @@ def part_inputs(training: Training) -> dict[str, tuple]:
 
 
 def time_part(training: Training, module, arguments, options) -> float:
-    """Return the ms of forward and backward of a part, with gradients of all inputs."""
+    """Return the forward and backward time of a part in ms, with gradients of all inputs."""
 
     def as_input(value):
         if not isinstance(value, torch.Tensor):
@@ -233,11 +233,11 @@ def add_round(variants: dict, name: str, record: dict) -> None:
     total["rounds"].append({key: record.pop(key) for key in ("ms", "host_ms", "peak_gb", "scale")})
     total |= record
     rounds = total["rounds"]
-    total["median_ms"] = statistics.median([ms for each in rounds for ms in each["ms"]])
-    total["host_ms"] = statistics.median([ms for each in rounds for ms in each["host_ms"]])
+    total["median_ms"] = statistics.median([ms for record in rounds for ms in record["ms"]])
+    total["host_ms"] = statistics.median([ms for record in rounds for ms in record["host_ms"]])
     total["peak_gb"] = None
     if rounds[0]["peak_gb"] is not None:
-        total["peak_gb"] = max(each["peak_gb"] for each in rounds)
+        total["peak_gb"] = max(record["peak_gb"] for record in rounds)
 
 
 def make_training(case: Case, options, seed: int = 0) -> Training:
@@ -299,7 +299,7 @@ def row(name: str, record: dict) -> str:
 
 
 def table(record: dict) -> str:
-    """Return the table of a case, followed by the times of its parts."""
+    """Return a case as a table, followed by the times of its parts."""
     lines = [f"\n{record['name']}: {record['case']}", HEADER]
     lines += [row(name, variant) for name, variant in record["variants"].items()]
     for name, variant in record["variants"].items():
@@ -320,7 +320,11 @@ def matching_variants(patterns: list[str]) -> list[str]:
     for pattern in patterns:
         if not fnmatch.filter(VARIANTS, pattern):
             raise ValueError(f"variants must match names of {', '.join(VARIANTS)}, got {pattern!r}")
-    return [name for name in VARIANTS if any(fnmatch.fnmatch(name, each) for each in patterns)]
+    matching = []
+    for name in VARIANTS:
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            matching.append(name)
+    return matching
 
 
 def add_model_options(parser) -> None:
@@ -337,7 +341,9 @@ def add_model_options(parser) -> None:
             help=f"of all cases ({kind})",
         )
     parser.add_argument(
-        "--attention", choices=ATTENTIONS, help="of transformer processors; default: what there is"
+        "--attention",
+        choices=ATTENTIONS,
+        help="of transformer processors; default: the best that is installed",
     )
 
 
@@ -356,7 +362,7 @@ def case_of(case: Case, options) -> Case:
 
 
 def start_report(options) -> dict:
-    """Return the header of the report of these models."""
+    """Return a report with the environment and the options."""
     facts = describe(options.device, PACKAGES, options.commit)
     return {"environment": facts, "options": vars(options) | {"output": None}}
 

@@ -91,10 +91,9 @@ def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: flo
     except subprocess.TimeoutExpired:
         record = {"outcome": "out of time", "message": f"did not end within {seconds:.0f} s"}
     except (IndexError, json.JSONDecodeError):
-        record = {
-            "outcome": "failed",
-            "message": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1],
-        }
+        lines = done.stderr.strip().splitlines()
+        message = lines[-1] if lines else f"exit {done.returncode}"
+        record = {"outcome": "failed", "message": message}
     record = {"part": part, "contender": contender, "num_chunks": num_chunks} | record
     print(json.dumps(record), flush=True)
     return record
@@ -104,27 +103,32 @@ def measure(options: argparse.Namespace, results: Results, folder: Path) -> None
     """Run anemoi_gt with each number of chunks, and baselines with more until they are correct."""
     runs = results.report["runs"] = []
 
-    def one(part: str, contender: str, number: int) -> str | None:
+    def add_run(part: str, contender: str, number: int) -> str | None:
         call = partial(start, part, contender, number, folder, options.limit)
         record = results.run(f"{part}, {contender}, {number} chunks", call)
-        runs.extend([] if record is None else [record])
-        return record and record["outcome"]
+        if record is None:
+            return None
+        runs.append(record)
+        return record["outcome"]
 
     for part in options.parts:
         if "anemoi_gt" in options.contenders:
             for number in options.chunks:
-                one(part, "anemoi_gt", number)
+                add_run(part, "anemoi_gt", number)
     for part in options.parts:
         for contender in [name for name in options.contenders if name != "anemoi_gt"]:
-            reason, number, outcome = unsupported_reason(contender), 1, "not run"
+            reason = unsupported_reason(contender)
             if reason is not None:
                 runs.append(
                     {"part": part, "contender": contender, "outcome": "not run", "message": reason}
                 )
-            while (
-                reason is None and outcome not in ("right", None) and number <= options.most_chunks
-            ):
-                outcome, number = one(part, contender, number), 2 * number
+                continue
+            number = 1
+            while number <= options.most_chunks:
+                outcome = add_run(part, contender, number)
+                if outcome in ("right", None):  # None: it failed, or no time is left
+                    break
+                number *= 2
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

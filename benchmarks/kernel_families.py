@@ -41,10 +41,10 @@ NAME = 160  # maximum length of their names
 
 def family_of(kernel):
     """Return the family of a kernel."""
-    return next(
-        (name for name, pattern in FAMILIES.items() if re.search(pattern, kernel, re.IGNORECASE)),
-        "other",
-    )
+    for family, pattern in FAMILIES.items():
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return family
+    return "other"
 
 
 def group_of(family):
@@ -58,7 +58,8 @@ def group_of(family):
 def profile_of(step, steps, wait, device_type):
     """Return milliseconds per step by family, and the longest kernels (on a CPU, operators)."""
     on_gpu = device_type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as trace:
         for _ in range(steps):
             step()
         wait()
@@ -66,9 +67,8 @@ def profile_of(step, steps, wait, device_type):
     for event in trace.events():
         if on_gpu and not is_kernel(event):
             continue
-        kernels[event.name] += (
-            (event.device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps
-        )
+        microseconds = event.device_time_total if on_gpu else event.self_cpu_time_total
+        kernels[event.name] += microseconds / 1e3 / steps
         launches[event.name] += 1 / steps
     families = Counter()
     for kernel, ms in kernels.items():
@@ -90,6 +90,5 @@ def profile_of(step, steps, wait, device_type):
 
 def is_kernel(event):
     """Return whether a profile event is device work and not a user-defined range."""
-    return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
-        event, "is_user_annotation", False
-    )
+    is_device_work = event.device_type == torch.autograd.DeviceType.CUDA
+    return is_device_work and not getattr(event, "is_user_annotation", False)

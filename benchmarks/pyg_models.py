@@ -39,7 +39,8 @@ def draw_graph(options, device):
 
 def measure(calls, device, repeats):
     """Return the median ms and peak GB of each call; calls are measured in turns."""
-    times, peaks = {name: [] for name in calls}, {name: [] for name in calls}
+    times = {name: [] for name in calls}
+    peaks = {name: [] for name in calls}
     for i in range(repeats + 2):  # two rounds to warm up
         for name, call in calls.items():
             if device.type == "cuda":
@@ -59,11 +60,8 @@ def measure(calls, device, repeats):
 def compare(make, options, device):
     """Measure one model class."""
     torch.manual_seed(0)
-    untouched = (
-        make(channels=options.channels, hidden=options.hidden, heads=options.heads)
-        .to(device)
-        .eval()
-    )
+    untouched = make(channels=options.channels, hidden=options.hidden, heads=options.heads)
+    untouched.to(device).eval()
     swapped = swap_layers(copy.deepcopy(untouched))
     x, edge_index, edge_attr = draw_graph(options, device)
     graph = GraphStructure.from_edge_index(edge_index, options.nodes)
@@ -74,9 +72,9 @@ def compare(make, options, device):
         out.square().mean().backward()
         return out.detach()
 
-    off = difference(
-        [step(model, edge_index) for model in (untouched, swapped)], (untouched, swapped)
-    )
+    models = (untouched, swapped)
+    outputs = [step(model, edge_index) for model in models]
+    off = difference(outputs, models)
 
     calls = {
         "pyg": lambda: step(untouched, edge_index),
@@ -87,10 +85,12 @@ def compare(make, options, device):
 
 
 def difference(outputs, models):
-    """Return the relative differences of outputs and gradients of two models."""
-    gradients = [dict(model.named_parameters()) for model in models]
-    named = [name for name, parameter in gradients[0].items() if parameter.grad is not None]
-    vectors = [torch.cat([there[name].grad.flatten() for name in named]) for there in gradients]
+    """Return the relative differences between two models in outputs and gradients."""
+    names = [name for name, p in models[0].named_parameters() if p.grad is not None]
+    vectors = []
+    for model in models:
+        gradients = [model.get_parameter(name).grad.flatten() for name in names]
+        vectors.append(torch.cat(gradients))
     pairs = {"output": outputs, "gradients": vectors}
     differences = {name: ((b - a).norm() / a.norm()).item() for name, (a, b) in pairs.items()}
     if not all(off <= AGREE for off in differences.values()):

@@ -56,9 +56,9 @@ def report(chosen: list[problems.Problem], done: schedule.Run, options: argparse
         }
         facts["flops"] = {kind: lower_bound.flops(problem, counts, kind) for kind in problem.passes}
         described[problem.name] = facts
-    where = environment.describe(options.device, packages, options.commit)
+    run_environment = environment.describe(options.device, packages, options.commit)
     return {
-        "environment": where | {"copy_bytes_per_second": done.copy_speeds},
+        "environment": run_environment | {"copy_bytes_per_second": done.copy_speeds},
         "baselines": {name: baselines.load(name).TITLE for name in names},
         "problems": described,
         "results": done.results,

@@ -28,6 +28,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -60,56 +61,60 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
         "model": "anemoi_gt",
         "grid": options.grid,
         "refinement": options.refinement,
+        "heads": options.heads,
+        "channels": options.channels,
+        "layers": options.layers,
         "compiled": False,
+        "replayed": False,
     }
-    model |= {name: getattr(options, name) for name in ("heads", "channels", "layers")} | {
-        "replayed": False
-    }
-    every = [{"part": "strong"}, {"part": "replay", "replayed": True}]
-    every += [
-        {"part": "compiled", "compiled": True, "replayed": replayed} for replayed in (False, True)
+    tasks = [
+        {"part": "strong"},
+        {"part": "replay", "replayed": True},
+        {"part": "compiled", "compiled": True, "replayed": False},
+        {"part": "compiled", "compiled": True, "replayed": True},
     ]
     for name, refinement in TINY_SIZES if options.tiny else SIZES:
         size = {"part": "sizes", "grid": name, "refinement": refinement}
-        every += [size, size | {"replayed": True}]
-    compiled, replayed = (
-        (False, True) if part in options.parts else (False,) for part in ("compiled", "replay")
-    )
+        tasks += [size, size | {"replayed": True}]
+    compiled_options = (False, True) if "compiled" in options.parts else (False,)
+    replayed_options = (False, True) if "replay" in options.parts else (False,)
     # Anemoi's own sharding consists of messages, which a rank alone leaves out
     if ranks == 1 or options.alone is None:
-        pairs = [
-            (name, c)
-            for name in ANEMOI
-            for c in compiled
-            if "heads" not in name or (ranks > 1 and not c)
-        ]
-        every += [{"part": "anemoi", "model": name, "compiled": c} for name, c in pairs]
-    every += [
-        {"part": "anemoi", "model": HALO, "compiled": c, "replayed": r}
-        for r in replayed
-        for c in compiled
-    ]
-    asked = [model | task for task in every if task["part"] in options.parts]
-    return [task for task in asked if torch.cuda.is_available() or not task["replayed"]]
+        for name, compiled in product(ANEMOI, compiled_options):
+            # strategy `heads` is measured eager, on several ranks
+            if "heads" in name and (ranks == 1 or compiled):
+                continue
+            tasks.append({"part": "anemoi", "model": name, "compiled": compiled})
+    for replayed, compiled in product(replayed_options, compiled_options):
+        tasks.append({"part": "anemoi", "model": HALO, "compiled": compiled, "replayed": replayed})
+    selected = [model | task for task in tasks if task["part"] in options.parts]
+    return [task for task in selected if torch.cuda.is_available() or not task["replayed"]]
 
 
 def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Namespace) -> str | None:
     """Run tasks on `ranks` ranks and add their records to the report; return the error, or None."""
-    alone = [record for record in report["results"] if record["ranks"] == 1]
-    expected = {
-        f"{record['model'].partition(',')[0]} {record['grid']} {record['refinement']}": record[
-            "signature"
-        ]
-        for record in reversed(alone)  # the first of a graph is the reference
-    }
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        work = {"tasks": tasks, "repeats": options.repeats, "expected": expected}
-        work |= {"ranks": ranks, "alone": options.alone}
+    expected = {}
+    for record in report["results"]:
+        if record["ranks"] == 1:
+            library = record["model"].partition(",")[0]
+            name = f"{library} {record['grid']} {record['refinement']}"
+            expected.setdefault(name, record["signature"])  # the first of a graph is the reference
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        work = {
+            "tasks": tasks,
+            "repeats": options.repeats,
+            "expected": expected,
+            "ranks": ranks,
+            "alone": options.alone,
+        }
         (folder / "work.json").write_text(json.dumps(work))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        launcher = launcher if options.alone is None else []
-        command = [sys.executable, *launcher, str(ROOT / "benchmarks" / "sharding_rank.py"), name]
+        launcher = []
+        if options.alone is None:
+            torchrun = ["-m", "torch.distributed.run", "--standalone"]
+            launcher = [*torchrun, f"--nproc-per-node={ranks}"]
+        script = str(ROOT / "benchmarks" / "sharding_rank.py")
+        command = [sys.executable, *launcher, script, folder_name]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
             error = done.stderr[-3000:] if done.returncode else None
@@ -124,7 +129,11 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
 def name_of(record: dict) -> str:
     """Return the name of a record's series."""
     name = graph_of(record) if record["part"] == "sizes" else record["model"]
-    return name + ", compiled" * record["compiled"] + ", CUDA graph" * record["replayed"]
+    if record["compiled"]:
+        name += ", compiled"
+    if record["replayed"]:
+        name += ", CUDA graph"
+    return name
 
 
 def graph_of(record: dict) -> str:
@@ -146,13 +155,16 @@ def series(report: dict) -> dict[str, dict[int, dict]]:
 
 def efficiency(records: dict[int, dict], n: int) -> float | None:
     """Return the efficiency on n ranks, or None if one rank was not measured."""
-    return records[1]["ms"] / (n * records[n]["ms"]) if 1 in records and n in records else None
+    if 1 not in records or n not in records:
+        return None
+    return records[1]["ms"] / (n * records[n]["ms"])
 
 
 def share(records: dict[int, dict], n: int) -> float | None:
     """Return the total memory of n ranks relative to one rank, or None if not measured."""
-    alone, here = (records.get(k, {}).get("peak_gb") for k in (1, n))
-    return n * here / alone if alone and here else None
+    one_rank = records.get(1, {}).get("peak_gb")
+    n_ranks = records.get(n, {}).get("peak_gb")
+    return n * n_ranks / one_rank if one_rank and n_ranks else None
 
 
 def weak(report: dict) -> list[tuple[dict, dict]]:
@@ -161,10 +173,10 @@ def weak(report: dict) -> list[tuple[dict, dict]]:
     pairs = []
     for alone in (record for record in known if record["ranks"] == 1):
         for n in sorted({record["ranks"] for record in known} - {1}):
-            there = [r for r in known if r["ranks"] == n and r["replayed"] == alone["replayed"]]
-            near = min(there, key=lambda r: abs(r["work"] / alone["work"] - 1), default=None)
-            if near and abs(near["work"] / alone["work"] - 1) <= NEAR:
-                pairs.append((alone, near))
+            on_n = [r for r in known if r["ranks"] == n and r["replayed"] == alone["replayed"]]
+            nearest = min(on_n, key=lambda r: abs(r["work"] / alone["work"] - 1), default=None)
+            if nearest and abs(nearest["work"] / alone["work"] - 1) <= NEAR:
+                pairs.append((alone, nearest))
     return pairs
 
 
@@ -175,52 +187,46 @@ def tables(report: dict) -> str:
 
 def summary(report: dict) -> str:
     """Return the environment, times and efficiency."""
-    facts, ranks = report["environment"], _ranks(report)
+    facts = report["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
-    where = f"{facts['device']}, {facts['dtype']}, {facts['date'].split()[0]}; {versions}"
-    where += f", NCCL {facts['nccl']}."
-    times = []
+    caption = f"{facts['device']}, {facts['dtype']}, {facts['date'].split()[0]}; {versions}"
+    caption += f", NCCL {facts['nccl']}."
+    ranks = _ranks(report)
+    header = ["Forward and backward, ms"]
+    for n in ranks:
+        header += ["1 GPU"] if n == 1 else [f"{n} GPUs", "efficiency"]
+    rows = []
     for name, records in series(report).items():
         row = [name]
         for n in ranks:
-            row += [_cell(records.get(n, {}).get("ms"), ".1f")] + [
-                _cell(efficiency(records, n), ".3f")
-            ] * (n > 1)
-        times.append(row)
-    columns = [
-        word for n in ranks for word in [f"{n} GPU{'s' * (n > 1)}"] + ["efficiency"] * (n > 1)
-    ]
-    return f"{where}\n\n{markdown(['Forward and backward, ms', *columns], times)}"
+            row.append(_cell(records.get(n, {}).get("ms"), ".1f"))
+            if n > 1:
+                row.append(_cell(efficiency(records, n), ".3f"))
+        rows.append(row)
+    return f"{caption}\n\n{markdown(header, rows)}"
 
 
 def details(report: dict) -> str:
     """Return memory, halo and weak scaling."""
-    ranks, memory, parts = _ranks(report), [], []
+    ranks = _ranks(report)
     several = [n for n in ranks if n > 1]
+    memory_header = ["Memory, halo"]
+    for n in ranks:
+        memory_header += ["GB on 1"] if n == 1 else [f"GB on {n}", "share"]
+    memory_header += [f"MB on {n}" for n in several]
+    memory_rows = []
     for name, records in series(report).items():
-        held = [name]
+        row = [name]
         for n in ranks:
-            held += [_cell(records.get(n, {}).get("peak_gb"), ".1f")] + [
-                _cell(share(records, n), ".2f")
-            ] * (n > 1)
-        sent = [records.get(n, {}).get("halo_bytes") for n in several]
-        memory += [held + [_cell(size / 1e6 if size else None, ".1f") for size in sent]] * (
-            held[1] != EMPTY
-        )
-    if memory:
-        columns = [word for n in ranks for word in [f"GB on {n}"] + ["share"] * (n > 1)]
-        parts.append(markdown(["Memory, halo", *columns, *(f"MB on {n}" for n in several)], memory))
-    pairs = [
-        [name_of(one), graph_of(other), other["ranks"]]
-        + [
-            f"{record[key] / scale:.1f}"
-            for key, scale in (("work", 1e6), ("ms", 1))
-            for record in (one, other)
-        ]
-        + [f"{one['ms'] / one['work'] / (other['ms'] / other['work']):.3f}"]
-        for one, other in weak(report)
-    ]
-    header = [
+            row.append(_cell(records.get(n, {}).get("peak_gb"), ".1f"))
+            if n > 1:
+                row.append(_cell(share(records, n), ".2f"))
+        for n in several:
+            halo_bytes = records.get(n, {}).get("halo_bytes")
+            row.append(_cell(halo_bytes / 1e6 if halo_bytes else None, ".1f"))
+        if row[1] != EMPTY:
+            memory_rows.append(row)
+    scaling_header = [
         "Weak scaling: graph on 1 GPU",
         "graph on n GPUs",
         "n",
@@ -228,8 +234,21 @@ def details(report: dict) -> str:
         "per rank",
         "ms on 1",
         "ms on n",
+        "efficiency",
     ]
-    return "\n\n".join(parts + [markdown([*header, "efficiency"], pairs)] * bool(pairs))
+    scaling_rows = []
+    for one, other in weak(report):
+        weak_efficiency = (one["ms"] / one["work"]) / (other["ms"] / other["work"])
+        row = [name_of(one), graph_of(other), other["ranks"]]
+        row += [f"{one['work'] / 1e6:.1f}", f"{other['work'] / 1e6:.1f}"]
+        row += [f"{one['ms']:.1f}", f"{other['ms']:.1f}", f"{weak_efficiency:.3f}"]
+        scaling_rows.append(row)
+    parts = []
+    if memory_rows:
+        parts.append(markdown(memory_header, memory_rows))
+    if scaling_rows:
+        parts.append(markdown(scaling_header, scaling_rows))
+    return "\n\n".join(parts)
 
 
 def _ranks(report: dict) -> list[int]:
@@ -242,24 +261,22 @@ def _cell(value: float | None, form: str) -> str:
 
 def plot(report: dict) -> str:
     """Return a bar plot of the large graph's times by number of ranks, with ideal scaling."""
-    shown = report | {
-        "results": [record for record in report["results"] if record["part"] in PLOTTED]
-    }
-    series_by_name = {
-        name: records
-        for name, records in series(shown).items()
-        if 1 in records and len(records) > 1
-    }
+    plotted = [record for record in report["results"] if record["part"] in PLOTTED]
+    series_by_name = {}
+    for name, records in series(report | {"results": plotted}).items():
+        if 1 in records and len(records) > 1:
+            series_by_name[name] = records
     ranks = sorted({n for records in series_by_name.values() for n in records})
-    scale = (WIDE - ENDS) / max(
-        record["ms"] for records in series_by_name.values() for record in records.values()
-    )
-    shapes, y = [words(0, 16, "Forward and backward, time in ms", size=15)], 66
-    for place, n in enumerate(ranks):
-        shapes.append(
-            f'<rect class="peer{place}" x="{110 * place}" y="31" width="13" height="13"/>'
-        )
-        shapes.append(words(110 * place + 19, 42, f"{n} rank{'s' * (n > 1)}", size=14))
+    longest = 0.0
+    for records in series_by_name.values():
+        longest = max(longest, *(record["ms"] for record in records.values()))
+    scale = (WIDE - ENDS) / longest
+    shapes = [words(0, 16, "Forward and backward, time in ms", size=15)]
+    y = 66
+    for i, n in enumerate(ranks):
+        name = "1 rank" if n == 1 else f"{n} ranks"
+        shapes.append(f'<rect class="peer{i}" x="{110 * i}" y="31" width="13" height="13"/>')
+        shapes.append(words(110 * i + 19, 42, name, size=14))
     for name, records in series_by_name.items():
         shapes.append(words(0, y + 12, name, size=14))
         y += 20
@@ -267,20 +284,26 @@ def plot(report: dict) -> str:
             shapes.append(_bar(records, n, ranks.index(n), y, scale))
             y += BAR
         y += 12
-    label = "; ".join(
-        f"{name}: " + ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
-        for name, records in series_by_name.items()
-    )
+    labels = []
+    for name, records in series_by_name.items():
+        times = ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
+        labels.append(f"{name}: {times}")
+    label = "; ".join(labels)
     foot = words(0, y + 8, "in brackets: efficiency; line: ideal scaling", size=14)
     return canvas(WIDE, y + 16, f"Time of forward and backward. {label}", "".join([*shapes, foot]))
 
 
-def _bar(records: dict[int, dict], n: int, place: int, y: float, scale: float) -> str:
-    ms, ideal = records[n]["ms"], scale * records[1]["ms"] / n
-    figures = f"{ms:.1f}" + (f" ({efficiency(records, n):.3f})" if n > 1 else "")
-    bar = f'<rect class="peer{place}" x="0" y="{y}" width="{scale * ms:.1f}" height="{BAR - 2}"/>'
+def _bar(records: dict[int, dict], n: int, colour: int, y: float, scale: float) -> str:
+    ms = records[n]["ms"]
+    figures = f"{ms:.1f}"
+    if n > 1:
+        figures += f" ({efficiency(records, n):.3f})"
+    bar = f'<rect class="peer{colour}" x="0" y="{y}" width="{scale * ms:.1f}" height="{BAR - 2}"/>'
     bar += words(scale * ms + 7, y + BAR - 5, figures, size=14)
-    return bar + (f'<path class="floor" d="M{ideal:.1f},{y - 2}V{y + BAR}"/>' if n > 1 else "")
+    if n > 1:
+        ideal = scale * records[1]["ms"] / n
+        bar += f'<path class="floor" d="M{ideal:.1f},{y - 2}V{y + BAR}"/>'
+    return bar
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -295,14 +318,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     }
     parser = make_parser(__doc__, seconds=600, **sizes)
     parser.add_argument(
-        "--ranks", type=int, default=max(torch.cuda.device_count(), 1), help="the most; one a GPU"
+        "--ranks",
+        type=int,
+        default=max(torch.cuda.device_count(), 1),
+        help="maximum number of ranks, one per GPU",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--alone",
         type=int,
         metavar="RANK",
-        help="of each job this rank by itself: no message is sent",
+        help="run only this rank of each job, without communication",
     )
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument(
@@ -319,7 +345,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure or read the results, then write tables; return 1 if a job failed."""
-    options, errors = parse(arguments), []
+    options = parse(arguments)
+    errors = []
     if options.table:
         report = json.loads(options.table.read_text())
     else:
@@ -331,7 +358,8 @@ def main(arguments: list[str] | None = None) -> int:
         report = {"environment": facts, "errors": errors, "results": []}
         for ranks in (n for n in RANKS if n <= options.ranks):
             error = run_job(ranks, tasks_of(options, ranks), report, options)
-            errors += [f"{ranks} ranks: {error}"] * bool(error)
+            if error:
+                errors.append(f"{ranks} ranks: {error}")
             if options.output:
                 results.write(report, options.output)
     print(tables(report), *errors, sep="\n\n")

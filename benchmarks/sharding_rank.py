@@ -38,7 +38,7 @@ COMPARED = ("lin_edge.weight", "lin_key.weight", "lin_value.weight")  # in the p
 GRAPHS = {}  # by grid and refinement
 
 
-class OwnModel:
+class AnemoiGtModel:
     """The model of a task on this rank, with the rank's rows of one batch entry."""
 
     def __init__(self, task: dict, graph, mesh, device: torch.device):
@@ -54,13 +54,13 @@ class OwnModel:
         if task["compiled"]:
             compile_blocks(self.model)
         num_nodes = graph["data"].x.shape[0]
-        own = shard.partitions["data"].nodes(mesh.get_local_rank("model"), "cpu")
+        local_nodes = shard.partitions["data"].nodes(mesh.get_local_rank("model"), "cpu")
         fields = torch.randn(num_nodes, FIELDS, generator=torch.Generator().manual_seed(1))
-        self.fields, self.scale = fields[own].unsqueeze(0).to(device), 1 / (num_nodes * FIELDS)
-        self.layers, self.row_bytes = (
-            task["layers"],
-            sizes["channels"] * (2 if device.type == "cuda" else 4),
-        )
+        self.fields = fields[local_nodes].unsqueeze(0).to(device)
+        self.scale = 1 / (num_nodes * FIELDS)
+        self.layers = task["layers"]
+        itemsize = 2 if device.type == "cuda" else 4  # bfloat16 or float32
+        self.row_bytes = sizes["channels"] * itemsize
 
     def forward(self) -> Tensor:
         """Return this rank's part of the loss, a mean square."""
@@ -71,8 +71,10 @@ class OwnModel:
         encoder, decoder = self.model.encoder_edges["data"], self.model.decoder_edges["data"]
         shards = [(1, encoder), (self.layers, self.model.processor_edges), (1, decoder)]
         traffic = {"halo_bytes": 0, "work": 0}
-        for times, shard in [(times, edges.structure()) for times, edges in shards]:
-            halo, owned = shard.halo, shard.destinations.ranges.counts[shard.rank]
+        for times, edges in shards:
+            shard = edges.structure()
+            halo = shard.halo
+            owned = shard.destinations.ranges.counts[shard.rank]
             traffic["halo_bytes"] += times * (halo.num_sent + halo.num_received) * self.row_bytes
             traffic["work"] += times * (NODE_COST * owned + len(shard.edges))
         return traffic
@@ -86,14 +88,16 @@ class AnemoiModel:
         from anemoi.models.layers.block import BaseBlock
         from support.anemoi_model import build, draw, make_options
 
-        # of two times, so that FIELDS go in
+        # The model reads two time steps, so FIELDS values are its input.
         names = tuple(f"field_{i}" for i in range(FIELDS // 2))
         sizes = {
             "channels": task["heads"] * task["channels"],
             "heads": task["heads"],
             "layers": task["layers"],
+            "layer_chunks": 1,
+            "mapper_chunks": 1,
+            "checkpointing": False,
         }
-        sizes |= {"layer_chunks": 1, "mapper_chunks": 1, "checkpointing": False}
         backend = "triton" if device.type == "cuda" else "pyg"
         options = make_options(
             **sizes, graph_attention_backend=backend, shard_strategy=task["model"].split(", ")[1]
@@ -106,24 +110,25 @@ class AnemoiModel:
         whole = draw(graph, variables=names)["data"]
         self.scale = 1 / whole[:, 0, ..., :-1].numel()
         self.group = mesh.get_group("model") if mesh.size() > 1 else None
-        self.sizes = get_shard_sizes(whole, 3, self.group) if self.group else None
-        own = whole.split(self.sizes, 3)[mesh.get_local_rank("model")] if self.group else whole
-        self.x = {"data": own.to(device)}
+        self.sizes = None
+        local = whole
+        if self.group:
+            self.sizes = get_shard_sizes(whole, 3, self.group)
+            local = whole.split(self.sizes, 3)[mesh.get_local_rank("model")]
+        self.x = {"data": local.to(device)}
 
     def forward(self) -> Tensor:
         """Return this rank's part of the loss, a mean square."""
         shards = {"grid_shard_sizes": {"data": self.sizes}} if self.group else {}
-        return (
-            self.model(self.x, model_comm_group=self.group, **shards)["data"].float().square().sum()
-            * self.scale
-        )
+        out = self.model(self.x, model_comm_group=self.group, **shards)["data"]
+        return out.float().square().sum() * self.scale
 
     def traffic(self) -> dict:
         """Return no values: the messages of anemoi-models are not counted."""
         return {}
 
 
-def step(part: OwnModel | AnemoiModel, device: torch.device) -> Tensor:
+def step(part: AnemoiGtModel | AnemoiModel, device: torch.device) -> Tensor:
     """Run forward, in bfloat16 on a GPU, and backward; return the loss of this rank."""
     part.model.zero_grad()
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -145,12 +150,13 @@ def signature(model: nn.Module, loss: Tensor) -> list[float]:
 
 def check(actual: list[float], expected: list[float] | None, limit: float) -> None:
     """Raise ValueError unless loss and gradient norms agree with those on one rank."""
-    if expected is None or any(
-        not abs(a - b) <= limit * abs(b) for a, b in zip(actual, expected, strict=True)
-    ):
+    agree = expected is not None and all(
+        abs(a - b) <= limit * abs(b) for a, b in zip(actual, expected, strict=True)
+    )
+    if not agree:
         raise ValueError(
-            f"loss and gradients must be those of one rank within {limit}, got {actual}, not "
-            f"{expected}"
+            f"loss and gradient norms must agree with one rank within {limit}, got {actual}, "
+            f"expected {expected}"
         )
 
 
@@ -163,7 +169,8 @@ def largest(values: list[float], device: torch.device) -> list[float]:
 
 def times_of(call: Callable, repeats: int, device: torch.device) -> list[float]:
     """Return the milliseconds of each repetition, on the slowest rank."""
-    wait, times = CLOCKS[device.type].synchronize, []
+    wait = CLOCKS[device.type].synchronize
+    times = []
     for _ in range(repeats):
         wait()
         dist.barrier()
@@ -179,8 +186,9 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
     name = task["grid"], task["refinement"]
     if name not in GRAPHS:
         GRAPHS[name] = icosphere_graph(grid(task["grid"]), refinement=task["refinement"])
-    mesh, own = make_mesh(device.type, model=dist.get_world_size()), task["model"] == "anemoi_gt"
-    part = (OwnModel if own else AnemoiModel)(task, GRAPHS[name], mesh, device)
+    mesh = make_mesh(device.type, model=dist.get_world_size())
+    make = AnemoiGtModel if task["model"] == "anemoi_gt" else AnemoiModel
+    part = make(task, GRAPHS[name], mesh, device)
     if "install" in task["model"]:
         from anemoi_gt.integrations import anemoi
 
@@ -194,7 +202,8 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
         for _ in range(WARM_UP):
             step(part, device)
         call = partial(step, part, device)
-        call = CLOCKS[device.type].record(call) if task["replayed"] else call
+        if task["replayed"]:
+            call = CLOCKS[device.type].record(call)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         record = {"ms": statistics.median(times_of(call, repeats, device)), "signature": norms}
@@ -208,18 +217,18 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
 def main(folder: Path) -> None:
     """Run the tasks in `work.json` one after the other; rank 0 adds records to `records.jsonl`."""
     work = json.loads((folder / "work.json").read_text())
-    alone, local = work["alone"], int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    alone = work["alone"]
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if alone is None:
         dist.init_process_group(device_id=device if device.type == "cuda" else None)
     else:
         lone_rank.start(alone, work["ranks"])
     for task in work["tasks"]:
-        expected = work["expected"].get(
-            f"{task['model'].partition(',')[0]} {task['grid']} {task['refinement']}"
-        )
+        library = task["model"].partition(",")[0]
+        expected = work["expected"].get(f"{library} {task['grid']} {task['refinement']}")
         record = run(task, expected, work["repeats"], device)
         if dist.get_rank() == 0 or alone is not None:
             with (folder / "records.jsonl").open("a") as file:

@@ -77,45 +77,39 @@ class Case:
 
     def tiles(self, kernel: str) -> list[Tile]:
         """Return the candidate tiles of a kernel, the chosen one first."""
-        with replaced(kernel) as seen:
+        with replaced(kernel) as launch_sizes:
             self.run()
-        sizes = seen[0]
-        if (
-            kernel in CONTRACTIONS
-            or kernel == "sources"
-            or not attention_steps.has_fixed_degree(sizes)
-        ):
-            return candidates(
-                kernel, sizes.over_sources if kernel == "sources" else sizes.over_destinations
-            )
-        chosen = (
-            attention_steps.forward_tile(sizes)
-            if kernel == "forward"
-            else attention_steps.destination_tile(sizes)
-        )
-        held = chosen.heads * chosen.channels / 32
-        others = product((1, 2, 4, 8), (False, True) if sizes.pairs_possible else (False,))
-        tiles = [
-            replace(chosen, num_warps=warps, pairs=paired)
-            for warps, paired in others
-            if 4 <= held / warps <= 32
-        ]
+        sizes = launch_sizes[0]
+        if kernel == "sources":
+            return candidates(kernel, sizes.over_sources)
+        if kernel in CONTRACTIONS or not attention_steps.has_fixed_degree(sizes):
+            return candidates(kernel, sizes.over_destinations)
+        if kernel == "forward":
+            chosen = attention_steps.forward_tile(sizes)
+        else:
+            chosen = attention_steps.destination_tile(sizes)
+        elements_per_lane = chosen.heads * chosen.channels / 32
+        pair_options = (False, True) if sizes.pairs_possible else (False,)
+        tiles = []
+        for warps, paired in product((1, 2, 4, 8), pair_options):
+            if 4 <= elements_per_lane / warps <= 32:
+                tiles.append(replace(chosen, num_warps=warps, pairs=paired))
         return [chosen, *(tile for tile in tiles if tile != chosen)]
 
     def time(self, kernel: str, runs: int) -> float:
-        """Return the median milliseconds of a kernel, or of the whole pass without a GPU."""
+        """Return the median time of a kernel in ms; without a GPU, of the whole pass."""
         if DEVICE == "cpu":
             begin = time.perf_counter()
             self.run()
             return 1e3 * (time.perf_counter() - begin)
         self.run()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
             for _ in range(runs):
                 self.run()
             torch.cuda.synchronize()
         times = [
             event.device_time_total
-            for event in seen.events()
+            for event in trace.events()
             if re.search(KERNELS[kernel][1], event.name)
         ]
         return 1e-3 * statistics.median(times)
@@ -124,19 +118,20 @@ class Case:
 @contextmanager
 def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
     """Launch a kernel with `tile`, or the chosen tile if None; collect its launch sizes."""
-    name, seen = KERNELS[kernel][0], []
+    name, _ = KERNELS[kernel]
+    launch_sizes = []
     original = getattr(attention_steps, name)
 
     def launch_with_tile(sizes: Sizes, *stride: int):
-        seen.append(sizes)
+        launch_sizes.append(sizes)
         return original(sizes, *stride, tile)
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(attention_steps, name, launch_with_tile))
-        for plan in ("forward_plan", "backward_plan"):  # kept ones would not see it
+        for plan in ("forward_plan", "backward_plan"):  # cached plans would keep the chosen tile
             make = lru_cache(getattr(edge_attention_triton, plan).__wrapped__)
             patches.enter_context(mock.patch.object(edge_attention_triton, plan, make))
-        yield seen
+        yield launch_sizes
 
 
 def make_case(problem: Problem, folder: Path) -> Case:
@@ -157,10 +152,10 @@ def compile_tiles(problem: Problem, kernel: str, folder: Path, first: int) -> No
 
 def assert_alike(results: tuple, expected: tuple, name: str) -> None:
     """Raise unless results agree up to rounding: RMS difference at most 4 eps of the dtype."""
-    for actual, wanted in zip(results, expected, strict=True):
-        unit = 2.5e-5 if wanted.dtype == torch.float32 else torch.finfo(wanted.dtype).eps
-        difference = (actual.float() - wanted.float()).square().mean().sqrt().item()
-        allowed = 4 * unit * wanted.float().square().mean().sqrt().item()
+    for actual, reference in zip(results, expected, strict=True):
+        unit = 2.5e-5 if reference.dtype == torch.float32 else torch.finfo(reference.dtype).eps
+        difference = (actual.float() - reference.float()).square().mean().sqrt().item()
+        allowed = 4 * unit * reference.float().square().mean().sqrt().item()
         if not difference <= allowed:
             raise AssertionError(
                 f"{name}: must agree with the chosen tile to {allowed:.2e}, got {difference:.2e}"
@@ -169,7 +164,9 @@ def assert_alike(results: tuple, expected: tuple, name: str) -> None:
 
 def search(case: Case, kernel: str, most: int | None) -> dict:
     """Time a kernel with all tiles; repeat the chosen one and those within 5% of the fastest."""
-    expected, times, failed = case.run(), {}, {}
+    expected = case.run()
+    times = {}
+    failed = {}
     for tile in case.tiles(kernel)[:most]:
         with replaced(kernel, tile):
             try:
@@ -180,9 +177,9 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
             assert_alike(actual, expected, f"{case.problem.name} {kernel} {tile}")
             times[tile] = case.time(kernel, 3)
     chosen, *_ = times
-    for tile in [
-        tile for tile in times if tile == chosen or times[tile] <= 1.05 * min(times.values())
-    ]:
+    limit = 1.05 * min(times.values())
+    finalists = [tile for tile in times if tile == chosen or times[tile] <= limit]
+    for tile in finalists:
         with replaced(kernel, tile):
             times[tile] = case.time(kernel, 20)
     fastest = min(times, key=times.get)
@@ -212,12 +209,12 @@ def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
             with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
                 list(pool.map(partial(compile_tiles, problem, kernel, folder), range(PROCESSES)))
 
-        def one(problem=problem, kernel=kernel) -> dict:
+        def search_kernel(problem=problem, kernel=kernel) -> dict:
             case = make_case(problem, folder)
             correctness.check_attention(problem, case.operands, case.attention)
             return search(case, kernel, options.most)
 
-        line = results.run(f"{problem.name} {kernel}", one)
+        line = results.run(f"{problem.name} {kernel}", search_kernel)
         if line is not None:
             results.report["results"].append(line)
             print(

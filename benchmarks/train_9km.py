@@ -33,6 +33,7 @@ from suite.results import Results
 from suite.training import WORKERS
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
+PARTS = {"encoder": ("data", "hidden"), "decoder": ("hidden", "data")}  # source, destination
 
 
 def write_graphs(options: argparse.Namespace, folder: Path) -> dict:
@@ -45,16 +46,14 @@ def write_graphs(options: argparse.Namespace, folder: Path) -> dict:
     torch.save(small, folder / "check.graph")
     graph = icosphere_graph(grid(options.grid), refinement=options.refinement)
     torch.save(graph, folder / "9km.graph")
-    for part, ends in {"encoder": ("data", "hidden"), "decoder": ("hidden", "data")}.items():
-        edges, sizes = graph[ends[0], "to", ends[1]], tuple(graph[end].num_nodes for end in ends)
+    for part, (source, destination) in PARTS.items():
+        edges = graph[source, "to", destination]
+        sizes = graph[source].num_nodes, graph[destination].num_nodes
         attributes = torch.cat([edges.edge_length, edges.edge_dirs], dim=1)
         torch.save((edges.edge_index, attributes, sizes), folder / f"{part}.graph")
     sizes = {str(kind): graph[kind].num_edges for kind in graph.edge_types}
-    return (
-        sizes
-        | {name: graph[name].num_nodes for name in graph.node_types}
-        | {"seconds": time.perf_counter() - begin}
-    )
+    sizes |= {name: graph[name].num_nodes for name in graph.node_types}
+    return sizes | {"seconds": time.perf_counter() - begin}
 
 
 def start(part: str, options: argparse.Namespace, results: Results, folder: Path) -> None:
@@ -96,11 +95,10 @@ def table(runs: list[dict]) -> str:
     rows = []
     for run in runs:
         name = run.get("check") or run["contender"]
-        values = [
-            f"{run[key]:.4g} {unit}"
-            for key, unit in COLUMNS.items()
-            if isinstance(run.get(key), float)
-        ]
+        values = []
+        for key, unit in COLUMNS.items():
+            if isinstance(run.get(key), float):
+                values.append(f"{run[key]:.4g} {unit}")
         options = f"{run.get('num_chunks', '')} chunks"
         if run.get("compiled"):
             options += ", compiled"
@@ -116,8 +114,10 @@ COLUMNS = {
     "warmup_seconds": "s warm-up",
     "peak_gb": "GB",
     "estimated_gb": "GB estimated",
+    "total_ms": "ms of kernels",
+    "off": "off",
+    "off_of_plain": "off plain",
 }
-COLUMNS |= {"total_ms": "ms of kernels", "off": "off", "off_of_plain": "off plain"}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -126,7 +126,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     sizes |= {"channels": 1024, "heads": 16, "layers": 16, "precision": "bf16-mixed"}
     parser = make_parser(__doc__, seconds=500, rounds=1, warmup=2, steps=3, **sizes)
     parser.add_argument(
-        "--fields", type=int, nargs=2, default=[200, 90], help="that come in and go out at a point"
+        "--fields", type=int, nargs=2, default=[200, 90], help="input and output fields at a point"
     )
     parser.add_argument(
         "--parts",
@@ -135,10 +135,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=[part for part in WORKERS if part != "sharded"],
     )
     parser.add_argument(
-        "--ranks", type=int, default=2, help="that share the model of the part `sharded`"
+        "--ranks", type=int, default=2, help="ranks that share the model, for the part `sharded`"
     )
     parser.add_argument(
-        "--alone", type=int, metavar="RANK", help="of these, by itself: no message is sent"
+        "--alone", type=int, metavar="RANK", help="run this rank by itself, without communication"
     )
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 8, 4], help="of anemoi_gt")
     parser.add_argument("--anemoi-chunks", type=int, nargs="+", default=[2, 4, 8, 16])

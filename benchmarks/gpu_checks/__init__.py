@@ -1,8 +1,7 @@
-"""Checks of the Triton kernels that take a real GPU, run by `benchmarks/check_gpu.py`.
+"""Checks of the Triton kernels that need a real GPU, run by `benchmarks/check_gpu.py`.
 
-Importing this package makes the package under test and the tests' oracle importable from the
-checkout, and lets Triton interpret where there is no GPU, so that every check that can be is tried
-there in small.
+Importing this package puts the package under test and the tests' oracle on the path. Without a GPU
+it also switches on Triton's interpreter, so that most checks run there on small problems.
 """
 
 import os

@@ -13,16 +13,17 @@ from gpu_checks import DEVICE, ROOT
 
 EXAMPLE = ROOT / "examples" / "run_package"
 SMALL = [
-    *(
-        "data.grid_name=O4",
-        "data.train_size=8",
-        "data.valid_size=2",
-        "data.test_size=3",
-        "graph.refinement=1",
-    ),
-    *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1", "training.batch_size=2"),
+    "data.grid_name=O4",
+    "data.train_size=8",
+    "data.valid_size=2",
+    "data.test_size=3",
+    "graph.refinement=1",
+    "model.num_layers=1",
+    "training.steps=4",
+    "training.warmup_steps=1",
+    "training.batch_size=2",
 ]
-CHOSEN = [
+ON_DEVICE = [
     f"training.device={DEVICE.type}",
     f"attention.backend={'triton' if DEVICE.type == 'cuda' else 'torch'}",
 ]
@@ -33,43 +34,37 @@ def exported_and_loaded() -> str:
     """Export a trained run, and compare the package in Python and in C++, without this library."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = [
-            str(Path(place).resolve())
-            for place in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-            if place
-        ]
-        path = {"PYTHONPATH": os.pathsep.join([str(_installed(folder / "site")), *found])}
-        run, package, x = folder / "run", folder / "model.pt2", folder / "x.pt"
-        application = [sys.executable, "-m", "anemoi_gt"]
-        _execute(
-            [*application[:2], "anemoi_gt.train", *SMALL, *CHOSEN, f"hydra.run.dir={run}"],
-            folder,
-            path,
-        )
-        wanted = [f"checkpoint={run / 'last.pt'}", f"out={package}", f"max_batch={SAMPLES}"]
-        said = _execute(
-            [*application, "export", *wanted, f"hydra.run.dir={folder / 'export'}"], folder, path
-        )
-        torch.save(
-            torch.randn(SAMPLES, *_shape(package), generator=torch.Generator().manual_seed(0)), x
-        )
-        _execute(
-            [sys.executable, "-I", EXAMPLE / "run_package.py", package, x, folder / "python.pt"],
-            folder,
-        )
-        _execute([_compiled(folder / "run_package"), package, x, folder / "cpp.pt"], folder)
-        first, second = (torch.load(folder / f"{name}.pt") for name in ("python", "cpp"))
-    torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
-    lines = [
-        line
-        for line in said.splitlines()
-        if line.startswith(("same numbers", "one sample takes", "written"))
-    ]
+        paths = [str(_installed(folder / "site"))]
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+            if path:
+                paths.append(str(Path(path).resolve()))
+        environment = {"PYTHONPATH": os.pathsep.join(paths)}
+        run = folder / "run"
+        package = folder / "model.pt2"
+        x = folder / "x.pt"
+        train = [sys.executable, "-m", "anemoi_gt.train", *SMALL, *ON_DEVICE]
+        _execute([*train, f"hydra.run.dir={run}"], folder, environment)
+        export = [sys.executable, "-m", "anemoi_gt", "export", f"checkpoint={run / 'last.pt'}"]
+        export += [f"out={package}", f"max_batch={SAMPLES}", f"hydra.run.dir={folder / 'export'}"]
+        output = _execute(export, folder, environment)
+        generator = torch.Generator().manual_seed(0)
+        torch.save(torch.randn(SAMPLES, *_shape(package), generator=generator), x)
+        python_loader = [sys.executable, "-I", EXAMPLE / "run_package.py"]
+        _execute([*python_loader, package, x, folder / "python.pt"], folder)
+        cpp_loader = _compiled(folder / "run_package")
+        _execute([cpp_loader, package, x, folder / "cpp.pt"], folder)
+        from_python = torch.load(folder / "python.pt")
+        from_cpp = torch.load(folder / "cpp.pt")
+    torch.testing.assert_close(from_cpp, from_python, rtol=1e-5, atol=1e-6)
+    lines = []
+    for line in output.splitlines():
+        if line.startswith(("same numbers", "one sample takes", "written")):
+            lines.append(line)
     return "; ".join([*lines, "Python and C++ agree"])
 
 
 def _installed(site: Path) -> Path:
-    """A folder from which the package and its configs are imported, as from a wheel."""
+    """Link the package and its configs into a folder, as a wheel installs them."""
     package = site / "anemoi_gt"
     package.mkdir(parents=True)
     for part in (ROOT / "src" / "anemoi_gt").iterdir():
@@ -85,12 +80,12 @@ def _shape(package: Path) -> list[int]:
 
 
 def _compiled(program: Path) -> Path:
-    """The loader in C++, against the libraries of the PyTorch that runs here."""
+    """Compile the C++ loader against the libraries of the PyTorch that runs this check."""
     torch_folder = Path(torch.__file__).parent
     libraries = torch_folder / "lib"
-    names = ["torch", "torch_cpu", "c10"] + (
-        ["torch_cuda", "c10_cuda"] if DEVICE.type == "cuda" else []
-    )
+    names = ["torch", "torch_cpu", "c10"]
+    if DEVICE.type == "cuda":
+        names += ["torch_cuda", "c10_cuda"]
     # The GPU libraries are not called by name: they register themselves when loaded.
     linker = [
         "-Wl,--no-as-needed",
@@ -104,13 +99,13 @@ def _compiled(program: Path) -> Path:
     return program
 
 
-def _execute(command: list, folder: Path, more: dict[str, str] | None = None) -> str:
+def _execute(command: list, folder: Path, environment: dict[str, str] | None = None) -> str:
     """Return the output of a command; raise with its last lines when it fails."""
     command = list(map(str, command))
     done = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | (more or {}),
+        env=os.environ | (environment or {}),
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -40,11 +40,12 @@ class Work:
                 *shape, generator=generator, device=DEVICE, dtype=torch.bfloat16
             ).requires_grad_()
 
+        self.sizes = (size.num_src, size.num_dst)
         ends = [
             torch.randint(n, (size.num_edges,), generator=generator, device=DEVICE)
-            for n in (size.num_src, size.num_dst)
+            for n in self.sizes
         ]
-        self.edge_index, self.sizes = torch.stack(ends), (size.num_src, size.num_dst)
+        self.edge_index = torch.stack(ends)
         self.graph = GraphStructure.from_edge_index(self.edge_index, self.sizes)
         width = size.heads * size.channels
         rows = [
@@ -61,7 +62,7 @@ class Work:
         self.grad_lse = torch.ones(size.num_dst, size.heads, device=DEVICE)
 
     def __call__(self, graph: GraphStructure | None = None) -> dict[str, torch.Tensor]:
-        """out, lse and all gradients by name."""
+        """Return out, lse and all gradients by name."""
         query, key, value, *edge_operands = self.leaves
         out, lse = edge_attention(
             query, key, value, graph or self.graph, *edge_operands, config=TRITON
@@ -83,7 +84,7 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
 
 
 def repeat() -> str:
-    """Every run gives the bits of the first."""
+    """Check that every run gives bitwise equal results."""
     work = Work(HERE)
     first = work()
     for _ in range(HERE.runs):
@@ -93,13 +94,13 @@ def repeat() -> str:
 
 
 def stream() -> str:
-    """On a second stream the kernels run while the first is busy, and give the same bits."""
+    """Check that kernels run on a second stream while the first is busy, with the same results."""
     expected = Work(HERE)()
     torch.cuda.synchronize()
     side, busy = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(side):
         work = Work(HERE)
-        work()  # so that memory of this stream is there
+        work()  # allocates the memory of this stream
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # cycles, about a second
     busy.record()
@@ -116,7 +117,7 @@ def stream() -> str:
 
 
 def no_synchronisation() -> str:
-    """Neither attention nor a structure built in passing waits for the device."""
+    """Check that neither attention nor building a structure synchronises with the device."""
     work = Work(HERE)
     build = {"stable": False, "validate": False}
     work(GraphStructure.from_edge_index(work.edge_index, work.sizes, **build))
@@ -131,6 +132,6 @@ def no_synchronisation() -> str:
     difference = (loose["out"].float() - result["out"].float()).abs().max().item()
     if not difference <= 0.02 * result["out"].float().abs().max().item():
         raise AssertionError(
-            f"a structure built without sorting gave another result, off by {difference}"
+            f"a structure built with an unstable sort gave another result, off by {difference}"
         )
     return "forward, backward and building a structure never waited"

@@ -34,14 +34,15 @@ class Large:
     def random(
         cls, graph: GraphStructure, heads: int, channels: int, edge_dim: int, dtype: torch.dtype
     ) -> "Large":
-        """Random operands for a graph."""
+        """Draw operands for a graph."""
         generator = torch.Generator(DEVICE).manual_seed(0)
 
         def draw(*shape):
             return torch.randn(*shape, generator=generator, device=DEVICE, dtype=dtype)
 
-        width, row = heads * channels, (heads, channels)
-        source, destination = (graph.num_src, *row), (graph.num_dst, *row)
+        width = heads * channels
+        source = (graph.num_src, heads, channels)
+        destination = (graph.num_dst, heads, channels)
         weight = draw(width, edge_dim) * edge_dim**-0.5
         return cls(
             graph,
@@ -55,14 +56,13 @@ class Large:
         )
 
     def leaves(self) -> list[torch.Tensor]:
-        """The operands that get gradients."""
+        """Return the operands that get gradients."""
         return [self.query, self.key, self.value, self.edge_attr, self.edge_weight, self.edge_bias]
 
     def run(self) -> dict[str, torch.Tensor]:
-        """out, lse and the gradients of what belongs to nodes and edges, by name."""
-        query, key, value, *edge_operands = leaves = [
-            leaf.requires_grad_() for leaf in self.leaves()
-        ]
+        """Return out, lse and the gradients, by name."""
+        leaves = [leaf.requires_grad_() for leaf in self.leaves()]
+        query, key, value, *edge_operands = leaves
         out, lse = edge_attention(query, key, value, self.graph, *edge_operands, config=TRITON)
         names = ("dquery", "dkey", "dvalue", "dedge_attr", "dedge_weight", "dedge_bias")
         gradients = torch.autograd.grad(out, leaves, self.grad_out)
@@ -76,10 +76,10 @@ class Large:
 def check_rows(
     large: Large, result: dict[str, torch.Tensor], destinations: list[int], sources: list[int]
 ) -> int:
-    """Check the rows of some destinations and sources; return how many the oracle computed.
+    """Check the rows of some destinations and sources; return the number that the oracle computed.
 
-    A source's gradients hold terms of the destinations it has edges to, and theirs depend on all
-    their in-edges.
+    The gradients of a source sum over its out-edges, and depend on all in-edges of their
+    destinations, so the oracle computes these destinations, too.
     """
     graph = large.graph
     if graph.perm is not None:
@@ -91,7 +91,8 @@ def check_rows(
     colptr = graph.colptr.cpu().long()
     edges = torch.cat([torch.arange(colptr[i], colptr[i + 1]) for i in dst.tolist()])
     local_dst = torch.arange(len(dst)).repeat_interleave(colptr[dst + 1] - colptr[dst])
-    origin, chosen = graph.row[edges.to(DEVICE)].long().cpu(), torch.tensor(sources)
+    origin = graph.row[edges.to(DEVICE)].long().cpu()
+    chosen = torch.tensor(sources)
     src = torch.cat([origin, chosen]).unique()  # a chosen source may have no edge
 
     def rows(tensor, index):
@@ -109,7 +110,7 @@ def check_rows(
         torch.zeros(len(dst), large.query.shape[1]),
         large.query.shape[2] ** -0.5,
     )
-    whole = {
+    global_rows = {
         "out": dst,
         "lse": dst,
         "dquery": dst,
@@ -117,16 +118,15 @@ def check_rows(
         "dkey": chosen,
         "dvalue": chosen,
     }
-    part = {"dkey": torch.searchsorted(src, chosen), "dvalue": torch.searchsorted(src, chosen)}
-    answers = (
-        {n: a[n][part[n]] if n in part else a[n] for n in whole}
-        for a in (f(problem) for f in (oracle, plain, magnitude))
-    )
-    assert_within(
-        {name: rows(result[name], index) for name, index in whole.items()},
-        *answers,
-        large.query.dtype,
-    )
+    local_sources = torch.searchsorted(src, chosen)
+    references = []
+    for compute in (oracle, plain, magnitude):
+        reference = compute(problem)
+        reference["dkey"] = reference["dkey"][local_sources]
+        reference["dvalue"] = reference["dvalue"][local_sources]
+        references.append({name: reference[name] for name in global_rows})
+    actual = {name: rows(result[name], index) for name, index in global_rows.items()}
+    assert_within(actual, *references, large.query.dtype)
     return len(dst)
 
 
@@ -145,27 +145,29 @@ def beyond_32_bits() -> str:
     rows, pairs = num_dst * heads * channels, graph.num_edges * 2 * heads
     if DEVICE.type == "cuda" and min(rows, pairs) < LIMIT:
         raise AssertionError(
-            f"the problem is too small: {rows} numbers in rows, {pairs} in pairs of edges and heads"
+            f"the problem is too small: {rows} row elements, {pairs} pairs of edges and heads"
         )
     result = large.run()
     last = num_dst - 1
-    checked = check_rows(
-        large, result, [0, 1, num_dst // 2, last - 1, last], [0, int(row[-1]), last]
-    )
+    destinations = [0, 1, num_dst // 2, last - 1, last]
+    sources = [0, int(row[-1]), last]
+    checked = check_rows(large, result, destinations, sources)
     _check_bias(large, result["dedge_bias"])
-    held = f"{torch.cuda.max_memory_allocated() / 1e9:.0f} GB, " if DEVICE.type == "cuda" else ""
+    memory = ""
+    if DEVICE.type == "cuda":
+        memory = f"{torch.cuda.max_memory_allocated() / 1e9:.0f} GB, "
     sizes = f"{rows / LIMIT:.2f} x 2^31 elements in rows, {pairs / LIMIT:.2f} in pairs"
-    return f"{held}{sizes}; {checked} destinations checked"
+    return f"{memory}{sizes}; {checked} destinations checked"
 
 
 def _check_bias(large: Large, dedge_bias: torch.Tensor) -> None:
     """Check the sum over all nodes: if all have in-edges, weights sum to 1 and db to sum of do."""
     exact = torch.zeros_like(dedge_bias, dtype=torch.float64)
-    for piece in large.grad_out.flatten(1).split(100_000):
-        exact += piece.double().sum(0)
+    for chunk in large.grad_out.flatten(1).split(100_000):
+        exact += chunk.double().sum(0)
     error = ((dedge_bias - exact).square().mean() / exact.square().mean()).sqrt().item()
     if error > 16 * torch.finfo(dedge_bias.dtype).eps:
-        raise AssertionError(f"the RMS error of dedge_bias is {error:.1e} of it")
+        raise AssertionError(f"the relative RMS error of dedge_bias is {error:.1e}")
 
 
 def weather_graphs(names: list[str]) -> str:
@@ -176,7 +178,7 @@ def weather_graphs(names: list[str]) -> str:
     from anemoi_gt.data.graphs import icosphere_graph
     from anemoi_gt.data.grids import grid
 
-    seen = []
+    checked = []
     for name in names:
         points, refinement = name.split(":")
         graph = icosphere_graph(grid(points), refinement=int(refinement))
@@ -188,27 +190,24 @@ def weather_graphs(names: list[str]) -> str:
             )
             for dtype in (torch.bfloat16, torch.float32):
                 large = Large.random(structure, *SHAPE, dtype)
-                destinations, sources = (
-                    [0, size // 3, size // 2, size - 1] for size in reversed(sizes)
-                )
+                sources, destinations = ([0, size // 3, size // 2, size - 1] for size in sizes)
                 check_rows(large, large.run(), destinations, sources)
-            seen.append(f"{name} {source} to {destination} {structure.num_edges} edges")
-    return "; ".join(seen)
+            checked.append(f"{name} {source} to {destination} {structure.num_edges} edges")
+    return "; ".join(checked)
 
 
 def norm_beyond_32_bits() -> str:
-    """Compare norms of rows beyond 2^32 elements, which PyTorch may compute wrongly, one by one."""
+    """Check norms of more than 2^32 elements, which PyTorch may compute wrongly."""
     features = 1024
     rows = OVERFLOW_NUMEL // features + 1000 if DEVICE.type == "cuda" else 2000
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(rows, features, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     norm = AutocastLayerNorm(features).to(DEVICE, torch.bfloat16)
     with torch.no_grad():
-        own = norm(x)[
-            -1000:
-        ].clone()  # before the right rows lie in memory that it might leave as it was
+        # First, because it may leave memory unwritten where the correct rows would be.
+        upstream = norm(x)[-1000:].clone()
         expected = norm(x[-1000:])
         torch.testing.assert_close(apply_norm(norm, x)[-1000:], expected, rtol=0, atol=0)
-        wrong = int((own != expected).any(-1).sum())
+        wrong = int((upstream != expected).any(-1).sum())
     size = rows * features / OVERFLOW_NUMEL
-    return f"{size:.4f} x 2^32 elements; PyTorch's own is wrong in {wrong} of the last 1000 rows"
+    return f"{size:.4f} x 2^32 elements; PyTorch's norm is wrong in {wrong} of the last 1000 rows"

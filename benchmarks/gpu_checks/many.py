@@ -19,7 +19,7 @@ FORMS = ("raw", "raw", "raw_without_bias", "embedded", "none")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS, EDGE_DIMS = (1, 2, 3, 4, 6, 8, 16, 20), (1, 2, 3, 5, 8, 11, 17, 33)
 CHANNELS = (1, 2, 3, 8, 10, 16, 24, 32, 40, 64, 65, 130)
-NEIGHBOURS = 8  # cases of the matrix that one process takes together, for they share kernels
+CASES_PER_TASK = 8  # consecutive cases of the matrix, which share kernels
 SHOWN = 5  # failures that are shown in full
 
 
@@ -32,12 +32,11 @@ class Outcome:
     corpora: dict[str, Corpus] = field(default_factory=dict)  # by dtype
 
     def add(self, other: "Outcome") -> None:
-        """Add the results of others."""
+        """Add the results of other problems."""
         self.count += other.count
         self.failures += other.failures
         for dtype, corpus in other.corpora.items():
-            mine = self.corpora.setdefault(dtype, Corpus())
-            mine.add_corpus(corpus)
+            self.corpora.setdefault(dtype, Corpus()).add_corpus(corpus)
 
     def verdict(self) -> str:
         """Raise if anything failed or nothing was checked, else return a summary."""
@@ -47,14 +46,13 @@ class Outcome:
         worst = []
         for dtype, corpus in sorted(self.corpora.items()):
             corpus.assert_accurate()
-            ratios = {
-                name: (corpus.ours[name] / max(corpus.plain[name], 1e-300)) ** 0.5
-                for name in corpus.ours
-            }
+            ratios = {}
+            for name, error in corpus.ours.items():
+                ratios[name] = (error / max(corpus.plain[name], 1e-300)) ** 0.5
             name = max(ratios, key=ratios.get)
             worst.append(f"{dtype} {ratios[name]:.2f} ({name})")
-        ratios = ", ".join(worst) or "per case"
-        return f"{self.count} as accurate as plain PyTorch; worst RMS error over its: {ratios}"
+        summary = ", ".join(worst) or "per case"
+        return f"{self.count} as accurate as plain PyTorch; worst RMS error over its: {summary}"
 
 
 @dataclass(frozen=True)
@@ -68,23 +66,24 @@ class Configuration:
 def random_graphs(count: int, configurations: int, processes: int, seed: int) -> str:
     """Check `count` random graphs over sizes, forms, dtypes, batches and dropout."""
     configurations = min(configurations, count)
-    shares = [
-        count // configurations + (place < count % configurations)
-        for place in range(configurations)
-    ]
-    tasks = [Configuration(seed * 1_000_003 + place, share_) for place, share_ in enumerate(shares)]
+    tasks = []
+    for i in range(configurations):
+        graphs = count // configurations
+        if i < count % configurations:
+            graphs += 1
+        tasks.append(Configuration(seed * 1_000_003 + i, graphs))
     return f"seed {seed}: {_over_processes(_random_configuration, tasks, processes).verdict()}"
 
 
 def matrix(processes: int) -> str:
-    """The full products of the test matrix (the pairwise table where kernels are interpreted)."""
+    """Check the full products of the test matrix; the pairwise table if kernels are interpreted."""
     cases = full_cases() if DEVICE.type == "cuda" else pairwise_cases()
-    tasks = [cases[first : first + NEIGHBOURS] for first in range(0, len(cases), NEIGHBOURS)]
+    tasks = [cases[i : i + CASES_PER_TASK] for i in range(0, len(cases), CASES_PER_TASK)]
     return _over_processes(_matrix_cases, tasks, processes).verdict()
 
 
 def _over_processes(work: Callable, tasks: Sequence, processes: int) -> Outcome:
-    """Sum of the outcomes of `work` on every task."""
+    """Return the sum of the outcomes of `work` over all tasks."""
     total = Outcome()
     if processes == 1:
         for task in tasks:
@@ -105,9 +104,9 @@ def _matrix_cases(cases: list) -> Outcome:
         corpus = outcome.corpora.setdefault(str(case.dtype).removeprefix("torch."), Corpus())
         try:
             with poisoned_memory():
-                found = run(case, "triton", DEVICE)
-            judge(case, found)
-            corpus.add_errors(*found[:3])
+                results = run(case, "triton", DEVICE)
+            judge(case, results)
+            corpus.add_errors(*results[:3])
         except Exception as error:
             outcome.failures.append(f"{case}: {error}")
     return outcome
@@ -124,9 +123,9 @@ def _random_configuration(configuration: Configuration) -> Outcome:
         outcome.count += 1
         try:
             with poisoned_memory():
-                found = _random_graph(rng, shape, form, dtype, dropout_p, segment)
-            assert_within(*found, dtype)
-            corpus.add_errors(*found[:3])
+                results = _random_graph(rng, shape, form, dtype, dropout_p, segment)
+            assert_within(*results, dtype)
+            corpus.add_errors(*results[:3])
         except Exception as error:
             facts = f"seed {configuration.seed} graph {number} {shape} {form} {dtype} "
             facts += f"{dropout_p=} {segment=}"

@@ -26,9 +26,8 @@ def kernel_names() -> str:
 
     compiled = _profiled(step)
     _assert_same(named, compiled, "compiled")
-    operators = {event.name for event in compiled.events()} & {
-        pass_.operator for pass_ in layer.passes
-    }
+    explained = {pass_.operator for pass_ in layer.passes}
+    operators = explained & {event.name for event in compiled.events()}
     others = _kernels(compiled) - named
     if len(operators) != 2 or not any(name.startswith("triton_") for name in others):
         raise AssertionError(
@@ -42,22 +41,24 @@ def _profiled(step) -> profile:
     """Profile the second and third call."""
     step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         step()
         step()
         torch.cuda.synchronize()
-    return seen
+    return trace
 
 
-def _kernels(seen: profile) -> set[str]:
-    return {
-        event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    }
+def _kernels(trace: profile) -> set[str]:
+    names = set()
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            names.add(event.name)
+    return names
 
 
-def _assert_same(named: set[str], seen: profile, how: str) -> None:
-    found = {name for name in _kernels(seen) if name.startswith(PREFIX)}
-    if found != named:
+def _assert_same(named: set[str], trace: profile, mode: str) -> None:
+    traced = {name for name in _kernels(trace) if name.startswith(PREFIX)}
+    if traced != named:
         raise AssertionError(
-            f"{how}: the trace has {sorted(found)}, explained were {sorted(named)}"
+            f"{mode}: the trace has {sorted(traced)}, the explanation {sorted(named)}"
         )

@@ -23,33 +23,34 @@ FIELDS, MAX_BATCH, LIMIT = 100, 3, 300.0  # s, for the other process
 
 
 def models_and_layers() -> str:
-    """Check both."""
+    """Check packages of models and of layers."""
     return f"{models()}; {layers()}"
 
 
 def models() -> str:
     """Check a small model in two precisions, batches of one and three, in another process."""
-    seen = []
+    checked = []
     for dtype in (torch.float32, torch.bfloat16):
         for batch, error in _errors_of_model(dtype).items():
             if not error <= LIMITS[dtype]:
                 raise AssertionError(
                     f"the package must agree with the model within {LIMITS[dtype]}, got {error}"
                 )
-            seen.append(f"{dtype} batch {batch} error {error:.1e}")
-    return "; ".join(seen)
+            checked.append(f"{dtype} batch {batch} error {error:.1e}")
+    return "; ".join(checked)
 
 
 def _errors_of_model(dtype: torch.dtype) -> dict[int, float]:
-    """Relative error of a package of a model, by size of the batch."""
+    """Return the relative error of the package of a model, by batch size."""
     torch.manual_seed(0)
-    graph, config = icosphere_graph(grid("O32"), refinement=3), AttentionConfig(backend="triton")
+    graph = icosphere_graph(grid("O32"), refinement=3)
+    config = AttentionConfig(backend="triton")
     model = EncoderProcessorDecoder(
         graph, FIELDS, FIELDS, channels=256, heads=8, num_layers=2, config=config
     )
-    model = (
-        (model if dtype == torch.float32 else Autocast(model, DEVICE.type, dtype)).to(DEVICE).eval()
-    )
+    if dtype != torch.float32:
+        model = Autocast(model, DEVICE.type, dtype)
+    model = model.to(DEVICE).eval()
     errors = {}
     with tempfile.TemporaryDirectory() as name, torch.no_grad():
         folder = Path(name)
@@ -57,19 +58,12 @@ def _errors_of_model(dtype: torch.dtype) -> dict[int, float]:
             torch.randn(size, graph["data"].num_nodes, FIELDS, device=DEVICE)
             for size in (1, MAX_BATCH)
         ]
-        write_package(
-            export_model(model, batches[0], MAX_BATCH),
-            folder / "model.pt2",
-            {"max_batch": str(MAX_BATCH)},
-        )
+        program = export_model(model, batches[0], MAX_BATCH)
+        package = folder / "model.pt2"
+        write_package(program, package, {"max_batch": str(MAX_BATCH)})
         for x in batches:
             torch.save(x.cpu(), folder / "x.pt")
-            command = [
-                sys.executable,
-                "-I",
-                LOADER,
-                *(folder / file for file in ("model.pt2", "x.pt", "out.pt")),
-            ]
+            command = [sys.executable, "-I", LOADER, package, folder / "x.pt", folder / "out.pt"]
             subprocess.run(command, check=True, capture_output=True, timeout=LIMIT)
             errors[len(x)] = relative_error(torch.load(folder / "out.pt"), model(x).cpu())
     return errors
@@ -96,28 +90,19 @@ def layers() -> str:
         write_package(export_program(layer, _problem("shuffled", 2), shapes), path, {})
         package = torch._inductor.aoti_load_package(str(path))
         errors = []
-        for name, number in (
-            ("shuffled", 2),
-            ("hub", 1),
-            ("few_to_many", 5),
-            ("isolated", 3),
-            ("one_edge", 4),
-        ):
-            inputs = _problem(name, number)
+        batch_by_graph = {"shuffled": 2, "hub": 1, "few_to_many": 5, "isolated": 3, "one_edge": 4}
+        for name, batch_size in batch_by_graph.items():
+            inputs = _problem(name, batch_size)
             errors.append(relative_error(package(*inputs), layer(*inputs)))
     if not max(errors) <= LIMITS[torch.float32]:
-        raise AssertionError(
-            f"the package must give the numbers of the layer, its errors are {errors}"
-        )
+        raise AssertionError(f"the package must agree with the layer, its errors are {errors}")
     return f"{len(errors)} graphs of other sizes, largest error {max(errors):.1e}"
 
 
 def _problem(name: str, batch: int) -> tuple:
-    """Features, a graph as tensors, and attributes."""
+    """Return node features, a graph as tensors, and edge attributes."""
     graph = structure(GRAPHS[name], DEVICE)
     state = graph.state_dict() | {"perm": graph.edge_order()}
-    x = tuple(
-        torch.randn(batch, n, width, device=DEVICE)
-        for n, width in ((graph.num_src, 4), (graph.num_dst, 5))
-    )
-    return x, state, torch.randn(graph.num_edges, EDGE_DIM, device=DEVICE)
+    x_src = torch.randn(batch, graph.num_src, 4, device=DEVICE)
+    x_dst = torch.randn(batch, graph.num_dst, 5, device=DEVICE)
+    return (x_src, x_dst), state, torch.randn(graph.num_edges, EDGE_DIM, device=DEVICE)

@@ -20,9 +20,8 @@ class Report:
             self.file = path.open("w")
         self.failed = False
         about = describe(DEVICE.type, {"torch", "triton"}, commit)
-        versions = ", ".join(
-            f"{package} {version}" for package, version in about.pop("versions").items()
-        )
+        packages = about.pop("versions").items()
+        versions = ", ".join(f"{package} {version}" for package, version in packages)
         for name, value in (about | {"versions": versions}).items():
             self.line(f"{name:8s} {value}")
 
@@ -33,12 +32,14 @@ class Report:
             print(text, file=self.file, flush=True)
 
     def run(self, name: str, check: Callable[[], str]) -> None:
-        """Run a check, which returns what it saw or raises, and write its line."""
+        """Run a check, which returns a summary or raises, and write its line."""
         start = time.perf_counter()
         try:
-            verdict, detail = "PASS", check()
+            detail = check()
+            verdict = "PASS"
         except Exception as error:  # whatever it is, the other checks still run
-            verdict, self.failed = "FAIL", True
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            detail = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            verdict = "FAIL"
+            self.failed = True
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            detail = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
         self.line(f"{verdict} {name} ({time.perf_counter() - start:.0f} s): {detail}")

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_checks/sanitize.py     the work: odd shapes, all forms, dtypes
 
-`check` runs that under the tool, with PyTorch's caching allocator off: it hands out parts of large
-blocks, in which an overrun stays unseen.
+`check` runs the work under the tool. PyTorch's caching allocator is off, because it returns parts
+of large blocks, which hides overruns.
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck")
 FORMS = ("raw", "raw_without_bias", "embedded", "none")
-EQUAL = ("nearest", "one_each")  # every destination has as many in-edges: kernels of their own
+EQUAL = ("nearest", "one_each")  # fixed in-degree, which has kernels of its own
 
 
 def check() -> str:
@@ -42,7 +42,7 @@ def _work_alone(environment: dict[str, str]) -> None:
         [sys.executable, __file__], capture_output=True, text=True, env=environment
     )
     if result.returncode:
-        raise AssertionError(f"the work fails without the tool already: {result.stderr[-2000:]}")
+        raise AssertionError(f"the work fails even without the tool: {result.stderr[-2000:]}")
 
 
 def work() -> None:

@@ -18,7 +18,7 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
 from gpu_checks import DEVICE
 
-# The reference holds batch x destinations x edges x width numbers several times.
+# The reference materialises several tensors of batch x destinations x edges x width elements.
 ODD = sublayers.Sizes(
     features=200,
     hidden=333,
@@ -45,9 +45,9 @@ class Task(NamedTuple):
 
 
 def check(processes: int = 12) -> str:
-    """Judge the corpora by what plain PyTorch loses; repeated runs give equal bits.
+    """Compare the errors of the corpora with plain PyTorch; check that runs are bitwise equal.
 
-    Over processes, because compilation dominates.
+    Tasks run in several processes, because compilation dominates.
     """
     tasks = [
         Task(name, sizes, dtype)
@@ -94,7 +94,7 @@ def run_some() -> None:
 
 
 def _attention(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dtype):
-    """Return our function, plain PyTorch's, tensors and a gradient of an attention sub-layer."""
+    """Return both implementations of an attention sub-layer, its tensors and a gradient."""
     named, grad, graph, edge_index, options = sublayers.draw_attention(
         DEVICE, seed=number, dtype=dtype, sizes=sizes, **case
     )
@@ -107,9 +107,9 @@ def _attention(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dty
 
 
 def _feed_forward(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dtype):
-    """Return our function, plain PyTorch's, tensors and a gradient of a feed-forward sub-layer."""
+    """Return both implementations of a feed-forward sub-layer, its tensors and a gradient."""
     named, grad = sublayers.draw_feed_forward(DEVICE, seed=number, sizes=sizes, scaled=True, **case)
-    keep_hidden = number % 2 == 0  # every second problem computes its hidden layer again
+    keep_hidden = number % 2 == 0  # every second problem recomputes its hidden layer
     options = FeedForwardOptions(sublayers.EPS, case["activation"], dtype, keep_hidden)
 
     def ours(named):
@@ -121,13 +121,13 @@ def _feed_forward(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.
 
 
 def _add_errors(corpus, ours, plain, named, grad, dtype, case: str) -> None:
-    """Add the errors of a case, after repeated runs gave equal bits."""
+    """Check that repeated runs give equal bits, then add the errors of a case."""
     result = sublayers.results_of(ours, named, grad, torch.float32)
     for _ in range(REPEATS - 1):
         again = sublayers.results_of(ours, named, grad, torch.float32)
         different = [name for name in result if not torch.equal(result[name], again[name])]
         if different:
-            raise AssertionError(f"another run gave other bits of {different}: {case}")
+            raise AssertionError(f"another run gave different bits in {different}: {case}")
     exact = sublayers.results_of(plain, named, grad, torch.float64)
     with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
         baseline = sublayers.results_of(plain, named, grad, torch.float32)

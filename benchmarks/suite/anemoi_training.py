@@ -139,7 +139,7 @@ def find_configs() -> Path:
     spec = find_spec("anemoi.training")
     if spec is None:
         raise ValueError(
-            "the configs of Anemoi's models must be at hand, anemoi-training is not installed: "
+            "the configs of Anemoi's models are needed and anemoi-training is not installed: "
             "pass --configs FOLDER, where FOLDER/model has its files"
         )
     return Path(spec.submodule_search_locations[0]) / "config"
@@ -148,7 +148,7 @@ def find_configs() -> Path:
 def options_of(
     case: Case, configs: Path, device: str, attention: str, mapper_chunks: int | None = None
 ) -> dict:
-    """Return the group `model` of Anemoi's config of a family, with the sizes of a case."""
+    """Return the `model` config that Anemoi has for a family, with the sizes of a case."""
     with initialize_config_dir(str(configs.resolve()), version_base="1.3"):
         config = compose(f"model/{case.family}")
     OmegaConf.set_struct(config, False)
@@ -167,7 +167,7 @@ def options_of(
         # FlexAttention takes the place of scaled_dot_product_attention in the model that is built.
         is_flash = attention == "flash_attention"
         model.processor.attention_implementation = attention if is_flash else ATTENTIONS[2]
-    # transformer.yaml of anemoi-training 0.17.1 lacks what anemoi-models 0.19.0 asks for.
+    # transformer.yaml of anemoi-training 0.17.1 lacks options that anemoi-models 0.19.0 requires.
     for mapper in mappers:
         if "num_channels" not in mapper:
             mapper.num_channels = case.channels
@@ -247,7 +247,7 @@ def graph_of(case: Case) -> HeteroData:
 
 
 class Training:
-    """A model of a case with its optimiser and one batch; `seed` is that of the parameters."""
+    """A model of a case with its optimiser and one batch; `seed` draws the parameters."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ class Refused(Exception):
 
 
 def forward(operands: Operands, attend: Callable) -> Callable:
-    """Attention as in inference."""
+    """Return a call of the attention without gradients."""
 
     def call():
         with torch.no_grad():
@@ -23,13 +23,13 @@ def forward(operands: Operands, attend: Callable) -> Callable:
 
 
 def forward_backward(operands: Operands, attend: Callable) -> Callable:
-    """Attention and the gradients of all leaves."""
-    leaves, arriving = operands.leaves, operands.grad_out
-    return lambda: torch.autograd.grad(attend(), leaves, arriving)
+    """Return a call of the attention with the gradients of all leaves."""
+    leaves = operands.leaves
+    return lambda: torch.autograd.grad(attend(), leaves, operands.grad_out)
 
 
 def replay(operands: Operands, attend: Callable) -> Callable:
-    """The same captured in a CUDA graph, which leaves the host nothing to do.
+    """Return the same replayed from a CUDA graph, which removes the host time.
 
     Raises
     ------

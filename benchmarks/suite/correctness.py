@@ -18,7 +18,7 @@ DESTINATIONS, SOURCES = 128, 16
 
 
 class Sides(NamedTuple):
-    """A structure: the edges by destination, and the way to them by source."""
+    """A graph structure: the edges by destination, and their order by source."""
 
     colptr: Tensor  # [N_dst + 1]
     row: Tensor  # [E] source of each edge
@@ -31,19 +31,18 @@ class Sides(NamedTuple):
 class Part:
     """Some destinations with all in-edges, including all destinations of some sources.
 
-    Where a gradient arrives at these destinations alone, theirs are the only edges that any
-    gradient knows of.
+    If only these destinations have incoming gradients, no other edge affects any gradient.
     """
 
-    dst: Tensor  # [n] numbers in the whole graph, rising
-    edges: Tensor  # numbers of their in-edges
-    src: Tensor  # sources of these edges, rising
-    edge_index: Tensor  # [2, e] the edges in numbers of this part
+    dst: Tensor  # [n] global node ids, sorted ascending
+    edges: Tensor  # [e] global edge ids of the in-edges of dst
+    src: Tensor  # global node ids of the sources of these edges, sorted ascending
+    edge_index: Tensor  # [2, e] the edges in local node ids, positions in src and dst
 
     @classmethod
     def of(cls, coo: Coo) -> "Part":
         """Draw a part from a graph whose edges are sorted by destination."""
-        src, dst = coo.edge_index.cpu()  # drawn alike on all devices
+        src, dst = coo.edge_index.cpu()  # so that all devices draw the same part
         generator = torch.Generator().manual_seed(0)
         num_src, num_dst = coo.sizes
         drawn = torch.randint(num_dst, (DESTINATIONS,), generator=generator)
@@ -55,7 +54,8 @@ class Part:
         local = torch.stack(
             [torch.searchsorted(origins, src[edges]), torch.searchsorted(chosen, dst[edges])]
         )
-        return cls(*(each.to(coo.edge_index.device) for each in (chosen, edges, origins, local)))
+        device = coo.edge_index.device
+        return cls(chosen.to(device), edges.to(device), origins.to(device), local.to(device))
 
 
 def check_attention(
@@ -71,37 +71,38 @@ def check_attention(
         If a result is less accurate than the tests' criterion asks, or a gradient appears where
         none can.
     """
-    part, last = Part.of(operands.coo), operands.num_samples - 1
-    arriving = torch.zeros_like(operands.grad_out)
-    _in_sample(arriving, last)[part.dst] = _in_sample(operands.grad_out, last)[part.dst]
-    operands = replace(operands, grad_out=arriving)
+    part = Part.of(operands.coo)
+    last = operands.num_samples - 1
+    grad_out = torch.zeros_like(operands.grad_out)
+    _in_sample(grad_out, last)[part.dst] = _in_sample(operands.grad_out, last)[part.dst]
+    operands = replace(operands, grad_out=grad_out)
     call = attention(operands)
     with torch.no_grad():
         inferred = _rows(_in_sample(call(), last), part.dst)
     out = call()
-    gradients = torch.autograd.grad(out, operands.leaves, arriving)
-    result = {
-        "out": out.detach(),
-        **{"d" + n: g for n, g in zip(operands.gradients, gradients, strict=True)},
-    }
-    places = {
+    gradients = torch.autograd.grad(out, operands.leaves, grad_out)
+    result = {"out": out.detach()}
+    for name, gradient in zip(operands.gradients, gradients, strict=True):
+        result[f"d{name}"] = gradient
+    index_by_name = {
         "out": part.dst,
         "dquery": part.dst,
         "dkey": part.src,
         "dvalue": part.src,
         "dedge_attr": part.edges,
     }
-    chosen = {
-        name: _rows(_in_sample(tensor, last), places.get(name)) for name, tensor in result.items()
-    }
+    chosen = {}
+    for name, tensor in result.items():
+        chosen[name] = _rows(_in_sample(tensor, last), index_by_name.get(name))
     exact = _exact(problem, operands, part, last)
-    with arriving.device:  # a hub has millions of edges
-        answers = [answer(exact) for answer in (oracle, plain, magnitude)]
+    with grad_out.device:  # a hub has millions of edges
+        references = [reference(exact) for reference in (oracle, plain, magnitude)]
     for results in (chosen, {"out": inferred}):
-        assert_within(results, *({n: a[n] for n in results} for a in answers), problem.torch_dtype)
-    for name in places.keys() & result.keys() - {"out"}:
-        _in_sample(result[name], last)[places[name]] = 0
-        assert not result[name].any(), f"{name}: not zero where no gradient arrives"
+        selected = [{name: reference[name] for name in results} for reference in references]
+        assert_within(results, *selected, problem.torch_dtype)
+    for name in index_by_name.keys() & result.keys() - {"out"}:
+        _in_sample(result[name], last)[index_by_name[name]] = 0
+        assert not result[name].any(), f"{name}: not zero where the incoming gradient is zero"
 
 
 def check_structure(coo: Coo, sides: Sides) -> None:
@@ -123,23 +124,23 @@ def check_structure(coo: Coo, sides: Sides) -> None:
 
 
 def _ends(pointers: Tensor, nodes: int) -> Tensor:
-    """Node of each edge, from the pointers of a side."""
+    """Return the node of each edge, from the pointers of one side."""
     return torch.arange(nodes, device=pointers.device).repeat_interleave(pointers.long().diff())
 
 
 def _in_sample(tensor: Tensor, sample: int) -> Tensor:
-    """Rows of one sample where there is a batch; tensors that the samples share as they are."""
+    """Return the rows of one batch entry; tensors shared by the batch are returned as they are."""
     return tensor[sample] if tensor.dim() == 4 else tensor
 
 
 def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
-    """Chosen rows; all where index is None."""
+    """Return the rows at `index`, or all rows if it is None."""
     return tensor.detach() if index is None else tensor.detach()[index]
 
 
 def _exact(problem: Problem, operands: Operands, part: Part, sample: int) -> Exact:
-    """The part as a problem of the tests' oracle."""
-    places = {
+    """Return the part as a problem of the tests' oracle."""
+    index_by_name = {
         "query": part.dst,
         "grad_out": part.dst,
         "key": part.src,
@@ -147,6 +148,9 @@ def _exact(problem: Problem, operands: Operands, part: Part, sample: int) -> Exa
         "edge_attr": part.edges,
     }
     names = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias", "grad_out")
-    tensors = {n: _rows(_in_sample(getattr(operands, n), sample), places.get(n)) for n in names}
+    tensors = {}
+    for name in names:
+        tensor = _in_sample(getattr(operands, name), sample)
+        tensors[name] = _rows(tensor, index_by_name.get(name))
     grad_lse = torch.zeros(len(part.dst), problem.heads, device=part.dst.device)
     return Exact(part.edge_index, **tensors, grad_lse=grad_lse, scale=problem.channels**-0.5)

@@ -1,4 +1,4 @@
-"""Where, when and with what figures were made."""
+"""Device, versions, commit and date of a measurement."""
 
 import platform
 import subprocess
@@ -11,18 +11,19 @@ from suite import ROOT
 
 
 def describe(device: str, packages: set[str], commit: str | None) -> dict:
-    """Device, versions, commit and date."""
+    """Return device, versions, commit and date."""
+    versions = {"python": platform.python_version()}
+    versions |= {name: _version(name) for name in sorted(packages)}
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in sorted(packages)},
+        "versions": versions,
         "commit": commit or current_commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
 
 
 def current_commit() -> str:
-    """The commit that is checked out, with a mark where files of the package differ from it."""
+    """Return the commit that is checked out, marked if files of the package differ from it."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run(

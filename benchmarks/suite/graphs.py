@@ -27,28 +27,33 @@ class Coo(NamedTuple):
 def build(graphs: list[Weather | Random | Skewed], folder: Path) -> dict[str, tuple[int, int, int]]:
     """Write each graph to `folder`; return (N_src, N_dst, E) by graph.
 
-    Whatever needs scipy happens here, in the process that starts the others.
+    Only this function needs scipy, and only the process that starts the workers calls it.
     """
-    counts, models = {}, {}
+    counts = {}
+    models = {}
     for graph in dict.fromkeys(graphs):
-        drawn = {Random: _random, Skewed: _skewed}.get(type(graph))
-        coo = drawn(graph) if drawn else _part(graph, models)
-        torch.save(tuple(coo), _place(graph, folder))
+        if isinstance(graph, Random):
+            coo = _random(graph)
+        elif isinstance(graph, Skewed):
+            coo = _skewed(graph)
+        else:
+            coo = _part(graph, models)
+        torch.save(tuple(coo), _path(graph, folder))
         counts[str(graph)] = (*coo.sizes, coo.edge_index.shape[1])
     return counts
 
 
 def load(graph: Weather | Random | Skewed, folder: Path) -> Coo:
     """Read a graph that `build` wrote."""
-    return Coo(*torch.load(_place(graph, folder)))
+    return Coo(*torch.load(_path(graph, folder)))
 
 
-def _place(graph: Weather | Random | Skewed, folder: Path) -> Path:
+def _path(graph: Weather | Random | Skewed, folder: Path) -> Path:
     return folder / f"{graph}.pt"
 
 
 def _part(graph: Weather, models: dict) -> Coo:
-    """One of the three parts; a model's three parts are built together and kept in `models`."""
+    """Return a part of a model; the three parts are built together and cached in `models`."""
     from anemoi_gt.data.graphs import icosphere_graph
     from anemoi_gt.data.grids import grid
 

@@ -73,7 +73,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Problem:
-    """A mapper and what it takes, on the device."""
+    """A mapper and its inputs, on the device."""
 
     setting: Setting
     part: str
@@ -102,8 +102,10 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
     sizes = {}
     for part in parts:
         source, destination = (points, mesh) if part == "encoder" else (mesh, points)
-        find, reach = (edges.cutoff, 0.6) if part == "encoder" else (edges.nearest, 3)
-        edge_index = find(source, destination, reach)
+        if part == "encoder":
+            edge_index = edges.cutoff(source, destination, 0.6)
+        else:
+            edge_index = edges.nearest(source, destination, 3)
         ends = source, destination, edge_index
         attributes = np.concatenate(
             [unit_std(edge_length(*ends)), unit_std(edge_direction(*ends))], axis=1
@@ -133,27 +135,24 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     from anemoi.models.distributed.shapes import BipartiteGraphShardInfo
     from anemoi.models.layers import mapper as mappers
 
-    own, setting = problem.mapper, problem.setting
+    setting = problem.setting
     options = {
         "num_channels": setting.channels,
         "num_heads": setting.heads,
         "edge_dim": problem.edge_attr.shape[1],
-    }
-    options |= {
-        "in_channels_src": own.in_channels_src,
-        "in_channels_dst": own.in_channels_dst,
+        "in_channels_src": problem.mapper.in_channels_src,
+        "in_channels_dst": problem.mapper.in_channels_dst,
         "mlp_hidden_ratio": 4,
+        "num_chunks": num_chunks,
+        "layer_kernels": {},
+        "gradient_checkpointing": False,
+        "graph_attention_backend": "triton" if setting.device == "cuda" else "pyg",
     }
-    options |= {"num_chunks": num_chunks, "layer_kernels": {}, "gradient_checkpointing": False}
-    options["graph_attention_backend"] = "triton" if setting.device == "cuda" else "pyg"
     if problem.part == "decoder":
         options["out_channels_dst"] = setting.fields
-    upstream = (
-        getattr(mappers, type(own).__name__)(**options)
-        .to(problem.x[0].device, problem.x[0].dtype)
-        .eval()
-    )
-    upstream.load_state_dict(own.state_dict())
+    upstream = getattr(mappers, type(problem.mapper).__name__)(**options)
+    upstream = upstream.to(problem.x[0].device, problem.x[0].dtype).eval()
+    upstream.load_state_dict(problem.mapper.state_dict())
 
     def call() -> Tensor:
         with torch.no_grad():
@@ -169,7 +168,7 @@ CONTENDERS = {"anemoi_gt": _anemoi_gt, "anemoi": _anemoi}
 
 
 def unsupported_reason(contender: str) -> str | None:
-    """Return why a contender cannot run here, or None."""
+    """Return the reason that a contender cannot run here, or None."""
     return missing("anemoi.models", "anemoi-models") if contender == "anemoi" else None
 
 
@@ -188,63 +187,61 @@ def plain_mapper(
 ) -> tuple[Tensor, nn.Module]:
     """Compute some destinations by plain PyTorch; return them with the mapper copy used."""
     src, dst = problem.edge_index[0], problem.edge_index[1].contiguous()
-    starts, ends = (
-        torch.searchsorted(dst, destinations),
-        torch.searchsorted(dst, destinations, right=True),
-    )
-    edges = torch.cat(
-        [
-            torch.arange(a, b, device=dst.device)
-            for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
-        ]
-    )
+    starts = torch.searchsorted(dst, destinations)
+    ends = torch.searchsorted(dst, destinations, right=True)
+    edges = []
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        edges.append(torch.arange(start, end, device=dst.device))
+    edges = torch.cat(edges)
     sources, origin = src[edges].unique(return_inverse=True)
     operands = (problem.x[0][sources], problem.x[1][destinations], problem.edge_attr[edges])
     x_src, x_dst, edge_attr = (operand.to(device, dtype) for operand in operands)
-    mapper, heads = copy.deepcopy(problem.mapper).to(device, dtype), problem.setting.heads
+    mapper = copy.deepcopy(problem.mapper).to(device, dtype)
+    x_src = mapper.emb_nodes_src(x_src)
     x = mapper.emb_nodes_dst(x_dst)
     degrees = (ends - starts).tolist()
-    x = x + _attend(
-        mapper.proc, mapper.emb_nodes_src(x_src), x, edge_attr, origin.to(device), degrees, heads
-    )
+    heads = problem.setting.heads
+    x = x + _attend(mapper.proc, x_src, x, edge_attr, origin.to(device), degrees, heads)
     x = x + mapper.proc.node_dst_mlp(mapper.proc.layer_norm_mlp_dst(x))
-    return (mapper.node_data_extractor(x) if problem.part == "decoder" else x), mapper
+    if problem.part == "decoder":
+        x = mapper.node_data_extractor(x)
+    return x, mapper
 
 
 def _attend(
     block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: list[int], heads: int
 ) -> Tensor:
-    """Attention of a mapper block, one row for each edge: what is added to x_dst."""
+    """Return the attention of a mapper block, with one row per edge, before the residual sum."""
     sources, normed = block.layer_norm_attention_src(x_src), block.layer_norm_attention(x_dst)
     query, key, value = block.lin_query(normed), block.lin_key(sources), block.lin_value(sources)
     query, key, value = (rows.unflatten(1, (heads, -1)) for rows in (query, key, value))
     edges = block.lin_edge(edge_attr).unflatten(1, (heads, -1))
-    parts = zip(
-        query,
-        (key[origin] + edges).split(degrees),
-        (value[origin] + edges).split(degrees),
-        strict=True,
-    )
-    out = [
-        ((q * k).sum(-1).div(q.shape[-1] ** 0.5).softmax(0)[..., None] * v).sum(0)
-        for q, k, v in parts
-    ]
+    keys = (key[origin] + edges).split(degrees)
+    values = (value[origin] + edges).split(degrees)
+    out = []
+    for q, k, v in zip(query, keys, values, strict=True):  # [H, C], [degree, H, C], [degree, H, C]
+        scores = (q * k).sum(-1).div(q.shape[-1] ** 0.5)
+        out.append((scores.softmax(0)[..., None] * v).sum(0))
     return block.projection(torch.stack(out).flatten(1) + block.lin_self(normed))
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
 
 
 @torch.no_grad()
 def compare_with_plain(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
-    """Return whether a result's error is at most twice plain PyTorch's, plus rounding."""
+    """Compare the error of a result with twice the error of plain PyTorch, plus rounding."""
     dtype, device = result.dtype, result.device
     exact, _ = plain_mapper(problem, destinations, torch.float64, "cpu")
-    computed = result[destinations], plain_mapper(problem, destinations, dtype, device)[0]
-    rows, baseline = (each.double().cpu() for each in computed)
-    error, lost = ((other - exact).square().mean().sqrt().item() for other in (rows, baseline))
-    allowed = 2 * lost + torch.finfo(dtype).eps * exact.square().mean().sqrt().item()
-    outcome = "right" if error <= allowed else "wrong"  # wrong for what is not a number, too
+    baseline, _ = plain_mapper(problem, destinations, dtype, device)
+    error = _rms(result[destinations].double().cpu() - exact)
+    baseline_error = _rms(baseline.double().cpu() - exact)
+    allowed = 2 * baseline_error + torch.finfo(dtype).eps * _rms(exact)
+    outcome = "right" if error <= allowed else "wrong"  # NaN is wrong, too
     return {
         "outcome": outcome,
         "rms_error": error,
-        "rms_error_of_plain": lost,
+        "rms_error_of_plain": baseline_error,
         "checked": len(destinations),
     }

@@ -1,8 +1,7 @@
 """One rank of several by itself on one GPU: it computes as in a job, without messages.
 
-Its time and memory are those of a job but for the messages, in place of which it copies rows of its
-own. What it computes means nothing, but the numbers are of the right size: a GPU is faster on NaN
-or zeros.
+Time and memory are as in a real job, except that messages are replaced by copies of local rows. The
+results are meaningless, but have a realistic magnitude: a GPU is faster on NaN or zeros.
 """
 
 import os

@@ -6,7 +6,7 @@ With s bytes an element, R = s H C a row, and everything read or written once:
     backward            R (3 N_dst + 4 N_src) + 8 H N_dst + E (s D + 8)   seven rows; edges
     structure           16 E + 4 (4 E + N_dst + N_src + 2)                edge_index; index arrays
 
-What belongs to nodes is repeated for each batch entry. Over the speed of a copy, these are a lower
+Node features are counted once per batch entry. Over the speed of a copy, these are a lower
 bound of the time.
 
     flops forward       E H (4 C + 4 D) + 4 N_dst H C D                   four products; u, W A
@@ -17,7 +17,7 @@ from suite.problems import STRUCTURE, Problem
 
 
 def compulsory_bytes(problem: Problem, sizes: tuple[int, int, int], kind: str) -> int:
-    """Return the bytes of a pass on a graph of sizes (N_src, N_dst, E)."""
+    """Return the bytes that a pass must move; sizes are (N_src, N_dst, E)."""
     num_src, num_dst, num_edges = sizes
     if kind in STRUCTURE:
         return 16 * num_edges + 4 * (4 * num_edges + num_dst + num_src + 2)

@@ -56,13 +56,13 @@ class Operands:
         return replace(self, coo=Coo(edge_index, tuple(samples * size for size in coo.sizes)))
 
     def nodes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [B * N, H, C], sample after sample."""
+        """Return query, key and value [B * N, H, C], one batch entry after the other."""
         return tuple(
             rows.reshape(-1, *rows.shape[-2:]) for rows in (self.query, self.key, self.value)
         )
 
     def attributes(self) -> Tensor:
-        """Attributes of the edges of `side_by_side`, [B * E, D]."""
+        """Return the edge attributes for `side_by_side`, [B * E, D]."""
         return (
             self.edge_attr if self.num_samples == 1 else self.edge_attr.repeat(self.num_samples, 1)
         )

@@ -9,6 +9,7 @@ Text and marks have classes instead of colours; the documentation's theme define
 """
 
 from dataclasses import dataclass
+from itertools import product
 from math import log10
 from pathlib import Path
 
@@ -41,14 +42,12 @@ MARKS = (  # around 0, one for each baseline
 )
 PANEL = (340, 270)  # of the roofline, in SVG units
 MARGIN = {"left": 46, "right": 10, "top": 30, "bottom": 42}
-# of bars: thickness, between groups, names, figures behind, all
-BAR, GAP, NAMES, ENDS, WIDE = (
-    18,
-    20,
-    86,
-    104,
-    460,
-)
+# Sizes of a bar plot in SVG units.
+BAR = 18  # thickness of a bar
+GAP = 20  # between groups of bars
+NAMES = 86  # width of the names, left of the bars
+ENDS = 104  # width of the figures, right of the bars
+WIDE = 460  # width of the plot
 TOP = 64  # of the first bar, below title and legend
 
 
@@ -63,9 +62,8 @@ class LogAxis:
 
     def __call__(self, value: float) -> float:
         """Return the position of a value."""
-        return self.start + (self.end - self.start) * log10(value / self.low) / log10(
-            self.high / self.low
-        )
+        fraction = log10(value / self.low) / log10(self.high / self.low)
+        return self.start + (self.end - self.start) * fraction
 
     def ticks(self) -> list[float]:
         """1, 2 and 5 times the powers of ten in range."""
@@ -77,15 +75,11 @@ def roofline(results: dict) -> list[str]:
     """Return a panel per pass and number of channels; raise ValueError like `drawn`."""
     problems = drawn(results)
     widths = sorted({facts["channels"] for facts in problems.values()}, reverse=True)
-    return [
-        _roofline_panel(
-            results,
-            {name: facts for name, facts in problems.items() if facts["channels"] == width},
-            kind,
-        )
-        for kind in ATTENTION
-        for width in widths
-    ]
+    panels = []
+    for kind, width in product(ATTENTION, widths):
+        shown = {name: facts for name, facts in problems.items() if facts["channels"] == width}
+        panels.append(_roofline_panel(results, shown, kind))
+    return panels
 
 
 def bars(results: dict) -> str:
@@ -100,7 +94,7 @@ def bars(results: dict) -> str:
     widest = max(problem["channels"] for problem in facts.values())
     problems = [name for name, problem in facts.items() if problem["channels"] == widest]
     times = {name: _times(results, name, kind) for name in problems}
-    longest = max(time for line in times.values() for time in line.values())
+    longest = max(ms for by_baseline in times.values() for ms in by_baseline.values())
     scale = (WIDE - NAMES - ENDS) / longest
     group = BAR * len(results["baselines"]) + GAP
     shapes = []
@@ -109,29 +103,25 @@ def bars(results: dict) -> str:
         shapes.append(
             words(NAMES - 8, top + (group - GAP) / 2 + 5, name.split("-")[0], "end", size=15)
         )
-        shapes += [
-            _bar(results, baseline, top + n * BAR, scale, times[name])
-            for n, baseline in enumerate(times[name])
-        ]
-        x = NAMES + scale * 1e3 * lower_bound_seconds(results, name, kind)
-        about = (
-            f"lower bound of {name}: {figure(1e3 * lower_bound_seconds(results, name, kind))} ms"
-        )
+        for n, baseline in enumerate(times[name]):
+            shapes.append(_bar(results, baseline, top + n * BAR, scale, times[name]))
+        bound_ms = 1e3 * lower_bound_seconds(results, name, kind)
+        x = NAMES + scale * bound_ms
+        about = f"lower bound of {name}: {figure(bound_ms)} ms"
         shapes.append(
             f'<path class="floor" d="M{x:.1f},{top - 4}V{top + group - GAP + 2}">'
             f"<title>{about}</title></path>"
         )
     height = TOP + group * len(problems) + 20
-    legend = words(NAMES, 16, "Attention, forward and backward, time in ms", size=15) + _legend(
-        results, WIDE, 42
-    )
+    legend = words(NAMES, 16, "Attention, forward and backward, time in ms", size=15)
+    legend += _legend(results, WIDE, 42)
     legend += words(NAMES, height - 8, "line: lower bound (memory bandwidth)", size=14)
-    label = "; ".join(
-        f"{name.split('-')[0]}: "
-        + ", ".join(f"{results['baselines'][p]} {figure(t)} ms" for p, t in line.items())
-        for name, line in times.items()
-    )
-    return canvas(WIDE, height, f"Time of forward and backward. {label}", legend + "".join(shapes))
+    labels = []
+    for name, by_baseline in times.items():
+        figures = [f"{results['baselines'][b]} {figure(ms)} ms" for b, ms in by_baseline.items()]
+        labels.append(f"{name.split('-')[0]}: {', '.join(figures)}")
+    label = f"Time of forward and backward. {'; '.join(labels)}"
+    return canvas(WIDE, height, label, legend + "".join(shapes))
 
 
 def write(svg: str, path: Path) -> None:
@@ -157,13 +147,11 @@ def as_file(svg: str, theme: str) -> str:
 def drawn(results: dict) -> dict[str, dict]:
     """Return the timed parts of whole models, which plots show; raise ValueError if none."""
     timed = {line["problem"] for line in results["results"] if "median_ms" in line}
-    problems = {
-        name: facts
-        for name, facts in results["problems"].items()
-        if name in timed
-        and facts["name"].split("-")[0] in PARTS
-        and not facts["group"].endswith("variants")
-    }
+    problems = {}
+    for name, facts in results["problems"].items():
+        is_part = facts["name"].split("-")[0] in PARTS
+        if name in timed and is_part and not facts["group"].endswith("variants"):
+            problems[name] = facts
     if not problems:
         raise ValueError(
             "the results must hold times of encoders, processors or decoders, got none of a whole "
@@ -174,25 +162,22 @@ def drawn(results: dict) -> dict[str, dict]:
 
 def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, float, float]]:
     """Return baseline, problem, operations per byte and Tflop/s of every measurement."""
-    return [
-        (
-            baseline,
-            name,
-            facts["flops"][kind] / facts["bytes"][kind],
-            facts["flops"][kind] / (1e9 * time),
-        )
-        for name, facts in problems.items()
-        for baseline, time in _times(results, name, kind).items()
-    ]
+    measured = []
+    for name, facts in problems.items():
+        flops = facts["flops"][kind]
+        intensity = flops / facts["bytes"][kind]
+        for baseline, ms in _times(results, name, kind).items():
+            measured.append((baseline, name, intensity, flops / (1e9 * ms)))
+    return measured
 
 
 def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
-    """Median milliseconds of each baseline that has some."""
-    lines = [
-        line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)
-    ]
-    found = {line["baseline"]: line["median_ms"] for line in lines if "median_ms" in line}
-    return {baseline: found[baseline] for baseline in results["baselines"] if baseline in found}
+    """Return the median milliseconds of each baseline that was timed."""
+    medians = {}
+    for line in results["results"]:
+        if (line["problem"], line["pass"]) == (problem, kind) and "median_ms" in line:
+            medians[line["baseline"]] = line["median_ms"]
+    return {baseline: medians[baseline] for baseline in results["baselines"] if baseline in medians}
 
 
 def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
@@ -225,11 +210,10 @@ def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
             f'<path class="grid" d="M{across:.1f},{roof:.1f}V{y.start}" stroke-dasharray="3 3"/>'
         )
         shapes.append(words(across - 5, roof - 5, name.split("-")[0], "end", size=12))
-    for baseline, name, at, speed in measured:
-        about = (
-            f"{results['baselines'][baseline]}, {name}: {speed / (copy * at):.0%} of copy bandwidth"
-        )
-        shapes.append(_mark(results, baseline, x(at), y(speed), about))
+    for baseline, name, value, speed in measured:
+        share = speed / (copy * value)
+        about = f"{results['baselines'][baseline]}, {name}: {share:.0%} of copy bandwidth"
+        shapes.append(_mark(results, baseline, x(value), y(speed), about))
     title = f"{PASSES[kind]}, {next(iter(problems.values()))['channels']} channels"
     shapes.append(words(MARGIN["left"], 16, title, size=13))
     label = f"Roofline, {title}. " + "; ".join(
@@ -263,7 +247,8 @@ def _axes(x: LogAxis, y: LogAxis) -> str:
 
 
 def _bar(results: dict, baseline: str, top: float, scale: float, times: dict) -> str:
-    first, *_ = baselines = list(results["baselines"])
+    baselines = list(results["baselines"])
+    first = baselines[0]
     ratio = ""
     if first in times and baseline != first:
         ratio = f" ({times[baseline] / times[first]:.1f}×)"  # noqa: RUF001  the sign
@@ -274,29 +259,30 @@ def _bar(results: dict, baseline: str, top: float, scale: float, times: dict) ->
 
 
 def _legend(results: dict, width: float, y: float) -> str:
-    """Names of the baselines in a line that begins where the bars do."""
-    shapes, x = [], NAMES
-    for place, title in enumerate(results["baselines"].values()):
+    """Return the names of the baselines in a line that begins where the bars do."""
+    shapes = []
+    x = NAMES
+    for i, title in enumerate(results["baselines"].values()):
         name = title.split(",")[0]
-        shapes.append(f'<rect class="peer{place}" x="{x}" y="{y - 11}" width="13" height="13"/>')
+        shapes.append(f'<rect class="peer{i}" x="{x}" y="{y - 11}" width="13" height="13"/>')
         shapes.append(words(x + 19, y, name, size=14))
         x += 40 + 8.2 * len(name)
     return "".join(shapes)
 
 
 def _mark(results: dict, baseline: str, x: float, y: float, about: str) -> str:
-    place = list(results["baselines"]).index(baseline)
-    place = f'class="peer{place}" transform="translate({x:.1f},{y:.1f})" d="{MARKS[place]}"'
-    return f"<path {place}><title>{about}</title></path>"
+    i = list(results["baselines"]).index(baseline)
+    attributes = f'class="peer{i}" transform="translate({x:.1f},{y:.1f})" d="{MARKS[i]}"'
+    return f"<path {attributes}><title>{about}</title></path>"
 
 
 def words(
     x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12
 ) -> str:
-    """A line of text, of the class `kind`."""
+    """Return a line of text, of the class `kind`."""
     name = f' class="{kind}"' if kind else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
-    return f"<text{name} {place}>{text}</text>"
+    attributes = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text{name} {attributes}>{text}</text>"
 
 
 def canvas(width: float, height: float, label: str, shapes: str) -> str:

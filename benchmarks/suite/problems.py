@@ -179,7 +179,7 @@ PROBLEMS = {
         *_small(),
     ]
 }
-# groups that run where nothing is asked for
+# groups that run by default
 DEFAULT = {
     "cuda": ("n320", "host"),
     "cpu": ("small",),

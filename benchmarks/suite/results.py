@@ -20,24 +20,21 @@ def write(report: dict, path: Path) -> None:
 
 
 def as_json(report: dict) -> str:
-    """Return JSON with a line for each key, and for each element of what the keys hold."""
+    """Return JSON with a line per key, and a line per element of its list or dict."""
 
     def lines(value) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            return "[\n" + ",\n".join("  " + json.dumps(one, default=str) for one in value) + "\n ]"
+            elements = [f"  {json.dumps(element, default=str)}" for element in value]
+            return "[\n" + ",\n".join(elements) + "\n ]"
         if isinstance(value, dict) and value:
-            inner = (
-                f"  {json.dumps(str(key))}: {json.dumps(one, default=str)}"
-                for key, one in value.items()
-            )
-            return "{\n" + ",\n".join(inner) + "\n }"
+            entries = []
+            for key, entry in value.items():
+                entries.append(f"  {json.dumps(str(key))}: {json.dumps(entry, default=str)}")
+            return "{\n" + ",\n".join(entries) + "\n }"
         return json.dumps(value, default=str)
 
-    return (
-        "{\n"
-        + ",\n".join(f" {json.dumps(str(key))}: {lines(value)}" for key, value in report.items())
-        + "\n}"
-    )
+    entries = [f" {json.dumps(str(key))}: {lines(value)}" for key, value in report.items()]
+    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 class Results:
@@ -50,12 +47,15 @@ class Results:
     path : Path or None
         The file; None writes nothing.
     seconds : float
-        After these no step begins.
+        Time limit; after it, no further step begins.
     """
 
     def __init__(self, report: dict, path: Path | None, seconds: float):
-        self.report, self.path, self.deadline = report, path, time.monotonic() + seconds
-        self.problems = report["problems"] = {}
+        self.report = report
+        self.path = path
+        self.deadline = time.monotonic() + seconds
+        self.problems = {}
+        report["problems"] = self.problems
         self.write()
 
     def run(self, name: str, call: Callable[[], object]):

@@ -21,8 +21,8 @@ def warm(
 ) -> set[tuple]:
     """Check every problem with every baseline, each in its own process; return correct pairs.
 
-    What is compiled lies on disk afterwards. Whatever fails here, for want of memory perhaps, is
-    tried again alone.
+    Compiled kernels are on disk afterwards. A check that fails here, perhaps because memory runs
+    out, is repeated alone.
     """
 
     def check(pair: tuple[Problem, str]) -> tuple | None:
@@ -35,7 +35,8 @@ def warm(
         return problem.name, name
 
     with ThreadPoolExecutor(processes) as pool:
-        return {pair for pair in pool.map(check, product(problems, names)) if pair}
+        pairs = pool.map(check, product(problems, names))
+        return {pair for pair in pairs if pair is not None}
 
 
 class Run:
@@ -54,13 +55,12 @@ class Run:
         first = next(iter(workers.values()))
         self.copy_speeds.append(first.call("copy_speed"))
         for problem in problems:
-            able = {
-                name: worker
-                for name, worker in workers.items()
-                if self._check(problem, name, worker)
-            }
+            correct = {}
+            for name, worker in workers.items():
+                if self._check(problem, name, worker):
+                    correct[name] = worker
             for kind in problem.passes:
-                self._time(problem, kind, able)
+                self._time(problem, kind, correct)
             save(self)
         self.copy_speeds.append(first.call("copy_speed"))
         save(self)
@@ -106,9 +106,9 @@ class Run:
             "bytes_per_second": nbytes / (1e-3 * median),
         }
 
-    def _add(self, problem: Problem, kind: str, name: str, **what) -> None:
-        self.results.append({"problem": problem.name, "pass": kind, "baseline": name, **what})
-        text = what.get("reason") or f"{what['median_ms']:.3f} ms"
+    def _add(self, problem: Problem, kind: str, name: str, **fields) -> None:
+        self.results.append({"problem": problem.name, "pass": kind, "baseline": name, **fields})
+        text = fields.get("reason") or f"{fields['median_ms']:.3f} ms"
         print(f"{problem.name:32} {kind:18} {name:14} {text}", flush=True)
 
 
@@ -119,20 +119,16 @@ def run(
     folder: Path,
     save: Callable[[Run], None],
 ) -> None:
-    """Check and measure; what is there so far is saved after each problem."""
+    """Check and measure; save the results so far after each problem."""
     pairs = len(problems) * len(names)
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(name, device, folder)) for name in names}
         # while workers start
-        sizes, right = (
-            graphs.build([problem.graph for problem in problems], folder),
-            set(),
-        )
+        sizes = graphs.build([problem.graph for problem in problems], folder)
+        right = set()
         if device == "cuda":
             begin = time.perf_counter()
             right = warm(problems, names, device, folder, min(os.cpu_count() or 1, pairs))
-            print(
-                f"{len(right)} of {pairs} pairs checked in {time.perf_counter() - begin:.0f} s",
-                flush=True,
-            )
+            seconds = time.perf_counter() - begin
+            print(f"{len(right)} of {pairs} pairs checked in {seconds:.0f} s", flush=True)
         Run(sizes, device, right).measure(problems, workers, save)

@@ -21,16 +21,18 @@ def tables(results: dict) -> str:
 
 def summary(results: dict) -> str:
     """Return environment, forward and backward times, memory, and reasons of empty cells."""
-    found = _lines(results)
-    times = _times(results, found, ("forward_backward",), HEADINGS["forward_backward"])
-    return _joined(_where(results), times, _memory(results, found), _notes(results))
+    lines = _lines(results)
+    times = _times(results, lines, ("forward_backward",), HEADINGS["forward_backward"])
+    return _joined(_environment(results), times, _memory(results, lines), _notes(results))
 
 
 def details(results: dict) -> str:
     """Return times of forward alone, from a CUDA graph, and of structures."""
-    found = _lines(results)
-    times = [_times(results, found, (kind,), HEADINGS[kind]) for kind in ("forward", "replay")]
-    return _joined(*times, _times(results, found, STRUCTURE, HEADINGS["structure"]))
+    lines = _lines(results)
+    forward = _times(results, lines, ("forward",), HEADINGS["forward"])
+    replay = _times(results, lines, ("replay",), HEADINGS["replay"])
+    structure = _times(results, lines, STRUCTURE, HEADINGS["structure"])
+    return _joined(forward, replay, structure)
 
 
 def _lines(results: dict) -> dict:
@@ -50,12 +52,12 @@ def put_into(page: str, name: str, text: str) -> str:
         If the page has no such comments.
     """
     begin, end = f"<!-- figures of {name} -->", f"<!-- end of {name} -->"
-    found = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
-    if not found:
+    match = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
+    if not match:
         raise ValueError(
             f"the page must hold the lines {begin!r} and {end!r}: add them where figures belong"
         )
-    return f"{page[: found.start()]}{begin}\n\n{text}\n\n{end}{page[found.end() :]}"
+    return f"{page[: match.start()]}{begin}\n\n{text}\n\n{end}{page[match.end() :]}"
 
 
 def lower_bound_seconds(results: dict, problem: str, kind: str) -> float:
@@ -65,38 +67,34 @@ def lower_bound_seconds(results: dict, problem: str, kind: str) -> float:
     )
 
 
-def _where(results: dict) -> str:
+def _environment(results: dict) -> str:
     facts = results["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
     copy = max(facts["copy_bytes_per_second"]) / 1e9
-    where = f"{facts['device']}, {facts['date'].split()[0]}; {versions}."
-    return f"{where} Copy bandwidth in the same run: {copy:,.0f} GB/s."
+    caption = f"{facts['device']}, {facts['date'].split()[0]}; {versions}."
+    return f"{caption} Copy bandwidth in the same run: {copy:,.0f} GB/s."
 
 
-def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> str:
+def _times(results: dict, lines: dict, kinds: tuple[str, ...], heading: str) -> str:
     """Return median times, lower bounds, and multiples of the first baseline's time."""
     first, *others = results["baselines"]
     rows = []
     for name, problem in results["problems"].items():
         for kind in kinds:
-            lines = [found.get((name, kind, baseline), {}) for baseline in (first, *others)]
-            if kind not in problem["passes"] or not any("median_ms" in line for line in lines):
+            first_line = lines.get((name, kind, first), {})
+            other_lines = [lines.get((name, kind, baseline), {}) for baseline in others]
+            is_timed = any("median_ms" in line for line in (first_line, *other_lines))
+            if kind not in problem["passes"] or not is_timed:
                 continue
             bound = 1e3 * lower_bound_seconds(results, name, kind)
-            label = (
-                f"`{name}`" if len(kinds) == 1 else f"`{name}`, {PASSES[kind].rpartition(', ')[2]}"
-            )
-            mine = lines[0].get("median_ms")
-            share = f"{bound / mine:.0%}" if mine else EMPTY
-            rows.append(
-                [
-                    label,
-                    figure(bound),
-                    _cell(lines[0]),
-                    share,
-                    *(_cell(line, mine) for line in lines[1:]),
-                ]
-            )
+            label = f"`{name}`"
+            if len(kinds) > 1:
+                label += f", {PASSES[kind].rpartition(', ')[2]}"
+            first_ms = first_line.get("median_ms")
+            share = f"{bound / first_ms:.0%}" if first_ms else EMPTY
+            row = [label, figure(bound), _cell(first_line), share]
+            row += [_cell(line, first_ms) for line in other_lines]
+            rows.append(row)
     if not rows:
         return ""
     title, *other_titles = _titles(results)
@@ -104,19 +102,19 @@ def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> 
     return _without_empty_columns(header, rows)
 
 
-def _memory(results: dict, found: dict) -> str:
-    """Peak memory of forward and backward above what is there before the call."""
+def _memory(results: dict, lines: dict) -> str:
+    """Return the peak memory of forward and backward, beyond the memory in use before the call."""
     rows = []
     for name in results["problems"]:
-        peaks = [
-            found.get((name, "forward_backward", b), {}).get("peak_bytes")
-            for b in results["baselines"]
-        ]
+        peaks = []
+        for baseline in results["baselines"]:
+            peaks.append(lines.get((name, "forward_backward", baseline), {}).get("peak_bytes"))
         if any(peaks):
-            rows.append(
-                [f"`{name}`", *(EMPTY if peak is None else f"{peak / 1e9:.2f}" for peak in peaks)]
-            )
-    return _without_empty_columns(["Peak memory, GB", *_titles(results)], rows) if rows else ""
+            cells = [EMPTY if peak is None else f"{peak / 1e9:.2f}" for peak in peaks]
+            rows.append([f"`{name}`", *cells])
+    if not rows:
+        return ""
+    return _without_empty_columns(["Peak memory, GB", *_titles(results)], rows)
 
 
 def _titles(results: dict) -> list[str]:
@@ -125,34 +123,33 @@ def _titles(results: dict) -> list[str]:
 
 
 def _notes(results: dict) -> str:
-    """Units, spread, and the reasons of empty cells."""
+    """Return a note on units, spread and the reasons of empty cells."""
     timed = [line for line in results["results"] if "median_ms" in line]
     spread = max(
         (line["quartiles_ms"][1] - line["quartiles_ms"][0]) / line["median_ms"] for line in timed
     )
     text = "Medians in ms; in brackets, time relative to anemoi_gt. "
     text += f"The interquartile range is at most {spread:.0%} of the median."
-    reasons, titles = {}, dict(zip(results["baselines"], _titles(results), strict=True))
+    titles = dict(zip(results["baselines"], _titles(results), strict=True))
+    problems_by_reason = {}
     for line in results["results"]:
         # most baselines have none, and then no column
         if "reason" in line and line["pass"] not in STRUCTURE:
-            failed = (
-                "fails the correctness check"
-                if line["reason"].startswith("wrong: ")
-                else line["reason"]
-            )
-            reasons.setdefault((titles[line["baseline"]], failed), []).append(line["problem"])
-    for (baseline, reason), names in reasons.items():
-        text += (
-            f"\n- {baseline} {reason}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}"
-        )
+            reason = line["reason"]
+            if reason.startswith("wrong: "):
+                reason = "fails the correctness check"
+            key = titles[line["baseline"]], reason
+            problems_by_reason.setdefault(key, []).append(line["problem"])
+    for (baseline, reason), names in problems_by_reason.items():
+        unique_names = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        text += f"\n- {baseline} {reason}: {unique_names}"
     return text.replace("\n-", "\n\n-", 1)
 
 
-def _cell(line: dict, mine: float | None = None) -> str:
+def _cell(line: dict, reference_ms: float | None = None) -> str:
     if "median_ms" not in line:
         return EMPTY
-    ratio = f" ({line['median_ms'] / mine:.1f})" if mine else ""
+    ratio = f" ({line['median_ms'] / reference_ms:.1f})" if reference_ms else ""
     return figure(line["median_ms"]) + ratio
 
 

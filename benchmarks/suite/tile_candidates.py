@@ -73,13 +73,12 @@ def _score(shape: Shape, tile: RowTile) -> tuple[float, float]:
     )
     is_exact = shape.degree == int(shape.degree)
     remainder = shape.degree % tile.unroll if is_exact else min(shape.degree, (tile.unroll - 1) / 2)
-    steps = (
-        shape.degree - remainder
-    ) / tile.unroll + remainder  # the remainder is taken edge by edge
+    # the remainder is taken edge by edge
+    steps = (shape.degree - remainder) / tile.unroll + remainder
     row_bytes = tile.heads * tile.channels * shape.itemsize
-    return resident * tile.nodes * row_bytes * shape.degree / max(steps, 1e-9), min(
-        held * shape.itemsize, 16
-    )
+    bytes_in_flight = resident * tile.nodes * row_bytes * shape.degree / max(steps, 1e-9)
+    coalesced_bytes = min(held * shape.itemsize, 16)
+    return bytes_in_flight, coalesced_bytes
 
 
 def _contraction_tiles(chosen: ContractionTile) -> Iterator[ContractionTile]:

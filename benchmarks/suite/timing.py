@@ -18,7 +18,7 @@ class Gpu:
 
     @staticmethod
     def cache_bytes() -> int:
-        """Bytes of the L2 cache, which a benchmark must not live in."""
+        """Return the size of the L2 cache, which the operands of a benchmark must exceed."""
         return torch.cuda.get_device_properties(0).L2_cache_size
 
     @staticmethod
@@ -28,7 +28,7 @@ class Gpu:
 
     @staticmethod
     def times(calls: list[Callable]) -> list[float]:
-        """Milliseconds of each call."""
+        """Return the milliseconds of each call."""
         pairs = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             for _ in calls
@@ -48,7 +48,7 @@ class Gpu:
 
     @staticmethod
     def peak_bytes(call: Callable) -> int:
-        """Bytes that a call holds at its highest, above what is there before it."""
+        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -71,7 +71,7 @@ class Cpu:
 
     @staticmethod
     def cache_bytes() -> int:
-        """Caches of a CPU are left out of account."""
+        """Return 0: the caches of a CPU are ignored."""
         return 0
 
     @staticmethod
@@ -80,7 +80,7 @@ class Cpu:
 
     @staticmethod
     def times(calls: list[Callable]) -> list[float]:
-        """Milliseconds of each call."""
+        """Return the milliseconds of each call."""
         measured = []
         for call in calls:
             begin = time.perf_counter()
@@ -95,11 +95,11 @@ class Cpu:
 
     @staticmethod
     def peak_bytes(call: Callable) -> None:
-        """PyTorch keeps no count of a CPU's memory."""
+        """Return None: PyTorch does not count the memory of a CPU."""
 
     @staticmethod
     def free() -> None:
-        """The allocator of a CPU keeps nothing."""
+        """Do nothing: the allocator of a CPU keeps no memory."""
 
 
 CLOCKS = {"cuda": Gpu, "cpu": Cpu}
@@ -114,12 +114,14 @@ def measure(clock: type[Gpu] | type[Cpu], calls: Sequence[Callable]) -> list[flo
     calls[0]()
     clock.synchronize()
     fitting = int(clock.BUDGET / max(time.perf_counter() - begin, 1e-6))
-    return clock.times(list(islice(cycle(calls), min(max(fitting, clock.FEWEST), clock.MOST))))
+    number = min(max(fitting, clock.FEWEST), clock.MOST)
+    return clock.times(list(islice(cycle(calls), number)))
 
 
 def seconds_of(call: Callable, repeats: int, device: str) -> list[float]:
-    """Seconds of calls, each of which the device finishes before the next begins."""
-    wait, times = CLOCKS[device].synchronize, []
+    """Return the seconds of each call, synchronising the device between calls."""
+    wait = CLOCKS[device].synchronize
+    times = []
     wait()
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -130,7 +132,7 @@ def seconds_of(call: Callable, repeats: int, device: str) -> list[float]:
 
 
 def copy_speed(clock: type[Gpu] | type[Cpu], device: str) -> float:
-    """Bytes per second of a copy on the device, bytes read and bytes written counted."""
+    """Return the bandwidth of a copy on the device in bytes per second, read plus written."""
     numbers = 2**30 if device == "cuda" else 2**24
     source = torch.randn(2**20, device=device).repeat(numbers // 2**20)
     target = torch.empty_like(source)

@@ -41,7 +41,7 @@ class Baseline:
             correctness.check_attention(problem, draw(problem, coo), self.baseline.attention)
 
     def time(self, problem: Problem, kind: str) -> tuple[list[float], int | None]:
-        """Milliseconds of the calls of one pass, and the bytes that one of them holds at most."""
+        """Return the milliseconds of each call of a pass, and the peak memory of one in bytes."""
         calls = self._calls(problem, self._graph(problem), kind)
         times = measure(self.clock, calls)
         return times, self.clock.peak_bytes(calls[0])
@@ -53,7 +53,7 @@ class Baseline:
         return graphs.load(problem.graph, self.folder).to(self.device)
 
     def _calls(self, problem: Problem, coo: graphs.Coo, kind: str) -> list[Callable]:
-        """One call for each of the sets of operands that are used in turn."""
+        """Return one call per set of operands; the sets are used in turn."""
         cache = self.clock.cache_bytes()
         if kind in STRUCTURE:
             copies = rotation(lambda _: coo._replace(edge_index=coo.edge_index.clone()), cache)
@@ -62,7 +62,9 @@ class Baseline:
         return [CALLS[kind](operands, self.baseline.attention(operands)) for operands in sets]
 
     def _structure(self, coo: graphs.Coo, kind: str) -> Callable:
-        make = self.baseline.structure and self.baseline.structure(coo, kind)
+        make = None
+        if self.baseline.structure is not None:
+            make = self.baseline.structure(coo, kind)
         if make is None:
             raise Refused("it has no such conversion")
         return make
@@ -85,11 +87,14 @@ def answer(baseline: Baseline, method: str, arguments: tuple) -> tuple[str, obje
 
 
 def _serve(connection: Connection, name: str, device: str, folder: Path) -> None:
-    """Answer requests (method, arguments) until there is a None."""
+    """Answer requests (method, arguments) until None is received."""
     if device == "cuda":
         torch.set_num_threads(1)  # many processes share the cores while they check
     baseline = Baseline(name, device, folder)
-    while (request := connection.recv()) is not None:
+    while True:
+        request = connection.recv()
+        if request is None:
+            return
         verdict, value = answer(baseline, *request)
         gc.collect()
         if verdict != "broken":

@@ -2,7 +2,7 @@
 
     TITLE                           name in tables
     PACKAGES                        distributions whose versions belong to its figures
-    unsupported_reason(problem, device)     why it cannot run a problem, or None
+    unsupported_reason(problem, device)     the reason that it cannot run a problem, or None
     attention(operands)             a function without arguments that returns out, like grad_out
     structure(coo, kind)            a function without arguments that returns `Sides`, or None
 
@@ -26,7 +26,7 @@ def load(name: str) -> ModuleType:
 def missing(package: str, distribution: str) -> str | None:
     """Return the error for a missing package, or None."""
     try:
-        found = find_spec(package)
+        spec = find_spec(package)
     except ModuleNotFoundError:  # of a parent package
-        found = None
-    return None if found else f"{distribution} is not installed"
+        spec = None
+    return None if spec else f"{distribution} is not installed"
