@@ -27,7 +27,7 @@ test-anemoi: .venv-anemoi/.installed
 	.venv-anemoi/bin/python -m pytest tests/anemoi_application $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
 
 bench: $(INSTALLED)-graphs
-	$(BIN)/python benchmarks/run.py --out outputs/bench.json
+	$(BIN)/python benchmarks/run.py --output outputs/bench.json
 	$(BIN)/python benchmarks/report.py outputs/bench.json
 
 lint: $(INSTALLED)-lint

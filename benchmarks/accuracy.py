@@ -1,7 +1,7 @@
 """Accuracy of the attention against the float64 oracle, over the corpus of the tests, as a table.
 
-    python benchmarks/accuracy.py --out benchmarks/results/accuracy_cpu.json
-    on a GPU:        python benchmarks/accuracy.py --backend triton --out outputs/accuracy_h200.json
+    python benchmarks/accuracy.py --output benchmarks/results/accuracy_cpu.json
+    on a GPU:        python benchmarks/accuracy.py --backend triton --output outputs/h200.json
     without a GPU:   TRITON_INTERPRET=1 python benchmarks/accuracy.py --backend triton --device cpu
     python benchmarks/accuracy.py --table benchmarks/results/accuracy_cpu.json --page
     docs/backends.md
@@ -42,9 +42,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
-    parser.add_argument("--out", type=Path, help="JSON file for the errors")
+    parser.add_argument("--output", type=Path, help="JSON file for the errors")
     parser.add_argument(
-        "--table", type=Path, help="make the table of a file from --out, without measuring"
+        "--table", type=Path, help="make the table of a file from --output, without measuring"
     )
     parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file")
     parser.add_argument("--commit", help="to record if git is not available")
@@ -104,10 +104,10 @@ def main(arguments: list[str] | None = None) -> None:
         measured = json.loads(options.table.read_text())
     else:
         measured = measure(options.backend, options.device, options.commit)
-    file = options.table or options.out
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(measured, indent=1) + "\n")
+    file = options.table or options.output
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(measured, indent=1) + "\n")
     if options.page and file:
         page = table.put_into(options.page.read_text(), file.name, as_table(measured))
         options.page.write_text(page)

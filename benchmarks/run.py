@@ -1,7 +1,7 @@
 """Edge attention of anemoi_gt and baselines: one process each, one measurement at a time.
 
     python benchmarks/run.py                                          default problems and baselines
-    python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --out
+    python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --output
     benchmarks/results/h200.json
     python benchmarks/run.py --list                                   problems and baselines
 
@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="by default, all that run on the device",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="to record if git is not available")
     parser.add_argument("--list", action="store_true", help="list problems by group, and baselines")
     options = parser.parse_args(arguments)
@@ -77,9 +77,11 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def save(done: schedule.Run) -> None:
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(report(chosen, done, options), indent=1) + "\n")
+            if options.output:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(
+                    json.dumps(report(chosen, done, options), indent=1) + "\n"
+                )
 
         schedule.run(chosen, tuple(options.baselines), options.device, Path(folder), save)
 

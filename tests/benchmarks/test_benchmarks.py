@@ -51,7 +51,7 @@ def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, mo
     page = tmp_path / "page.md"
     page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")
     names = ["anemoi_gt", "pyg", "anemoi"]
-    options = ["--device", "cpu", "--out", str(out), "--commit", "abc"]
+    options = ["--device", "cpu", "--output", str(out), "--commit", "abc"]
     run.main(["--problems", "tiny", "--baselines", *names, *options])
     results = json.loads(out.read_text())
     timed = {(line["pass"], line["baseline"]) for line in results["results"] if "median_ms" in line}
@@ -114,7 +114,7 @@ def test_accuracy_measures_errors(monkeypatch, tmp_path):
         return itertools.islice(corpus(dtype, device), 40, 200, 13)
 
     monkeypatch.setattr(accuracy, "corpus", some_problems)
-    accuracy.main(["--device", "cpu", "--out", str(tmp_path / "a.json"), "--commit", "abc"])
+    accuracy.main(["--device", "cpu", "--output", str(tmp_path / "a.json"), "--commit", "abc"])
     errors = json.loads((tmp_path / "a.json").read_text())["errors"]["float32"]
     assert set(errors) == set(accuracy.TITLES)
     assert all(0 < error["relative"] < 1e-6 for error in errors.values())

@@ -19,7 +19,17 @@ def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(
 
     monkeypatch.setattr(sharding, "tasks_of", feasible)
     out, parts, reports = tmp_path / "sharding.json", ("strong", "sizes", "anemoi"), []
-    arguments = ["--tiny", "--ranks", "2", "--parts", *parts, "--out", str(out), "--commit", "abc"]
+    arguments = [
+        "--tiny",
+        "--ranks",
+        "2",
+        "--parts",
+        *parts,
+        "--output",
+        str(out),
+        "--commit",
+        "abc",
+    ]
     with forked_commands():
         for switch in ([], ["--alone", "1"]):
             assert sharding.main([*arguments, *switch]) == 0, out.read_text()
