@@ -25,7 +25,7 @@ from distributed.ranks import (
 def trained(
     folder, mesh, *, captured=False, compiled=False, precision="16-mixed", chunks=1, group=None
 ):
-    """The losses and the last weights of a run; on GPUs with a CUDA graph and Inductor.
+    """Return the losses and the final weights of a run; on GPUs with a CUDA graph and Inductor.
 
     `captured` None takes the default of the configuration.
     """
@@ -33,7 +33,7 @@ def trained(
     attention = AttentionConfig(backend="triton" if on_gpu else "torch")
     cuda_graph = None if captured is None else captured and on_gpu
     options = {"compile": compiled, "cuda_graph": cuda_graph, "precision": precision}
-    # A CPU, whose products of 16 bits are slow, computes the same steps on narrow layers.
+    # Matrix products in 16 bits are slow on a CPU, which therefore gets narrow layers.
     channels = 64 if on_gpu else 16
     sizes = {"channels": channels, "dropout": 0.1, "config": attention, "mapper_chunks": chunks}
     parts = make_parts(folder, sizes, steps=4, **options)
@@ -51,19 +51,17 @@ def trained(
 def captured_steps_have_the_bits_of_launched_ones(group, verdict):
     with without_default_device():
         world = dist.get_world_size()
-        for shape, compiled, chunks in (
+        cases = [
             ((world // 2, 2), False, 3),
             ((1, world), device_type() == "cuda", 1),
-        ):
-            mesh, folder, options = (
-                mesh_of(*shape),
-                shared_folder(group),
-                {"compiled": compiled, "chunks": chunks},
-            )
-            launched, captured = (
-                trained(folder, mesh, captured=way, **options) for way in (False, True)
-            )
-            label = f"{shape}{' compiled' * compiled}"
+        ]
+        for shape, compiled, chunks in cases:
+            mesh = mesh_of(*shape)
+            folder = shared_folder(group)
+            options = {"compiled": compiled, "chunks": chunks}
+            launched = trained(folder, mesh, captured=False, **options)
+            captured = trained(folder, mesh, captured=True, **options)
+            label = f"{shape} compiled" if compiled else f"{shape}"
             verdict.same(f"{label}: losses", captured[0], launched[0])
             for n, (actual, expected) in enumerate(zip(captured[1], launched[1], strict=True)):
                 verdict.same(f"{label}: parameter {n}", actual, expected)
@@ -72,19 +70,17 @@ def captured_steps_have_the_bits_of_launched_ones(group, verdict):
 @on_all_ranks
 def the_default_replays_between_gpus_with_the_bits_of_launched_steps(group, verdict):
     with without_default_device():
-        world, on_gpu = dist.get_world_size(), device_type() == "cuda"
+        world = dist.get_world_size()
+        on_gpu = device_type() == "cuda"
+        choice = "anemoi_gt.app.training.step.replays_steps"
         for shape in ((1, world), (world, 1)):
-            mesh, folder = mesh_of(*shape), shared_folder(group)
-            with patch(
-                "anemoi_gt.app.training.step.replays_steps", side_effect=replays_steps
-            ) as choose:
+            mesh = mesh_of(*shape)
+            folder = shared_folder(group)
+            with patch(choice, side_effect=replays_steps) as choose:
                 trainer, _ = make_sharded(mesh, *make_parts(folder))
             verdict.same(f"{shape}: mesh", choose.call_args.args[3], mesh)
-            verdict.same(
-                f"{shape}: reason",
-                unknown_code_reason(trainer.step.model, type(trainer.step)),
-                None,
-            )
+            reason = unknown_code_reason(trainer.step.model, type(trainer.step))
+            verdict.same(f"{shape}: reason", reason, None)
             verdict.same(f"{shape}: replays", trainer.step._captured is not None, on_gpu)
             launched = trained(folder, mesh)
             default = trained(folder, mesh, captured=None)
@@ -97,12 +93,13 @@ def the_default_replays_between_gpus_with_the_bits_of_launched_steps(group, verd
 def compiled_steps_agree_with_launched_ones_to_rounding(group, verdict):
     with without_default_device():
         options = {"precision": "32-true", "group": dist.new_group(range(2), backend="gloo")}
-        folder, mesh = shared_folder(group), mesh_of(1, 2)
-        for chunks in () if mesh.get_coordinate() is None else (1, 3):
-            eager, compiled = (
-                trained(folder, mesh, compiled=way, chunks=chunks, **options)
-                for way in (False, True)
-            )
+        folder = shared_folder(group)
+        mesh = mesh_of(1, 2)
+        if mesh.get_coordinate() is None:
+            return
+        for chunks in (1, 3):
+            eager = trained(folder, mesh, compiled=False, chunks=chunks, **options)
+            compiled = trained(folder, mesh, compiled=True, chunks=chunks, **options)
             same_losses(verdict, f"compiled, {chunks} chunks", compiled[0], eager[0])
             for n, (actual, expected) in enumerate(zip(compiled[1], eager[1], strict=True)):
                 verdict.close(f"parameter {n}, {chunks} chunks", actual, expected)
@@ -115,4 +112,4 @@ def messages_that_no_graph_captures_are_refused(group, verdict):
         verdict.same("reason", reason, None)
     else:
         expected = "the ranks of a model must communicate by NCCL, got cpu:gloo"
-        verdict.that(str(reason).startswith(expected), f"said {reason!r}")
+        verdict.that(str(reason).startswith(expected), f"got {reason!r}")

@@ -1,8 +1,9 @@
-"""Checks on ranks: one optimiser step of all ranks or none, and gradients that DDP or `fully_shard` have reduced."""
+"""Checks on ranks: all ranks take an optimiser step or none does; gradients reduced by DDP or `fully_shard`."""
 
 import copy
 import math
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,13 @@ from anemoi_gt.distributed import clip_gradients, optimizer_step, reduce_gradien
 from distributed.problems import CONFIG, mesh, structure
 from distributed.ranks import device_type, everywhere, mesh_of, mesh_of_group, on_ranks, seeded
 
-KIND, TABLE = ("mesh", "mesh"), "cities.weight"
+KIND = ("mesh", "mesh")
+TABLE = "cities.weight"
 LOST = (math.inf, -math.inf, math.nan)
 
 
 class Net(nn.Module):
-    """A convolution on an embedding of nodes and features of a sample."""
+    """A convolution on node embeddings and the features of a sample."""
 
     def __init__(self):
         super().__init__()
@@ -36,22 +38,17 @@ class Net(nn.Module):
 def sharded_net(on):
     torch.manual_seed(0)
     net = Net().double()
-    return (
-        net,
-        shard_module(net, {KIND: structure("symmetric")}, on, tables={TABLE: "mesh"}),
-        copy.deepcopy(net),
-    )
+    shard = shard_module(net, {KIND: structure("symmetric")}, on, tables={TABLE: "mesh"})
+    return net, shard, copy.deepcopy(net)
 
 
 @on_ranks(2)
 def a_table_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(group, verdict):
     on = mesh_of_group(group)
-    for lost, max_norm in ((value, norm) for value in LOST for norm in (1.0, math.inf)):
+    for lost, max_norm in product(LOST, (1.0, math.inf)):
         net, shard, before = sharded_net(on)
-        optimizer, scaler = (
-            torch.optim.AdamW(net.parameters()),
-            torch.amp.GradScaler(device_type(), init_scale=8.0),
-        )
+        optimizer = torch.optim.AdamW(net.parameters())
+        scaler = torch.amp.GradScaler(device_type(), init_scale=8.0)
         shared, own = shard.parameters(net)
         for is_lost in (True, False):
             optimizer.zero_grad()
@@ -59,24 +56,22 @@ def a_table_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(group, v
             if is_lost and dist.get_rank() == 1:
                 own[0].grad[0, 0] = lost
             norm = optimizer_step(optimizer, shared, own, on, max_norm=max_norm, scaler=scaler)
-            said = f"{lost}, max_norm {max_norm}"
-            verdict.same(
-                f"{said}: is finite", everywhere(bool(norm.isfinite()), group), [not is_lost] * 2
-            )
-            verdict.same(f"{said}: scale", everywhere(scaler.get_scale(), group), [4.0] * 2)
-            changed = [
-                not torch.equal(*pair)
-                for pair in zip(net.parameters(), before.parameters(), strict=True)
-            ]
-            verdict.same(f"{said}: changed", set(changed), {not is_lost})
-            verdict.that(
-                all(p.isfinite().all() for p in net.parameters()), f"{said}: weights are not finite"
-            )
+            label = f"{lost}, max_norm {max_norm}"
+            norm_is_finite = everywhere(bool(norm.isfinite()), group)
+            verdict.same(f"{label}: is finite", norm_is_finite, [not is_lost] * 2)
+            verdict.same(f"{label}: scale", everywhere(scaler.get_scale(), group), [4.0] * 2)
+            changed = set()
+            for parameter, former in zip(net.parameters(), before.parameters(), strict=True):
+                changed.add(not torch.equal(parameter, former))
+            verdict.same(f"{label}: changed", changed, {not is_lost})
+            weights_are_finite = all(p.isfinite().all() for p in net.parameters())
+            verdict.that(weights_are_finite, f"{label}: weights are not finite")
 
 
 @on_ranks(2)
-def a_step_with_a_scaler_is_the_step_without_and_needs_a_shared_parameter(group, verdict):
-    on, results = mesh_of_group(group), []
+def a_step_with_a_scaler_equals_a_step_without_and_needs_a_shared_parameter(group, verdict):
+    on = mesh_of_group(group)
+    results = []
     for scaler in (None, torch.amp.GradScaler(device_type(), init_scale=8.0)):
         net, shard, _ = sharded_net(on)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -93,7 +88,7 @@ def a_step_with_a_scaler_is_the_step_without_and_needs_a_shared_parameter(group,
 
 
 def trained(net, shard, on, x, wrap):
-    """Norm and gradients, clipped and not, of a sharded net in a wrapper over the data axis, as whole tensors."""
+    """Return the norm and the whole gradients, unclipped and clipped, of a sharded net wrapped over the data axis."""
     wrapped = wrap(net) if wrap else net
     batch = x.chunk(on["data"].size())[on.get_local_rank("data")]
     out = wrapped(shard.nodes("mesh", batch), shard.graphs[KIND])
@@ -106,11 +101,13 @@ def trained(net, shard, on, x, wrap):
 
 
 def full(gradient):
-    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+    if isinstance(gradient, DTensor):
+        gradient = gradient.full_tensor()
+    return gradient.clone()
 
 
 @on_ranks(2, 4)
-def gradients_that_ddp_or_fully_shard_reduced_over_data_are_those_of_one_device(group, verdict):
+def gradients_that_ddp_or_fully_shard_reduced_over_data_match_one_device(group, verdict):
     on = mesh_of(2, 2) if dist.get_world_size(group) == 4 else mesh_of_group(group)
     x = torch.randn(4, len(mesh), 4, generator=seeded(1), dtype=torch.float64)
     torch.manual_seed(0)
@@ -132,9 +129,5 @@ def gradients_that_ddp_or_fully_shard_reduced_over_data_are_those_of_one_device(
         for name, gradient in gradients.items():
             rows = gradient[shard.tables[name].index] if name in shard.tables else gradient
             verdict.close(f"{wrapper}: {name}", reduced[name], rows, terms=size)
-            verdict.close(
-                f"{wrapper}: {name}, clipped",
-                clipped[name],
-                rows * (0.5 / (expected + 1e-6)),
-                terms=size,
-            )
+            clipped_rows = rows * (0.5 / (expected + 1e-6))
+            verdict.close(f"{wrapper}: {name}, clipped", clipped[name], clipped_rows, terms=size)

@@ -1,4 +1,4 @@
-"""Checks on ranks: a sharded model gives what the whole model gives."""
+"""Checks on ranks: a sharded model agrees with the whole model."""
 
 import copy
 from functools import cache, partial
@@ -22,11 +22,10 @@ MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))  # (data, model)
 
 
 def graph():
-    """The graph of the weather with as many nodes as the problems have, the same on any device."""
+    """Return a weather graph with the nodes of the problems, the same on any device."""
     with torch.device("cpu"):
-        graph = weather_graph(
-            {"data": len(data), "hidden": len(mesh_points)}, dict.fromkeys(KINDS, 120)
-        )
+        nodes = {"data": len(data), "hidden": len(mesh_points)}
+        graph = weather_graph(nodes, dict.fromkeys(KINDS, 120))
     return graph.to(torch.get_default_device())
 
 
@@ -45,26 +44,26 @@ def one_model():
 
 
 def scattered(mesh, **options):
-    """This rank's shard of a model that the first rank holds."""
+    """Return this rank's shard of a model that only the first rank holds."""
     whole = make_model(**options).cpu() if dist.get_rank() == 0 else None
     return scatter_model(whole, mesh, dist.new_group(backend="gloo"))
 
 
 def sharded(mesh, **options):
-    """This rank's shard of a model that every rank holds."""
+    """Return this rank's shard of a model that every rank holds."""
     model = make_model(**options)
     return model, shard_model(model, mesh)
 
 
 def draw_fields():
-    """Input and target [batch, nodes, fields] of one model."""
+    """Draw the input and the target [batch, nodes, fields] of one model."""
     torch.manual_seed(4)
     return torch.randn(2, 2, len(data), FIELDS, dtype=torch.float64)
 
 
 @cache
 def one_device(**options):
-    """Output, loss and gradients by name on one device, which are the same for every mesh."""
+    """Return the output, the loss and the gradients by name on one device, the reference for every mesh."""
     x, target = draw_fields()
     whole = make_model(**options)
     torch.manual_seed(3)
@@ -76,26 +75,27 @@ def one_device(**options):
 
 
 def compare(verdict, label, make, mesh, **options):
-    """Record where output, loss and gradients of a sharded model differ from one device."""
+    """Compare output, loss and gradients of a sharded model with one device."""
     x, target = draw_fields()
     out, loss, gradients = one_device(**options)
     model, shard = make(mesh, **options)
-    own = shard.partitions["data"].nodes(shard.rank)
+    nodes = shard.partitions["data"].nodes(shard.rank)
     batch = slice(mesh.get_local_rank("data"), None, mesh["data"].size())
     if options.get("dropout"):
         batch = slice(None)  # masks depend on the position in the batch
     torch.manual_seed(3)
-    here = model(x[batch][:, own])
-    local_loss = (here - target[batch][:, own]).square().sum() / len(data) / len(x[batch])
+    local = model(x[batch][:, nodes])
+    local_loss = (local - target[batch][:, nodes]).square().sum() / len(data) / len(x[batch])
     local_loss.backward()
     reduce_gradients(*shard.parameters(model), mesh)
-    verdict.close(f"{label}: out", here.detach(), out[batch][:, own])
+    verdict.close(f"{label}: out", local.detach(), out[batch][:, nodes])
     verdict.close(f"{label}: loss", sum_loss(local_loss, mesh), loss)
     for name, parameter in model.named_parameters():
         gradient = gradients[name]
-        gradient = gradient[shard.tables[name].index] if name in shard.tables else gradient
-        # A bias of the key cancels in the softmax: its gradient is a sum to 0 of terms as large as
-        # those of the weight.
+        if name in shard.tables:
+            gradient = gradient[shard.tables[name].index]
+        # A bias of the key cancels in the softmax: its gradient sums to 0, and its terms are as
+        # large as in the gradient of the weight.
         terms = None
         if "lin_key.bias" in name:
             terms = gradients[name.replace("bias", "weight")]
@@ -103,42 +103,45 @@ def compare(verdict, label, make, mesh, **options):
 
 
 @on_all_ranks
-def outputs_loss_and_gradients_are_those_of_one_device(group, verdict):
-    empty_chunks = {"mapper_chunks": 7}  # of 17 nodes on 4 ranks
-    for options in (
+def output_loss_and_gradients_match_one_device(group, verdict):
+    cases = [
         {},
         {"checkpoint_groups": 2, "qk_norm": True},
         {"dropout": 0.5},
         CHUNKED,
-        empty_chunks,
-    ):
+        {"mapper_chunks": 7},  # of 17 nodes on 4 ranks: some chunks are empty
+    ]
+    for options in cases:
         for shape, mesh in meshes_with_this_rank(*MESHES):
             compare(verdict, f"{shape} {options}", sharded, mesh, **options)
 
 
 @on_all_ranks
-def a_model_that_one_rank_made_is_that_of_one_device_on_all(group, verdict):
+def a_model_that_one_rank_made_matches_one_device_on_all_ranks(group, verdict):
     world = dist.get_world_size()
-    for shape, options in (((1, world), {"mapper_chunks": 2}), ((world // 2, 2), {"dropout": 0.5})):
+    cases = [((1, world), {"mapper_chunks": 2}), ((world // 2, 2), {"dropout": 0.5})]
+    for shape, options in cases:
         compare(verdict, f"{shape} {options}", scattered, mesh_of(*shape), **options)
 
 
 @on_all_ranks
 def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edges(group, verdict):
-    whole = make_model().cpu() if dist.get_rank() == 0 else None
-    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()} if whole else {}
+    whole = None
+    before = {}
+    if dist.get_rank() == 0:
+        whole = make_model().cpu()
+        before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     model, _ = scatter_model(whole, one_model(), dist.new_group(backend="gloo"))
     for name, tensor in before.items():
         verdict.same(f"{name} of the whole", whole.state_dict()[name], tensor)
     sizes = {kind: len(edges.edge_attr) for kind, edges in edges_of_model(make_model()).items()}
     for kind, edges in edges_of_model(model).items():
-        here = edges.structure().structure.num_edges
-        verdict.same(str(kind), sum(everywhere(here, group)), sizes[kind])
-        verdict.that(
-            here < 2 * sizes[kind] / dist.get_world_size(),
-            f"{kind}: {here} of {sizes[kind]} edges are here",
-        )
-        verdict.same(f"rows of {kind}", (len(edges.edge_attr), len(edges.trainable)), (here, here))
+        local = edges.structure().structure.num_edges
+        verdict.same(str(kind), sum(everywhere(local, group)), sizes[kind])
+        limit = 2 * sizes[kind] / dist.get_world_size()
+        verdict.that(local < limit, f"{kind}: this rank has {local} of {sizes[kind]} edges")
+        verdict.same(f"attributes of {kind}", len(edges.edge_attr), local)
+        verdict.same(f"trainable rows of {kind}", len(edges.trainable), local)
 
 
 @on_all_ranks
@@ -146,24 +149,23 @@ def every_trainable_row_has_one_owner(group, verdict):
     sizes = {name: len(parameter) for name, parameter in make_model().named_parameters()}
     _, shard = sharded(one_model())
     for name, table in shard.tables.items():
-        rows = [row for there in everywhere(table.index.tolist(), group) for row in there]
+        rows = []
+        for rows_of_rank in everywhere(table.index.tolist(), group):
+            rows += rows_of_rank
         verdict.same(name, sorted(rows), list(range(sizes[name])))
-    verdict.same(
-        "own", sorted(shard.tables), sorted(name for name in sizes if name.endswith("trainable"))
-    )
+    trainable = [name for name in sizes if name.endswith("trainable")]
+    verdict.same("tables", sorted(shard.tables), sorted(trainable))
 
 
 @on_all_ranks
-def estimates_of_memory_add_up_to_that_of_one_device(group, verdict):
-    (model, shard), whole = sharded(one_model(), **CHUNKED), make_model(**CHUNKED)
-    expected, parts = (
-        estimate_memory(each, TrainingConfig(batch_size=1)) for each in (whole, model)
-    )
-    parts = everywhere(parts, group)
+def memory_estimates_add_up_to_the_estimate_of_one_device(group, verdict):
+    model, shard = sharded(one_model(), **CHUNKED)
+    config = TrainingConfig(batch_size=1)
+    expected = estimate_memory(make_model(**CHUNKED), config)
+    parts = everywhere(estimate_memory(model, config), group)
     for purpose in ("fields", "kept"):
-        verdict.same(
-            purpose, sum(getattr(part, purpose) for part in parts), getattr(expected, purpose)
-        )
+        total = sum(getattr(part, purpose) for part in parts)
+        verdict.same(purpose, total, getattr(expected, purpose))
     shared = STATE * sum(parameter.numel() for parameter in shard.parameters(model)[0])
     verdict.same("state", sum(part.state - shared for part in parts), expected.state - shared)
     largest = max(part.working_set for part in parts)
@@ -180,16 +182,13 @@ def frozen_parameters_stay_frozen_and_get_no_gradient(group, verdict):
     model.nodes["data"].trainable.requires_grad_(False)
     model.processor.proc[0].lin_query.weight.requires_grad_(False)
     shard = shard_model(model, mesh)
-    model(
-        torch.randn(1, len(data), FIELDS).double()[:, shard.partitions["data"].nodes(shard.rank)]
-    ).sum().backward()
+    nodes = shard.partitions["data"].nodes(shard.rank)
+    x = torch.randn(1, len(data), FIELDS).double()
+    model(x[:, nodes]).sum().backward()
     reduce_gradients(*shard.parameters(model), mesh)
     frozen = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    verdict.same(
-        "without gradient",
-        sorted(frozen),
-        ["nodes.data.trainable", "processor.proc.0.lin_query.weight"],
-    )
+    expected = ["nodes.data.trainable", "processor.proc.0.lin_query.weight"]
+    verdict.same("without gradient", sorted(frozen), expected)
 
 
 @on_all_ranks
@@ -221,24 +220,24 @@ def models_that_cannot_be_sharded_are_refused(group, verdict):
 
 
 @on_all_ranks
-def ranks_whose_layers_differ_beside_their_weights_are_found(group, verdict):
+def layer_options_that_differ_between_ranks_are_refused(group, verdict):
     config = AttentionConfig(backend="torch", precision="bf16")
-    for name, other in (
-        ("num_heads", {"heads": 2}),
-        ("dropout", {"dropout": 0.5}),
-        ("config", {"config": config}),
-    ):
-        call = partial(sharded, one_model(), **(other if dist.get_rank() == 1 else {}))
-        said = f"processor.proc.0.{name} must be the same on all ranks, got "
-        verdict.raises(ValueError, said, call)
+    changes = {
+        "num_heads": {"heads": 2},
+        "dropout": {"dropout": 0.5},
+        "config": {"config": config},
+    }
+    for name, change in changes.items():
+        options = change if dist.get_rank() == 1 else {}
+        message = f"processor.proc.0.{name} must be the same on all ranks, got "
+        verdict.raises(ValueError, message, partial(sharded, one_model(), **options))
 
 
 @on_all_ranks
 def a_scattered_model_must_come_from_the_first_rank_only(group, verdict):
-    mesh, cpu, first = one_model(), dist.new_group(backend="gloo"), dist.get_rank() == 0
-    said, model = (
-        "model must be on the first rank of the mesh",
-        None if first else make_model().cpu(),
-    )
-    verdict.raises(ValueError, said, lambda: scatter_model(model, mesh, cpu))
-    verdict.raises(ValueError, f"rank 0: {said}", lambda: scatter_model(None, mesh, cpu))
+    mesh = one_model()
+    cpu = dist.new_group(backend="gloo")
+    model = None if dist.get_rank() == 0 else make_model().cpu()
+    message = "model must be on the first rank of the mesh"
+    verdict.raises(ValueError, message, lambda: scatter_model(model, mesh, cpu))
+    verdict.raises(ValueError, f"rank 0: {message}", lambda: scatter_model(None, mesh, cpu))

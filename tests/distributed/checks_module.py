@@ -1,4 +1,4 @@
-"""Checks on ranks: any module made of our layers, divided by one function, gives what the whole module gives."""
+"""Checks on ranks: a module of anemoi_gt layers that `shard_module` shards agrees with the whole module."""
 
 import copy
 from functools import partial
@@ -38,27 +38,30 @@ UP, ALONG = ("data", "mesh"), ("mesh", "mesh")
 
 
 class Net(nn.Module):
-    """A convolution with beta, a mapper, a block on static edges with trained attributes, an embedding of nodes."""
+    """A convolution with beta, a mapper, a block on static edges with trainable attributes, a node embedding."""
 
     def __init__(self, chunks):
         super().__init__()
         self.embedding = nn.Embedding(len(points), 4)
         edge_index = nearest(points, points, 4)
-        sizes = {"trainable": 2, "num_chunks": chunks}
         self.edges = StaticEdges(
-            edge_index, torch.rand(edge_index.shape[1], 2), (len(points),) * 2, **sizes
+            edge_index,
+            torch.rand(edge_index.shape[1], 2),
+            (len(points), len(points)),
+            trainable=2,
+            num_chunks=chunks,
         )
-        sizes = {"num_heads": 2, "config": CONFIG}
+        options = {"num_heads": 2, "config": CONFIG}
         self.up = GraphTransformerForwardMapper(
             in_channels_src=3,
             in_channels_dst=4,
             num_channels=8,
             edge_dim=2,
             gradient_checkpointing=True,
-            **sizes,
+            **options,
         )
         self.conv = GraphTransformerConv(8, 4, heads=2, beta=True, config=CONFIG)
-        self.block = Processor(in_channels=8, hidden_dim=8, out_channels=8, edge_dim=4, **sizes)
+        self.block = Processor(in_channels=8, hidden_dim=8, out_channels=8, edge_dim=4, **options)
 
     def forward(self, x, up, edge_attr):
         mesh = self.embedding.weight.expand(x.shape[0], -1, -1)
@@ -70,17 +73,17 @@ class Net(nn.Module):
 def make(chunks=1):
     torch.manual_seed(0)
     edge_index = nearest(data, points, 5)
-    up = GraphStructure.from_edge_index(
-        edge_index[:, torch.randperm(edge_index.shape[1])], (len(data), len(points))
-    )
+    shuffled = edge_index[:, torch.randperm(edge_index.shape[1])]
+    up = GraphStructure.from_edge_index(shuffled, (len(data), len(points)))
     net = Net(chunks).double()
     nn.init.normal_(net.edges.trainable)
-    x, edge_attr = torch.randn(2, len(data), 3), torch.rand(edge_index.shape[1], 2)
+    x = torch.randn(2, len(data), 3)
+    edge_attr = torch.rand(edge_index.shape[1], 2)
     return net, up, x.double(), edge_attr.double()
 
 
 @on_all_ranks
-def any_module_gives_output_and_gradients_of_the_whole(group, verdict):
+def output_and_gradients_of_any_module_match_the_whole_module(group, verdict):
     shapes = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))
     for (shape, mesh), chunks in product(list(meshes_with_this_rank(*shapes)), (1, 3)):
         net, up, x, edge_attr = make(chunks)
@@ -94,78 +97,71 @@ def any_module_gives_output_and_gradients_of_the_whole(group, verdict):
             tables={"embedding.weight": "mesh"},
             positions={"data": data, "mesh": points},
         )
-        out = net(
-            shard.nodes("data", x), shard.graphs[UP].split(chunks), shard.edges(UP, edge_attr)
-        )
+        local_graph = shard.graphs[UP].split(chunks)
+        out = net(shard.nodes("data", x), local_graph, shard.edges(UP, edge_attr))
         out.square().sum().backward()
         shared, own = shard.parameters(net)
         reduce_gradients(shared, own, mesh)
         verdict.close(f"output on {shape}", out, shard.nodes("mesh", expected))
         gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
-        verdict.that(
-            set(shard.tables) == {"embedding.weight", "edges.trainable"},
-            f"tables {list(shard.tables)}",
-        )
+        verdict.same("tables", set(shard.tables), {"embedding.weight", "edges.trainable"})
         size = max(gradient.abs().max() for gradient in gradients.values())
         for name, parameter in net.named_parameters():
             gradient = gradients[name]
             if name in shard.tables:
                 gradient = gradient[shard.tables[name].index]
             verdict.close(f"{name} on {shape}", parameter.grad, gradient, terms=size)
-        lines = str(shard).splitlines()
-        verdict.that(
-            lines[0] == f"rank {mesh.get_local_rank('model')} of {shape[1]}", f"said {lines[0]}"
-        )
+        first_line = str(shard).splitlines()[0]
+        expected_line = f"rank {mesh.get_local_rank('model')} of {shape[1]}"
+        verdict.same("first line of the description", first_line, expected_line)
 
 
 @on_all_ranks
-def chunks_of_a_shard_with_few_nodes_or_edges_give_what_the_whole_graph_gives(group, verdict):
+def chunks_of_a_shard_with_few_nodes_or_edges_match_the_whole_graph(group, verdict):
     kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
     sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
     torch.manual_seed(0)
     options = {"update_src_nodes": True, "dropout": 0.5, "layer_kernels": kernels, "config": CONFIG}
     block = GraphTransformerMapperBlock(**sizes, **options).double()
-    for name, each in product(("two_nodes", "one_end", "no_edges", "isolated"), (True, False)):
-        graph, draw = structure(name), partial(torch.randn, dtype=torch.float64, requires_grad=True)
-        shard, nodes = shard_graph(graph, group), (graph.num_src, graph.num_dst)
-        x, edge_attr = [draw(2, number, 8) for number in nodes], draw(graph.num_edges, 3)
-        cond = [draw(number if each else 1, 2) for number in nodes]
+    draw = partial(torch.randn, dtype=torch.float64, requires_grad=True)
+    names = ("two_nodes", "one_end", "no_edges", "isolated")
+    for name, has_cond_per_node in product(names, (True, False)):
+        graph = structure(name)
+        shard = shard_graph(graph, group)
+        nodes = (graph.num_src, graph.num_dst)
+        x = [draw(2, number, 8) for number in nodes]
+        edge_attr = draw(graph.num_edges, 3)
+        cond = [draw(number if has_cond_per_node else 1, 2) for number in nodes]
         leaves = [*x, *cond, edge_attr, *block.parameters()]
-        own = [partition.nodes(shard.rank) for partition in (shard.sources, shard.destinations)]
-        own_x = tuple(rows[:, index] for rows, index in zip(x, own, strict=True))
-        own_cond = tuple(
-            rows[index] if each else rows for rows, index in zip(cond, own, strict=True)
-        )
+        local_nodes = [shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)]
+        local_x = tuple(rows[:, index] for rows, index in zip(x, local_nodes, strict=True))
+        local_cond = cond
+        if has_cond_per_node:
+            local_cond = [rows[index] for rows, index in zip(cond, local_nodes, strict=True)]
+        local_edge_attr = edge_attr[shard.edges]
         block.eval()
         whole = block(x, graph, edge_attr, cond=cond)
-        part = block(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)
-        for side, index in enumerate(own):  # sources are updated too
-            verdict.close(
-                f"{name}: output {side}", part[side].detach(), whole[side][:, index].detach()
-            )
-        expected, gradients = (
-            torch.autograd.grad(
-                sum(out.square().sum() for out in outputs), leaves, materialize_grads=True
-            )
-            for outputs in (whole, part)
-        )
+        part = block(local_x, shard.split(3), local_edge_attr, cond=local_cond)
+        for side, index in enumerate(local_nodes):  # sources are updated too
+            expected = whole[side][:, index].detach()
+            verdict.close(f"{name}: output {side}", part[side].detach(), expected)
+        whole_loss = sum(out.square().sum() for out in whole)
+        expected = torch.autograd.grad(whole_loss, leaves, materialize_grads=True)
+        part_loss = sum(out.square().sum() for out in part)
+        gradients = torch.autograd.grad(part_loss, leaves, materialize_grads=True)
+        terms = torch.cat([gradient.flatten() for gradient in expected])
         for n, gradient in enumerate(gradients):
             dist.all_reduce(gradient, group=group)
-            verdict.close(
-                f"{name}: gradient {n}",
-                gradient,
-                expected[n],
-                torch.cat([g.flatten() for g in expected]),
-            )
-        block.train()(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)
+            verdict.close(f"{name}: gradient {n}", gradient, expected[n], terms)
+        block.train()(local_x, shard.split(3), edge_attr[shard.edges], cond=local_cond)
         verdict.same(f"{name}: next draws", len(set(everywhere(float(torch.rand(1)), group))), 1)
 
 
 @on_all_ranks
-def what_does_not_fit_the_module_is_named(group, verdict):
+def graphs_and_tables_that_do_not_fit_the_module_are_refused(group, verdict):
     net, up, _, _ = make()
     mesh = mesh_of(1, dist.get_world_size())  # all ranks make a mesh together
-    for graphs, tables, said in (
+    cases = [
         ({}, None, "at least one graph"),
         ({"up": up}, None, "keys (sources, destinations)"),
         ({UP: up, ("data", "data"): net.edges}, None, "the same number of data"),
@@ -174,73 +170,77 @@ def what_does_not_fit_the_module_is_named(group, verdict):
         ({UP: up}, {"embedding.weight": "sea"}, "name a set of nodes or a graph"),
         ({UP: up}, {"embedding.weight": "data"}, "one row for each of the"),
         ({UP: net}, None, "GraphStructures or StaticEdges"),
-    ):
-        verdict.raises(
-            ValueError, said, lambda g=graphs, t=tables: shard_module(net, g, mesh, tables=t)
-        )
+    ]
+    for graphs, tables, message in cases:
+        call = partial(shard_module, net, graphs, mesh, tables=tables)
+        verdict.raises(ValueError, message, call)
     verdict.that(net.embedding.weight.shape[0] == len(points), "a refused module was changed")
 
 
 @on_all_ranks
-def blocks_of_a_shard_by_fused_sublayers_give_what_they_give_on_the_whole_graph(group, verdict):
+def fused_blocks_on_a_shard_match_the_whole_graph(group, verdict):
     torch.manual_seed(0)
     sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
-    attention_steps.PROGRAMS = sublayer_steps.PROGRAMS = 3  # of the interpreter
+    # few programs for the interpreter
+    attention_steps.PROGRAMS = 3
+    sublayer_steps.PROGRAMS = 3
+    config = AttentionConfig("triton")
     blocks = [
-        kind(**sizes, config=AttentionConfig("triton"))
-        for kind in (Processor, GraphTransformerMapperBlock)
+        Processor(**sizes, config=config),
+        GraphTransformerMapperBlock(**sizes, config=config),
     ]
-    watched = ("two_nodes", 1, True)  # a hook on one rank, whose other ranks use the operator
-    ways = (
+    cases = [  # graph, chunks, whether rank 0 has a hook
         ("two_nodes", 1, False),
         ("two_nodes", 3, False),
         ("one_end", 1, False),
         ("no_edges", 1, False),
-        watched,
-    )
-    for block, (name, chunks, is_watched) in product(blocks, ways):
-        graph, is_mapper = structure(name), isinstance(block, GraphTransformerMapperBlock)
+        ("two_nodes", 1, True),  # the other ranks use the fused operator
+    ]
+    draw = partial(torch.randn, requires_grad=True)
+    for block, (name, chunks, rank_0_has_hook) in product(blocks, cases):
+        graph = structure(name)
+        is_mapper = isinstance(block, GraphTransformerMapperBlock)
         if not is_mapper and graph.num_src != graph.num_dst:
             continue
-        shard, draw = (
-            shard_graph(graph, group).split(chunks),
-            partial(torch.randn, requires_grad=True),
-        )
-        x, edge_attr = (
-            [draw(number, 8) for number in (graph.num_src, graph.num_dst)],
-            draw(graph.num_edges, 3),
-        )
-        own = [partition.nodes(shard.rank) for partition in (shard.sources, shard.destinations)]
-        parts = [rows[i] for rows, i in zip(x, own, strict=True)]
-        given = [(x, graph, edge_attr), (parts, shard, edge_attr[shard.edges])]
-        is_watched &= shard.rank == 0
-        hook = block.lin_query.register_forward_hook(lambda *_: None) if is_watched else None
-        number = 0 if is_watched else 1 + chunks
+        shard = shard_graph(graph, group).split(chunks)
+        x = [draw(number, 8) for number in (graph.num_src, graph.num_dst)]
+        edge_attr = draw(graph.num_edges, 3)
+        local_nodes = [shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)]
+        local_x = [rows[index] for rows, index in zip(x, local_nodes, strict=True)]
+        local_edge_attr = edge_attr[shard.edges]
+        hook = None
+        fused_calls = 1 + chunks
+        if rank_0_has_hook and shard.rank == 0:
+            hook = block.lin_query.register_forward_hook(lambda *_: None)
+            fused_calls = 0
         faster = fused_block.Computation.of(x[1], block.config)._replace(is_faster_fused=True)
         computation = mock.patch.object(fused_block.Computation, "of", return_value=faster)
         with computation, Operators() as operators:
-            whole, part = (
-                block(*side)[1] if is_mapper else block(side[0][1], *side[1:]) for side in given
-            )
-        verdict.same(
-            f"{name}: operators",
-            operators.names.count("anemoi_gt.attention_sublayer_triton.default"),
-            number,
-        )
+            if is_mapper:
+                _, whole = block(x, graph, edge_attr)
+                _, part = block(local_x, shard, local_edge_attr)
+            else:
+                whole = block(x[1], graph, edge_attr)
+                part = block(local_x[1], shard, local_edge_attr)
+        calls = operators.names.count("anemoi_gt.attention_sublayer_triton.default")
+        verdict.same(f"{name}: operators", calls, fused_calls)
         if hook is not None:
             hook.remove()
-        verdict.close(f"{name}: output", part.detach(), whole[own[1]].detach())
-        leaves = [*(x if is_mapper else x[1:]), edge_attr, *block.parameters()]
+        verdict.close(f"{name}: output", part.detach(), whole[local_nodes[1]].detach())
+        inputs = x if is_mapper else [x[1]]
+        leaves = [*inputs, edge_attr, *block.parameters()]
         grad = partial(torch.autograd.grad, inputs=leaves, materialize_grads=True)
-        expected, gradients = (grad(out.square().sum()) for out in (whole, part))
+        expected = grad(whole.square().sum())
+        gradients = grad(part.square().sum())
         terms = torch.cat([gradient.flatten() for gradient in expected])
         for n, gradient in enumerate(gradients):
-            dist.all_reduce(gradient := gradient.clone(), group=group)  # two biases share theirs
-            verdict.close(f"{name}: gradient {n}", gradient, expected[n], terms)
+            summed = gradient.clone()  # two biases may share one gradient tensor
+            dist.all_reduce(summed, group=group)
+            verdict.close(f"{name}: gradient {n}", summed, expected[n], terms)
 
 
 @on_ranks(2)
-def an_optimizer_made_before_sharding_trains_the_rows_and_ties_stay_ties(group, verdict):
+def an_optimizer_made_before_sharding_trains_the_rows_and_ties_are_kept(group, verdict):
     mesh = mesh_of_group(group)
     net, _, _, _ = make()
     net.head = nn.Linear(4, len(points), bias=False).double()
@@ -252,15 +252,14 @@ def an_optimizer_made_before_sharding_trains_the_rows_and_ties_stay_ties(group, 
     shard = shard_module(net, {ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"})
     verdict.that(net.head.weight is net.embedding.weight, "the tie is cut")
     for name, parameter in net.named_parameters():
-        verdict.that(parameter is before[name], f"{name} is another object than the optimiser has")
+        verdict.that(parameter is before[name], f"{name} is not the parameter of the optimiser")
     for model, optimizer in zip((net, whole), optimizers, strict=True):
         (model.embedding.weight.square().sum() + model.head.weight.square().sum()).backward()
         optimizer.step()
     rows = shard.tables["embedding.weight"].index
     verdict.that(alive.requires_grad, "the result must be alive")
-    verdict.close(
-        "trained rows", net.embedding.weight.detach(), whole.embedding.weight[rows].detach()
-    )
+    expected = whole.embedding.weight[rows].detach()
+    verdict.close("trained rows", net.embedding.weight.detach(), expected)
 
 
 @on_ranks(2)
@@ -275,9 +274,8 @@ def one_name_of_a_tied_table_is_enough(group, verdict):
     names = {"head.weight", "embedding.weight", "edges.trainable"}
     verdict.same("tables", set(shard.tables), names)
     shared, own = shard.parameters(net)
-    verdict.same(
-        "own", {id(parameter) for parameter in own}, {id(net.head.weight), id(net.edges.trainable)}
-    )
+    expected = {id(net.head.weight), id(net.edges.trainable)}
+    verdict.same("own", {id(parameter) for parameter in own}, expected)
     verdict.same("shared", len(shared), number - 2)
 
 
@@ -286,14 +284,10 @@ def a_module_with_gradients_of_the_whole_is_refused(group, verdict):
     mesh = mesh_of_group(group)
     net, _, _, _ = make()
     net.embedding.weight.sum().backward()
-    shard = partial(
-        shard_module, net, {ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"}
-    )
-    verdict.raises(
-        ValueError,
-        "must have no gradient when their module is sharded, got one of embedding.weight",
-        shard,
-    )
+    tables = {"embedding.weight": "mesh"}
+    shard = partial(shard_module, net, {ALONG: net.edges}, mesh, tables=tables)
+    message = "must have no gradient when their module is sharded, got one of embedding.weight"
+    verdict.raises(ValueError, message, shard)
     net.zero_grad()
     shard()
 
@@ -314,7 +308,8 @@ def a_saved_buffer_with_a_row_per_node_is_a_table_and_the_callers_tensor_is_kept
 
 @on_ranks(2)
 def options_of_any_layer_that_differ_between_ranks_are_named(group, verdict):
-    mesh, is_last = mesh_of_group(group), dist.get_rank(group) == 1
+    mesh = mesh_of_group(group)
+    is_last = dist.get_rank(group) == 1
     graph = structure("symmetric")
     options = {
         "heads": (2, 4),
@@ -324,18 +319,16 @@ def options_of_any_layer_that_differ_between_ranks_are_named(group, verdict):
         "config": (CONFIG, AttentionConfig("torch", precision="bf16")),
     }
     for name, values in options.items():
-        sizes = {"out_channels": 8} | ({"heads": 1} if name == "concat" else {})
+        sizes = {"out_channels": 8}
+        if name == "concat":
+            sizes["heads"] = 1
         torch.manual_seed(0)
         conv = GraphTransformerConv(8, **sizes, edge_dim=3)  # the same weights on all ranks
         setattr(conv, name, values[is_last])
         net = nn.Sequential(nn.Dropout(0.1), conv)
         shard = partial(shard_module, net, {ALONG: graph}, mesh)
-        verdict.raises(
-            ValueError,
-            f"1.{name} must be the same on all ranks, got {values[1]!r} on rank 1",
-            shard,
-        )
+        message = f"1.{name} must be the same on all ranks, got {values[1]!r} on rank 1"
+        verdict.raises(ValueError, message, shard)
     net = nn.Sequential(nn.Dropout(0.1 + is_last / 2), conv)
-    verdict.raises(
-        ValueError, "0.p must be the same", partial(shard_module, net, {ALONG: graph}, mesh)
-    )
+    shard = partial(shard_module, net, {ALONG: graph}, mesh)
+    verdict.raises(ValueError, "0.p must be the same", shard)

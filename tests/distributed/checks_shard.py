@@ -1,4 +1,4 @@
-"""Checks on ranks: ownership of edges, contents of the halo, and errors raised before anything could hang."""
+"""Checks on ranks: ownership of edges, contents of the halo, errors raised before a collective could hang."""
 
 import pickle
 from dataclasses import replace
@@ -26,8 +26,8 @@ from distributed.ranks import (
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
 
 
-def own_rows(exchange, x):
-    """Local rows concatenated with the halo."""
+def rows_with_halo(exchange, x):
+    """Return the local rows concatenated with the halo."""
     return exchange.start(x).wait()
 
 
@@ -45,18 +45,19 @@ def the_structure_of_a_rank_holds_its_edges_in_the_order_of_its_attributes(group
     for name in ("encoder", "symmetric"):
         sources = destinations if name == "symmetric" else None
         shard = shard_graph(structure(name), group, sources=sources, destinations=destinations)
-        own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
+        local_src = shard.sources.nodes(shard.rank)
+        local_dst = shard.destinations.nodes(shard.rank)
         src, dst = GRAPHS[name][0][:, shard.edges]
-        halo = shard.sources.positions(src[~torch.isin(src, own_src)]).unique()
-        order = (
-            torch.arange(shard.sources.size) if shard.sources.order is None else shard.sources.order
-        )
+        halo = shard.sources.positions(src[~torch.isin(src, local_src)]).unique()
+        order = shard.sources.order
+        if order is None:
+            order = torch.arange(shard.sources.size)
         graph = shard.structure.validate()
-        verdict.that(
-            graph.perm is None and graph.has_reverse, f"{name}: attributes must not be permuted"
-        )
-        verdict.same(f"{name}: sources", torch.cat([own_src, order[halo]])[graph.row.long()], src)
-        verdict.same(f"{name}: destinations", own_dst[graph.dst.long()], dst)
+        verdict.that(graph.perm is None, f"{name}: attributes must not be permuted")
+        verdict.that(graph.has_reverse, f"{name}: the structure must have its reverse")
+        src_with_halo = torch.cat([local_src, order[halo]])
+        verdict.same(f"{name}: sources", src_with_halo[graph.row.long()], src)
+        verdict.same(f"{name}: destinations", local_dst[graph.dst.long()], dst)
         verdict.same(f"{name}: global edge ids", graph.global_edge_id, shard.edges)
 
 
@@ -65,16 +66,16 @@ def only_the_halo_is_sent_and_each_row_once(group, verdict):
     for name in ("asymmetric", "encoder", "decoder"):
         shard = shard_graph(structure(name), group)
         src, dst = GRAPHS[name][0]
-        src_owner, dst_owner = shard.sources.ranges.owner(src), shard.destinations.ranges.owner(dst)
+        src_owner = shard.sources.ranges.owner(src)
+        dst_owner = shard.destinations.ranges.owner(dst)
         for other in range(dist.get_world_size(group)):
-            for who, (reader, owner), count in (
-                ("from", (shard.rank, other), shard.halo.recv_counts[other]),
-                ("to", (other, shard.rank), shard.halo.send_counts[other]),
-            ):
-                rows = src[(dst_owner == reader) & (src_owner == owner)].unique()
-                verdict.same(
-                    f"{name}: rows {who} rank {other}", count, len(rows) if reader != owner else 0
-                )
+            received = src[(dst_owner == shard.rank) & (src_owner == other)].unique()
+            sent = src[(dst_owner == other) & (src_owner == shard.rank)].unique()
+            num_received = 0 if other == shard.rank else len(received)
+            num_sent = 0 if other == shard.rank else len(sent)
+            label = f"{name}: rows of rank {other}"
+            verdict.same(f"{label}, received", shard.halo.recv_counts[other], num_received)
+            verdict.same(f"{label}, sent", shard.halo.send_counts[other], num_sent)
 
 
 @on_ranks(4)
@@ -82,15 +83,12 @@ def every_rank_has_its_share_of_the_cost_and_at_most_one_node_more(group, verdic
     dst = torch.arange(97).repeat_interleave(torch.randint(0, 300, (97,), generator=seeded(4)))
     graph = GraphStructure.from_edge_index(torch.stack([dst % 5, dst]), (5, 97))
     shard = shard_graph(graph, group)
-    costs = everywhere(
-        int((graph.colptr.diff().long() + 38)[shard.destinations.ranges.of(shard.rank)].sum()),
-        group,
-    )
+    cost_of_nodes = graph.colptr.diff().long() + 38
+    cost = int(cost_of_nodes[shard.destinations.ranges.of(shard.rank)].sum())
+    costs = everywhere(cost, group)
     verdict.that(max(costs) <= sum(costs) / 4 + 300 + 38, f"costs {costs}")
-    verdict.that(
-        len(set(everywhere(len(shard.destinations.nodes(shard.rank)), group))) > 1,
-        "by cost, not by number",
-    )
+    numbers = everywhere(len(shard.destinations.nodes(shard.rank)), group)
+    verdict.that(len(set(numbers)) > 1, "nodes must be divided by cost, not by number")
 
 
 @on_ranks(2)
@@ -106,48 +104,47 @@ def a_graph_of_one_edge_is_sharded_whatever_its_strides(group, verdict):
 def the_destination_schedule_is_sharded_with_the_nodes(group, verdict):
     positions = torch.randn(41, 3, generator=seeded(2))
     shard = shard_graph(structure("asymmetric").with_dst_schedule(positions), group)
-    own = shard.destinations.nodes(shard.rank)
-    expected = [node for node in morton_order(positions).tolist() if node in own]
-    verdict.same("schedule", own[shard.structure.dst_schedule.long()].tolist(), expected)
+    nodes = shard.destinations.nodes(shard.rank)
+    expected = [node for node in morton_order(positions).tolist() if node in nodes]
+    verdict.same("schedule", nodes[shard.structure.dst_schedule.long()].tolist(), expected)
 
 
 @on_ranks(3)
 def rows_arrive_in_the_order_of_the_request(group, verdict):
-    rank, ranges = dist.get_rank(group), Ranges((0, 4, 4, 9))
-    wanted = (torch.tensor([1, 3, 8]), torch.arange(9), torch.tensor([], dtype=torch.int64))[rank]
-    exchange = HaloExchange.of_requests(wanted, ranges, group)
+    rank = dist.get_rank(group)
+    ranges = Ranges((0, 4, 4, 9))
+    requests = [torch.tensor([1, 3, 8]), torch.arange(9), torch.tensor([], dtype=torch.int64)]
+    requested = requests[rank]
+    exchange = HaloExchange.of_requests(requested, ranges, group)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         table = torch.arange(18.0).reshape(9, 2).to(dtype)
-        verdict.same(f"{dtype}", exchange(table[ranges.of(rank)]), table[wanted])
+        verdict.same(f"{dtype}", exchange(table[ranges.of(rank)]), table[requested])
     batch = torch.randn(3, 9, 2, generator=seeded(0))
-    verdict.same("batch", exchange(batch[:, ranges.of(rank)]), batch[:, wanted])
-    verdict.same(
-        "no features", exchange(torch.zeros(ranges.counts[rank], 0)).shape, (len(wanted), 0)
-    )
-    for own in (
-        batch[0, ranges.of(rank)],
-        batch[:, ranges.of(rank)],
-        batch[:, ranges.of(rank)].flip(0),
-    ):
-        rows = own_rows(exchange, own)
-        verdict.same("behind local rows", rows, torch.cat([own, exchange(own)], dim=-2))
+    verdict.same("batch", exchange(batch[:, ranges.of(rank)]), batch[:, requested])
+    without_features = exchange(torch.zeros(ranges.counts[rank], 0))
+    verdict.same("no features", without_features.shape, (len(requested), 0))
+    local_batch = batch[:, ranges.of(rank)]
+    for local in (local_batch[0], local_batch, local_batch.flip(0)):
+        rows = rows_with_halo(exchange, local)
+        verdict.same("after local rows", rows, torch.cat([local, exchange(local)], dim=-2))
         verdict.that(rows.is_contiguous(), "rows must be contiguous")
 
 
 @on_ranks(4)
 def gradients_are_summed_in_the_order_of_ranks(group, verdict):
-    rank, ranges = dist.get_rank(group), Ranges((0, 3, 5, 6, 8))
+    rank = dist.get_rank(group)
+    ranges = Ranges((0, 3, 5, 6, 8))
     exchange = HaloExchange.of_requests(torch.arange(8), ranges, group)
     x = torch.zeros(ranges.counts[rank], 2, requires_grad=True)
-    size = torch.tensor([1.0, 1e8, -1e8, 1e-3])[:, None, None]  # another order has another sum
+    size = torch.tensor([1.0, 1e8, -1e8, 1e-3])[:, None, None]  # the sum depends on the order
     gradients = torch.randn(8, 2, generator=seeded(0)) * size
     exchange(x).backward(gradients[rank])
     verdict.same("dx", x.grad, reduce(torch.add, gradients)[ranges.of(rank)])
     local = torch.randn(2, ranges.counts[rank], 2, generator=seeded(rank))
     upstream = torch.cat([local, gradients[rank].expand(2, 8, 2)], dim=1)
     total = reduce(torch.add, gradients[:, ranges.of(rank)], local)
-    compiled = torch.compile(own_rows, fullgraph=True, backend="aot_eager")
-    for label, function in (("eager", own_rows), ("compiled", compiled)):
+    compiled = torch.compile(rows_with_halo, fullgraph=True, backend="aot_eager")
+    for label, function in {"eager": rows_with_halo, "compiled": compiled}.items():
         x = torch.zeros(2, ranges.counts[rank], 2, requires_grad=True)
         with without_default_device():
             function(exchange, x).backward(upstream)
@@ -159,9 +156,9 @@ def anomaly_detection_accepts_a_pending_exchange(group, verdict):
     exchange = HaloExchange.of_requests(torch.arange(2000), Ranges((0, 1000, 2000)), group)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        torch.use_deterministic_algorithms(True)  # fills memory with NaN before anything arrives
+        torch.use_deterministic_algorithms(True)  # fills receive buffers with NaN
         with torch.autograd.detect_anomaly():
-            for rows_of in (exchange, partial(own_rows, exchange)):
+            for rows_of in (exchange, partial(rows_with_halo, exchange)):
                 x = torch.ones(1000, 16, requires_grad=True)
                 rows_of(x).square().sum().backward()
                 verdict.that(bool(x.grad.isfinite().all()), "gradients must be finite")
@@ -174,59 +171,51 @@ def an_exchange_is_completed_once_and_double_backward_raises(group, verdict):
     exchange = HaloExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
     pending = exchange.start(torch.ones(1, 2))
     pending.wait()
-    for again in (pending.wait, pending.wait_halo):
-        verdict.raises(ValueError, "exchange already completed: start one for each use", again)
+    for wait in (pending.wait, pending.wait_halo):
+        verdict.raises(ValueError, "exchange already completed: start one for each use", wait)
     prepared = exchange.start(torch.ones(1, 2), torch.neg)
     verdict.raises(ValueError, "prepared rows must be awaited by wait_halo", prepared.wait)
-    verdict.same(
-        "prepared", prepared.wait_halo(), -torch.ones(1, 2).expand(len(exchange.send_rows), 2)
-    )
+    expected = -torch.ones(1, 2).expand(len(exchange.send_rows), 2)
+    verdict.same("prepared", prepared.wait_halo(), expected)
     x = torch.ones(1, 2, requires_grad=True)
-    for rows_of in (exchange, partial(own_rows, exchange)):
+    for rows_of in (exchange, partial(rows_with_halo, exchange)):
         (gradient,) = torch.autograd.grad(rows_of(x).square().sum(), x, create_graph=True)
-        verdict.raises(
-            RuntimeError, "once_differentiable", lambda gradient=gradient: gradient.sum().backward()
-        )
+        verdict.raises(RuntimeError, "once_differentiable", gradient.sum().backward)
 
 
 @on_ranks(3)
-def values_that_differ_between_ranks_are_named_on_all(group, verdict):
-    rank, graph = dist.get_rank(group), structure("asymmetric")
+def values_that_differ_between_ranks_are_named_on_all_ranks(group, verdict):
+    rank = dist.get_rank(group)
+    graph = structure("asymmetric")
     other = replace(graph, row=graph.row.flip(0)) if rank == 1 else graph
-    partition = Partition(Ranges((0, 10 + (rank == 0), 20, 41)))
+    partition = Partition(Ranges((0, 11 if rank == 0 else 10, 20, 41)))
     config = {"seed": 0, "model": {"channels": 8 if rank else 16}}
-    for said, call in (
-        ("graph must be the same on all ranks, got", partial(shard_graph, other, group)),
-        ("on rank 1 and", partial(shard_graph, other, group)),
-        (
-            "destinations must be the same on all ranks",
-            partial(shard_graph, graph, group, destinations=partition),
-        ),
-        ("on ranks 1, 2 and", partial(check_same, config, group)),
-        (
-            "got 1.0 on ranks 1, 2 and 1 on rank 0",
-            partial(check_same, {"rate": 1.0 if rank else 1}, group),
-        ),
-        (
-            "None on ranks 1, 2 and no such value on rank 0",
-            partial(check_same, {"a": None} if rank else {}, group),
-        ),
-    ):
-        verdict.raises(ValueError, said, call)
+    rate = {"rate": 1.0 if rank else 1}
+    optional = {"a": None} if rank else {}
+    shard_other = partial(shard_graph, other, group)
+    shard_by_partition = partial(shard_graph, graph, group, destinations=partition)
+    calls = {
+        "graph must be the same on all ranks, got": shard_other,
+        "on rank 1 and": shard_other,
+        "destinations must be the same on all ranks": shard_by_partition,
+        "on ranks 1, 2 and": partial(check_same, config, group),
+        "got 1.0 on ranks 1, 2 and 1 on rank 0": partial(check_same, rate, group),
+        "None on ranks 1, 2 and no such value on rank 0": partial(check_same, optional, group),
+    }
+    for message, call in calls.items():
+        verdict.raises(ValueError, message, call)
     check_same({"seed": 0, "rate": float("nan")}, group)
 
 
 @on_ranks(3)
 def wrong_graphs_and_partitions_are_refused_on_all_ranks(group, verdict):
-    graph, is_wrong, encoder = (
-        structure("asymmetric"),
-        dist.get_rank(group) == 1,
-        structure("encoder"),
-    )
+    graph = structure("asymmetric")
+    encoder = structure("encoder")
+    is_wrong = dist.get_rank(group) == 1
     nodes = Partition(Ranges.even(41, 3))
 
-    def refused(said, graph, **partitions):
-        verdict.raises(ValueError, said, partial(shard_graph, graph, group, **partitions))
+    def refused(message, graph, **partitions):
+        verdict.raises(ValueError, message, partial(shard_graph, graph, group, **partitions))
 
     refused("rank 1: graph must be a GraphStructure, got NoneType", None if is_wrong else graph)
     no_partition = nodes.ranges if is_wrong else nodes
@@ -254,12 +243,17 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
         "sources": Partition(Ranges.even(41, 3)),
         "destinations": Partition(Ranges.even(17, 3)),
     }
-    stray, beyond = torch.tensor([[0, 1], [0, 16]]), torch.tensor([[41], [0]])
+    out_of_range = torch.tensor([[41], [0]])
 
-    def refused(said, edge_index=NO_EDGES, **options):
-        verdict.raises(ValueError, said, lambda: shard_edges(edge_index, group, **nodes | options))
+    def refused(message, edge_index=NO_EDGES, **options):
+        options = nodes | options
+        verdict.raises(ValueError, message, partial(shard_edges, edge_index, group, **options))
 
-    strays = stray[:, : 2 - (rank > 0)] if rank < 2 else NO_EDGES
+    strays = NO_EDGES
+    if rank == 0:
+        strays = torch.tensor([[0, 1], [0, 16]])
+    elif rank == 1:
+        strays = torch.tensor([[0], [0]])
     refused(
         "ranks 0, 1: every edge must end in a node of this rank, got one into 16, which rank 2 "
         "owns",
@@ -268,7 +262,7 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
     refused(
         "rank 0: sources must hold values in 0 .. 40, one for each of 41 nodes, got values from "
         "41 to 41",
-        NO_EDGES if rank else beyond,
+        NO_EDGES if rank else out_of_range,
     )
     refused("edge_index must have dtype int32 or int64", NO_EDGES.float())
     refused("edge_index must have shape [2, E] (sources, destinations), got (0,)", NO_EDGES[0])
@@ -292,52 +286,46 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
 @on_ranks(2)
 def rows_of_other_ranks_are_refused_before_anything_is_sent(group, verdict):
     shard = shard_graph(structure("asymmetric"), group)
-    own = len(shard.sources.nodes(shard.rank))
-    rows = f"[.., {own}, F], one row for each source of this rank"
-    said = f"x_src must have shape {rows}, got ({own + 1}, 2)"
-    verdict.raises(ValueError, said, lambda: shard.start_exchange(torch.ones(own + 1, 2)))
-    verdict.raises(
-        ValueError,
-        f"x_src must be a tensor {rows}, got NoneType",
-        lambda: shard.start_exchange(None),
-    )
+    num_local = len(shard.sources.nodes(shard.rank))
+    rows = f"[.., {num_local}, F], one row for each source of this rank"
+    message = f"x_src must have shape {rows}, got ({num_local + 1}, 2)"
+    wrong = torch.ones(num_local + 1, 2)
+    verdict.raises(ValueError, message, partial(shard.start_exchange, wrong))
+    message = f"x_src must be a tensor {rows}, got NoneType"
+    verdict.raises(ValueError, message, partial(shard.start_exchange, None))
 
 
 @on_all_ranks
 def a_group_without_this_rank_is_refused(group, verdict):
-    graph, alone = structure("asymmetric"), dist.new_group([0])
-    for wrong in (None, mesh_of(1, 2)) + (() if dist.get_rank() == 0 else (alone,)):
-        verdict.raises(
-            ValueError,
-            "group must be a ProcessGroup that this rank",
-            partial(shard_graph, graph, wrong),
-        )
+    graph = structure("asymmetric")
+    wrong_groups = [None, mesh_of(1, 2)]
+    only_first = dist.new_group([0])
+    if dist.get_rank() != 0:
+        wrong_groups.append(only_first)
+    message = "group must be a ProcessGroup that this rank"
+    for wrong in wrong_groups:
+        verdict.raises(ValueError, message, partial(shard_graph, graph, wrong))
         call = partial(shard_edges, GRAPHS["asymmetric"][0], wrong, destinations=None, sources=None)
-        verdict.raises(ValueError, "group must be a ProcessGroup that this rank", call)
+        verdict.raises(ValueError, message, call)
 
 
 @on_ranks(4)
 def one_bad_loss_stops_every_rank(group, verdict):
     rank = dist.get_rank(group)
     check_finite(torch.tensor(1.0), 7, group)
-    check, said = (
-        partial(check_finite, torch.tensor(float("nan") if rank == 2 else 1.0), 7, group),
-        "got nan at step 7",
-    )
-    verdict.raises(FloatingPointError, f"rank 2: the loss must stay finite, {said}", check)
+    loss = torch.tensor(float("nan") if rank == 2 else 1.0)
+    message = "rank 2: the loss must stay finite, got nan at step 7"
+    verdict.raises(FloatingPointError, message, partial(check_finite, loss, 7, group))
     problem = f"trouble on {rank}" if rank in (1, 3) else None
-    verdict.raises(
-        OSError, "ranks 1, 3: trouble on 1", lambda: raise_on_all_ranks(problem, group, OSError)
-    )
+    call = partial(raise_on_all_ranks, problem, group, OSError)
+    verdict.raises(OSError, "ranks 1, 3: trouble on 1", call)
 
 
 @on_ranks(2)
-def what_differs_in_the_first_exchange_of_a_shard_is_named_and_later_ones_cost_nothing(
-    group, verdict
-):
-    graph, is_last = structure("symmetric"), dist.get_rank(group) == 1
-    shard = shard_graph(graph, group)
-    number, device = shard.sources.ranges.counts[shard.rank], device_type()
+def rows_are_compared_in_the_first_exchange_of_a_shard_and_not_again(group, verdict):
+    is_last = dist.get_rank(group) == 1
+    shard = shard_graph(structure("symmetric"), group)
+    number = shard.sources.ranges.counts[shard.rank]
     x = torch.randn(2, number, 4)
     others = {
         "batch size of the rows that ranks exchange must be the same on all ranks, got (3,) on "
@@ -346,10 +334,11 @@ def what_differs_in_the_first_exchange_of_a_shard_is_named_and_later_ones_cost_n
         "dtype (of the input, or by autocast) of the rows that ranks exchange": x.double(),
         "requires_grad of the rows that ranks exchange": x.clone().requires_grad_(),
     }
-    for said, other in others.items():
-        verdict.raises(ValueError, said, partial(shard.start_exchange, other if is_last else x))
-        verdict.raises(ValueError, said, partial(shard.split(3).exchange, other if is_last else x))
-    with torch.autocast(device, torch.bfloat16, enabled=is_last):
+    for message, other in others.items():
+        rows = other if is_last else x
+        verdict.raises(ValueError, message, partial(shard.start_exchange, rows))
+        verdict.raises(ValueError, message, partial(shard.split(3).exchange, rows))
+    with torch.autocast(device_type(), torch.bfloat16, enabled=is_last):
         verdict.raises(ValueError, "by autocast", partial(shard.start_exchange, x))
     shard.start_exchange(x).wait()
     with mock.patch.object(dist, "all_gather_object") as gathered:

@@ -1,4 +1,4 @@
-"""Checks on ranks: a sharded trainer has the losses of one device, stops on all ranks, continues on other meshes."""
+"""Checks on ranks: a sharded trainer has the losses of one device, stops on all ranks, resumes on other meshes."""
 
 import os
 import shutil
@@ -59,8 +59,8 @@ def is_first():
 
 
 def make_parts(folder, model_options=None, **numbers):
-    """A small model on a sphere of 208 points, its data, config, folder and description: the arguments of a trainer."""
-    fixed = {
+    """Return the arguments of a trainer: a model on a sphere of 208 points, data, config, folder, description."""
+    defaults = {
         "steps": 6,
         "batch_size": 4,
         "warmup_steps": 2,
@@ -69,65 +69,61 @@ def make_parts(folder, model_options=None, **numbers):
         "device": device_type(),
     }
     splits = small_sphere()
-    graph, train = icosphere_graph(splits.train.nodes, refinement=1), splits.train
+    train = splits.train
+    graph = icosphere_graph(train.nodes, refinement=1)
     torch.manual_seed(0)
-    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": AttentionConfig("torch")} | (
-        model_options or {}
-    )
+    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": AttentionConfig("torch")}
+    options |= model_options or {}
     model = EncoderProcessorDecoder(graph, train.in_channels, train.out_channels, **options)
-    return (
-        model.to(device_type()),
-        splits,
-        TrainingConfig(**fixed | numbers),
-        folder,
-        {"name": "test"},
-    )
+    config = TrainingConfig(**defaults | numbers)
+    return model.to(device_type()), splits, config, folder, {"name": "test"}
 
 
 def make_sharded(mesh, model, *parts, group=None):
-    """A sharded trainer of these parts, whose group is that of all ranks, and how its model is sharded."""
-    shard, group = shard_model(model, mesh), group or dist.new_group(backend="gloo")
+    """Return a sharded trainer of these parts, by default with a group of all ranks, and the shard of its model."""
+    shard = shard_model(model, mesh)
+    group = group or dist.new_group(backend="gloo")
     return make_sharded_trainer(model, shard, *parts, mesh=mesh, group=group), shard
 
 
 def losses_of_one_device(**numbers):
     trainer = Trainer(*make_parts(Path(tempfile.mkdtemp()), **numbers))
-    trainer._save_checkpoint = lambda *_: None  # which nobody reads
-    trainer.fit(records := Records())
+    trainer._save_checkpoint = lambda *_: None  # no test reads the checkpoints
+    records = Records()
+    trainer.fit(records)
     return records.losses
 
 
 def same_losses(verdict, label, actual, expected):
-    verdict.same(
-        f"{label}: records", [record[:2] for record in actual], [record[:2] for record in expected]
-    )
-    for (split, step, loss), (_, _, wanted) in zip(actual, expected, strict=True):
-        verdict.close(f"{label}: {split} {step}", torch.tensor(loss), torch.tensor(wanted))
+    steps = [(split, step) for split, step, _ in actual]
+    expected_steps = [(split, step) for split, step, _ in expected]
+    verdict.same(f"{label}: records", steps, expected_steps)
+    for (split, step, loss), (_, _, expected_loss) in zip(actual, expected, strict=True):
+        verdict.close(f"{label}: {split} {step}", torch.tensor(loss), torch.tensor(expected_loss))
 
 
 def losses_of(records):
+    """Return the losses of the records, which only the first rank has."""
     return [(record["split"], record["step"], record["loss"]) for record in records or []]
 
 
 @on_all_ranks
-def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes(group, verdict):
+def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(group, verdict):
     with without_default_device():
         world = dist.get_world_size()
-        (expected, *_) = everywhere(losses_of_one_device() if is_first() else None, group)
+        expected = everywhere(losses_of_one_device() if is_first() else None, group)[0]
         others = ((world // 2, 2), (world, 1))
         for shape in others:
             trainer, _ = make_sharded(mesh_of(*shape), *make_parts(shared_folder(group)))
-            trainer._save_checkpoint = lambda *_: None  # those of the run below are read
-            trainer.fit(records := Records())
+            trainer._save_checkpoint = lambda *_: None  # only the run below needs checkpoints
+            records = Records()
+            trainer.fit(records)
             same_losses(verdict, f"{shape}", records.losses, expected)
         shared = shared_folder(group)
-        # whose losses those that continue it have too
         half, _ = make_sharded(mesh_of(1, world), *make_parts(shared))
-        # the schedule stays that of all steps
-        half.config, half.batches.steps = (
-            replace(half.config, steps=4),
-            4,
-        )
+        # Stop after 4 of 6 steps; the learning rate schedule still has 6.
+        half.config = replace(half.config, steps=4)
+        half.batches.steps = 4
         with MetricsFile(shared / "metrics.jsonl") if is_first() else nullcontext() as metrics:
             half.fit(metrics)
         for shape in others:
@@ -142,16 +138,15 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes
             losses = losses_of(fit_sharded(trainer, shard, resume=True))
             same_losses(verdict, f"resumed on {shape}", losses, expected if is_first() else [])
         if is_first():
-            whole = make_parts(folder)
-            best = Trainer(*whole).best_model()
+            model, *parts = make_parts(folder)
+            best = Trainer(model, *parts).best_model()
             for name, parameter in best.named_parameters():
-                verdict.same(
-                    f"shape of {name}", parameter.shape, whole[0].get_parameter(name).shape
-                )
+                expected_shape = model.get_parameter(name).shape
+                verdict.same(f"shape of {name}", parameter.shape, expected_shape)
 
 
 @on_all_ranks
-def models_draw_differently_and_the_ranks_of_one_alike(group, verdict):
+def models_draw_different_numbers_and_ranks_of_one_model_the_same(group, verdict):
     world = dist.get_world_size()
     for shape in ((world // 2, 2), (world, 1), (1, world)):
         mesh = mesh_of(*shape)
@@ -161,9 +156,8 @@ def models_draw_differently_and_the_ranks_of_one_alike(group, verdict):
         by_model = {}
         for model, number in everywhere((mesh.get_local_rank("data"), drawn), group):
             by_model.setdefault(model, set()).add(number)
-        verdict.same(
-            f"{shape}: draws of a model", {len(numbers) for numbers in by_model.values()}, {1}
-        )
+        draws_per_model = {len(numbers) for numbers in by_model.values()}
+        verdict.same(f"{shape}: draws of a model", draws_per_model, {1})
         verdict.same(f"{shape}: draws", len(set.union(*by_model.values())), shape[0])
         verdict.same(f"{shape}: draws after", len(set(everywhere(float(torch.rand(1)), group))), 1)
 
@@ -173,13 +167,15 @@ def a_signal_to_one_rank_stops_all_after_the_same_step_which_is_saved(group, ver
     with SharedStopRequest(dist.new_group(backend="gloo")) as stop:
         verdict.same("signals", [stop.should_stop() for _ in range(3)], [None] * 3)
     with without_default_device():
-        shared, world, numbers = shared_folder(group), dist.get_world_size(), {"valid_every": 6}
+        shared = shared_folder(group)
+        world = dist.get_world_size()
+        numbers = {"valid_every": 6}
         trainer, shard = make_sharded(mesh_of(1, world), *make_parts(shared, **numbers))
         since = trainer.batches.since
 
         def signalled(first):
-            for at, batch in enumerate(since(first), first + 1):
-                if (dist.get_rank(), at) == (world - 1, 2):
+            for step, batch in enumerate(since(first), first + 1):
+                if dist.get_rank() == world - 1 and step == 2:
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield batch
 
@@ -189,15 +185,14 @@ def a_signal_to_one_rank_stops_all_after_the_same_step_which_is_saved(group, ver
             fit_sharded(trainer, shard, resume=False)
         except Stopped as stopped:
             # one step after the signal: the ranks read the votes of the step before
-            verdict.same("said", str(stopped), "stopped by SIGTERM after step 3, which is saved")
+            verdict.same("message", str(stopped), "stopped by SIGTERM after step 3, which is saved")
         else:
             verdict.that(False, "nothing stopped")
         verdict.same("handler", signal.getsignal(signal.SIGTERM), before)
         trainer, shard = make_sharded(mesh_of(world // 2, 2), *make_parts(shared, **numbers))
         losses = losses_of(fit_sharded(trainer, shard, resume=True))
-        same_losses(
-            verdict, "continued", losses, losses_of_one_device(**numbers) if is_first() else []
-        )
+        expected = losses_of_one_device(**numbers) if is_first() else []
+        same_losses(verdict, "continued", losses, expected)
 
 
 @on_all_ranks
@@ -217,20 +212,19 @@ def the_checkpoint_to_resume_is_decided_once_for_all_ranks(group, verdict):
         save_checkpoint(shared / "last", {"step": 1, "config": config}, {}, group)
         verdict.same("the run", decide(), True)
         changed = partial(decide, model={"heads": 2, "flows": ["a", "b"], "layers": 1})
-        said = f"a run is continued with its own config, {shared / 'last'} was written with "
-        verdict.raises(ValueError, said + "model.heads=4, not 2; model.layers=None, not 1", changed)
+        message = f"a run is continued with its own config, {shared / 'last'} was written with "
+        message += "model.heads=4, not 2; model.layers=None, not 1"
+        verdict.raises(ValueError, message, changed)
         (shared / "last.pt").write_bytes(b"a run")
-        verdict.raises(
-            ValueError,
-            "holds a run of one process, in last.pt: resume=true without torchrun",
-            decide,
-        )
+        message = "holds a run of one process, in last.pt: resume=true without torchrun"
+        verdict.raises(ValueError, message, decide)
 
 
 @on_all_ranks
-def ranks_with_other_data_or_without_the_folder_are_found(group, verdict):
+def ranks_with_other_data_or_without_the_folder_are_refused(group, verdict):
     with without_default_device():
-        folder, rank = shared_folder(group), dist.get_rank()
+        folder = shared_folder(group)
+        rank = dist.get_rank()
 
         def splits(grid="O4", size=2, seed=0):
             return sphere(grid, train_size=size, valid_size=1, test_size=1, seed=seed)
@@ -241,8 +235,8 @@ def ranks_with_other_data_or_without_the_folder_are_found(group, verdict):
             "the normalisation": {"seed": 1},
         }
         for name, other in others.items():
-            own = splits(**other) if rank == dist.get_world_size() - 1 else splits()
-            verdict.raises(ValueError, name, partial(check_same_data, own, folder))
+            options = other if rank == dist.get_world_size() - 1 else {}
+            verdict.raises(ValueError, name, partial(check_same_data, splits(**options), folder))
         elsewhere = folder / "nowhere" if rank == 1 else folder
         verdict.raises(ValueError, "rank 1: ", partial(check_same_data, splits(), elsewhere))
         check_same_data(splits(), folder)

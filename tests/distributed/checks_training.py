@@ -30,7 +30,7 @@ MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 1))  # (data, model)
 
 
 def model_to_train():
-    """A model without trained biases of keys: these cancel in the softmax, and Adam would scale up their rounding."""
+    """Return a model with frozen key biases, which cancel in the softmax: Adam would amplify their rounding."""
     model = make_model()
     for name, parameter in model.named_parameters():
         if name.endswith("lin_key.bias"):
@@ -43,8 +43,10 @@ def adamw(model):
 
 
 def train(model, x, target, shard=None, mesh=None):
-    """Ten steps of AdamW; the losses, and the norms of the gradients."""
-    optimizer, losses, norms = adamw(model), [], []
+    """Take ten steps of AdamW; return the losses and the gradient norms."""
+    optimizer = adamw(model)
+    losses = []
+    norms = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = (model(x) - target).square().sum() / (len(x) * len(data) * FIELDS)
@@ -72,13 +74,14 @@ def ten_steps_are_the_same_on_every_mesh(group, verdict):
         model = model_to_train()
         shard = shard_model(model, mesh)
         batch = fields.chunk(mesh["data"].size(), dim=1)[mesh.get_local_rank("data")]
-        own = shard.partitions["data"].nodes(shard.rank)
-        here, lengths = train(model, *batch[:, :, own], shard, mesh)
-        verdict.close(f"{shape}: losses", here, losses)
-        verdict.close(f"{shape}: norms", lengths, norms)
+        nodes = shard.partitions["data"].nodes(shard.rank)
+        sharded_losses, sharded_norms = train(model, *batch[:, :, nodes], shard, mesh)
+        verdict.close(f"{shape}: losses", sharded_losses, losses)
+        verdict.close(f"{shape}: norms", sharded_norms, norms)
         for name, parameter in model.named_parameters():
             expected = whole.get_parameter(name).detach()
-            expected = expected[shard.tables[name].index] if name in shard.tables else expected
+            if name in shard.tables:
+                expected = expected[shard.tables[name].index]
             verdict.close(f"{shape}: {name}", parameter.detach(), expected)
 
 
@@ -87,28 +90,21 @@ def ranks_of_one_model_are_consecutive(group, verdict):
     mesh = make_mesh(device_type(), model=2)
     verdict.same("mesh", mesh.mesh.tolist(), [[0, 1], [2, 3]])
     verdict.same("axes", mesh.mesh_dim_names, ("data", "model"))
-    said = "sharding.model must divide the number of ranks 4, got 3"
-    verdict.raises(ValueError, said, lambda: make_mesh(device_type(), model=3))
-    verdict.raises(
-        ValueError,
-        "device_type must be one of cuda, cpu, got 'gpu'",
-        lambda: make_mesh("gpu", model=2),
-    )
+    message = "sharding.model must divide the number of ranks 4, got 3"
+    verdict.raises(ValueError, message, partial(make_mesh, device_type(), model=3))
+    message = "device_type must be one of cuda, cpu, got 'gpu'"
+    verdict.raises(ValueError, message, partial(make_mesh, "gpu", model=2))
     other = mesh_of(2, 2, ("model", "data"))
     loss = torch.tensor(1.0)
-    for call in (
+    calls = [
         partial(reduce_gradients, [], []),
         partial(clip_gradients, [], [], 1.0),
         partial(sum_loss, loss),
-    ):
-        verdict.raises(
-            ValueError, "mesh must have the axes ('data', 'model')", partial(call, other)
-        )
-        verdict.raises(
-            ValueError,
-            "mesh must be a DeviceMesh with the axes ('data', 'model')",
-            partial(call, group),
-        )
+    ]
+    axes = "the axes ('data', 'model')"
+    for call in calls:
+        verdict.raises(ValueError, f"mesh must have {axes}", partial(call, other))
+        verdict.raises(ValueError, f"mesh must be a DeviceMesh with {axes}", partial(call, group))
     verdict.same("the norm of no gradients", float(clip_gradients([], [], 1.0, mesh)), 0.0)
 
 
@@ -116,9 +112,9 @@ def ranks_of_one_model_are_consecutive(group, verdict):
 def a_missing_gradient_counts_as_zero(group, verdict):
     mesh = make_mesh(device_type(), model=2)
     shared = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
-    own = [
-        nn.Parameter(torch.zeros(2 + mesh.get_local_rank("model"), 0 if dist.get_rank() % 2 else 1))
-    ]
+    num_rows = 2 + mesh.get_local_rank("model")
+    num_columns = 0 if dist.get_rank() % 2 else 1
+    own = [nn.Parameter(torch.zeros(num_rows, num_columns))]
     if dist.get_rank() == 3:
         shared[0].grad = torch.full((3,), 8.0)
     shared[1].grad = torch.full((2,), float(dist.get_rank()), dtype=torch.float64)
@@ -135,24 +131,23 @@ def a_missing_gradient_counts_as_zero(group, verdict):
 def gradients_that_only_one_rank_has_are_clipped_on_all(group, verdict):
     mesh = make_mesh(device_type(), model=2)
     has_own = mesh.get_local_rank("model") == 1
-    shared, own = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    shared = nn.Parameter(torch.zeros(1))
+    own = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     shared.grad = torch.full((1,), 4.0)
     if has_own:
         own.grad = torch.tensor([0.0, 3.0], dtype=torch.float64)
-    verdict.close(
-        "norm", clip_gradients([shared], [own], 1.0, mesh), torch.tensor(5.0, dtype=torch.float64)
-    )
+    norm = clip_gradients([shared], [own], 1.0, mesh)
+    verdict.close("norm", norm, torch.tensor(5.0, dtype=torch.float64))
     verdict.close("shared", shared.grad, torch.full((1,), 0.8))
     if has_own:
         # as PyTorch clips
         verdict.close("own", own.grad, torch.tensor([0.0, 3.0 / (5.0 + 1e-6)], dtype=torch.float64))
-    verdict.close(
-        "without own parameters", clip_gradients([shared], [], 9.0, mesh), torch.tensor(0.8)
-    )
+    norm = clip_gradients([shared], [], 9.0, mesh)
+    verdict.close("norm without own parameters", norm, torch.tensor(0.8))
 
 
 def trained_state(mesh):
-    """State of a sharded model and its optimiser after one step, and its shard."""
+    """Return the state of a sharded model and its optimiser after one step, and the shard."""
     model = model_to_train()
     shard = shard_model(model, mesh)
     optimizer = adamw(model)
@@ -160,25 +155,25 @@ def trained_state(mesh):
     model(x[:, shard.partitions["data"].nodes(shard.rank)]).square().sum().backward()
     reduce_gradients(*shard.parameters(model), mesh)
     optimizer.step()
-    return {
+    state = {
         "model": model.state_dict(),
         "optimizer": get_optimizer_state_dict(model, optimizer),
         "step": STEPS,
-    }, shard
+    }
+    return state, shard
 
 
 def tensors_of(state):
-    """Weights and moments of a state, by kind and name of the parameter."""
-    moments = {
-        ("exp_avg", name): of["exp_avg"]
-        for name, of in state["optimizer"]["state"].items()
-        if "exp_avg" in of
-    }
-    return {("weight", name): weight for name, weight in state["model"].items()} | moments
+    """Return the weights and moments of a state, by kind and name of the parameter."""
+    tensors = {("weight", name): weight for name, weight in state["model"].items()}
+    for name, moments in state["optimizer"]["state"].items():
+        if "exp_avg" in moments:
+            tensors["exp_avg", name] = moments["exp_avg"]
+    return tensors
 
 
 @on_all_ranks
-def a_checkpoint_of_all_ranks_is_read_on_any_number(group, verdict):
+def a_checkpoint_of_all_ranks_is_read_on_any_number_of_ranks(group, verdict):
     folder = shared_folder(group) / "last"
     with pytest.raises(FileNotFoundError, match="must be a checkpoint in .*last, found none"):
         load_checkpoint(folder, {}, {}, group)
@@ -186,17 +181,17 @@ def a_checkpoint_of_all_ranks_is_read_on_any_number(group, verdict):
         state, shard = trained_state(mesh_of(1, dist.get_world_size()))
         save_checkpoint(folder, state, shard.tables, group)
     verdict.same("files", [path.name for path in folder.parent.iterdir()], ["last"])
-    whole = {
-        (kind, name): shard.tables[name].to_dtensor(value).full_tensor()
-        if name in shard.tables
-        else value.clone()
-        for (kind, name), value in tensors_of(state).items()
-    }
-    verdict.that(
-        {("exp_avg", name) for name in shard.tables} < set(whole), "tables must have moments"
-    )
+    whole = {}
+    for (kind, name), value in tensors_of(state).items():
+        if name in shard.tables:
+            whole[kind, name] = shard.tables[name].to_dtensor(value).full_tensor()
+        else:
+            whole[kind, name] = value.clone()
+    moments_of_tables = {("exp_avg", name) for name in shard.tables}
+    verdict.that(moments_of_tables < set(whole), "tables must have moments")
     for shape in fitting((1, 1), (1, 2), (1, 3), (2, 2), (4, 1)):
-        mesh, members = mesh_of(*shape), dist.new_group(range(shape[0] * shape[1]))
+        mesh = mesh_of(*shape)
+        members = dist.new_group(range(shape[0] * shape[1]))
         if mesh.get_coordinate() is None:
             continue
         state, shard = trained_state(mesh)
@@ -206,5 +201,6 @@ def a_checkpoint_of_all_ranks_is_read_on_any_number(group, verdict):
         verdict.same("step", loaded["step"], STEPS)
         for (kind, name), value in tensors_of(loaded).items():
             expected = whole[kind, name]
-            expected = expected[shard.tables[name].index] if name in shard.tables else expected
+            if name in shard.tables:
+                expected = expected[shard.tables[name].index]
             verdict.same(f"{shape}: {kind} of {name}", value, expected)

@@ -1,4 +1,4 @@
-"""Checks on several ranks: one process per rank, as under torchrun, started once for all checks of a test run.
+"""Checks on several ranks: one process per rank, as under torchrun, started once per test run.
 
 A check is a function of a process group and a `Verdict`, which collects problems and raises
 nothing, so a check that fails leaves no rank in a collective. A check that raises ends the
@@ -28,9 +28,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GPUS = torch.cuda.device_count()
 ON_GPU = GPUS > 1  # NCCL, one GPU per rank; else gloo
-WORLD_SIZE, ALL = min(GPUS, 4) if ON_GPU else 4, 0  # ranks of the tests; marks a check on all ranks
+WORLD_SIZE = min(GPUS, 4) if ON_GPU else 4
+ALL = 0  # marks a check that runs on all ranks
 TIMEOUT = 300  # s, of all checks of a module, on a busy machine
-# of the largest value, whatever its size
+# relative to the largest value
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 4e-6,
@@ -39,7 +40,7 @@ TOLERANCE = {
 
 
 class Verdict:
-    """Problems that one rank found in a check."""
+    """Problems of one rank in a check."""
 
     def __init__(self):
         self.problems = []
@@ -49,18 +50,20 @@ class Verdict:
             self.problems.append(problem)
 
     def same(self, name, actual, expected):
-        """Note unless both are the same, bit by bit."""
+        """Record a problem unless both are bitwise equal."""
         equal = torch.equal(actual, expected) if torch.is_tensor(actual) else actual == expected
         if not equal:
             self.problems.append(f"{name}: {str(actual)[:200]} is not {str(expected)[:200]}")
 
     def close(self, name, actual, expected, terms=None):
-        """Note unless both agree to rounding of their dtype, at the scale of `expected` or of `terms` that cancel."""
-        if (shape := getattr(actual, "shape", None)) != expected.shape:
+        """Record a problem unless both agree to rounding, relative to `expected` or to `terms` that cancel."""
+        shape = getattr(actual, "shape", None)
+        if shape != expected.shape:
             self.problems.append(f"{name}: {shape}, not {expected.shape}")
             return
         finite = torch.isfinite(expected)
-        self.that(torch.equal(torch.isfinite(actual), finite), f"{name}: not finite elsewhere")
+        same_finite = torch.equal(torch.isfinite(actual), finite)
+        self.that(same_finite, f"{name}: other elements are not finite")
         scale = expected[finite] if terms is None else terms
         size = scale.abs().max().item() if scale.numel() else 0.0
         error = (actual - expected)[finite].abs().max().item() if finite.any() else 0.0
@@ -68,17 +71,17 @@ class Verdict:
         self.that(error <= limit, f"{name}: off by {error:.1e}, allowed {limit:.1e}")
 
     def raises(self, error, words, function):
-        """Note unless `function()` raises `error` with these words."""
+        """Record a problem unless `function()` raises `error` with these words."""
         try:
             function()
         except error as caught:
-            self.that(words in str(caught), f"said {str(caught)!r}, not {words!r}")
+            self.that(words in str(caught), f"message {str(caught)!r} lacks {words!r}")
         else:
             self.problems.append(f"did not raise {error.__name__} with {words!r}")
 
 
 def checks_of(modules):
-    """(module, check, ranks) of all checks in modules of this folder, for each number of ranks that each runs on."""
+    """Yield (module, check, ranks) for each check in modules of this folder and each of its numbers of ranks."""
     for module in modules:
         for name, check in list(vars(importlib.import_module(f"distributed.{module}")).items()):
             for ranks in getattr(check, "ranks", ()):
@@ -107,12 +110,12 @@ def on_all_ranks(check):
 
 
 def fitting(*shapes):
-    """Those shapes (data, model) of meshes for which there are ranks."""
+    """Return the shapes (data, model) of meshes that need no more ranks than there are."""
     return [shape for shape in shapes if shape[0] * shape[1] <= dist.get_world_size()]
 
 
 def meshes_with_this_rank(*shapes):
-    """Yield those shapes that fit, with their meshes, of which this rank is part."""
+    """Yield the shapes that fit, each with its mesh, if this rank is in the mesh."""
     for shape in fitting(*shapes):
         mesh = mesh_of(*shape)
         if mesh.get_coordinate() is not None:
@@ -120,18 +123,18 @@ def meshes_with_this_rank(*shapes):
 
 
 def device_type():
-    """Device type of the run, also within `without_default_device`."""
+    """Return the device type of the run, also within `without_default_device`."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def mesh_of(data, model, axes=("data", "model")):
-    """Mesh of the first ranks; the others are not part of it."""
+    """Return a mesh of the first ranks; the others are not in it."""
     ranks = [[row * model + column for column in range(model)] for row in range(data)]
     return DeviceMesh(device_type(), ranks, mesh_dim_names=axes)
 
 
 def mesh_of_group(group):
-    """Mesh (1, ranks) of one model on the ranks of a check, which others take no part in."""
+    """Return the mesh (1, ranks) of one model on the ranks of a check."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     names = ("data", "model")
     ranks = [dist.get_process_group_ranks(group)]
@@ -158,7 +161,8 @@ def everywhere(value, group):
 
 
 def shared_folder(group):
-    return Path(everywhere(tempfile.mkdtemp() if dist.get_rank(group) == 0 else None, group)[0])
+    folder = tempfile.mkdtemp() if dist.get_rank(group) == 0 else None
+    return Path(everywhere(folder, group)[0])
 
 
 def free_port():
@@ -168,34 +172,38 @@ def free_port():
 
 
 def run_checks(modules, folder):
-    """Run the checks of modules of this folder on all ranks; return problems by rank, by "module-check-ranks"."""
+    """Run the checks of modules of this folder on all ranks; return problems by "module-check-ranks" and rank."""
     folder.mkdir()
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(WORLD_SIZE),
     }
-    ranks = []
+    processes = []
     for rank in map(str, range(WORLD_SIZE)):
         environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
-        ranks.append(Program(__file__, folder, *modules, folder=folder, environment=environment))
-    ended = [rank.finish(TIMEOUT * len(modules)) for rank in ranks]
-    reports = [folder / f"{rank}.json" for rank in range(WORLD_SIZE)]
-    said = [json.loads(report.read_text()) if report.exists() else {} for report in reports]
-    ends = [
-        f"rank {rank} ended with {end[0]} before: {''.join(end[1:])[-1500:]}"
-        for rank, end in enumerate(ended)
-    ]
-    found = {}
+        process = Program(__file__, folder, *modules, folder=folder, environment=environment)
+        processes.append(process)
+    results = []
+    ends = []
+    for rank, process in enumerate(processes):
+        status, output, error = process.finish(TIMEOUT * len(modules))
+        ends.append(f"rank {rank} ended with {status} before: {(output + error)[-1500:]}")
+        report = folder / f"{rank}.json"
+        results.append(json.loads(report.read_text()) if report.exists() else {})
+    problems = {}
     for module, name, ranks in checks_of(modules):
         key = f"{module}-{name}-{ranks}"
-        problems = {rank: said[rank].get(key, ends[rank]) for rank in range(ranks)}
-        found[key] = {rank: problem for rank, problem in problems.items() if problem != "fine"}
-    return found
+        problems[key] = {}
+        for rank in range(ranks):
+            result = results[rank].get(key, ends[rank])
+            if result != "fine":
+                problems[key][rank] = result
+    return problems
 
 
 def main(folder, *modules):
-    """Run the checks of modules as one rank, with NCCL where every rank has a GPU; write the results after each."""
+    """Run the checks of modules as one rank, with NCCL if every rank has a GPU; write the results after each."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
     if ON_GPU:
         torch.cuda.set_device(device)
@@ -203,22 +211,24 @@ def main(folder, *modules):
     else:
         speed_up_interpreter()
     timeout = timedelta(seconds=TIMEOUT)
-    dist.init_process_group(
-        "nccl" if ON_GPU else "gloo", timeout=timeout, device_id=device if ON_GPU else None
-    )
-    groups = {size: dist.new_group(range(size)) for size in range(1, WORLD_SIZE)} | {
-        WORLD_SIZE: dist.group.WORLD
-    }
-    tempfile.tempdir, rank, said = folder, dist.get_rank(), {}
+    if ON_GPU:
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    groups = {size: dist.new_group(range(size)) for size in range(1, WORLD_SIZE)}
+    groups[WORLD_SIZE] = dist.group.WORLD
+    tempfile.tempdir = folder
+    rank = dist.get_rank()
+    results = {}
     for module, name, ranks in checks_of(modules):
         if rank < ranks:
             check = getattr(sys.modules[f"distributed.{module}"], name)
-            said[f"{module}-{name}-{ranks}"] = run(check, groups[ranks])
-            Path(folder, f"{rank}.json").write_text(json.dumps(said))
+            results[f"{module}-{name}-{ranks}"] = run(check, groups[ranks])
+            Path(folder, f"{rank}.json").write_text(json.dumps(results))
 
 
 def run(check, group):
-    """Run one check, agree, and say what this rank found: "fine", or problems."""
+    """Run one check; return "fine" if no rank has problems, else the problems of all ranks."""
     verdict = Verdict()
     torch.manual_seed(0)
     try:

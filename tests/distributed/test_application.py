@@ -1,4 +1,4 @@
-"""The application under torchrun: stopped, continued on another mesh and on two hosts, and a rank that fails."""
+"""The application under torchrun: stopped, resumed on another mesh and on two hosts, and with a failing rank."""
 
 import json
 import os
@@ -23,33 +23,30 @@ from anemoi_gt.distributed.sharded_checkpoint import load_values
 from distributed.ranks import HERE, free_port
 
 DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL if all ranks have a GPU
-OF_TWO_RANKS = (
-    ("training.device=cuda", "training.cuda_graph=true", "training.precision=16-mixed")
-    if torch.cuda.device_count() >= 2
-    else ("training.device=cpu",)
-)
+if torch.cuda.device_count() >= 2:
+    OF_TWO_RANKS = (
+        "training.device=cuda",
+        "training.cuda_graph=true",
+        "training.precision=16-mixed",
+    )
+else:
+    OF_TWO_RANKS = ("training.device=cpu",)
 ARGUMENTS = [
-    *(
-        "data.grid_name=O4",
-        "data.train_size=8",
-        "data.valid_size=2",
-        "data.test_size=2",
-        "graph.refinement=1",
-    ),
-    *(
-        "training.steps=16",
-        "training.warmup_steps=1",
-        "training.batch_size=2",
-        f"training.device={DEVICE}",
-    ),
-    *(
-        "training.valid_every=8",
-        "training.log_every=1",
-        "hydra.run.dir=run",
-        "model.mapper_chunks=3",
-    ),
+    "data.grid_name=O4",
+    "data.train_size=8",
+    "data.valid_size=2",
+    "data.test_size=2",
+    "graph.refinement=1",
+    "training.steps=16",
+    "training.warmup_steps=1",
+    "training.batch_size=2",
+    f"training.device={DEVICE}",
+    "training.valid_every=8",
+    "training.log_every=1",
+    "hydra.run.dir=run",
+    "model.mapper_chunks=3",
 ]
-# A rank fails before a certain step, however fast the steps are.
+# Small enough to be fast: a rank fails before a certain step, not after a certain time.
 SMALL_MODEL = ("model.channels=32", "model.num_layers=1")
 PATIENCE = 120  # s, on a busy machine
 BUSY = 10.0  # s, for processes to end on a busy machine
@@ -68,13 +65,13 @@ ONE_HOST = Host(("--standalone",), {})
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("application")
 
 
 @contextmanager
-def torchrun(place, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.train")):
-    """Start the application on some ranks of a host; yield the process of torchrun, which ends with the block."""
+def torchrun(folder, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.train")):
+    """Start the application on some ranks of a host; yield the torchrun process, and terminate it at the end."""
     command = [
         "-m",
         "torch.distributed.run",
@@ -83,7 +80,7 @@ def torchrun(place, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.t
         *script,
         *ARGUMENTS,
     ]
-    process = Program(*command, *arguments, folder=place, environment=host.variables)
+    process = Program(*command, *arguments, folder=folder, environment=host.variables)
     try:
         yield process
     finally:
@@ -97,21 +94,21 @@ def finish(process):
 
 
 def two_hosts():
-    """Two hosts on this one, with two of its GPUs each if it has them."""
-    meeting = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-    return [
-        Host(
-            (*meeting, f"--node-rank={host}"),
-            {"NCCL_HOSTID": f"host {host}", "CUDA_VISIBLE_DEVICES": gpus},
-        )
-        for host, gpus in enumerate(("0,1", "2,3"))
-    ]
+    """Return two hosts on this machine, with two of its GPUs each if it has them."""
+    rendezvous = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    hosts = []
+    for host, gpus in enumerate(("0,1", "2,3")):
+        variables = {"NCCL_HOSTID": f"host {host}", "CUDA_VISIBLE_DEVICES": gpus}
+        hosts.append(Host((*rendezvous, f"--node-rank={host}"), variables))
+    return hosts
 
 
 def steps_in(folder):
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record["step"] for record in map(json.loads, lines) if record["split"] == "train"]
+    if not path.exists():
+        return []
+    records = map(json.loads, path.read_text().splitlines())
+    return [record["step"] for record in records if record["split"] == "train"]
 
 
 def ranks_of(process):
@@ -120,47 +117,52 @@ def ranks_of(process):
 
 
 @pytest.fixture(scope="module")
-def stopped(place):
-    """Output of torchrun for one model on four ranks, of which one received a signal after its first steps."""
-    with torchrun(place, 4, "sharding=edges", "sharding.model=4") as process:
+def stopped(folder):
+    """Output of torchrun for one model on four ranks, one of which received a signal after its first steps."""
+    with torchrun(folder, 4, "sharding=edges", "sharding.model=4") as process:
         end = time.monotonic() + PATIENCE
-        while not steps_in(place / "run") and process.is_alive() and time.monotonic() < end:
+        while not steps_in(folder / "run") and process.is_alive() and time.monotonic() < end:
             time.sleep(0.02)
         os.kill(ranks_of(process)[2], signal.SIGTERM)
         return finish(process)[1]
 
 
 @pytest.fixture(scope="module")
-def continued(place, stopped):
-    """Statuses and outputs of two models on two ranks of a host each, that continued the stopped run; steps before."""
-    before = steps_in(place / "run")
+def continued(folder, stopped):
+    """Statuses and outputs of two hosts, with a model each, that resumed the stopped run; and its former steps."""
+    before = steps_in(folder / "run")
     with ExitStack() as hosts:
         arguments = ("sharding=edges", "sharding.model=2", "resume=true")
-        processes = [
-            hosts.enter_context(torchrun(place, 2, *arguments, host=host)) for host in two_hosts()
-        ]
-        return *zip(*map(finish, processes), strict=True), before
+        processes = []
+        for host in two_hosts():
+            processes.append(hosts.enter_context(torchrun(folder, 2, *arguments, host=host)))
+        (status, output), (other_status, other_output) = map(finish, processes)
+        return (status, other_status), (output, other_output), before
 
 
-def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(place, stopped):
+def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(folder, stopped):
     messages = re.findall(
         r"anemoi_gt.train: stopped by SIGTERM after step (\d+), (.*)$", stopped, re.MULTILINE
     )
-    assert len(messages) == 1 and steps_in(place / "run")[-1] == int(messages[0][0]), stopped
+    assert len(messages) == 1, stopped
+    ((step, rest),) = messages
+    assert steps_in(folder / "run")[-1] == int(step), stopped
     command = (
         "torchrun --nproc-per-node=4 -m anemoi_gt.train sharding=edges sharding.model=4 resume=true"
     )
-    assert messages[0][1] == f"which is saved: {command} hydra.run.dir={place / 'run'}"
-    assert set(re.findall(r"exitcode *: (-?\d+)", stopped)) == {"143"}, stopped  # its status
+    assert rest == f"which is saved: {command} hydra.run.dir={folder / 'run'}"
+    assert set(re.findall(r"exitcode *: (-?\d+)", stopped)) == {"143"}, (
+        stopped
+    )  # the exit status after SIGTERM
 
 
-def test_two_hosts_with_a_model_each_continue_what_one_model_on_four_ranks_began(place, continued):
+def test_two_hosts_with_a_model_each_resume_the_run_of_one_model_on_four_ranks(folder, continued):
     statuses, outputs, before = continued
     assert statuses == (0, 0), outputs
-    assert 0 < len(before) < 16 and steps_in(place / "run") == list(range(1, 17))
-    # a run on ranks leaves what one process leaves
-    left = {path.name for path in (place / "run").iterdir()}
-    assert left == {
+    assert 0 < len(before) < 16 and steps_in(folder / "run") == list(range(1, 17))
+    # the same files as after a run of one process
+    files = {path.name for path in (folder / "run").iterdir()}
+    assert files == {
         "best",
         "last",
         "best.pt",
@@ -172,7 +174,7 @@ def test_two_hosts_with_a_model_each_continue_what_one_model_on_four_ranks_began
     }
 
 
-def test_the_progress_bar_is_of_one_rank_and_counts_steps(continued):
+def test_only_one_rank_shows_the_progress_bar_which_counts_steps(continued):
     _, (first, other), _ = continued
     assert re.findall(r"(\d+)/16 ", first)[-1] == "16", first
     assert not re.findall(r"\d+/16 ", other), other
@@ -182,7 +184,7 @@ SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence", "speakers"),
+    ("arguments", "message", "num_messages"),
     [
         (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0", 1),
         (
@@ -194,19 +196,19 @@ SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
     ids=["seed", "batch"],
 )
 def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(
-    place, arguments, sentence, speakers
+    folder, arguments, message, num_messages
 ):
     # The data set cannot be built either, which no rank reports.
-    with torchrun(
-        place, 2, *arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared"
-    ) as process:
+    options = [*arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared"]
+    with torchrun(folder, 2, *options) as process:
         status, output = finish(process)
-    said = re.findall(r"^\[rank\d\]: anemoi_gt.train: training\.(.*)$", output, re.MULTILINE)
-    assert status != 0 and said == [sentence] * speakers, output  # a consensus has one speaker
+    messages = re.findall(r"^\[rank\d\]: anemoi_gt.train: training\.(.*)$", output, re.MULTILINE)
+    assert status != 0, output
+    assert messages == [message] * num_messages, output  # one rank reports a consensus
     last = [line for line in output.splitlines() if line.strip(" =")][-1]
-    assert last == f"  ValueError: training.{sentence}", output
-    # torchrun's own, and two frames of a rank's
-    assert output.count("Traceback") == 1 + speakers, output
+    assert last == f"  ValueError: training.{message}", output
+    # one of torchrun, and one per rank that reports
+    assert output.count("Traceback") == 1 + num_messages, output
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):
@@ -220,31 +222,31 @@ def test_one_process_cannot_divide_a_model(monkeypatch):
 
 
 @contextmanager
-def failing(place, kind, restarts, *arguments, rank=1):
-    """Start a job of two ranks of which one fails before step 10; yield its process and folder."""
-    folder = place / kind
+def failing(folder, kind, restarts, *arguments, rank=1):
+    """Start a job of two ranks, one of which fails before step 10; yield its process and run folder."""
+    run = folder / kind
     script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, str(rank), "10"]
     options = [
         *OF_TWO_RANKS,
         *SMALL_MODEL,
         "sharding=edges",
         "sharding.model=2",
-        f"hydra.run.dir={folder}",
+        f"hydra.run.dir={run}",
         *arguments,
     ]
-    with torchrun(place, 2, *options, script=script) as process:
-        yield process, folder
+    with torchrun(folder, 2, *options, script=script) as process:
+        yield process, run
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen(place):
+def frozen(folder):
     """A job with a frozen rank, started before the other tests: it takes most of a minute to end."""
-    with failing(place, "frozen", 0, f"sharding.timeout={TIMEOUT}") as job:
+    with failing(folder, "frozen", 0, f"sharding.timeout={TIMEOUT}") as job:
         yield job
 
 
 def outcome(process, until="the end"):
-    """Status and output of a failing job, and seconds from the failure to its end or to what it says with a time."""
+    """Return the status and output of a failing job, and the seconds from the failure to its end or another event."""
     status, output = finish(process)
     times = {event: float(time) for event, time in re.findall(r"(\w+) at (\d{9,}\.\d+)", output)}
     times["the end"] = max(file.stat().st_mtime for file in process.files)
@@ -257,32 +259,30 @@ def assert_checkpoint_is_whole(folder, step):
 
 
 @pytest.fixture(scope="module")
-def raised(place):
-    """Folder and outcome of a job of which a rank raised."""
-    with failing(place, "raising", 0) as (process, folder):
-        return folder, *outcome(process)
+def raised(folder):
+    """Run folder and outcome of a job in which a rank raised."""
+    with failing(folder, "raising", 0) as (process, run):
+        return run, *outcome(process)
 
 
 def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(raised):
-    folder, status, output, seconds = raised
+    run, status, output, seconds = raised
     assert status != 0 and seconds < BUSY, output
     report = output[output.index("Root Cause") :]
-    assert "rank      : 1 " in report and "RuntimeError: a bug on this rank alone" in report, output
-    assert_checkpoint_is_whole(folder, 8)
+    assert "rank      : 1 " in report, output
+    assert "RuntimeError: a bug on this rank alone" in report, output
+    assert_checkpoint_is_whole(run, 8)
 
 
-def test_a_run_that_is_resumed_without_sharding_keeps_its_own(place, raised):
-    folder = place / "without sharding"
-    shutil.copytree(raised[0] / "last", folder / "last")
-    with torchrun(place, 2, *OF_TWO_RANKS, f"hydra.run.dir='{folder}'", "resume=true") as process:
+def test_a_run_that_is_resumed_without_a_sharding_option_keeps_its_sharding(folder, raised):
+    run = folder / "without sharding"
+    shutil.copytree(raised[0] / "last", run / "last")
+    with torchrun(folder, 2, *OF_TWO_RANKS, f"hydra.run.dir='{run}'", "resume=true") as process:
         status, output = finish(process)
     assert status == 0 and "2 ranks, 2 of them for a model" in output, output
     assert "sharding changes" not in output, output
-    assert load_values(folder / "last", "config")["sharding"] == {
-        "strategy": "edges",
-        "model": 2,
-        "timeout": 300.0,
-    }
+    sharding = load_values(run / "last", "config")["sharding"]
+    assert sharding == {"strategy": "edges", "model": 2, "timeout": 300.0}
 
 
 def test_the_log_states_that_the_sharding_changes(continued):
@@ -301,23 +301,22 @@ def test_the_log_states_that_the_sharding_changes(continued):
         (["sharding.strategy=none"], []),
     ],
 )
-def test_the_sharding_of_a_run_is_kept_as_far_as_the_command_does_not_give_it(arguments, kept):
-    assert (
-        train.former_sharding({"strategy": "edges", "model": 2, "timeout": 9.0}, arguments) == kept
-    )
-    assert train.former_sharding({}, arguments) == []  # a checkpoint that does not tell
+def test_the_sharding_of_a_run_is_kept_unless_the_command_changes_it(arguments, kept):
+    sharding = {"strategy": "edges", "model": 2, "timeout": 9.0}
+    assert train.former_sharding(sharding, arguments) == kept
+    assert train.former_sharding({}, arguments) == []  # a checkpoint without this information
 
 
-def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(place):
-    with failing(place, "killed", 1, "resume=true") as (process, folder):
+def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(folder):
+    with failing(folder, "killed", 1, "resume=true") as (process, run):
         status, output, seconds = outcome(process, until="restarted")
     assert status == 0 and seconds < BUSY, output
-    assert steps_in(folder) == list(range(1, 17)) and (folder / "scores.json").exists()
+    assert steps_in(run) == list(range(1, 17)) and (run / "scores.json").exists()
 
 
 def test_a_frozen_rank_ends_the_job_within_the_timeout_and_the_time_to_kill_it(frozen):
-    process, folder = frozen
+    process, run = frozen
     status, output, seconds = outcome(process)
     assert status != 0 and TIMEOUT <= seconds < TIMEOUT + KILLED_AFTER + BUSY, output
     assert "Timed out waiting" in output and "Signal 9 (SIGKILL)" in output, output
-    assert_checkpoint_is_whole(folder, 8)
+    assert_checkpoint_is_whole(run, 8)

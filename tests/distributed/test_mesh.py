@@ -1,4 +1,4 @@
-"""Set-up of a job: options, devices, and what is refused; the runs of a job are in `test_application`."""
+"""Setup of a job: options, devices and errors; `test_application` runs jobs."""
 
 import multiprocessing
 import threading
@@ -23,10 +23,8 @@ INF = float("inf")
 
 def test_the_config_file_has_the_defaults_of_the_class():
     options = yaml.safe_load((ROOT / "configs" / "sharding" / "none.yaml").read_text())
-    assert (
-        ShardingConfig(**{name: value for name, value in options.items() if name != "_target_"})
-        == ShardingConfig()
-    )
+    del options["_target_"]
+    assert ShardingConfig(**options) == ShardingConfig()
 
 
 @refused(
@@ -44,7 +42,8 @@ def test_options_without_meaning_are_refused(wrong, message):
 
 def test_a_process_is_launched_if_it_has_all_variables(monkeypatch):
     for name in VARIABLES:
-        assert monkeypatch.delenv(name, raising=False) is None and not is_launched()
+        monkeypatch.delenv(name, raising=False)
+        assert not is_launched()
     with (
         pytest.raises(ValueError, match="by torchrun, got no RANK, "),
         init_distributed(ShardingConfig(), "cpu"),
@@ -77,7 +76,7 @@ def test_a_rank_uses_the_gpu_of_its_local_rank_or_the_cpu(monkeypatch, device_ty
 @pytest.mark.parametrize(
     "device_type", ["gpu", "cuda:0", torch.device("cuda", 0)]
 )  # the last two: one GPU for all
-def test_other_types_of_device_are_refused(device_type):
+def test_other_device_types_are_refused(device_type):
     raises(lambda: local_device(device_type), "^device_type must be one of cuda, cpu, got ")
 
 
@@ -94,7 +93,7 @@ def end_with_a_thread():
     exit_without_finalization(3)
 
 
-def test_an_exit_without_finalisation_waits_for_no_thread_and_leaves_what_was_printed(capfd):
+def test_an_exit_without_finalisation_waits_for_no_thread_and_keeps_the_output(capfd):
     process = multiprocessing.get_context("fork").Process(target=end_with_a_thread)
     process.start()
     process.join(30)

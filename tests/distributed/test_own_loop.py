@@ -1,4 +1,4 @@
-"""The page on several GPUs under torchrun: its script has the same numbers on any number of ranks, its code runs on 2."""
+"""The code of the page on several GPUs under torchrun; its script gives the same numbers on 1, 2 and 4 ranks."""
 
 import re
 
@@ -6,7 +6,8 @@ import pytest
 from support.forked import Program
 from support.pages import FILE, ROOT, blocks
 
-PAGE, RANKS = ROOT / "docs" / "distributed.md", (1, 2, 4)  # 4: two models of two ranks
+PAGE = ROOT / "docs" / "distributed.md"
+RANKS = (1, 2, 4)  # 4: two models of two ranks
 CODE = blocks(PAGE, "python")
 (SCRIPT,) = (code for code in CODE if FILE.match(code))
 PATIENCE = 300  # s, of two or four ranks on a busy machine
@@ -44,7 +45,7 @@ def test_the_script_has_at_most_60_lines_of_code():
 
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
-def test_the_script_has_the_numbers_of_one_rank_also_if_another_number_continues_it(
+def test_the_script_gives_the_numbers_of_one_rank_even_if_resumed_on_another_number(
     ranks, expected, tmp_path
 ):
     half = SCRIPT.replace("NODES, STEPS, ROADS = 40, 8,", "NODES, STEPS, ROADS = 40, 4,")
@@ -53,7 +54,7 @@ def test_the_script_has_the_numbers_of_one_rank_also_if_another_number_continues
     assert step == 8 and values == pytest.approx(expected[1], rel=1e-5)
 
 
-def test_the_other_code_of_the_page_holds_on_two_ranks(tmp_path):
+def test_the_other_code_of_the_page_runs_on_two_ranks(tmp_path):
     code = "\n".join(code for code in CODE if code != SCRIPT)
     alone = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
     assert alone in code

@@ -1,4 +1,4 @@
-"""Rows of a sample that one rank computes or reads equal the rows of the whole sample, and no others are read."""
+"""A rank reads or computes only its rows of a sample, and they equal the rows of the whole sample."""
 
 import pytest
 import torch
@@ -23,28 +23,34 @@ def splits():
 @pytest.mark.parametrize("name", ["sphere", "era5_uk"])
 def test_a_part_of_the_nodes_has_the_rows_of_the_whole_sample(splits, name):
     for dataset in splits[name]:
-        before, part = dataset[0], dataset.select_nodes(ROWS)
+        before = dataset[0]
+        part = dataset.select_nodes(ROWS)
         assert all(map(torch.equal, dataset[0], before))  # the whole is unchanged
         assert len(part) == len(dataset) and torch.equal(part.weights, dataset.weights[ROWS])
         for i in (0, len(dataset) - 1):
-            for own, whole in zip(part[i], dataset[i], strict=True):
-                torch.testing.assert_close(own, whole[ROWS], rtol=1e-5, atol=1e-5)
+            for local, whole in zip(part[i], dataset[i], strict=True):
+                torch.testing.assert_close(local, whole[ROWS], rtol=1e-5, atol=1e-5)
 
 
-def test_a_part_computes_its_own_points_only(splits, monkeypatch):
-    seen, tracer, wind = [], module.Case.tracer, module.Flow.wind
-    monkeypatch.setattr(
-        module.Case, "tracer", lambda case, xyz, t: seen.append(len(xyz)) or tracer(case, xyz, t)
-    )
-    monkeypatch.setattr(
-        module.Flow, "wind", lambda flow, xyz, t: seen.append(len(xyz)) or wind(flow, xyz, t)
-    )
+def test_a_part_computes_only_its_points(splits, monkeypatch):
+    numbers_of_points = []
+
+    def counting(function):
+        def count(self, xyz, t):
+            numbers_of_points.append(len(xyz))
+            return function(self, xyz, t)
+
+        return count
+
+    monkeypatch.setattr(module.Case, "tracer", counting(module.Case.tracer))
+    monkeypatch.setattr(module.Flow, "wind", counting(module.Flow.wind))
     splits["sphere"].train.select_nodes(ROWS)[1]
-    assert seen and set(seen) == {len(ROWS)}
+    assert numbers_of_points and set(numbers_of_points) == {len(ROWS)}
 
 
 def test_other_data_sets_select_the_rows_of_whole_samples(splits):
     whole = splits["sphere"].valid
     part = ForecastDataset.select_nodes(whole, ROWS)
-    assert all(torch.equal(own, all_[ROWS]) for own, all_ in zip(part[1], whole[1], strict=True))
+    for local, field in zip(part[1], whole[1], strict=True):
+        assert torch.equal(local, field[ROWS])
     assert len(part) == len(whole) and torch.equal(part.weights, whole.weights[ROWS])

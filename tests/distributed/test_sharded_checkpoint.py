@@ -30,17 +30,16 @@ from anemoi_gt.distributed.sharded_checkpoint import (
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [
-    (form, writer)
-    for form, former in FORMS.items()
-    for writer in (ONE_PROCESS, TORCHRUN)
-    if writer != former
+    ("last.pt", TORCHRUN),
+    ("last/.metadata", ONE_PROCESS),
+    ("last.former/.metadata", ONE_PROCESS),
 ]
 BEGINS = "another hydra.run.dir starts a new one"
 
 
 @pytest.fixture
 def folder_with(tmp_path):
-    """Make the folder of a run that holds a file; returns the name of the last checkpoint in it."""
+    """Return a function that makes the folder of a run with a file, and returns the path of its last.pt."""
 
     def folder_with(file):
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -64,12 +63,10 @@ def test_a_run_is_continued_from_its_own_form_with_resume_and_refused_without(
     folder_with, form, writer
 ):
     last = folder_with(form)
-    assert checkpoint_to_continue(last, writer, resume=True) == last.parent / form.removesuffix(
-        "/.metadata"
-    )
-    with pytest.raises(
-        ValueError, match=f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"
-    ):
+    expected = last.parent / form.removesuffix("/.metadata")
+    assert checkpoint_to_continue(last, writer, resume=True) == expected
+    message = f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"
+    with pytest.raises(ValueError, match=message):
         checkpoint_to_continue(last, writer, resume=False)
 
 
@@ -78,14 +75,17 @@ def test_a_run_is_continued_from_its_own_form_with_resume_and_refused_without(
 def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(
     folder_with, form, writer, resume
 ):
-    last, way = folder_with(form), "without" if writer == TORCHRUN else "with"
+    last = folder_with(form)
+    command = "resume=true with torchrun"
+    if writer == TORCHRUN:
+        command = "resume=true without torchrun"
     run = f"{last.parent} holds a run of {FORMS[form]}, in {form.removesuffix('/.metadata')}"
     with pytest.raises(ValueError) as refused:
         checkpoint_to_continue(last, writer, resume=resume)
-    assert str(refused.value) == f"{run}: resume=true {way} torchrun continues it, {BEGINS}"
+    assert str(refused.value) == f"{run}: {command} continues it, {BEGINS}"
 
 
-def test_incomplete_checkpoints_are_no_run(folder_with):
+def test_incomplete_checkpoints_do_not_count_as_a_run(folder_with):
     for leftover in (
         "metrics.jsonl",
         "best.pt",
@@ -99,7 +99,9 @@ def test_incomplete_checkpoints_are_no_run(folder_with):
 def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_next(
     alone, tmp_path, monkeypatch
 ):
-    last, former, replace = tmp_path / "last", tmp_path / "last.former", os.replace
+    last = tmp_path / "last"
+    former = tmp_path / "last.former"
+    replace = os.replace
     save_checkpoint(last, {"step": 1}, {}, alone)
     last.rename(former)
     assert load_checkpoint(last, {"step": 0}, {}, alone) == {"step": 1}
@@ -115,15 +117,13 @@ def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_ne
 
 @pytest.fixture
 def written(alone, tmp_path):
-    """The name of a checkpoint of one rank, which holds a config."""
+    """Path of a checkpoint of one rank, with a config in it."""
     config = {"seed": 1, "model": {"heads": 4}, "none": {}}
     save_checkpoint(tmp_path / "last", {"weight": torch.arange(5.0), "config": config}, {}, alone)
     return tmp_path / "last"
 
 
-def test_values_are_read_by_their_key_and_an_empty_config_group_is_no_change_though_dropped(
-    written, recwarn
-):
+def test_values_are_read_by_key_and_a_dropped_empty_config_group_is_no_change(written, recwarn):
     config = load_values(written, "config")
     assert config == {"seed": 1, "model": {"heads": 4}} and not recwarn.list
     train.check_same_config(written, config, config | {"none": {}})
@@ -156,7 +156,7 @@ def test_a_truncated_checkpoint_is_refused_by_name(written, alone, file):
     raises(lambda: load_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone), message)
 
 
-def test_another_model_is_refused_by_name_and_a_lost_rank_is_no_corrupt_checkpoint(
+def test_another_model_is_refused_by_name_and_a_lost_rank_is_not_a_corrupt_checkpoint(
     written, alone, monkeypatch
 ):
     with pytest.raises(ValueError, match=f"of this model, cannot read {written}: .*bias"):
@@ -182,7 +182,8 @@ def test_a_checkpoint_that_cannot_be_written_is_named(written, alone):
 @pytest.mark.parametrize("form", ["best", "best.former"])
 def test_best_pt_is_replaced_when_the_new_file_is_complete(alone, form, monkeypatch, tmp_path):
     dcp.save({"average": {"weight": torch.arange(5.0)}}, checkpoint_id=tmp_path / form)
-    best, write = tmp_path / "best.pt", torch.save
+    best = tmp_path / "best.pt"
+    write = torch.save
     best.write_bytes(b"former")
 
     def watched(state, file):
@@ -195,15 +196,15 @@ def test_best_pt_is_replaced_when_the_new_file_is_complete(alone, form, monkeypa
     assert not best.with_name("best.pt.partial").exists()
 
 
-@pytest.mark.parametrize("asked", ["last.pt", "last"])
+@pytest.mark.parametrize("name", ["last.pt", "last"])
 @pytest.mark.parametrize("form", ["last", "last.former"])
 def test_a_folder_in_place_of_a_file_is_refused_with_the_command_to_convert(
-    written, asked, form, capfd, monkeypatch
+    written, name, form, capfd, monkeypatch
 ):
     written.rename(written.with_name(form))
     message = f"one file, got the folder {written.with_name(form)} of several ranks"
     with pytest.raises(ValueError, match=message) as refused:
-        sharded_checkpoint.require_file(written.with_name(asked))
+        sharded_checkpoint.require_file(written.with_name(name))
     module, *words = re.search(r"python -m (.*) FILE.pt", str(refused.value))[1].split()
     monkeypatch.setattr(sys, "argv", [module, *words, str(written.with_name("file.pt"))])
     monkeypatch.delitem(sys.modules, module, raising=False)  # as in a process of its own

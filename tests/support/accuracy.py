@@ -1,7 +1,8 @@
 """The accuracy criterion: errors against a float64 oracle, relative to plain PyTorch's in the same dtype.
 
-Over a corpus the RMS error is at most 2x (forward) or 3x (gradients) that of plain PyTorch. In a
-single case it is at most that plus 16 eps times the RMS of the same expression on absolute values.
+Over a corpus, the RMS error may be at most 2x (forward) or 3x (gradients) the RMS error of plain
+PyTorch. For a single case, the limit is higher by 16 eps times the RMS of the same expression on
+absolute values.
 """
 
 import torch
@@ -25,65 +26,67 @@ def _errors(result, exact):
 
 
 def assert_accurate(result, problem, dtype):
-    """Assert that every tensor of `result` is as accurate as the criterion asks in a single case."""
+    """Assert that every tensor of `result` meets the criterion for a single case."""
     __tracebackhide__ = True
     assert_within(result, oracle(problem), plain(problem), magnitude(problem), dtype)
 
 
 def assert_within(result, exact, baseline, size, dtype):
-    """Assert the same with given exact values, plain PyTorch's values, and the size of the summands."""
+    """Assert the same, given the exact values, the values of plain PyTorch, and the size of the summands."""
     __tracebackhide__ = True
     assert set(result) == set(exact), f"results must be {sorted(exact)}, got {sorted(result)}"
     for name in exact:
         assert result[name].shape == exact[name].shape, f"{name}: shape {tuple(result[name].shape)}"
-        error, lost = (
-            _rms(_errors(result[name], exact[name])),
-            _rms(_errors(baseline[name], exact[name])),
-        )
+        error = _rms(_errors(result[name], exact[name]))
+        baseline_error = _rms(_errors(baseline[name], exact[name]))
         floor = FLOOR * torch.finfo(dtype).eps * _rms(size[name])
-        allowed = FACTOR.get(name, GRADIENT_FACTOR) * lost + floor
+        allowed = FACTOR.get(name, GRADIENT_FACTOR) * baseline_error + floor
         assert error <= allowed, (
-            f"{name}: RMS error {error:.2e}, plain PyTorch {lost:.2e}, floor {floor:.2e}"
+            f"{name}: RMS error {error:.2e}, plain PyTorch {baseline_error:.2e}, floor {floor:.2e}"
         )
+
+
+def _sum_of_squares(tensor):
+    return tensor.double().square().sum().item()
+
+
+def _add(sums, name, value):
+    sums[name] = sums.get(name, 0.0) + value
 
 
 class Corpus:
-    """Squared errors of many cases, ours and plain PyTorch's, and squares of the exact values."""
+    """Sums over many cases: squared errors of anemoi_gt and of plain PyTorch, squares of the exact values."""
 
     def __init__(self):
-        self.ours, self.plain, self.exact = {}, {}, {}
+        self.ours = {}
+        self.plain = {}
+        self.exact = {}
 
     def add(self, result, problem):
         """Add one case."""
         self.add_errors(result, oracle(problem), plain(problem))
 
     def add_errors(self, result, exact, baseline):
-        """Add one case with its exact values and plain PyTorch's."""
+        """Add one case, given the exact values and the values of plain PyTorch."""
         for name in exact:
-            for sums, tensor in ((self.ours, result[name]), (self.plain, baseline[name])):
-                sums[name] = (
-                    sums.get(name, 0.0)
-                    + _errors(tensor, exact[name]).double().square().sum().item()
-                )
-            size = exact[name][torch.isfinite(exact[name])].square().sum().item()
-            self.exact[name] = self.exact.get(name, 0.0) + size
+            finite = torch.isfinite(exact[name])
+            _add(self.ours, name, _sum_of_squares(_errors(result[name], exact[name])))
+            _add(self.plain, name, _sum_of_squares(_errors(baseline[name], exact[name])))
+            _add(self.exact, name, _sum_of_squares(exact[name][finite]))
 
     def add_corpus(self, other):
         """Add the cases of another corpus."""
-        for mine, theirs in (
-            (self.ours, other.ours),
-            (self.plain, other.plain),
-            (self.exact, other.exact),
-        ):
-            for name, value in theirs.items():
-                mine[name] = mine.get(name, 0.0) + value
+        for name in other.ours:
+            _add(self.ours, name, other.ours[name])
+            _add(self.plain, name, other.plain[name])
+            _add(self.exact, name, other.exact[name])
 
     def relative_error(self, name):
-        """RMS error over RMS value."""
+        """Return the RMS error relative to the RMS value."""
         return (self.ours[name] / self.exact[name]) ** 0.5
 
     def over_plain(self, name):
-        """RMS error over that of plain PyTorch."""
+        """Return the RMS error relative to the RMS error of plain PyTorch."""
         return (self.ours[name] / max(self.plain[name], 1e-300)) ** 0.5
 
     def assert_accurate(self):
@@ -93,5 +96,5 @@ class Corpus:
             ratio = self.over_plain(name)
             limit = FACTOR.get(name, GRADIENT_FACTOR)
             assert ratio <= limit, (
-                f"{name}: RMS error is {ratio:.2f} times that of plain PyTorch, allowed {limit}"
+                f"{name}: RMS error is {ratio:.2f}x the error of plain PyTorch, allowed {limit}x"
             )

@@ -1,4 +1,4 @@
-"""Small models of anemoi-models, their graphs, and what goes in and comes out, for tests and benchmarks."""
+"""Small models of anemoi-models, their graphs, inputs and outputs, for tests and benchmarks."""
 
 from pathlib import Path
 
@@ -18,48 +18,48 @@ from anemoi_gt.data.grids import grid
 
 CONFIG = Path(__file__).parent / "anemoi_model.yaml"
 FAMILIES = CONFIG.with_name("anemoi_families.yaml")
-# the last is a forcing, which is not predicted
 VARIABLES = (
     "temperature",
     "wind",
     "humidity",
     "insolation",
-)
+)  # the last is a forcing, not predicted
 NOISE = 4  # channels of the noise that conditions an ensemble
 
 
 def graph_of(name, refinement):
-    """Encoder, processor and decoder graph between a named grid and an icosphere."""
+    """Return the encoder, processor and decoder graph of a named grid and an icosphere."""
     return icosphere_graph(grid(name), refinement=refinement)
 
 
 def options_of(config):
-    """The group `model` of a config as plain values."""
+    """Return the `model` group of a config as plain values."""
     return OmegaConf.to_container(config, resolve=True)["model"]
 
 
 def make_options(**changes):
-    """The options of the small model, some of the file's first lines changed."""
+    """Return the options of the small model, with changes to the first lines of the file."""
     return options_of(OmegaConf.merge(OmegaConf.load(CONFIG), changes))
 
 
 def make_family_options(family, **changes):
-    """The options of a small model of a family of the file: "ensemble" or "transport"."""
+    """Return the options of a small model of a family in the file, "ensemble" or "transport"."""
     config = OmegaConf.merge(OmegaConf.load(CONFIG), OmegaConf.load(FAMILIES)[family], changes)
     return options_of(config)
 
 
 def make_ensemble_options(**changes):
-    """Options of an ensemble whose processor's layer norms are conditioned on noise."""
+    """Return the options of an ensemble model whose processor norms are conditioned on noise."""
     options = make_options(**changes)
     norm = {
         "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
         "condition_shape": NOISE,
+        "zero_init": False,
     }
-    norm |= {"zero_init": False}
     options["processor"]["layer_kernels"] = options["layer_kernels"] | {"LayerNorm": norm}
-    injector = {"_target_": "anemoi.models.layers.ensemble.NoiseConditioning", "noise_std": 1}
-    injector |= {
+    injector = {
+        "_target_": "anemoi.models.layers.ensemble.NoiseConditioning",
+        "noise_std": 1,
         "layer_kernels": options["layer_kernels"],
         "noise_channels_dim": NOISE,
         "noise_mlp_hidden_dim": 8,
@@ -70,7 +70,7 @@ def make_ensemble_options(**changes):
 
 
 def build(graph, options, variables=VARIABLES, seed=0, forcings=1):
-    """A model of these options, its parameters drawn with this seed; the last variables are forcings."""
+    """Return a model with these options and seeded parameters; the last variables are forcings."""
     torch.manual_seed(seed)
     kinds = DictConfig({"forcing": list(variables[-forcings:]), "diagnostic": [], "target": []})
     indices = IndexCollection(kinds, {name: i for i, name in enumerate(variables)})
@@ -81,13 +81,13 @@ def build(graph, options, variables=VARIABLES, seed=0, forcings=1):
 
 
 def draw(graph, batch=1, ensemble=1, seed=1, variables=VARIABLES):
-    """Input of a model: {data: [batch, time, ensemble, grid, variables]}."""
+    """Draw the input of a model: {data: [batch, time, ensemble, grid, variables]}."""
     shape = (batch, 2, ensemble, graph["data"].x.shape[0], len(variables))
     return {"data": torch.randn(shape, generator=torch.Generator().manual_seed(seed))}
 
 
 def draw_conditions(model):
-    """Draw the parameters that Anemoi begins at zero, such as those of conditional norms, which would hide errors."""
+    """Draw the parameters that Anemoi initialises to zero, such as conditional norms, where zeros would hide errors."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.any():
@@ -96,7 +96,7 @@ def draw_conditions(model):
 
 
 def transport_arguments(graph, batch=1, ensemble=1):
-    """What a transport model takes beside its input: a noised target, and a level of noise for each member."""
+    """Return the additional inputs of a transport model: a noised target, and a noise level per member."""
     generator = torch.Generator().manual_seed(6)
     nodes = graph["data"].x.shape[0]
     target = torch.randn(batch, 1, ensemble, nodes, len(VARIABLES) - 1, generator=generator)
@@ -105,9 +105,9 @@ def transport_arguments(graph, batch=1, ensemble=1):
 
 
 def differentiate(model, x, **options):
-    """Output, and the gradient of every parameter by name (None where there is none), for one random direction."""
+    """Return the output and the gradient of every parameter by name, or None, for one random direction."""
     model.zero_grad(set_to_none=True)
-    torch.manual_seed(2)  # of the noise
+    torch.manual_seed(2)  # for the noise of an ensemble
     out = model(x, **options)["data"]
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     (out.float() * direction).mean().backward()
@@ -118,11 +118,11 @@ NODES, EDGES = 13, 48  # of the graph of a single block
 
 
 class OwnLinear(torch.nn.Linear):
-    """A linear layer of somebody's own."""
+    """A user-defined linear layer."""
 
 
 class OwnConv(torch.nn.Module):
-    """An attention of somebody's own, which takes what Anemoi's takes."""
+    """A user-defined attention with the signature of Anemoi's."""
 
     def __init__(self, conv):
         super().__init__()
@@ -133,7 +133,7 @@ class OwnConv(torch.nn.Module):
 
 
 def make_block(kind=GraphTransformerProcessorBlock, **options):
-    """A block of 2 heads of 8 channels."""
+    """Return a block with 2 heads of 8 channels."""
     torch.manual_seed(0)
     sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
     options = {"layer_kernels": load_layer_kernels(), "graph_attention_backend": "pyg"} | options
@@ -141,14 +141,15 @@ def make_block(kind=GraphTransformerProcessorBlock, **options):
 
 
 def for_gpu(block):
-    """A block as a GPU machine has it with `graph_attention_backend: triton`."""
+    """Change a block to what `graph_attention_backend: triton` builds on a GPU."""
     del block.conv
-    block.conv, block.graph_attention_backend = graph_transformer_attention_conv, "triton"
+    block.conv = graph_transformer_attention_conv
+    block.graph_attention_backend = "triton"
     return block
 
 
 def block_inputs(kind=GraphTransformerProcessorBlock):
-    """What a block is called with: nodes, edge_attr, edge_index of a graph whose edges are not sorted, and the rest."""
+    """Return the arguments of a block: nodes, edge_attr, the edge_index of unsorted edges, shards, batch and sizes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(NODES, 16, generator=generator, requires_grad=True)
     edge_attr = torch.randn(EDGES, 5, generator=generator, requires_grad=True)
@@ -159,38 +160,41 @@ def block_inputs(kind=GraphTransformerProcessorBlock):
 
 
 def conditional_kernels(**options):
-    """Layer kernels whose norms take a condition of `NOISE` channels."""
+    """Return layer kernels whose norms take a condition of `NOISE` channels."""
     norm = {
         "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
         "condition_shape": NOISE,
+        "zero_init": False,
     }
-    return load_layer_kernels({"LayerNorm": norm | {"zero_init": False} | options})
+    return load_layer_kernels({"LayerNorm": norm | options})
 
 
 def conditioned_inputs(kind=GraphTransformerProcessorBlock):
-    """Inputs of a block with a condition of each node, in a mapper of each source and each destination."""
+    """Return the arguments of a block with one condition per node; for a mapper, per source and destination."""
     generator = torch.Generator().manual_seed(7)
     sources, destinations = (
         torch.randn(NODES, NOISE, generator=generator, requires_grad=True) for _ in range(2)
     )
-    is_processor = kind is GraphTransformerProcessorBlock
-    return (*block_inputs(kind), None, destinations if is_processor else (sources, destinations))
+    conditions = (sources, destinations)
+    if kind is GraphTransformerProcessorBlock:
+        conditions = destinations
+    return (*block_inputs(kind), None, conditions)
 
 
 def differentiate_block(block, inputs, forward=None):
-    """Output and gradients of nodes, edge attributes, conditions and parameters by name; `forward` replaces the block.
+    """Return output and gradients of nodes, edge attributes, conditions and parameters; `forward` replaces the block.
 
-    The output of a mapper is that of its destinations, after that of its sources where it updates
-    them.
+    The output of a mapper holds its destinations; if the mapper updates its sources, they come first.
     """
-    out = (block if forward is None else forward)(*inputs)[0]
+    call = block if forward is None else forward
+    out = call(*inputs)[0]
     if isinstance(out, tuple):
         out = torch.cat(out) if block.update_src_nodes else out[1]
     nodes = inputs[0][0] if isinstance(inputs[0], tuple) else inputs[0]
-    wanted = {"x": nodes, "edge_attr": inputs[1], **dict(block.named_parameters())}
+    leaves = {"x": nodes, "edge_attr": inputs[1], **dict(block.named_parameters())}
     conditions = inputs[7] if len(inputs) > 7 else ()
     if isinstance(conditions, torch.Tensor):
         conditions = (conditions,)
-    wanted |= {f"condition {i}": condition for i, condition in enumerate(conditions)}
-    gradients = torch.autograd.grad(out.sin().sum(), wanted.values(), allow_unused=True)
-    return {"out": out.detach()} | dict(zip(wanted, gradients, strict=True))
+    leaves |= {f"condition {i}": condition for i, condition in enumerate(conditions)}
+    gradients = torch.autograd.grad(out.sin().sum(), leaves.values(), allow_unused=True)
+    return {"out": out.detach()} | dict(zip(leaves, gradients, strict=True))

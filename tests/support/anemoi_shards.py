@@ -1,8 +1,8 @@
 """Anemoi's models on several gloo ranks, and on one rank: `python anemoi_shards.py FOLDER`.
 
-Four ranks are started once and run every case of `CASES` with us; rank 0 writes FOLDER/CASE.pt: the
-loss, what Anemoi's strategy makes of the gradients, and what it counted. `one_rank(case)` is the
-same with Anemoi's own code.
+Four ranks start once and run every case of `CASES` with anemoi_gt. Rank 0 writes FOLDER/CASE.pt: the
+loss, the gradients after Anemoi's strategy, and the counts of each step. `one_rank(case)` is the same
+with Anemoi's own code.
 """
 
 import logging
@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -42,7 +43,7 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """Options of a case, its number of models and of ranks of each."""
+    """Options of a case, its number of models, and the number of ranks per model."""
 
     ranks: int = 2
     models: int = 1
@@ -54,126 +55,110 @@ class Case:
     install: dict = field(default_factory=dict, hash=False)
     compiled: bool = False
     counted: bool = False
-    fused: bool = False  # blocks by fused sub-layers, in float32
-    family: str | None = (
-        None  # of `make_family_options`, fused, and on one rank in float32 too, with the same noise
+    fused: bool = False  # fused blocks, in float32
+    # of `make_family_options`: fused; one rank also computes in float32, with the same noise
+    family: str | None = None
+    has_hooks: bool = (
+        False  # on the first rank, on modules that anemoi_gt's attention does not call
     )
-    watched: bool = False  # on the first rank, hooks watch what our attention does not call
 
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (2, 2)}
-# with qk_norm no gradient is zero by nature
-OPTIONS = {
-    "channels": 16,
-    "heads": 2,
-    "layers": LAYERS,
-    "qk_norm": True,
-}
-# of what takes seconds: interpreted kernels, compiled blocks
-ONE_LAYER = {
-    "layers": 1,
-    "layer_chunks": 1,
-}
+# without qk_norm, the gradient of the key bias would be zero
+OPTIONS = {"channels": 16, "heads": 2, "layers": LAYERS, "qk_norm": True}
+# for cases that take seconds: interpreted kernels, compiled blocks
+ONE_LAYER = {"layers": 1, "layer_chunks": 1}
 FUSED = {"fused": True, "options": ONE_LAYER | {"mapper_chunks": 1}}
-# by Anemoi, for which a rank must have two heads
-WITHOUT_OURS = {
-    "counted": True,
-    "install": {"sharding": False},
-}
+# sharded by Anemoi, which needs two heads per rank
+WITHOUT_OURS = {"counted": True, "install": {"sharding": False}}
 COUNTED = {("symmetric", "1", 1), ("symmetric", "3", 1), ("asymmetric", "4", 2)}
-# Batch on the symmetric graph, the other one on the asymmetric graph: each topology meets both
-# graphs and both batches, and each graph both batches.
+# Batch size on the symmetric graph; the asymmetric graph has the other one. So each topology meets
+# both graphs and both batch sizes, and each graph both batch sizes.
 BATCHES = {"1": 1, "2": 2, "3": 1, "4": 1, "2x2": 2}
-# Anemoi shards a batch of one
-CASES = {
-    **{
-        f"{graph}-{name}-batch{batch}": Case(
-            *TOPOLOGIES[name], graph, batch, counted=(graph, name, batch) in COUNTED
-        )
-        for name, of_symmetric in BATCHES.items()
-        for graph, batch in (("symmetric", of_symmetric), ("asymmetric", 3 - of_symmetric))
-    },
-    **{
-        f"ensemble-{name}": Case(*TOPOLOGIES[name], ensemble=2)
-        for name, batch in BATCHES.items()
-        if batch == 1
-    },
-    **{
-        f"ensemble-{name}-batch2": Case(*TOPOLOGIES[name], batch=2, ensemble=2, graph="asymmetric")
-        for name, batch in BATCHES.items()
-        if batch == 2
-    },
-    **{f"tiny-{batch}": Case(4, graph="tiny", batch=batch) for batch in (1, 2)},
-    **{
-        f"replicated-{ranks}-{b}": Case(ranks, graph="asymmetric", batch=b, keep_sharded=False)
-        for ranks, b in ((2, 1), (3, 2))
-    },
-    "tiny-replicated": Case(4, graph="tiny", batch=2, keep_sharded=False),
-    "all activations kept": Case(3, options={"checkpointing": False, "mapper_chunks": 1}, batch=2),
-    "edges embedded": Case(
-        3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2
-    ),
-    "hooks on one rank": Case(2, watched=True),
-    "compiled": Case(2, graph="asymmetric", batch=2, options=ONE_LAYER, compiled=True),
-    **{
-        f"fused-{name}-{ranks}": Case(
-            ranks,
-            graph=name,
-            batch=batch,
-            options={"qk_norm": False} | ONE_LAYER,
-            fused=True,
-            compiled=name == "small",
-        )
-        for name, ranks, batch in (("small", 2, 2), ("tiny", 4, 2))
-    },
-    **{
-        f"fused ensemble-{ranks}": Case(
-            ranks, graph="small", batch=batch, ensemble=2, family="ensemble", **FUSED
-        )
-        for ranks, batch in ((1, 2), (2, 1), (3, 2))
-    },
-    **{
-        f"fused transport-{ranks}": Case(
-            ranks, graph="small", batch=batch, family="transport", **FUSED
-        )
-        for ranks, batch in ((1, 2), (2, 1), (3, 1))
-    },
-    **{
-        f"Anemoi's {strategy}-{ranks}": Case(
-            ranks, options={"heads": 8, "shard_strategy": strategy}, **WITHOUT_OURS
-        )
-        for strategy in ("edges", "heads")
-        for ranks in (2, 3)
-    },
-}
+
+
+def make_cases():
+    """Return all cases by name."""
+    cases = {}
+    for name, symmetric_batch in BATCHES.items():
+        topology = TOPOLOGIES[name]
+        for graph, batch in (("symmetric", symmetric_batch), ("asymmetric", 3 - symmetric_batch)):
+            counted = (graph, name, batch) in COUNTED
+            cases[f"{graph}-{name}-batch{batch}"] = Case(*topology, graph, batch, counted=counted)
+        if symmetric_batch == 1:
+            cases[f"ensemble-{name}"] = Case(*topology, ensemble=2)
+        else:
+            cases[f"ensemble-{name}-batch2"] = Case(
+                *topology, batch=2, ensemble=2, graph="asymmetric"
+            )
+    replicated = {"keep_sharded": False}
+    cases |= {
+        "tiny-1": Case(4, graph="tiny", batch=1),
+        "tiny-2": Case(4, graph="tiny", batch=2),
+        "replicated-2-1": Case(2, graph="asymmetric", batch=1, **replicated),
+        "replicated-3-2": Case(3, graph="asymmetric", batch=2, **replicated),
+        "tiny-replicated": Case(4, graph="tiny", batch=2, **replicated),
+        "all activations kept": Case(
+            3, options={"checkpointing": False, "mapper_chunks": 1}, batch=2
+        ),
+        "edges embedded": Case(
+            3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2
+        ),
+        "hooks on one rank": Case(2, has_hooks=True),
+        "compiled": Case(2, graph="asymmetric", batch=2, options=ONE_LAYER, compiled=True),
+    }
+    options = {"qk_norm": False} | ONE_LAYER
+    cases |= {
+        "fused-small-2": Case(
+            2, graph="small", batch=2, options=options, fused=True, compiled=True
+        ),
+        "fused-tiny-4": Case(4, graph="tiny", batch=2, options=options, fused=True),
+    }
+    ensemble = {"graph": "small", "ensemble": 2, "family": "ensemble", **FUSED}
+    transport = {"graph": "small", "family": "transport", **FUSED}
+    cases |= {
+        "fused ensemble-1": Case(1, batch=2, **ensemble),
+        "fused ensemble-2": Case(2, batch=1, **ensemble),
+        "fused ensemble-3": Case(3, batch=2, **ensemble),
+        "fused transport-1": Case(1, batch=2, **transport),
+        "fused transport-2": Case(2, batch=1, **transport),
+        "fused transport-3": Case(3, batch=1, **transport),
+    }
+    for strategy, ranks in product(("edges", "heads"), (2, 3)):
+        # Anemoi shards only a batch of one
+        options = {"heads": 8, "shard_strategy": strategy}
+        cases[f"Anemoi's {strategy}-{ranks}"] = Case(ranks, options=options, **WITHOUT_OURS)
+    return cases
+
+
+CASES = make_cases()
 
 
 @cache
 def graph(name):
-    """The graph of a case; of the tiny one two ranks of four have no hidden node, and some nodes no edge."""
+    """Return the graph of a case; in "tiny", two of four ranks have no hidden node, and some nodes have no edge."""
     if name == "small":
         return weather_graph({"data": 13, "hidden": 7}, dict.fromkeys(KINDS, 24))
     if name == "tiny":
         return weather_graph({"data": 7, "hidden": 2}, dict.fromkeys(KINDS, 5))
     graph = graph_of("O8", 2)
-    if name == "asymmetric":  # the nearest six, seen from nodes that are each moved a little
-        x, generator = graph["hidden"].x, torch.Generator().manual_seed(0)
+    if name == "asymmetric":  # edges from the nearest six nodes of randomly displaced points
+        x = graph["hidden"].x
+        generator = torch.Generator().manual_seed(0)
         lat, lon = x.unbind(1)
         points = torch.stack([lat.cos() * lon.cos(), lat.cos() * lon.sin(), lat.sin()], 1)
         moved = points + 0.1 * torch.randn(points.shape, generator=generator)
         edges = graph["hidden", "to", "hidden"]
         sources = torch.cdist(moved, points).topk(6, largest=False).indices
-        edges.edge_index = torch.stack(
-            [sources.flatten(), torch.arange(len(x)).repeat_interleave(6)]
-        )
-        edges.edge_length, edges.edge_dirs = (
-            torch.rand(6 * len(x), n, generator=generator) for n in (1, 2)
-        )
+        destinations = torch.arange(len(x)).repeat_interleave(6)
+        edges.edge_index = torch.stack([sources.flatten(), destinations])
+        edges.edge_length = torch.rand(6 * len(x), 1, generator=generator)
+        edges.edge_dirs = torch.rand(6 * len(x), 2, generator=generator)
     return graph
 
 
 def model_of(case):
-    """The model of a case; cases share it, and ranks inherit it from the process that starts them."""
+    """Return the model of a case; cases share models, and ranks inherit them from the process that forks."""
     dtype = torch.float32 if case.fused or case.family else torch.float64
     options = tuple(sorted(case.options.items()))
     return make_model(case.graph, case.family, case.ensemble > 1, options, case.compiled, dtype)
@@ -181,7 +166,7 @@ def model_of(case):
 
 @cache
 def make_model(name, family, is_ensemble, options, compiled, dtype):
-    """A model, its trained node and edge attributes not zero, and its blocks compiled or not."""
+    """Return a model with random trainable node and edge attributes, with its blocks compiled or not."""
     make = make_ensemble_options if is_ensemble else make_options
     if family is not None:
         make = partial(make_family_options, family)
@@ -198,30 +183,35 @@ def make_model(name, family, is_ensemble, options, compiled, dtype):
         for block in model.processor.proc:
             block.compile(backend="aot_eager", dynamic=False)
     if is_ensemble and dtype == torch.float64:  # Anemoi draws noise in float32
-        in_float64 = lambda module, args, kwargs: (args, kwargs | {"noise_dtype": torch.float64})  # noqa: E731
+
+        def in_float64(module, arguments, options):
+            return arguments, options | {"noise_dtype": torch.float64}
+
         model.noise_injector.register_forward_pre_hook(in_float64, with_kwargs=True)
     return model
 
 
 def fields(case, model):
-    """Input [batch, 2, ensemble, grid, 4] and target of one model of several."""
+    """Draw the input [batch, 2, ensemble, grid, 4] and the target of one of several models."""
     generator = torch.Generator().manual_seed(model)
     grid = graph(case.graph)["data"].x.shape[0]
-    x = torch.randn(case.batch, 2, case.ensemble, grid, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randn(
-        case.batch, 1, case.ensemble, grid, 3, generator=generator, dtype=torch.float64
-    )
+    shape = (case.batch, 2, case.ensemble, grid, 4)
+    target_shape = (case.batch, 1, case.ensemble, grid, 3)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    target = torch.randn(target_shape, generator=generator, dtype=torch.float64)
+    return x, target
 
 
 def run(model, case, index, group):
-    """The loss of model `index`, and its backward pass, on this rank of a group."""
+    """Run forward and backward of model `index` on this rank of a group; return the loss."""
     x, target = (rows.to(next(model.parameters()).dtype) for rows in fields(case, index))
-    count, sizes = target.numel(), None
+    count = target.numel()
+    sizes = None
     if group is not None and group.size() > 1 and case.keep_sharded:  # as in anemoi-training
         sizes = get_shard_sizes(x, 3, group)
         x, target = (rows.split(sizes, 3)[group.rank()] for rows in (x, target))
     model.zero_grad(set_to_none=True)
-    torch.manual_seed(index)  # of the noise
+    torch.manual_seed(index)  # for the noise of an ensemble
     options = {"fcstep": 1} if case.ensemble > 1 else {}
     if case.family == "transport":
         options = transport_arguments(graph(case.graph), case.batch)
@@ -239,20 +229,24 @@ def run(model, case, index, group):
 
 
 def gradients_of_strategy(model, group, everyone):
-    """Gradients as Anemoi's strategy makes them: scaled where a rank sees a part, then the mean over all ranks."""
+    """Return the gradients after Anemoi's strategy: sharded ones are scaled, then all are averaged over ranks."""
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        # as Anemoi names what every rank sees whole
+        # Anemoi's names of parameters whose gradient is whole on every rank
         is_whole = "trainable" in name or "no_gradscaling" in name
-        dist.all_reduce(grad if is_whole else grad.mul_(group.size()), group=everyone)
+        if not is_whole:
+            grad.mul_(group.size())
+        dist.all_reduce(grad, group=everyone)
         gradients[name] = grad / everyone.size()
     return gradients
 
 
 def one_rank(case):
-    """Mean loss and gradients of the models of a case, each on one rank, by Anemoi's own code."""
-    model, losses, total = model_of(replace(case, compiled=False, fused=False)), [], {}
+    """Return the mean loss and gradients of the models of a case, each on one rank, by Anemoi's own code."""
+    model = model_of(replace(case, compiled=False, fused=False))
+    losses = []
+    total = {}
     for index in range(case.models):
         losses.append(run(model, case, index, None))
         for name, parameter in model.named_parameters():
@@ -263,65 +257,76 @@ def one_rank(case):
 
 @cache
 def conditioned_model():
-    """A model whose encoder's norms are conditioned on four numbers of each node, as in Anemoi's diffusion models."""
+    """Return a model whose encoder norms are conditioned on four values per node, as in Anemoi's diffusion models."""
     options = make_options(**OPTIONS)
     norm = {
         "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
         "condition_shape": 4,
+        "zero_init": False,
     }
-    kernels = options["layer_kernels"] | {"LayerNorm": norm | {"zero_init": False}}
+    kernels = options["layer_kernels"] | {"LayerNorm": norm}
     options["encoders"]["encoder"]["mapper"]["layer_kernels"] = kernels
     return build(graph("asymmetric"), options).double()
 
 
 def run_conditioned(group):
-    """A sum over the output of the encoder for a batch of two; gradients of parameters and conditions."""
-    model, generator = conditioned_model(), torch.Generator().manual_seed(0)
+    """Return a weighted sum of the encoder output for a batch of two, and gradients of parameters and conditions."""
+    model = conditioned_model()
     model.zero_grad(set_to_none=True)
-    mapper, counts = (
-        model.encoder["encoder"],
-        [len(graph("asymmetric")[name].x) for name in ("data", "hidden")],
-    )
-    widths = (mapper.in_channels_src, mapper.in_channels_dst, 4, 4, mapper.hidden_dim)
-    rows = [
-        torch.randn(2, n, c, generator=generator).double()
-        for n, c in zip(2 * counts + counts[1:], widths, strict=True)
-    ]
-    conditions = {"sources": rows[2].requires_grad_(), "destinations": rows[3].requires_grad_()}
-    sizes = [None, None]
+    mapper = model.encoder["encoder"]
+    num_src = len(graph("asymmetric")["data"].x)
+    num_dst = len(graph("asymmetric")["hidden"].x)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw_rows(nodes, channels):
+        return torch.randn(2, nodes, channels, generator=generator).double()
+
+    x_src = draw_rows(num_src, mapper.in_channels_src)
+    x_dst = draw_rows(num_dst, mapper.in_channels_dst)
+    conditions = {
+        "sources": draw_rows(num_src, 4).requires_grad_(),
+        "destinations": draw_rows(num_dst, 4).requires_grad_(),
+    }
+    direction = draw_rows(num_dst, mapper.hidden_dim)
+    sources = [x_src, conditions["sources"]]
+    destinations = [x_dst, conditions["destinations"], direction]
+    src_sizes = None
+    dst_sizes = None
     if group is not None:
-        sizes = [get_shard_sizes(rows[side], 1, group) for side in (0, 1)]
-        rows = [
-            whole.split(sizes[i % 2 if i < 4 else 1], 1)[group.rank()]
-            for i, whole in enumerate(rows)
-        ]
-    x_src, x_dst, c_src, c_dst, direction = (own.flatten(0, 1) for own in rows)
-    edge_attr, edge_index, edges = model.encoder_graph_provider["data"].get_edges(
-        2, model_comm_group=group
-    )
-    shards = BipartiteGraphShardInfo(*sizes, edges)
-    _, out = mapper(
-        (x_src, x_dst), 2, shards, edge_attr, edge_index, group, True, cond=(c_src, c_dst)
-    )
+        src_sizes = get_shard_sizes(x_src, 1, group)
+        dst_sizes = get_shard_sizes(x_dst, 1, group)
+        sources = [rows.split(src_sizes, 1)[group.rank()] for rows in sources]
+        destinations = [rows.split(dst_sizes, 1)[group.rank()] for rows in destinations]
+    x_src, cond_src = (rows.flatten(0, 1) for rows in sources)
+    x_dst, cond_dst, direction = (rows.flatten(0, 1) for rows in destinations)
+    provider = model.encoder_graph_provider["data"]
+    edge_attr, edge_index, edges = provider.get_edges(2, model_comm_group=group)
+    shards = BipartiteGraphShardInfo(src_sizes, dst_sizes, edges)
+    cond = (cond_src, cond_dst)
+    _, out = mapper((x_src, x_dst), 2, shards, edge_attr, edge_index, group, True, cond=cond)
     loss = (out * direction).sum()
     loss.backward()
-    gradients = {name: p.grad for name, p in mapper.named_parameters()} | {
-        k: c.grad for k, c in conditions.items()
-    }
+    loss = loss.detach()
+    gradients = {name: parameter.grad for name, parameter in mapper.named_parameters()}
+    gradients |= {name: condition.grad for name, condition in conditions.items()}
     if group is not None:
-        for value in (loss := loss.detach(), *gradients.values()):
+        for value in (loss, *gradients.values()):
             dist.all_reduce(value, group=group)
-    return loss.detach(), gradients, {}
+    return loss, gradients, {}
 
 
 def run_case(case, group, index, everyone):
-    """Loss, gradients, and what a rank counts in each step: two if `counted`, else one."""
-    model, counts = model_of(case), []
+    """Return the loss, the gradients, and the counts of each step: two steps if `counted`, else one."""
+    model = model_of(case)
+    counts = []
     blocks = {"backend": "triton", "blocks": True} if case.fused else {"backend": "torch"}
-    attention_steps.PROGRAMS = sublayer_steps.PROGRAMS = 3  # of the interpreter
+    # few programs for the interpreter
+    attention_steps.PROGRAMS = 3
+    sublayer_steps.PROGRAMS = 3
     convs = [module.conv for module in model.modules() if hasattr(module, "conv")]
-    is_watched = case.watched and dist.get_rank() == 0
-    hooks = [conv.register_forward_hook(lambda *_: None) for conv in convs if is_watched]
+    hooks = []
+    if case.has_hooks and dist.get_rank() == 0:
+        hooks = [conv.register_forward_hook(lambda *_: None) for conv in convs]
     with integration.install(**blocks, **case.install):
         for _ in range(1 + case.counted):
             with counting() as counted:
@@ -346,7 +351,7 @@ COLLECTIVES = (
 
 @contextmanager
 def counting():
-    """Counts of sorted edge lists, of collectives, and of our exchanges."""
+    """Count sorted edge lists, collectives, and halo exchanges."""
     counts = Counter()
 
     def counted(name, function):
@@ -357,8 +362,9 @@ def counting():
         return count
 
     with ExitStack() as patches:
-        ours = ((GraphStructure, "from_edge_index"), (HaloExchange, "send"))
-        for owner, name in (*ours, *((dist, name) for name in COLLECTIVES)):
+        functions = [(GraphStructure, "from_edge_index"), (HaloExchange, "send")]
+        functions += [(dist, name) for name in COLLECTIVES]
+        for owner, name in functions:
             patches.enter_context(patch.object(owner, name, counted(name, getattr(owner, name))))
         yield counts
 

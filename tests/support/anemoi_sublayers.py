@@ -1,12 +1,13 @@
-"""Print which sub-layers of the blocks of the anemoi-models that is first on the path can be fused, as JSON.
+"""Print, as JSON, which sub-layers can be fused in the blocks of the first anemoi-models on the path.
 
-Per block its parts by sub-layer: "parts", or the reason why it cannot be fused.
+For each sub-layer of a block, the report has "parts", or the reason that it cannot be fused.
 """
 
 import inspect
 import json
 import warnings
 from importlib.metadata import version
+from itertools import product
 
 from anemoi.models.layers import block, mlp, normalization
 from anemoi.models.layers.utils import load_layer_kernels
@@ -20,8 +21,10 @@ SIZES = {
     "num_heads": 2,
     "edge_dim": 3,
     "qk_norm": True,
+    "num_chunks": 1,
+    "graph_attention_backend": "pyg",
+    "update_src_nodes": True,
 }
-SIZES |= {"num_chunks": 1, "graph_attention_backend": "pyg", "update_src_nodes": True}
 CONDITIONAL = {
     "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
     "condition_shape": 4,
@@ -29,21 +32,25 @@ CONDITIONAL = {
 
 
 def build(kind, kernels, **options):
-    """A block with the options that this version takes."""
-    made = getattr(block, kind)
-    taken = inspect.signature(made.__init__).parameters
-    options = {name: value for name, value in (SIZES | options).items() if name in taken}
-    return made(layer_kernels=load_layer_kernels(kernels), **options)
+    """Return a block with the options that this version has."""
+    block_class = getattr(block, kind)
+    known = inspect.signature(block_class.__init__).parameters
+    options = {name: value for name, value in (SIZES | options).items() if name in known}
+    return block_class(layer_kernels=load_layer_kernels(kernels), **options)
 
 
-def told(parts):
-    """The reason, or what kind of network it is."""
+def describe(parts):
+    """Return "parts" with the features of the sub-layer, or the reason that it cannot be fused."""
     if isinstance(parts, str):
         return parts
-    words = ["condition"] if parts.has_condition else []
-    words += ["gated"] if getattr(parts, "weight_gate", None) is not None else []
-    words += ["qk-norm"] if getattr(parts, "key_norm_eps", 0.0) > 0 else []
-    return " ".join(["parts", *words])
+    words = ["parts"]
+    if parts.has_condition:
+        words.append("condition")
+    if getattr(parts, "weight_gate", None) is not None:
+        words.append("gated")
+    if getattr(parts, "key_norm_eps", 0.0) > 0:
+        words.append("qk-norm")
+    return " ".join(words)
 
 
 def main():
@@ -55,20 +62,17 @@ def main():
         gated_linear=getattr(mlp, "GatedMLPLayer", None),
     )
     report = {"version": version("anemoi-models")}
-    for kind in ("Processor", "Mapper"):
-        for name, kernels in (("plain", {}), ("conditional", {"LayerNorm": CONDITIONAL})):
-            for implementation in ("mlp", "swiglu"):
-                one = build(
-                    f"GraphTransformer{kind}Block", kernels, mlp_implementation=implementation
-                )
-                parts = {
-                    "attention": attention_parts(one),
-                    "feed_forward": feed_forward_parts(one.layer_norm_mlp_dst, one.node_dst_mlp),
-                }
-                if kind == "Mapper":
-                    parts["sources"] = feed_forward_parts(one.layer_norm_mlp_src, one.node_src_mlp)
-                key = f"{kind} {name} {implementation}"
-                report[key] = {part: told(value) for part, value in parts.items()}
+    norms = {"plain": {}, "conditional": {"LayerNorm": CONDITIONAL}}
+    for kind, norm, mlp_kind in product(("Processor", "Mapper"), norms, ("mlp", "swiglu")):
+        layer = build(f"GraphTransformer{kind}Block", norms[norm], mlp_implementation=mlp_kind)
+        parts = {
+            "attention": attention_parts(layer),
+            "feed_forward": feed_forward_parts(layer.layer_norm_mlp_dst, layer.node_dst_mlp),
+        }
+        if kind == "Mapper":
+            parts["sources"] = feed_forward_parts(layer.layer_norm_mlp_src, layer.node_src_mlp)
+        descriptions = {part: describe(value) for part, value in parts.items()}
+        report[f"{kind} {norm} {mlp_kind}"] = descriptions
     print(json.dumps(report))
 
 

@@ -1,6 +1,6 @@
-"""How far the transformer blocks of an anemoi-models before 0.15 are from their own numbers with us.
+"""Errors of anemoi_gt in the transformer blocks of an anemoi-models before 0.15.
 
-Newer ones take shards in another form; tests/integrations/anemoi/test_transformers.py tests them.
+Newer versions pass shards differently; tests/integrations/anemoi/test_transformers.py tests them.
 """
 
 from inspect import signature
@@ -13,7 +13,7 @@ from anemoi_gt.integrations import anemoi as integration
 
 
 def build(kind):
-    """A block of 2 heads of 8 channels, whatever this version calls its options."""
+    """Return a block with 2 heads of 8 channels, with the options that this version has."""
     torch.manual_seed(0)
     options = {
         "num_channels": 16,
@@ -29,7 +29,7 @@ def build(kind):
 
 
 def rows_after(kind, block):
-    """The rows that a block returns, and whether they came alone."""
+    """Return the rows that a block returns, and whether it returns a tensor instead of a tuple."""
     shards = [[12, 16]]
     rows = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
     result = None
@@ -37,21 +37,23 @@ def rows_after(kind, block):
         result = block(rows, shards, 1)
     else:
         result = block((rows, rows + 1), (shards, shards), 1)[0][1]
-    return (result, True) if isinstance(result, torch.Tensor) else (result[0], False)
+    if isinstance(result, torch.Tensor):
+        return result, True
+    return result[0], False
 
 
 def compare():
-    """The report of each kind of block, by the name of its class; Triton must interpret kernels."""
+    """Return a report per block class, by its name; Triton must interpret kernels."""
     report = {}
     for kind in (blocks.TransformerProcessorBlock, blocks.TransformerMapperBlock):
         block = build(kind)
-        expected, came_alone = rows_after(kind, block)
+        expected, expected_tensor = rows_after(kind, block)
         with integration.install(backend="triton", blocks=True):
-            actual, comes_alone = rows_after(kind, block)
+            actual, returns_tensor = rows_after(kind, block)
             (computed,) = integration.installed().computed
         report[kind.__name__] = {
             "error": (actual - expected).abs().max().item(),
-            "same_form": came_alone == comes_alone,
+            "same_form": returns_tensor == expected_tensor,
             "outcome": computed.outcome,
         }
     return report

@@ -1,4 +1,4 @@
-"""What tests of the applications share: the smallest data and graph, logging as before, and errors of one line."""
+"""Helpers for tests of the applications: the smallest data and graph, restored logging, one-line errors."""
 
 import logging
 import sys
@@ -25,11 +25,9 @@ def logging_as_before():
 
 
 def train_in(folder, *arguments):
-    """Train in a folder, with an empty picture, for several tests."""
-    from anemoi_gt.app import (  # after Triton's interpreter is chosen
-        evaluate_command,
-        train_command,
-    )
+    """Train in a folder, with an empty file instead of a plot, for several tests."""
+    # Imported here, after the tests have switched on Triton's interpreter.
+    from anemoi_gt.app import evaluate_command, train_command
 
     with logging_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -39,7 +37,7 @@ def train_in(folder, *arguments):
 
 
 def last_error(capsys, function, *arguments):
-    """Call what must exit with status 1; return the last line of standard error."""
+    """Call a function that must exit with status 1; return the last line of standard error."""
     with pytest.raises(SystemExit, match="^1$"):
         function(*arguments)
     error = capsys.readouterr().err
