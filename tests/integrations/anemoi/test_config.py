@@ -120,6 +120,19 @@ def test_a_target_swaps_its_own_blocks_with_its_own_options(graph, name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_a_target_refuses_activation_checkpointing_which_anemoi_would_ignore(graph, name):
+    options = make_options()
+    component_of(options, name).update(
+        _target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", activation_checkpointing="none"
+    )
+    with pytest.raises(InstantiationException) as caught:
+        build(graph, options)
+    assert "activation_checkpointing must be passed to install" in "".join(
+        traceback.format_exception(caught.value)
+    )
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_target_takes_every_option_of_swap_layers(graph, name):
     """Anemoi's classes take any keyword argument and ignore those that they do not know."""
     chosen = {"fuse_edges": False, "blocks": False, "sharding": False, "keep_hidden": False}
