@@ -123,7 +123,8 @@ def test_a_target_swaps_its_own_blocks_with_its_own_options(graph, name):
 def test_a_target_refuses_activation_checkpointing_which_anemoi_would_ignore(graph, name):
     options = make_options()
     component_of(options, name).update(
-        _target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", activation_checkpointing="none"
+        _target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}",
+        activation_checkpointing="none",
     )
     with pytest.raises(InstantiationException) as caught:
         build(graph, options)
