@@ -58,27 +58,29 @@ LONG = (  # files that take longest together, longest first
 
 
 def pytest_collection_modifyitems(items):
-    """Begin each worker's stretch of the list with its share of the longest files, so that the end is short."""
-    workers, files, others = (
-        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
-        {name: [] for name in LONG},
-        [],
-    )
+    """Give each worker its share of the longest files first, so that all workers end at about the same time."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    files = {name: [] for name in LONG}
+    others = []
     for item in items:
-        files.get("/".join(item.path.with_suffix("").parts[-2:]), others).append(item)
+        name = "/".join(item.path.with_suffix("").parts[-2:])
+        files.get(name, others).append(item)
     left = len(items)
     items.clear()
     for worker in range(workers):
-        share = [item for name in LONG[worker::workers] for item in files[name]]
-        stretch = share + others[: max(left // (workers - worker) - len(share), 0)]
+        share = []
+        for name in LONG[worker::workers]:
+            share += files[name]
+        num_others = max(left // (workers - worker) - len(share), 0)
+        stretch = share + others[:num_others]
         items += stretch
-        del others[: len(stretch) - len(share)]
+        del others[:num_others]
         left -= len(stretch)
     items += others
 
 
 def pytest_collection_finish():
-    """Leave what imports and collection made out of garbage collections, and collect seldom."""
+    """Exclude the objects of imports and collection from garbage collection, and collect rarely."""
     collect_seldom()
 
 
@@ -91,7 +93,8 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def era5_path(request):
     """Path of the ERA5 file."""
-    if (path := request.config.getoption("--era5-path")) is None:
+    path = request.config.getoption("--era5-path")
+    if path is None:
         pytest.skip("needs real weather data: pass --era5-path=FILE")
     return path
 
@@ -110,14 +113,14 @@ def restore_logging():
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """Few programs share sums over nodes, so that each has several tiles, and the interpreter few programs."""
+    """Use few programs for sums over nodes, so that each has several tiles and the interpreter is fast."""
     for module in ("attention_steps", "sublayer_steps"):
         monkeypatch.setattr(f"anemoi_gt.ops.triton_backend.{module}.PROGRAMS", 3)
 
 
 @pytest.fixture
 def unordered(monkeypatch):
-    """Group edges without order where kernels are interpreted too."""
+    """Group edges without order even if kernels are interpreted."""
     monkeypatch.setattr("anemoi_gt.graph.grouping._supports_unordered", lambda _: True)
 
 
@@ -132,7 +135,7 @@ def anemoi_as_it_is():
 
 @pytest.fixture
 def without_pictures(monkeypatch):
-    """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
+    """Write an empty file instead of the forecast plot, which takes longer than a small run."""
     monkeypatch.setattr(
         "anemoi_gt.app.evaluate_command.draw_training_plot", lambda path, *_: path.touch()
     )

@@ -1,4 +1,4 @@
-"""Commands of the README and the documentation: all exist and compose, and those that can run here run, in order."""
+"""Commands of the README and the documentation: all exist and compose; commands that can run here run in order."""
 
 import os
 import re
@@ -19,10 +19,18 @@ from anemoi_gt.app import train_command as train
 
 SMALL = [
     *applications.SMALL,
-    *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1"),
-    *("training.batch_size=2", "training.device=cpu"),
+    "model.num_layers=1",
+    "training.steps=4",
+    "training.warmup_steps=1",
+    "training.batch_size=2",
+    "training.device=cpu",
 ]
-OWN = ["model.num_layers=1", "model.channels=8", "training.steps=4", "training.device=cpu"]
+SMALL_ON_FILES = [
+    "model.num_layers=1",
+    "model.channels=8",
+    "training.steps=4",
+    "training.device=cpu",
+]
 # Commands that need a file, a GPU, four cores, or a minute of a C++ compiler are only composed.
 NOT_HERE = {
     "data=era5_uk",
@@ -30,8 +38,9 @@ NOT_HERE = {
     "data.path=other.nc",
     "graph=o1280",
     "attention/backend=triton",
+    "--nproc-per-node=4",
+    "export",
 }
-NOT_HERE |= {"--nproc-per-node=4", "export"}
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
@@ -47,19 +56,26 @@ def overrides(words):
 
 @cache
 def options_of(application):
-    """Names of the options of an application itself."""
+    """Return the names of the options that an application has of its own."""
     return frozenset(compose(application))
 
 
 @cache  # pages repeat commands, and a composition takes up to a second
 def understand(application, values):
-    """Compose the config of an application with its own overrides, and that of a run with the others."""
+    """Compose the config of an application with its own overrides, and the config of a run with the others."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
-        own = options_of(application)
-        values = [value for value in values if "=" in value and value != "data=mine"]
-        of_run = [value for value in values if re.split("[.=/]", value)[0] not in own]
-        compose(application, [value for value in values if value not in of_run])
-        compose("train", of_run)  # a run that is continued has groups too
+        options = options_of(application)
+        application_values = []
+        run_values = []
+        for value in values:
+            if "=" not in value or value == "data=mine":
+                continue
+            if re.split("[.=/]", value)[0] in options:
+                application_values.append(value)
+            else:
+                run_values.append(value)
+        compose(application, application_values)
+        compose("train", run_values)  # a run that is resumed has groups, too
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
@@ -90,63 +106,58 @@ def test_every_command_exists(page):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch, logging_as_before, without_pictures):
+def workdir(tmp_path, monkeypatch, logging_as_before, without_pictures):
     """The working directory of commands."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def start(words, place, monkeypatch):
-    """Run a command with small sizes: applications in this process, torchrun and files in their own."""
+def start(words, workdir, monkeypatch):
+    """Run a command with small sizes: applications in this process, torchrun and scripts in a new one."""
     application, values = overrides(words) or ("", [])
-    small = (
-        []
-        if application != "train"
-        else OWN
-        if {"data=xarray", "resume=true"} & {*words}
-        else SMALL
-    )
+    small = []
+    if application == "train":
+        uses_files = {"data=xarray", "resume=true"} & set(words)
+        small = SMALL_ON_FILES if uses_files else SMALL
     if words[0] == "torchrun" or words[1].endswith(".py"):
         program = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
-        status, _, error = Program(*program, *words[1:], *small, folder=place).finish(timeout=120)
+        process = Program(*program, *words[1:], *small, folder=workdir)
+        status, _, error = process.finish(timeout=120)
         assert status == 0, error
     else:
-        monkeypatch.setattr(sys, "argv", sys.argv)  # an application's own while it runs
+        monkeypatch.setattr(sys, "argv", sys.argv)  # restored later: applications replace it
         command_line.main([application, *values, *small] if application else words[1:])
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
-def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys):
+def test_commands_run_in_the_order_of_the_page(page, workdir, monkeypatch, capsys):
     for code in blocks(page, "python"):
-        if file := FILE.match(code):
-            (place / file[1]).write_text(code)
+        match = FILE.match(code)
+        if match:
+            (workdir / match[1]).write_text(code)
     for words in filter(None, commands(page)):
-        is_ours = words[0] in ("python", "torchrun", "anemoi-gt") and not words[1].startswith(
-            "benchmarks/"
-        )
-        if is_ours and runs_here(words):
-            start(words, place, monkeypatch)
+        is_program = words[0] in ("python", "torchrun", "anemoi-gt")
+        is_benchmark = words[1].startswith("benchmarks/")
+        if is_program and not is_benchmark and runs_here(words):
+            start(words, workdir, monkeypatch)
 
 
 @pytest.fixture
 def slurm_job(tmp_path):
-    """Start the page's Slurm job with another `srun`; return its process and the file of a requeue."""
-    (job,) = (
-        code
-        for code in blocks(ROOT / "docs" / "training.md", "text")
-        if code.startswith("#!/bin/bash")
-    )
+    """Return a function that starts the Slurm job of the page with another `srun`, and the file of a requeue."""
+    texts = blocks(ROOT / "docs" / "training.md", "text")
+    (job,) = (code for code in texts if code.startswith("#!/bin/bash"))
     (tmp_path / "job.sh").write_text(job)
     requeued = tmp_path / "requeued"
 
     def start(srun):
-        for name, code in ("srun", srun), ("scontrol", f'echo "$@" > {requeued}'):
+        scripts = {"srun": srun, "scontrol": f'echo "$@" > {requeued}'}
+        for name, code in scripts.items():
             (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
             (tmp_path / name).chmod(0o755)
         environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-        return subprocess.Popen(
-            ["bash", tmp_path / "job.sh"], env=environment, cwd=tmp_path
-        ), requeued
+        process = subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment, cwd=tmp_path)
+        return process, requeued
 
     return start
 
@@ -177,7 +188,7 @@ def refusals():
 
 
 @pytest.mark.parametrize("options, message", refusals())
-def test_the_errors_page_quotes_the_messages(options, message, place, monkeypatch, capsys):
+def test_the_errors_page_quotes_the_messages(options, message, workdir, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *SMALL, *options.split()])
     with pytest.raises(SystemExit):
         train.main()

@@ -79,8 +79,12 @@ def test_yaml_composes_as_the_config_of_an_application(page, tmp_path):
 
 
 def groups_of(text):
-    entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
-    return [place.partition("@")[2] or place for entry in entries for place in entry]
+    groups = []
+    for entry in yaml.safe_load(text)["defaults"]:
+        if isinstance(entry, dict):
+            for group in entry:
+                groups.append(group.partition("@")[2] or group)
+    return groups
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -139,7 +143,8 @@ def described():
     names = set(re.findall(r"\.\. auto(?:class|exception|function):: (\S+)", text))
     for module, options in re.findall(r"\.\. automodule:: (\S+)((?:\n   :.*)*)", text):
         names.add(module)
-        if members := re.search(r":members: (.*)", options):
+        members = re.search(r":members: (.*)", options)
+        if members:
             names |= {f"{module}.{name.strip()}" for name in members[1].split(",")}
         elif ":no-members:" not in options:
             names |= {f"{module}.{name}" for name in definitions(importlib.import_module(module))}
@@ -196,23 +201,19 @@ def test_every_name_in_the_api_reference_exists():
 
 
 def functions(name):
-    """Return the functions of a public name: itself, or the constructor and documented public methods of a class."""
+    """Return a public function, or the constructor and documented public methods of a class, by name."""
     thing = pydoc.locate(name)
     if inspect.isfunction(thing):
         return {name: thing}
     if not inspect.isclass(thing):
         return {}
-    found = {
-        member: getattr(function, "__func__", function) for member, function in vars(thing).items()
-    }
-    documented = {
-        name for name, member in found.items() if member.__doc__ and not name.startswith("_")
-    }
-    return {
-        f"{name}.{member}": found[member]
-        for member in documented | BUILT & set(found)
-        if in_file(found[member])
-    }
+    methods = {}
+    for member, value in vars(thing).items():
+        function = getattr(value, "__func__", value)
+        is_documented = function.__doc__ and not member.startswith("_")
+        if (is_documented or member in BUILT) and in_file(function):
+            methods[f"{name}.{member}"] = function
+    return methods
 
 
 def in_file(thing):
@@ -226,11 +227,11 @@ def in_file(thing):
 
 @pytest.mark.parametrize("name", public())
 def test_docstring_of_a_function_that_raises_has_a_raises_section(name):
-    for place, function in functions(name).items():
+    for full_name, function in functions(name).items():
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        described = pydoc.locate(name) if place.rpartition(".")[2] in BUILT else function
+        owner = pydoc.locate(name) if full_name.rpartition(".")[2] in BUILT else function
         if any(isinstance(node, ast.Raise) for node in ast.walk(tree)):
-            assert re.search(r"\bRaises?\b", described.__doc__ or ""), place
+            assert re.search(r"\bRaises?\b", owner.__doc__ or ""), full_name
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +301,7 @@ def test_changelog_has_the_format_of_keep_a_changelog():
 
 def test_readme_starts_with_the_two_commands_and_the_limitations():
     first_screen, *_ = (ROOT / "README.md").read_text().split("## Speed")
-    for told in (
+    for text in (
         "pip install",
         "make demo",
         "make test",
@@ -308,4 +309,4 @@ def test_readme_starts_with_the_two_commands_and_the_limitations():
         "swap_layers(model)",
         "Not yet measured",
     ):
-        assert told in first_screen
+        assert text in first_screen

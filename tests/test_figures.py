@@ -25,10 +25,10 @@ def extension():
 
 def elements(html):
     """Return the elements of a figure by tag, without namespaces."""
-    found = {}
+    elements_by_tag = {}
     for element in ElementTree.fromstring(html).iter():
-        found.setdefault(element.tag.rpartition("}")[2], []).append(element)
-    return found
+        elements_by_tag.setdefault(element.tag.rpartition("}")[2], []).append(element)
+    return elements_by_tag
 
 
 def test_halo_in_the_figure_agrees_with_a_loop_over_edges(extension):

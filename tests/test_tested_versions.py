@@ -85,7 +85,7 @@ def test_these_tests_run_on_tested_releases():
 
 
 @pytest.mark.parametrize(
-    ("torch_release", "triton", "found"),
+    ("torch_release", "triton", "message"),
     [
         ("2.13", "3.6", "PyTorch 2.13 with Triton 3.6 has not been tested"),
         ("2.9", None, "PyTorch 2.9 has not been tested"),
@@ -94,9 +94,9 @@ def test_these_tests_run_on_tested_releases():
     ],
 )
 def test_pairs_outside_the_table_are_untested_and_without_triton_torch_decides(
-    torch_release, triton, found
+    torch_release, triton, message
 ):
-    assert str(tested_versions.why_untested(torch_release, triton)).startswith(found)
+    assert str(tested_versions.why_untested(torch_release, triton)).startswith(message)
 
 
 def test_importing_the_package_looks_up_no_release_and_imports_no_compiler():

@@ -1,4 +1,4 @@
-"""A callback that writes losses, seconds of batches, and numbers of attentions and halo exchanges of a training."""
+"""A callback that writes the losses, batch times, and numbers of attentions and halo exchanges of a training."""
 
 import json
 import sys
@@ -10,17 +10,15 @@ import pytorch_lightning as pl
 
 
 class RecordLosses(pl.Callback):
-    """Write those of the first rank to a file at the end."""
+    """Write the records of the first rank to a file at the end."""
 
     def __init__(self, path):
-        self.path, self.report = (
-            Path(path),
-            {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0},
-        )
+        self.path = Path(path)
+        self.report = {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0}
 
     def on_train_start(self, trainer, module):
         ours = sys.modules.get("anemoi_gt.integrations.anemoi.blocks")
-        if ours is None:  # as untouched trainings have it
+        if ours is None:  # in a training without anemoi_gt
             return
         ours.edge_attention = self.count("attentions", ours.edge_attention)
         exchange = import_module("anemoi_gt.distributed").HaloExchange

@@ -37,15 +37,16 @@ def fit(trainer):
 
 
 def without_speed(records):
-    """The records of a run without its speed, which must repeat."""
-    return [
-        {name: value for name, value in record.items() if name != "samples_per_second"}
-        for record in records
-    ]
+    """Return the records of a run without its speed, which is not reproducible."""
+    reproducible = []
+    for record in records:
+        values = {name: value for name, value in record.items() if name != "samples_per_second"}
+        reproducible.append(values)
+    return reproducible
 
 
 def assert_same(actual, expected, name="state"):
-    """Nested dicts and lists of tensors and numbers must be equal bit by bit."""
+    """Assert that nested dicts and lists of tensors and numbers are bitwise equal."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), name
         for key, value in expected.items():
@@ -53,10 +54,10 @@ def assert_same(actual, expected, name="state"):
     elif isinstance(expected, list | tuple):
         for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_same(one, other, f"{name}[{i}]")
+    elif torch.is_tensor(expected):
+        assert torch.equal(actual, expected), name
     else:
-        assert torch.equal(actual, expected) if torch.is_tensor(expected) else actual == expected, (
-            name
-        )
+        assert actual == expected, name
 
 
 @pytest.fixture(scope="session")
@@ -66,8 +67,9 @@ def splits():
 
 @pytest.fixture(scope="session")
 def make_model(splits):
-    """Make a small model for `splits` from a seed."""
-    graph, train = icosphere_graph(splits.train.nodes, refinement=1), splits.train
+    """Return a function that makes a small model for `splits` from a seed."""
+    train = splits.train
+    graph = icosphere_graph(train.nodes, refinement=1)
 
     def make(seed=0, **options):
         torch.manual_seed(seed)
@@ -79,11 +81,12 @@ def make_model(splits):
 
 @pytest.fixture
 def make_trainer(splits, make_model, tmp_path):
-    """Make the trainer of a small model, in a folder of this name."""
+    """Return a function that makes the trainer of a small model, in a folder with a name."""
 
     def make_trainer(name="run", train=splits.train, weights_seed=0, **numbers):
         (tmp_path / name).mkdir(exist_ok=True)
-        data, config = Splits(train, *splits[1:]), TrainingConfig(**NUMBERS | numbers)
+        data = Splits(train, *splits[1:])
+        config = TrainingConfig(**NUMBERS | numbers)
         return Trainer(make_model(weights_seed), data, config, tmp_path / name, {"a run": True})
 
     return make_trainer
@@ -91,7 +94,7 @@ def make_trainer(splits, make_model, tmp_path):
 
 @pytest.fixture
 def run(make_trainer):
-    """Train a small model in a folder; returns the trainer and the records of its metrics."""
+    """Return a function that trains a small model in a folder; it returns the trainer and its metrics."""
 
     def run(name="run", **numbers):
         trainer = make_trainer(name, weights_seed=numbers.get("seed", 0), **numbers)

@@ -88,11 +88,11 @@ def test_every_config_builds_its_object(option, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        *(
-            (same, AttentionConfig())
-            for same in ("", "attention/precision='null'", "attention.precision=null")
-        ),
-        *((f"attention{way}backend=triton", AttentionConfig("triton")) for way in "/."),
+        ("", AttentionConfig()),
+        ("attention/precision='null'", AttentionConfig()),
+        ("attention.precision=null", AttentionConfig()),
+        ("attention/backend=triton", AttentionConfig("triton")),
+        ("attention.backend=triton", AttentionConfig("triton")),
         ("attention/backend=torch attention/precision=bf16", AttentionConfig("torch", "bf16")),
         ("attention.precision=fp16", AttentionConfig(precision="fp16")),
         ("attention.stable_sort=false", AttentionConfig(stable_sort=False)),

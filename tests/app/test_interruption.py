@@ -63,7 +63,8 @@ def assert_same_run(folder, other):
     assert records(folder) == records(other)
     assert (folder / "scores.json").read_text() == (other / "scores.json").read_text()
     for name in ("last.pt", "best.pt"):
-        actual, expected = (load_checkpoint(place / name) for place in (folder, other))
+        actual = load_checkpoint(folder / name)
+        expected = load_checkpoint(other / name)
         for part in ("step", "model", "average"):
             assert_same(actual[part], expected[part], f"{name}: {part}")
 

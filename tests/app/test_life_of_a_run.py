@@ -1,4 +1,4 @@
-"""A run on one's own data: started, continued, grown, fine-tuned and evaluated by short commands."""
+"""A run on a user's data: started, resumed, extended, fine-tuned and evaluated by short commands."""
 
 import json
 import os
@@ -24,19 +24,19 @@ from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
 
 SMALL = [
-    *(
-        "data=xarray",
-        "data.path=weather.nc",
-        "model.channels=8",
-        "model.num_layers=1",
-        "training.steps=4",
-    ),
-    *("training.batch_size=2", "training.valid_every=2", "training.device=cpu"),
+    "data=xarray",
+    "data.path=weather.nc",
+    "model.channels=8",
+    "model.num_layers=1",
+    "training.steps=4",
+    "training.batch_size=2",
+    "training.valid_every=2",
+    "training.device=cpu",
 ]
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch, without_pictures):
+def workdir(tmp_path, monkeypatch, without_pictures):
     """A working directory with a NetCDF file."""
     monkeypatch.chdir(tmp_path)
     weather_file().to_netcdf("weather.nc")
@@ -44,17 +44,17 @@ def place(tmp_path, monkeypatch, without_pictures):
 
 
 @pytest.fixture
-def begun(place, start):
+def begun(workdir, start):
     """The folder of a run."""
     start(train, *SMALL, "hydra.run.dir=runs/a")
-    return place / "runs" / "a"
+    return workdir / "runs" / "a"
 
 
 def state(folder):
     return load_checkpoint(folder / "last.pt")
 
 
-def test_a_run_continues_by_its_folder_alone_and_with_more_steps(begun, start, capsys):
+def test_a_run_is_resumed_by_its_folder_alone_and_with_more_steps(begun, start, capsys):
     config = state(begun)["config"]
     start(train, "resume=true", f"hydra.run.dir={begun}")
     assert state(begun)["config"] == config and "continues after step 4" in capsys.readouterr().out
@@ -62,91 +62,79 @@ def test_a_run_continues_by_its_folder_alone_and_with_more_steps(begun, start, c
     assert state(begun)["step"] == 6 and state(begun)["config"]["training"]["steps"] == 6
     lines = map(json.loads, (begun / "metrics.jsonl").read_text().splitlines())
     rates = {line["step"]: line["learning_rate"] for line in lines if line["split"] == "train"}
-    assert rates[6] == pytest.approx(1e-3 * 6 / 7)  # of the longer schedule
-    # the whole command does as well
+    assert rates[6] == pytest.approx(1e-3 * 6 / 7)  # by the longer schedule
+    # the complete command is valid, too
     start(train, *SMALL, "training.steps=6", "resume=true", f"hydra.run.dir={begun}")
 
 
 def test_a_continued_run_refuses_fewer_steps_and_another_model(begun, start, error_line):
     arguments = ("resume=true", f"hydra.run.dir={begun}")
-    assert "was written with training.steps=4, not 3" in error_line(
-        start, train, *arguments, "training.steps=3"
-    )
-    assert "was written with model.channels=8, not 16" in error_line(
-        start, train, *arguments, "model.channels=16"
-    )
+    error = error_line(start, train, *arguments, "training.steps=3")
+    assert "was written with training.steps=4, not 3" in error
+    error = error_line(start, train, *arguments, "model.channels=16")
+    assert "was written with model.channels=8, not 16" in error
 
 
 @pytest.mark.parametrize("folder", ["runs/a", "runs (1)/it's a=b"])
-def test_the_command_printed_at_a_stop_can_be_pasted(place, start, monkeypatch, capsys, folder):
+def test_the_command_printed_at_a_stop_can_be_pasted(workdir, start, monkeypatch, capsys, folder):
     def stopped(trainer, _):
         trainer._save_checkpoint(trainer.folder / "last.pt", trainer.state_dict())
         raise Stopped(signal.SIGINT, 0)
 
-    (given,) = [
-        word
-        for word in shlex.split(hydra_app.resume_command(place / folder))
-        if word.startswith("hydra")
-    ]
+    words = shlex.split(hydra_app.resume_command(workdir / folder))
+    (run_dir,) = (word for word in words if word.startswith("hydra"))
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="^130$"):
         patch.setattr(train, "train", stopped)
-        start(train, *SMALL, given)
-    program, application, *arguments = shlex.split(
-        capsys.readouterr().err.splitlines()[-1].rpartition(": ")[2]
-    )
+        start(train, *SMALL, run_dir)
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    program, application, *arguments = shlex.split(last_line.rpartition(": ")[2])
     assert (program, application) == ("anemoi-gt", "train")
     start(train, *arguments)
-    assert state(place / folder)["step"] == 4
+    assert state(workdir / folder)["step"] == 4
 
 
 def test_fine_tuning_starts_from_weights_and_names_those_that_do_not_fit(begun, start, capsys):
     capsys.readouterr()
     start(train, *SMALL, "init_from=runs/a/best.pt", "hydra.run.dir=runs/b", "data.input_steps=1")
-    (line,) = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("weights loaded from runs/a/best.pt")
-    ]
-    assert re.findall(r"([\w.]+) \[8, \d+\], \[8, \d+\] in the file", line) == [
-        *("encoder.data.emb_nodes_src.weight", "decoder.data.emb_nodes_dst.weight")
-    ]
-    before, config = load_checkpoint(begun / "best.pt")["average"], state(Path("runs/b"))["config"]
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("weights loaded from runs/a/best.pt"))
+    names = re.findall(r"([\w.]+) \[8, \d+\], \[8, \d+\] in the file", line)
+    assert names == ["encoder.data.emb_nodes_src.weight", "decoder.data.emb_nodes_dst.weight"]
+    before = load_checkpoint(begun / "best.pt")["average"]
+    config = state(Path("runs/b"))["config"]
     config["training"] = config["training"] | {"device": "cpu"}
-    model = hydra_app.build(
-        OmegaConf.create(config | {"init_from": "runs/a/best.pt"})
-    ).model.state_dict()
-    assert all((model[name] == before[name]).all() for name in before if "emb_nodes" not in name)
+    config["init_from"] = "runs/a/best.pt"
+    weights = hydra_app.build(OmegaConf.create(config)).model.state_dict()
+    for name in before:
+        if "emb_nodes" not in name:
+            assert (weights[name] == before[name]).all(), name
 
 
 def test_evaluation_and_rollouts_from_another_folder(begun, start, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     start(evaluate, "checkpoint=../runs/a/best.pt", "hydra.run.dir=scores")
-    assert json.loads(Path("scores/scores.json").read_text()) == json.loads(
-        (begun / "scores.json").read_text()
-    )
+    expected = json.loads((begun / "scores.json").read_text())
+    assert json.loads(Path("scores/scores.json").read_text()) == expected
     start(rollout, "checkpoint=../runs/a/best.pt", "steps=3", "sample=0", "hydra.run.dir=forecast")
     with xarray.open_dataset("forecast/rollout.nc", engine="netcdf4") as forecast:
-        assert (
-            forecast.t2m.dims == ("time", "latitude", "longitude")
-            and forecast.t2m.attrs["units"] == "K"
-        )
+        assert forecast.t2m.dims == ("time", "latitude", "longitude")
+        assert forecast.t2m.attrs["units"] == "K"
         assert forecast.sizes["time"] == 3 and forecast.title.endswith("+ 6 h, 3 steps")
         assert abs(forecast.t2m - 280).max() < 50 and np.isclose(forecast.latitude[0], 58)
 
 
-def test_a_rollout_that_cannot_be_made_is_refused(begun, start, error_line):
+def test_a_rollout_without_steps_or_sample_is_refused(begun, start, error_line):
     arguments = (start, rollout, "checkpoint=runs/a/best.pt")
     assert "steps must be at least 1, got 0" in error_line(*arguments, "steps=0")
-    assert "sample must be one of the 3 test samples, -1 the last, got 9" in error_line(
-        *arguments, "sample=9"
-    )
+    error = error_line(*arguments, "sample=9")
+    assert "sample must be one of the 3 test samples, -1 the last, got 9" in error
 
 
-def test_your_own_configs_and_their_target_are_found(place, start, monkeypatch):
-    (place / "conf" / "data").mkdir(parents=True)
-    (place / "conf" / "data" / "mine.yaml").write_text("_target_: my_weather.splits\n")
-    (place / "my_weather.py").write_text(
+def test_your_own_configs_and_their_target_are_found(workdir, start, monkeypatch):
+    (workdir / "conf" / "data").mkdir(parents=True)
+    (workdir / "conf" / "data" / "mine.yaml").write_text("_target_: my_weather.splits\n")
+    (workdir / "my_weather.py").write_text(
         "from anemoi_gt.app.datasets.field_dataset import field_data\n\n\ndef splits():\n    return "
         "field_data('weather.nc')\n"
     )
@@ -165,37 +153,38 @@ def test_your_own_configs_and_their_target_are_found(place, start, monkeypatch):
         ["training.steps=0"],
     ],
 )
-def test_a_refused_command_leaves_no_folder(place, start, error_line, arguments):
+def test_a_refused_command_leaves_no_folder(workdir, start, error_line, arguments):
     error_line(start, train, *arguments)
-    assert {path.name for path in place.iterdir()} == {"weather.nc"}
+    assert {path.name for path in workdir.iterdir()} == {"weather.nc"}
 
 
-def test_a_failed_command_removes_no_existing_file(place, start, error_line):
-    (place / "kept").mkdir()
+def test_a_failed_command_removes_no_existing_file(workdir, start, error_line):
+    (workdir / "kept").mkdir()
     error_line(start, train, "training.steps=0", "hydra.run.dir=kept/run")
-    assert list((place / "kept").iterdir()) == []
+    assert list((workdir / "kept").iterdir()) == []
     error_line(start, train, "training.steps=0", "hydra.run.dir=kept")
-    assert (place / "kept").is_dir()
+    assert (workdir / "kept").is_dir()
 
 
 @pytest.mark.parametrize("folder", ["outputs", "a/file"])
-def test_a_folder_that_cannot_be_created_is_one_sentence(place, start, error_line, folder):
-    (place / Path(folder).parts[0]).write_text("a file")
-    given = [] if folder == "outputs" else [f"hydra.run.dir={folder}"]
-    said = error_line(start, train, *given)
-    assert said.startswith(
-        f"anemoi_gt.train: hydra.run.dir must be a folder that can be created, got {place / folder}"
-    )
+def test_a_folder_that_cannot_be_created_is_reported_in_one_sentence(
+    workdir, start, error_line, folder
+):
+    (workdir / Path(folder).parts[0]).write_text("a file")
+    arguments = [] if folder == "outputs" else [f"hydra.run.dir={folder}"]
+    error = error_line(start, train, *arguments)
+    message = f"hydra.run.dir must be a folder that can be created, got {workdir / folder}"
+    assert error.startswith(f"anemoi_gt.train: {message}")
 
 
-def test_more_warmup_than_steps_is_taken_as_steps_with_a_note(capsys, begun):
+def test_more_warmup_than_steps_is_reduced_to_steps_with_a_note(capsys, begun):
     assert "training.warmup_steps is 50, taken as training.steps=4" in capsys.readouterr().out
 
 
 INTERRUPTED = """
 import os, signal, sys
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which the shell of a background job ignores
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores SIGINT
 
 class Interrupt:
     def find_spec(self, name, *_):
@@ -210,7 +199,6 @@ main()
 
 def test_an_interrupt_while_packages_are_imported_prints_nothing():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, timeout=60
-    )
-    assert ended.returncode == -signal.SIGINT and ended.stderr == b""
+    command = [sys.executable, "-c", INTERRUPTED]
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert result.returncode == -signal.SIGINT and result.stderr == b""

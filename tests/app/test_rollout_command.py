@@ -61,9 +61,8 @@ def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):
     case, statistics = dataset.case(1), dataset.statistics
     tracer = dataset.present(1)
     for n, outcome in enumerate(roll_out(model, dataset, 1, 3)):
-        inputs = dataset.inputs(
-            1
-        ).clone()  # position is constant, tracer and wind are those of the step
+        # the position is constant, tracer and wind change with the step
+        inputs = dataset.inputs(1).clone()
         inputs[:, 0] = (tracer[:, 0] - statistics.tracer_mean) / statistics.tracer_std
         for k in (0, 1):
             wind = case.flow.wind(dataset.nodes.xyz, case.start + (n + k) * dataset.lead_time)
@@ -78,11 +77,8 @@ def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):
 
 def test_rollout_of_weather_equals_forecasts_from_a_field_continued_by_forecasts(weather):
     model, start = InputModel(weather.in_channels), weather.starts[3]
-    # beyond the 24 h of the inputs
-    outcomes, values = (
-        roll_out(model, weather, 3, 30),
-        weather.field.values.clone(),
-    )
+    outcomes = roll_out(model, weather, 3, 30)  # beyond the 24 h of the inputs
+    values = weather.field.values.clone()
     for n, outcome in enumerate(outcomes, start):
         continued = type(weather)(
             HourlyField(weather.nodes, weather.field.times, values), range(n, n + 1), lead_time=1
@@ -95,8 +91,8 @@ def test_lead_times_are_scored_over_the_samples_with_a_truth(weather):
     steps, samples = 4, len(weather)
     assert weather.starts == range(FIRST_TEST_HOUR, HOURS - 1)
     rollouts = score_rollouts(InputModel(weather.in_channels), weather, steps)
-    found = [(s.lead_time, s.samples) for s in rollouts.scores if s.forecast == "model"]
-    assert found == [(n, samples - n + 1) for n in range(1, steps + 1)]
+    numbers = [(s.lead_time, s.samples) for s in rollouts.scores if s.forecast == "model"]
+    assert numbers == [(n, samples - n + 1) for n in range(1, steps + 1)]
     assert roll_out(InputModel(weather.in_channels), weather, samples - 1, 2)[1].truth is None
     assert rollouts.median_sample <= samples - steps
 
@@ -126,10 +122,8 @@ def test_divergent_rollouts_raise(splits):
 
 
 @refused(
-    *(
-        (lambda *given, i=i: roll_out(*given, i, 1), r"i must be a sample index in \[0, 119\)")
-        for i in (-1, 119)
-    ),
+    (lambda model, data: roll_out(model, data, -1, 1), r"i must be a sample index in \[0, 119\)"),
+    (lambda model, data: roll_out(model, data, 119, 1), r"i must be a sample index in \[0, 119\)"),
     (lambda model, data: roll_out(model, data, 0, 0), "steps must be at least 1, got 0"),
     (lambda model, data: score_rollouts(model, data, 0), "steps must be at least 1, got 0"),
     (

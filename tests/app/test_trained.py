@@ -42,7 +42,7 @@ CHECKPOINT = "checkpoint=run/best.pt"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a file and the folder `run` of a model trained on it, and a copy of the folder."""
+    """A folder with a weather file and the folder `run` of a model trained on it, and a copy of the folder."""
     folder = tmp_path_factory.mktemp("trained")
     weather_file().to_netcdf(folder / "weather.nc")
     train_in(folder, *SMALL)
@@ -50,7 +50,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def place(trained, monkeypatch, without_pictures):
+def workdir(trained, monkeypatch, without_pictures):
     """A working directory with the file and the run, whose checkpoints hold the path of the file."""
     folder, copy = trained
     shutil.rmtree(folder)
@@ -68,7 +68,7 @@ def evaluated(start, path, folder):
     return rmse(folder)
 
 
-def test_a_file_with_its_variables_in_another_order_gives_the_same_scores(place, start):
+def test_a_file_with_its_variables_in_another_order_gives_the_same_scores(workdir, start):
     weather = weather_file()
     weather[["lsm", "tp", "z", "t2m"]].to_netcdf("other.nc")
     assert evaluated(start, "other.nc", "netcdf") == rmse("run")
@@ -83,11 +83,12 @@ def test_a_zarr_lists_its_variables_in_one_order_in_every_process(tmp_path):
     assert first.variables == second.variables == ("t2m", "tp", "z_500", "z_850")
 
 
-def test_a_forecast_from_a_part_of_the_file_equals_the_whole_files(place, start):
+def test_a_forecast_from_a_part_of_the_file_equals_the_forecast_from_the_whole_file(workdir, start):
     # the last test sample is the same
     weather_file().isel(time=slice(10, None)).to_netcdf("tail.nc")
-    for path, folder in (("weather.nc", "whole"), ("tail.nc", "tail")):
-        start(rollout, CHECKPOINT, f"data.path={path}", "steps=3", f"hydra.run.dir={folder}")
+    options = (CHECKPOINT, "steps=3")
+    start(rollout, *options, "data.path=weather.nc", "hydra.run.dir=whole")
+    start(rollout, *options, "data.path=tail.nc", "hydra.run.dir=tail")
     with (
         xarray.open_dataset("whole/rollout.nc") as whole,
         xarray.open_dataset("tail/rollout.nc") as tail,
@@ -96,7 +97,7 @@ def test_a_forecast_from_a_part_of_the_file_equals_the_whole_files(place, start)
         assert np.array_equal(whole.t2m, tail.t2m) and np.array_equal(whole.z_850, tail.z_850)
 
 
-def test_a_continued_run_has_the_normalisation_that_it_began_with(place, start):
+def test_a_resumed_run_keeps_its_normalisation(workdir, start):
     before = load_checkpoint(Path("run/last.pt"))["schema"]
     weather_file().isel(time=slice(8, None)).to_netcdf("moved.nc")
     start(train, "resume=true", "hydra.run.dir=run", "training.steps=6", "data.path=moved.nc")
@@ -152,19 +153,19 @@ def test_a_continued_run_has_the_normalisation_that_it_began_with(place, start):
         (lambda s: s, ("model.heads=2",), "model.heads must be 4, as in the checkpoint, got 2"),
     ],
 )
-def test_data_or_a_network_that_differ_from_the_checkpoint_raise(
-    place, start, error_line, change, arguments, message
+def test_data_or_a_network_that_differ_from_the_checkpoint_are_refused(
+    workdir, start, error_line, change, arguments, message
 ):
     changed = change(weather_file())
     Path("weather.nc").unlink()
     changed.to_netcdf("weather.nc")
-    sentence = error_line(start, evaluate, CHECKPOINT, *arguments)
-    assert sentence.startswith("anemoi_gt.evaluate: ")
-    assert re.search(message, sentence), sentence
+    error = error_line(start, evaluate, CHECKPOINT, *arguments)
+    assert error.startswith("anemoi_gt.evaluate: ")
+    assert re.search(message, error), error
 
 
-def as_by_0_2_0(path):
-    """Make a checkpoint what 0.2.0 wrote: no schema, and the names and options of then."""
+def convert_to_0_2_0(path):
+    """Convert a checkpoint to the format of 0.2.0, without a schema and with its names and options."""
     state = load_checkpoint(path)
     del state["schema"]
     state["config"]["training"]["_target_"] = "anemoi_gt.training.TrainingConfig"
@@ -174,15 +175,16 @@ def as_by_0_2_0(path):
 
 
 def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_what_it_lacks(
-    place, start, capsys
+    workdir, start, capsys
 ):
     for name in ("best.pt", "last.pt"):
-        as_by_0_2_0(place / "run" / name)
+        convert_to_0_2_0(workdir / "run" / name)
     start(evaluate, CHECKPOINT, "hydra.run.dir=scores")
-    said = "was written by 0.2.0, which did not keep the order of the variables, their units, means and standard deviations"
-    assert said in capsys.readouterr().out and rmse("scores") == rmse("run")
+    message = "was written by 0.2.0, which did not keep the order of the variables, their units, means and standard deviations"
+    assert message in capsys.readouterr().out
+    assert rmse("scores") == rmse("run")
     start(train, "resume=true", "hydra.run.dir=run", "training.steps=6")
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
     assert load_checkpoint(Path("run/last.pt"))["schema"]["variables"] == [
         "t2m",
         "z_500",

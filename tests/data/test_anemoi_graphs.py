@@ -80,9 +80,8 @@ def edge_keys(kind, ours, upstream):
 
 def assert_same_edges(kind, ours, upstream):
     mine, other, _ = edge_keys(kind, ours, upstream)
-    assert not (missing := len(np.setdiff1d(other, mine))), (
-        f"{kind}: {missing} of {len(other)} edges differ"
-    )
+    missing = len(np.setdiff1d(other, mine))
+    assert missing == 0, f"{kind}: {missing} of {len(other)} edges differ"
 
 
 def assert_same_edges_up_to_ties(kind, ours, upstream):
@@ -102,20 +101,22 @@ def sorted_distances(keys, source, destination):
 
 
 def assert_same_attributes(kind, ours, upstream):
-    """To the rounding of a position; the shorter an edge, the less certain its direction."""
-    here, there, length = shared_edges(kind, ours, upstream)
+    """Compare to the rounding of a position; the shorter an edge, the less certain its direction."""
+    our_edges, upstream_edges, length = shared_edges(kind, ours, upstream)
     for name, uncertainty in (("edge_length", 4 * EPS), ("edge_dirs", 4 * EPS / length)):
         unit = upstream[kind][f"raw_{name}"].std()  # both are divided by it
-        error = (ours[kind][name][here] - upstream[kind][name][there]).abs() * unit
+        difference = ours[kind][name][our_edges] - upstream[kind][name][upstream_edges]
+        error = difference.abs() * unit
         excess = (error / (uncertainty + 4 * EPS)).max()  # the sums in `unit` round too
         assert excess < 1, f"{kind}: {name} has {excess:.1f} times the error of rounding"
 
 
 def shared_edges(kind, ours, upstream):
-    """Positions of the common edges in ours and in upstream, and their lengths, [E, 1] in radians."""
+    """Return the indices of the common edges in ours and in upstream, and their lengths [E, 1] in radians."""
     mine, other, order = edge_keys(kind, ours, upstream)
-    here, there = np.isin(mine, other), order[np.isin(other, mine)]
-    return here, there, upstream[kind].raw_edge_length[there]
+    our_edges = np.isin(mine, other)
+    upstream_edges = order[np.isin(other, mine)]
+    return our_edges, upstream_edges, upstream[kind].raw_edge_length[upstream_edges]
 
 
 def global_edges(r, factor=0.6, k=3):
@@ -217,14 +218,13 @@ def test_hierarchical_graphs_have_the_same_edges(hierarchical):
 def test_edges_between_levels_differ_only_in_the_direction_from_a_vertex_to_itself(
     hierarchical, kind
 ):
-    """It is 0 here and that of a rounding error upstream, so directions are divided by another standard deviation."""
-    here, there, length = shared_edges(kind, *hierarchical)
+    """It is 0 in ours and a rounding error upstream, so the standard deviations of the directions differ."""
+    our_edges, upstream_edges, length = shared_edges(kind, *hierarchical)
     ours, upstream = (graph[kind] for graph in hierarchical)
-    lengths = ours.edge_length[here] * upstream.raw_edge_length.std()
+    lengths = ours.edge_length[our_edges] * upstream.raw_edge_length.std()
     assert (lengths - length).abs().max() < 8 * EPS
-    error = (
-        torch.nn.functional.normalize(ours.edge_dirs[here]) - upstream.raw_edge_dirs[there]
-    ).abs()
+    directions = torch.nn.functional.normalize(ours.edge_dirs[our_edges])
+    error = (directions - upstream.raw_edge_dirs[upstream_edges]).abs()
     assert (error * length)[length[:, 0] > 10 * EPS].max() < 8 * EPS
     to_itself, upstream_to_itself = (
         edges.edge_length[:, 0] < 10 * EPS for edges in (ours, upstream)

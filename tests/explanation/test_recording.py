@@ -82,29 +82,26 @@ def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
 
 def test_layers_have_the_names_of_their_modules_and_are_listed_once_if_they_differ_by_name_alone():
     model, x = weather_model(num_layers=3, trainable_edges=8)
-    found = explain(model, x)
+    explanation = explain(model, x)
     names = ["encoder.data.proc", *(f"processor.proc.{i}" for i in range(3)), "decoder.data.proc"]
-    assert [layer.name for layer in found.layers] == names and {
-        layer.features for layer in found.layers
-    } == {"raw"}
+    assert [layer.name for layer in explanation.layers] == names
+    assert {layer.features for layer in explanation.layers} == {"raw"}
     edges = model.encoder_edges["data"], *[model.processor_edges] * 3, model.decoder_edges["data"]
-    assert [layer.sizes["edges"] for layer in found.layers] == [
-        part.structure().num_edges for part in edges
-    ]
-    assert "processor.proc.0 .. processor.proc.2: 3 alike GraphTransformerProcessorBlock" in str(
-        found
-    )
-    assert str(found).count("backend torch") == 3
+    num_edges = [part.structure().num_edges for part in edges]
+    assert [layer.sizes["edges"] for layer in explanation.layers] == num_edges
+    text = str(explanation)
+    assert "processor.proc.0 .. processor.proc.2: 3 alike GraphTransformerProcessorBlock" in text
+    assert text.count("backend torch") == 3
 
 
 def test_each_chunk_of_a_chunked_layer_is_listed():
-    found = explain(*weather_model(num_layers=1, mapper_chunks=2))
-    assert [layer.name for layer in found.layers].count("encoder.data.proc") == 2
+    explanation = explain(*weather_model(num_layers=1, mapper_chunks=2))
+    assert [layer.name for layer in explanation.layers].count("encoder.data.proc") == 2
 
 
 def test_activation_checkpointing_still_records_gradients():
-    found = explain(*weather_model(num_layers=2, checkpoint_groups=1))
-    assert all(operators(layer) == TORCH_PASSES for layer in found.layers)
+    explanation = explain(*weather_model(num_layers=2, checkpoint_groups=1))
+    assert all(operators(layer) == TORCH_PASSES for layer in explanation.layers)
 
 
 def test_the_dtype_follows_autocast(conv, inputs):
@@ -118,7 +115,7 @@ def test_a_compiled_module_is_explained_by_the_original(conv, inputs):
 
 def test_a_function_or_a_model_without_attention_raises(conv, inputs):
     raises(
-        lambda: explain(lambda *given: conv(*given), *inputs),
+        lambda: explain(lambda *arguments: conv(*arguments), *inputs),
         "model must be a torch.nn.Module, got function",
     )
     with pytest.raises(
@@ -129,18 +126,20 @@ def test_a_function_or_a_model_without_attention_raises(conv, inputs):
 
 def test_no_operand_is_kept_while_later_layers_compute(conv, inputs):
     _, graph, edge_attr = inputs
-    queries, held, other = [], [], GraphTransformerConv(32, 16, heads=2, edge_dim=3)
+    other = GraphTransformerConv(32, 16, heads=2, edge_dim=3)
+    queries = []
+    alive = []
     conv.lin_query.register_forward_hook(
         lambda _, __, query: queries.append(StorageWeakRef(query.untyped_storage()))
     )
     other.register_forward_pre_hook(
-        lambda *_: held.append([not query.expired() for query in queries])
+        lambda *_: alive.append([not query.expired() for query in queries])
     )
     two = nn.ModuleList([conv, other])
     two.forward = lambda x: other(conv(x, graph, edge_attr), graph, edge_attr)
     with torch.no_grad():
         assert len(explain(two, inputs[0]).layers) == 2
-    assert held == [[False]]
+    assert alive == [[False]]
 
 
 def test_model_hooks_and_generator_are_left_unchanged_after_an_error_too(conv, inputs):
@@ -216,24 +215,23 @@ def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is,
     graph = graph_of("O4", 1)
     model = build(graph, make_options())
     with anemoi.install(fuse_edges=fuse_edges):
-        found = explain(model, draw(graph))
-    assert len(found.layers) >= 3 and all("proc" in layer.name for layer in found.layers)
-    assert {layer.features for layer in found.layers} == {"raw" if fuse_edges else "embedded"}
-    assert all(layer.module.startswith("GraphTransformer") for layer in found.layers)
+        layers = explain(model, draw(graph)).layers
+    assert len(layers) >= 3 and all("proc" in layer.name for layer in layers)
+    assert {layer.features for layer in layers} == {"raw" if fuse_edges else "embedded"}
+    assert all(layer.module.startswith("GraphTransformer") for layer in layers)
 
 
 @pytest.mark.parametrize("kind", [GraphTransformerProcessorBlock, GraphTransformerMapperBlock])
 def test_a_fused_attention_of_anemoi_is_listed_with_the_kernels_of_its_attention(
     anemoi_as_it_is, kind
 ):
-    block, found = make_block(kind), []
-    for blocks in (False, True):
-        with anemoi.install(backend="triton", blocks=blocks):
-            found += explain(block, *block_inputs(kind)).layers
-    attention, whole = found
+    block = make_block(kind)
+    with anemoi.install(backend="triton", blocks=False):
+        (attention,) = explain(block, *block_inputs(kind)).layers
+    with anemoi.install(backend="triton", blocks=True):
+        (whole,) = explain(block, *block_inputs(kind)).layers
     assert [pass_.operator for pass_ in whole.passes] == [SUBLAYER, f"{SUBLAYER}_backward"]
-    passes = [
-        replace(one, operator=own.operator)
-        for one, own in zip(whole.passes, attention.passes, strict=True)
-    ]
+    passes = []
+    for fused, alone in zip(whole.passes, attention.passes, strict=True):
+        passes.append(replace(fused, operator=alone.operator))
     assert replace(whole, passes=tuple(passes)) == attention

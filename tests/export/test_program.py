@@ -195,16 +195,15 @@ WRITTEN = {  # arguments that each kernel of the forward pass writes
 def test_a_gpu_program_holds_kernels_that_compile_and_no_operator_of_this_library():
     lines = lines_of(TRACED, "kernels")
     assert [line["ours"] for line in lines if "ours" in line] == [[], []]
-    found = [line for line in lines if "kernel" in line]
-    assert [line["kernel"] for line in found] == list(
-        WRITTEN
-    ) * 4  # encoder, processor, decoder; the layer
-    for line in found:
-        # else AOTInductor would copy read-only arguments
+    kernels = [line for line in lines if "kernel" in line]
+    # encoder, processor, decoder; the layer
+    assert [line["kernel"] for line in kernels] == 4 * list(WRITTEN)
+    for line in kernels:
+        # otherwise AOTInductor would copy read-only arguments
         assert line["written"] == WRITTEN[line["kernel"]], line
         assert line["symbolic"] and line["cubin"] > 1000, line
     # 32-bit offsets where ranges of sizes allow it: batch 1 to 64 on a small graph; any sizes
-    assert {line["program"]: line["wide"] for line in found} == {"model": False, "layer": True}
+    assert {line["program"]: line["wide"] for line in kernels} == {"model": False, "layer": True}
 
 
 def test_exported_kernels_have_the_arguments_of_eager_ones():

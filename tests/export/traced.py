@@ -1,7 +1,7 @@
 """Export models for a GPU that need not exist, and print the kernels in their graphs as JSON lines.
 
     python traced.py kernels     every kernel of a model and of a tensor-graph layer, compiled for an H200
-    python traced.py eager       kernels of a program with fixed sizes and those of the same eager call
+    python traced.py eager       kernels of a program with fixed sizes and of the same eager call
 
 Tensors are fake: they have a device and no memory. AOTInductor traces an exported program again and
 then sees the kernels of an operator; so does this script. Triton must be imported without its
@@ -147,13 +147,10 @@ def layer_program(gpu):
 def kernels():
     """Print the library's operators and the compiled kernels of programs."""
     for name, make in (("model", model_program), ("layer", layer_program)):
-        operators, found = look_into(make(Gpu()))
-        print(
-            json.dumps(
-                {"program": name, "ours": [target for target in operators if NAMESPACE in target]}
-            )
-        )
-        for kernel, args, written, symbolic in found:
+        operators, launches = look_into(make(Gpu()))
+        ours = [target for target in operators if NAMESPACE in target]
+        print(json.dumps({"program": name, "ours": ours}))
+        for kernel, args, written, symbolic in launches:
             numbers = {key: number(value) for key, value in args.items()}
             compiled = compile_launch(kernel, numbers, H200, ALIGNED)
             line = {
@@ -161,8 +158,9 @@ def kernels():
                 "kernel": kernel.fn.__name__,
                 "written": written,
                 "symbolic": symbolic,
+                "wide": args["INT64"],
+                "cubin": len(compiled.asm["cubin"]),
             }
-            line |= {"wide": args["INT64"], "cubin": len(compiled.asm["cubin"])}
             print(json.dumps(line))
 
 
@@ -198,8 +196,8 @@ def eager():
             for operand in operands_of(call)
         ]
         structure = {name: gpu.tensor(tensor) for name, tensor in call.graph.state_dict().items()}
-        _, found = look_into(export_program(attention, (*operands, structure)))
-        for kernel, args, _, _ in found:
+        _, exported_launches = look_into(export_program(attention, (*operands, structure)))
+        for kernel, args, _, _ in exported_launches:
             name = kernel.fn.__name__
             exported = compiled_in(kernel, args)
             eager = {"num_stages": 3} | launched[name]  # Triton's default

@@ -118,13 +118,13 @@ def test_a_strided_edge_index_is_grouped(shuffled):
 
 def test_unordered_structure_is_complete_and_gives_the_same_attention(named, unordered):
     edge_index, sizes = named
-    loose = GraphStructure.from_edge_index(edge_index, sizes, stable=False).validate()
-    assert torch.equal(loose.edge_index(), edge_index)
+    unordered_graph = GraphStructure.from_edge_index(edge_index, sizes, stable=False).validate()
+    assert torch.equal(unordered_graph.edge_index(), edge_index)
     graph = (edge_index.cpu(), sizes)
     problem = make_problem(graph, 3, 4, 5, dtype=torch.float64)
-    assert_same(
-        *(attend(problem, each, "torch") for each in (loose.to("cpu"), structure(graph))), 1e-12
-    )
+    actual = attend(problem, unordered_graph.to("cpu"), "torch")
+    expected = attend(problem, structure(graph), "torch")
+    assert_same(actual, expected, 1e-12)
 
 
 def test_global_edge_ids_follow_their_edges_without_order(shuffled, unordered):

@@ -179,9 +179,10 @@ def csc_inputs():
     ids=("from_csc", "from_edge_index", "from_adj_t"),
 )
 def test_writing_into_the_inputs_does_not_change_the_structure(make, inputs):
-    graph, expected = make(*inputs), make(*(each.clone() for each in inputs))
-    for each in inputs:
-        each.zero_()
+    expected = make(*(tensor.clone() for tensor in inputs))
+    graph = make(*inputs)
+    for tensor in inputs:
+        tensor.zero_()
     assert same(graph, expected)
 
 
@@ -248,11 +249,11 @@ def test_fixed_in_degree_is_detected_where_values_are_checked(name, degree):
     edge_index, sizes = GRAPHS[name]
     graph = GraphStructure.from_edge_index(edge_index, sizes)
     again = GraphStructure.from_csc(graph.colptr, graph.row, graph.num_src)
-    found = [
-        None if each.fixed_in_degree is None else each.fixed_in_degree.shape[0]
-        for each in (graph, again)
-    ]
-    assert found == [degree, degree]
+    for checked in (graph, again):
+        if degree is None:
+            assert checked.fixed_in_degree is None
+        else:
+            assert checked.fixed_in_degree.shape[0] == degree
     assert GraphStructure.from_edge_index(edge_index, sizes, validate=False).fixed_in_degree is None
 
 

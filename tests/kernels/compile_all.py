@@ -133,7 +133,7 @@ def record(work):
 
 
 def argument_type(value):
-    """The type of a runtime argument in Triton's words."""
+    """Return Triton's name of the type of a runtime argument."""
     if torch.is_tensor(value):
         return POINTERS[value.dtype]
     if isinstance(value, float):
@@ -143,15 +143,18 @@ def argument_type(value):
 
 def compile_launch(kernel, args, target, alignment):
     """Compile a recorded launch, with what is known of the alignment of its pointers."""
-    signature, constants, attributes = {}, {}, {}
-    for place, parameter in enumerate(kernel.params):
+    signature = {}
+    constants = {}
+    attributes = {}
+    for index, parameter in enumerate(kernel.params):
         value = args[parameter.name]
         if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
         else:
             signature[parameter.name] = argument_type(value)
             if torch.is_tensor(value):
-                attributes[(place,)] = alignment
+                attributes[(index,)] = alignment
     options = {name: value for name, value in args.items() if name not in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=target, options=options)
@@ -249,9 +252,10 @@ def each():
 def standard():
     """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16; low, high, equal degrees."""
     graphs = (bare_graph(), bare_graph(91), bare_graph(90), hub_graph())
-    for kernel, args in recorded(
-        *(Call(16, channels, 11, graph=graph) for channels in (64, 32) for graph in graphs)
-    ):
+    calls = []
+    for channels in (64, 32):
+        calls += [Call(16, channels, 11, graph=graph) for graph in graphs]
+    for kernel, args in recorded(*calls):
         yield kernel, args, ALIGNED, resources
 
 
@@ -290,8 +294,9 @@ def facts():
     for form in ("raw", "embedded"):
         for kernel, args in recorded(Call(2, 4, 3, form=form, graph=bare_graph())):
             if kernel.launch_metadata is not None:
-                told = kernel.launch_metadata((1,), SimpleNamespace(name=kernel.fn.__name__), args)
-                print(json.dumps(told | {"form": form}))
+                launched = SimpleNamespace(name=kernel.fn.__name__)
+                metadata = kernel.launch_metadata((1,), launched, args)
+                print(json.dumps(metadata | {"form": form}))
 
 
 def main(what, where):
@@ -300,13 +305,15 @@ def main(what, where):
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, WARP[backend])
     # launches are chosen as PyTorch for that GPU would
     torch.version.hip = "6.0" if backend == "hip" else None
-    for kernel, args, alignment, facts in {
-        f.__name__: f for f in (every, each, standard, offsets, updates)
-    }[what]():
+    functions = {f.__name__: f for f in (every, each, standard, offsets, updates)}
+    for kernel, args, alignment, describe in functions[what]():
         compiled = compile_launch(kernel, args, target, alignment)
-        line = {"kernel": kernel.fn.__name__, "name": compiled.metadata.name, **facts(compiled)}
+        line = {"kernel": kernel.fn.__name__, "name": compiled.metadata.name, **describe(compiled)}
         print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
-    facts() if sys.argv[1] == "facts" else main(*sys.argv[1:])
+    if sys.argv[1] == "facts":
+        facts()
+    else:
+        main(*sys.argv[1:])

@@ -1,14 +1,14 @@
-"""Launch the kernels of edge attention on a GPU that is not there, and print as JSON lines what reaches its driver.
+"""Launch the kernels of edge attention with a stand-in driver, and print its arguments as JSON lines.
 
-Triton binds, compiles for sm_90 and launches as ever; its driver is ours, and runs nothing. The
-second run of a plan takes what the first has compiled.
+Triton binds, compiles for sm_90 and launches as usual; the driver records launches and runs nothing.
+The second run of a plan uses the kernels that the first has compiled.
 
     python relaunch.py repeated      launches of two runs, arguments in order
     python relaunch.py public        the same where Triton does not have the private parts that a repeated launch uses
     python relaunch.py empty         launches of four runs over a graph without destinations
     python relaunch.py sizes         how often each kernel is compiled for graphs of several sizes
     python relaunch.py unaligned     launches with operands at odd addresses, when aligned ones were compiled before
-    python relaunch.py watched       what a hook of a profiler hears of the second run
+    python relaunch.py watched       metadata that a launch hook gets in the second run
 """
 
 import json
@@ -41,7 +41,7 @@ HUBS = Call(2, 16, 3, graph=hub_graph())
 
 
 class Driver:
-    """A driver of Triton for one GPU that notes launches."""
+    """A driver of Triton for one GPU that records launches."""
 
     utils = SimpleNamespace(load_binary=lambda *_: (object(), 1, 0, 0, 1024))
     utils.get_device_properties = lambda _: {"max_shared_mem": 2**17}
@@ -55,9 +55,9 @@ class Driver:
     def launcher_cls(self, source, metadata):
         """Launcher that Triton calls for one compiled kernel."""
 
-        def launch(x, y, z, stream, function, packed, told, enter, leave, *args):
+        def launch(x, y, z, stream, function, packed, launch_metadata, enter, leave, *args):
             if enter is not None:
-                enter(told)
+                enter(launch_metadata)
             self.launches.append((metadata.name, [x, y, z, stream, function, *packed], list(args)))
 
         return launch
@@ -67,7 +67,7 @@ DRIVER = Driver()
 
 
 def plain(arguments):
-    """Arguments with each tensor as its address, and an absent one as 0."""
+    """Return the arguments with the address of each tensor, and 0 for None."""
     return [
         argument.data_ptr() if torch.is_tensor(argument) else argument or 0
         for argument in arguments
@@ -164,13 +164,13 @@ def unaligned():
 
 
 def watched():
-    """Names and metadata, from a hook that is set when all is compiled."""
+    """Print names and bytes from a launch hook, installed after all kernels are compiled."""
     run(SMALL)
-    heard = []
-    knobs.runtime.launch_enter_hook.add(lambda told: heard.append(told.get()))
+    records = []
+    knobs.runtime.launch_enter_hook.add(lambda metadata: records.append(metadata.get()))
     run(SMALL)
-    for told in heard:
-        print(json.dumps({name: told[name] for name in ("name", "bytes") if name in told}))
+    for record in records:
+        print(json.dumps({name: record[name] for name in ("name", "bytes") if name in record}))
 
 
 if __name__ == "__main__":

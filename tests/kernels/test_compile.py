@@ -164,27 +164,27 @@ tt.func public @kernel(%numbers: !tt.ptr<f32>, %end: i32) {
 
 
 @pytest.mark.parametrize(
-    ("warps", "between", "found"),
+    ("warps", "between", "updated"),
     [("1, 2", "", {"numbers"}), ("1, 2", "ttg.barrier all", set()), ("2, 1", "", set())],
     ids=["row across warps", "with a barrier", "row within a warp"],
 )
-def test_an_update_that_races_would_be_seen(warps, between, found):
-    assert unordered_updates(UPDATE.replace("WARPS", warps).replace("BETWEEN", between)) == found
+def test_an_update_that_races_is_detected(warps, between, updated):
+    ttgir = UPDATE.replace("WARPS", warps).replace("BETWEEN", between)
+    assert unordered_updates(ttgir) == updated
 
 
 def test_a_profiler_gets_bytes_and_flops_of_a_launch():
-    told = {
-        (line["name"], line["form"]): (line["bytes"], line["flops16"])
-        for line in compile_kernels("facts")
-    }
-    # bytes of a row; two multiply-adds for each number of an edge
-    row, flops = (
-        2 * 4 * 2,
-        400 * (2 * 2 * 4) * 2,
-    )
-    assert told == {
+    metadata = {}
+    for line in compile_kernels("facts"):
+        metadata[line["name"], line["form"]] = (line["bytes"], line["flops16"])
+    row = 2 * 4 * 2  # bytes
+    flops = 400 * (2 * 2 * 4) * 2  # two multiply-adds per element of an edge
+    assert metadata == {
         ("edge_attention_fwd", "raw"): ((2 * 400 + 2 * 30) * row, flops),  # k, v of edges; q, out
-        ("edge_attention_fwd", "embedded"): ((4 * 400 + 2 * 30) * row, flops),  # and x beside k, v
+        ("edge_attention_fwd", "embedded"): (
+            (4 * 400 + 2 * 30) * row,
+            flops,
+        ),  # k, v and x of edges; q, out
         ("edge_attention_bwd_dst", "raw"): ((2 * 400 + 2 * 30) * row, flops),  # k, v; do, dq
         ("edge_attention_bwd_dst", "embedded"): ((4 * 400 + 2 * 30) * row, flops),
         ("edge_attention_bwd_src", "raw"): ((2 * 400 + 2 * 40) * row, flops),  # q, do; dk, dv
@@ -236,6 +236,6 @@ def test_unaligned_operands_go_to_a_kernel_compiled_for_them_which_is_then_repea
 def test_a_launch_hook_sees_every_launch_and_its_bytes():
     lines = relaunch("watched")
     assert len(lines) == LAUNCHES
-    told = {line["name"] for line in lines if line.get("bytes")}
+    names = {line["name"] for line in lines if line.get("bytes")}
     expected = ("fwd_bf16_h2_c16_d3", "bwd_dst_bf16_h2_c16_d3", "bwd_src_bf16_h2_c16")
-    assert told == {f"edge_attention_{name}" for name in expected}
+    assert names == {f"edge_attention_{name}" for name in expected}

@@ -87,7 +87,7 @@ GRAPH = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4, 2], [0, 0, 1, 3]]
 
 
 def read_by_projections(block, x):
-    """Return the input of each projection of nodes, by name, in bfloat16 autocast."""
+    """Return the inputs of the node projections by name, under bfloat16 autocast."""
     seen = {}
     for name in ("lin_query", "lin_key", "lin_value", "lin_self"):
         getattr(block, name).register_forward_pre_hook(

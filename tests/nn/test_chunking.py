@@ -87,16 +87,21 @@ def test_chunks_hold_every_destination_and_every_edge_once_and_only_sources_that
     graph, number
 ):
     chunks = split_destinations(graph, number)
-    sources, edge_index = torch.arange(SRC)[:, None], graph.edge_index()
-    found = []
+    sources = torch.arange(SRC)[:, None]
+    destinations = torch.arange(DST)[:, None]
+    edge_index = graph.edge_index()
+    edges_of_chunks = []
     for chunk in chunks:
         chunk.graph.validate()
         src, dst = chunk.graph.edge_index()
-        ids = chunk.sources(sources)[:, 0], chunk.destinations(torch.arange(DST)[:, None])[:, 0]
-        found.append(torch.stack([ids[0][src], ids[1][dst]]))
-        assert torch.equal(chunk.attributes(edge_index.T), found[-1].T)
+        source_ids = chunk.sources(sources)[:, 0]
+        destination_ids = chunk.destinations(destinations)[:, 0]
+        edges = torch.stack([source_ids[src], destination_ids[dst]])
+        edges_of_chunks.append(edges)
+        assert torch.equal(chunk.attributes(edge_index.T), edges.T)
         assert number == 1 or torch.equal(src.unique().long(), torch.arange(chunk.graph.num_src))
-    assert len(chunks) == number and torch.equal(torch.cat(found, dim=1), edge_index)
+    assert len(chunks) == number
+    assert torch.equal(torch.cat(edges_of_chunks, dim=1), edge_index)
     sizes = [chunk.graph.num_dst for chunk in chunks]
     assert sum(sizes) == DST and max(sizes) - min(sizes) <= 1
 

@@ -77,8 +77,9 @@ def make_adj_t(layout, edge_index, values):
 
 
 def stored_order(adj_t):
-    """Return the caller's edge of each stored value of an adj_t whose values are 1 + the edge."""
-    return (adj_t._values() if adj_t.layout == torch.sparse_coo else adj_t.values()).long() - 1
+    """Return the caller's edge of each stored value; the values of `adj_t` are 1 + the edge."""
+    values = adj_t._values() if adj_t.layout == torch.sparse_coo else adj_t.values()
+    return values.long() - 1
 
 
 @pytest.mark.parametrize("sort_order", (None, "row", "col"))

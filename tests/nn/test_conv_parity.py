@@ -69,13 +69,13 @@ def test_state_dict_loads_to_and_from_pyg(options):
     assert_same(theirs.state_dict(), ours.state_dict(), tolerance=0)
 
 
-@pytest.mark.parametrize("asked", FLAGS)
+@pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("edge_dim", (None, 5))
-def test_attention_weights_and_their_gradient_equal_pygs(edge_dim, asked):
+def test_attention_weights_and_their_gradient_equal_pygs(edge_dim, flag):
     x, edge_index, edge_attr = make_inputs(True, edge_dim)
     theirs, ours = make_pair(True, {"heads": 3, "edge_dim": edge_dim})
-    out, (edges, weights) = ours(x, edge_index, edge_attr, return_attention_weights=asked)
-    expected_out, (_, expected) = theirs(x, edge_index, edge_attr, return_attention_weights=asked)
+    out, (edges, weights) = ours(x, edge_index, edge_attr, return_attention_weights=flag)
+    expected_out, (_, expected) = theirs(x, edge_index, edge_attr, return_attention_weights=flag)
     assert edges is edge_index
     assert_same(out, expected_out)
     assert_same(weights, expected)

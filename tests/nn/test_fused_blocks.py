@@ -48,7 +48,7 @@ def default_device(kernel_device):
 
 
 def make(kind, batch=(), num_chunks=1, shared=False, **options):
-    """A block, and nodes, edges and attributes that it takes, shared by a batch or not."""
+    """Return a block and its arguments: nodes, graph, and edge attributes, which a batch may share."""
     torch.manual_seed(0)
     sizes = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3}
     block = KINDS[kind](**sizes | {"config": TRITON} | options)
@@ -57,70 +57,79 @@ def make(kind, batch=(), num_chunks=1, shared=False, **options):
     edge_index = torch.randint(9, (2, 31))
     graph = GraphStructure.from_edge_index(edge_index[:, edge_index[1].argsort(stable=True)], 9)
     x = [torch.randn(*batch, 9, 24) for _ in range(1 if kind == "processor" else 2)]
-    graph = graph if num_chunks == 1 else split_destinations(graph, num_chunks)
-    return block, x, graph, torch.randn(*(() if shared else batch), 31, 3)
+    if num_chunks > 1:
+        graph = split_destinations(graph, num_chunks)
+    attr_batch = () if shared else batch
+    return block, x, graph, torch.randn(*attr_batch, 31, 3)
 
 
 def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
-    """The destinations and gradients by name, of a loss that weights all elements apart."""
-    *x, attr = (each.detach().to(dtype).requires_grad_() for each in (*x, attr))
-    out = (block if forward is None else forward)(x[0] if len(x) == 1 else tuple(x), graph, attr)
-    out = out[1] if isinstance(out, tuple) else out
+    """Return the destinations and all gradients by name, for a loss with a weight per element."""
+    x = [rows.detach().to(dtype).requires_grad_() for rows in x]
+    attr = attr.detach().to(dtype).requires_grad_()
+    call = block if forward is None else forward
+    out = call(x[0] if len(x) == 1 else tuple(x), graph, attr)
+    if isinstance(out, tuple):
+        _, out = out
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    wanted = (
-        {f"x {i}": each for i, each in enumerate(x)}
-        | {"attr": attr}
-        | dict(block.named_parameters())
-    )
-    gradients = torch.autograd.grad(
-        out.double().mul(weight).sum(), list(wanted.values()), allow_unused=True
-    )
-    return {"out": out.detach()} | {
-        name: x for name, x in zip(wanted, gradients, strict=True) if x is not None
-    }
+    leaves = {f"x {i}": rows for i, rows in enumerate(x)}
+    leaves |= {"attr": attr, **dict(block.named_parameters())}
+    loss = out.double().mul(weight).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    result = {"out": out.detach()}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        if gradient is not None:
+            result[name] = gradient
+    return result
+
+
+def rms(tensor):
+    return tensor.square().mean().sqrt().item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", (False, True))
 @pytest.mark.parametrize(("batch", "num_chunks"), (((1,), 3), ((2,), 1), ((2,), 3)))
 def test_errors_are_at_most_three_times_separate_operators(kind, batch, num_chunks, shared):
-    block, *given = make(kind, batch, num_chunks, shared, config=AttentionConfig("torch"))
-    exact = differentiate(copy.deepcopy(block).double(), *given, torch.float64)
+    block, *inputs = make(kind, batch, num_chunks, shared, config=AttentionConfig("torch"))
+    exact = differentiate(copy.deepcopy(block).double(), *inputs, torch.float64)
     results = []
     for config, calls in ((block.config, 0), (TRITON, num_chunks)):
         block.config = config
         with autocast(), Operators() as operators:
-            results.append(differentiate(block, *given))
-        forward = [
-            name for name in operators_of_ours(operators.names) if not name.endswith("_backward")
-        ]
-        fused = [name for name in forward if name in (ATTENTION, FEED_FORWARD)]
+            results.append(differentiate(block, *inputs))
+        fused = []
+        for name in operators_of_ours(operators.names):
+            if name in (ATTENTION, FEED_FORWARD):
+                fused.append(name)
         assert fused == calls * [ATTENTION, FEED_FORWARD]
+    separate, fused = results
     for name, expected in exact.items():
-        plain, ours = ((found[name] - expected).square().mean().sqrt().item() for found in results)
-        allowed = (
-            3 * plain + 4 * torch.finfo(torch.bfloat16).eps * expected.square().mean().sqrt().item()
+        separate_error = rms(separate[name] - expected)
+        error = rms(fused[name] - expected)
+        allowed = 3 * separate_error + 4 * torch.finfo(torch.bfloat16).eps * rms(expected)
+        assert error <= allowed, (
+            f"{name}: RMS error {error:.1e}, with separate operators {separate_error:.1e}"
         )
-        assert ours <= allowed, f"{name}: RMS error {ours:.1e}, of separate operators {plain:.1e}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
     torch.compiler.reset()
-    block, *given = make(kind, (2,))
+    block, *inputs = make(kind, (2,))
     recorder = EagerAndRecordGraphs()
     compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=recorder)
     with autocast():
-        eager, again = (
-            differentiate(block, *given, forward=forward) for forward in (block, compiled)
-        )
+        expected = differentiate(block, *inputs)
+        actual = differentiate(block, *inputs, forward=compiled)
     (traced,) = recorder.graphs
     assert operators_of_ours(str(node.target) for node in traced.graph.nodes) == [
         ATTENTION,
         FEED_FORWARD,
     ]
-    assert all(torch.equal(again[name], expected) for name, expected in eager.items())
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +157,7 @@ def with_own_combine(block):
 
 def with_hook(name):
     def hook(block):
-        block.get_submodule(name).register_forward_hook(lambda module, given, out: 2 * out)
+        block.get_submodule(name).register_forward_hook(lambda module, inputs, out: 2 * out)
 
     return hook
 
@@ -159,12 +168,12 @@ CONDITIONAL = {
 
 
 def operators_of(kind, options, change=None, cond=None):
-    """Operators of this library that a block calls in a forward pass."""
-    block, x, *given = make(kind, **options)
+    """Return the operators of this library that a block calls in a forward pass."""
+    block, x, *edges = make(kind, **options)
     if change is not None:
         change(block)
     with autocast(), torch.no_grad(), Operators() as operators:
-        block(tuple(x) if len(x) > 1 else x[0], *given, cond=cond)
+        block(tuple(x) if len(x) > 1 else x[0], *edges, cond=cond)
     return operators_of_ours(operators.names)
 
 
@@ -208,7 +217,7 @@ def test_a_mapper_that_updates_its_sources_is_three_sublayers():
         ({}, lambda block: setattr(block, "__class__", OwnBlock), [ALONE]),
     ),
 )
-def test_what_cannot_be_fused_costs_its_own_sublayer_alone(options, change, expected):
+def test_an_unsupported_part_unfuses_only_its_own_sublayer(options, change, expected):
     assert operators_of("processor", options, change) == expected
 
 
@@ -218,7 +227,7 @@ def test_a_mapper_whose_norm_has_two_modules_keeps_its_attention():
 
 
 def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
-    _, (x,), *given = make("processor")
+    _, (x,), *edges = make("processor")
     sizes = {
         "num_layers": 4,
         "num_channels": 24,
@@ -229,7 +238,7 @@ def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
     processor = GraphTransformerProcessor(**sizes, config=TRITON)
     with autocast():
         names = sublayers_of_backward(
-            lambda backend: torch.compile(processor, backend=backend)(x, *given)
+            lambda backend: torch.compile(processor, backend=backend)(x, *edges)
         )
     layers = 2 * [f"{FEED_FORWARD}_backward", f"{ATTENTION}_backward"]
     backward = [name for name in names if name.endswith("_backward")]

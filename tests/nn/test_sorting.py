@@ -17,7 +17,7 @@ def groupings(operators):
 
 
 def train(layers, edges, steps=1):
-    """Return the output of the last step and the gradient of its input."""
+    """Run training steps; return the last output and the last input gradient."""
     for _ in range(steps):
         x = torch.linspace(-1, 1, NODES * 4, device=edges.device).view(NODES, 4).requires_grad_()
         out = x

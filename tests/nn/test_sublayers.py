@@ -211,11 +211,12 @@ def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind,
     x_src, x_dst = (torch.empty(5, CHANNELS) for _ in range(2))
     attr, halo, condition, condition_src = (torch.empty(0) for _ in range(4))
     t = parts.tensors(x_src, halo, x_dst, attr, condition, condition_src)
-    given = (t.x_src, t.halo, t.x_dst, t.edge_attr, t.condition, t.condition_src)
-    assert all(
-        a is b
-        for a, b in zip(given, (x_src, halo, x_dst, attr, condition, condition_src), strict=True)
-    )
+    assert t.x_src is x_src
+    assert t.halo is halo
+    assert t.x_dst is x_dst
+    assert t.edge_attr is attr
+    assert t.condition is condition
+    assert t.condition_src is condition_src
     for name in ("query", "self", "key", "value", "edge"):
         assert getattr(t, f"{name}_weight") is getattr(block, f"lin_{name}").weight
         assert getattr(t, f"{name}_bias") is getattr(block, f"lin_{name}").bias
@@ -286,7 +287,7 @@ def test_blocks_of_other_versions_of_anemoi(version):
     report = json.loads(result.stdout)
     assert report.pop("version") == version or version == "newest"
     has_gates = version not in ("0.9.3", "0.11.2")
-    for name, told in report.items():
+    for name, descriptions in report.items():
         kind, norm, implementation = name.split()
         condition = " condition" if norm == "conditional" else ""
         gated = " gated" if implementation == "swiglu" and has_gates else ""
@@ -296,7 +297,7 @@ def test_blocks_of_other_versions_of_anemoi(version):
         }
         if kind == "Mapper":
             expected["sources"] = expected["feed_forward"]
-        assert told == expected, name
+        assert descriptions == expected, name
 
 
 # ----------------------------------------------------------------------------------------------
@@ -716,8 +717,8 @@ def test_an_answer_leaves_nothing_on_the_block():
     assert_fused(copy.deepcopy(block))
 
 
-class Asked(nn.Module):
-    """Computes with parts, or returns what tells which sub-layer has none."""
+class UsesParts(nn.Module):
+    """Computes with the parts of a block; the output depends on the reason if a sub-layer has none."""
 
     def __init__(self, block):
         super().__init__()
@@ -740,18 +741,21 @@ class Asked(nn.Module):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_answers_are_traced_without_graph_breaks(library, dynamic):
+def test_parts_are_traced_without_graph_breaks(library, dynamic):
     torch.compiler.reset()
-    asked, x = Asked(make("mapper", library, qk_norm=True)), torch.randn(5, CHANNELS)
-    compiled = torch.compile(asked, fullgraph=True, dynamic=dynamic, backend="eager")
-    torch.testing.assert_close(compiled(x), asked(x))
-    asked.block.node_dst_mlp.mlp[1] = nn.Tanh()
-    torch.testing.assert_close(compiled(x), x - len(network_parts(asked.block)))
+    module = UsesParts(make("mapper", library, qk_norm=True))
+    x = torch.randn(5, CHANNELS)
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="eager")
+    torch.testing.assert_close(compiled(x), module(x))
+    module.block.node_dst_mlp.mlp[1] = nn.Tanh()
+    torch.testing.assert_close(compiled(x), x - len(network_parts(module.block)))
 
 
 @pytest.mark.parametrize("name", ["lin_query", "node_dst_mlp.mlp.1"])
 def test_reasons_are_traced_without_graph_breaks(name):
     torch.compiler.reset()
-    asked, x = Asked(make("mapper", qk_norm=True)), torch.randn(5, CHANNELS)
-    asked.block.get_submodule(name).register_forward_hook(lambda *_: None)
-    torch.testing.assert_close(torch.compile(asked, fullgraph=True, backend="eager")(x), asked(x))
+    module = UsesParts(make("mapper", qk_norm=True))
+    x = torch.randn(5, CHANNELS)
+    module.block.get_submodule(name).register_forward_hook(lambda *_: None)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), module(x))

@@ -54,23 +54,22 @@ def test_nan_that_arrives_at_an_isolated_destination_reaches_nothing(attend, ope
 
 
 @pytest.mark.parametrize("name", ["query", "key", "edge_weight"])
-def test_vmap_of_a_forward_computes_each(attend, operands, name):
-    operands = {each: operand.detach() for each, operand in operands.items()}
+def test_vmap_of_a_forward_computes_every_entry(attend, operands, name):
+    operands = {key: operand.detach() for key, operand in operands.items()}
 
     def of_one(operand):
         return attend(operands | {name: operand})[0]
 
-    two = torch.stack([operands[name], 2 * operands[name]])
-    torch.testing.assert_close(
-        torch.func.vmap(of_one)(two), torch.stack([of_one(each) for each in two])
-    )
+    batch = torch.stack([operands[name], 2 * operands[name]])
+    expected = torch.stack([of_one(entry) for entry in batch])
+    torch.testing.assert_close(torch.func.vmap(of_one)(batch), expected)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
 def test_a_gradient_by_torch_func_is_pytorchs_error_and_no_wrong_result(
     attend, operands, transform
 ):
-    operands = {each: operand.detach() for each, operand in operands.items()}
+    operands = {key: operand.detach() for key, operand in operands.items()}
 
     def of_query(query):
         return attend(operands | {"query": query})[0].square().sum()
@@ -83,13 +82,18 @@ def test_a_gradient_by_torch_func_is_pytorchs_error_and_no_wrong_result(
 def test_a_batch_of_incoming_gradients_gives_the_gradients_of_each(
     attend, operands, is_checkpointed
 ):
-    """PyTorch's vmap is around the backward pass alone, as `jacobian(vectorize=True)` has it."""
+    """PyTorch's vmap is around the backward pass alone, as in `jacobian(vectorize=True)`."""
     forward = partial(checkpoint, attend, use_reentrant=False) if is_checkpointed else attend
-    out, leaves = forward(operands)[0], list(operands.values())
+    out, _ = forward(operands)
+    leaves = list(operands.values())
     incoming = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(0)).to(out.device)
-    each = [torch.autograd.grad(out, leaves, rows, retain_graph=True) for rows in incoming]
-    expected = [torch.stack(gradients) for gradients in zip(*each, strict=True)]
-    mapped = torch.func.vmap(lambda rows: torch.autograd.grad(out, leaves, rows, retain_graph=True))
+
+    def differentiate(rows):
+        return torch.autograd.grad(out, leaves, rows, retain_graph=True)
+
+    gradients = [differentiate(rows) for rows in incoming]
+    expected = [torch.stack(entries) for entries in zip(*gradients, strict=True)]
+    mapped = torch.func.vmap(differentiate)
     torch.testing.assert_close(list(mapped(incoming)), expected)
     batched = torch.autograd.grad(out, leaves, incoming, is_grads_batched=True)
     torch.testing.assert_close(list(batched), expected)

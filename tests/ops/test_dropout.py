@@ -20,8 +20,8 @@ def keep(seed, ids, batch=0, head=0):
     ],
 )
 def test_philox_gives_the_published_values(counter, seed, words):
-    found = philox((torch.tensor([counter]),) * 4, torch.tensor([seed]))
-    assert " ".join(f"{int(word):08x}" for word in found) == words
+    output = philox((torch.tensor([counter]),) * 4, torch.tensor([seed]))
+    assert " ".join(f"{int(word):08x}" for word in output) == words
 
 
 def test_masks_of_seeds_batch_indices_heads_and_edges_beyond_32_bits_differ():

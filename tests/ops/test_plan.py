@@ -61,19 +61,21 @@ def test_scratch_of_a_common_step_never_overlaps(seed):
     spans = {}
     lifetimes = {}
     for number, step in enumerate(plan.steps):
-        for view in step.views:
-            place = plan.viewed[view]
-            if place.base > len(plan.results):  # neither the input nor a result
-                end = place.block_bytes + place.buffer.shape[0] * place.buffer.dtype.itemsize
-                spans[place.buffer.block] = (place.block_bytes, end)
-                lifetimes.setdefault(place.buffer.block, []).append(number)
+        for index in step.views:
+            view = plan.viewed[index]
+            buffer = view.buffer
+            if view.base > len(plan.results):  # neither the input nor a result
+                end = view.block_bytes + buffer.shape[0] * buffer.dtype.itemsize
+                spans[buffer.block] = (view.block_bytes, end)
+                lifetimes.setdefault(buffer.block, []).append(number)
     assert all(end <= plan.scratch_bytes for _, end in spans.values())
     for block, (begin, end) in spans.items():
         for other, (other_begin, other_end) in spans.items():
-            are_apart = max(lifetimes[block]) < min(lifetimes[other]) or max(
-                lifetimes[other]
-            ) < min(lifetimes[block])
-            assert block == other or are_apart or end <= other_begin or other_end <= begin
+            is_earlier = max(lifetimes[block]) < min(lifetimes[other])
+            is_later = max(lifetimes[other]) < min(lifetimes[block])
+            if block == other or is_earlier or is_later:
+                continue
+            assert end <= other_begin or other_end <= begin
 
 
 def test_scratch_of_steps_that_do_not_overlap_shares_bytes():
@@ -91,12 +93,12 @@ def test_scratch_of_steps_that_do_not_overlap_shares_bytes():
     assert torch.equal(plan.run([x])[0], x)
 
 
-def test_scratch_of_one_step_lies_side_by_side_at_aligned_offsets():
+def test_scratch_buffers_of_one_step_are_adjacent_at_aligned_offsets():
     builder = PlanBuilder([((3,), torch.float32)])
     buffers = [builder.empty((3,), torch.float32) for _ in range(4)]
     builder.compute(lambda *tensors: None, *buffers)
     plan = builder.finish([])
-    offsets = sorted(place.block_bytes for place in plan.viewed)
+    offsets = sorted(view.block_bytes for view in plan.viewed)
     assert offsets == [n * SCRATCH_ALIGNMENT for n in range(4)]
 
 

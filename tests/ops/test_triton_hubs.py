@@ -100,7 +100,7 @@ def launches_of(graph):
     }
 
 
-TODAY = {
+WITHOUT_HUBS = {
     "project",
     "fwd",
     "embed",
@@ -113,18 +113,24 @@ TODAY = {
 
 
 @pytest.mark.parametrize(("to", "of"), [(None, None), (3, None), (None, 2), (3, 2)])
-def test_only_graphs_with_hubs_launch_more_than_before(to, of, kernel_device):
+def test_only_graphs_with_hubs_launch_kernels_for_hubs(to, of, kernel_device):
     edges = 2 * HUB_DEGREE
     graph = structure(crowd(5, 6, to, of, edges), kernel_device).with_reverse()
-    assert (graph.dst_hubs is not None, graph.src_hubs is not None) == (
-        to is not None,
-        of is not None,
-    )
-    found, blocks = launches_of(graph), edges // SEGMENT
-    joined = set() if to is None and of is None else {"join_segments"}
-    assert set(found) == TODAY | joined | (set() if to is None else {"bwd_dst_hub"})
-    assert found["fwd"] == found["bwd_dst"] == ((6 + blocks, SEGMENT) if to is not None else (6, 0))
-    assert found["bwd_src"] == ((5 + blocks, SEGMENT) if of is not None else (5, 0))
+    has_dst_hub = to is not None
+    has_src_hub = of is not None
+    assert (graph.dst_hubs is not None) == has_dst_hub
+    assert (graph.src_hubs is not None) == has_src_hub
+    launches = launches_of(graph)
+    expected = set(WITHOUT_HUBS)
+    if has_dst_hub or has_src_hub:
+        expected.add("join_segments")
+    if has_dst_hub:
+        expected.add("bwd_dst_hub")
+    assert set(launches) == expected
+    blocks = edges // SEGMENT
+    by_destination = (6 + blocks, SEGMENT) if has_dst_hub else (6, 0)
+    assert launches["fwd"] == launches["bwd_dst"] == by_destination
+    assert launches["bwd_src"] == ((5 + blocks, SEGMENT) if has_src_hub else (5, 0))
 
 
 @pytest.mark.parametrize("edges", [HUB_DEGREE, HUB_DEGREE + 1])

@@ -143,9 +143,9 @@ def test_attributes_are_embedded_first_if_that_moves_fewer_bytes(case, training,
     operands = {name: operand.to(kernel_device) for name, operand in problem.operands().items()}
     operands = leaves_of(problem, graph) if training else operands
     query, key, value, *rest = operands.values()
-    found = explain_attention(query, key, value, graph, *rest, config=TRITON)
-    assert found.layers[0].features == ("embedded" if expected else "raw")
-    assert ("embedded edges" in str(found)) == expected
+    explanation = explain_attention(query, key, value, graph, *rest, config=TRITON)
+    assert explanation.layers[0].features == ("embedded" if expected else "raw")
+    assert ("embedded edges" in str(explanation)) == expected
 
 
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias"])

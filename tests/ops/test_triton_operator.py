@@ -73,17 +73,17 @@ def test_operators_of_one_sample_without_its_dimension_pass_opcheck(problem_and_
 
 
 def check_operators(arguments, grad_out, grad_lse):
-    """opcheck of the forward operator, and of its backward with what it saves."""
+    """Run opcheck on the forward operator, and on the backward operator with the saved tensors."""
     torch.library.opcheck(torch.ops.anemoi_gt.edge_attention_triton.default, arguments)
     detached = [
         argument.detach() if torch.is_tensor(argument) else argument for argument in arguments
     ]
     _, _, *saved = torch.ops.anemoi_gt.edge_attention_triton.default(*detached)
-    *given, _ = detached
+    *inputs, _ = detached
     needs = [operand is not None for operand in arguments[:6]]
     backward = torch.ops.anemoi_gt.edge_attention_triton_backward.default
-    torch.library.opcheck(backward, [grad_out, grad_lse, *given, *saved, needs])
-    torch.library.opcheck(backward, [None, grad_lse, *given, *saved, [True] + [False] * 5])
+    torch.library.opcheck(backward, [grad_out, grad_lse, *inputs, *saved, needs])
+    torch.library.opcheck(backward, [None, grad_lse, *inputs, *saved, [True] + [False] * 5])
 
 
 def test_one_sample_costs_autograd_no_node_but_the_operator(problem_and_graph):
@@ -130,21 +130,22 @@ def test_a_checkpointed_pass_may_be_watched_or_recorded_in_one_direction_alone(
     problem_and_graph, form
 ):
     problem, graph = problem_and_graph("one_edge", form)
-    leaves, results = leaves_of(problem, graph), []
-    for watch, create_graph in ((nullcontext, False), (Operators, False), (nullcontext, True)):
-        out, _ = checkpoint(
-            partial(edge_attention, **leaves, graph=graph, config=TRITON), use_reentrant=False
-        )
+    leaves = leaves_of(problem, graph)
+    attend = partial(edge_attention, **leaves, graph=graph, config=TRITON)
+
+    def gradients(watch, create_graph):
+        out, _ = checkpoint(attend, use_reentrant=False)
         with watch():
-            results.append(
-                torch.autograd.grad(out.sum(), list(leaves.values()), create_graph=create_graph)
-            )
-    assert all(
-        torch.equal(*each) for found in results[1:] for each in zip(found, results[0], strict=True)
-    )
+            return torch.autograd.grad(out.sum(), list(leaves.values()), create_graph=create_graph)
+
+    expected = gradients(nullcontext, create_graph=False)
+    observed = gradients(Operators, create_graph=False)
+    with_graph = gradients(nullcontext, create_graph=True)
+    assert all(map(torch.equal, observed, expected))
+    assert all(map(torch.equal, with_graph, expected))
 
 
-def test_what_is_kept_between_calls_holds_no_tensor(problem_and_graph):
+def test_caches_between_calls_hold_no_tensor(problem_and_graph):
     problem, graph = problem_and_graph("one_edge")
     leaves = leaves_of(problem, graph)
     edge_attention(**leaves, graph=graph, config=TRITON)[0].sum().backward()
@@ -156,16 +157,14 @@ def test_what_is_kept_between_calls_holds_no_tensor(problem_and_graph):
 
 def test_extra_outputs_take_no_gradient(problem_and_graph):
     problem, graph = problem_and_graph("one_edge")
-    outputs = torch.ops.anemoi_gt.edge_attention_triton(
-        *operator_arguments(problem, graph.with_reverse())
-    )
-    assert [output.requires_grad for output in outputs] == [True, True] + [False] * (
-        len(outputs) - 2
-    )
+    arguments = operator_arguments(problem, graph.with_reverse())
+    out, lse, *extra = torch.ops.anemoi_gt.edge_attention_triton(*arguments)
+    assert out.requires_grad and lse.requires_grad
+    assert not any(output.requires_grad for output in extra)
 
 
 @pytest.mark.parametrize("form", ["raw", "embedded"])
-def test_no_tensor_of_edges_by_heads_by_channels_is_made_from_raw_attributes(form, kernel_device):
+def test_raw_attributes_materialise_no_edges_by_heads_by_channels_tensor(form, kernel_device):
     nodes, edges, heads, channels = (
         (3, 100, 4, 64) if kernel_device.type == "cpu" else (200, 40_000, 16, 64)
     )
@@ -178,12 +177,12 @@ def test_no_tensor_of_edges_by_heads_by_channels_is_made_from_raw_attributes(for
             profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
         ) as profile:
             attend(problem, graph, "triton")
-        held = max(event.cpu_memory_usage for event in profile.events())
+        peak = max(event.cpu_memory_usage for event in profile.events())
     else:
         leaves = leaves_of(problem, graph)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         out, lse = edge_attention(**leaves, graph=graph, config=TRITON)
         scalar(problem, out, lse).backward()
-        held = torch.cuda.max_memory_allocated() - before
-    assert (held < bound) == (form == "raw"), f"{held} bytes were held, bound {bound}"
+        peak = torch.cuda.max_memory_allocated() - before
+    assert (peak < bound) == (form == "raw"), f"the peak is {peak} bytes, the bound {bound}"

@@ -1,7 +1,6 @@
 """Print reports of versions of anemoi-models: `python anemoi_reports.py all FOLDER... minor FOLDER...`.
 
-One process for each version, forks of one that has imported what all of them import, which takes
-seconds.
+Each version runs in its own process, forked from one with the common imports, which take seconds.
 """
 
 import json

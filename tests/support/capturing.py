@@ -1,4 +1,4 @@
-"""Captures on any device, where replays read and write as a CUDA graph would, and compiled blocks without Inductor."""
+"""Stand-ins for CUDA graphs on any device, whose replays use fixed memory, and compiled blocks without Inductor."""
 
 import math
 from contextlib import contextmanager
@@ -9,16 +9,16 @@ from torch.utils._pytree import tree_leaves
 
 
 def capture_in_place(function):
-    """As `capture_cuda_graph`: a warm-up, a capture that computes nothing, a replay into the memory of the capture."""
+    """Imitate `capture_cuda_graph`: warm up, capture without results, and replay into the memory of the capture."""
     function()
     outputs = function()
-    kept = written(outputs)
-    for tensor in kept:
+    static = written(outputs)
+    for tensor in static:
         if tensor is not None:
             tensor.fill_(math.nan)
 
     def replay():
-        for tensor, new in zip(kept, written(function()), strict=True):
+        for tensor, new in zip(static, written(function()), strict=True):
             if tensor is not None and new is not None:
                 tensor.copy_(new)
 
@@ -33,7 +33,7 @@ def written(outputs):
 
 @contextmanager
 def without_inductor():
-    """Have `nn.Module.compile` use `aot_eager`: without Inductor, which takes a minute, and without its options."""
+    """Let `nn.Module.compile` use `aot_eager`, without options: Inductor takes a minute."""
     original = nn.Module.compile
 
     def compile_without(module, *, options=None, **arguments):

@@ -1,4 +1,4 @@
-"""Cases of the accuracy matrix: graph, shape, dtype, form and option, run and judged.
+"""Cases of the accuracy matrix: graph, shape, dtype, form and option, run and checked.
 
 On a CPU, where the interpreter is slow, the matrix is a pairwise table; on a GPU it is the full
 product.
@@ -17,7 +17,7 @@ from support.pairwise import pairwise
 from support.run import scheduled, structure, with_hubs
 
 BATCHES = ("batch_shares_attributes", "batch_of_attributes")
-# that arrive
+# options with only one incoming gradient
 GRADIENTS = {
     "only_out_has_a_gradient": ["grad_out"],
     "only_lse_has_a_gradient": ["grad_lse"],
@@ -59,8 +59,9 @@ def pairwise_cases():
 
 
 def full_cases():
-    """Return every shape, edge_dim, dtype, form and option with graphs in turn; every graph in every form and dtype."""
-    names, cases = cycle(GRAPHS), []
+    """Return every combination of options with graphs in turn, and every graph in every form and dtype."""
+    names = cycle(GRAPHS)
+    cases = []
     for values in product(*COLUMNS.values()):
         row = dict(zip(COLUMNS, values, strict=True))
         # other forms have no attributes
@@ -72,7 +73,7 @@ def full_cases():
 
 
 def run(case, backend, device):
-    """Run a case and compute what it is judged by."""
+    """Run a case and compute its references."""
     graph = with_hubs(structure(edges(case), device), case.segment)
     if case.option == "dst_schedule":
         graph = scheduled(graph)
@@ -84,7 +85,7 @@ def run(case, backend, device):
 
 
 def judge(case, judged):
-    """Assert that a case is as accurate as the criterion asks."""
+    """Assert that a case meets the accuracy criterion."""
     __tracebackhide__ = True
     assert_within(*judged, case.dtype)
 
@@ -104,5 +105,7 @@ def problems(case):
         sample.grad_out *= 0.0 if case.option == "only_lse_has_a_gradient" else scale
         sample.grad_lse *= 0.0 if case.option == "only_out_has_a_gradient" else scale
         samples.append(sample)
-    shared = ("edge_weight", "edge_bias", "edge_attr")
-    return share(samples, *(shared if case.option == "batch_shares_attributes" else shared[:2]))
+    shared = ["edge_weight", "edge_bias"]
+    if case.option == "batch_shares_attributes":
+        shared.append("edge_attr")
+    return share(samples, *shared)

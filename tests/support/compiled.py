@@ -14,8 +14,8 @@ from support.run import leaves_of
 from support.same_numbers import assert_same
 
 CHANNELS, HEADS, DIM = 8, 2, 3
-# Sources, destinations, edges, batch. PyTorch unifies sizes that are equal at first: these differ
-# from each other, from the lengths of pointers (nodes + 1), and from CHANNELS, HEADS and DIM.
+# Sources, destinations, edges, batch. Dynamo unifies sizes that are equal in the first call, so all
+# differ from each other, from the lengths of pointers (nodes + 1), and from CHANNELS, HEADS and DIM.
 SIZES = ((9, 14, 31, 4), (11, 17, 53, 5), (43, 6, 77, 10))
 
 
@@ -28,17 +28,18 @@ class Sample:
 
     def leaves(self) -> dict[str, Tensor]:
         """Return copies that require gradients."""
-        return {
-            name: tensor.detach().clone().requires_grad_() for name, tensor in self.tensors.items()
-        }
+        leaves = {}
+        for name, tensor in self.tensors.items():
+            leaves[name] = tensor.detach().clone().requires_grad_()
+        return leaves
 
 
 def make_edges(num_src, num_dst, num_edges):
     """Return edge_index [2, E]."""
     generator = torch.Generator().manual_seed(num_edges)
-    return torch.stack(
-        [torch.randint(nodes, (num_edges,), generator=generator) for nodes in (num_src, num_dst)]
-    )
+    sources = torch.randint(num_src, (num_edges,), generator=generator)
+    destinations = torch.randint(num_dst, (num_edges,), generator=generator)
+    return torch.stack([sources, destinations])
 
 
 BLOCK = {
@@ -87,14 +88,16 @@ def call(layer, graph, tensors):
 def make_layer(name, backend="torch", device="cpu", **options):
     """Return a layer with random parameters."""
     torch.manual_seed(0)
-    return randomise(LAYERS[name](config=AttentionConfig(backend=backend), **options)).to(device)
+    layer = LAYERS[name](config=AttentionConfig(backend=backend), **options)
+    return randomise(layer).to(device)
 
 
 def sample_for(name, sizes, device="cpu"):
-    """Return a sample with the graph that a layer takes, and its reverse: square for processors, chunks for mappers."""
+    """Return a sample with a graph for a layer: square for processors, in chunks for chunked mappers."""
     num_src, num_dst, num_edges, samples = sizes
     is_square = name.startswith("processor")
-    num_src = num_dst if is_square else num_src
+    if is_square:
+        num_src = num_dst
     edge_index = make_edges(num_src, num_dst, num_edges)
     # sorted, so that it can be split into chunks
     edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
@@ -107,10 +110,12 @@ def sample_for(name, sizes, device="cpu"):
     }
     if is_square:
         del shapes["src"]
-    tensors = {
-        part: torch.randn(shape, generator=generator).to(device) for part, shape in shapes.items()
-    }
-    return Sample(split_destinations(graph, 2) if name.endswith("chunks") else graph, tensors)
+    tensors = {}
+    for part, shape in shapes.items():
+        tensors[part] = torch.randn(shape, generator=generator).to(device)
+    if name.endswith("chunks"):
+        graph = split_destinations(graph, 2)
+    return Sample(graph, tensors)
 
 
 def counting(backend="aot_eager"):
@@ -120,8 +125,9 @@ def counting(backend="aot_eager"):
 
 
 def assert_compiled_attention_is_eager(config, cases) -> None:
-    """Assert that attention of (problem, graph) pairs, compiled once for all sizes, has the bits of eager's gradients."""
-    counter, compilations = counting(), []
+    """Assert that attention of (problem, graph) pairs compiles once for all sizes, with bitwise the eager gradients."""
+    counter = counting()
+    compilations = []
 
     def loss(graph, query, key, value, *edge_operands):
         out, lse = edge_attention(query, key, value, graph, *edge_operands, config=config)
@@ -141,13 +147,13 @@ def assert_compiled_attention_is_eager(config, cases) -> None:
 
 
 def differentiate_seeded(module, function, tensors) -> dict[str, Tensor | None]:
-    """Return output and gradients of a function of named tensors, with the same random numbers in every call."""
+    """Differentiate a function of named tensors, with the same random numbers in every call."""
     torch.manual_seed(3)
     return differentiate(module, tensors, function)
 
 
 def assert_compiled_is_eager(module, compiled, eager, tensors) -> None:
     """Assert that two functions of named tensors give the same output and gradients."""
-    torch.testing.assert_close(
-        *(differentiate_seeded(module, function, tensors) for function in (compiled, eager))
-    )
+    actual = differentiate_seeded(module, compiled, tensors)
+    expected = differentiate_seeded(module, eager, tensors)
+    torch.testing.assert_close(actual, expected)

@@ -1,4 +1,4 @@
-"""Scripts in processes where Triton compiles, even if this one interprets: forks of one that has imported it."""
+"""Scripts in processes where Triton compiles even if this process interprets, forked from one that imported it."""
 
 import json
 import multiprocessing
@@ -14,7 +14,7 @@ from pathlib import Path
 import anemoi_gt
 
 FORK = multiprocessing.get_context("fork")
-KERNELS = Path(__file__).parents[1] / "kernels"  # whose scripts others import
+KERNELS = Path(__file__).parents[1] / "kernels"  # scripts import each other
 
 
 def lines_of(script, *arguments, timeout=600):
@@ -31,9 +31,8 @@ def start():
     """Start the process that is forked; it ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [Path(anemoi_gt.__file__).parents[1], KERNELS, KERNELS.parent]
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [*map(str, paths), environment.get("PYTHONPATH", "")]
-    )
+    paths = [*map(str, paths), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
 
@@ -49,8 +48,10 @@ def serve():
             process = FORK.Process(target=run, args=(script, arguments, timeout, output, error))
             process.start()
             process.join()
-            said = [(file.seek(0), file.read())[1] for file in (output, error)]
-        print(json.dumps([process.exitcode, *said]), flush=True)
+            output.seek(0)
+            error.seek(0)
+            result = [process.exitcode, output.read(), error.read()]
+        print(json.dumps(result), flush=True)
 
 
 def run(script, arguments, timeout, *files):

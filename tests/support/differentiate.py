@@ -10,23 +10,22 @@ def differentiate(module, inputs, call):
     """
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
     out = call(leaves)
-    out = out if torch.is_tensor(out) else torch.cat([part.flatten() for part in out])
-    wanted = {**dict(module.named_parameters()), **leaves}
-    loss = (
-        out
-        * torch.linspace(-1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
-    ).sum()
-    gradients = torch.autograd.grad(loss, wanted.values(), allow_unused=True)
-    return {"out": out.detach()} | {
-        f"d{name}": grad for name, grad in zip(wanted, gradients, strict=True)
-    }
+    if not torch.is_tensor(out):
+        out = torch.cat([part.flatten() for part in out])
+    leaves = {**dict(module.named_parameters()), **leaves}
+    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype, device=out.device)
+    loss = (out * weights.reshape(out.shape)).sum()
+    gradients = torch.autograd.grad(loss, leaves.values(), allow_unused=True)
+    result = {"out": out.detach()}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        result[f"d{name}"] = gradient
+    return result
 
 
 def draw(*shape):
-    """Return normally distributed float64, the same for the same shape."""
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
-    )
+    """Return a normally distributed float64 tensor, the same for the same shape."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def randomise(module, seed=0):

@@ -10,7 +10,8 @@ def keep_of(graph, heads, rate, manual_seed, sample=0):
     torch.manual_seed(manual_seed)
     seed = torch.randint(2**62, (1,), device=graph.device)  # as edge_attention draws it
     ids = graph.global_edge_ids()
-    mask = torch.stack(
-        [keep_factor(seed, sample, ids, head, rate, torch.float64) for head in range(heads)], 1
-    )
+    factors = []
+    for head in range(heads):
+        factors.append(keep_factor(seed, sample, ids, head, rate, torch.float64))
+    mask = torch.stack(factors, 1)
     return torch.empty_like(mask).index_copy_(0, graph.edge_order().long(), mask).cpu()

@@ -1,9 +1,9 @@
-"""Python programs in processes of their own, forks of a server that has imported what they import, which takes seconds.
+"""Python programs in separate processes, forked from a server with the imports, which take seconds.
 
-Under `python -m torch.distributed.run` the ranks are forks too, all else is torchrun's. A run of
-the application leaves an empty file where it draws its forecast. Where there is a GPU, programs are
-spawned and ranks are torchrun's: CUDA cannot be used in a fork of a process that has initialised
-it.
+Under `python -m torch.distributed.run` the ranks are forks, too; all else is torchrun's. A run of
+the application writes an empty file instead of its forecast plot. With a GPU, programs are spawned
+and torchrun starts the ranks, because CUDA cannot be used in a fork of a process that has
+initialised it.
 """
 
 import multiprocessing
@@ -39,7 +39,7 @@ FORK = multiprocessing.get_context("fork")
 
 @cache
 def start_server():
-    """Start the server, if any, which has the path of this process from Python 3.13 on."""
+    """Start the server, if any; before Python 3.13 it does not inherit the path of this process."""
     if HAS_GPU:
         return
     PROCESSES.set_forkserver_preload([__name__])
@@ -48,24 +48,24 @@ def start_server():
 
 
 class Program(PROCESSES.Process):
-    """`python *arguments` in a folder, started, with these changes of its environment."""
+    """A started process of `python *arguments` in a folder, with changes of its environment."""
 
     def __init__(self, *arguments, folder, environment=(), files=None):
         super().__init__(args=(list(map(str, arguments)), dict(environment)))
-        self.folder, self.files = (
-            folder,
-            files or [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")],
-        )
+        self.folder = folder
+        self.files = files
+        if files is None:
+            self.files = [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")]
         start_server()
         self.start()
 
     def run(self):
-        """Be the program, in the new process."""
-        for number, (file, stream) in enumerate(
-            zip(self.files, (sys.stdout, sys.stderr), strict=True), 1
-        ):
-            os.dup2(os.open(file, os.O_WRONLY), number)
-            stream.reconfigure(line_buffering=True)
+        """Run the program in the new process."""
+        stdout, stderr = self.files
+        os.dup2(os.open(stdout, os.O_WRONLY), 1)
+        os.dup2(os.open(stderr, os.O_WRONLY), 2)
+        sys.stdout.reconfigure(line_buffering=True)
+        sys.stderr.reconfigure(line_buffering=True)
         collect_seldom()
         os.chdir(self.folder)
         arguments, environment = self._args
@@ -77,7 +77,7 @@ class Program(PROCESSES.Process):
         run_python(arguments)
 
     def finish(self, timeout):
-        """Return exit status, standard output and standard error at the end, which may take `timeout` seconds."""
+        """Wait for the end, at most `timeout` seconds; return exit status, standard output and standard error."""
         self.join(timeout)
         late = f"\nstill running after {timeout} s" if self.is_alive() else ""
         self.kill()
@@ -88,21 +88,21 @@ class Program(PROCESSES.Process):
 
 @contextmanager
 def forked_commands():
-    """Fork what `subprocess.run` and `subprocess.Popen`, with files for its output, would start of this Python."""
-
-    run, popen = subprocess.run, subprocess.Popen
+    """Let `subprocess.run` and `subprocess.Popen` fork Python programs; Popen needs files for the output."""
+    run = subprocess.run
+    popen = subprocess.Popen
 
     def fork_and_wait(command, *, timeout=None, **options):
         if command[0] != sys.executable:
             return run(command, timeout=timeout, **options)
-        return CompletedProcess(command, *Program(*command[1:], folder=Path.cwd()).finish(timeout))
+        program = Program(*command[1:], folder=Path.cwd())
+        return CompletedProcess(command, *program.finish(timeout))
 
     def fork(command, *, stdout=None, stderr=None, **options):
         if command[0] != sys.executable:
             return popen(command, stdout=stdout, stderr=stderr, **options)
-        program = Program(
-            *command[1:], folder=Path.cwd(), files=[Path(file.name) for file in (stdout, stderr)]
-        )
+        files = [Path(stdout.name), Path(stderr.name)]
+        program = Program(*command[1:], folder=Path.cwd(), files=files)
         return SimpleNamespace(wait=lambda timeout: program.finish(timeout)[0])
 
     with patch("subprocess.run", fork_and_wait), patch("subprocess.Popen", fork):
@@ -111,24 +111,25 @@ def forked_commands():
 
 def run_python(arguments):
     """Run `python *arguments` in this process."""
-    sys.argv = arguments[1:] if arguments[0] == "-m" else arguments
-    if arguments[0] != "-m":
-        sys.path.insert(0, str(Path(arguments[0]).parent))
-        runpy.run_path(arguments[0], run_name="__main__")
-    else:
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
         sys.modules.pop(arguments[1], None)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def fork_rank(handler, command, environment):
-    """As `SubprocessHandler._popen`: a process that polls, waits and returns like one of `subprocess`."""
+    """Replace `SubprocessHandler._popen`: return a forked process with the interface of `subprocess.Popen`."""
     process = FORK.Process(target=be_rank, args=(list(command), environment))
     process.start()
     return process._popen
 
 
 def be_rank(command, environment):
-    """Be one rank that torchrun starts."""
+    """Run one rank that torchrun starts."""
     os.setsid()
     os.environ.clear()
     os.environ |= environment

@@ -1,9 +1,9 @@
-"""Garbage collections in processes of tests, which hold many objects from the start."""
+"""Garbage collection in test processes, which have many objects from the start."""
 
 import gc
 
 
 def collect_seldom():
-    """Leave what is there out of garbage collections, which would copy its pages in a fork, and collect seldom."""
+    """Exclude existing objects from garbage collection, which would copy their pages in a fork, and collect rarely."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)

@@ -8,19 +8,19 @@ SEED = 20190301
 def _random(num_src, num_dst, num_edges):
     generator = torch.Generator().manual_seed(SEED)
     src = torch.randint(num_src, (num_edges,), generator=generator)
-    return torch.stack([src, torch.randint(num_dst, (num_edges,), generator=generator)]), (
-        num_src,
-        num_dst,
-    )
+    dst = torch.randint(num_dst, (num_edges,), generator=generator)
+    return torch.stack([src, dst]), (num_src, num_dst)
 
 
 def _edges(pairs, num_src, num_dst):
-    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous(), (num_src, num_dst)
+    edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+    return edge_index, (num_src, num_dst)
 
 
 def sort_edges(edge_index, sizes):
     """Return the same graph with its edges sorted by destination."""
-    return edge_index[:, torch.sort(edge_index[1], stable=True).indices], sizes
+    order = torch.sort(edge_index[1], stable=True).indices
+    return edge_index[:, order], sizes
 
 
 def _nearest(num_src, num_dst, degree):
@@ -52,7 +52,7 @@ GRAPHS = {
 
 
 def crowd(num_src, num_dst, to=None, of=None, edges=32):
-    """Random edges, of which most lead `to` one destination and come `of` one source."""
+    """Draw random edges, most of them `to` one destination and `of` one source."""
     generator = torch.Generator().manual_seed(edges)
     ends = [torch.randint(nodes, (edges,), generator=generator) for nodes in (num_src, num_dst)]
     for end, hub, others in zip(ends, (of, to), (edges // 4, edges // 3), strict=True):

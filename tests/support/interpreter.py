@@ -1,10 +1,13 @@
-"""Triton's interpreter without most of its time.
+"""Patches that make Triton's interpreter faster.
 
-It searches `triton.language` for functions to exchange when a kernel starts and again at every call
-of a helper; it computes every sum and product of integers again in 64 bits, for an assertion that it
-then leaves out; it writes its table of dtypes anew for each value; it checks and wraps the shape of
-each value, of which a kernel has few; and before an operation it copies both operands to their
-common shape, which NumPy does by itself.
+The interpreter spends most of its time on work that it repeats:
+
+* It searches `triton.language` for functions to replace, when a kernel starts and at every call of
+  a helper.
+* It computes every sum and product of integers again in 64 bits, for an assertion that it omits.
+* It builds its table of dtypes for each value.
+* It checks and wraps the shape of each value, although a kernel has only a few shapes.
+* Before each operation it copies both operands to their common shape, which NumPy does by itself.
 """
 
 import inspect
@@ -23,7 +26,7 @@ NAMES = FLOATS | {"int32": "int32", "int64": "int64"}
 
 
 def speed_up_interpreter() -> None:
-    """Exchange functions once a launch, leave out the arithmetic of absent assertions, keep tables and shapes."""
+    """Replace functions once per launch, omit the arithmetic of unused assertions, cache tables and shapes."""
     patch_once_a_launch()
     keep_shapes()
     keep_operands()
@@ -31,17 +34,22 @@ def speed_up_interpreter() -> None:
     unwrap_values_first()
     interpreter._patch_builtin = exchange_known
     builder = interpreter.interpreter_builder
-    assert not builder.options.debug  # else overflows would raise
+    assert not builder.options.debug  # otherwise overflows would raise
     builder.options = replace(builder.options, sanitize_overflow=False)
-    look_up, known = interpreter._get_np_dtype, {}
-    interpreter._get_np_dtype = lambda dtype: (
-        known.get(dtype.name) or known.setdefault(dtype.name, look_up(dtype))
-    )
+    look_up = interpreter._get_np_dtype
+    known = {}
+
+    def get_np_dtype(dtype):
+        if dtype.name not in known:
+            known[dtype.name] = look_up(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = get_np_dtype
 
 
 @cache
 def builtins_of(owner) -> dict:
-    """Return what the interpreter calls in the end for each function of Triton, without checks and copies between."""
+    """Return the innermost function that the interpreter calls for each function of Triton, by name."""
     direct = {}
     for name, builtin in inspect.getmembers(owner):
         if core.is_builtin(builtin):
@@ -58,31 +66,40 @@ def as_method(function, **fixed):
 
 
 def exchange_known(owner, builder, scope) -> None:
-    """Exchange the functions of a module or class, which are searched for once."""
+    """Replace the functions of a module or class, which are searched for once."""
     for name, function in builtins_of(owner).items():
         scope.set_attr(owner, name, function)
 
 
 def keep_shapes() -> None:
-    """Give values and types of one shape the same, which was checked and wrapped once."""
-    make_type, make_value, known = core.block_type.__init__, core.tensor.__init__, {}
+    """Check and wrap each shape once, and share it between the values and types that have it."""
+    make_type = core.block_type.__init__
+    make_value = core.tensor.__init__
+    known = {}
     scalar = core.tensor(None, core.int32)
 
     def make_known_type(block, element_ty, shape):
         key = tuple(map(operator.index, shape))
         if key not in known:
             make_type(block, element_ty, shape)
-            make_value(value := core.tensor.__new__(core.tensor), None, block)
+            value = core.tensor.__new__(core.tensor)
+            make_value(value, None, block)
             known[key] = block.shape, block.numel, value
-        block.element_ty, (block.shape, block.numel, block.value) = element_ty, known[key]
-        block.name, block.lengths = f"<{key}, {element_ty}>", key
+        block.element_ty = element_ty
+        block.shape, block.numel, block.value = known[key]
+        block.name = f"<{key}, {element_ty}>"
+        block.lengths = key
 
     def make_known_value(value, handle, type):
         like = type.value if type.is_block() else scalar
-        value.handle, value.type, value.dtype = handle, type, type.scalar
-        value.shape, value.numel = like.shape, like.numel
+        value.handle = handle
+        value.type = type
+        value.dtype = type.scalar
+        value.shape = like.shape
+        value.numel = like.numel
 
-    core.block_type.__init__, core.tensor.__init__ = make_known_type, make_known_value
+    core.block_type.__init__ = make_known_type
+    core.tensor.__init__ = make_known_value
 
 
 def keep_operands() -> None:
@@ -91,10 +108,8 @@ def keep_operands() -> None:
     Every function that matches operands computes with both, so that its result has their common
     shape.
     """
-    match, broadcast = (
-        TritonSemantic.binary_op_type_checking_impl,
-        TritonSemantic.broadcast_impl_value,
-    )
+    match = TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
     semantic = interpreter.interpreter_semantic
 
     @cache
@@ -104,7 +119,7 @@ def keep_operands() -> None:
         return data
 
     def number_like(tensor, value):
-        """A Python number as a scalar of the dtype of a tensor."""
+        """Return a Python number as a scalar in the dtype of a tensor."""
         handle = interpreter.TensorHandle(constant(value, NAMES[tensor.dtype.name]), tensor.dtype)
         return core.tensor(handle, tensor.dtype)
 
@@ -119,14 +134,16 @@ def keep_operands() -> None:
         return in_common_shape(lhs, rhs)
 
     def broadcast_unless_same(self, lhs, rhs):
-        return (lhs, rhs) if lengths_of(lhs) == lengths_of(rhs) else broadcast(self, lhs, rhs)
+        if lengths_of(lhs) == lengths_of(rhs):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
 
     TritonSemantic.binary_op_type_checking_impl = match_known
     TritonSemantic.broadcast_impl_value = broadcast_unless_same
 
 
 def takes_dtype(value, tensor) -> bool:
-    """Return whether a Python number takes the dtype of a tensor, of which it is a value."""
+    """Return whether `value` is a Python number that the dtype of a tensor can hold."""
     if type(value) is int and -(2**31) <= value < 2**31:
         return type(tensor) is core.tensor and tensor.dtype.name in NAMES
     return type(value) is float and type(tensor) is core.tensor and tensor.dtype.name in FLOATS
@@ -143,7 +160,7 @@ def need_no_cast(lhs, rhs, rules) -> bool:
 
 
 def in_common_shape(lhs, rhs):
-    """Return two values as ones of their common shape, with the elements that they have."""
+    """Give two values their common shape, without copying elements."""
     left, right = lengths_of(lhs), lengths_of(rhs)
     if left == right:
         return lhs, rhs
@@ -156,7 +173,7 @@ def in_common_shape(lhs, rhs):
 
 
 def lengths_of(value) -> tuple[int, ...]:
-    """Return the shape of a value, () of a scalar."""
+    """Return the shape of a value, () for a scalar."""
     return value.type.lengths if value.type.is_block() else ()
 
 
@@ -167,11 +184,14 @@ def common_shape(*shapes) -> tuple[int, ...]:
 
 
 def check_sizes_by_name() -> None:
-    """Look up the bytes that an element may have, by the name of its dtype."""
-    kind, known = interpreter.TensorHandle, {}
+    """Look up the maximum element size by the name of the dtype."""
+    kind = interpreter.TensorHandle
+    known = {}
 
     def make(handle, data, dtype, attr=None):
-        handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
+        handle.data = data
+        handle.dtype = dtype
+        handle.attr = {} if attr is None else attr
         if dtype.name not in known:
             is_pointer = isinstance(dtype, core.pointer_type)
             known[dtype.name] = 8 if is_pointer else max(dtype.primitive_bitwidth // 8, 1)
@@ -182,11 +202,9 @@ def check_sizes_by_name() -> None:
 
 
 def unwrap_values_first() -> None:
-    """Return a value as it is before lists and tuples are asked for, of which there are few."""
-    unwrap, values = (
-        core._unwrap_if_constexpr,
-        (core.tensor, core.dtype, int, float, bool, type(None)),
-    )
+    """Return common values unchanged before checking for lists and tuples, which are rare."""
+    unwrap = core._unwrap_if_constexpr
+    values = (core.tensor, core.dtype, int, float, bool, type(None))
 
     def unwrap_known(value):
         kind = type(value)
@@ -198,8 +216,9 @@ def unwrap_values_first() -> None:
 
 
 def patch_once_a_launch() -> None:
-    """Exchange the functions at a kernel's start, and for helpers only those of modules that the launch has not met."""
-    patch, met = interpreter._patch_lang, []
+    """Replace the functions at a kernel's start, and those of each helper's module once per launch."""
+    patch = interpreter._patch_lang
+    met = []
 
     def patch_unmet(function):
         names = function.__globals__
@@ -208,7 +227,12 @@ def patch_once_a_launch() -> None:
         scope = patch(function)
         if not met:  # the kernel itself, whose scope ends with the launch
             restore = scope.restore
-            scope.restore = lambda: (met.clear(), restore())
+
+            def restore_and_clear():
+                met.clear()
+                restore()
+
+            scope.restore = restore_and_clear
         met.append(names)
         return scope
 

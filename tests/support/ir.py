@@ -1,57 +1,46 @@
-"""Reading Triton's intermediate representation: how wide offsets are, and in which order memory is read and written.
+"""Analysis of Triton's intermediate representation: width of offsets, and order of loads and stores.
 
-One pass over the lines, in which every value knows the kernel's argument that it points into and
-what bounds it. Names are unique where they can be seen and used again elsewhere, so the latest
-definition of a name is the one that is meant.
+One pass over the lines tracks, for every value, the kernel argument that it points into and whether
+it is bounded. A name may be used again in another scope, so its latest definition is valid.
 """
 
 import re
 from dataclasses import dataclass
 
 SHAPING = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "ttg.convert_layout"}
-# as unbounded as what they are made of
-SUMMING = SHAPING | {
-    "tt.addptr",
-    "arith.addi",
-    "arith.subi",
-    "arith.muli",
-}
+# the result is unbounded if an operand is
+SUMMING = SHAPING | {"tt.addptr", "arith.addi", "arith.subi", "arith.muli"}
 
 
 @dataclass(frozen=True)
 class Value:
     """Known properties of a value."""
 
-    base: str  # the kernel's argument that it comes from, by way of pointer arithmetic
+    base: str  # the kernel argument that it comes from by pointer arithmetic
     constant: bool = False
-    unbounded: bool = False  # only the sizes of the graph bound it
-    narrow: bool = False  # made with a 32-bit product of something unbounded
+    unbounded: bool = False  # bounded only by the sizes of the graph
+    narrow: bool = False  # computed with a 32-bit product of an unbounded value
 
     @classmethod
     def of(cls, name, operation, operands, line):
-        """The value that an operation makes."""
-        # the others count heads and channels
+        """Return the value that an operation computes."""
+        # the other axes count heads and channels
         first_axis = operation == "tt.get_program_id" and " x " in line
-        # remainders stay below the number of nodes
-        unbounded = first_axis or operation in (
-            "tt.load",
-            "arith.divsi",
-        )
+        # arith.remsi is not among them: a remainder is below the number of nodes
+        unbounded = first_axis or operation in ("tt.load", "arith.divsi")
         if operation in SUMMING or operation == "arith.extsi":
             unbounded = any(operand.unbounded for operand in operands)
         narrow = operation != "tt.load" and any(operand.narrow for operand in operands)
         if operation == "arith.muli" and re.search(r": (tensor<\d+x(1x)?i32|i32)", line):
             narrow |= unbounded
-        base = (
-            operands[0].base
-            if operands and (operation in SHAPING or operation == "tt.addptr")
-            else name.lstrip("%")
-        )
+        base = name.lstrip("%")
+        if operands and (operation in SHAPING or operation == "tt.addptr"):
+            base = operands[0].base
         return cls(base, operation == "arith.constant", unbounded, narrow)
 
 
 def walk(text):
-    """(operation, operands, line) for every line that does something, in order."""
+    """Yield (operation, operands, line) for every line with an operation, in order."""
     scope = {}
 
     def known(name):
@@ -74,22 +63,24 @@ def walk(text):
 
 
 def narrow_offsets(ttir):
-    """Arguments with an offset that holds a 32-bit product of a number that grows with the graph."""
+    """Return the arguments with an offset from a 32-bit product of a value that grows with the graph."""
     added = (operands for operation, operands, _ in walk(ttir) if operation == "tt.addptr")
     return {pointer.base for pointer, offset, *_ in added if offset.narrow}
 
 
 def unordered_updates(ttgir):
-    """Arguments that a loop reads and then overwrites, where several warps read the same and no barrier parts them."""
-    layouts, found, read = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M)), set(), set()
+    """Return the arguments that a loop reads in several warps and then overwrites without a barrier between."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
+    updated = set()
+    read = set()
     for operation, operands, line in walk(ttgir):
         if operation == "scf.for" or "barrier" in line:
             read = set()
         elif operation == "tt.load" and _shared_by_warps(line, layouts):
             read.add(operands[0].base)
         elif operation == "tt.store":
-            found |= {operands[0].base} & read
-    return found
+            updated |= {operands[0].base} & read
+    return updated
 
 
 def _shared_by_warps(load, layouts):
@@ -98,13 +89,11 @@ def _shared_by_warps(load, layouts):
     tensor = re.search(pattern, load.split(" loc(")[0])
     if tensor is None:
         return True  # a scalar, which every thread reads
-    sizes, sliced, layout = (
-        [int(size) for size in tensor[1].split("x")[:-1]],
-        tensor[2],
-        layouts[tensor[3]],
-    )
+    sizes = [int(size) for size in tensor[1].split("x")[:-1]]
+    sliced = tensor[2]
+    layout = layouts[tensor[3]]
     if not re.search("ttg.blocked|ttg.nvidia_mma", layout):
-        return True  # nothing is known of it
+        return True  # an unknown layout
     warps, per_warp = _tiling(layout)
     if sliced is not None and warps[int(sliced)] > 1:
         return True
@@ -116,7 +105,7 @@ def _shared_by_warps(load, layouts):
 
 
 def _tiling(layout):
-    """How many warps lie along each axis, and how many elements of it a warp holds at a time."""
+    """Return the number of warps along each axis, and the number of elements of one warp."""
 
     def read(name):
         return [int(size) for size in re.search(rf"{name} = \[([\d, ]+)\]", layout)[1].split(",")]

@@ -1,4 +1,4 @@
-"""The kernels that calls of the `triton` backend launch; nothing is launched."""
+"""Kernels that calls of the `triton` backend would launch; no kernel runs."""
 
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -12,7 +12,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Launched(NamedTuple):
-    """One launch: the kernel's name in a profile, its grid and constants, and which tensors are there."""
+    """One launch: the name of the kernel in a profile, its grid, its constants, and the names of its tensors."""
 
     name: str
     grid: tuple[int, ...]
@@ -22,13 +22,14 @@ class Launched(NamedTuple):
 
 @contextmanager
 def noted_launches():
-    """Yield a list that grows by each launch inside."""
+    """Yield a list to which each launch in the context is added."""
     launches = []
 
     def note(launch, ordered):
-        tensors = {
-            name: x for name, x in zip(launch.tensors, ordered, strict=True) if x is not None
-        }
+        tensors = {}
+        for name, tensor in zip(launch.tensors, ordered, strict=True):
+            if tensor is not None:
+                tensors[name] = tensor
         name = launch.name({name: DTYPES.get(x.dtype) for name, x in tensors.items()})
         launches.append(Launched(name, launch.grid, launch.constants, frozenset(tensors)))
 

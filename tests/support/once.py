@@ -1,11 +1,11 @@
-"""What takes long and is computed once for all workers of pytest-xdist."""
+"""Results that are computed once for all workers of pytest-xdist."""
 
 import fcntl
 import json
 
 
 def compute_once(name, compute, tmp_path_factory, worker_id):
-    """Return what `compute()` returned, which JSON can hold, in the first worker that asked for it by name."""
+    """Return the result of `compute()`, which the first worker to ask for `name` computes and stores as JSON."""
     folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""The operators that are called in a block."""
+"""The operators that are called in a `with` block."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,8 +1,8 @@
 """Three implementations of edge attention that share no line with the package.
 
-`oracle` loops over destinations in float64 and embeds every edge; `plain` is straightforward
-PyTorch in the dtype under test, whose error is the yardstick; `magnitude` is the size of the
-summands, the scale of rounding.
+`oracle` loops over destinations in float64 and embeds every edge. `plain` is straightforward
+PyTorch in the dtype under test; its error is the baseline. `magnitude` is the size of the summands,
+which is the scale of rounding.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -33,12 +33,12 @@ class Problem:
 
     def to(self, dtype):
         """Return the problem with all floating-point tensors in `dtype`."""
-        tensors = {
-            f.name: value for f in fields(self) if torch.is_tensor(value := getattr(self, f.name))
-        }
-        return replace(
-            self, **{name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()}
-        )
+        converted = {}
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if torch.is_tensor(value) and value.is_floating_point():
+                converted[attribute.name] = value.to(dtype)
+        return replace(self, **converted)
 
 
 def make_problem(graph, heads, channels, edge_dim, form="raw", dtype=torch.float32, seed=0):
@@ -50,15 +50,14 @@ def make_problem(graph, heads, channels, edge_dim, form="raw", dtype=torch.float
         return (torch.randn(*shape, generator=generator, dtype=torch.float64) * size).to(dtype)
 
     edges = edge_index.shape[1]
-    nodes = {
-        name: draw(n, heads, channels)
-        for name, n in (("query", num_dst), ("key", num_src), ("value", num_src))
-    }
-    grad_out, grad_lse = draw(num_dst, heads, channels), draw(num_dst, heads)
+    query = draw(num_dst, heads, channels)
+    key = draw(num_src, heads, channels)
+    value = draw(num_src, heads, channels)
+    grad_out = draw(num_dst, heads, channels)
+    grad_lse = draw(num_dst, heads)
     grad_lse = grad_lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    problem = Problem(
-        edge_index, **nodes, grad_out=grad_out, grad_lse=grad_lse, scale=channels**-0.5
-    )
+    gradients = {"grad_out": grad_out, "grad_lse": grad_lse}
+    problem = Problem(edge_index, query, key, value, **gradients, scale=channels**-0.5)
     if form == "embedded":
         problem.edge_attr = draw(edges, heads, channels)
     elif form != "none":
@@ -80,7 +79,10 @@ def _embed(problem):
 
 
 def _attend_densely(problem):
-    x, (src, dst), outs, lses = _embed(problem), problem.edge_index, [], []
+    x = _embed(problem)
+    src, dst = problem.edge_index
+    outs = []
+    lses = []
     for i in range(problem.query.shape[0]):
         into = (dst == i).nonzero().flatten()
         k, v = problem.key[src[into]], problem.value[src[into]]
@@ -98,36 +100,34 @@ def _attend_densely(problem):
 
 
 def _attend_plainly(problem):
-    x, (src, dst) = _embed(problem), problem.edge_index
+    x = _embed(problem)
+    src, dst = problem.edge_index
     q, k, v = problem.query[dst], problem.key[src], problem.value[src]
     if x is not None:
         k, v = k + x, v + x
     score = (q * k).sum(-1) * problem.scale
     index = dst[:, None].expand_as(score)
     shape = (problem.query.shape[0], score.shape[1])
-    high = torch.full(shape, -torch.inf, dtype=score.dtype).scatter_reduce(
-        0, index, score.detach(), "amax"
-    )
-    p = torch.exp(score - high[dst])
-    total = torch.zeros(shape, dtype=score.dtype).index_add(0, dst, p)
-    lse = high + torch.log(total)
-    p = p / total[dst]
+    row_max = torch.full(shape, -torch.inf, dtype=score.dtype)
+    row_max = row_max.scatter_reduce(0, index, score.detach(), "amax")
+    p = torch.exp(score - row_max[dst])
+    denominator = torch.zeros(shape, dtype=score.dtype).index_add(0, dst, p)
+    lse = row_max + torch.log(denominator)
+    p = p / denominator[dst]
     if problem.keep is not None:
         p = p * problem.keep.to(p.dtype)
     return torch.zeros_like(problem.query).index_add(0, dst, p[..., None] * v), lse
 
 
 def _differentiate(attend, problem):
-    """Outputs and gradients by autograd, by name."""
-    leaves = {
-        name: operand.detach().clone().requires_grad_()
-        for name, operand in problem.operands().items()
-    }
+    """Return outputs, and gradients by autograd, by name."""
+    leaves = {}
+    for name, operand in problem.operands().items():
+        leaves[name] = operand.detach().clone().requires_grad_()
     out, lse = attend(replace(problem, **leaves))
     finite = torch.isfinite(lse)
-    loss = (out * problem.grad_out).sum() + (
-        lse[finite] * problem.grad_lse.to(lse.dtype)[finite]
-    ).sum()
+    grad_lse = problem.grad_lse.to(lse.dtype)
+    loss = (out * problem.grad_out).sum() + (lse[finite] * grad_lse[finite]).sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     result = {"out": out.detach(), "lse": lse.detach()}
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
@@ -155,32 +155,31 @@ def magnitude(problem):
     if x_abs is not None:
         k, v = k + x_abs, v + x_abs
     score_size = (absolute.query[dst] * k).sum(-1) * abs(problem.scale)  # [E, H]
-    exact, x = oracle(problem), _embed(p64)
+    exact = oracle(problem)
+    x = _embed(p64)
     key = p64.key[src] if x is None else p64.key[src] + x
-    p = torch.exp((p64.query[dst] * key).sum(-1) * problem.scale - exact["lse"][dst]) * (
-        1 + score_size
-    )
+    score = (p64.query[dst] * key).sum(-1) * problem.scale
+    p = torch.exp(score - exact["lse"][dst]) * (1 + score_size)
     m = 1.0 if problem.keep is None else p64.keep
     grad_out, grad_lse = p64.grad_out.abs(), p64.grad_lse.abs()
 
     def into(rows):
-        return torch.zeros(problem.query.shape[0], *rows.shape[1:], dtype=torch.float64).index_add(
-            0, dst, rows
-        )
+        """Sum rows of edges at their destinations."""
+        sums = torch.zeros(problem.query.shape[0], *rows.shape[1:], dtype=torch.float64)
+        return sums.index_add(0, dst, rows)
 
     def out_of(rows):
-        return torch.zeros(problem.key.shape[0], *rows.shape[1:], dtype=torch.float64).index_add(
-            0, src, rows
-        )
+        """Sum rows of edges at their sources."""
+        sums = torch.zeros(problem.key.shape[0], *rows.shape[1:], dtype=torch.float64)
+        return sums.index_add(0, src, rows)
 
     dp = m * (grad_out[dst] * v).sum(-1)
     ds = p * (dp + into(p * dp)[dst] + grad_lse[dst]) * abs(problem.scale)
     w = m * p
+    lse_size = torch.where(torch.isfinite(exact["lse"]), exact["lse"].abs(), 0.0)
     sizes = {
         "out": into(w[..., None] * v),
-        "lse": 1
-        + torch.where(torch.isfinite(exact["lse"]), exact["lse"].abs(), 0.0)
-        + into(p * score_size),
+        "lse": 1 + lse_size + into(p * score_size),
         "dquery": into(ds[..., None] * k),
         "dkey": out_of(ds[..., None] * absolute.query[dst]),
         "dvalue": out_of(w[..., None] * grad_out[dst]),

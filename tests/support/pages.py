@@ -33,13 +33,14 @@ def pages_with(*languages):
 
 
 def commands(page):
-    """Return the commands of a page as lists of words.
+    """Return the commands on a page as lists of words.
 
-    They are all lines of `shell` blocks, and the lines of `text` blocks that begin with a program,
-    with or without srun, up to a remark after two spaces or an `&`.
+    These are all lines of `shell` blocks, and the lines of `text` blocks that begin with a program,
+    with or without srun. A remark after two spaces and a final `&` are removed.
     """
     lines = "".join(blocks(page, "shell")).splitlines()
     for line in "".join(blocks(page, "text")).splitlines():
-        words = re.split(r"\s{2,}| &$", line.removeprefix("srun "))[0]
-        lines += [words] if words.startswith(tuple(f"{program} " for program in PROGRAMS)) else []
+        command = re.split(r"\s{2,}| &$", line.removeprefix("srun "))[0]
+        if command.startswith(tuple(f"{program} " for program in PROGRAMS)):
+            lines.append(command)
     return [shlex.split(line, comments=True) for line in lines]

@@ -1,4 +1,4 @@
-"""A small table in which every two values of different columns are in some row."""
+"""A small table in which every pair of values from two columns occurs in some row."""
 
 from itertools import combinations, product
 
@@ -6,21 +6,20 @@ from itertools import combinations, product
 def pairwise(**columns):
     """Return rows (dicts) with every pair of values of any two columns; greedy and deterministic."""
     names = sorted(columns, key=lambda name: -len(columns[name]))
-    pairs = combinations(names, 2)
-    missing = {
-        (left, a, right, b)
-        for left, right in pairs
-        for a, b in product(columns[left], columns[right])
-    }
+    missing = set()
+    for left, right in combinations(names, 2):
+        for a, b in product(columns[left], columns[right]):
+            missing.add((left, a, right, b))
     rows = []
     while missing:
         left, a, right, b = min(missing, key=repr)
         row = {left: a, right: b}
         for name in names:
             if name not in row:
-                gains = [
-                    len(_covered(row | {name: value}, names) & missing) for value in columns[name]
-                ]
+                gains = []
+                for value in columns[name]:
+                    covered = _covered(row | {name: value}, names)
+                    gains.append(len(covered & missing))
                 row[name] = columns[name][gains.index(max(gains))]
         missing -= _covered(row, names)
         rows.append(row)

@@ -10,13 +10,11 @@ def colours(path):
 
 
 def fewest_colours(pixels, rows, columns, across):
-    """Return the smallest number of colours of a panel in these rows and the first columns of `across`."""
+    """Return the smallest number of colours in any panel of the first `columns` of a grid, rows x across."""
     height, width = pixels.shape
-    panels = (
-        pixels[
-            row * height // rows : (row + 1) * height // rows,
-            at * width // across : (at + 1) * width // across,
-        ]
-        for row, at in np.ndindex(rows, columns)
-    )
-    return min(len(np.unique(panel)) for panel in panels)
+    numbers = []
+    for row, column in np.ndindex(rows, columns):
+        top, bottom = row * height // rows, (row + 1) * height // rows
+        left, right = column * width // across, (column + 1) * width // across
+        numbers.append(len(np.unique(pixels[top:bottom, left:right])))
+    return min(numbers)

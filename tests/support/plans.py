@@ -1,4 +1,4 @@
-"""Plans made anew, where a test changes what they are made from: plans are kept by the sizes of a call."""
+"""Launch plans that are not cached, for tests that change what a plan depends on."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,15 +15,19 @@ from anemoi_gt.ops.triton_backend.sizes import sizes_of
 
 @contextmanager
 def new_plans(**sizes) -> Iterator[None]:
-    """Keep no plan from before, nor from inside for later; some sizes are others than those of the call."""
+    """Use an empty cache of plans in the context, and replace some sizes of each call."""
 
     def changed(*arguments, **options):
         return sizes_of(*arguments, **options)._replace(**sizes)
 
     with ExitStack() as patches:
-        kept = [(edge_attention_triton, "forward_plan"), (edge_attention_triton, "backward_plan")]
-        kept += [(attention_sublayer, "plans_of"), (feed_forward_sublayer, "plans_of")]
-        for module, name in kept:
+        cached = [
+            (edge_attention_triton, "forward_plan"),
+            (edge_attention_triton, "backward_plan"),
+            (attention_sublayer, "plans_of"),
+            (feed_forward_sublayer, "plans_of"),
+        ]
+        for module, name in cached:
             make = lru_cache(getattr(module, name).__wrapped__)
             patches.enter_context(mock.patch.object(module, name, make))
         for module in (edge_attention_triton, attention_sublayer):

@@ -1,4 +1,4 @@
-"""Uninitialised memory holds NaN, so that a row that a kernel does not write cannot pass by luck."""
+"""Fill uninitialised memory with NaN, so that a row that no kernel writes cannot pass by accident."""
 
 from contextlib import contextmanager
 

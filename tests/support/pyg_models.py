@@ -1,4 +1,4 @@
-"""A heterogeneous graph, and three models with PyG's `TransformerConv`, as in its examples; all take x, edge_index, edge_attr."""
+"""A heterogeneous graph, and three models with PyG's `TransformerConv`, called with x, edge_index and edge_attr."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ DIM = 3  # edge attributes
 
 
 class UnifiedMessagePassing(nn.Module):
-    """Nodes with some of their labels, through gated layers with norms, as in UniMP (Shi et al. 2021)."""
+    """Gated layers with norms on node features and labels, as in UniMP (Shi et al. 2021)."""
 
     def __init__(self, channels=6, classes=4, hidden=8, heads=2, layers=3):
         super().__init__()
@@ -31,7 +31,7 @@ class UnifiedMessagePassing(nn.Module):
 
 
 class TemporalEmbedding(nn.Module):
-    """Attention over past events, whose edges carry a message and the encoded time since: TGN (Rossi et al. 2020)."""
+    """Attention over past events, with a message and the encoded time since on each edge: TGN (Rossi et al. 2020)."""
 
     def __init__(self, channels=6, hidden=4, heads=2, times=5):
         super().__init__()
@@ -46,7 +46,7 @@ class TemporalEmbedding(nn.Module):
 
 
 class TextGraphEncoder(nn.Module):
-    """Batch norm and dropout over nodes and edges that carry text embeddings: G-Retriever (He et al. 2024)."""
+    """Batch norm and dropout on text embeddings of nodes and edges: G-Retriever (He et al. 2024)."""
 
     def __init__(self, channels=6, hidden=4, heads=4):
         super().__init__()
@@ -57,9 +57,8 @@ class TextGraphEncoder(nn.Module):
         )
 
     def forward(self, x, edge_index, edge_attr):
-        x = nn.functional.dropout(
-            self.norm(self.first(x, edge_index, edge_attr)).relu(), 0.3, self.training
-        )
+        x = self.norm(self.first(x, edge_index, edge_attr)).relu()
+        x = nn.functional.dropout(x, 0.3, self.training)
         return self.second(x, edge_index, edge_attr)
 
 
@@ -77,7 +76,7 @@ class TwoLayers(nn.Module):
 
 
 def make_hetero():
-    """The graph of the weather with three attributes for each edge, where PyG looks for them."""
+    """Return the weather graph with three edge attributes in `edge_attr`, as PyG expects."""
     graph = weather_graph()
     for edges in graph.edge_stores:
         edges.edge_attr = torch.cat([edges.edge_length, edges.edge_dirs], dim=1)

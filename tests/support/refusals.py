@@ -1,4 +1,4 @@
-"""Tests of many wrong inputs and the messages that they must raise."""
+"""Tests of many wrong inputs and their error messages."""
 
 import re
 from functools import partial
@@ -7,19 +7,21 @@ import pytest
 
 
 def refused(*cases):
-    """Parametrise a test over (*wrong, message): a call, or what else is wrong, and the message of its ValueError."""
-    cases = [(wrong[0] if len(wrong) == 1 else wrong, message) for *wrong, message in cases]
-    return pytest.mark.parametrize(
-        ("wrong", "message"), cases, ids=[message[:60] for _, message in cases]
-    )
+    """Parametrise a test over (*wrong, message): a call or wrong values, and the message of the ValueError."""
+    parameters = []
+    for *wrong, message in cases:
+        parameters.append((wrong[0] if len(wrong) == 1 else wrong, message))
+    ids = [message[:60] for _, message in parameters]
+    return pytest.mark.parametrize(("wrong", "message"), parameters, ids=ids)
 
 
 def options(call, must, **wrong):
-    """Return a case for each option of a call with its wrong value: "<option> must <must> .. got <value>"."""
-    return [
-        (partial(call, **{n: v}), f"{n} must {must}.*, got {re.escape(repr(v))}")
-        for n, v in wrong.items()
-    ]
+    """Return a case for each option of a call and its wrong value: "<option> must <must> .. got <value>"."""
+    cases = []
+    for name, value in wrong.items():
+        message = f"{name} must {must}.*, got {re.escape(repr(value))}"
+        cases.append((partial(call, **{name: value}), message))
+    return cases
 
 
 def raises(call, message):

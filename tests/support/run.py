@@ -33,7 +33,7 @@ def head_major(rows):
 
 
 def attend(problem, graph, backend, **options):
-    """Return out, lse and the gradients of every operand by name, on the CPU; computed on the device of `graph`.
+    """Compute out, lse and the gradients of every operand on the device of `graph`; return them on the CPU by name.
 
     `backend` may be a config. An upstream gradient of the problem that is None is not passed.
     """
@@ -45,25 +45,23 @@ def attend(problem, graph, backend, **options):
 
 def leaves_of(problem, graph):
     """Return copies of the operands that require gradients, by name, on the device of `graph`."""
-    operands = {
-        name: operand.detach().to(graph.device, copy=True)
-        for name, operand in problem.operands().items()
-    }
-    return {name: operand.requires_grad_() for name, operand in operands.items()}
+    leaves = {}
+    for name, operand in problem.operands().items():
+        leaves[name] = operand.detach().to(graph.device, copy=True).requires_grad_()
+    return leaves
 
 
 def result_of(problem, out, lse, leaves):
     """Return out, lse and the gradients of the leaves by name, on the CPU."""
     gradients = torch.autograd.grad(scalar(problem, out, lse), list(leaves.values()))
-    names = ("out", "lse", *(f"d{name}" for name in leaves))
-    return {
-        name: tensor.detach().cpu()
-        for name, tensor in zip(names, (out, lse, *gradients), strict=True)
-    }
+    result = {"out": out.detach().cpu(), "lse": lse.detach().cpu()}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        result[f"d{name}"] = gradient.cpu()
+    return result
 
 
 def scalar(problem, out, lse):
-    """Return the loss with the problem's upstream gradients of out and lse, ignoring lse of isolated destinations."""
+    """Return a loss with the upstream gradients of the problem, ignoring lse of isolated destinations."""
     terms = []
     if problem.grad_out is not None:
         terms.append((out * problem.grad_out.to(out.device)).sum())

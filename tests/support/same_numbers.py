@@ -1,10 +1,10 @@
-"""Comparisons of two computations of the same numbers: a tolerance for float64, or for each dtype in another order."""
+"""Comparison of two computations of the same results, to a fixed tolerance or to the rounding of each dtype."""
 
 import torch
 
 # eps of the dtype, relative to the largest value: sums of up to 20,000 terms in another order
 TOLERANCE = 160
-LARGEST = 1e-2  # a gradient that vanishes but for rounding is judged by the largest of its model
+LARGEST = 1e-2  # relative size below which a gradient is compared at the scale of the largest one
 
 
 def assert_same(actual, expected, tolerance=1e-10):
@@ -14,15 +14,14 @@ def assert_same(actual, expected, tolerance=1e-10):
 
 
 def assert_same_numbers(actual, expected, dtype=None):
-    """Assert that two tensors, or nests of tensors, are equal but for rounding in `dtype`, their own by default."""
+    """Assert that two tensors, or nests of tensors, agree up to rounding in `dtype`, by default their own."""
     __tracebackhide__ = True
     actual, expected = dict(_named(actual)), dict(_named(expected))
     assert actual.keys() == expected.keys()
-    sizes = {
-        name: each.abs().max().item()
-        for name, each in expected.items()
-        if each is not None and each.numel()
-    }
+    sizes = {}
+    for name, tensor in expected.items():
+        if tensor is not None and tensor.numel():
+            sizes[name] = tensor.abs().max().item()
     largest = max((size for name, size in sizes.items() if name != "out"), default=0.0)
     for name, tensor in expected.items():
         assert (tensor is None) == (actual[name] is None), f"{name}: only one of the two is None"

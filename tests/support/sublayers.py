@@ -1,4 +1,4 @@
-"""Both sub-layers of a block in plain PyTorch, and what they are tested with."""
+"""Both sub-layers of a block in plain PyTorch, and the cases and tensors to test them."""
 
 from typing import NamedTuple
 
@@ -10,16 +10,7 @@ from anemoi_gt.ops.sublayer_tensors import AttentionOptions
 from support.pairwise import pairwise
 from support.run import with_hubs
 
-# a number is that of the channels of a condition
-NORMS = (
-    "bare",
-    "scale",
-    "shift",
-    "both",
-    1,
-    4,
-    16,
-)
+NORMS = ("bare", "scale", "shift", "both", 1, 4, 16)  # a number: channels of a condition
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -68,7 +59,7 @@ SMALL = Sizes()
 def draw_feed_forward(
     device, norm="both", gated=False, bias=True, seed=0, sizes=SMALL, scaled=False, **_
 ):
-    """Tensors by name, and a gradient of the output; `scaled`: weights as those of a new model."""
+    """Draw tensors by name and a gradient of the output; `scaled` weights are as in a new model."""
     generator = torch.Generator().manual_seed(seed)
     features, hidden, rows = sizes.features, sizes.hidden, sizes.rows
     shapes = {
@@ -106,7 +97,7 @@ def draw_attention(
     dtype=torch.float32,
     sizes=SMALL,
 ):
-    """Tensors by name, a gradient of the output, a structure, its edge index, and options.
+    """Draw tensors by name and a gradient of the output; return them with a structure, edge_index and options.
 
     The last destination is isolated.
     """
@@ -129,7 +120,7 @@ def draw_attention(
         shapes |= {"query_norm_scale": (width // heads,), "key_norm_scale": (width // heads,)}
     named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        if name.endswith("_weight"):  # so that scores are about 1, as those of a new model
+        if name.endswith("_weight"):  # so that scores are about 1, as in a new model
             named[name] *= shape[1] ** -0.5
     named |= draw_norm("norm", norm, features, batch * num_dst, generator)
     if nodes == "two sets":
@@ -163,7 +154,7 @@ def draw_norm(prefix, norm, features, rows, generator):
 
 
 def fill(kind, named):
-    """Return the tensors of a sub-layer from those that are there, by name."""
+    """Return the tensors of a sub-layer from named tensors; missing ones are None."""
     return kind(*(named.get(name) for name in kind._fields))
 
 
@@ -172,13 +163,14 @@ def results_of(compute, named, grad, dtype):
     leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in named.items()}
     out = compute(leaves)
     gradients = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
-    return {"out": out.detach()} | {
-        f"d{name}": x for name, x in zip(leaves, gradients, strict=True)
-    }
+    result = {"out": out.detach()}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        result[f"d{name}"] = gradient
+    return result
 
 
 def normed(x, named, prefix, eps):
-    """Layer norm with or without scale and shift, or with those that a condition makes."""
+    """Return the layer norm, with scale and shift if there are any; a condition may compute them."""
     rows = functional.layer_norm(x, x.shape[-1:], eps=eps)
     condition = named.get(prefix.replace("norm", "condition"))
     scale, shift = named.get(f"{prefix}_scale"), named.get(f"{prefix}_shift")
@@ -193,7 +185,7 @@ def normed(x, named, prefix, eps):
 
 
 def feed_forward(named, eps, activation):
-    """The feed-forward sub-layer."""
+    """Return the output of the feed-forward sub-layer."""
     rows = normed(named["x"], named, "norm", eps)
     hidden = functional.linear(rows, named["weight_in"], named.get("bias_in"))
     if "weight_gate" in named:
@@ -205,7 +197,7 @@ def feed_forward(named, eps, activation):
 
 
 def attention(named, edge_index, options):
-    """The attention sub-layer; weights of a destination's edges by a mask."""
+    """Return the output of the attention sub-layer; a mask selects the in-edges of each destination."""
     batch, heads = options.batch, options.heads
 
     def entries(rows):
@@ -215,28 +207,27 @@ def attention(named, edge_index, options):
         return functional.linear(rows, named[f"{name}_weight"], named.get(f"{name}_bias"))
 
     def head_norm(rows, name, eps):
+        if not eps:
+            return rows
         scale = named.get(f"{name}_norm_scale")
-        return functional.layer_norm(rows, rows.shape[-1:], scale, eps=eps) if eps else rows
+        return functional.layer_norm(rows, rows.shape[-1:], scale, eps=eps)
 
-    dst = src = entries(normed(named["x_dst"], named, "norm", options.norm_eps))
+    dst = entries(normed(named["x_dst"], named, "norm", options.norm_eps))
+    src = dst
     if "x_src" in named:
         src = entries(normed(named["x_src"], named, "norm_src", options.norm_src_eps))
     if "halo" in named:
         src = torch.cat([src, entries(named["halo"])], 1)
-    query, key, value = (
-        mapped(rows, name).unflatten(-1, (heads, -1))
-        for rows, name in ((dst, "query"), (src, "key"), (src, "value"))
-    )
-    query, key = (
-        head_norm(query, "query", options.query_norm_eps),
-        head_norm(key, "key", options.key_norm_eps),
-    )
+    query = mapped(dst, "query").unflatten(-1, (heads, -1))
+    key = mapped(src, "key").unflatten(-1, (heads, -1))
+    value = mapped(src, "value").unflatten(-1, (heads, -1))
+    query = head_norm(query, "query", options.query_norm_eps)
+    key = head_norm(key, "key", options.key_norm_eps)
     edges = mapped(named["edge_attr"], "edge").unflatten(-1, (heads, -1))
     source, destination = edge_index.to(query.device)
     scores = (query[:, destination] * (key[:, source] + edges)).sum(-1) / query.shape[-1] ** 0.5
-    belongs = (torch.arange(dst.shape[1], device=query.device)[:, None] == destination)[
-        None, :, :, None
-    ]
-    weights = torch.where(belongs, scores[:, None], -1e4).softmax(2) * belongs
+    nodes = torch.arange(dst.shape[1], device=query.device)
+    mask = (nodes[:, None] == destination)[None, :, :, None]  # [1, N_dst, E, 1]
+    weights = torch.where(mask, scores[:, None], -1e4).softmax(2) * mask
     out = (weights[..., None] * (value[:, source] + edges)[:, None]).sum(2).flatten(-2)
     return named["x_dst"] + mapped(out + mapped(dst, "self"), "projection").flatten(0, 1)

@@ -17,27 +17,27 @@ def weather_graph(nodes=NODES, kinds=KINDS):
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     for name, size in nodes.items():
-        graph[name].x = torch.rand(size, 2, generator=generator) * torch.tensor(
-            [3.0, 6.0]
-        ) - torch.tensor([1.5, 0.0])
+        fractions = torch.rand(size, 2, generator=generator)
+        graph[name].x = fractions * torch.tensor([3.0, 6.0]) - torch.tensor([1.5, 0.0])
     for kind, edges in kinds.items():
-        ends = [
-            torch.randint(nodes[name], (edges,), generator=generator) for name in (kind[0], kind[2])
-        ]
-        graph[kind].edge_index = torch.stack(ends)
+        source, _, destination = kind
+        src = torch.randint(nodes[source], (edges,), generator=generator)
+        dst = torch.randint(nodes[destination], (edges,), generator=generator)
+        graph[kind].edge_index = torch.stack([src, dst])
         graph[kind].edge_length = torch.rand(edges, 1, generator=generator)
         graph[kind].edge_dirs = torch.randn(edges, 2, generator=generator)
     return graph
 
 
-HOURS, POINTS = 744, regional([58.0, 57.0], [-1.0, 0.0, 1.0])
+HOURS = 744
+POINTS = regional([58.0, 57.0], [-1.0, 0.0, 1.0])
 
 
 def hourly_field(changed_from=HOURS, hours=HOURS, nodes=POINTS):
-    """Return a month of random temperatures on some points; other ones from an hour on."""
-    size, generators = (HOURS, len(nodes)), [torch.Generator().manual_seed(seed) for seed in (0, 1)]
-    before, after = (280 + 5 * torch.randn(size, generator=generator) for generator in generators)
+    """Return a month of random temperatures on some points; from hour `changed_from` on, they are others."""
+    size = (HOURS, len(nodes))
+    before = 280 + 5 * torch.randn(size, generator=torch.Generator().manual_seed(0))
+    after = 280 + 5 * torch.randn(size, generator=torch.Generator().manual_seed(1))
+    temperatures = torch.cat([before[:changed_from], after[changed_from:]])[:hours]
     times = np.datetime64("2019-03-01T00") + np.arange(hours)
-    return HourlyField(
-        nodes, times, torch.cat([before[:changed_from], after[changed_from:]])[:hours]
-    )
+    return HourlyField(nodes, times, temperatures)

@@ -165,8 +165,9 @@ def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_presen
     std = (inputs - inputs.mean(dim=(0, 1))).square().mean(dim=(0, 1)).sqrt()[:10]
     torch.testing.assert_close(std, torch.ones(10), atol=0.15, rtol=0)
     torch.testing.assert_close(inputs[2, :, 3], inputs[0, :, 6])  # one lead time earlier
-    forecast_and_truth = train.forecast(0, train[0].target), train.truth(0)
-    assert torch.equal(*(each[:, 0].round(decimals=2) for each in forecast_and_truth))
+    forecast = train.forecast(0, train[0].target)[:, 0]
+    truth = train.truth(0)[:, 0]
+    assert torch.equal(forecast.round(decimals=2), truth.round(decimals=2))
 
 
 DATES = {

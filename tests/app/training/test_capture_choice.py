@@ -41,7 +41,7 @@ def mesh_of(monkeypatch):
 
 @pytest.fixture
 def choose(make_model, mesh_of, caplog):
-    """Return the choice for a run; a model may replace that of `options`."""
+    """Return a function that chooses for a run; it makes a model from `options` unless a model is passed."""
     caplog.set_level(logging.DEBUG)
 
     def choose(

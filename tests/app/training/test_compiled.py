@@ -98,8 +98,10 @@ def test_compiled_steps_agree_with_eager_ones_to_rounding(
     make_step, trained, precision, checkpointed
 ):
     options = {"num_layers": 2, "precision": precision}
-    options |= {"checkpoint_groups": 1, "dropout": 0.0} if checkpointed else {}
-    compiled, eager = (trained(make_step(compile=way, **options)) for way in (True, False))
+    if checkpointed:
+        options |= {"checkpoint_groups": 1, "dropout": 0.0}
+    compiled = trained(make_step(compile=True, **options))
+    eager = trained(make_step(compile=False, **options))
     torch.testing.assert_close(compiled, eager)
 
 
@@ -125,23 +127,21 @@ def test_a_state_goes_from_a_compiled_step_to_another_and_back(make_step, traine
 
 
 def test_layers_of_a_kind_share_compiled_code(make_step, splits, compiled_graphs):
-    # of the encoder, the processor, the decoder and its end, then none
-    for layers, graphs in (
-        (3, 4),
-        (5, 0),
-    ):
-        make_step(compile=True, num_layers=layers, dropout=0.0).training_step(
-            next(batches_of(splits))
-        )
+    # first the encoder, the processor, the decoder and its end, then none
+    for layers, graphs in ((3, 4), (5, 0)):
+        step = make_step(compile=True, num_layers=layers, dropout=0.0)
+        step.training_step(next(batches_of(splits)))
         assert compiled_graphs() == graphs
 
 
 def test_chunks_of_a_mapper_share_compiled_code(make_step, splits, compiled_graphs):
     options = {"num_layers": 2, "checkpoint_groups": 2, "dropout": 0.0}
-    steps = [make_step(compile=way, mapper_chunks=7, **options) for way in (True, False)]
-    losses = [step.training_step(next(batches_of(splits))) for step in steps]
+    compiled = make_step(compile=True, mapper_chunks=7, **options)
+    eager = make_step(compile=False, mapper_chunks=7, **options)
+    loss = compiled.training_step(next(batches_of(splits)))
+    expected = eager.training_step(next(batches_of(splits)))
     assert compiled_graphs() == 4
-    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_captured_compiled_steps_have_the_bits_of_compiled_ones(make_step, trained):

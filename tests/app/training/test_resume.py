@@ -43,7 +43,7 @@ class NoisySamples:
 
 
 class SignalAt:
-    """Batches that send this process a signal when that of a step is taken."""
+    """Batches that send this process a signal when the batch of a step is taken."""
 
     def __init__(self, batches, step, number):
         self._batches, self._step, self._number = batches, step, number

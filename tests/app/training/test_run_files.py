@@ -41,19 +41,19 @@ def assert_is_refused(path, content):
 @pytest.mark.parametrize(
     "kept", [0, 1, 3, 100, 1_000, 5_000, 20_000, 40_000, 69_000, 100_000, -100, -1]
 )
-def test_a_checkpoint_that_was_cut_off_is_one_sentence(content, tmp_path, kept):
+def test_a_truncated_checkpoint_is_reported_in_one_sentence(content, tmp_path, kept):
     assert_is_refused(tmp_path / "last.pt", content[:kept])
 
 
-def test_noise_and_a_checkpoint_with_flipped_bytes_are_one_sentence(content, tmp_path):
+def test_noise_and_a_checkpoint_with_flipped_bytes_are_reported_in_one_sentence(content, tmp_path):
     noise = random.Random(0)
     for size in (1, 2, 5, 50, 500, 5000):
         assert_is_refused(tmp_path / "last.pt", noise.randbytes(size))
     pickled = range(content.index(b"data.pkl"), content.index(b"data.pkl") + 3000)
     for _ in range(100):
         flipped = bytearray(content)
-        for place in noise.sample(pickled, 20):
-            flipped[place] ^= noise.randrange(1, 256)
+        for index in noise.sample(pickled, 20):
+            flipped[index] ^= noise.randrange(1, 256)
         assert_is_refused(tmp_path / "last.pt", flipped)
 
 

@@ -116,17 +116,15 @@ def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
     torch.testing.assert_close(torch.tensor(valid["loss"]), expected)
 
 
-def test_the_average_has_parameters_of_its_own_and_the_buffers_of_the_model(make_model, splits):
+def test_the_average_copies_the_parameters_and_shares_the_buffers_of_the_model(make_model, splits):
     step = TrainingStep(make_model(), splits.train.weights, TrainingConfig(device="cpu"), CPU)
     average = step.average.module
-    assert all(
-        own is last for own, last in zip(average.buffers(), step.model.buffers(), strict=True)
-    )
-    own, last = (
-        [parameter.data_ptr() for parameter in model.parameters()]
-        for model in (average, step.model)
-    )
-    assert len(own) == len(last) and not set(own) & set(last)
+    for buffer, model_buffer in zip(average.buffers(), step.model.buffers(), strict=True):
+        assert buffer is model_buffer
+    pointers = [parameter.data_ptr() for parameter in average.parameters()]
+    model_pointers = [parameter.data_ptr() for parameter in step.model.parameters()]
+    assert len(pointers) == len(model_pointers)
+    assert not set(pointers) & set(model_pointers)
 
 
 def test_the_best_weights_have_the_lowest_validation_loss(run):

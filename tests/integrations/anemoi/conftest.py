@@ -36,23 +36,26 @@ def attentions(monkeypatch):
 
 @pytest.fixture
 def said(caplog):
-    """Return what we logged in this test, Anemoi's own messages apart; nothing counts as said before."""
+    """Return a function that returns the log messages of anemoi_gt in this test; all can be logged again."""
     report._log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="anemoi_gt")
-    return lambda: [
-        record.message for record in caplog.records if record.name.startswith("anemoi_gt")
-    ]
+
+    def messages():
+        records = (record for record in caplog.records if record.name.startswith("anemoi_gt"))
+        return [record.message for record in records]
+
+    return messages
 
 
 class Traced(dict):
-    """The nodes of one traced graph by the names of what they call."""
+    """The nodes of one traced graph by the name of their target."""
 
     def __init__(self, module):
         super().__init__()
         for submodule in module.modules():  # the body of a checkpoint is a module of its own
-            for node in (
-                submodule.graph.nodes if isinstance(submodule, torch.fx.GraphModule) else ()
-            ):
+            if not isinstance(submodule, torch.fx.GraphModule):
+                continue
+            for node in submodule.graph.nodes:
                 self.setdefault(str(node.target), []).append(node)
 
 

@@ -67,9 +67,9 @@ def flat(numbers):
 def test_modes_have_the_same_bits_and_compute_once_unless_full(graph, expected, mode, conv):
     numbers, counts = expected
     with anemoi.install(activation_checkpointing=mode), Operators() as calls:
-        found = differentiate(make_model(graph, conv), draw(graph))
+        actual = differentiate(make_model(graph, conv), draw(graph))
     for name, value in flat(numbers).items():
-        assert torch.equal(flat(found)[name], value), name
+        assert torch.equal(flat(actual)[name], value), name
     again = {name: counted(calls)[name] / counts[name] for name in (ATTENTION, ACTIVATION)}
     times = {"none": 1, "full": 2}[mode]
     assert again == {ATTENTION: times, ACTIVATION: times}
@@ -80,8 +80,8 @@ def test_hooks_on_saved_tensors_may_copy_them(graph, expected, mode):
     """As `save_on_cpu` does, and offloading of activations."""
     copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
     with anemoi.install(activation_checkpointing=mode), copies:
-        found = differentiate(make_model(graph), draw(graph))
-    assert_same_numbers(flat(found), flat(expected[0]))
+        actual = differentiate(make_model(graph), draw(graph))
+    assert_same_numbers(flat(actual), flat(expected[0]))
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_
 def test_compiled_fused_sub_layers_are_recomputed_one_chunk_at_a_time(graph):
     model = make_model(graph, layers=4, layer_chunks=2)
     with anemoi.install(backend="triton", blocks=True):
-        found = sublayers_of_backward(
+        names = sublayers_of_backward(
             lambda backend: compiled(model, WHOLE[:1], backend=backend)(draw(graph))
         )
     attention, feed_forward = "attention_sublayer_triton", "feed_forward_triton"
     recomputed = 2 * [attention, feed_forward]
     backward = 2 * [f"{feed_forward}_backward", f"{attention}_backward"]
-    assert found == 2 * (recomputed + backward)
+    assert names == 2 * (recomputed + backward)
 
 
 def test_a_config_chooses_modes(graph):

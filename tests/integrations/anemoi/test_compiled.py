@@ -194,19 +194,18 @@ def test_a_list_of_unknown_origin_is_sorted_once_in_compiled_code(traced, sorts)
     assert "anemoi_gt.edge_structure.default" in graphs[0]
 
 
-def test_compiled_code_tells_lists_of_the_same_sizes_apart(traced):
+def test_compiled_code_distinguishes_lists_of_the_same_sizes(traced):
     backend, _ = traced
     block, (x, edge_attr, edge_index, *rest) = make_block(), block_inputs()
     lists = [edge_index, edge_index.flip(0), torch.stack([edge_index[0], edge_index[0]])]
-    expected = [differentiate_block(block, (x, edge_attr, each, *rest)) for each in lists]
-    cached = [cached_list(each.clone(), (NODES, NODES)) for each in lists[:2]] + lists[2:]
+    expected = [differentiate_block(block, (x, edge_attr, edges, *rest)) for edges in lists]
+    cached = [cached_list(edges.clone(), (NODES, NODES)) for edges in lists[:2]] + lists[2:]
     with integration.install():
         compiled = torch.compile(block, fullgraph=True, backend=backend)
         for _ in range(2):
-            for each, wanted in zip(cached, expected, strict=True):
-                assert_same_numbers(
-                    differentiate_block(block, (x, edge_attr, each, *rest), compiled), wanted
-                )
+            for edges, reference in zip(cached, expected, strict=True):
+                actual = differentiate_block(block, (x, edge_attr, edges, *rest), compiled)
+                assert_same_numbers(actual, reference)
 
 
 def test_inference_compiled_makes_no_source_side(traced):

@@ -257,7 +257,8 @@ def test_an_exception_restores_the_replaced_methods(graph):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        *((place, {}, "must compute on a GPU, got device cpu") for place in ("capture", "a loop")),
+        ("capture", {}, "must compute on a GPU, got device cpu"),
+        ("a loop", {}, "must compute on a GPU, got device cpu"),
         ("anomaly", {"detect_anomaly": True}, "need diagnostics.debug.anomaly_detection=false"),
         (
             "manual",
@@ -361,35 +362,35 @@ def test_indices_on_the_host_are_replaced_and_restored(graph):
     module = Forecaster(graph)
     indices = indices_on_device(module, torch.device("meta"))
     before = [holder[key] for (holder, key), _ in indices]
-    found = {id(value) for value in before}
+    host_indices = {id(value) for value in before}
     model = module.model
     for index in (
         model._internal_output_idx["data"],
         model.data_indices["data"].data.input.full,
         PREDICTED,
     ):
-        assert id(index) in found
-    assert not found & {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
+        assert id(index) in host_indices
+    assert not host_indices & {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
     with replaced_values(indices):
         assert model.data_indices["data"].data.input.full.device.type == "meta"
         assert module.loss.indices_by_layout["model_output"].device.type == "meta"
     assert [id(holder[key]) for (holder, key), _ in indices] == [id(value) for value in before]
 
 
-@pytest.mark.parametrize("place", ["before", "inside"])
-def test_random_numbers_in_a_checkpoint_are_refused_and_before_it_are_not(monkeypatch, place):
-    """With a generator that this test keeps, since PyTorch restores the CPU's."""
+@pytest.mark.parametrize("position", ["before", "inside"])
+def test_random_numbers_in_a_checkpoint_are_refused_and_before_it_are_not(monkeypatch, position):
+    """The test has its own generator state, because PyTorch restores the state of the CPU generator."""
     drawn = torch.zeros(1)
-    # or PyTorch asks for no state of the device
+    # otherwise PyTorch does not read the state of the device
     monkeypatch.setattr(torch.cpu, "_initialized", True, raising=False)
 
     def draw_inside(x):
-        drawn.add_(place == "inside")
+        drawn.add_(position == "inside")
         return x.sin().exp()
 
     x = torch.ones(3, requires_grad=True)
     message = "dropout or noise must not be checkpointed in a step that is captured"
-    refusal = pytest.raises(ValueError, match=message) if place == "inside" else nullcontext()
+    refusal = pytest.raises(ValueError, match=message) if position == "inside" else nullcontext()
     with refusal, checkpoints_without_generator(drawn.clone):
         drawn.add_(1)
         y = checkpoint(draw_inside, x, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""What computes a block is decided once in a forward pass, kept for its recomputation, and told afterwards."""
+"""The implementation of a block is chosen once per forward pass, kept for recomputation, and reported."""
 
 import copy
 import logging
@@ -47,7 +47,7 @@ def test_a_hook_that_removes_itself_changes_nothing(part, edge_dim):
 @pytest.mark.parametrize("part", ("lin_edge", "conv"))
 @pytest.mark.parametrize("blocks", (None, True))
 def test_a_recomputation_takes_the_path_of_the_forward_pass(graph, part, blocks, few_programs):
-    """Else it would save other tensors: the hook is gone when the chunk is computed again."""
+    """Otherwise it would save other tensors: the hook is gone when the chunk is recomputed."""
     model, x = build(graph, make_options(channels=16, heads=2)), draw(graph)
     expected = differentiate(model, x)
     watched = [module for name, module in model.named_modules() if name.rpartition(".")[2] == part]
@@ -93,20 +93,18 @@ def test_block_paths_are_listed_by_module_path_and_reason(graph, caplog):
         assert repr(integration.installed()).endswith("; no block has computed yet)")
         for _ in range(2):
             model(x)
-        found = {block.path: block for block in integration.installed().computed}
-        told = repr(integration.installed())
+        blocks = {block.path: block for block in integration.installed().computed}
+        description = repr(integration.installed())
     (line,) = [
         record.message for record in caplog.records if "computes blocks of" in record.message
     ]
     assert line.startswith("anemoi_gt computes blocks of AnemoiModelEncProcDec: ")
-    assert len(found) == 4 and found["processor.proc.1"].outcome == "upstream"
-    assert found["processor.proc.1"].reason == "its conv has hooks, which would be skipped"
-    assert (
-        found["processor.proc.0"].outcome
-        == found["encoder.encoder.proc"].outcome
-        == "attention only"
-    )
-    for text in (line, told):
+    assert len(blocks) == 4
+    assert blocks["processor.proc.1"].outcome == "upstream"
+    assert blocks["processor.proc.1"].reason == "its conv has hooks, which would be skipped"
+    assert blocks["processor.proc.0"].outcome == "attention only"
+    assert blocks["encoder.encoder.proc"].outcome == "attention only"
+    for text in (line, description):
         assert "1 upstream (processor.proc.1: its conv has hooks, which would be skipped)" in text
         assert "GraphTransformerMapperBlock: 2 attention only (" in text
 
@@ -140,8 +138,8 @@ def test_blocks_of_compiled_code_are_counted_by_what_was_traced(graph):
         block.compile(backend="eager")
     with integration.install():
         model(x)
-        found = {block.path: block.outcome for block in integration.installed().computed}
-    assert found["processor.proc.0"] == found["processor.proc.1"] == "attention only"
+        outcomes = {block.path: block.outcome for block in integration.installed().computed}
+    assert outcomes["processor.proc.0"] == outcomes["processor.proc.1"] == "attention only"
 
 
 class Built(AnemoiModelInterface):

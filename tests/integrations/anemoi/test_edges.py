@@ -226,8 +226,8 @@ def test_lists_without_edges_work():
 )
 def test_side_by_side_graphs_are_folded_where_they_are_equal(sources, batch):
     edge_index = cached_list(torch.tensor([sources, [0, 1, 2, 3]]), (4, 4), 2)
-    graph, found = structure_of(edge_index, (4, 4), reverse=False)
-    assert found == batch and graph.num_dst == 4 // batch
+    graph, folded_batch = structure_of(edge_index, (4, 4), reverse=False)
+    assert folded_batch == batch and graph.num_dst == 4 // batch
 
 
 @pytest.mark.parametrize("reverse", (False, True))

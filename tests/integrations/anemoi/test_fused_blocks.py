@@ -54,12 +54,12 @@ autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 
 @pytest.fixture(scope="session")
 def graph():
-    """13 data points, 7 hidden nodes: the interpreter runs them one by one."""
+    """A graph of 13 data points and 7 hidden nodes: the interpreter runs them one by one."""
     return weather_graph({"data": 13, "hidden": 7}, dict.fromkeys(KINDS_OF_EDGES, 24))
 
 
 def block_of(kind, backend="pyg", **options):
-    """A block, as a GPU machine would have it with the backend `triton`."""
+    """Return a block; with backend "triton", as Anemoi builds it on a GPU."""
     block = make_block(KINDS[kind], **options)
     return for_gpu(block) if backend == "triton" else block
 
@@ -68,12 +68,12 @@ def block_of(kind, backend="pyg", **options):
     ("kind", "backend", "options"),
     (
         *((kind, "pyg", {}) for kind in KINDS),
-        *((kind, "triton", each) for kind in KINDS for each in SERVED),
-        *((kind, "triton", each) for kind, each in zip(2 * [*KINDS], NETWORKS, strict=True)),
+        *((kind, "triton", options) for kind in KINDS for options in SERVED),
+        *((kind, "triton", options) for kind, options in zip(2 * [*KINDS], NETWORKS, strict=True)),
     ),
     ids=str,
 )
-def test_a_compiled_block_is_two_operators_with_the_same_numbers(kind, backend, options, traced):
+def test_a_compiled_block_is_two_operators_with_the_same_results(kind, backend, options, traced):
     compiler, graphs = traced
     inputs = block_inputs(KINDS[kind])
     expected = differentiate_block(make_block(KINDS[kind], **options), inputs)
@@ -133,9 +133,9 @@ CONDITIONED = {
 
 
 @pytest.mark.parametrize("name", CONDITIONED)
-@pytest.mark.parametrize("way", ("eager", "compiled", "checkpointed"))
-def test_conditional_norms_and_norms_of_queries_and_keys_are_fused_with_anemois_numbers(
-    name, way, traced
+@pytest.mark.parametrize("mode", ("eager", "compiled", "checkpointed"))
+def test_conditional_norms_and_norms_of_queries_and_keys_are_fused_and_match_anemoi(
+    name, mode, traced
 ):
     """The sources of a mapper are updated under their own condition, as in anemoi-models 0.14 and newer."""
     kind, options = CONDITIONED[name]
@@ -147,30 +147,35 @@ def test_conditional_norms_and_norms_of_queries_and_keys_are_fused_with_anemois_
         "eager": block,
         "compiled": torch.compile(block, fullgraph=True, backend=compiler),
         "checkpointed": partial(checkpoint, block, use_reentrant=False),
-    }[way]
+    }[mode]
     with BLOCKS():
-        found = differentiate_block(block, inputs, forward)
+        actual = differentiate_block(block, inputs, forward)
         report = [(block.outcome, block.reason) for block in integration.installed().computed]
-        if way != "compiled":
+        if mode != "compiled":
             with Operators() as operators:
                 differentiate_block(block, inputs, forward)
-    assert_same_numbers(found, expected)
-    assert all(found[key] is not None for key in found if key.startswith("condition"))
-    if way == "compiled":
-        names = [name for graph in graphs for name, nodes in graph.items() for _ in nodes]
+    assert_same_numbers(actual, expected)
+    for name, gradient in actual.items():
+        assert gradient is not None or not name.startswith("condition"), name
+    if mode == "compiled":
+        names = []
+        for traced_graph in graphs:
+            for name, nodes in traced_graph.items():
+                names += len(nodes) * [name]
     else:
         names = operators.names
         assert report == [("fused", None)]
-    times = 2 if way == "checkpointed" else 1
+    times = 2 if mode == "checkpointed" else 1
     assert counted(names) == {ATTENTION: times, FEED_FORWARD: times * (2 if options else 1)}
 
 
 def widened(inputs, dtype):
-    """Inputs with floating-point tensors in another dtype, as leaves."""
+    """Return the inputs with floating-point tensors in another dtype, as leaves."""
     if isinstance(inputs, tuple):
-        return tuple(widened(each, dtype) for each in inputs)
-    is_real = isinstance(inputs, torch.Tensor) and inputs.is_floating_point()
-    return inputs.detach().to(dtype).requires_grad_() if is_real else inputs
+        return tuple(widened(element, dtype) for element in inputs)
+    if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
+        return inputs.detach().to(dtype).requires_grad_()
+    return inputs
 
 
 def rms(tensor):
@@ -183,9 +188,10 @@ def assert_as_accurate(ours, anemoi, exact, dtype):
         if expected is None:
             assert ours[name] is None, name
             continue
-        error, theirs = (rms(found[name] - expected) for found in (ours, anemoi))
-        allowed = 3 * theirs + 4 * torch.finfo(dtype).eps * rms(expected)
-        assert error <= allowed, f"{name}: RMS error {error:.1e}, Anemoi's {theirs:.1e}"
+        error = rms(ours[name] - expected)
+        anemoi_error = rms(anemoi[name] - expected)
+        allowed = 3 * anemoi_error + 4 * torch.finfo(dtype).eps * rms(expected)
+        assert error <= allowed, f"{name}: RMS error {error:.1e}, Anemoi's {anemoi_error:.1e}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,26 +199,28 @@ def assert_as_accurate(ours, anemoi, exact, dtype):
     ("nodes", "compiler"), ((torch.bfloat16, None), (torch.float16, "aot_eager")), ids=str
 )
 def test_errors_are_at_most_three_times_anemois_blocks(kind, nodes, compiler):
-    """Against float64, for 16-bit nodes, as Anemoi's embeddings are under autocast."""
+    """Errors are against float64, for 16-bit nodes, the dtype of Anemoi's embeddings under autocast."""
     inputs = block_inputs(KINDS[kind])
     exact = differentiate_block(block_of(kind).double(), widened(inputs, torch.float64))
-    block, (x, *rest) = block_of(kind), inputs
-    given = (widened(x, nodes), *rest)
+    block = block_of(kind)
+    x, *rest = inputs
+    half_inputs = (widened(x, nodes), *rest)
     results = []
     for install in (nullcontext, BLOCKS):
         with install(), torch.autocast("cpu", nodes):
-            forward = torch.compile(block, fullgraph=True, backend=compiler) if compiler else block
-            results.append(differentiate_block(block, given, forward))
+            forward = block
+            if compiler:
+                forward = torch.compile(block, fullgraph=True, backend=compiler)
+            results.append(differentiate_block(block, half_inputs, forward))
     anemoi, ours = results
     assert_as_accurate(ours, anemoi, exact, nodes)
 
 
 def test_a_model_matches_anemoi(graph):
-    """A batch of two, which chunks of mappers hold as one graph."""
-    model, x = (
-        small.build(graph, small.make_options(checkpointing=False, mapper_chunks=3)),
-        small.draw(graph, batch=2),
-    )
+    """With a batch of two, which chunks of mappers store as one graph."""
+    options = small.make_options(checkpointing=False, mapper_chunks=3)
+    model = small.build(graph, options)
+    x = small.draw(graph, batch=2)
     expected = small.differentiate(model, x)
     with BLOCKS():
         assert_same_numbers(small.differentiate(model, x), expected)
@@ -226,40 +234,39 @@ COMPILED = (GraphTransformerProcessorBlock, GraphTransformerMapperBlock)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("way", "checkpointing"), (("eager", False), ("eager", True), ("compiled", True)), ids=str
+    ("mode", "checkpointing"), (("eager", False), ("eager", True), ("compiled", True)), ids=str
 )
-def test_ensemble_and_diffusion_models_are_fused_with_anemois_numbers(
-    graph, family, way, checkpointing, traced
+def test_ensemble_and_diffusion_models_are_fused_and_match_anemoi(
+    graph, family, mode, checkpointing, traced
 ):
-    """Small ones in the form of Anemoi's configs, with all parameters drawn that begin at zero."""
+    """Small models from Anemoi's configs, with random values for all parameters that are initialised to zero."""
     options = small.make_family_options(
         family, channels=16, heads=2, mapper_chunks=1, checkpointing=checkpointing
     )
     model = small.draw_conditions(small.build(graph, options))
     shape, arguments = FAMILIES[family]
-    arguments = small.transport_arguments(graph, **shape) if arguments is None else arguments
+    if arguments is None:
+        arguments = small.transport_arguments(graph, **shape)
     x = small.draw(graph, **shape)
     expected = small.differentiate(model, x, **arguments)
-    assert all(
-        gradient is not None and gradient.any()
-        for name, gradient in expected[1].items()
-        if ".scale." in name
-    )
+    _, gradients = expected
+    for name, gradient in gradients.items():
+        if ".scale." in name:
+            assert gradient is not None and gradient.any(), name
     compiler, graphs = traced
-    if way == "compiled":
+    if mode == "compiled":
         for module in model.modules():
             if isinstance(module, COMPILED):
                 module.compile(fullgraph=True, backend=compiler)
     with BLOCKS():
         assert_same_numbers(small.differentiate(model, x, **arguments), expected)
         computed = integration.installed().computed
-    assert len(computed) == 4 and {(block.outcome, block.reason) for block in computed} == {
-        ("fused", None)
-    }
-    if way == "compiled":
-        assert graphs and all(
-            len(graph[ATTENTION]) == len(graph[FEED_FORWARD]) == 1 for graph in graphs
-        )
+    assert len(computed) == 4
+    assert {(block.outcome, block.reason) for block in computed} == {("fused", None)}
+    if mode == "compiled":
+        assert graphs
+        for traced_graph in graphs:
+            assert len(traced_graph[ATTENTION]) == len(traced_graph[FEED_FORWARD]) == 1
 
 
 @pytest.mark.parametrize(
@@ -289,12 +296,12 @@ def test_a_checkpoint_around_or_inside_compiled_code_gives_the_same_gradients(ki
 
 
 def with_part(name, make):
-    """Return what replaces a part of a block by `make` of it."""
+    """Return a function that replaces a part of a block by `make(part)`."""
     return lambda block: block.set_submodule(name, make(block.get_submodule(name)))
 
 
 class OwnMLP(MLP):
-    """A feed-forward network of somebody's own."""
+    """A user-defined feed-forward network."""
 
     def forward(self, x):
         return 2 * super().forward(x)
@@ -422,14 +429,17 @@ def test_compiled_code_has_the_sub_layer_that_can_be_fused(reason, traced):
     block, expected = changed_block(reason)
     with integration.install(backend="triton"), autocast():
         compiled = torch.compile(block, backend=compiler)
-        found = differentiate_block(block, block_inputs(), compiled)
+        actual = differentiate_block(block, block_inputs(), compiled)
     for name, value in expected.items():
-        assert (value is None) == (found[name] is None) and (
-            value is None or torch.equal(found[name], value)
-        ), name
-    assert Counter(
-        {name: len(nodes) for graph in graphs for name, nodes in graph.items()}
-    ) >= Counter({name: count for name, count in remaining(reason).items() if count})
+        if value is None:
+            assert actual[name] is None, name
+        else:
+            assert torch.equal(actual[name], value), name
+    counts = Counter()
+    for graph in graphs:
+        for name, nodes in graph.items():
+            counts[name] = len(nodes)
+    assert counts >= Counter({name: count for name, count in remaining(reason).items() if count})
     other = ATTENTION if reason in NO_ATTENTION else FEED_FORWARD
     assert not [graph for graph in graphs if other in graph]
 

@@ -56,19 +56,19 @@ def test_loss_and_gradients_equal_one_rank(folder, name):
         assert_same_numbers({"loss": loss} | gradients, {"loss": expected} | of_one, torch.float32)
         return
     assert abs(loss - expected) <= 1e-10 * abs(expected)
-    rounding = 1e-6 if "Anemoi's" in name else 1e-10  # whose own sharding sums gradients in float32
+    # Anemoi's sharding sums gradients in float32.
+    rounding = 1e-6 if "Anemoi's" in name else 1e-10
     largest = max(gradient.abs().max() for gradient in of_one.values())
     for parameter, gradient in of_one.items():
-        # those that are zero by nature have no scale of their own
+        # Gradients that are mathematically zero have no scale of their own.
         scale = max(gradient.abs().max(), 1e-6 * largest)
         error = (gradients[parameter] - gradient).abs().max()
         assert error <= rounding * scale, f"{parameter}: off by {error:.1e} of {scale:.1e}"
 
 
 SORTS = {
-    "edges": 2
-    + 2
-    + 2,  # two chunks of the encoder, two layers with halos of their own, two of the decoder
+    # two chunks of the encoder, two layers with their own halos, two chunks of the decoder
+    "edges": 2 + 2 + 2,
     "heads": 3,  # gathered lists of encoder, processor and decoder, recompute included
 }
 
@@ -84,10 +84,9 @@ def test_with_anemois_sharding_lists_are_sorted_once(folder, ranks, strategy):
 def test_a_step_sorts_nothing_and_exchanges_only_halo_rows_and_gradients_of_trained_attributes(
     folder, name
 ):
-    alone, counts = (
-        torch.load(folder / f"{each}.pt")[2][1] for each in ("symmetric-1-batch1", name)
-    )
-    assert not alone
+    _, _, (_, one_rank_counts) = torch.load(folder / "symmetric-1-batch1.pt")
+    _, _, (_, counts) = torch.load(folder / f"{name}.pt")
+    assert not one_rank_counts
     assert counts.pop("all_reduce") == 1  # of the loss, by the test
     assert counts.pop("send") == EXCHANGES + LAYERS  # once more in checkpointed layers
     assert sum(counts.values()) == TRAINED  # and no list is sorted in this second step
@@ -95,7 +94,7 @@ def test_a_step_sorts_nothing_and_exchanges_only_halo_rows_and_gradients_of_trai
 
 @pytest.fixture
 def two_ranks():
-    """A group of two ranks, the first of which is this process, and the other never answers."""
+    """A group of two ranks; the first is this process, the second never responds."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -124,11 +123,11 @@ def test_batches_on_ranks_are_refused_where_a_layer_does_not_divide_them(graph, 
         assert not allows(model, two_ranks)
 
 
-@pytest.mark.parametrize(("place", "name"), [*SHARDING, *CALLED], ids=str)
+@pytest.mark.parametrize(("owner", "name"), [*SHARDING, *CALLED], ids=str)
 def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(
-    monkeypatch, said, place, name
+    monkeypatch, said, owner, name
 ):
-    monkeypatch.setattr(find(*place), name, lambda self, everything: everything)
+    monkeypatch.setattr(find(*owner), name, lambda self, everything: everything)
     before = {key: vars(find(*key[0]))[key[1]] for key in SHARDING}
     with integration.install():
         assert not SETTINGS.everywhere.sharding
@@ -136,7 +135,7 @@ def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(
             key for key, method in before.items() if vars(find(*key[0]))[key[1]] is not method
         ]
         assert set(replaced) <= set(PATCHES)
-    assert f"this anemoi-models has another {place[-1]}.{name}: Anemoi's sharding is kept" in said()
+    assert f"this anemoi-models has another {owner[-1]}.{name}: Anemoi's sharding is kept" in said()
 
 
 def test_nodes_that_are_not_divided_along_the_grid_are_refused(graph, two_ranks):

@@ -36,7 +36,7 @@ def block_of(kind, **options):
 
 
 def inputs_of(kind, conditioned=False):
-    """What a block is called with, its conditions as keywords, and the inputs with gradients."""
+    """Return the arguments of a block, its conditions as keyword arguments, and the inputs with gradients."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(NODES, CHANNELS, generator=generator, requires_grad=True) for _ in "ab")
     conditions = tuple(

@@ -1,6 +1,6 @@
-"""Versions of anemoi-models, those that operational checkpoints need, the newest and others, each in a process of its own.
+"""Versions of anemoi-models: those that operational checkpoints need, the newest and others, each in its own process.
 
-They lie in folders beside the test environment (Makefile), and go first on the path.
+They are installed in folders of the test environment (Makefile), each put first on the path.
 """
 
 import ast
@@ -24,7 +24,7 @@ SINCE_0_16 = ("GraphPartition.materialise", "StaticGraphProvider._get_edges_impl
 
 
 def folder_of(version):
-    """The folder with a version of anemoi-models."""
+    """Return the folder with a version of anemoi-models."""
     folder = Path(sys.prefix) / "anemoi-models" / version
     assert folder.is_dir(), f"{folder} is missing: make test installs it"
     return folder
@@ -32,7 +32,7 @@ def folder_of(version):
 
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory, worker_id):
-    """Results of every version without and with `install`; of `OTHERS` only of one model and of blocks."""
+    """Results of every version with and without `install`; for `OTHERS`, only one model and blocks."""
     return compute_once("versions", run_versions, tmp_path_factory, worker_id)
 
 
@@ -43,8 +43,9 @@ def run_versions():
     environment = os.environ | {"PYTHONPATH": TESTS}
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = [json.loads(line) for line in result.stdout.splitlines()]
-    return dict(zip((*VERSIONS, *(f"minor {version}" for version in OTHERS)), found, strict=True))
+    names = [*VERSIONS, *(f"minor {version}" for version in OTHERS)]
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    return dict(zip(names, reports, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +61,14 @@ every_old_version = pytest.mark.parametrize("report", VERSIONS[:-1], indirect=Tr
 
 
 @every_old_version
-def test_models_compute_the_same_with_us_and_keep_their_states_and_pickles(report):
+def test_models_compute_the_same_under_install_and_keep_their_states_and_pickles(report):
     for name in MODELS:
-        assert report[name]["raw"], f"{name}: we did not attend"
+        assert report[name]["raw"], f"{name}: anemoi_gt did not compute the attention"
         assert report[name]["same"] and report[name]["error"] < 2e-6, name
 
 
-def test_models_of_every_minor_version_compute_the_same_with_us(reports):
-    """The parameters of a method are those of another version in 0.12.0, where its body is not."""
+def test_models_of_every_minor_version_compute_the_same_under_install(reports):
+    """0.12.0 is tested because a method has the parameters of another version there, but not its body."""
     for version in OTHERS:
         report = reports[f"minor {version}"]
         assert report["version"] == version
@@ -80,52 +81,57 @@ def test_models_of_every_minor_version_compute_the_same_with_us(reports):
 
 
 def assert_updated_sources_are_as_anemois(report):
-    """Assert that a mapper that updates its sources under a condition is fused, or left to Anemoi.
+    """Assert that a mapper that updates its sources under a condition is fused, or falls back to Anemoi.
 
-    Up to 0.13 Anemoi takes the condition of the destinations for them.
+    Up to 0.13, Anemoi uses the condition of the destinations for the sources.
     """
     version = tuple(map(int, report["version"].split(".")[:2]))
-    found = report["updated sources"]
+    result = report["updated sources"]
     if version < (0, 14):
-        assert found["error"] == 0
-        assert "it updates its sources under the condition of its destinations" in found["outcome"]
+        assert result["error"] == 0
+        assert "it updates its sources under the condition of its destinations" in result["outcome"]
     else:
-        assert found["outcome"] == "fused" and found["error"] < 2e-6, report["version"]
+        assert result["outcome"] == "fused" and result["error"] < 2e-6, report["version"]
 
 
 def definitions(version):
-    """Methods and functions of a version of anemoi-models by name, those of its models and layers."""
-    found = {}
+    """Return the functions and methods in `anemoi.models` of a version, by name."""
+    definitions = {}
     for file in (folder_of(version) / "anemoi" / "models").rglob("*.py"):
-        tree = ast.parse(file.read_text())
-        owners = [
-            ("", tree),
-            *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef)),
-        ]
-        for prefix, owner in owners:
-            functions = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
-            found |= {f"{prefix}{node.name}": node for node in functions}
-    return found
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                definitions[node.name] = node
+            elif isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef):
+                        definitions[f"{node.name}.{method.name}"] = method
+    return definitions
 
 
 def in_versions(listed, version):
-    """Return whether a version is named by a text such as "0.9.0 to 0.9.5, 0.12.0"."""
-    number = lambda text: tuple(map(int, text.split(".")))  # noqa: E731
-    ranges = [[number(each) for each in part.split(" to ")] for part in listed.split(", ")]
-    return any(each[0] <= number(version) <= each[-1] for each in ranges)
+    """Return whether a version is in a text such as "0.9.0 to 0.9.5, 0.12.0"."""
+
+    def numbers(text):
+        return tuple(map(int, text.split(".")))
+
+    for versions in listed.split(", "):
+        first, *last = versions.split(" to ")
+        if numbers(first) <= numbers(version) <= numbers(last[0] if last else first):
+            return True
+    return False
 
 
 @pytest.mark.parametrize("version", (*VERSIONS[:-1], *OTHERS))
 def test_the_replaced_bodies_match_the_versions_named(version):
-    found = definitions(version)
+    upstream = definitions(version)
     for name, bodies in KNOWN.items():
         expected = [digest for digest, listed in bodies.items() if in_versions(listed, version)]
-        actual = [hash_of_definition(found[name])] if name in found else []
+        actual = [hash_of_definition(upstream[name])] if name in upstream else []
         assert expected == [digest for digest in actual if digest in bodies], name
 
 
 def assert_transformers_are_as_anemois(report):
-    """Assert that the feed-forward sub-layer of both transformer blocks is fused, with Anemoi's numbers."""
+    """Assert that the feed-forward sub-layer of both transformer blocks is fused and agrees with Anemoi."""
     assert len(report["transformers"]) == 2
     for name, block in report["transformers"].items():
         assert block["outcome"] == "feed-forward only", f"{report['version']}: {name}"
@@ -138,42 +144,42 @@ def test_transformer_blocks_of_old_versions_are_fused_with_the_same_numbers(repo
 
 
 @every_old_version
-def test_blocks_hand_over_raw_edges(report):
-    assert all(raw for name in MODELS for raw in report[name]["raw"])
+def test_blocks_pass_raw_edge_attributes(report):
+    for name in MODELS:
+        assert all(report[name]["raw"]), name
 
 
 @every_version
-def test_compiled_blocks_have_our_operator(report):
+def test_compiled_blocks_call_the_attention_operator(report):
     for kind in ("Processor", "Mapper"):
         assert report["compiled"][kind]["error"] < 1e-6
         assert "anemoi_gt.edge_attention_torch.default" in report["compiled"][kind]["operators"]
 
 
 @every_version
-def test_sources_that_are_updated_under_a_condition_are_fused_with_theirs_since_0_14(report):
+def test_sources_that_are_updated_under_their_own_condition_are_fused_since_0_14(report):
     assert_updated_sources_are_as_anemois(report)
 
 
 @every_version
-def test_blocks_that_were_built_for_a_gpu_compute_with_us(report):
-    assert report["triton"] is None if report["version"] == "0.9.3" else report["triton"] < 1e-6
+def test_blocks_that_were_built_for_a_gpu_compute_the_same_under_install(report):
+    if report["version"] == "0.9.3":
+        assert report["triton"] is None
+    else:
+        assert report["triton"] < 1e-6
 
 
 @every_version
 def test_install_names_the_methods_that_differ_from_known_versions(report):
-    *methods, sharding = report["said"] or [""]
+    *methods, sharding = report["messages"] or [""]
     if report["version"] in ("0.9.3", "0.11.2"):
         (message,) = methods
-        assert (
-            all(name in message for name in SINCE_0_16)
-            and "GraphTransformerBaseBlock" not in message
-        )
+        assert all(name in message for name in SINCE_0_16)
+        assert "GraphTransformerBaseBlock" not in message
         assert message.endswith("slower, same results")
     else:
         assert not methods, f"anemoi-models {report['version']}: {methods}"
-    named = "target_features.shard_tensor" in sharding and sharding.endswith(
-        "Anemoi's sharding is kept"
-    )
-    assert named is (report["version"] in VERSIONS[:-1]), (
-        f"anemoi-models {report['version']}: {sharding}"
-    )
+    is_named = "target_features.shard_tensor" in sharding
+    is_kept = sharding.endswith("Anemoi's sharding is kept")
+    is_old = report["version"] in VERSIONS[:-1]
+    assert (is_named and is_kept) is is_old, f"anemoi-models {report['version']}: {sharding}"
