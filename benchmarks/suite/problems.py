@@ -80,12 +80,12 @@ class Problem:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """Return the torch dtype."""
         return getattr(torch, self.dtype)
 
 
 def _model(group: str, grid: str, refinement: int, channels: tuple[int, ...]) -> list[Problem]:
-    """Encoder, processor and decoder of one pair of grid and mesh, and the structure of each."""
+    """Return encoder, processor and decoder of a grid and a mesh, and their structures."""
     graphs = {part: Weather(part, grid, refinement) for part in PARTS}
     attention = [
         Problem(f"{part}-{group}-c{width}", group, graph, channels=width)
@@ -100,7 +100,7 @@ def _model(group: str, grid: str, refinement: int, channels: tuple[int, ...]) ->
 
 
 def _variants(group: str, grid: str, refinement: int) -> list[Problem]:
-    """The same parts with C = 64, each variant different in one respect."""
+    """Return the same parts with C = 64, in variants that change one thing each."""
     changes = {
         "d3": {
             "edge_dim": 3,

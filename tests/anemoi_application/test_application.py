@@ -69,10 +69,8 @@ def train(folder):
     def start(config, *overrides, launcher=()):
         key = (config, *overrides, *launcher)
         if key not in done:
-            losses, before = (
-                folder / f"{len(done)}.json",
-                set((folder / "out").glob("checkpoint/*")),
-            )
+            losses = folder / f"{len(done)}.json"
+            before = set((folder / "out").glob("checkpoint/*"))
             arguments = (f"--config-dir={HERE}", f"--config-name={config}", *overrides)
             command = (*launcher, COMMANDS / "anemoi-training", "train", *arguments)
             log = run(*command, FOLDER=folder, LOSSES=losses)
@@ -148,10 +146,8 @@ def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_on
 def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train):
     ranks = [f"system.hardware.num_gpus_per_{group}=2" for group in ("node", "model")]
     two_batches = ("training.accum_grad_batches=2", "training.max_steps=10")
-    replayed, launched = (
-        train("replayed", *ranks, *two_batches),
-        train("with_us", *ranks, *two_batches),
-    )
+    replayed = train("replayed", *ranks, *two_batches)
+    launched = train("with_us", *ranks, *two_batches)
     assert replayed["losses"] == launched["losses"] and len(set(launched["losses"])) == 20
     assert replayed["attentions"] > launched["attentions"] > 0  # in warm-up and capture
 

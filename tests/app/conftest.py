@@ -1,4 +1,4 @@
-"""The smallest runs that are still runs."""
+"""Fixtures for the smallest possible runs."""
 
 import sys
 from functools import partial

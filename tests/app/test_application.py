@@ -1,4 +1,4 @@
-"""The application on the command line: what a run leaves, and its errors."""
+"""The application on the command line: the files of a run, and its errors."""
 
 import json
 import re
@@ -313,10 +313,8 @@ def test_lists_are_checked_and_types_unknown_to_omegaconf_are_not(monkeypatch):
         "area": [1.0, 2.0],
         "files": ["a"],
     }
-    config, wrong = (
-        OmegaConf.create({"data": values}),
-        OmegaConf.create({"data": values | {"years": ["two"]}}),
-    )
+    config = OmegaConf.create({"data": values})
+    wrong = OmegaConf.create({"data": values | {"years": ["two"]}})
     check_types(config, "data")
     assert config.data.years == [1, 2]
     with pytest.raises(ValueError, match=r"data.years must be list\[int\], got \['two'\]"):

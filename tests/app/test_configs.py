@@ -55,10 +55,8 @@ def options(folder=CONFIGS, group=""):
 
 
 def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and_precision():
-    groups, choices = (
-        {option.split("=")[0] for option in options()},
-        {option.replace("'", "") for option in options()},
-    )
+    groups = {option.split("=")[0] for option in options()}
+    choices = {option.replace("'", "") for option in options()}
     assert groups == {"attention/backend", "attention/precision", "sharding", *GROUPS}
     assert {f"attention/backend={name}" for name in BACKENDS} <= choices
     assert {f"attention/precision={name or 'null'}" for name in PRECISIONS} <= choices

@@ -71,7 +71,7 @@ def assert_same_run(folder, other):
 
 @pytest.fixture(scope="module")
 def terminated(tmp_path_factory):
-    """The folder of a run that got SIGTERM, its exit status and last line."""
+    """The folder of a run that received SIGTERM, its exit status and last line."""
     folder = tmp_path_factory.mktemp("terminated") / "run"
     process = start(folder)
     # one record for each step, and one of the validation

@@ -28,10 +28,8 @@ RECORDS = [
 
 
 def test_plot_is_a_png_of_reasonable_size_with_content_in_every_panel(splits, tmp_path):
-    path, forecasts = (
-        tmp_path / "forecast.png",
-        {"model": splits.test.truth, **splits.test.baselines()},
-    )
+    path = tmp_path / "forecast.png"
+    forecasts = {"model": splits.test.truth, **splits.test.baselines()}
     draw_training_plot(
         path,
         splits.test,
@@ -123,17 +121,13 @@ class TwoVariables:
     """The data set `dataset` with its variable twice, the second in other units."""
 
     def __init__(self, dataset):
-        self.dataset, self.nodes, self.weights, self.lead_time = (
-            dataset,
-            dataset.nodes,
-            dataset.weights,
-            12.0,
-        )
-        self.variables, self.units, self.attributes = (
-            ("q", "w"),
-            ("kg/kg", "g/kg"),
-            {"w": {"long_name": "water"}},
-        )
+        self.dataset = dataset
+        self.nodes = dataset.nodes
+        self.weights = dataset.weights
+        self.lead_time = 12.0
+        self.variables = ("q", "w")
+        self.units = ("kg/kg", "g/kg")
+        self.attributes = {"w": {"long_name": "water"}}
 
     def present(self, i):
         return torch.cat([self.dataset.present(i), 1000 * self.dataset.present(i)], dim=1)

@@ -97,11 +97,9 @@ def test_the_model_in_checkpointed_chunks_compiles_once_for_any_batch_size():
         "edge_pre_mlp": True,
         "dropout": 0.2,
     }
-    model, counter, compilations = (
-        make_model(mapper_chunks=2, checkpoint_groups=1, **options),
-        counting(),
-        [],
-    )
+    model = make_model(mapper_chunks=2, checkpoint_groups=1, **options)
+    counter = counting()
+    compilations = []
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     for batch in (SAMPLES, 7):
         fields = {"x": torch.randn(batch, NODES["data"], IN)}

@@ -24,11 +24,9 @@ from anemoi_gt.data.graphs import (
 from anemoi_gt.data.grids import grid, regional
 from anemoi_gt.data.nodes import Nodes, unit_vectors
 
-ENCODER, PROCESSOR, DECODER = (
-    ("data", "to", "hidden"),
-    ("hidden", "to", "hidden"),
-    ("hidden", "to", "data"),
-)
+ENCODER = ("data", "to", "hidden")
+PROCESSOR = ("hidden", "to", "hidden")
+DECODER = ("hidden", "to", "data")
 EPS = np.finfo(np.float32).eps  # radians; rounding of a longitude or of a unit vector in float32
 EUROPE = (72, -25, 34, 45)
 # without any symmetry

@@ -21,10 +21,8 @@ def edges():
 
 def test_length_is_the_haversine_angle(edges):
     source, destination, edge_index = edges
-    (lat1, lon1), (lat2, lon2) = (
-        source.radians[edge_index[0]].T,
-        destination.radians[edge_index[1]].T,
-    )
+    lat1, lon1 = source.radians[edge_index[0]].T
+    lat2, lon2 = destination.radians[edge_index[1]].T
     hav = (
         np.sin((lat2 - lat1) / 2) ** 2
         + np.cos(lat1) * np.cos(lat2) * np.sin((lon2 - lon1) / 2) ** 2

@@ -18,11 +18,9 @@ from anemoi_gt.data.graphs import (
 from anemoi_gt.data.grids import classic, octahedral, regional
 from anemoi_gt.data.meshes import icosphere, stretched_icosphere
 
-ENCODER, PROCESSOR, DECODER = (
-    ("data", "to", "hidden"),
-    ("hidden", "to", "hidden"),
-    ("hidden", "to", "data"),
-)
+ENCODER = ("data", "to", "hidden")
+PROCESSOR = ("hidden", "to", "hidden")
+DECODER = ("hidden", "to", "data")
 O8, O16 = octahedral(8), octahedral(16)
 UK = regional(np.linspace(58, 50, 33), np.linspace(-10, 2, 49))
 ALPS = (49.0, 4.0, 43.0, 17.0)
@@ -90,10 +88,8 @@ def test_stretched_graph_connects_the_grid_to_the_mesh_that_is_finer_over_the_ar
     options = {"margin": 50, "encoder_nearest": encoder_nearest, "nearest": nearest}
     graph = stretched_graph(data, refinement=3, area_refinement=5, area=ALPS, **options)
     mesh = stretched_icosphere(3, 5, data[data.inside(ALPS)], 50)
-    encoder, decoder = (
-        edges.nearest(data, mesh.nodes, encoder_nearest),
-        edges.nearest(mesh.nodes, data, nearest),
-    )
+    encoder = edges.nearest(data, mesh.nodes, encoder_nearest)
+    decoder = edges.nearest(mesh.nodes, data, nearest)
     assert_edges(graph, {ENCODER: encoder, PROCESSOR: mesh.edge_index, DECODER: decoder})
 
 
@@ -130,10 +126,8 @@ def test_a_model_uses_data_and_the_finest_level_of_a_hierarchy(hierarchy):
     assert model(torch.zeros(1, 1600, 2)).shape == (1, 1600, 1)
 
 
-HIERARCHY, STRETCHED = (
-    {"refinements": (3, 2)},
-    {"refinement": 2, "area_refinement": 3, "area": ALPS},
-)
+HIERARCHY = {"refinements": (3, 2)}
+STRETCHED = {"refinement": 2, "area_refinement": 3, "area": ALPS}
 DECREASING = "two or more, decreasing from fine to coarse, got"
 
 

@@ -1,4 +1,4 @@
-"""The training application, in which one rank fails before a step; it does not fail again when torchrun restarts it.
+"""The training application with a rank that fails before a step, but not again after a restart by torchrun.
 
 python failing_rank.py KIND RANK STEP [arguments of the application]        KIND: killed, frozen or raising
 """

@@ -75,10 +75,8 @@ def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
 def test_a_tensor_graph_layer_accepts_any_nodes_and_edges():
     sizes = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
     block = GraphTransformerProcessorBlock(**sizes, config=AttentionConfig(backend="torch"))
-    layer, (batch, nodes, edges) = (
-        TensorGraphLayer(randomise(block)),
-        map(Dim, ("batch", "nodes", "edges")),
-    )
+    layer = TensorGraphLayer(randomise(block))
+    batch, nodes, edges = map(Dim, ("batch", "nodes", "edges"))
 
     def problem(name, size):
         graph = structure(GRAPHS[name])
@@ -133,15 +131,11 @@ def test_data_sets_whose_names_share_an_identifier_have_dynamic_dimensions_of_th
         ("hidden", "hidden")
     ]
     kinds = {(source, "to", destination): 40 for source, destination in pairs}
-    graph, channels = (
-        weather_graph({"a-b": 17, "a_b": 19, "hidden": 23}, kinds),
-        dict.fromkeys(alike, 2),
-    )
+    graph = weather_graph({"a-b": 17, "a_b": 19, "hidden": 23}, kinds)
+    channels = dict.fromkeys(alike, 2)
     model = EncoderProcessorDecoder(graph, channels, channels, channels=8, heads=2, num_layers=1)
-    with_graph, x = (
-        GraphInputModel(model),
-        {name: torch.zeros(2, graph[name].num_nodes, 2) for name in alike},
-    )
+    with_graph = GraphInputModel(model)
+    x = {name: torch.zeros(2, graph[name].num_nodes, 2) for name in alike}
     program = export_program(with_graph, (x, graph_tensors(model)), with_graph.dynamic_shapes())
     inputs = [
         node.meta["val"].shape for node in program.graph.nodes if node.name in ("x_a_b", "x_a_b_1")

@@ -194,10 +194,8 @@ def test_construction_in_a_compiled_function_never_recompiles(kernel_device, uno
 def test_operators_pass_opcheck(kernel_device, name):
     edge_index, (num_src, num_dst) = GRAPHS[name]
     edge_index, operators = edge_index.to(kernel_device), torch.ops.anemoi_gt
-    both, by_destination = (
-        operators.group_both_ends_unordered.default,
-        operators.group_edges_unordered.default,
-    )
+    both = operators.group_both_ends_unordered.default
+    by_destination = operators.group_edges_unordered.default
     # the order within a node varies, so outputs may differ
     utilities = (
         "test_schema",

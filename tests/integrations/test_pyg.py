@@ -42,7 +42,7 @@ def make_graph(seed=0, nodes=NODES):
 
 
 def make_pair(make):
-    """A model as PyG has it, and a twin that is swapped; no dropout."""
+    """Return a PyG model and a swapped copy, without dropout."""
     torch.manual_seed(1)
     theirs = make().eval()
     return theirs, swap_layers(copy.deepcopy(theirs))
@@ -263,7 +263,7 @@ def test_a_bare_layer_is_refused_with_the_remedy(swap, layer):
 
 
 class OwnConv(TransformerConv):
-    """A layer of somebody's own."""
+    """A user-defined layer."""
 
     def __init__(self, *sizes, **options):
         super().__init__(*sizes, **options)
@@ -272,13 +272,13 @@ class OwnConv(TransformerConv):
 
 def test_a_subclass_is_swapped_on_request_and_restored_as_itself():
     model = nn.ModuleList([OwnConv(6, 4, edge_dim=DIM)]).eval()
-    own, expected = model[0], model[0](*make_graph())
-    assert (
-        type(swap_layers(model, subclasses=[OwnConv])[0]) is GraphTransformerConv
-        and model[0].name == "own"
-    )
-    assert_same_numbers(model[0](*make_graph()), expected)
-    assert swap_back(model)[0] is own
+    original = model[0]
+    expected = original(*make_graph())
+    swapped = swap_layers(model, subclasses=[OwnConv])[0]
+    assert type(swapped) is GraphTransformerConv
+    assert swapped.name == "own"
+    assert_same_numbers(swapped(*make_graph()), expected)
+    assert swap_back(model)[0] is original
 
 
 class OwnMessage(OwnConv):
@@ -311,14 +311,13 @@ def test_a_layer_that_was_explained_is_swapped():
 @pytest.mark.parametrize("workers", (0, 1))
 def test_a_data_loader_joins_structures(workers):
     theirs, ours = make_pair(UnifiedMessagePassing)
-    fields, samples = ("x", "edge_index", "edge_attr"), [make_graph(i, NODES + i) for i in range(4)]
-    graphs = [
-        GraphStructure.from_edge_index(edges, NODES + i) for i, (_, edges, _) in enumerate(samples)
-    ]
-    data = [
-        GraphData(**dict(zip(fields, each, strict=True)), graph=g)
-        for each, g in zip(samples, graphs, strict=True)
-    ]
+    graphs = []
+    data = []
+    for i in range(4):
+        x, edge_index, edge_attr = make_graph(i, NODES + i)
+        graph = GraphStructure.from_edge_index(edge_index, NODES + i)
+        graphs.append(graph)
+        data.append(GraphData(x=x, edge_index=edge_index, edge_attr=edge_attr, graph=graph))
     for number, batch in enumerate(DataLoader(data, batch_size=2, num_workers=workers)):
         assert batch.num_graphs == 2 and batch.graph.has_reverse
         expected = GraphStructure.disjoint(graphs[2 * number : 2 * number + 2])
@@ -335,7 +334,7 @@ def test_a_graph_moves_with_its_data_and_other_lists_stay():
 
 
 class OwnLinear(Linear):
-    """A linear layer of somebody's own."""
+    """A user-defined linear layer."""
 
 
 def conv_with(change=lambda conv: None, kind=TransformerConv, **options):
@@ -395,7 +394,7 @@ def test_a_named_backend_raises_for_an_unsupported_layer_and_auto_logs_why_it_st
 
 
 class FirstLayer(nn.Module):
-    """The first layer of a model, called with what a layer of PyG takes."""
+    """The first layer of a model, called with the arguments of a PyG layer."""
 
     def __init__(self, model):
         super().__init__()

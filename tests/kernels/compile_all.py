@@ -61,13 +61,13 @@ def bare_graph(edges=400):
 
 
 def hub_graph(edges=400):
-    """The same where destinations and sources may have many edges."""
+    """Return the same graph with hubs among destinations and sources."""
     hubs = torch.empty(257, 0)
     return replace(bare_graph(edges), dst_hubs=hubs, src_hubs=hubs)
 
 
 def full_graph(edges):
-    """The same with everything a structure may carry; of 90 edges, three at every destination."""
+    """Return the same with all optional fields of a structure; with 90 edges, every destination has three."""
     perm, ids = torch.randperm(edges, dtype=torch.int32), torch.arange(edges)
     schedule = torch.arange(30, dtype=torch.int32).flip(0)
     return replace(bare_graph(edges), perm=perm, global_edge_id=ids, dst_schedule=schedule)
@@ -86,10 +86,8 @@ def run(call):
     if call.form == "embedded":
         attr = draw(1, graph.num_edges, heads, channels)
     elif call.form != "none":
-        attr, weight = (
-            draw(1, graph.num_edges, call.edge_dim),
-            draw(heads * channels, call.edge_dim),
-        )
+        attr = draw(1, graph.num_edges, call.edge_dim)
+        weight = draw(heads * channels, call.edge_dim)
         bias = draw(heads * channels) if call.form == "raw" else None
     seed = torch.tensor([1]) if call.dropout_p else None
     operands = AttentionOperands(query, key, value, attr, weight, bias)
@@ -195,10 +193,8 @@ def recorded(*calls):
 
 def every():
     """All kernels: every form, dtype and option, on standard and odd shapes."""
-    odd, standard = (
-        Call(6, 10, 3, graph=bare_graph()),
-        Call(16, 64, 11, graph=full_graph(91), dropout_p=0.1),
-    )
+    odd = Call(6, 10, 3, graph=bare_graph())
+    standard = Call(16, 64, 11, graph=full_graph(91), dropout_p=0.1)
     calls = [
         odd,
         replace(odd, form="raw_without_bias", dtype=torch.float16),

@@ -1,4 +1,4 @@
-"""The kernels as compilers and drivers see them, anywhere: they compile for every GPU, fit its registers, count far enough.
+"""Compiled kernels without a GPU: they compile for every GPU, fit its registers, and have offsets that are wide enough.
 
 A kernel that is launched again goes past Triton's binder, and as Triton would have launched it.
 """

@@ -99,10 +99,8 @@ FORMS = ("scale and shift", "scale", "shift", "neither", "modulated")
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_norm_equals_pytorchs(draw, poisoned, num_rows, features, form):
-    x, parameters = (
-        draw(num_rows, features),
-        norm_parameters(draw, num_rows, features, form, torch.float32),
-    )
+    x = draw(num_rows, features)
+    parameters = norm_parameters(draw, num_rows, features, form, torch.float32)
     out = poisoned(num_rows, features)
     row_launches.norm_forward(num_rows, features, EPS)(x=x, out=out, **parameters)
     assert_rounded(
@@ -161,10 +159,8 @@ def norm_gradients(x, grad_normed, grad_total, parameters):
 def run_norm_backward(
     draw, poisoned, make_partial, num_rows, features, form, dtype, residual_dtype, total_dtype
 ):
-    x, grad_normed = (
-        draw(num_rows, features, dtype=residual_dtype),
-        draw(num_rows, features, dtype=dtype),
-    )
+    x = draw(num_rows, features, dtype=residual_dtype)
+    grad_normed = draw(num_rows, features, dtype=dtype)
     grad_total = None if total_dtype is None else draw(num_rows, features, dtype=total_dtype)
     parameters = norm_parameters(draw, num_rows, features, form, dtype)
     results = {"dx": poisoned(num_rows, features, dtype=residual_dtype)}
@@ -281,10 +277,8 @@ def test_launches_add_to_the_same_sums(draw, poisoned, make_partial):
 
 @pytest.mark.parametrize("features", [1025, 3000])
 def test_norm_of_more_features_than_a_tile(draw, poisoned, make_partial, features):
-    x, parameters = (
-        draw(5, features),
-        norm_parameters(draw, 5, features, "scale and shift", torch.float32),
-    )
+    x = draw(5, features)
+    parameters = norm_parameters(draw, 5, features, "scale and shift", torch.float32)
     out = poisoned(5, features)
     row_launches.norm_forward(5, features, EPS)(x=x, out=out, **parameters)
     assert_rounded(

@@ -1,4 +1,4 @@
-"""The blocks against anemoi-models': one state dict, the same numbers, over all options in pairs."""
+"""The blocks against anemoi-models': the same state dict and results, for all pairs of options."""
 
 from functools import partial
 

@@ -157,10 +157,8 @@ def add_bias(layer):
 
 @pytest.fixture(params=("conv", "block"))
 def layer(request):
-    conv, block = (
-        GraphTransformerConv(8, 4, heads=2, edge_dim=3),
-        GraphTransformerProcessorBlock(**SIZES),
-    )
+    conv = GraphTransformerConv(8, 4, heads=2, edge_dim=3)
+    block = GraphTransformerProcessorBlock(**SIZES)
     return randomise(conv if request.param == "conv" else block)
 
 

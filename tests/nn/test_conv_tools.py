@@ -29,10 +29,8 @@ def data():
 
 def test_pygs_sequential_runs_it(data):
     x, edge_index, edge_attr = data
-    first, second = (
-        GraphTransformerConv(6, 4, heads=2, edge_dim=DIM),
-        GraphTransformerConv(8, 2, edge_dim=DIM),
-    )
+    first = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM)
+    second = GraphTransformerConv(8, 2, edge_dim=DIM)
     names = "x, edge_index, edge_attr"
     model = Sequential(
         names, [(first, f"{names} -> x"), torch.nn.ReLU(), (second, f"{names} -> x")]

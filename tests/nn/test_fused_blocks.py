@@ -145,7 +145,7 @@ def test_attributes_of_another_shape_are_refused_as_by_the_attention(kind, batch
 
 
 class OwnBlock(GraphTransformerProcessorBlock):
-    """A block of somebody's own."""
+    """A user-defined block."""
 
     def make_query(self, dst):
         return 2 * super().make_query(dst)

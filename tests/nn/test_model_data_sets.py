@@ -13,10 +13,8 @@ from anemoi_gt import EncoderProcessorDecoder
 SETS = {"global": 30, "region": 17, "stations": 8}
 EDGES = {"global": 60, "region": 40, "stations": 20}
 # one in only, one both, one out only
-IN, OUT = (
-    {"global": 5, "region": 4},
-    {"region": 2, "stations": 3},
-)
+IN = {"global": 5, "region": 4}
+OUT = {"region": 2, "stations": 3}
 SAMPLES = 2
 
 

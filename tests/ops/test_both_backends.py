@@ -48,11 +48,9 @@ def test_chunks_of_the_edges_merge_into_the_whole_with_gradients(
 ):
     dtype = torch.float64 if backend == "torch" else torch.float32
     problem, graph = problem_and_graph("self_loops", form, dtype)
-    numbers, sizes, leaves = (
-        torch.arange(graph.num_edges),
-        (graph.num_src, graph.num_dst),
-        leaves_of(problem, graph),
-    )
+    numbers = torch.arange(graph.num_edges)
+    sizes = (graph.num_src, graph.num_dst)
+    leaves = leaves_of(problem, graph)
 
     def chunk(ids):
         ids = ids.to(graph.device)
@@ -249,10 +247,8 @@ def test_gradients_of_sharp_softmax_over_equal_values_are_of_rounding_size(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_offset_in_all_logits_moves_lse_and_nothing_else(dtype, backend, kernel_device):
-    problem, graph = (
-        make_problem(GRAPHS["hub"], 2, 4, 3, "none", dtype),
-        structure(GRAPHS["hub"], kernel_device),
-    )
+    problem = make_problem(GRAPHS["hub"], 2, 4, 3, "none", dtype)
+    graph = structure(GRAPHS["hub"], kernel_device)
     problem.scale = 1.0
     problem.query[..., 0] = 1.0
     problem.key[..., 0] = 0.0
@@ -280,10 +276,8 @@ def test_sharp_softmax_is_as_accurate_as_plain_pytorch(dtype, backend, kernel_de
 
 
 def test_nan_in_a_key_reaches_the_destinations_that_read_it_and_no_other(backend, kernel_device):
-    problem, graph = (
-        make_problem(GRAPHS["shuffled"], 3, 4, 5),
-        structure(GRAPHS["shuffled"], kernel_device),
-    )
+    problem = make_problem(GRAPHS["shuffled"], 3, 4, 5)
+    graph = structure(GRAPHS["shuffled"], kernel_device)
     problem.key[2, 1, 3] = torch.nan
     out = attend(problem, graph, backend)["out"]
     reads = torch.zeros(graph.num_dst, dtype=torch.bool)

@@ -19,10 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.fixture(params=["torch", "triton"])
 def attend(request, kernel_device):
     """Attention over the graph "isolated" on each backend, of operands by name."""
-    graph, config = (
-        structure(GRAPHS["isolated"], kernel_device),
-        AttentionConfig(backend=request.param),
-    )
+    graph = structure(GRAPHS["isolated"], kernel_device)
+    config = AttentionConfig(backend=request.param)
     return lambda operands: edge_attention(**operands, graph=graph, config=config)
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward sub-layer: against float64, as PyTorch sees it, and what it keeps."""
+"""The feed-forward sub-layer: accuracy against float64, operator registration, and saved tensors."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The kernels that explain lists for a call are those that the call launches, and which they are."""
+"""The kernels that `explain` lists for a call are the kernels that the call launches."""
 
 import re
 from dataclasses import replace

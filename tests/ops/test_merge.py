@@ -19,10 +19,8 @@ def test_a_result_with_a_logit_that_is_not_finite_is_not_treated_as_empty(logit,
 
 
 def test_two_empty_results_are_empty_with_finite_gradients():
-    out, lse = (
-        torch.zeros(2, 1, 3, requires_grad=True),
-        torch.full((2, 1), -torch.inf, requires_grad=True),
-    )
+    out = torch.zeros(2, 1, 3, requires_grad=True)
+    lse = torch.full((2, 1), -torch.inf, requires_grad=True)
     merged, merged_lse = merge(out, lse, out, lse)
     assert bool((merged == 0).all()) and bool(torch.isneginf(merged_lse).all())
     assert all(

@@ -1,4 +1,4 @@
-"""The Triton kernels against the float64 oracle, in memory that holds NaN until it is written."""
+"""The Triton kernels against the float64 oracle, in memory that is filled with NaN."""
 
 from collections import Counter
 from dataclasses import replace
@@ -103,10 +103,8 @@ def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(
     name, segment, form, kernel_device
 ):
     edges = (GRAPHS | HUBS)[name]
-    problem, graph = (
-        make_problem(edges, 3, 5, 4, form),
-        structure(edges, kernel_device).with_reverse(),
-    )
+    problem = make_problem(edges, 3, 5, 4, form)
+    graph = structure(edges, kernel_device).with_reverse()
     graph = with_hubs(graph, segment)
     expected = attend(problem, graph, "triton")
     assert_same(attend(problem, graph, "triton"), expected, 0)

@@ -51,15 +51,11 @@ def test_hubs_are_as_accurate_as_plain_pytorch(case, kernel_device):
 
 
 def test_destinations_that_are_no_hubs_keep_their_bits(kernel_device):
-    problem, graph = (
-        make_problem(HUBS["destination"], 3, 8, 5),
-        structure(HUBS["destination"], kernel_device),
-    )
+    problem = make_problem(HUBS["destination"], 3, 8, 5)
+    graph = structure(HUBS["destination"], kernel_device)
     others = (graph.colptr.diff() <= 8).cpu()
-    divided, whole = (
-        attend(problem, with_hubs(graph, SMALL), TRITON),
-        attend(problem, graph, TRITON),
-    )
+    divided = attend(problem, with_hubs(graph, SMALL), TRITON)
+    whole = attend(problem, graph, TRITON)
     assert 0 < int(others.sum()) < graph.num_dst
     for name in ("out", "lse", "dquery"):
         assert torch.equal(divided[name][others], whole[name][others]), name

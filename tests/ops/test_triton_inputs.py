@@ -1,4 +1,4 @@
-"""The Triton backend: layouts, batches, parts of graphs, dropout, precision, and where it says that it cannot run."""
+"""The Triton backend: layouts, batches, parts of graphs, dropout, precision, and errors for what it does not support."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -150,10 +150,8 @@ def test_attributes_are_embedded_first_if_that_moves_fewer_bytes(case, training,
 
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias"])
 def test_embedded_and_factored_attributes_give_the_same(form, kernel_device, monkeypatch):
-    problem, graph = (
-        make_problem(GRAPHS["nearest"], 2, 3, 20, form),
-        structure(GRAPHS["nearest"], kernel_device),
-    )
+    problem = make_problem(GRAPHS["nearest"], 2, 3, 20, form)
+    graph = structure(GRAPHS["nearest"], kernel_device)
     results = []
     for first in (True, False):
         monkeypatch.setattr(op, "embeds_first", lambda *_, first=first: first)

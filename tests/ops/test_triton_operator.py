@@ -1,4 +1,4 @@
-"""The Triton backend as an operator of PyTorch: schemas, and an autograd that does no more than it is asked."""
+"""The Triton backend as an operator of PyTorch: schemas, and an autograd that computes only the requested gradients."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The accuracy criterion: errors against a float64 oracle, relative to plain PyTorch's in the same dtype.
+"""The accuracy criterion: errors against a float64 oracle, relative to the errors of plain PyTorch in the same dtype.
 
 Over a corpus, the RMS error may be at most 2x (forward) or 3x (gradients) the RMS error of plain
 PyTorch. For a single case, the limit is higher by 16 eps times the RMS of the same expression on

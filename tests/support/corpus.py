@@ -1,4 +1,4 @@
-"""The corpus over which accuracy is judged: every graph, form of edge features and shape, in one dtype."""
+"""The corpus of the accuracy criterion: every graph, form of edge features and shape, in one dtype."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The era5_uk data set: scores of its baselines, ridge regression, and splits without leaks from later ones."""
+"""The era5_uk data set: scores of its baselines, ridge regression, and splits without leaks from later data."""
 
 import shutil
 import sys

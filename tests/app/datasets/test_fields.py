@@ -107,10 +107,8 @@ def test_reduced_and_curvilinear_grids_have_the_nodes_of_their_coordinates(kind)
     if kind == "reduced":
         dims, lat, lon = ("values",), grid.lat, grid.lon
     else:
-        dims, (lat, lon) = (
-            ("y", "x"),
-            np.meshgrid(np.linspace(50, 58, 4), np.linspace(0, 5, 6), indexing="ij"),
-        )
+        dims = ("y", "x")
+        lat, lon = np.meshgrid(np.linspace(50, 58, 4), np.linspace(0, 5, 6), indexing="ij")
     state = np.random.default_rng(0).random((3, *lat.shape))
     attrs = [{"units": units} for units in ("degrees_north", "degrees_east")]
     source = xarray.Dataset(

@@ -1,4 +1,4 @@
-"""The sphere data set: flows against the published wind integrated in time, and samples that are exact and held out."""
+"""The sphere data set: flows against the published wind integrated in time, and exact, held-out samples."""
 
 import numpy as np
 import pytest

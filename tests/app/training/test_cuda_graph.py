@@ -24,10 +24,8 @@ class Line(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.factor, self.unused = (
-            nn.Parameter(torch.tensor([2.0, 3.0])),
-            nn.Parameter(torch.ones(1)),
-        )
+        self.factor = nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.unused = nn.Parameter(torch.ones(1))
 
     def forward(self, batch):
         loss = (self.factor * (batch.inputs + torch.rand(2)) - batch.target).square().sum()
@@ -330,10 +328,8 @@ def order(monkeypatch):
 
 def test_a_pass_is_captured_after_a_warm_up_on_a_side_stream_and_replayed_without(order):
     outputs, replay = capture_cuda_graph(lambda: order.append("pass") or len(order))
-    before, after = (
-        ["free", "side waits for current", "enter side"],
-        ["leave side", "current waits for side"],
-    )
+    before = ["free", "side waits for current", "enter side"]
+    after = ["leave side", "current waits for side"]
     warm_up = [*before, *["pass"] * WARM_UP, *after]
     assert order == [*warm_up, "enter thread_local", "pass", "leave thread_local"]
     assert outputs == len(order) - 1  # of the captured pass

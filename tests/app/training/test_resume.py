@@ -163,10 +163,8 @@ def test_records_after_the_checkpoint_are_written_once(tmp_path):
 def test_a_signal_ends_the_run_after_the_step_which_is_saved_and_handlers_are_restored(
     trainer, number, status
 ):
-    before, run = (
-        [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
-        trainer("run"),
-    )
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    run = trainer("run")
     stopped = stop(run, number=number)
     assert stopped.exit_status == status
     assert str(stopped) == f"stopped by {number.name} after step {STOP_AFTER}, which is saved"

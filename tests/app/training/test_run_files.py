@@ -31,7 +31,7 @@ def content(tmp_path_factory):
 
 
 def assert_is_refused(path, content):
-    """The bytes must be refused with one sentence, whatever PyTorch raises."""
+    """Assert that the bytes are refused in one sentence, whatever PyTorch raises."""
     path.write_bytes(content)
     sentence = f"a checkpoint must be a whole file that training wrote, {path} cannot be read"
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):

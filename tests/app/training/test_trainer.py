@@ -1,4 +1,4 @@
-"""The loop: the steps it takes, what it keeps, and that it can be repeated."""
+"""The training loop: its steps, its state, and its reproducibility."""
 
 import copy
 import json

@@ -30,7 +30,7 @@ graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidd
 
 
 def make_model(graph, conv="pyg", **options):
-    """A model of two layers; with `triton` its blocks have what they have on a GPU."""
+    """Return a model with two layers; with `triton`, its blocks are as Anemoi builds them on a GPU."""
     model = build(graph, make_options(channels=16, heads=2, **options))
     for block in model.modules():
         if conv == "triton" and type(block).__name__ in BLOCKS:
@@ -77,7 +77,7 @@ def test_modes_have_the_same_bits_and_compute_once_unless_full(graph, expected, 
 
 @pytest.mark.parametrize("mode", [None, "full"])
 def test_hooks_on_saved_tensors_may_copy_them(graph, expected, mode):
-    """As `save_on_cpu` does, and offloading of activations."""
+    """`save_on_cpu` and activation offloading copy them."""
     copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
     with anemoi.install(activation_checkpointing=mode), copies:
         actual = differentiate(make_model(graph), draw(graph))

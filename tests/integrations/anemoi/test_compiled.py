@@ -17,7 +17,7 @@ from anemoi_gt.integrations.anemoi.edge_lists import cached_list
 
 
 def batch_sizes(graph):
-    """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of our attention."""
+    """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of anemoi_gt's attention."""
     calls = [
         node
         for name, nodes in graph.items()
@@ -171,10 +171,8 @@ def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(
     graph, traced, sorts, kinds, options
 ):
     backend, graphs = traced
-    model, x = (
-        compile_parts(small.build(graph, options), backend, kinds),
-        small.draw(graph, batch=2),
-    )
+    model = compile_parts(small.build(graph, options), backend, kinds)
+    x = small.draw(graph, batch=2)
     with integration.install():
         for _ in range(3):
             small.differentiate(model, x)

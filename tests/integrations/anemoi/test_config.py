@@ -46,7 +46,7 @@ def composed(tmp_path):
 
 
 def validated(options):
-    """The options that pass Anemoi's schema: it raises for what it does not know."""
+    """Return the options after validation by Anemoi's schema, which raises for unknown ones."""
     return BaseModelSchema(**options).model_dump(by_alias=True)
 
 

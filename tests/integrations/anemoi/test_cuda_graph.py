@@ -35,7 +35,7 @@ graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidd
 
 @pytest.fixture
 def one_rank():
-    """The process group and the environment of Lightning's DDP end with the test."""
+    """Restore the process group and the environment of Lightning's DDP after the test."""
     with patch.dict(os.environ):
         yield
         torch.distributed.destroy_process_group()
@@ -47,10 +47,8 @@ class Loss(nn.Module):
     def __init__(self, nodes):
         super().__init__()
         self.register_buffer("weights", torch.linspace(0.5, 1.5, nodes)[:, None], persistent=False)
-        self.masks, self.indices_by_layout = (
-            {"nan": torch.ones(nodes, 1)},
-            {"model_output": PREDICTED},
-        )
+        self.masks = {"nan": torch.ones(nodes, 1)}
+        self.indices_by_layout = {"model_output": PREDICTED}
 
     def forward(self, output, target):
         error = output[..., self.indices_by_layout["model_output"]] - target
@@ -196,10 +194,8 @@ def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captur
 ):
     data, capture = batches(graph, sizes=[2, 1, 2, 1, 1, 1]), Mock(side_effect=capture_in_place)
     options = {"data": data, "epochs": 1, "accumulate_grad_batches": accumulated}
-    launched, replayed = (
-        fit(graph, **options),
-        fit(graph, [anemoi.CUDAGraphCallback(capture)], **options),
-    )
+    launched = fit(graph, **options)
+    replayed = fit(graph, [anemoi.CUDAGraphCallback(capture)], **options)
     assert_same(replayed, launched)
     assert capture.call_count == 2 and said().count(UNCAPTURED) == 2
 
@@ -319,10 +315,8 @@ def test_one_callback_launches_steps_that_cannot_be_captured_and_says_so_once(gr
 
 
 def test_a_strategy_that_divides_parameters_is_refused():
-    trainer, message = (
-        SimpleNamespace(strategy=FSDPStrategy()),
-        "on one device or DDP, got FSDPStrategy: set training",
-    )
+    trainer = SimpleNamespace(strategy=FSDPStrategy())
+    message = "on one device or DDP, got FSDPStrategy: set training"
     raises(lambda: check_capturable(trainer, None, capture_in_place), message)
 
 

@@ -1,4 +1,4 @@
-"""The structure of a graph is made once, for its own edges and no others, and dies with it."""
+"""The structure of a graph is built once, only for its own edges, and freed with them."""
 
 import copy
 import gc
@@ -174,10 +174,8 @@ def test_edges_declared_sorted_are_sorted_nevertheless(graph, attentions):
     expected = model(x)["data"]
     provider = model.processor_graph_provider
     order = torch.randperm(provider.edge_attr.shape[0], generator=torch.Generator().manual_seed(0))
-    provider.edge_index_base, provider.edge_attr = (
-        provider.edge_index_base[:, order],
-        provider.edge_attr[order],
-    )
+    provider.edge_index_base = provider.edge_index_base[:, order]
+    provider.edge_attr = provider.edge_attr[order]
     with integration.install():
         assert_same_numbers(model(x)["data"], expected)
     assert attentions
@@ -243,10 +241,8 @@ def test_compiled_code_may_write_into_the_structure_it_got_and_its_operator_keep
 
 def test_model_groups_of_other_sizes_have_lists_of_their_own():
     whole = cached_list(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]), (4, 4))
-    x, shard_info = (
-        (torch.zeros(4, 1), torch.zeros(4, 1)),
-        SimpleNamespace(src_nodes=None, dst_nodes=None, edges=None),
-    )
+    x = (torch.zeros(4, 1), torch.zeros(4, 1))
+    shard_info = SimpleNamespace(src_nodes=None, dst_nodes=None, edges=None)
 
     def cut(
         self,

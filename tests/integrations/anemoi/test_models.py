@@ -19,7 +19,7 @@ LEARNING_RATE = 1e-3
 
 @pytest.fixture
 def assert_same(graph, attentions):
-    """Check that a model of these options computes the same with us, and does compute with us."""
+    """Check that a model with these options uses anemoi_gt under `install` and gives the same results."""
 
     def check(options, x, fuse_edges=True, **forward):
         model = build(graph, options)

@@ -1,4 +1,4 @@
-"""The residual of Anemoi's models by `index_add`: the same numbers, bit for bit, with gradients that are a gather."""
+"""The residual of Anemoi's models by `index_add`: bitwise equal results, and gradients by a gather."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ FUSED = partial(integration.install, backend="triton", blocks=True)
 
 
 def block_of(kind, **options):
-    """A block of 2 heads of 8 channels."""
+    """Return a block with 2 heads of 8 channels."""
     torch.manual_seed(0)
     sizes = {"num_channels": CHANNELS, "hidden_dim": 32, "num_heads": 2, "window_size": None}
     defaults = {

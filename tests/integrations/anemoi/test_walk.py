@@ -1,4 +1,4 @@
-"""The walk of a call from an Anemoi block to the kernels: how many functions of the package it takes."""
+"""The call path from an Anemoi block to the kernels: the number of functions of the package on it."""
 
 import sys
 from functools import cache
@@ -27,7 +27,7 @@ KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformer
 
 
 def is_host_code(code) -> bool:
-    """Return whether it is a function of the package that runs on the host; comprehensions are none."""
+    """Return whether code is a host function of the package; comprehensions do not count."""
     path = Path(code.co_filename)
     is_kernel = path.parent == KERNELS and path != LAUNCH
     return path.is_relative_to(PACKAGE) and not is_kernel and not code.co_name.startswith("<")
@@ -35,7 +35,7 @@ def is_host_code(code) -> bool:
 
 @cache
 def walk_of(kind):
-    """Functions that the second forward of a fused block calls, and the chain of them down to the attention."""
+    """Return the functions that the second forward of a fused block calls, and the call chain to the attention."""
     block, inputs = make_block(KINDS[kind], qk_norm=True), block_inputs(KINDS[kind])
     calls, chain = [], []
 
@@ -46,7 +46,7 @@ def walk_of(kind):
     run = GridExecutor.__call__
 
     def run_unwatched(executor, *arguments, **options):
-        """Run the programs of a kernel, whose many calls in the interpreter are no host code."""
+        """Run the programs of a kernel without counting the calls of the interpreter."""
         sys.setprofile(None)
         if executor.fn.__name__ == "edge_attention_fwd" and not chain:
             frame = sys._getframe()
