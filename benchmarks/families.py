@@ -233,11 +233,13 @@ def add_round(variants: dict, name: str, record: dict) -> None:
     total["rounds"].append({key: record.pop(key) for key in ("ms", "host_ms", "peak_gb", "scale")})
     total |= record
     rounds = total["rounds"]
-    total["median_ms"] = statistics.median([ms for record in rounds for ms in record["ms"]])
-    total["host_ms"] = statistics.median([ms for record in rounds for ms in record["host_ms"]])
+    total["median_ms"] = statistics.median([ms for one_round in rounds for ms in one_round["ms"]])
+    total["host_ms"] = statistics.median(
+        [ms for one_round in rounds for ms in one_round["host_ms"]]
+    )
     total["peak_gb"] = None
     if rounds[0]["peak_gb"] is not None:
-        total["peak_gb"] = max(record["peak_gb"] for record in rounds)
+        total["peak_gb"] = max(one_round["peak_gb"] for one_round in rounds)
 
 
 def make_training(case: Case, options, seed: int = 0) -> Training:

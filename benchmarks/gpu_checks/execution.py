@@ -132,6 +132,6 @@ def no_synchronisation() -> str:
     difference = (loose["out"].float() - result["out"].float()).abs().max().item()
     if not difference <= 0.02 * result["out"].float().abs().max().item():
         raise AssertionError(
-            f"a structure built with an unstable sort gave another result, off by {difference}"
+            f"a structure built without sorting gave another result, off by {difference}"
         )
     return "forward, backward and building a structure never waited"

@@ -46,9 +46,7 @@ class Outcome:
         worst = []
         for dtype, corpus in sorted(self.corpora.items()):
             corpus.assert_accurate()
-            ratios = {}
-            for name, error in corpus.ours.items():
-                ratios[name] = (error / max(corpus.plain[name], 1e-300)) ** 0.5
+            ratios = {name: corpus.over_plain(name) for name in corpus.ours}
             name = max(ratios, key=ratios.get)
             worst.append(f"{dtype} {ratios[name]:.2f} ({name})")
         summary = ", ".join(worst) or "per case"

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray
-from support.own_data import LAT, LON, TIMES, weather_file
+from support.own_data import LAT, LON, SMALL_RUN, TIMES, weather_file
 from support.picture import colours
 
 from anemoi_gt.app import rollout_command as rollout
@@ -16,17 +16,7 @@ from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, 
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.data.nodes import Nodes
 
-SMALL = [
-    "data=xarray",
-    "data.path=weather.nc",
-    "model.channels=8",
-    "model.num_layers=1",
-    "training.steps=4",
-    "training.batch_size=2",
-    "training.valid_every=2",
-    "training.device=cpu",
-    "hydra.run.dir=run",
-]
+SMALL = [*SMALL_RUN, "hydra.run.dir=run"]
 ROLLOUT = ("checkpoint=run/best.pt", "steps=3", "hydra.run.dir=forecast")
 
 

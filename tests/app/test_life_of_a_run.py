@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xarray
 from omegaconf import OmegaConf
-from support.own_data import weather_file
+from support.own_data import SMALL_RUN, weather_file
 from support.pages import ROOT
 
 from anemoi_gt.app import evaluate_command as evaluate
@@ -22,17 +22,6 @@ from anemoi_gt.app import rollout_command as rollout
 from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
-
-SMALL = [
-    "data=xarray",
-    "data.path=weather.nc",
-    "model.channels=8",
-    "model.num_layers=1",
-    "training.steps=4",
-    "training.batch_size=2",
-    "training.valid_every=2",
-    "training.device=cpu",
-]
 
 
 @pytest.fixture
@@ -46,7 +35,7 @@ def workdir(tmp_path, monkeypatch, without_pictures):
 @pytest.fixture
 def begun(workdir, start):
     """The folder of a run."""
-    start(train, *SMALL, "hydra.run.dir=runs/a")
+    start(train, *SMALL_RUN, "hydra.run.dir=runs/a")
     return workdir / "runs" / "a"
 
 
@@ -64,7 +53,7 @@ def test_a_run_is_resumed_by_its_folder_alone_and_with_more_steps(begun, start, 
     rates = {line["step"]: line["learning_rate"] for line in lines if line["split"] == "train"}
     assert rates[6] == pytest.approx(1e-3 * 6 / 7)  # by the longer schedule
     # the complete command is valid, too
-    start(train, *SMALL, "training.steps=6", "resume=true", f"hydra.run.dir={begun}")
+    start(train, *SMALL_RUN, "training.steps=6", "resume=true", f"hydra.run.dir={begun}")
 
 
 def test_a_continued_run_refuses_fewer_steps_and_another_model(begun, start, error_line):
@@ -85,7 +74,7 @@ def test_the_command_printed_at_a_stop_can_be_pasted(workdir, start, monkeypatch
     (run_dir,) = (word for word in words if word.startswith("hydra"))
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="^130$"):
         patch.setattr(train, "train", stopped)
-        start(train, *SMALL, run_dir)
+        start(train, *SMALL_RUN, run_dir)
     last_line = capsys.readouterr().err.splitlines()[-1]
     program, application, *arguments = shlex.split(last_line.rpartition(": ")[2])
     assert (program, application) == ("anemoi-gt", "train")
@@ -95,7 +84,9 @@ def test_the_command_printed_at_a_stop_can_be_pasted(workdir, start, monkeypatch
 
 def test_fine_tuning_starts_from_weights_and_names_those_that_do_not_fit(begun, start, capsys):
     capsys.readouterr()
-    start(train, *SMALL, "init_from=runs/a/best.pt", "hydra.run.dir=runs/b", "data.input_steps=1")
+    start(
+        train, *SMALL_RUN, "init_from=runs/a/best.pt", "hydra.run.dir=runs/b", "data.input_steps=1"
+    )
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if line.startswith("weights loaded from runs/a/best.pt"))
     names = re.findall(r"([\w.]+) \[8, \d+\], \[8, \d+\] in the file", line)
@@ -139,7 +130,7 @@ def test_your_own_configs_and_their_target_are_found(workdir, start, monkeypatch
         "field_data('weather.nc')\n"
     )
     monkeypatch.syspath_prepend("")
-    start(train, "--config-dir", "conf", "data=mine", *SMALL[2:])
+    start(train, "--config-dir", "conf", "data=mine", *SMALL_RUN[2:])
     (folder,) = Path("outputs/mine").iterdir()
     assert state(folder)["step"] == 4
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import xarray
 from support.applications import train_in
-from support.own_data import TIMES, weather_file
+from support.own_data import SMALL_RUN, TIMES, weather_file
 from support.weather import hourly_field
 
 from anemoi_gt.app import evaluate_command as evaluate
@@ -22,21 +22,7 @@ from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.training.run_files import load_checkpoint, save_checkpoint
 
-SMALL = [
-    *(
-        "data=xarray",
-        "data.path=weather.nc",
-        "model.channels=8",
-        "model.num_layers=1",
-        "training.steps=4",
-    ),
-    *(
-        "training.batch_size=2",
-        "training.valid_every=2",
-        "training.device=cpu",
-        "hydra.run.dir=run",
-    ),
-]
+SMALL = [*SMALL_RUN, "hydra.run.dir=run"]
 CHECKPOINT = "checkpoint=run/best.pt"
 
 

@@ -6,6 +6,17 @@ import xarray
 TIMES = np.datetime64("2020-01-01", "ns") + 6 * np.arange(40) * np.timedelta64(1, "h")
 LAT = np.linspace(58.0, 50.0, 9)
 LON = np.linspace(-10.0, 2.0, 13)
+# Options of the application for the smallest training run on `weather.nc`, in the current folder.
+SMALL_RUN = [
+    "data=xarray",
+    "data.path=weather.nc",
+    "model.channels=8",
+    "model.num_layers=1",
+    "training.steps=4",
+    "training.batch_size=2",
+    "training.valid_every=2",
+    "training.device=cpu",
+]
 
 
 def weather_file(lat=LAT, lon=LON, times=TIMES):

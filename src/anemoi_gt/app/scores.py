@@ -127,19 +127,22 @@ def as_table(scores: list[Score]) -> str:
     for score in scores:
         if score.variable != variable:
             variable = score.variable
-            digits = _digits([other for other in scores if other.variable == variable])
+            error_format = _error_format(scores, variable)
             heading = f"{variable} [{score.units}]"
             lines.append(f"{heading:{width}} {'RMSE':>12} {'bias':>11}")
-        lines.append(f"{score.forecast:{width}} {score.rmse:12{digits}} {score.bias:11{digits}}")
+        rmse = f"{score.rmse:12{error_format}}"
+        bias = f"{score.bias:11{error_format}}"
+        lines.append(f"{score.forecast:{width}} {rmse} {bias}")
     return "\n".join(lines)
 
 
-def _digits(scores: list[Score]) -> str:
-    """Return the format of the errors of a variable.
-
-    Four decimals would round those of specific humidity in kg/kg to zero.
-    """
-    return ".4f" if max(score.rmse for score in scores) >= 0.01 else ".3e"
+def _error_format(scores: list[Score], variable: str) -> str:
+    """Return the number format for the errors of a variable."""
+    largest = max(score.rmse for score in scores if score.variable == variable)
+    if largest >= 0.01:
+        return ".4f"
+    # Four decimals would leave no digit of, for example, specific humidity in kg/kg.
+    return ".3e"
 
 
 class Outcome(NamedTuple):
@@ -218,9 +221,9 @@ def rollout_table(scores: list[Score]) -> str:
         heading = f"RMSE of {variable} [{units}]"
         columns = "".join(f" {name:>{width}}" for name in names)
         lines.append(f"{heading}{columns} {'samples':>8}")
-        digits = _digits([score for score in scores if score.variable == variable])
+        error_format = _error_format(scores, variable)
         for lead_time in dict.fromkeys(score.lead_time for score in scores):
             row = [cells[variable, lead_time, name] for name in names]
-            figures = "".join(f" {score.rmse:{width}{digits}}" for score in row)
+            figures = "".join(f" {score.rmse:{width}{error_format}}" for score in row)
             lines.append(f"{f'{lead_time:g} h':{len(heading)}}{figures} {row[0].samples:8}")
     return "\n".join(lines)

@@ -291,12 +291,12 @@ class GraphTransformerConv(MessagePassing):
                 )
             channels = getattr(linear, "in_channels", None)  # None: an adapter, without PyG's name
             like = stored_parameter(linear)
-            if channels not in (None, LAZY):
-                check_features(name, side, channels, like)
-            elif channels == LAZY and side.shape[-1] == 0:
+            if channels == LAZY and side.shape[-1] == 0:
                 raise ValueError(f"{name} must have at least one feature, got {tuple(side.shape)}")
-            else:
+            if channels in (None, LAZY):
                 check_dtype(name, side, like)
+            else:
+                check_features(name, side, channels, like)
         return sides
 
     def _edges(

@@ -346,13 +346,13 @@ def graph_transformer_backward_mapper(**options) -> nn.Module:
 def _build_swapped(kind: Any, options: dict[str, Any]) -> nn.Module:
     """Build a component of Anemoi and swap its blocks; both take their share of the options."""
     # Anemoi's classes silently ignore unknown keyword arguments, so ours must not reach them.
-    _, *names = signature(swap_layers).parameters  # the first one is the model
     if "activation_checkpointing" in options:
         raise ValueError(
             "activation_checkpointing must be passed to install, which applies it to all "
             f"components, got {options['activation_checkpointing']!r} for one {kind.__name__}: set "
             "its gradient_checkpointing to True or False instead"
         )
+    _, *names = signature(swap_layers).parameters  # the first one is the model
     for_swapping = {name: options.pop(name) for name in names if name in options}
     return swap_layers(kind(**options), **for_swapping)
 
