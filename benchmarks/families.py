@@ -152,7 +152,10 @@ def time_steps(training: Training, warmup: int, seconds: float) -> dict:
 
 
 def part_inputs(training: Training) -> dict[str, tuple]:
-    """Return module and inputs of encoder, processor and decoder, on the CPU."""
+    """Return module and inputs of encoder, processor and decoder, features on the CPU.
+
+    Edge lists stay as they are: `install` keeps the structure of a list with the tensor.
+    """
     model = training.model
     modules = {"processor": model.processor}
     for kind, mappers in (("encoder", model.encoder), ("decoder", model.decoder)):
@@ -161,7 +164,8 @@ def part_inputs(training: Training) -> dict[str, tuple]:
     parts, hooks = {}, []
 
     def on_cpu(value):
-        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        has_features = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.detach().cpu() if has_features else value
 
     for name, module in modules.items():
 

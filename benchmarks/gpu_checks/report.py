@@ -1,10 +1,12 @@
 """Report of a run, printed and logged: device, commit, date, versions, one line per check."""
 
+import gc
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from suite.environment import describe
 
 from gpu_checks import DEVICE
@@ -32,7 +34,10 @@ class Report:
             print(text, file=self.file, flush=True)
 
     def run(self, name: str, check: Callable[[], str]) -> None:
-        """Run a check, which returns a summary or raises, and write its line."""
+        """Run a check, which returns a summary or raises, and write its line.
+
+        Cached memory is released afterwards: the next check may start processes that need it.
+        """
         start = time.perf_counter()
         try:
             detail = check()
@@ -42,4 +47,7 @@ class Report:
             self.failed = True
             frame = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
         self.line(f"{verdict} {name} ({time.perf_counter() - start:.0f} s): {detail}")

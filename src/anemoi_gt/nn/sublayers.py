@@ -232,7 +232,11 @@ NO_HEAD_NORM = HeadNorm(None, 0.0)
 
 
 class CannotFuseError(Exception):
-    """The reason why a sub-layer cannot be fused; never leaves this module."""
+    """The reason why a sub-layer cannot be fused, its only argument; never leaves this module.
+
+    It is read as `args[0]`, because torch.compile cannot trace `str` of an exception before torch
+    2.13.
+    """
 
 
 def feed_forward_parts(
@@ -253,8 +257,9 @@ def feed_forward_parts(
     """
     try:
         return _read_feed_forward(norm, mlp, norm_name, mlp_name)
-    except CannotFuseError as reason:
-        return str(reason)
+    except CannotFuseError as error:
+        reason: str = error.args[0]
+        return reason
 
 
 def attention_parts(block: Any) -> AttentionParts | str:
@@ -264,8 +269,9 @@ def attention_parts(block: Any) -> AttentionParts | str:
     """
     try:
         return _read_attention(block)
-    except CannotFuseError as reason:
-        return str(reason)
+    except CannotFuseError as error:
+        reason: str = error.args[0]
+        return reason
 
 
 def _read_feed_forward(
