@@ -41,12 +41,12 @@ class AttentionOperands(NamedTuple, Generic[Held]):
 
     def map(self, function: Callable[[Held], Held]) -> "AttentionOperands[Held]":
         """Apply `function` to each operand that is not None."""
-
-        def apply(operand: Held | None) -> Held | None:
-            return None if operand is None else function(operand)
-
         rows = function(self.query), function(self.key), function(self.value)
-        edges = apply(self.edge_attr), apply(self.edge_weight), apply(self.edge_bias)
+        # no function inside: its annotations cannot be traced before torch 2.13
+        edges = [
+            None if operand is None else function(operand)
+            for operand in (self.edge_attr, self.edge_weight, self.edge_bias)
+        ]
         return AttentionOperands(*rows, *edges)
 
 
