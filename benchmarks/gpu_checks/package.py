@@ -101,7 +101,7 @@ def layers() -> str:
 
 def _problem(name: str, batch: int) -> tuple:
     """Return node features, a graph as tensors, and edge attributes."""
-    graph = structure(GRAPHS[name], DEVICE)
+    graph = structure(GRAPHS[name], DEVICE, reverse=False)
     state = graph.state_dict() | {"perm": graph.edge_order()}
     x_src = torch.randn(batch, graph.num_src, 4, device=DEVICE)
     x_dst = torch.randn(batch, graph.num_dst, 5, device=DEVICE)
