@@ -152,9 +152,10 @@ def time_steps(training: Training, warmup: int, seconds: float) -> dict:
 
 
 def part_inputs(training: Training) -> dict[str, tuple]:
-    """Return module and inputs of encoder, processor and decoder, features on the CPU.
+    """Return module and inputs of encoder, processor and decoder in a step of the current variant.
 
-    Edge lists stay as they are: `install` keeps the structure of a list with the tensor.
+    Features are on the CPU and need a gradient where they do in the step. Edge lists are those of
+    the step: `install` keeps the structure of a list with the tensor.
     """
     model = training.model
     modules = {"processor": model.processor}
@@ -164,8 +165,9 @@ def part_inputs(training: Training) -> dict[str, tuple]:
     parts, hooks = {}, []
 
     def on_cpu(value):
-        has_features = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.detach().cpu() if has_features else value
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return value.detach().cpu().requires_grad_(value.requires_grad)
 
     for name, module in modules.items():
 
@@ -173,21 +175,19 @@ def part_inputs(training: Training) -> dict[str, tuple]:
             parts[name] = module, tree_map(on_cpu, arguments), tree_map(on_cpu, options)
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    with torch.no_grad():
-        training.loss(training.batch)
+    training.loss(training.batch)
     for hook in hooks:
         hook.remove()
     return parts
 
 
 def time_part(training: Training, module, arguments, options) -> float:
-    """Return the forward and backward time of a part in ms, with gradients of all inputs."""
+    """Return the forward and backward time of a part in ms."""
 
     def as_input(value):
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        value = value.to(training.device)
-        return value.requires_grad_() if value.is_floating_point() else value
+        return value.detach().to(training.device).requires_grad_(value.requires_grad)
 
     arguments, options = tree_map(as_input, arguments), tree_map(as_input, options)
     directions = {}
@@ -212,7 +212,7 @@ def time_part(training: Training, module, arguments, options) -> float:
     return 1e3 * statistics.median(times)
 
 
-def measure(training: Training, name: str, options, reference, parts, is_first: bool) -> dict:
+def measure(training: Training, name: str, options, reference, is_first: bool) -> dict:
     """Compare a variant with the reference, profile it and time it; later rounds only time it."""
     record = {}
     with training.computing(name):
@@ -224,9 +224,10 @@ def measure(training: Training, name: str, options, reference, parts, is_first: 
             kind = training.device.type
             steps = 3 if kind == "cuda" else 1
             record["profile"] = profile_of(training.step, steps, CLOCKS[kind].synchronize, kind)
-            if parts and not training.captured:
+            if options.parts and not training.captured:
                 record["parts_ms"] = {
-                    part: time_part(training, *inputs) for part, inputs in parts.items()
+                    part: time_part(training, *inputs)
+                    for part, inputs in part_inputs(training).items()
                 }
     return record
 
@@ -270,11 +271,10 @@ def run_case(case: Case, options, results: Results, record: dict) -> None:
     reference = reference_of(training, results, record)
     if reference is None and not record.get("reference"):
         return  # it failed, which is among the problems
-    parts = part_inputs(training) if options.parts else {}
     left = list(options.variants)
     for number in range(options.rounds):
         for name in left if number % 2 == 0 else left[::-1]:
-            call = partial(measure, training, name, options, reference, parts, is_first=number == 0)
+            call = partial(measure, training, name, options, reference, is_first=number == 0)
             measured = results.run(f"{record['name']}, {name}", partial(unless_out_of_memory, call))
             free_memory()
             if measured == OUT_OF_MEMORY:

@@ -35,6 +35,9 @@ from suite.inference import (
 )
 from support.corpus import corpus
 from support.forked import PROCESSES, forked_commands, start_server
+from torch.utils._pytree import tree_leaves
+
+from anemoi_gt.integrations.anemoi import edge_lists
 
 # The channels must match the config, because its conditional norms depend on them.
 SMALL_MODEL = shlex.split(
@@ -181,6 +184,23 @@ def test_a_step_of_each_family_is_compared_and_timed(
         profile = variant["profile"]
         assert sum(profile["groups_ms"].values()) == pytest.approx(profile["total_ms"])
         assert ("attention, ours" in profile["families_ms"]) == (name != "untouched")
+
+
+def test_parts_of_a_step_are_timed_with_its_edge_lists_which_keep_their_structure(
+    monkeypatch, anemoi_configs
+):
+    has_structure = []
+
+    def time_part(training, module, arguments, options):
+        for value in tree_leaves((arguments, options)):
+            if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+                has_structure.append(edge_lists.lookup(value) is not None)
+        return 1.0
+
+    monkeypatch.setattr(families, "time_part", time_part)
+    options = ["--configs", str(anemoi_configs), "--parts", "--variants", "install"]
+    families.main(["benchmark", *SMALL_MODEL, *SHORT, *options])
+    assert has_structure == [True] * 3  # processor, encoder, decoder
 
 
 def test_a_variant_that_differs_is_not_timed(tmp_path, monkeypatch, anemoi_configs):
