@@ -80,7 +80,7 @@ def understand(application, values):
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_every_command_exists(page):
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

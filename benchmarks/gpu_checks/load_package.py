@@ -3,6 +3,7 @@
 import sys
 
 import torch
+import torch._inductor.codecache  # aoti_load_package of torch 2.10 needs it and does not import it
 
 if __name__ == "__main__":
     sys.modules["anemoi_gt"] = None  # any import of it fails from here on

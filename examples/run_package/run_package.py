@@ -10,6 +10,7 @@ forecast.pt can be read by torch.load.
 import sys
 
 import torch
+import torch._inductor.codecache  # aoti_load_package of torch 2.10 needs it and does not import it
 
 
 def main(package_name: str, *names: str) -> None:

@@ -18,6 +18,7 @@ from anemoi_gt.export.package import check_compiler, check_toolkit
 
 LOAD = """
 import sys, torch
+import torch._inductor.codecache  # for torch 2.10, as in the example
 try:
     import anemoi_gt
     raise SystemExit("this library is there")
