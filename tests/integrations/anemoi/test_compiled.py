@@ -180,6 +180,22 @@ def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(
     assert len(graphs) <= 4  # encoder, decoder (the second with dynamic sizes) and processor
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_mappers_take_batches_of_other_sizes_without_graph_breaks(graph, traced, dynamic):
+    backend, graphs = traced
+    model = small.build(graph, WHOLE)
+    batches = [small.draw(graph, batch=batch) for batch in (1, 2, 3)]
+    expected = [small.differentiate(model, x) for x in batches]
+    for module in model.modules():
+        if isinstance(module, GraphTransformerBaseMapper):
+            module.compile(fullgraph=True, dynamic=dynamic, backend=backend)
+    with integration.install():
+        for x, numbers in zip(batches, expected, strict=True):
+            assert_same_numbers(small.differentiate(model, x), numbers)
+    for names in graphs:
+        assert_ours(names)
+
+
 def test_a_list_of_unknown_origin_is_sorted_once_in_compiled_code(traced, sorts):
     backend, graphs = traced
     block, inputs = make_block(), block_inputs()

@@ -23,6 +23,7 @@ StaticGraphProvider. Lookups never use sizes.
 Replacements call upstream for lists without cache.
 """
 
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -310,7 +311,10 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
     if (cache := lookup(edge_index)) is None:
         return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
     edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
-    key = (edges.start, edges.stop, destinations.start, destinations.stop, self.num_parts)
+    bounds = (edges.start, edges.stop, destinations.start, destinations.stop)
+    # `operator.index` makes constants of numbers that torch.compile takes for dynamic once they
+    # have changed, as with a second batch size.
+    key = tuple(operator.index(number) for number in (*bounds, self.num_parts))
     _make_chunk(edge_index, key, torch.is_grad_enabled())
     chunk = getattr(cache.derived, Derived.name("chunk", *key))
     sources = getattr(chunk, _ATTRIBUTE).sources
