@@ -53,7 +53,8 @@ class Case:
     keep_sharded: bool = True
     options: dict = field(default_factory=dict, hash=False)
     install: dict = field(default_factory=dict, hash=False)
-    compiled: bool = False
+    compiled: str = ""  # "blocks", or "components": encoder, processor and decoder
+    has_dynamic_sizes: bool = False  # in compiled code, after a batch of another size
     counted: bool = False
     fused: bool = False  # fused blocks, in float32
     # of `make_family_options`: fused; one rank also computes in float32, with the same noise
@@ -105,12 +106,33 @@ def make_cases():
             3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2
         ),
         "hooks on one rank": Case(2, has_hooks=True),
-        "compiled": Case(2, graph="asymmetric", batch=2, options=ONE_LAYER, compiled=True),
+        "compiled": Case(
+            2,
+            graph="asymmetric",
+            batch=2,
+            options=ONE_LAYER,
+            compiled="blocks",
+            has_dynamic_sizes=True,
+        ),
+    }
+    components = {"graph": "small", "compiled": "components"}
+    kept = ONE_LAYER | {"checkpointing": False}
+    cases |= {
+        "components compiled": Case(2, batch=2, options=ONE_LAYER, **components),
+        "components compiled, activations kept": Case(
+            2, options=kept, has_dynamic_sizes=True, **components
+        ),
     }
     options = {"qk_norm": False} | ONE_LAYER
     cases |= {
         "fused-small-2": Case(
-            2, graph="small", batch=2, options=options, fused=True, compiled=True
+            2,
+            graph="small",
+            batch=2,
+            options=options,
+            fused=True,
+            compiled="blocks",
+            has_dynamic_sizes=True,
         ),
         "fused-tiny-4": Case(4, graph="tiny", batch=2, options=options, fused=True),
     }
@@ -166,7 +188,7 @@ def model_of(case):
 
 @cache
 def make_model(name, family, is_ensemble, options, compiled, dtype):
-    """Return a model with random trainable node and edge attributes, with its blocks compiled or not."""
+    """Return a model with random trainable node and edge attributes, parts of which are compiled or not."""
     make = make_ensemble_options if is_ensemble else make_options
     if family is not None:
         make = partial(make_family_options, family)
@@ -177,11 +199,14 @@ def make_model(name, family, is_ensemble, options, compiled, dtype):
     if family is not None:
         draw_conditions(model)
     model.to(dtype)
-    if compiled:
-        for mapper in (*model.encoder.values(), *model.decoder.values()):
-            mapper.proc.compile(backend="aot_eager", dynamic=False)
-        for block in model.processor.proc:
-            block.compile(backend="aot_eager", dynamic=False)
+    mappers = [*model.encoder.values(), *model.decoder.values()]
+    parts = {
+        "": [],
+        "blocks": [*(mapper.proc for mapper in mappers), *model.processor.proc],
+        "components": [*mappers, model.processor],
+    }
+    for part in parts[compiled]:
+        part.compile(backend="aot_eager", fullgraph=True)
     if is_ensemble and dtype == torch.float64:  # Anemoi draws noise in float32
 
         def in_float64(module, arguments, options):
@@ -244,7 +269,7 @@ def gradients_of_strategy(model, group, everyone):
 
 def one_rank(case):
     """Return the mean loss and gradients of the models of a case, each on one rank, by Anemoi's own code."""
-    model = model_of(replace(case, compiled=False, fused=False))
+    model = model_of(replace(case, compiled="", fused=False))
     losses = []
     total = {}
     for index in range(case.models):
@@ -316,7 +341,7 @@ def run_conditioned(group):
 
 
 def run_case(case, group, index, everyone):
-    """Return the loss, the gradients, and the counts of each step: two steps if `counted`, else one."""
+    """Return the loss, the gradients, and the counts of each of two steps if `counted`."""
     model = model_of(case)
     counts = []
     blocks = {"backend": "triton", "blocks": True} if case.fused else {"backend": "torch"}
@@ -328,10 +353,14 @@ def run_case(case, group, index, everyone):
     if case.has_hooks and dist.get_rank() == 0:
         hooks = [conv.register_forward_hook(lambda *_: None) for conv in convs]
     with integration.install(**blocks, **case.install):
-        for _ in range(1 + case.counted):
+        if case.has_dynamic_sizes:
+            run(model, replace(case, batch=case.batch + 1), index, group)
+        for _ in range(2 if case.counted else 0):
             with counting() as counted:
                 loss = run(model, case, index, group)
             counts.append(counted)
+        if not case.counted:
+            loss = run(model, case, index, group)
     for hook in hooks:
         hook.remove()
     gradients = gradients_of_strategy(model, group, everyone)

@@ -13,6 +13,7 @@ can overlap with communication:
     ...                            work on y                       1. backward of the work on y
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -167,15 +168,21 @@ class HaloExchange:
 
     def send(self, sent: Tensor) -> Tensor:
         """Start to send rows [S, ...]; return [R, ...], readable after `functional.wait_tensor`."""
-        return functional.all_to_all_single(
-            sent.contiguous(), self.recv_counts, self.send_counts, self.group_name
-        )
+        return self._all_to_all(sent, self.recv_counts, self.send_counts)
 
     def send_reverse(self, y: Tensor) -> Tensor:
         """Start to return rows [R, ...] to their owners; `scatter_add` awaits the result."""
-        return functional.all_to_all_single(
-            y.contiguous(), self.send_counts, self.recv_counts, self.group_name
-        )
+        return self._all_to_all(y, self.send_counts, self.recv_counts)
+
+    def _all_to_all(
+        self, rows: Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Tensor:
+        """Start to exchange rows between all ranks."""
+        # `operator.index` makes constants of counts that torch.compile takes for dynamic: in the
+        # backward pass of an autograd function, torch 2.10 confuses those of both directions.
+        recv = [operator.index(count) for count in recv_counts]
+        send = [operator.index(count) for count in send_counts]
+        return functional.all_to_all_single(rows.contiguous(), recv, send, self.group_name)
 
     def scatter_add(self, returned: Tensor, total: Tensor) -> Tensor:
         """Wait for rows [S, ...] of `send_reverse` and add them to `total` [N, ...], rank 0 first.

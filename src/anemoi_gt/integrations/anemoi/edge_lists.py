@@ -54,6 +54,15 @@ class Derived:
         return "_".join([str(part) for part in key])
 
 
+def constants(*numbers: int) -> tuple[int, ...]:
+    """Return integers, as constants where torch.compile took them for dynamic.
+
+    It does so once a number has changed, as with a second batch size. Names and functions that are
+    called while it traces need constants.
+    """
+    return tuple(operator.index(number) for number in numbers)
+
+
 @dataclass(eq=False)
 class EdgeCache:
     """The cache of one edge list."""
@@ -300,6 +309,7 @@ def build_graph_partition(upstream, edge_index, num_parts, num_nodes):
     cache = lookup(edge_index)
     if cache is None or tuple(num_nodes) != cache.num_nodes:
         return upstream(edge_index, num_parts, num_nodes)
+    (num_parts,) = constants(num_parts)
     name = Derived.name("partition", num_parts)
     _count_parts(upstream, edge_index, num_parts, name)
     return getattr(cache.derived, name)
@@ -312,9 +322,7 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
         return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
     edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
     bounds = (edges.start, edges.stop, destinations.start, destinations.stop)
-    # `operator.index` makes constants of numbers that torch.compile takes for dynamic once they
-    # have changed, as with a second batch size.
-    key = tuple(operator.index(number) for number in (*bounds, self.num_parts))
+    key = constants(*bounds, self.num_parts)
     _make_chunk(edge_index, key, torch.is_grad_enabled())
     chunk = getattr(cache.derived, Derived.name("chunk", *key))
     sources = getattr(chunk, _ATTRIBUTE).sources

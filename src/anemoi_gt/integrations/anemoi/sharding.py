@@ -28,6 +28,7 @@ from anemoi_gt.integrations.anemoi.edge_lists import (
     Derived,
     EdgeCache,
     cached_list,
+    constants,
     derived_list,
     lookup,
 )
@@ -306,7 +307,8 @@ def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
     """Return this rank's edges, numbered locally, with their exchange; None if unsupported."""
     if not is_distributed(group) or not shards_edges(block) or sizes[0] is None or sizes[1] is None:
         return None
-    src, dst, rank = tuple(sizes[0]), tuple(sizes[1]), group.rank()
+    src, dst = constants(*sizes[0]), constants(*sizes[1])
+    rank, copies = constants(group.rank(), copies)
     name = Derived.name("halo", group.group_name, rank, copies, *src, "to", *dst)
     if lookup(edge_index) is None or not _make_local_edges(
         edge_index, name, rank, group.group_name, src, dst, copies
