@@ -1,6 +1,6 @@
 # make demo   train the example model on a sphere, on a CPU, and draw the forecast
 # make test   run every test; ERA5_PATH=FILE adds those on real weather data
-# make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, and test compiled code on Anemoi's torch,
+# make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, and test compiled code with Anemoi's torch,
 #   in .venv-anemoi (8 GB)
 # make bench  time attention beside PyG's, and anemoi-models' where it is installed, on what this machine has
 # make lint, make docs, make format
@@ -24,7 +24,7 @@ demo: $(INSTALLED)-train
 test: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
 
-# Older releases of torch trace less than the newest, so what is compiled is tested on the release that Anemoi asks for.
+# Older releases of torch trace less than the pinned one, so compiled code is tested with the release that Anemoi requires, too.
 test-anemoi: .venv-anemoi/.installed
 	.venv-anemoi/bin/python -m pytest tests/anemoi_application $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
 	.venv-anemoi/bin/python -m pytest tests/integrations/anemoi tests/nn -k "compiled or traced" --ignore tests/integrations/anemoi/test_versions.py

@@ -151,6 +151,13 @@ def time_steps(training: Training, warmup: int, seconds: float) -> dict:
     return {"ms": steps, "host_ms": calls, "peak_gb": peak_gb, "scale": scale}
 
 
+def copied_to(device, value):
+    """Return a tensor of features as a new leaf on a device, and any other value as it is."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(device).requires_grad_(value.requires_grad)
+
+
 def part_inputs(training: Training) -> dict[str, tuple]:
     """Return module and inputs of encoder, processor and decoder in a step of the current variant.
 
@@ -164,10 +171,7 @@ def part_inputs(training: Training) -> dict[str, tuple]:
             modules[f"{kind} {name}"] = mapper
     parts, hooks = {}, []
 
-    def on_cpu(value):
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        return value.detach().cpu().requires_grad_(value.requires_grad)
+    on_cpu = partial(copied_to, "cpu")
 
     for name, module in modules.items():
 
@@ -175,6 +179,7 @@ def part_inputs(training: Training) -> dict[str, tuple]:
             parts[name] = module, tree_map(on_cpu, arguments), tree_map(on_cpu, options)
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+    # with gradients, as in the step: without them, compiled blocks would be compiled once more
     training.loss(training.batch)
     for hook in hooks:
         hook.remove()
@@ -183,12 +188,7 @@ def part_inputs(training: Training) -> dict[str, tuple]:
 
 def time_part(training: Training, module, arguments, options) -> float:
     """Return the forward and backward time of a part in ms."""
-
-    def as_input(value):
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        return value.detach().to(training.device).requires_grad_(value.requires_grad)
-
+    as_input = partial(copied_to, training.device)
     arguments, options = tree_map(as_input, arguments), tree_map(as_input, options)
     directions = {}
 

@@ -54,7 +54,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
         "nn",
     }
     | {"ops"},
-    "distributed": {"attention_config", "graph", "nn", "ops", "option_checks"},
+    "distributed": {"attention_config", "graph", "nn", "ops", "option_checks", "torch_compat"},
     "export": {"custom_ops", "graph", "nn", "ops", "option_checks"},
     "app": {
         "attention_config",

@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from suite.environment import describe
+from suite.timing import Gpu
 
 from gpu_checks import DEVICE
 
@@ -47,7 +47,7 @@ class Report:
             self.failed = True
             frame = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
-        gc.collect()
         if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+            gc.collect()
+            Gpu.free()
         self.line(f"{verdict} {name} ({time.perf_counter() - start:.0f} s): {detail}")

@@ -1,10 +1,11 @@
-"""Private names of PyTorch that the library uses, each with a fallback.
+"""Private names of PyTorch that the library uses, each with a fallback, and helpers for tracing.
 
 Private names of Triton are in `anemoi_gt.kernels.launch`, next to the launches that they speed up.
 Names of PyTorch that start with an underscore but are documented, such as `torch.utils._pytree`,
 are imported where they are used.
 """
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,15 @@ def constant_when_traced(function: Callable) -> Callable:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+def constants(*numbers: int) -> tuple[int, ...]:
+    """Return integers, as constants in traced code.
+
+    torch.compile takes a number as dynamic once it has changed, as with a second batch size. Names
+    of attributes and functions that run at trace time need constants.
+    """
+    return tuple(operator.index(number) for number in numbers)
 
 
 @constant_when_traced

@@ -114,12 +114,17 @@ def compiled_steps_agree_with_launched_ones_to_rounding(group, verdict):
             eager = trained(folder, mesh, compiled=False, chunks=chunks, **options)
             compiled = trained(folder, mesh, compiled=True, chunks=chunks, **options)
             same_losses(verdict, f"compiled, {chunks} chunks", compiled[0], eager[0])
-            # AdamW divides by the size of a gradient, so a weight whose gradient is little more than
-            # rounding may move elsewhere; all weights together do not.
             _, expected, first = eager
-            moved = distance(expected, first)
-            apart = distance(compiled[1], expected)
-            verdict.that(apart < 0.01 * moved, f"weights moved by {moved}, {apart} apart")
+            if device_type() == "cuda":
+                # Inductor's kernels round otherwise. AdamW divides by the size of a gradient, so a
+                # weight whose gradient is little more than rounding may move elsewhere; all weights
+                # together do not.
+                moved = distance(expected, first)
+                apart = distance(compiled[1], expected)
+                verdict.that(apart < 0.01 * moved, f"weights moved by {moved}, {apart} apart")
+                continue
+            for n, (actual, weight) in enumerate(zip(compiled[1], expected, strict=True)):
+                verdict.close(f"parameter {n}, {chunks} chunks", actual, weight)
 
 
 def distance(weights, others):

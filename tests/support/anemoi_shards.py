@@ -116,11 +116,11 @@ def make_cases():
         ),
     }
     components = {"graph": "small", "compiled": "components"}
-    kept = ONE_LAYER | {"checkpointing": False}
+    without_checkpointing = ONE_LAYER | {"checkpointing": False}
     cases |= {
         "components compiled": Case(2, batch=2, options=ONE_LAYER, **components),
         "components compiled, activations kept": Case(
-            2, options=kept, has_dynamic_sizes=True, **components
+            2, options=without_checkpointing, has_dynamic_sizes=True, **components
         ),
     }
     options = {"qk_norm": False} | ONE_LAYER
@@ -355,11 +355,12 @@ def run_case(case, group, index, everyone):
     with integration.install(**blocks, **case.install):
         if case.has_dynamic_sizes:
             run(model, replace(case, batch=case.batch + 1), index, group)
-        for _ in range(2 if case.counted else 0):
-            with counting() as counted:
-                loss = run(model, case, index, group)
-            counts.append(counted)
-        if not case.counted:
+        if case.counted:
+            for _ in range(2):
+                with counting() as counted:
+                    loss = run(model, case, index, group)
+                counts.append(counted)
+        else:
             loss = run(model, case, index, group)
     for hook in hooks:
         hook.remove()

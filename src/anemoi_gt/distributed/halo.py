@@ -13,7 +13,6 @@ can overlap with communication:
     ...                            work on y                       1. backward of the work on y
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.partition import Ranges
+from anemoi_gt.torch_compat import constants
 
 functional = torch.ops._c10d_functional  # traceable by torch.compile
 
@@ -178,11 +178,10 @@ class HaloExchange:
         self, rows: Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Tensor:
         """Start to exchange rows between all ranks."""
-        # `operator.index` makes constants of counts that torch.compile takes for dynamic: in the
-        # backward pass of an autograd function, torch 2.10 confuses those of both directions.
-        recv = [operator.index(count) for count in recv_counts]
-        send = [operator.index(count) for count in send_counts]
-        return functional.all_to_all_single(rows.contiguous(), recv, send, self.group_name)
+        # constants, since torch 2.10 mixes up dynamic counts in compiled backward passes
+        return functional.all_to_all_single(
+            rows.contiguous(), constants(*recv_counts), constants(*send_counts), self.group_name
+        )
 
     def scatter_add(self, returned: Tensor, total: Tensor) -> Tensor:
         """Wait for rows [S, ...] of `send_reverse` and add them to `total` [N, ...], rank 0 first.

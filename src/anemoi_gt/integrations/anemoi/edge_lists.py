@@ -23,7 +23,6 @@ StaticGraphProvider. Lookups never use sizes.
 Replacements call upstream for lists without cache.
 """
 
-import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from anemoi_gt.custom_ops import define_operator
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.integrations.anemoi.upstream import replaces
-from anemoi_gt.torch_compat import is_exporting
+from anemoi_gt.torch_compat import constants, is_exporting
 
 _ATTRIBUTE = "_anemoi_gt_cache"
 # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
@@ -52,15 +51,6 @@ class Derived:
     def name(*key) -> str:
         """Return the attribute for a key of integers and strings that fully describes an object."""
         return "_".join([str(part) for part in key])
-
-
-def constants(*numbers: int) -> tuple[int, ...]:
-    """Return integers, as constants where torch.compile took them for dynamic.
-
-    It does so once a number has changed, as with a second batch size. Names and functions that are
-    called while it traces need constants.
-    """
-    return tuple(operator.index(number) for number in numbers)
 
 
 @dataclass(eq=False)
@@ -309,7 +299,6 @@ def build_graph_partition(upstream, edge_index, num_parts, num_nodes):
     cache = lookup(edge_index)
     if cache is None or tuple(num_nodes) != cache.num_nodes:
         return upstream(edge_index, num_parts, num_nodes)
-    (num_parts,) = constants(num_parts)
     name = Derived.name("partition", num_parts)
     _count_parts(upstream, edge_index, num_parts, name)
     return getattr(cache.derived, name)

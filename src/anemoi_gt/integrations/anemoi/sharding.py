@@ -28,7 +28,6 @@ from anemoi_gt.integrations.anemoi.edge_lists import (
     Derived,
     EdgeCache,
     cached_list,
-    constants,
     derived_list,
     lookup,
 )
@@ -36,6 +35,7 @@ from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections
+from anemoi_gt.torch_compat import constants
 
 _COPIES = "_anemoi_gt_copies"  # attribute of node attributes: how often the nodes are repeated
 _MODELS = (
@@ -307,7 +307,8 @@ def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
     """Return this rank's edges, numbered locally, with their exchange; None if unsupported."""
     if not is_distributed(group) or not shards_edges(block) or sizes[0] is None or sizes[1] is None:
         return None
-    src, dst = constants(*sizes[0]), constants(*sizes[1])
+    src = constants(*sizes[0])
+    dst = constants(*sizes[1])
     rank, copies = constants(group.rank(), copies)
     name = Derived.name("halo", group.group_name, rank, copies, *src, "to", *dst)
     if lookup(edge_index) is None or not _make_local_edges(
