@@ -212,7 +212,7 @@ def time_part(training: Training, module, arguments, options) -> float:
     return 1e3 * statistics.median(times)
 
 
-def measure(training: Training, name: str, options, reference, is_first: bool) -> dict:
+def measure(training: Training, name: str, options, reference, *, is_first: bool) -> dict:
     """Compare a variant with the reference, profile it and time it; later rounds only time it."""
     record = {}
     with training.computing(name):

@@ -220,7 +220,7 @@ def main(folder: Path) -> None:
     alone = work["alone"]
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if alone is None:
         dist.init_process_group(device_id=device if device.type == "cuda" else None)

@@ -100,9 +100,8 @@ def test_every_command_exists(page):
             # their options: tests/benchmarks/test_pages.py
             assert (ROOT / words[1]).exists(), line
         else:
-            assert words[0] in ("python", "torchrun") and words[-1] in files, (
-                f"no test knows this command: {line}"
-            )
+            assert words[0] in ("python", "torchrun"), f"no test knows this command: {line}"
+            assert words[-1] in files, f"no test knows this command: {line}"
 
 
 @pytest.fixture
@@ -177,7 +176,8 @@ def test_the_slurm_job_is_requeued_after_the_signal_though_torchrun_exits_with_1
 @pytest.mark.parametrize("status", [0, 1, 143])
 def test_the_slurm_job_that_ends_by_itself_has_the_exit_status_of_the_run(slurm_job, status):
     process, requeued = slurm_job(f"exit {status}")
-    assert process.wait(60) == status and not requeued.exists()
+    assert process.wait(60) == status
+    assert not requeued.exists()
 
 
 def refusals():
@@ -187,7 +187,7 @@ def refusals():
     return rows
 
 
-@pytest.mark.parametrize("options, message", refusals())
+@pytest.mark.parametrize(("options", "message"), refusals())
 def test_the_errors_page_quotes_the_messages(options, message, workdir, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *SMALL, *options.split()])
     with pytest.raises(SystemExit):

@@ -50,7 +50,8 @@ DOI, ARXIV = re.compile(r"doi:\s*(\S+)"), re.compile(r"arXiv:\s*(\S+)")
 def test_every_code_block_names_its_language(page):
     fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
     opening = [fence for fence in fences[::2] if not fence.startswith("{")]
-    assert set(opening) <= LANGUAGES and not any(fences[1::2])
+    assert set(opening) <= LANGUAGES
+    assert not any(fences[1::2])
 
 
 @pages_with("python", "pycon")
@@ -97,7 +98,8 @@ def test_links_and_named_files_exist(page):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists() and ROOT in target.parents, link
+        assert target.exists(), link
+        assert ROOT in target.parents, link
         assert not anchor or anchor in anchors(target), link
     named = re.findall(r"`((?:anemoi_gt|benchmarks|configs|docs|tests)/(?!_build)[\w./-]+)`", text)
     assert [
@@ -117,7 +119,8 @@ def test_addresses_and_identifiers_of_publications_are_well_formed():
     )
     text = pages + "\n".join(source.read_text() for source in (ROOT / "src").rglob("*.py"))
     dois, preprints = DOI.findall(text), ARXIV.findall(text)
-    assert dois and preprints
+    assert dois
+    assert preprints
     assert all(re.fullmatch(r"10\.\d{4,}/[\w./()-]+\w", doi.rstrip(".,;)")) for doi in dois), dois
     assert all(re.fullmatch(r"\d{4}\.\d{4,5}", name.rstrip(".,;)")) for name in preprints), (
         preprints
@@ -262,7 +265,8 @@ def test_every_parameter_of_a_group_is_documented_with_its_value_in_every_option
                 row = re.search(
                     rf"^\| `{option}` \|.*`{value}`.*\| (.+) \|$", reference, re.MULTILINE
                 )
-                assert row and len(row[1]) > 3, f"{group}={choice}: {option}"
+                assert row, f"{group}={choice}: {option}"
+                assert len(row[1]) > 3, f"{group}={choice}: {option}"
 
 
 def as_yaml(value):

@@ -40,20 +40,20 @@ def test_halo_in_the_figure_agrees_with_a_loop_over_edges(extension):
         for j, i in mesh.edge_index.T.tolist()
         if owner[i] == figure.RANK and owner[j] != figure.RANK
     }
-    assert set(halo.tolist()) == read and read
+    assert set(halo.tolist()) == read
+    assert read
     assert np.bincount(owner).max() - np.bincount(owner).min() <= 1
     words = " ".join(caption.text for caption in elements(figure.figure())["figcaption"])
-    assert (
-        f"a halo of {len(read)} nodes" in words
-        and f"{(owner == figure.RANK).sum()} own nodes" in words
-    )
+    assert f"a halo of {len(read)} nodes" in words
+    assert f"{(owner == figure.RANK).sum()} own nodes" in words
 
 
 def test_edges_in_the_figure_and_its_captions_agree(extension):
     drawn = elements(extension("edges_figure").figure())
     counts = [int(re.search(r"(\d+) edges", caption.text)[1]) for caption in drawn["figcaption"]]
     arrows = [element for element in drawn["path"] if element.get("class") == "edges"]
-    assert len(arrows) == sum(counts) and counts[2] == 3  # the decoder's nearest hidden nodes
+    assert len(arrows) == sum(counts)
+    assert counts[2] == 3  # the decoder's nearest hidden nodes
 
 
 @pytest.mark.parametrize("name", ["halo_figure", "edges_figure"])
@@ -63,9 +63,8 @@ def test_map_draws_nothing_outside_its_frame(extension, name):
     points = re.findall(rf"translate\({number},{number}\)", drawn) + re.findall(
         rf'cx="{number}" cy="{number}"', drawn
     )
-    assert points and all(
-        0 <= float(coordinate) <= side for point in points for coordinate in point
-    )
+    assert points
+    assert all(0 <= float(coordinate) <= side for point in points for coordinate in point)
 
 
 @pytest.mark.parametrize("directive", ["Roofline", "Times"])
@@ -74,7 +73,9 @@ def test_figures_of_results_use_only_colours_of_the_theme(extension, directive):
     results = json.loads((ROOT / "benchmarks" / "results" / "n320_h200.json").read_text())
     html = getattr(figures, directive).html(None, results)
     assert all(picture.get("aria-label") for picture in elements(f"<div>{html}</div>")["svg"])
-    assert not re.search(r'(?:fill|stroke)="#', html) and "peer0" in html and "peer1" in html
+    assert not re.search(r'(?:fill|stroke)="#', html)
+    assert "peer0" in html
+    assert "peer1" in html
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -92,4 +93,5 @@ def test_legend_of_the_roofline_has_complete_names(extension):
     figures, path = extension("results_figures"), ROOT / "benchmarks" / "results" / "n320_h200.json"
     results = json.loads(path.read_text())
     names = re.findall(r"</svg>([^<]+)</span>", figures.legend(results))
-    assert names[:-1] == list(results["baselines"].values()) and names[-1].startswith("copy, ")
+    assert names[:-1] == list(results["baselines"].values())
+    assert names[-1].startswith("copy, ")

@@ -102,7 +102,7 @@ def part(path):
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
-def imports(path, top_level_only=False):
+def imports(path, *, top_level_only=False):
     """Yield the absolute names of a module's imports."""
     tree = ast.parse(path.read_text())
     for node in tree.body if top_level_only else ast.walk(tree):
@@ -220,7 +220,8 @@ def test_docstring_examples_run(path):
     result = doctest.testmod(
         importlib.import_module(name), extraglobs={"torch": torch, **vars(anemoi_gt)}
     )
-    assert result.attempted > 0 and result.failed == 0
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_type_checkers_read_the_hints_of_an_installed_package():

@@ -77,9 +77,9 @@ class Work:
 
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     """Raise unless all tensors hold the same bits, NaN included."""
-    for name in left:
-        integers = {2: torch.int16, 4: torch.int32}[left[name].element_size()]
-        if not torch.equal(left[name].view(integers), right[name].view(integers)):
+    for name, tensor in left.items():
+        integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        if not torch.equal(tensor.view(integers), right[name].view(integers)):
             raise AssertionError(f"{name} differs")
 
 

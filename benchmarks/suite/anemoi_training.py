@@ -151,7 +151,7 @@ def options_of(
     """Return the `model` config that Anemoi has for a family, with the sizes of a case."""
     with initialize_config_dir(str(configs.resolve()), version_base="1.3"):
         config = compose(f"model/{case.family}")
-    OmegaConf.set_struct(config, False)
+    OmegaConf.set_struct(config, value=False)
     model = config.model
     model.num_channels = case.channels
     model.processor.num_layers = case.layers
@@ -200,7 +200,7 @@ class WindowedFlexAttention(nn.Module):
         key,
         value,
         batch_size,
-        causal=False,
+        causal=False,  # noqa: FBT002  as Anemoi's attention
         window_size=None,
         dropout_p=0.0,
         softcap=None,

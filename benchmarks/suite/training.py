@@ -68,7 +68,7 @@ def draw(nodes: int, options: Namespace) -> Sample:
 
 @contextmanager
 def computing(
-    model: nn.Module, chunks: int, compiled: bool = False, average: nn.Module | None = None
+    model: nn.Module, chunks: int, *, compiled: bool = False, average: nn.Module | None = None
 ) -> Iterator[None]:
     """Compute mappers in chunks, blocks compiled or not; an averaged model shares the chunks."""
     for name in ("encoder_edges", "decoder_edges"):
@@ -154,7 +154,7 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
             "compiled": bool(compiled),
             "round": round_,
         }
-        with computing(model, chunks, bool(compiled), step.average.module):
+        with computing(model, chunks, compiled=bool(compiled), average=step.average.module):
             record["estimated_gb"] = estimate_memory(model, config).total / 1e9
             try:
                 yield record | measure(lambda: step.training_step(batch), options)
@@ -163,7 +163,7 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
         model.zero_grad()
     chunks = sorted(options.chunks)[len(options.chunks) // 2]
     for compiled in options.compiled:
-        with computing(model, chunks, bool(compiled), step.average.module):
+        with computing(model, chunks, compiled=bool(compiled), average=step.average.module):
             step.training_step(batch)
             kernels = profile_of(lambda: step.training_step(batch), 1, wait, options.device)
         yield kernels | {
@@ -239,7 +239,7 @@ def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
                 "num_chunks": chunks,
                 "compiled": bool(compiled),
             }
-            with computing(model, chunks, bool(compiled), step.average.module):
+            with computing(model, chunks, compiled=bool(compiled), average=step.average.module):
                 record["estimated_gb"] = estimate_memory(model, config).total / 1e9
                 record |= measure(lambda: step.training_step(batch), options)
                 yield from on_first_rank(record)
@@ -257,7 +257,7 @@ def on_first_rank(record: dict) -> Iterator[dict]:
         yield record | maxima
 
 
-def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterator[dict]:
+def anemoi(options: Namespace, folder: Path, *, installed: bool = False) -> Iterator[dict]:
     """Yield time and memory of Anemoi's own steps, by decreasing number of chunks.
 
     Loss and gradients are compared with the untouched, eager model with the most chunks: one that
@@ -402,11 +402,13 @@ def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
     many, few = max(options.chunks), min(options.chunks)
 
-    def run(backend: str, precision: str, chunks: int, compiled: bool = False) -> dict[str, Tensor]:
+    def run(
+        backend: str, precision: str, chunks: int, *, compiled: bool = False
+    ) -> dict[str, Tensor]:
         for block in blocks:
             block.config = AttentionConfig(backend=backend)
         model.zero_grad()
-        with computing(model, chunks, compiled), autocast(precision, options.device):
+        with computing(model, chunks, compiled=compiled), autocast(precision, options.device):
             loss = (model(batch.inputs) - batch.target).square().mean()
             loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -422,7 +424,7 @@ def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
     baseline = run("torch", options.precision, many)
     runs = [(few, False)] + [(many, compiled) for compiled in options.compiled]
     for chunks, compiled in runs:
-        actual = run("auto", options.precision, chunks, bool(compiled))
+        actual = run("auto", options.precision, chunks, compiled=bool(compiled))
         record = {
             "check": f"model, {options.precision}",
             "num_chunks": chunks,

@@ -132,7 +132,7 @@ def refuse_second_derivative(operator: torch._ops.OpOverload) -> None:
     torch.library.register_autograd(operator, _refuse_second_derivative)
 
 
-def _refuse_second_derivative(ctx, *_):
+def _refuse_second_derivative(_ctx, *_):
     raise RuntimeError(
         "double backward is not supported by edge_attention, got a backward through its backward "
         "(create_graph=True); use plain PyTorch operations where a second derivative is needed"

@@ -18,7 +18,7 @@ _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", l
 _num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _is_legacy_batched = getattr(
-    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda tensor: False
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
 )
 _assert_async = getattr(torch, "_assert_async", None)
 

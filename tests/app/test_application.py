@@ -57,7 +57,8 @@ def test_a_run_leaves_checkpoints_metrics_scores_and_a_plot(application, capsys)
     output = capsys.readouterr()
     assert re.search(rf"persistence +{scores[1]['rmse']:.4f}", output.out)
     assert f"written: {folder / 'forecast.png'}" in output.out
-    assert "samples/s" in output.err and "loss=" in output.err
+    assert "samples/s" in output.err
+    assert "loss=" in output.err
 
 
 TINY_9_KM = [
@@ -155,7 +156,8 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
 def test_a_wrong_value_is_one_sentence(refusal, argument, message):
     options = argument.split(" ")
     sentence = refusal(*(options if options[0].startswith("data=") else [*SMALL, *options]))
-    assert sentence.startswith("anemoi_gt.train: ") and message in sentence
+    assert sentence.startswith("anemoi_gt.train: ")
+    assert message in sentence
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,8 @@ def test_an_error_of_hydra_is_followed_by_a_pointer_to_help(application, capsys,
         application(*SMALL, argument)
     end = "anemoi_gt.train: nothing was started; anemoi-gt train --help lists all groups and options\n"
     error = capsys.readouterr().err
-    assert error.endswith(end) and "Traceback" not in error
+    assert error.endswith(end)
+    assert "Traceback" not in error
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(application, refusal, tmp_path):
@@ -215,7 +218,9 @@ FASTER["attention"] = {"backend": "torch"}
 
 
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
-    assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
+    assert (
+        train.checkpoint_to_resume(tmp_path, BEGUN, resume=True) is None
+    )  # begins in an empty folder
     with_default = BEGUN | {"training": BEGUN["training"] | {"cuda_graph": None}}
     # compile and cuda_graph are switched off, and on, or to the default
     for config, other in (
@@ -225,7 +230,7 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
         (with_default, FASTER),
     ):
         save_checkpoint(tmp_path / "last.pt", {"config": config})
-        assert train.checkpoint_to_resume(tmp_path, True, other) == {"config": config}
+        assert train.checkpoint_to_resume(tmp_path, other, resume=True) == {"config": config}
 
 
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
@@ -293,10 +298,8 @@ def test_help_explains_every_option_in_a_line(start, capsys):
         explained["model.dropout"]
         == "float: Probability of dropping an attention weight in training"
     )
-    assert (
-        all(" as in anemoi_gt" not in meaning for meaning in explained.values())
-        and "${" not in text
-    )
+    assert all(" as in anemoi_gt" not in meaning for meaning in explained.values())
+    assert "${" not in text
 
 
 def fields_of(

@@ -120,7 +120,8 @@ def test_a_graph_for_a_grid_brings_the_data_onto_it_and_its_model_and_training_u
     )
     assert config.training == composed("training=o1280").training != composed("graph=n320").training
     assert composed("graph=o1280", "model=sphere").model == composed().model
-    assert composed("graph=n320").data.grid_name == "N320" and composed().data.grid_name == "O16"
+    assert composed("graph=n320").data.grid_name == "N320"
+    assert composed().data.grid_name == "O16"
 
 
 def test_graphs_have_the_options_of_anemoi():
@@ -143,7 +144,8 @@ def test_your_own_data_use_the_default_graph_model_and_training(tmp_path):
     default = composed("data=xarray")
     assert config.data == {"_target_": "my.splits"}
     assert all(config[group] == default[group] for group in ("graph", "model", "training"))
-    assert config.graph._target_.endswith("limited_area_graph") and config.graph.refinement is None
+    assert config.graph._target_.endswith("limited_area_graph")
+    assert config.graph.refinement is None
     (tmp_path / "graph").mkdir()
     for text in blocks(ROOT / "docs" / "own_data.md", "text"):
         if text.startswith("# conf/"):
@@ -155,7 +157,8 @@ def test_your_own_data_use_the_default_graph_model_and_training(tmp_path):
         "diagnostics": ["tp"],
     }
     expected = composed("graph=limited_area", "graph.refinement=5").graph
-    assert config.graph == expected and config.model == default.model
+    assert config.graph == expected
+    assert config.model == default.model
 
 
 def test_the_attention_config_reaches_every_layer():
@@ -163,9 +166,8 @@ def test_the_attention_config_reaches_every_layer():
         composed(*TINY_SPHERE, "attention/backend=torch", "attention/precision=bf16")
     ).model
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
-    assert len(blocks) > 2 and {block.config for block in blocks} == {
-        AttentionConfig("torch", "bf16")
-    }
+    assert len(blocks) > 2
+    assert {block.config for block in blocks} == {AttentionConfig("torch", "bf16")}
 
 
 def test_the_seed_draws_the_weights():
@@ -173,7 +175,8 @@ def test_the_seed_draws_the_weights():
         build(composed(*TINY_SPHERE, f"training.seed={seed}")).model for seed in (1, 1, 2)
     )
     weights = [model.encoder["data"].emb_nodes_src.weight for model in (one, same, other)]
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
 
 
 FOREIGN = """
@@ -194,7 +197,8 @@ def test_a_foreign_application_uses_the_groups(tmp_path):
         config = compose("config", ["attention/backend=torch", "graph.refinement=1"])
     attention = instantiate(config.attention)
     assert attention == AttentionConfig(backend="torch")
-    assert config.learning == "fast" and set(config) == {
+    assert config.learning == "fast"
+    assert set(config) == {
         "attention",
         "networks",
         "graph",

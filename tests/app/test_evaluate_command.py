@@ -113,7 +113,8 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot(
 )
 def test_invalid_arguments_end_with_one_sentence(trained, refusal, arguments, message):
     sentence = refusal(*(argument.format(trained=trained) for argument in arguments))
-    assert sentence.startswith("anemoi_gt.evaluate: ") and message in sentence
+    assert sentence.startswith("anemoi_gt.evaluate: ")
+    assert message in sentence
 
 
 def test_torchrun_raises(refusal, monkeypatch):

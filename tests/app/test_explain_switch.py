@@ -48,7 +48,8 @@ def test_an_explained_run_has_the_weights_of_another(application):
 def test_the_table_is_printed_before_training_with_the_precision_of_the_run(application, capsys):
     folder = application("run", "explain=print", "training.precision=bf16-mixed")
     log = (folder / "train.log").read_text()
-    assert "bfloat16, cpu" in log and log.index("backend torch") < log.index("training samples")
+    assert "bfloat16, cpu" in log
+    assert log.index("backend torch") < log.index("training samples")
 
 
 def test_an_evaluation_explains_forecasts(application, start, monkeypatch):
@@ -61,7 +62,8 @@ def test_an_evaluation_explains_forecasts(application, start, monkeypatch):
         f"hydra.run.dir={folder}_results",
     )
     text = folder.with_name("run_results").joinpath("kernels.txt").read_text()
-    assert "forward: anemoi_gt::edge_attention_torch" in text and "backward" not in text
+    assert "forward: anemoi_gt::edge_attention_torch" in text
+    assert "backward" not in text
 
 
 @pytest.mark.parametrize("value", ["true", "3", "''"])

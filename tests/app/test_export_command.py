@@ -120,11 +120,11 @@ def test_metadata_describes_inputs_outputs_and_origin(package, run):
     (splits, *_), _ = run
     metadata = torch._inductor.aoti_load_package(str(package)).get_metadata()
     (inputs,), (outputs,) = (json.loads(metadata[name]) for name in ("inputs", "outputs"))
-    assert inputs["shape"] == ["1 to 4", 208, 5] and inputs["channels"] == list(
-        splits.train.input_names[:5]
-    )
+    assert inputs["shape"] == ["1 to 4", 208, 5]
+    assert inputs["channels"] == list(splits.train.input_names[:5])
     assert inputs["units"] == ["kg/kg", "m/s", "m/s", "m/s", "m/s"]
-    assert outputs["variables"] == ["tracer"] and outputs["units"] == ["kg/kg"]
+    assert outputs["variables"] == ["tracer"]
+    assert outputs["units"] == ["kg/kg"]
     assert json.loads(metadata["normalisation"])["change_std"] == splits.train.statistics.change_std
     expected = {
         "lead_time_hours": "12",
@@ -178,7 +178,8 @@ def test_invalid_arguments_end_with_one_sentence(
 ):
     places = {"checkpoint": f"checkpoint={checkpoint}", "folder": tmp_path}
     sentence = error_line(*arguments.format(**places).split())
-    assert sentence.startswith("anemoi_gt.export: ") and message.format(**places) in sentence
+    assert sentence.startswith("anemoi_gt.export: ")
+    assert message.format(**places) in sentence
     assert not list(tmp_path.iterdir())
 
 

@@ -44,7 +44,8 @@ def test_a_forecast_of_a_regular_grid_is_a_map_of_latitude_and_longitude_in_the_
     start(rollout, *ROLLOUT, "start=latest")
     with xarray.open_dataset("forecast/rollout.nc", engine="netcdf4") as forecast:
         assert forecast.t2m.dims == ("time", "latitude", "longitude")
-        assert np.array_equal(forecast.latitude, LAT) and np.array_equal(forecast.longitude, LON)
+        assert np.array_equal(forecast.latitude, LAT)
+        assert np.array_equal(forecast.longitude, LON)
         lead_times = np.array([6, 12, 18]) * np.timedelta64(1, "h")
         assert np.array_equal(forecast.time, TIMES[-1] + lead_times)
         assert forecast.forecast_reference_time == TIMES[-1]
@@ -84,7 +85,8 @@ def test_a_rollout_of_a_read_forecast_has_its_variables(workdir, start):
     trained(start, weather_file())
     start(rollout, *ROLLOUT)
     fields = read_xarray("forecast/rollout.nc")
-    assert {"t2m", "z_500", "z_850", "tp"} <= set(fields.readers) and len(fields.times) == 3
+    assert {"t2m", "z_500", "z_850", "tp"} <= set(fields.readers)
+    assert len(fields.times) == 3
     assert np.array_equal(fields.nodes.lat, read_xarray("weather.nc").nodes.lat)
 
 
@@ -141,7 +143,8 @@ def test_data_without_dates_have_lead_times_and_other_grids_have_nodes():
 def test_axes_of_a_grid_are_found_in_either_order_and_no_others(lat):
     lon = [170.0, 180.0, 190.0]
     axes = regular_axes(regional(np.array(lat), np.array(lon)))
-    assert np.array_equal(axes[0], lat) and np.array_equal(axes[1], lon)
+    assert np.array_equal(axes[0], lat)
+    assert np.array_equal(axes[1], lon)
     assert regular_axes(octahedral(4)) is None
     assert regular_axes(Nodes([1, 2, 3, 4], [0, 1, 2, 3])) is None
 

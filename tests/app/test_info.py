@@ -162,7 +162,8 @@ def test_no_command_help_and_an_unknown_one_name_the_known_ones(arguments, statu
     with pytest.raises(SystemExit, match=f"^{status}$"):
         command_line.main(arguments)
     text = "".join(capsys.readouterr())
-    assert "usage: anemoi-gt " in text and "{info,train,evaluate,rollout,export}" in text
+    assert "usage: anemoi-gt " in text
+    assert "{info,train,evaluate,rollout,export}" in text
 
 
 def test_the_version_is_an_option_and_in_the_changelog(capsys):

@@ -50,7 +50,8 @@ def send(process, number, folder, after):
     """Send a signal when `after` steps have been recorded."""
     deadline, metrics = time.monotonic() + DEADLINE, folder / "metrics.jsonl"
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < after:
-        assert process.is_alive() and time.monotonic() < deadline, "it ended before the signal"
+        assert process.is_alive(), "it ended before the signal"
+        assert time.monotonic() < deadline, "it ended before the signal"
         time.sleep(0.002)
     os.kill(process.pid, number)
 

@@ -46,9 +46,11 @@ def state(folder):
 def test_a_run_is_resumed_by_its_folder_alone_and_with_more_steps(begun, start, capsys):
     config = state(begun)["config"]
     start(train, "resume=true", f"hydra.run.dir={begun}")
-    assert state(begun)["config"] == config and "continues after step 4" in capsys.readouterr().out
+    assert state(begun)["config"] == config
+    assert "continues after step 4" in capsys.readouterr().out
     start(train, "resume=true", f"hydra.run.dir={begun}", "training.steps=6")
-    assert state(begun)["step"] == 6 and state(begun)["config"]["training"]["steps"] == 6
+    assert state(begun)["step"] == 6
+    assert state(begun)["config"]["training"]["steps"] == 6
     lines = map(json.loads, (begun / "metrics.jsonl").read_text().splitlines())
     rates = {line["step"]: line["learning_rate"] for line in lines if line["split"] == "train"}
     assert rates[6] == pytest.approx(1e-3 * 6 / 7)  # by the longer schedule
@@ -72,9 +74,10 @@ def test_the_command_printed_at_a_stop_can_be_pasted(workdir, start, monkeypatch
 
     words = shlex.split(hydra_app.resume_command(workdir / folder))
     (run_dir,) = (word for word in words if word.startswith("hydra"))
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="^130$"):
+    with monkeypatch.context() as patch:
         patch.setattr(train, "train", stopped)
-        start(train, *SMALL_RUN, run_dir)
+        with pytest.raises(SystemExit, match="^130$"):
+            start(train, *SMALL_RUN, run_dir)
     last_line = capsys.readouterr().err.splitlines()[-1]
     program, application, *arguments = shlex.split(last_line.rpartition(": ")[2])
     assert (program, application) == ("anemoi-gt", "train")
@@ -111,8 +114,10 @@ def test_evaluation_and_rollouts_from_another_folder(begun, start, tmp_path, mon
     with xarray.open_dataset("forecast/rollout.nc", engine="netcdf4") as forecast:
         assert forecast.t2m.dims == ("time", "latitude", "longitude")
         assert forecast.t2m.attrs["units"] == "K"
-        assert forecast.sizes["time"] == 3 and forecast.title.endswith("+ 6 h, 3 steps")
-        assert abs(forecast.t2m - 280).max() < 50 and np.isclose(forecast.latitude[0], 58)
+        assert forecast.sizes["time"] == 3
+        assert forecast.title.endswith("+ 6 h, 3 steps")
+        assert abs(forecast.t2m - 280).max() < 50
+        assert np.isclose(forecast.latitude[0], 58)
 
 
 def test_a_rollout_without_steps_or_sample_is_refused(begun, start, error_line):
@@ -192,4 +197,5 @@ def test_an_interrupt_while_packages_are_imported_prints_nothing():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", INTERRUPTED]
     result = subprocess.run(command, env=environment, capture_output=True, timeout=60)
-    assert result.returncode == -signal.SIGINT and result.stderr == b""
+    assert result.returncode == -signal.SIGINT
+    assert result.stderr == b""

@@ -102,7 +102,8 @@ def test_the_config_of_the_page_runs_on_its_own_file(workdir, start):
         path.write_text(code)
     start(train, "--config-dir", "conf", "data=mine", "hydra.run.dir=run", *SMALL)
     state = load_checkpoint(Path("run/last.pt"))
-    assert state["step"] == 4 and state["schema"]["diagnostics"] == ["tp"]
+    assert state["step"] == 4
+    assert state["schema"]["diagnostics"] == ["tp"]
     assert state["config"]["graph"]["refinement"] == 5
 
 

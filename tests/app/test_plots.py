@@ -40,7 +40,8 @@ def test_plot_is_a_png_of_reasonable_size_with_content_in_every_panel(splits, tm
     )
     pixels = colours(path)
     height, width = pixels.shape
-    assert 1600 <= width <= 2400 and 800 <= height <= 1400
+    assert 1600 <= width <= 2400
+    assert 800 <= height <= 1400
     assert 50_000 < path.stat().st_size < 1_000_000
     assert fewest_colours(pixels, 2, 3, across=3) > 50
 
@@ -98,7 +99,8 @@ REGION = regional(np.arange(60.0, 50, -1), np.arange(-10.0, 2))
 
 def test_coastlines_are_drawn_and_end_at_the_date_line(cartopy):
     square, east, west = lines_drawn(octahedral(8))
-    assert np.allclose(np.rad2deg(square[2]), [0, 57]) and len(east) == len(west) == 2
+    assert np.allclose(np.rad2deg(square[2]), [0, 57])
+    assert len(east) == len(west) == 2
     assert any(np.array_equal(line[2], [0, 57]) for line in lines_drawn(REGION))
 
 
@@ -114,7 +116,8 @@ def test_maps_have_no_coastlines_without_cartopy_or_its_data(cartopy, monkeypatc
 
 def test_a_region_across_greenwich_is_drawn_without_the_rest_of_the_globe():
     image = MapImage(regional([50.0, 51, 52], [*range(350, 360), *range(0, 5)]))
-    assert image._lon.min() == -10 and image._lon.max() == pytest.approx(4, abs=0.02)
+    assert image._lon.min() == -10
+    assert image._lon.max() == pytest.approx(4, abs=0.02)
 
 
 class TwoVariables:
@@ -151,12 +154,14 @@ def test_a_plot_has_a_panel_for_each_chosen_variable(splits, tmp_path):
         assert fewest_colours(pixels, 2 * len(names or data.variables), 3, across=3) > 50
         sizes[str(names)] = pixels.shape[0]
     assert sizes["None"] == 2 * sizes["['w']"]
-    assert _caption(data, 1) == "w, water" and _caption(data, 0) == "q"
+    assert _caption(data, 1) == "w, water"
+    assert _caption(data, 0) == "q"
 
 
 def test_variables_that_are_plotted_are_the_first_three_unless_chosen():
     data = SimpleNamespace(variables=("a", "b", "c", "d"))
-    assert chosen_variables(data, None) == [0, 1, 2] and chosen_variables(data, ["d", "a"]) == [
+    assert chosen_variables(data, None) == [0, 1, 2]
+    assert chosen_variables(data, ["d", "a"]) == [
         3,
         0,
     ]

@@ -165,5 +165,6 @@ def test_every_map_of_the_plot_has_content(dataset, model, tmp_path):
     write_rollout_report(tmp_path, model, dataset, 5)
     pixels = colours(tmp_path / "rollout.png")
     height, width = pixels.shape
-    assert 1600 <= width <= 3000 and 800 <= height <= 1600
+    assert 1600 <= width <= 3000
+    assert 800 <= height <= 1600
     assert fewest_colours(pixels, 3, 4, across=6) > 30

@@ -80,7 +80,8 @@ def test_a_forecast_from_a_part_of_the_file_equals_the_forecast_from_the_whole_f
         xarray.open_dataset("tail/rollout.nc") as tail,
     ):
         assert whole.attrs["title"] == tail.attrs["title"]
-        assert np.array_equal(whole.t2m, tail.t2m) and np.array_equal(whole.z_850, tail.z_850)
+        assert np.array_equal(whole.t2m, tail.t2m)
+        assert np.array_equal(whole.z_850, tail.z_850)
 
 
 def test_a_resumed_run_keeps_its_normalisation(workdir, start):
@@ -88,7 +89,8 @@ def test_a_resumed_run_keeps_its_normalisation(workdir, start):
     weather_file().isel(time=slice(8, None)).to_netcdf("moved.nc")
     start(train, "resume=true", "hydra.run.dir=run", "training.steps=6", "data.path=moved.nc")
     after = load_checkpoint(Path("run/last.pt"))
-    assert after["step"] == 6 and after["schema"] == before
+    assert after["step"] == 6
+    assert after["schema"] == before
 
 
 @pytest.mark.parametrize(
@@ -193,9 +195,8 @@ def test_a_schema_survives_a_checkpoint_bit_by_bit(kind, tmp_path):
     schema = DataSchema.from_dict(load_checkpoint(tmp_path / "a.pt")["schema"])
     schema.check_same(data.schema())
     again = data.normalised_by(schema.normalisation)
-    assert torch.equal(again[0].inputs, data[0].inputs) and torch.equal(
-        again[0].target, data[0].target
-    )
+    assert torch.equal(again[0].inputs, data[0].inputs)
+    assert torch.equal(again[0].target, data[0].target)
 
 
 def test_statistics_of_generated_data_come_from_the_checkpoint():
@@ -208,7 +209,8 @@ def test_a_date_that_is_not_in_the_data_is_refused(tmp_path):
     weather_file().to_netcdf(tmp_path / "weather.nc")
     test = field_data(str(tmp_path / "weather.nc")).test
     latest = test.starting_at("latest")
-    assert len(latest) == 1 and latest.start_time(0) == TIMES[-1]
+    assert len(latest) == 1
+    assert latest.start_time(0) == TIMES[-1]
     with pytest.raises(
         ValueError, match="start must be a time of the data, which are from 2020-01-01T00:00 to"
     ):

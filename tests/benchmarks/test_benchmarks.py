@@ -144,7 +144,7 @@ def replace_gelu(monkeypatch, gelu):
     """Let `install` replace nothing but the function GELU."""
 
     @contextmanager
-    def install(blocks=None, keep_hidden=True):
+    def install(*, blocks=None, keep_hidden=True):
         with monkeypatch.context() as patch:
             patch.setattr(torch.nn.GELU, "forward", gelu)
             yield
@@ -175,11 +175,13 @@ def test_a_step_of_each_family_is_compared_and_timed(
     families.main([case, *SMALL_MODEL, *SHORT, *sizes, *options, *variants])
     report = json.loads(out.read_text())
     record = report["cases"][0]
-    assert report["environment"]["commit"] == "abc" and record["reference"] == "untouched"
+    assert report["environment"]["commit"] == "abc"
+    assert record["reference"] == "untouched"
     assert record["case"].items() >= ({"channels": 32, "layers": 2} | expected_sizes).items()
     assert list(record["variants"]) == variants
     for name, variant in record["variants"].items():
-        assert len(variant["rounds"]) == 2 and variant["median_ms"] >= variant["host_ms"] > 0
+        assert len(variant["rounds"]) == 2
+        assert variant["median_ms"] >= variant["host_ms"] > 0
         assert set(variant["parts_ms"]) == {"encoder encoder", "processor", "decoder decoder"}
         profile = variant["profile"]
         assert sum(profile["groups_ms"].values()) == pytest.approx(profile["total_ms"])
@@ -255,8 +257,10 @@ def test_loss_curves_of_anemoi_models_are_compared(tmp_path, anemoi_configs, cas
         [case, *SMALL_MODEL, *options, "--output", str(tmp_path / "c.json")]
     )
     curves = report[case]["32"]
-    assert curves["spread_of_seeds"] > 0 and len(curves["losses"]) == 4
-    assert set(curves["apart"]["install"]) == {0, 1} and curves["within"] == {"install": True}
+    assert curves["spread_of_seeds"] > 0
+    assert len(curves["losses"]) == 4
+    assert set(curves["apart"]["install"]) == {0, 1}
+    assert curves["within"] == {"install": True}
 
 
 def test_inference_of_an_anemoi_model_is_timed(tmp_path):
@@ -277,7 +281,8 @@ def test_pyg_models_are_timed(tmp_path):
 
 def test_layers_are_timed_on_a_cpu():
     times = cpu_attention.measure(refinement=1, heads=2, channels=4, repeats=1)
-    assert times["forward"]["anemoi_gt"] > 0 and times["forward_backward"]["pyg"] > 0
+    assert times["forward"]["anemoi_gt"] > 0
+    assert times["forward_backward"]["pyg"] > 0
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)

@@ -332,6 +332,7 @@ def test_pages_have_the_scores_of_era5_uk():
         for run in scores.values()
         for rmse, bias in run
     ]
-    assert len(rows) == 10 and [row for row in rows if row not in page] == []
+    assert len(rows) == 10
+    assert [row for row in rows if row not in page] == []
     model = {f"{float(run[0][0]):.2f}" for run in scores.values()}
     assert model <= numbers_in(words_of("README.md"))

@@ -23,7 +23,7 @@ def compiled_once(function):
     return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
 
 
-def from_nonzero(layer, stable=True, as_structure=True):
+def from_nonzero(layer, *, stable=True, as_structure=True):
     """Return a step with edges where a matrix [N_src, N_dst] is true, and attributes `weights` [N_src, N_dst, D]."""
 
     def step(matrix, leaves):

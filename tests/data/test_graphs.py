@@ -37,24 +37,21 @@ def graph():
 
 
 def test_layout_equals_anemoi_graphs_with_positions_in_radians(graph):
-    assert (
-        graph.metadata() == (["data", "hidden"], [ENCODER, PROCESSOR, DECODER]) and graph.validate()
-    )
+    assert graph.metadata() == (["data", "hidden"], [ENCODER, PROCESSOR, DECODER])
+    assert graph.validate()
     np.testing.assert_allclose(graph["data"].x, O16.radians, atol=3e-7)
     assert graph["hidden"].x[0, 0] == pytest.approx(np.pi / 2)
     for name, size in (("data", 1600), ("hidden", 642)):
-        assert graph[name].x.shape == (size, 2) and graph[name].x.dtype == torch.float32
+        assert graph[name].x.shape == (size, 2)
+        assert graph[name].x.dtype == torch.float32
     for store in graph.edge_stores:
         assert store.edge_index.dtype == torch.int64
         # from others PyTorch's conversion to CSR reads wrong indices
         assert store.edge_index.is_contiguous()
-        assert (
-            store.edge_length.shape == (store.num_edges, 1)
-            and store.edge_length.dtype == torch.float32
-        )
-        assert (
-            store.edge_dirs.shape == (store.num_edges, 2) and store.edge_dirs.dtype == torch.float32
-        )
+        assert store.edge_length.shape == (store.num_edges, 1)
+        assert store.edge_length.dtype == torch.float32
+        assert store.edge_dirs.shape == (store.num_edges, 2)
+        assert store.edge_dirs.dtype == torch.float32
 
 
 def test_the_benchmark_graph_has_its_published_counts():
@@ -77,7 +74,8 @@ def test_limited_area_graph_connects_every_data_node(refinement):
 def test_encoder_processor_decoder_accepts_any_mesh():
     mesh = icosphere(4).restrict(icosphere(4).nodes.lat > 0)
     graph = graphs.encoder_processor_decoder(O8, mesh, nearest=2)
-    assert graph["hidden"].num_nodes == len(mesh.nodes) and graph[DECODER].num_edges == 2 * 544
+    assert graph["hidden"].num_nodes == len(mesh.nodes)
+    assert graph[DECODER].num_edges == 2 * 544
 
 
 @pytest.mark.parametrize(("encoder_nearest", "nearest"), [(12, 3), (2, 1)])
@@ -102,9 +100,8 @@ def hierarchy():
 
 def test_hierarchy_has_cutoff_edges_down_nearest_edges_up_and_all_coarser_levels_within(hierarchy):
     sizes = {"data": 1600, "hidden": 642, "hidden_2": 162, "hidden_3": 42}
-    assert {
-        name: hierarchy[name].num_nodes for name in hierarchy.node_types
-    } == sizes and hierarchy.validate()
+    assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == sizes
+    assert hierarchy.validate()
     meshes = {
         name: icosphere(n, tuple(range(n + 1)))
         for name, n in (("hidden", 3), ("hidden_2", 2), ("hidden_3", 1))

@@ -64,10 +64,8 @@ def test_classic_grid_has_the_points_of_eccodes(n):
 
 def test_regional_grid_is_ordered_as_a_flattened_field():
     nodes = regional(np.array([58.0, 57.75]), np.array([-10.0, -9.75, -9.5]))
-    assert (
-        nodes.lat.tolist() == [58.0] * 3 + [57.75] * 3
-        and nodes.lon.tolist() == [-10.0, -9.75, -9.5] * 2
-    )
+    assert nodes.lat.tolist() == [58.0] * 3 + [57.75] * 3
+    assert nodes.lon.tolist() == [-10.0, -9.75, -9.5] * 2
 
 
 @refused(

@@ -35,7 +35,8 @@ def test_nodes_are_sorted_north_to_south_and_east_to_west():
 
 def test_edges_are_unique_bidirectional_and_sorted_by_destination_then_source():
     source, destination = icosphere(4).edge_index
-    assert (np.diff(destination * 10_000 + source) > 0).all() and (source != destination).all()
+    assert (np.diff(destination * 10_000 + source) > 0).all()
+    assert (source != destination).all()
     np.testing.assert_array_equal(
         np.sort(source * 10_000 + destination), destination * 10_000 + source
     )

@@ -106,7 +106,8 @@ def test_invalid_coordinates_and_areas_raise(wrong, message):
 )
 def test_area_weighted_mean_is_the_integral_over_the_globe(nodes):
     weights, (x, y, z) = area_weights(nodes), nodes.xyz.T
-    assert weights.min() > 0 and weights.mean() == pytest.approx(1, rel=1e-14)
+    assert weights.min() > 0
+    assert weights.mean() == pytest.approx(1, rel=1e-14)
     for values, integral in (
         (z, pytest.approx(0, abs=1e-10)),
         (z**2, pytest.approx(1 / 3, rel=2e-3)),

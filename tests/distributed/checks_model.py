@@ -179,8 +179,8 @@ def memory_estimates_add_up_to_the_estimate_of_one_device(group, verdict):
 @on_all_ranks
 def frozen_parameters_stay_frozen_and_get_no_gradient(group, verdict):
     model, mesh = make_model(), one_model()
-    model.nodes["data"].trainable.requires_grad_(False)
-    model.processor.proc[0].lin_query.weight.requires_grad_(False)
+    model.nodes["data"].trainable.requires_grad_(requires_grad=False)
+    model.processor.proc[0].lin_query.weight.requires_grad_(requires_grad=False)
     shard = shard_model(model, mesh)
     nodes = shard.partitions["data"].nodes(shard.rank)
     x = torch.randn(1, len(data), FIELDS).double()

@@ -156,7 +156,7 @@ def anomaly_detection_accepts_a_pending_exchange(group, verdict):
     exchange = HaloExchange.of_requests(torch.arange(2000), Ranges((0, 1000, 2000)), group)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        torch.use_deterministic_algorithms(True)  # fills receive buffers with NaN
+        torch.use_deterministic_algorithms(mode=True)  # fills receive buffers with NaN
         with torch.autograd.detect_anomaly():
             for rows_of in (exchange, partial(rows_with_halo, exchange)):
                 x = torch.ones(1000, 16, requires_grad=True)

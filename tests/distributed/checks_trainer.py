@@ -187,7 +187,7 @@ def a_signal_to_one_rank_stops_all_after_the_same_step_which_is_saved(group, ver
             # one step after the signal: the ranks read the votes of the step before
             verdict.same("message", str(stopped), "stopped by SIGTERM after step 3, which is saved")
         else:
-            verdict.that(False, "nothing stopped")
+            verdict.that(holds=False, problem="nothing stopped")
         verdict.same("handler", signal.getsignal(signal.SIGTERM), before)
         trainer, shard = make_sharded(mesh_of(world // 2, 2), *make_parts(shared, **numbers))
         losses = losses_of(fit_sharded(trainer, shard, resume=True))
@@ -205,12 +205,12 @@ def the_checkpoint_to_resume_is_decided_once_for_all_ranks(group, verdict):
                 "model": {"heads": 4, "flows": ["a", "b"]},
                 "attention": {"backend": "torch"},
             } | changes
-            return run_on_rank0(partial(resumes_on_ranks, shared, True, description))
+            return run_on_rank0(partial(resumes_on_ranks, shared, description, resume=True))
 
-        verdict.same("an empty folder", decide(), False)
+        verdict.that(not decide(), "an empty folder must be started")
         config = {"model": {"heads": 4, "flows": ["a", "b"]}, "attention": {"backend": "auto"}}
         save_checkpoint(shared / "last", {"step": 1, "config": config}, {}, group)
-        verdict.same("the run", decide(), True)
+        verdict.that(decide(), "the run must be continued")
         changed = partial(decide, model={"heads": 2, "flows": ["a", "b"], "layers": 1})
         message = f"a run is continued with its own config, {shared / 'last'} was written with "
         message += "model.heads=4, not 2; model.layers=None, not 1"

@@ -34,7 +34,7 @@ def model_to_train():
     model = make_model()
     for name, parameter in model.named_parameters():
         if name.endswith("lin_key.bias"):
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(requires_grad=False)
     return model
 
 

@@ -109,7 +109,7 @@ class Problem:
     layer: Layer
 
 
-def make_problem(name, dtype=torch.float64, batch=(), attr_batch=(), same_nodes=False):
+def make_problem(name, dtype=torch.float64, batch=(), attr_batch=(), *, same_nodes=False):
     """Return the problem on a graph of `GRAPHS`, the same on all ranks; with `same_nodes`, x_dst is x_src."""
     torch.manual_seed(7)
     edge_index, (num_src, num_dst) = GRAPHS[name]

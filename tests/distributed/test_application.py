@@ -159,7 +159,8 @@ def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(f
 def test_two_hosts_with_a_model_each_resume_the_run_of_one_model_on_four_ranks(folder, continued):
     statuses, outputs, before = continued
     assert statuses == (0, 0), outputs
-    assert 0 < len(before) < 16 and steps_in(folder / "run") == list(range(1, 17))
+    assert 0 < len(before) < 16
+    assert steps_in(folder / "run") == list(range(1, 17))
     # the same files as after a run of one process
     files = {path.name for path in (folder / "run").iterdir()}
     assert files == {
@@ -267,7 +268,8 @@ def raised(folder):
 
 def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(raised):
     run, status, output, seconds = raised
-    assert status != 0 and seconds < BUSY, output
+    assert status != 0, output
+    assert seconds < BUSY, output
     report = output[output.index("Root Cause") :]
     assert "rank      : 1 " in report, output
     assert "RuntimeError: a bug on this rank alone" in report, output
@@ -279,7 +281,8 @@ def test_a_run_that_is_resumed_without_a_sharding_option_keeps_its_sharding(fold
     shutil.copytree(raised[0] / "last", run / "last")
     with torchrun(folder, 2, *OF_TWO_RANKS, f"hydra.run.dir='{run}'", "resume=true") as process:
         status, output = finish(process)
-    assert status == 0 and "2 ranks, 2 of them for a model" in output, output
+    assert status == 0, output
+    assert "2 ranks, 2 of them for a model" in output, output
     assert "sharding changes" not in output, output
     sharding = load_values(run / "last", "config")["sharding"]
     assert sharding == {"strategy": "edges", "model": 2, "timeout": 300.0}
@@ -310,13 +313,17 @@ def test_the_sharding_of_a_run_is_kept_unless_the_command_changes_it(arguments, 
 def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(folder):
     with failing(folder, "killed", 1, "resume=true") as (process, run):
         status, output, seconds = outcome(process, until="restarted")
-    assert status == 0 and seconds < BUSY, output
-    assert steps_in(run) == list(range(1, 17)) and (run / "scores.json").exists()
+    assert status == 0, output
+    assert seconds < BUSY, output
+    assert steps_in(run) == list(range(1, 17))
+    assert (run / "scores.json").exists()
 
 
 def test_a_frozen_rank_ends_the_job_within_the_timeout_and_the_time_to_kill_it(frozen):
     process, run = frozen
     status, output, seconds = outcome(process)
-    assert status != 0 and TIMEOUT <= seconds < TIMEOUT + KILLED_AFTER + BUSY, output
-    assert "Timed out waiting" in output and "Signal 9 (SIGKILL)" in output, output
+    assert status != 0, output
+    assert TIMEOUT <= seconds < TIMEOUT + KILLED_AFTER + BUSY, output
+    assert "Timed out waiting" in output, output
+    assert "Signal 9 (SIGKILL)" in output, output
     assert_checkpoint_is_whole(run, 8)

@@ -51,7 +51,8 @@ def test_the_script_gives_the_numbers_of_one_rank_even_if_resumed_on_another_num
     half = SCRIPT.replace("NODES, STEPS, ROADS = 40, 8,", "NODES, STEPS, ROADS = 40, 4,")
     assert numbers(half, tmp_path, ranks)[0] == 4
     step, values = numbers(SCRIPT, tmp_path, 6 - ranks)
-    assert step == 8 and values == pytest.approx(expected[1], rel=1e-5)
+    assert step == 8
+    assert values == pytest.approx(expected[1], rel=1e-5)
 
 
 def test_the_other_code_of_the_page_runs_on_two_ranks(tmp_path):

@@ -26,7 +26,9 @@ def test_ranges_have_equal_cost(cost, num_ranks, bounds):
 
 def test_ranges_may_be_empty_or_even_and_own_their_positions():
     ranges = Ranges.balanced(torch.ones(2, dtype=torch.int64), 5)
-    assert ranges.num_ranks == 5 and ranges.size == 2 and sorted(ranges.counts) == [0, 0, 0, 1, 1]
+    assert ranges.num_ranks == 5
+    assert ranges.size == 2
+    assert sorted(ranges.counts) == [0, 0, 0, 1, 1]
     assert Ranges.even(11, 4).counts == (3, 3, 3, 2)
     assert Ranges((0, 2, 2, 5)).owner(torch.arange(5)).tolist() == [0, 0, 2, 2, 2]
 

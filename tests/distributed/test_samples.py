@@ -26,7 +26,8 @@ def test_a_part_of_the_nodes_has_the_rows_of_the_whole_sample(splits, name):
         before = dataset[0]
         part = dataset.select_nodes(ROWS)
         assert all(map(torch.equal, dataset[0], before))  # the whole is unchanged
-        assert len(part) == len(dataset) and torch.equal(part.weights, dataset.weights[ROWS])
+        assert len(part) == len(dataset)
+        assert torch.equal(part.weights, dataset.weights[ROWS])
         for i in (0, len(dataset) - 1):
             for local, whole in zip(part[i], dataset[i], strict=True):
                 torch.testing.assert_close(local, whole[ROWS], rtol=1e-5, atol=1e-5)
@@ -45,7 +46,8 @@ def test_a_part_computes_only_its_points(splits, monkeypatch):
     monkeypatch.setattr(module.Case, "tracer", counting(module.Case.tracer))
     monkeypatch.setattr(module.Flow, "wind", counting(module.Flow.wind))
     splits["sphere"].train.select_nodes(ROWS)[1]
-    assert numbers_of_points and set(numbers_of_points) == {len(ROWS)}
+    assert numbers_of_points
+    assert set(numbers_of_points) == {len(ROWS)}
 
 
 def test_other_data_sets_select_the_rows_of_whole_samples(splits):
@@ -53,4 +55,5 @@ def test_other_data_sets_select_the_rows_of_whole_samples(splits):
     part = ForecastDataset.select_nodes(whole, ROWS)
     for local, field in zip(part[1], whole[1], strict=True):
         assert torch.equal(local, field[ROWS])
-    assert len(part) == len(whole) and torch.equal(part.weights, whole.weights[ROWS])
+    assert len(part) == len(whole)
+    assert torch.equal(part.weights, whole.weights[ROWS])

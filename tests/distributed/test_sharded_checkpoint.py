@@ -80,7 +80,7 @@ def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(
     if writer == TORCHRUN:
         command = "resume=true without torchrun"
     run = f"{last.parent} holds a run of {FORMS[form]}, in {form.removesuffix('/.metadata')}"
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="holds a run of") as refused:
         checkpoint_to_continue(last, writer, resume=resume)
     assert str(refused.value) == f"{run}: {command} continues it, {BEGINS}"
 
@@ -107,12 +107,14 @@ def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_ne
     assert load_checkpoint(last, {"step": 0}, {}, alone) == {"step": 1}
 
     def watched(source, target):
-        assert (former / ".metadata").exists() and target == last
+        assert (former / ".metadata").exists()
+        assert target == last
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", watched)
     save_checkpoint(last, {"step": 2}, {}, alone)
-    assert load_checkpoint(last, {"step": 0}, {}, alone) == {"step": 2} and not former.exists()
+    assert load_checkpoint(last, {"step": 0}, {}, alone) == {"step": 2}
+    assert not former.exists()
 
 
 @pytest.fixture
@@ -125,7 +127,8 @@ def written(alone, tmp_path):
 
 def test_values_are_read_by_key_and_a_dropped_empty_config_group_is_no_change(written, recwarn):
     config = load_values(written, "config")
-    assert config == {"seed": 1, "model": {"heads": 4}} and not recwarn.list
+    assert config == {"seed": 1, "model": {"heads": 4}}
+    assert not recwarn.list
     train.check_same_config(written, config, config | {"none": {}})
     raises(
         lambda: train.check_same_config(written, config, config | {"none": 0}),

@@ -147,13 +147,12 @@ def test_model_hooks_and_generator_are_left_unchanged_after_an_error_too(conv, i
     before, state = copy.deepcopy(conv.__dict__), torch.get_rng_state()
     explain(conv, *inputs)
     assert torch.equal(torch.get_rng_state(), state)
-    assert (
-        conv.__dict__.keys() == before.keys()
-        and not conv._forward_hooks
-        and not conv._forward_pre_hooks
-    )
+    assert conv.__dict__.keys() == before.keys()
+    assert not conv._forward_hooks
+    assert not conv._forward_pre_hooks
     raises(lambda: explain(conv, *inputs[:2], torch.randn(1, 3)), "edge_attr must")
-    assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
+    assert not torch_module._global_forward_hooks
+    assert not torch_module._global_forward_pre_hooks
 
 
 def meta_attention():
@@ -207,7 +206,8 @@ def test_a_graph_without_destinations_is_explained_by_the_kernels_that_have_prog
     graph = GraphStructure.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), (3, 0))
     conv = GraphTransformerConv((4, 4), 16, heads=2, edge_dim=3, config=TRITON)
     text = str(explain(conv, (torch.randn(3, 4), torch.randn(0, 4)), graph, torch.zeros(0, 3)))
-    assert "edge_attention_bwd_src_fp32_h2_c16" in text and "edge_attention_fwd" not in text
+    assert "edge_attention_bwd_src_fp32_h2_c16" in text
+    assert "edge_attention_fwd" not in text
 
 
 @pytest.mark.parametrize("fuse_edges", [True, False])
@@ -216,7 +216,8 @@ def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is,
     model = build(graph, make_options())
     with anemoi.install(fuse_edges=fuse_edges):
         layers = explain(model, draw(graph)).layers
-    assert len(layers) >= 3 and all("proc" in layer.name for layer in layers)
+    assert len(layers) >= 3
+    assert all("proc" in layer.name for layer in layers)
     assert {layer.features for layer in layers} == {"raw" if fuse_edges else "embedded"}
     assert all(layer.module.startswith("GraphTransformer") for layer in layers)
 

@@ -45,13 +45,15 @@ def test_a_program_accepts_any_batch_size_without_our_operators_and_reverse_stru
     program = export_model(model, fields(1), max_batch=8)
     assert not {name for name in operator_names(program) if "anemoi_gt" in name}
     of_structures = {name.rpartition(".")[2] for name in program.constants}
-    assert "colptr" in of_structures and not of_structures & {
+    assert "colptr" in of_structures
+    assert not of_structures & {
         "csr_to_csc",
         "rowptr",
         "col",
         "fixed_in_degree",
     }
-    assert model.training and all(part.training for part in model.modules())
+    assert model.training
+    assert all(part.training for part in model.modules())
     assert model.processor_edges.structure().has_reverse
     model.eval()
     with torch.no_grad():
@@ -114,7 +116,8 @@ def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_g
     model = make_model(dropout=0.5).train()
     compiled = torch.compile(model, backend="eager")
     program = export_model(Autocast(compiled, "cpu", torch.bfloat16), fields(1), max_batch=4)
-    assert model.training and all(part.training for part in model.modules())
+    assert model.training
+    assert all(part.training for part in model.modules())
     model.eval()
     with torch.no_grad():
         assert torch.equal(
@@ -140,9 +143,8 @@ def test_data_sets_whose_names_share_an_identifier_have_dynamic_dimensions_of_th
     inputs = [
         node.meta["val"].shape for node in program.graph.nodes if node.name in ("x_a_b", "x_a_b_1")
     ]
-    assert len({str(shape[1]) for shape in inputs}) == 2 and not any(
-        shape[1].node.is_constant() for shape in inputs
-    )
+    assert len({str(shape[1]) for shape in inputs}) == 2
+    assert not any(shape[1].node.is_constant() for shape in inputs)
 
 
 WRONG_MODEL = (
@@ -195,7 +197,8 @@ def test_a_gpu_program_holds_kernels_that_compile_and_no_operator_of_this_librar
     for line in kernels:
         # otherwise AOTInductor would copy read-only arguments
         assert line["written"] == WRITTEN[line["kernel"]], line
-        assert line["symbolic"] and line["cubin"] > 1000, line
+        assert line["symbolic"], line
+        assert line["cubin"] > 1000, line
     # 32-bit offsets where ranges of sizes allow it: batch 1 to 64 on a small graph; any sizes
     assert {line["program"]: line["wide"] for line in kernels} == {"model": False, "layer": True}
 
@@ -211,7 +214,7 @@ def test_exported_kernels_have_the_arguments_of_eager_ones():
 SHAPE = (3, 4, 2)  # heads, channels, attributes
 
 
-def arguments(name, form, dtype, shared):
+def arguments(name, form, dtype, *, shared):
     """Arguments of the operator and of its decomposition, for a batch of two."""
     samples = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(2)]
     batch = stack(share(samples, "edge_weight", "edge_bias", *(["edge_attr"] if shared else [])))
@@ -227,15 +230,16 @@ def arguments(name, form, dtype, shared):
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_decomposition_agrees_with_the_operator(name, form, dtype, shared):
-    operands = arguments(name, form, dtype, shared)
+    operands = arguments(name, form, dtype, shared=shared)
     for expected, actual in zip(edge_attention_torch(*operands), decompose(*operands), strict=True):
         assert (actual.dtype, actual.is_contiguous()) == (expected.dtype, True)
         torch.testing.assert_close(actual, expected)
 
 
 def test_dropout_raises():
-    operands = arguments("shuffled", "raw", torch.float32, True)
+    operands = arguments("shuffled", "raw", torch.float32, shared=True)
+    save = False
     with pytest.raises(
         ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"
     ):
-        decompose(*operands[:-4], torch.tensor([1]), 0.3, 0.1, False)
+        decompose(*operands[:-4], torch.tensor([1]), 0.3, 0.1, save)

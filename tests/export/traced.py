@@ -76,7 +76,11 @@ class Gpu:
                 for name, tensor in kind.items():
                     if tensor is not None:
                         fake = moved.setdefault(tensor, self.tensor(tensor))
-                        kind[name] = nn.Parameter(fake, False) if kind is part._parameters else fake
+                        kind[name] = (
+                            nn.Parameter(fake, requires_grad=False)
+                            if kind is part._parameters
+                            else fake
+                        )
         return module
 
 

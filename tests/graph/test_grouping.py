@@ -149,7 +149,7 @@ def test_both_structures_are_built_in_one_sweep_unless_the_reverse_is_left_out(s
 @pytest.mark.parametrize("reverse", [True, False])
 def test_deterministic_algorithms_use_the_stable_sort(shuffled, reverse):
     edge_index, (num_src, num_dst) = shuffled
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(mode=True)
     try:
         with Operators() as operators:
             groups = group_coo(
@@ -157,7 +157,7 @@ def test_deterministic_algorithms_use_the_stable_sort(shuffled, reverse):
             )
             group_edges(edge_index[1], edge_index[0], num_dst, stable=False)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(mode=False)
     assert set(groupings(operators)) == {"sort"}
     assert torch.equal(groups.perm, edge_index[1].sort(stable=True).indices)
 

@@ -85,7 +85,8 @@ def test_unchecked_conversion_gives_the_checked_structure(named):
         GraphStructure.from_edge_index(*named, validate=validate) for validate in (True, False)
     )
     assert torch.equal(unchecked.edge_order(), checked.edge_order())
-    assert torch.equal(unchecked.colptr, checked.colptr) and torch.equal(unchecked.row, checked.row)
+    assert torch.equal(unchecked.colptr, checked.colptr)
+    assert torch.equal(unchecked.row, checked.row)
 
 
 def test_sorted_edges_need_no_permutation():
@@ -143,7 +144,8 @@ MAKERS = {
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_structure_has_both_sides_unless_the_reverse_is_left_out(make):
     whole, bare = make(), make(reverse=False)
-    assert not bare.has_reverse and same(bare.with_reverse(), whole.validate())
+    assert not bare.has_reverse
+    assert same(bare.with_reverse(), whole.validate())
 
 
 def test_disjoint_joins_the_reverse_structures_without_sorting(monkeypatch):
@@ -200,7 +202,9 @@ def test_disjoint_keeps_a_shared_in_degree():
 
 
 def test_methods_return_new_values_and_nothing_can_be_set():
-    assert GRAPH.rowptr is None and REVERSE.has_reverse and REVERSE.with_reverse() is REVERSE
+    assert GRAPH.rowptr is None
+    assert REVERSE.has_reverse
+    assert REVERSE.with_reverse() is REVERSE
     with pytest.raises(AttributeError):
         GRAPH.row = REVERSE.row
 
@@ -307,7 +311,7 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
         lambda: GraphStructure.from_adj_t(torch.ones(2, 3, 3).to_sparse_csc()),
         ADJACENCY + r"\(2, 3, 3\) with 2 sparse",
     ),
-    (lambda: disjoint(), "at least one graph"),
+    (disjoint, "at least one graph"),
     (lambda: disjoint(GRAPH, GRAPH.to("meta")), "graphs must be on one device"),
     (
         lambda: disjoint(changed(global_edge_id=torch.arange(4))),

@@ -83,14 +83,16 @@ def test_parameters_are_the_same_objects_under_the_same_names(make):
     before, keys = dict(model.named_parameters()), list(model.state_dict())
     swap_layers(model)
     after = dict(model.named_parameters())
-    assert after.keys() == before.keys() and list(model.state_dict()) == keys
+    assert after.keys() == before.keys()
+    assert list(model.state_dict()) == keys
     assert all(after[name] is parameter for name, parameter in before.items())
 
 
 def test_a_layer_that_appears_twice_still_does():
     conv = TransformerConv(6, 6)
     model = swap_layers(nn.ModuleList([conv, nn.ModuleDict({"again": conv})]))
-    assert model[0] is model[1]["again"] and type(model[0]) is GraphTransformerConv
+    assert model[0] is model[1]["again"]
+    assert type(model[0]) is GraphTransformerConv
 
 
 def test_hooks_stay_and_can_be_removed():
@@ -114,13 +116,12 @@ def test_other_attributes_of_the_layer_stay_and_nothing_is_drawn_or_allocated(tr
     ours = swap_one(conv)
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(parameter.is_meta for parameter in ours.parameters())
-    assert type(ours) is GraphTransformerConv and list(ours.state_dict()) == keys
-    assert (
-        ours.extra is conv.extra
-        and ours.scale is conv.scale
-        and ours.dropped is conv.dropped
-        and ours.number == 3
-    )
+    assert type(ours) is GraphTransformerConv
+    assert list(ours.state_dict()) == keys
+    assert ours.extra is conv.extra
+    assert ours.scale is conv.scale
+    assert ours.dropped is conv.dropped
+    assert ours.number == 3
     assert ours.training is training
 
 
@@ -205,7 +206,8 @@ def test_swapping_back_restores_the_layers_with_the_current_parameters():
     nn.init.ones_(ours[0].lin_key.weight)
     model.double()
     names, state = [name for name, _ in model.named_parameters()], model.state_dict()
-    assert swap_back(model) is model and [name for name, _ in model.named_parameters()] == names
+    assert swap_back(model) is model
+    assert [name for name, _ in model.named_parameters()] == names
     assert [
         (name, module) for name, module in model.named_modules() if type(module) is TransformerConv
     ] == before
@@ -319,7 +321,8 @@ def test_a_data_loader_joins_structures(workers):
         graphs.append(graph)
         data.append(GraphData(x=x, edge_index=edge_index, edge_attr=edge_attr, graph=graph))
     for number, batch in enumerate(DataLoader(data, batch_size=2, num_workers=workers)):
-        assert batch.num_graphs == 2 and batch.graph.has_reverse
+        assert batch.num_graphs == 2
+        assert batch.graph.has_reverse
         expected = GraphStructure.disjoint(graphs[2 * number : 2 * number + 2])
         assert torch.equal(batch.graph.edge_index(), expected.edge_index())
         inputs = batch.x, batch.edge_index, batch.edge_attr
@@ -329,7 +332,8 @@ def test_a_data_loader_joins_structures(workers):
 def test_a_graph_moves_with_its_data_and_other_lists_stay():
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
     data = copy.deepcopy(GraphData(x=torch.ones(2, 4), graph=graph, graphs=[graph, graph]))
-    assert isinstance(data.graphs, list) and type(copy.copy(data).graph) is GraphStructure
+    assert isinstance(data.graphs, list)
+    assert type(copy.copy(data).graph) is GraphStructure
     assert Batch.from_data_list([data, data]).to("meta").graph.device.type == "meta"
 
 
@@ -389,7 +393,8 @@ def test_a_named_backend_raises_for_an_unsupported_layer_and_auto_logs_why_it_st
     assert type(model[0]) is TransformerConv
     with caplog.at_level(logging.WARNING, logger="anemoi_gt"):
         swap_layers(model)
-    assert model[1] is last and type(model[0]) is GraphTransformerConv
+    assert model[1] is last
+    assert type(model[0]) is GraphTransformerConv
     assert [reason in record.message for record in caplog.records] == [True]
 
 

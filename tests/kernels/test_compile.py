@@ -206,19 +206,23 @@ def test_the_second_run_of_a_plan_passes_the_driver_tritons_arguments(what, repe
     assert len(first["launches"]) == LAUNCHES + WITH_HUBS
     assert second["launches"] == first["launches"]
     if repeats:
-        assert first["tensors"][0] > 0 and not any(second["tensors"])  # addresses alone
+        assert first["tensors"][0] > 0
+        assert not any(second["tensors"])  # only addresses
     else:
-        assert all(first["tensors"]) and second["tensors"] == first["tensors"]
+        assert all(first["tensors"])
+        assert second["tensors"] == first["tensors"]
 
 
 def test_a_graph_without_destinations_runs_repeatedly():
     names = [line["name"] for line in relaunch("empty")]
-    assert len(names) % 4 == 0 and names == 4 * names[: len(names) // 4]
+    assert len(names) % 4 == 0
+    assert names == 4 * names[: len(names) // 4]
 
 
 def test_a_kernel_is_compiled_once_for_all_sizes_of_a_graph():
     (compilations,) = relaunch("sizes")
-    assert set(compilations.values()) == {1} and len(compilations) == 8, compilations
+    assert set(compilations.values()) == {1}, compilations
+    assert len(compilations) == 8, compilations
 
 
 def test_unaligned_operands_go_to_a_kernel_compiled_for_them_which_is_then_repeated():

@@ -137,7 +137,8 @@ def test_norm_fills_columns_of_a_wider_buffer_and_no_others(draw, poisoned):
     launch = row_launches.norm_forward(37, 24, EPS, out_stride=60)
     launch(x=x, scale=None, shift=None, modulation=None, out=columns)
     assert_rounded("out", columns, normal(x.double()))
-    assert out[:, :20].isnan().all() and out[:, 44:].isnan().all()
+    assert out[:, :20].isnan().all()
+    assert out[:, 44:].isnan().all()
 
 
 def norm_gradients(x, grad_normed, grad_total, parameters):
@@ -185,7 +186,8 @@ def run_norm_backward(
     for name, result in results.items():
         assert_rounded(name, result, reference[name])
     assert_rounded("sums", partial.sum(0)[5:-3], reference["sums"])
-    assert not partial[:, :5].any() and not partial[:, -3:].any()
+    assert not partial[:, :5].any()
+    assert not partial[:, -3:].any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -367,7 +369,8 @@ def test_gradient_of_a_head_norm_may_overwrite_the_incoming_gradient(draw, make_
     (dx,) = torch.autograd.grad(normal(x) * scale.double(), x, dy)
     assert_rounded("dx", columns, dx.flatten(1))
     assert_rounded("dscale", partial.sum(0), (dy * normal(x)).sum((0, 1)))
-    assert torch.equal(grads[:, :40], before[:, :40]) and torch.equal(grads[:, 80:], before[:, 80:])
+    assert torch.equal(grads[:, :40], before[:, :40])
+    assert torch.equal(grads[:, 80:], before[:, 80:])
 
 
 # ----------------------------------------------------------------------------------------------
@@ -408,7 +411,8 @@ def run_activation(draw, poisoned, make_partial, num_rows, features, activation,
     assert_rounded("activated", activated, reference)
     assert_rounded("grad_hidden", grad_hidden, dh)
     assert_rounded("sums", partial.sum(0)[3:-1], dh.sum(0))
-    assert not partial[:, :3].any() and not partial[:, -1].any()
+    assert not partial[:, :3].any()
+    assert not partial[:, -1].any()
 
     in_place, grad_hidden = grad.clone(), torch.full_like(hidden, float("nan"))
     launch(
@@ -464,7 +468,8 @@ def test_activation_of_the_largest_finite_numbers_is_finite(
 def test_relu_passes_nan_as_pytorch_does(poisoned, kernel_device):
     hidden, out = torch.tensor([[float("nan"), 1.0]], device=kernel_device), poisoned(1, 2)
     row_launches.activation_forward(1, 2, "relu", gated=False)(hidden=hidden, out=out)
-    assert out[0, 0].isnan() and out[0, 1] == 1
+    assert out[0, 0].isnan()
+    assert out[0, 1] == 1
 
 
 def test_an_unknown_activation_is_refused():

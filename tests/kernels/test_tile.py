@@ -48,13 +48,15 @@ def test_every_time_in_a_docstring_is_in_the_results(kernel):
         for ms in times.values()
     }
     quoted = set(re.findall(r"\d\.\d{3}", ROW_KERNELS[kernel].__doc__))
-    assert len(quoted) > 8 and quoted <= known
+    assert len(quoted) > 8
+    assert quoted <= known
 
 
 @pytest.mark.parametrize("choose", [forward_tile, destination_tile])
 def test_rows_are_read_as_pairs_only_where_possible(choose):
     single = shape_of("forward", "processor", 64)._replace(pairs_possible=False)
-    assert choose(single._replace(pairs_possible=True)).pairs and not choose(single).pairs
+    assert choose(single._replace(pairs_possible=True)).pairs
+    assert not choose(single).pairs
     assert not any(tile.pairs for tile in candidates("forward", single))
 
 
@@ -75,9 +77,8 @@ def test_every_tile_holds_a_row_of_powers_of_two(kernel):
     for heads, channels, attributes, degree, itemsize in sizes:
         shape = Shape(heads, channels, 0 if kernel == "sources" else attributes, degree, itemsize)
         tile = ROW_KERNELS[kernel](shape)
-        assert (
-            tile.channels >= channels and tile.heads.bit_count() == tile.channels.bit_count() == 1
-        ), shape
+        assert tile.channels >= channels, shape
+        assert tile.heads.bit_count() == tile.channels.bit_count() == 1, shape
         assert tile.num_warps in (1, 2, 4, 8), shape
 
 

@@ -18,7 +18,7 @@ def reads(monkeypatch):
     return calls
 
 
-def run(x, capturing, monkeypatch, draws):
+def run(x, monkeypatch, *, capturing, draws):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     return checkpoint_activations(
         lambda x: x.sin() * x, x, device=torch.device("cuda"), draws=draws
@@ -27,7 +27,7 @@ def run(x, capturing, monkeypatch, draws):
 
 @pytest.mark.parametrize(("capturing", "draws"), [(False, False), (False, True), (True, True)])
 def test_the_generator_state_is_kept(reads, monkeypatch, capturing, draws):
-    run(torch.randn(3, requires_grad=True), capturing, monkeypatch, draws)
+    run(torch.randn(3, requires_grad=True), monkeypatch, capturing=capturing, draws=draws)
     assert reads
 
 
@@ -35,7 +35,7 @@ def test_a_captured_pass_without_draws_does_not_read_the_generator_state_and_has
     reads, monkeypatch
 ):
     x = torch.randn(3, requires_grad=True)
-    run(x, True, monkeypatch, draws=False).sum().backward()
+    run(x, monkeypatch, capturing=True, draws=False).sum().backward()
     assert not reads
     torch.testing.assert_close(x.grad, (x.cos() * x + x.sin()).detach())
 
@@ -78,4 +78,5 @@ def test_the_condition_reaches_every_layer_of_a_checkpointed_processor(inputs):
         num_layers=2, **SIZES, layer_kernels=kernels, checkpoint_groups=2
     )
     processor(*inputs, cond=cond)
-    assert len(seen) == 4 and all(passed is cond for passed in seen)
+    assert len(seen) == 4
+    assert all(passed is cond for passed in seen)

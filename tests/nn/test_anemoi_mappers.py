@@ -41,7 +41,7 @@ def make_edges(num_src):
     return torch.stack([src, torch.randint(DST - 1, (EDGES,), generator=generator).sort().values])
 
 
-def make_pair(kind, conditional=False, num_chunks=1):
+def make_pair(kind, *, conditional=False, num_chunks=1):
     name, channels = KINDS[kind]
     sizes = SIZES | channels | {"in_channels_dst": 4}
     condition = {
@@ -62,7 +62,7 @@ def make_pair(kind, conditional=False, num_chunks=1):
     return theirs, ours
 
 
-def make_inputs(kind, conditional=False):
+def make_inputs(kind, *, conditional=False):
     inputs = {
         "src": draw(SRC, KINDS[kind][1]["in_channels_src"]),
         "dst": draw(DST, 4),
@@ -105,8 +105,8 @@ def run_ours(mapper, inputs, num_chunks=1):
 def test_mapper_gives_their_output_and_all_their_gradients_and_loads_both_ways(
     kind, conditional, num_chunks
 ):
-    theirs, ours = make_pair(kind, conditional, num_chunks)
-    inputs = make_inputs(kind, conditional)
+    theirs, ours = make_pair(kind, conditional=conditional, num_chunks=num_chunks)
+    inputs = make_inputs(kind, conditional=conditional)
     assert_same(run_ours(ours, inputs, num_chunks), run_theirs(theirs, inputs))
     assert_state_loads_back(theirs, ours)
 

@@ -57,8 +57,10 @@ def test_norms_are_chunked_where_a_gpu_kernel_would_overflow_32_bits():
     with FakeTensorMode():
         most, more = (torch.empty(rows, 1024, device="cuda") for rows in (2**22 - 1, 2**22))
         on_cpu = torch.empty(2**22, 1024)
-    assert overflows(norm, more) and not overflows(norm, most)
-    assert not overflows(norm, on_cpu) and not overflows(torch.nn.Identity(), more)
+    assert overflows(norm, more)
+    assert not overflows(norm, most)
+    assert not overflows(norm, on_cpu)
+    assert not overflows(torch.nn.Identity(), more)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
@@ -100,14 +102,14 @@ def read_by_projections(block, x):
 
 def test_autocast_casts_the_nodes_of_a_processor_block_once_for_all_projections():
     seen = read_by_projections(GraphTransformerProcessorBlock(**SIZES), draw(5, 8))
-    assert (
-        len({id(rows) for rows in seen.values()}) == 1 and seen["lin_query"].dtype == torch.bfloat16
-    )
+    assert len({id(rows) for rows in seen.values()}) == 1
+    assert seen["lin_query"].dtype == torch.bfloat16
 
 
 def test_autocast_casts_each_side_of_a_mapper_block_once():
     seen = read_by_projections(GraphTransformerMapperBlock(**SIZES), (draw(5, 8), draw(5, 8)))
-    assert seen["lin_key"] is seen["lin_value"] and seen["lin_query"] is seen["lin_self"]
+    assert seen["lin_key"] is seen["lin_value"]
+    assert seen["lin_query"] is seen["lin_self"]
     assert all(rows.dtype == torch.bfloat16 for rows in seen.values())
 
 

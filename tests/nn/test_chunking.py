@@ -103,12 +103,14 @@ def test_chunks_hold_every_destination_and_every_edge_once_and_only_sources_that
     assert len(chunks) == number
     assert torch.equal(torch.cat(edges_of_chunks, dim=1), edge_index)
     sizes = [chunk.graph.num_dst for chunk in chunks]
-    assert sum(sizes) == DST and max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == DST
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_one_chunk_is_the_graph_itself(graph):
     (chunk,) = split_destinations(graph, 1)
-    assert chunk.graph is graph and chunk.src is None
+    assert chunk.graph is graph
+    assert chunk.src is None
 
 
 def test_chunks_keep_the_fixed_in_degree_of_their_graph(graph):
@@ -275,13 +277,13 @@ def test_static_edges_have_one_state_dict_for_any_number_of_chunks(graph):
     whole, edges = (StaticEdges(*edges, num_chunks=number) for number in (1, 3))
     assert list(whole.state_dict()) == list(edges.state_dict()) == ["trainable"]
     (structure, edge_attr), (chunks, same_attr) = whole(), edges()
-    assert torch.equal(edge_attr, same_attr) and torch.equal(structure.row, graph.row)
+    assert torch.equal(edge_attr, same_attr)
+    assert torch.equal(structure.row, graph.row)
     for chunk, expected in zip(chunks, split_destinations(graph, 3), strict=True):
         assert (chunk.dst, chunk.edges, chunk.sizes) == (
             expected.dst,
             expected.edges,
             expected.sizes,
         )
-        assert torch.equal(chunk.graph.row, expected.graph.row) and torch.equal(
-            chunk.src, expected.src
-        )
+        assert torch.equal(chunk.graph.row, expected.graph.row)
+        assert torch.equal(chunk.src, expected.src)

@@ -22,7 +22,7 @@ def name_of(options):
     return "-".join(f"{name}={value}" for name, value in options.items() if name != "dropout")
 
 
-def make_inputs(bipartite, edge_dim):
+def make_inputs(edge_dim, *, bipartite):
     """x, edge_index, edge_attr in float64; the last destination has no in-edge."""
     generator = torch.Generator().manual_seed(1)
 
@@ -35,7 +35,7 @@ def make_inputs(bipartite, edge_dim):
     return x, torch.stack([src, dst]), None if edge_dim is None else draw(EDGES, edge_dim)
 
 
-def make_pair(bipartite, options):
+def make_pair(options, *, bipartite):
     """PyG's layer and ours, PyG's parameters loaded into ours, in eval mode."""
     channels = (6, 4) if bipartite else 6
     theirs = TransformerConv(channels, 8, **options).double().eval()
@@ -47,12 +47,12 @@ def make_pair(bipartite, options):
 @pytest.mark.parametrize("bipartite", FLAGS, ids=("one set of nodes", "bipartite"))
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_output_and_gradients_equal_pygs(options, bipartite):
-    x, edge_index, edge_attr = make_inputs(bipartite, options["edge_dim"])
+    x, edge_index, edge_attr = make_inputs(options["edge_dim"], bipartite=bipartite)
     inputs = dict(enumerate(x if bipartite else (x,))) | (
         {} if edge_attr is None else {"edge_attr": edge_attr}
     )
     results = []
-    for layer in make_pair(bipartite, options):
+    for layer in make_pair(options, bipartite=bipartite):
         call = lambda t, layer=layer: layer(  # noqa: E731
             (t[0], t[1]) if bipartite else t[0], edge_index, t.get("edge_attr")
         )
@@ -62,7 +62,7 @@ def test_output_and_gradients_equal_pygs(options, bipartite):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_state_dict_loads_to_and_from_pyg(options):
-    theirs, ours = make_pair(True, options)
+    theirs, ours = make_pair(options, bipartite=True)
     ours.reset_parameters()
     theirs.load_state_dict(ours.state_dict())
     assert list(theirs.state_dict()) == list(ours.state_dict())
@@ -72,8 +72,8 @@ def test_state_dict_loads_to_and_from_pyg(options):
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("edge_dim", (None, 5))
 def test_attention_weights_and_their_gradient_equal_pygs(edge_dim, flag):
-    x, edge_index, edge_attr = make_inputs(True, edge_dim)
-    theirs, ours = make_pair(True, {"heads": 3, "edge_dim": edge_dim})
+    x, edge_index, edge_attr = make_inputs(edge_dim, bipartite=True)
+    theirs, ours = make_pair({"heads": 3, "edge_dim": edge_dim}, bipartite=True)
     out, (edges, weights) = ours(x, edge_index, edge_attr, return_attention_weights=flag)
     expected_out, (_, expected) = theirs(x, edge_index, edge_attr, return_attention_weights=flag)
     assert edges is edge_index
@@ -105,7 +105,7 @@ def test_options_have_the_names_places_and_defaults_of_pyg():
 
 @pytest.mark.parametrize("bipartite", FLAGS, ids=("one set of nodes", "bipartite"))
 def test_lazy_sizes_are_taken_from_the_first_input_as_in_pyg(bipartite):
-    x, edge_index, edge_attr = make_inputs(bipartite, 5)
+    x, edge_index, edge_attr = make_inputs(5, bipartite=bipartite)
     lazy = (-1, -1) if bipartite else -1
     theirs, ours = (
         layer(lazy, 8, heads=3, edge_dim=-1).double()

@@ -162,7 +162,7 @@ def test_an_exported_layer_accepts_any_named_number_of_nodes_and_edges(data, sma
 
 def test_copies_are_complete_and_independent(data):
     conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM)
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="falls back to per-edge messages"):
         hook = conv.register_message_forward_hook(lambda *_: None)
         conv(*data)  # leaves nothing on the layer that a copy would trip over
         hook.remove()

@@ -47,7 +47,7 @@ def default_device(kernel_device):
         yield
 
 
-def make(kind, batch=(), num_chunks=1, shared=False, **options):
+def make(kind, batch=(), num_chunks=1, *, shared=False, **options):
     """Return a block and its arguments: nodes, graph, and edge attributes, which a batch may share."""
     torch.manual_seed(0)
     sizes = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3}
@@ -91,7 +91,7 @@ def rms(tensor):
 @pytest.mark.parametrize("shared", (False, True))
 @pytest.mark.parametrize(("batch", "num_chunks"), (((1,), 3), ((2,), 1), ((2,), 3)))
 def test_errors_are_at_most_three_times_separate_operators(kind, batch, num_chunks, shared):
-    block, *inputs = make(kind, batch, num_chunks, shared, config=AttentionConfig("torch"))
+    block, *inputs = make(kind, batch, num_chunks, shared=shared, config=AttentionConfig("torch"))
     exact = differentiate(copy.deepcopy(block).double(), *inputs, torch.float64)
     results = []
     for config, calls in ((block.config, 0), (TRITON, num_chunks)):

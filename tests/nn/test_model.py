@@ -109,10 +109,8 @@ def test_options_of_a_block_reach_every_block(graph, x):
     assert len(blocks) == 4  # encoder, two layers, decoder
     for block in blocks:
         assert {name: getattr(block, name) for name in same} == same
-        assert (
-            block.q_norm.normalized_shape == block.k_norm.normalized_shape == (2,)
-            and len(block.edge_pre_mlp) == 2
-        )
+        assert block.q_norm.normalized_shape == block.k_norm.normalized_shape == (2,)
+        assert len(block.edge_pre_mlp) == 2
         assert block.lin_query.weight.shape == (8, 16)
     assert model(x).shape == (SAMPLES, NODES["data"], OUT)
 

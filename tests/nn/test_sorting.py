@@ -33,7 +33,8 @@ def test_a_graph_is_sorted_once_per_side_when_built_and_never_in_training():
         graph = GraphStructure.from_edge_index(EDGE_INDEX, NODES)
     with Operators() as training:
         train(layers, graph, steps=3)
-    assert groupings(building) == ["sort", "sort"] and groupings(training) == []
+    assert groupings(building) == ["sort", "sort"]
+    assert groupings(training) == []
 
 
 def as_adjacency(edge_index):

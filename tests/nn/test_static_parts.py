@@ -28,7 +28,8 @@ def test_edges_give_both_directions_of_the_structure_and_attributes_sorted_by_de
 
 def test_trainable_attributes_are_optional():
     edges = make_edges(trainable=0)
-    assert edges.edge_dim == 3 and not list(edges.parameters())
+    assert edges.edge_dim == 3
+    assert not list(edges.parameters())
     assert torch.equal(edges()[1], edges.edge_attr)
 
 
@@ -107,6 +108,8 @@ def test_wrong_static_graph_is_refused(wrong, message):
 def test_a_structure_for_inference_drops_the_reverse_and_the_fixed_in_degree():
     ends = torch.arange(6)
     kept = StaticStructure(GraphStructure.from_edge_index(torch.stack([ends % 3, ends // 2]), 3))
-    assert kept().has_reverse and kept().fixed_in_degree.shape == (2, 0)
+    assert kept().has_reverse
+    assert kept().fixed_in_degree.shape == (2, 0)
     kept.keep_for_inference()
-    assert not kept().has_reverse and kept().fixed_in_degree is None
+    assert not kept().has_reverse
+    assert kept().fixed_in_degree is None

@@ -220,10 +220,8 @@ def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind,
     for name in ("query", "self", "key", "value", "edge"):
         assert getattr(t, f"{name}_weight") is getattr(block, f"lin_{name}").weight
         assert getattr(t, f"{name}_bias") is getattr(block, f"lin_{name}").bias
-    assert (
-        t.projection_weight is block.projection.weight
-        and t.projection_bias is block.projection.bias
-    )
+    assert t.projection_weight is block.projection.weight
+    assert t.projection_bias is block.projection.bias
 
     dst = block.layer_norm_attention
     src = block.layer_norm_attention_src if kind == "mapper" else dst
@@ -233,11 +231,15 @@ def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind,
             for name in ("scale", "shift", "scale_bias", "shift_bias")
         )
         if norm == "conditional":
-            assert scale is module.scale.weight and shift is module.bias.weight
-            assert scale_bias is module.scale.bias and shift_bias is module.bias.bias
+            assert scale is module.scale.weight
+            assert shift is module.bias.weight
+            assert scale_bias is module.scale.bias
+            assert shift_bias is module.bias.bias
         else:
-            assert scale is module.weight and shift is module.bias
-            assert scale_bias is None and shift_bias is None
+            assert scale is module.weight
+            assert shift is module.bias
+            assert scale_bias is None
+            assert shift_bias is None
     assert parts.has_condition == (norm == "conditional")
     assert (parts.norm_src is parts.norm) == (kind == "processor")
 
@@ -249,10 +251,8 @@ def test_options_of_the_attention_match_its_modules(library):
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
     parts = attention_parts(block)._replace(product_dtype=torch.bfloat16)
     assert parts.options(3) == (HEADS, 3, 0.5, 0.25, 0.125, 0.0625, torch.bfloat16)
-    assert (
-        parts.query_norm_scale is block.q_norm.weight
-        and parts.key_norm_scale is block.k_norm.weight
-    )
+    assert parts.query_norm_scale is block.q_norm.weight
+    assert parts.key_norm_scale is block.k_norm.weight
     assert parts.self_bias is None
 
 

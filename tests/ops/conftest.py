@@ -19,6 +19,6 @@ def problem_and_graph(kernel_device):
 @pytest.fixture
 def filled_padding():
     """Fill memory that nobody writes, such as padding between the parts of a block, alike each time."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(mode=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(mode=False)

@@ -76,7 +76,8 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
         for call in (by_operator, by_operator, compiled)
     )
     for name, expected in eager.items():
-        assert torch.equal(again[name], expected) and torch.equal(traced[name], expected), name
+        assert torch.equal(again[name], expected), name
+        assert torch.equal(traced[name], expected), name
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,8 @@ def test_forward_and_backward_operators_pass_opcheck(
         *(None if x is None else x.clone().requires_grad_() for x in detached)
     )
     torch.library.opcheck(attention_sublayer_triton, (*leaves, *index, *options, True))
-    _, kept = attention_sublayer_triton(*detached, *index, *options, True)
+    save = True
+    _, kept = attention_sublayer_triton(*detached, *index, *options, save)
     for needs in ([True, norm == 4, norm == 4, True], [False] * 4):
         arguments = (*detached, *index, *options, kept, grad, needs)
         torch.library.opcheck(attention_sublayer_triton_backward, arguments)
@@ -157,7 +159,7 @@ def test_frozen_projections_cost_no_product_and_change_no_other_gradient(kernel_
     tensors = (*sublayers.fill(AttentionTensors, named), *IndexTensors.of(graph))
     specs = sublayer_steps.specs_of(tensors)
     trained, frozen = (
-        backward_plan(specs, options, SublayerNeeds(True, True, True, weights=weights))[0]
+        backward_plan(specs, options, SublayerNeeds(*[True] * 3, weights=weights))[0]
         for weights in (True, False)
     )
     assert len(frozen.steps) == len(trained.steps) - 3  # of [query, y], [key, value], projection

@@ -27,9 +27,8 @@ def test_isolated_destination_gets_zero_and_minus_infinity(problem_and_graph, ba
     problem, graph = problem_and_graph("isolated")
     result, isolated = attend(problem, graph, backend), (graph.colptr.diff() == 0).cpu()
     assert int(isolated.sum()) == 4
-    assert not bool(result["out"][isolated].any()) and bool(
-        torch.isneginf(result["lse"][isolated]).all()
-    )
+    assert not bool(result["out"][isolated].any())
+    assert bool(torch.isneginf(result["lse"][isolated]).all())
     assert not bool(result["dquery"][isolated].any())
     assert bool(torch.isfinite(result["lse"][~isolated]).all())
 
@@ -72,7 +71,8 @@ def test_chunks_of_the_edges_merge_into_the_whole_with_gradients(
 
 def test_dropout_of_rate_one_drops_everything_and_never_touches_lse(problem_and_graph, backend):
     dropped, kept = (attend(*problem_and_graph(), backend, dropout_p=rate) for rate in (1.0, 0.0))
-    assert not bool(dropped["out"].any()) and not bool(dropped["dvalue"].any())
+    assert not bool(dropped["out"].any())
+    assert not bool(dropped["dvalue"].any())
     assert torch.equal(dropped["lse"], kept["lse"])
 
 
@@ -148,7 +148,8 @@ def test_precision_casts_inputs_and_casts_the_output_back(problem_and_graph, bac
     cast = leaves_of(problem.to(PRECISIONS[precision]), graph)
     cast_out, cast_lse = edge_attention(**cast, graph=graph, config=AttentionConfig(backend))
     assert out.dtype == lse.dtype == torch.float32
-    assert torch.equal(out, cast_out.float()) and torch.equal(lse, cast_lse)
+    assert torch.equal(out, cast_out.float())
+    assert torch.equal(lse, cast_lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -161,7 +162,8 @@ def test_autocast_decides_the_dtype_and_gradients_keep_the_dtype_of_the_leaves(
         out, lse = edge_attention(
             **leaves, graph=graph, scale=problem.scale, config=AttentionConfig(backend)
         )
-    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
     result = result_of(problem, out, lse, leaves)
     assert all(result[f"d{name}"].dtype == torch.float32 for name in leaves)
     assert torch.equal(result["out"], attend(cast, graph, backend)["out"])
@@ -179,13 +181,15 @@ def test_mixed_dtypes_follow_query(problem_and_graph, backend):
         edge_weight=cast.edge_weight.float(),
     )
     result = attend(mixed, graph, backend)
-    assert result["out"].dtype == torch.bfloat16 and torch.equal(result["out"], same["out"])
+    assert result["out"].dtype == torch.bfloat16
+    assert torch.equal(result["out"], same["out"])
     for name, dtype in {
         "dedge_attr": torch.float64,
         "dkey": torch.float16,
         "dedge_weight": torch.float32,
     }.items():
-        assert result[name].dtype == dtype and torch.equal(result[name], same[name].to(dtype)), name
+        assert result[name].dtype == dtype, name
+        assert torch.equal(result[name], same[name].to(dtype)), name
 
 
 @pytest.mark.parametrize("form", ["raw", "embedded"])
@@ -211,11 +215,13 @@ def test_logits_of_minus_infinity_give_zero_like_no_edge(problem_and_graph, back
     problem.query[:] = 1.0
     problem.key[0] = -torch.inf  # destination 0 keeps source 1; destination 1 reads source 1 alone
     mixed = attend(problem, graph, backend)
-    assert bool(torch.isfinite(mixed["out"]).all()) and bool(torch.isfinite(mixed["lse"]).all())
+    assert bool(torch.isfinite(mixed["out"]).all())
+    assert bool(torch.isfinite(mixed["lse"]).all())
     problem.key[:] = -torch.inf
     result = attend(problem, graph, backend)
     assert bool(torch.isneginf(result["lse"]).all())
-    assert not bool(result["out"].any()) and not bool(result["dvalue"].any())
+    assert not bool(result["out"].any())
+    assert not bool(result["dvalue"].any())
 
 
 @pytest.mark.parametrize(

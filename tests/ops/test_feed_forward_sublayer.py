@@ -33,7 +33,7 @@ def small_chunks(few_programs, monkeypatch):
         yield
 
 
-def by_operator(named, activation="gelu", dtype=torch.float32, keep_hidden=True):
+def by_operator(named, activation="gelu", dtype=torch.float32, *, keep_hidden=True):
     options = FeedForwardOptions(sublayers.EPS, activation, dtype, keep_hidden)
     return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), options)
 
@@ -67,7 +67,8 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
             for call in (by_operator, by_operator, compiled)
         )
         for name, expected in eager.items():
-            assert torch.equal(again[name], expected) and torch.equal(traced[name], expected), name
+            assert torch.equal(again[name], expected), name
+            assert torch.equal(traced[name], expected), name
 
 
 def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
@@ -86,14 +87,15 @@ def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
 )
 @pytest.mark.usefixtures("filled_padding")
 def test_forward_and_backward_operators_pass_opcheck(norm, gated, keep_hidden, kernel_device):
-    named, grad = draw(kernel_device, norm, gated)
+    named, grad = draw(kernel_device, norm, gated=gated)
     options = FeedForwardOptions(sublayers.EPS, "silu", torch.float32, keep_hidden)
     detached = sublayers.fill(FeedForwardTensors, named)
     leaves = FeedForwardTensors(
         *(None if x is None else x.clone().requires_grad_() for x in detached)
     )
     torch.library.opcheck(feed_forward_triton, (*leaves, *options, True))
-    _, kept = feed_forward_triton(*detached, *options, True)
+    save = True
+    _, kept = feed_forward_triton(*detached, *options, save)
     torch.library.opcheck(
         feed_forward_triton_backward, (*detached, *options, kept, grad, [norm == 4, True])
     )
@@ -101,7 +103,7 @@ def test_forward_and_backward_operators_pass_opcheck(norm, gated, keep_hidden, k
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_x_hidden_features_and_cast_weights_are_kept_and_nothing_else(gated, kernel_device):
-    named, _ = draw(kernel_device, 4, gated)
+    named, _ = draw(kernel_device, 4, gated=gated)
     leaves = {name: tensor.requires_grad_() for name, tensor in named.items()}
     out = by_operator(leaves, dtype=torch.bfloat16)
     inputs = {tensor.data_ptr() for tensor in leaves.values()}
@@ -123,7 +125,7 @@ def test_x_hidden_features_and_cast_weights_are_kept_and_nothing_else(gated, ker
 def test_a_hidden_layer_computed_again_gives_the_bits_of_one_that_is_kept(
     norm, gated, dtype, kernel_device
 ):
-    named, grad = draw(kernel_device, norm, gated)
+    named, grad = draw(kernel_device, norm, gated=gated)
     kept, computed_again = (
         sublayers.results_of(
             partial(by_operator, dtype=dtype, keep_hidden=keep_hidden), named, grad, torch.float32

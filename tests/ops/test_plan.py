@@ -160,7 +160,8 @@ def test_each_run_has_results_of_its_own():
     first, absent = plan.run([torch.ones(4)])
     second, _ = plan.run([torch.zeros(4)])
     assert absent is None
-    assert first.tolist() == [1.0] * 4 and second.tolist() == [0.0] * 4
+    assert first.tolist() == [1.0] * 4
+    assert second.tolist() == [0.0] * 4
 
 
 def test_launches_of_no_program_are_left_out():
@@ -168,7 +169,8 @@ def test_launches_of_no_program_are_left_out():
     builder = PlanBuilder([((0,), torch.float32)])
     builder.launch(Launch(kernel, (4, 0), {"number": 1}, {}), x=builder.inputs[0])
     plan = builder.finish([])
-    assert plan.steps == () and plan.run([torch.empty(0)]) == []
+    assert plan.steps == ()
+    assert plan.run([torch.empty(0)]) == []
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,8 @@ def test_an_empty_graph_runs_repeatedly(edges, num_src, num_dst, form, kernel_de
         out, lse = edge_attention(
             query, key, key, graph, **features, config=AttentionConfig("triton")
         )
-        assert torch.equal(out, torch.zeros_like(query)) and bool(lse.isneginf().all())
+        assert torch.equal(out, torch.zeros_like(query))
+        assert bool(lse.isneginf().all())
         for gradient, operand in zip(
             torch.autograd.grad(out.sum(), operands), operands, strict=True
         ):

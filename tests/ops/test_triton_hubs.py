@@ -135,14 +135,16 @@ def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_ed
 ):
     graph = structure(crowd(5, 6, edges=edges), kernel_device, validate=False).with_reverse()
     expected = (6, 0) if edges == HUB_DEGREE else (6 + 3, SEGMENT)
-    assert graph.dst_hubs is not None and launches_of(graph)["fwd"] == expected
+    assert graph.dst_hubs is not None
+    assert launches_of(graph)["fwd"] == expected
 
 
 @pytest.mark.parametrize(("segment", "num_edges"), [(SEGMENT, 400), (SMALL, 420)])
 def test_more_segments_than_are_read_together_are_joined(segment, num_edges, kernel_device):
     edges = crowd(5, 6, to=3, of=2, edges=num_edges)
     problem, graph = make_problem(edges, 2, 4, 2), structure(edges, kernel_device)
-    assert graph.dst_hubs is not None and graph.src_hubs is not None
+    assert graph.dst_hubs is not None
+    assert graph.src_hubs is not None
     graph = with_hubs(graph, segment)
     with new_plans(), mock.patch.multiple(tiles, JOINED=16, STATISTICS=2):
         assert_accurate(attend(problem, graph, TRITON), problem, torch.float32)
@@ -166,13 +168,15 @@ class TestStructure:
             HUB_DEGREE + 1,
             0,
         )
-        assert calm.dst_hubs is None and calm.src_hubs is None
+        assert calm.dst_hubs is None
+        assert calm.src_hubs is None
         assert GraphStructure.disjoint([calm, hubs]).dst_hubs is not None
         assert GraphStructure.disjoint([calm, calm]).dst_hubs is None
 
     def test_unchecked_values_may_hold_hubs_and_wrong_ones_are_refused(self):
         calm = GraphStructure.from_edge_index(*GRAPHS["shuffled"])
         unchecked = GraphStructure.from_csc(calm.colptr, calm.row, calm.num_src, validate=False)
-        assert unchecked.dst_hubs is not None and unchecked.src_hubs is not None
+        assert unchecked.dst_hubs is not None
+        assert unchecked.src_hubs is not None
         with pytest.raises(ValueError, match=r"src_hubs must have shape \[257, 0\].*got \(3,\)"):
             replace(calm, src_hubs=torch.empty(3))

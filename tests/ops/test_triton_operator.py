@@ -90,7 +90,8 @@ def test_one_sample_costs_autograd_no_node_but_the_operator(problem_and_graph):
     problem, graph = problem_and_graph()
     out, lse = edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)
     arriving = [type(node).__name__ for node, _ in out.grad_fn.next_functions if node is not None]
-    assert out.grad_fn is lse.grad_fn and arriving == ["AccumulateGrad"] * 6
+    assert out.grad_fn is lse.grad_fn
+    assert arriving == ["AccumulateGrad"] * 6
 
 
 @pytest.mark.parametrize("why", ["no_grad", "no leaf needs it"])
@@ -111,7 +112,8 @@ def test_nothing_is_kept_and_no_source_side_is_made_without_a_gradient(
     else:
         detached = {name: leaf.detach() for name, leaf in leaves.items()}
         out, lse = edge_attention(**detached, graph=graph, config=TRITON)
-    assert out.grad_fn is None and lse.grad_fn is None
+    assert out.grad_fn is None
+    assert lse.grad_fn is None
 
 
 def test_a_dispatch_mode_sees_both_operators(problem_and_graph):
@@ -159,7 +161,8 @@ def test_extra_outputs_take_no_gradient(problem_and_graph):
     problem, graph = problem_and_graph("one_edge")
     arguments = operator_arguments(problem, graph.with_reverse())
     out, lse, *extra = torch.ops.anemoi_gt.edge_attention_triton(*arguments)
-    assert out.requires_grad and lse.requires_grad
+    assert out.requires_grad
+    assert lse.requires_grad
     assert not any(output.requires_grad for output in extra)
 
 

@@ -187,12 +187,12 @@ def model_of(case):
 
 
 @cache
-def make_model(name, family, is_ensemble, options, compiled, dtype):
+def make_model(graph_name, family, is_ensemble, options, compiled, dtype):
     """Return a model with random trainable node and edge attributes, parts of which are compiled or not."""
     make = make_ensemble_options if is_ensemble else make_options
     if family is not None:
         make = partial(make_family_options, family)
-    model = build(graph(name), make(**OPTIONS | dict(options))).double()
+    model = build(graph(graph_name), make(**OPTIONS | dict(options))).double()
     for name, parameter in model.named_parameters():
         if "trainable" in name:
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
@@ -328,7 +328,8 @@ def run_conditioned(group):
     edge_attr, edge_index, edges = provider.get_edges(2, model_comm_group=group)
     shards = BipartiteGraphShardInfo(src_sizes, dst_sizes, edges)
     cond = (cond_src, cond_dst)
-    _, out = mapper((x_src, x_dst), 2, shards, edge_attr, edge_index, group, True, cond=cond)
+    x = (x_src, x_dst)
+    _, out = mapper(x, 2, shards, edge_attr, edge_index, group, keep_x_dst_sharded=True, cond=cond)
     loss = (out * direction).sum()
     loss.backward()
     loss = loss.detach()

@@ -57,7 +57,7 @@ SMALL = Sizes()
 
 
 def draw_feed_forward(
-    device, norm="both", gated=False, bias=True, seed=0, sizes=SMALL, scaled=False, **_
+    device, norm="both", *, gated=False, bias=True, seed=0, sizes=SMALL, scaled=False, **_
 ):
     """Draw tensors by name and a gradient of the output; `scaled` weights are as in a new model."""
     generator = torch.Generator().manual_seed(seed)
@@ -92,6 +92,7 @@ def draw_attention(
     segment=None,
     qk_norm="scale",
     biases=BIASES,
+    *,
     shares_attributes=False,
     seed=0,
     dtype=torch.float32,

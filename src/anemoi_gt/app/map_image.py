@@ -24,7 +24,7 @@ class MapImage:
     def __init__(self, nodes: Nodes):
         self._is_global = np.ptp(nodes.lat) > 90
         self.projection = "mollweide" if self._is_global else "rectilinear"
-        rows, columns = _pixels(nodes, self._is_global)
+        rows, columns = _pixels(nodes, is_global=self._is_global)
         lat, lon = np.meshgrid(rows, columns, indexing="ij")
         tree = import_extra("scipy.spatial", "train").cKDTree(nodes.xyz)
         distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=NEIGHBOURS)
@@ -83,7 +83,7 @@ def coastlines(resolution: str) -> list[np.ndarray]:
     return lines
 
 
-def _pixels(nodes: Nodes, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
+def _pixels(nodes: Nodes, *, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return the latitudes of the image rows and the longitudes of its columns, in degrees."""
     if is_global:
         step = 180 / IMAGE_ROWS

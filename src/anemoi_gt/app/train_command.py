@@ -92,7 +92,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     folder = hydra_app.output_folder()
     description = hydra_app.describe(config)
     hydra_app.check_device(config)
-    state = checkpoint_to_resume(folder, config.resume, description)
+    state = checkpoint_to_resume(folder, description, resume=config.resume)
     schema = None
     if state is not None:
         config.init_from = None  # the weights come from the checkpoint
@@ -115,7 +115,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     return partial(train, trainer, config.plots.variables)
 
 
-def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
+def checkpoint_to_resume(folder: Path, description: dict, *, resume: bool) -> dict | None:
     """Return the state in the `last.pt` of a folder, or None if the run starts from scratch.
 
     `description` is the config as plain values. Raises ValueError if the folder holds a run but
@@ -234,7 +234,7 @@ def _train_on_ranks(
         share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
         description = hydra_app.describe(config) | {"sharding": asdict(sharding)}
         folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
-        resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
+        resume = run_on_rank0(partial(resumes_on_ranks, folder, description, resume=config.resume))
         schema = None
         if resume:
             config.init_from = None
@@ -275,7 +275,7 @@ def _train_on_ranks(
     return trainer.best_loss
 
 
-def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
+def resumes_on_ranks(folder: Path, description: dict, *, resume: bool) -> bool:
     """Return whether a run under torchrun continues the run in a folder.
 
     Raises ValueError like `checkpoint_to_resume`.
@@ -351,7 +351,8 @@ def main() -> None:
     """Run the application with the arguments of the command line."""
     choose_config = partial(primary_config, sys.argv[1:])
     if not is_launched():
-        return hydra_app.launch("train", prepare, choose_config)
+        hydra_app.launch("train", prepare, choose_config)
+        return
     if int(os.environ["RANK"]) != 0:  # only rank 0 has Hydra's folder and log
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0

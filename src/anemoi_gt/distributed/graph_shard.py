@@ -120,7 +120,7 @@ class LocalRows:
 
     def wait(self) -> Tensor:
         """Return the local rows; raise ValueError after `prepare`, as `PendingExchange.wait`."""
-        check_unprepared(self.is_prepared)
+        check_unprepared(is_prepared=self.is_prepared)
         return self.own
 
     def wait_halo(self) -> None:

@@ -214,7 +214,13 @@ class PendingExchange:
     """
 
     def __init__(
-        self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: HaloExchange, is_prepared: bool
+        self,
+        own: Tensor,
+        sent: Tensor,
+        arriving: Tensor,
+        exchange: HaloExchange,
+        *,
+        is_prepared: bool,
     ):
         self.own, self.exchange, self.is_prepared = own, exchange, is_prepared
         self._in_flight: tuple[Tensor, Tensor] | None = (sent, arriving)
@@ -224,7 +230,7 @@ class PendingExchange:
 
         Raise ValueError like `wait_halo`, and after `prepare`, because local rows are not prepared.
         """
-        check_unprepared(self.is_prepared)
+        check_unprepared(is_prepared=self.is_prepared)
         return torch.cat([self.own, self.wait_halo()], dim=-2)
 
     def wait_halo(self) -> Tensor:
@@ -281,7 +287,7 @@ class _ReceiveRows(torch.autograd.Function):
         return returned, None, None, None
 
 
-def check_unprepared(is_prepared: bool) -> None:
+def check_unprepared(*, is_prepared: bool) -> None:
     """Raise ValueError for `wait` after `prepare`."""
     if is_prepared:
         raise ValueError(

@@ -138,7 +138,7 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     device = local_device(device_type)
     # When torchrun restarts the ranks, the store may still hold addresses of the former ones.
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     options = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -174,7 +174,7 @@ def check_permutation(name: str, index: Tensor, size: int) -> None:
     """Raise ValueError unless `index` holds each of 0 .. size - 1 once; synchronises."""
     check_range(name, index, size)
     seen = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(
-        0, index.long(), True
+        0, index.long(), value=True
     )
     if torch.compiler.is_compiling():
         assert_async(seen.all(), f"{name} must be a permutation")

@@ -533,7 +533,7 @@ class GraphStructure:
             return self.global_edge_id
         return self.edge_order().long()
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "GraphStructure":
         """Return this structure on `device`; PyG's `Data.to` calls this method.
 
         Raise ValueError for a dtype.
@@ -622,7 +622,7 @@ class GraphStructure:
         """Return the fixed in-degree K, or None."""
         return None if self.fixed_in_degree is None else self.fixed_in_degree.shape[0]
 
-    def _with_degrees(self, is_known: bool) -> "GraphStructure":
+    def _with_degrees(self, *, is_known: bool) -> "GraphStructure":
         """Return this structure with fixed in-degree and hubs; synchronises if values are known."""
         if not is_known or torch.compiler.is_compiling():
             return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())

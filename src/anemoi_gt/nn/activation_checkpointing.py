@@ -39,4 +39,4 @@ def chunk_result(x: Tensor) -> Tensor:
 
 
 torch.library.register_fake("anemoi_gt::chunk_result", torch.empty_like)
-torch.library.register_autograd(chunk_result, lambda ctx, grad: grad)
+torch.library.register_autograd(chunk_result, lambda _, grad: grad)

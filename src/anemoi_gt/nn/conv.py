@@ -101,12 +101,12 @@ class GraphTransformerConv(MessagePassing):
         in_channels: int | tuple[int, int],
         out_channels: int,
         heads: int = 1,
-        concat: bool = True,
-        beta: bool = False,
+        concat: bool = True,  # noqa: FBT001, FBT002  as in PyG's TransformerConv
+        beta: bool = False,  # noqa: FBT001, FBT002  as in PyG's TransformerConv
         dropout: float = 0.0,
         edge_dim: int | None = None,
-        bias: bool = True,
-        root_weight: bool = True,
+        bias: bool = True,  # noqa: FBT001, FBT002  as in PyG's TransformerConv
+        root_weight: bool = True,  # noqa: FBT001, FBT002  as in PyG's TransformerConv
         *,
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
         **kwargs,
@@ -156,7 +156,7 @@ class GraphTransformerConv(MessagePassing):
         x: Tensor | tuple[Tensor, Tensor],
         edge_index: GraphStructure | ShardedGraph | Sequence[Chunk] | Tensor,  # or a SparseTensor
         edge_attr: Tensor | None = None,
-        return_attention_weights: bool | None = None,
+        return_attention_weights: bool | None = None,  # noqa: FBT001  as in PyG
     ):
         """Attend over the in-edges of every destination.
 

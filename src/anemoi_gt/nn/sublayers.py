@@ -176,7 +176,7 @@ class AttentionParts(NamedTuple):
         norm = self.norm
         norm_src = self.norm_src
         if x_src is None:
-            norm_src = NormParts(None, None, None, None, 0.0, 0, False)
+            norm_src = NormParts(None, None, None, None, 0.0, 0, has_condition=False)
         return AttentionTensors(
             x_src=x_src,
             halo=halo,

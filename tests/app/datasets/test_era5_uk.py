@@ -118,20 +118,20 @@ def test_ridge_minimises_squared_error_plus_penalty_at_each_point(penalty):
 def test_channels_are_named_and_normalised(lead_time):
     train = split(hourly_field(), lead_time).train
     inputs, target = (torch.stack(fields) for fields in zip(*train, strict=True))
-    assert (
-        inputs.shape[1:] == (6, len(train.input_names))
-        and len(set(train.input_names)) == train.in_channels
-    )
+    assert inputs.shape[1:] == (6, len(train.input_names))
+    assert len(set(train.input_names)) == train.in_channels
     std = inputs[..., :-6].flatten(0, 1).std(0)
     torch.testing.assert_close(std, torch.ones(train.in_channels - 6), rtol=0.05, atol=0)
-    assert target.std().item() == pytest.approx(1, rel=0.02) and abs(target.mean().item()) < 0.02
+    assert target.std().item() == pytest.approx(1, rel=0.02)
+    assert abs(target.mean().item()) < 0.02
     assert f"change in the last {24 - lead_time} h" in train.input_names or lead_time == 24
 
 
 def test_real_field_is_the_month_of_hours_over_the_uk(real):
     assert [len(part) for part in real] == [546, 42, 114]
     lat, lon = real.train.nodes.lat, real.train.nodes.lon
-    assert len(lat) == 33 * 49 and (lat.max(), lat.min(), lon.min(), lon.max()) == (58, 50, -10, 2)
+    assert len(lat) == 33 * 49
+    assert (lat.max(), lat.min(), lon.min(), lon.max()) == (58, 50, -10, 2)
     assert real.test.title(0) == "2019-03-27 00:00 UTC + 6 h"
     assert real.test.title(113) == "2019-03-31 17:00 UTC + 6 h"
     assert min(real.test.truth(i).min() for i in range(114)) > 250
@@ -212,4 +212,4 @@ PRESENT = np.arange(HOURS) != 100
     ),
 )
 def test_invalid_field_or_lead_time_raises(wrong, message):
-    raises(lambda: wrong(), message)
+    raises(wrong, message)

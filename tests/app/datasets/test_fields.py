@@ -31,7 +31,8 @@ def values(fields, names=("lsm", "t2m", "tp", "z_500", "z_850")):
 
 
 def assert_same_fields(actual, expected):
-    assert np.array_equal(actual.times, expected.times) and actual.units == expected.units
+    assert np.array_equal(actual.times, expected.times)
+    assert actual.units == expected.units
     np.testing.assert_allclose(actual.nodes.radians, expected.nodes.radians)
     assert np.array_equal(values(actual), values(expected))
 
@@ -115,9 +116,8 @@ def test_reduced_and_curvilinear_grids_have_the_nodes_of_their_coordinates(kind)
         {"t": (("time", *dims), state)}, {"time": TIMES[:3], "nav": (dims, lat, attrs[0])}
     )
     fields = read_dataset(source.assign_coords(other=(dims, lon, attrs[1])))
-    assert np.array_equal(fields.nodes.lat, lat.ravel()) and np.array_equal(
-        fields.nodes.lon, lon.ravel()
-    )
+    assert np.array_equal(fields.nodes.lat, lat.ravel())
+    assert np.array_equal(fields.nodes.lon, lon.ravel())
     assert np.array_equal(values(fields, ["t"])[:, 0], state.reshape(3, -1).astype("float32"))
 
 
@@ -136,14 +136,16 @@ def test_a_zarr_of_anemoi_datasets_is_read_without_its_missing_dates(tmp_path):
         {"variables": names, "missing_dates": [str(TIMES[5].astype("datetime64[s]"))]}
     )
     read = read_anemoi(tmp_path / "a.zarr")
-    assert np.array_equal(read.times, np.delete(TIMES, 5)) and list(read.readers) == names
+    assert np.array_equal(read.times, np.delete(TIMES, 5))
+    assert list(read.readers) == names
     assert np.array_equal(values(read, names), np.delete(values(fields, names), 5, axis=0))
 
 
 def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_present(file):
     splits = field_data(file, diagnostics=["tp"], input_steps=3, lead_time=12)
     train, (fields, state) = splits.train, (read_xarray(file), weather_file())
-    assert train.variables == ("t2m", "z_500", "z_850", "tp") and train.units == (
+    assert train.variables == ("t2m", "z_500", "z_850", "tp")
+    assert train.units == (
         "K",
         "m",
         "m",
@@ -186,7 +188,8 @@ def test_splits_follow_dates_and_samples_with_missing_times_are_left_out(tmp_pat
 def test_a_rollout_of_the_truth_has_the_inputs_of_later_samples_and_needs_its_forcings(file):
     test = field_data(file, forcings=["z_500", "lsm"], **DATES).test
     step = test.advance(0, [test.truth(0), test.truth(1)])
-    assert torch.equal(step.inputs, test.inputs(2)) and torch.equal(step.truth, test.truth(2))
+    assert torch.equal(step.inputs, test.inputs(2))
+    assert torch.equal(step.truth, test.truth(2))
     assert torch.equal(step.reference, test.reference(2))
     last = len(test) - 1
     assert test.advance(last, [test.truth(last)]).truth is None

@@ -29,10 +29,8 @@ def test_physical_inputs_give_the_channels_and_the_reference_of_the_data_set(dat
     inputs = dataset.physical_inputs()
     sample = tuple(part[None] for part in dataset.physical_sample(1))
     channels, reference = inputs(*sample)
-    assert (
-        sample[0].shape[2] == len(inputs.names) == len(inputs.units)
-        and len(sample) == 1 + inputs.needs_time
-    )
+    assert sample[0].shape[2] == len(inputs.names) == len(inputs.units)
+    assert len(sample) == 1 + inputs.needs_time
     torch.testing.assert_close(channels[0], dataset.inputs(1))
     torch.testing.assert_close(reference[0], dataset.reference(1))
 

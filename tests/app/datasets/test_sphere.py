@@ -109,7 +109,8 @@ def test_divergence_free_wind_conserves_mass_and_bounds_of_a_tracer(hours):
     assert np.average(end**2, weights=quadrature) == pytest.approx(
         np.average(start**2, weights=quadrature), rel=1e-9
     )
-    assert end.min() > 0 and end.max() <= hills(np.stack([X, -Y])).max()
+    assert end.min() > 0
+    assert end.max() <= hills(np.stack([X, -Y])).max()
 
 
 def test_rotation_is_anticlockwise_seen_from_the_tip_of_the_axis():
@@ -183,10 +184,8 @@ def test_flows_are_drawn_from_the_given_kinds_and_named_in_the_title(flows, defo
 
 def test_inputs_are_of_order_one_and_as_named(splits):
     inputs = torch.stack([sample.inputs for sample in splits.train])
-    assert (
-        inputs.shape == (24, len(octahedral(12)), splits.train.in_channels)
-        and inputs.dtype == torch.float32
-    )
+    assert inputs.shape == (24, len(octahedral(12)), splits.train.in_channels)
+    assert inputs.dtype == torch.float32
     std = inputs[..., :5].flatten(0, 1).std(dim=0)
     assert ((std > 0.5) & (std < 2)).all()
     # sine and cosine of latitude

@@ -63,7 +63,7 @@ def test_a_gpu_replays_what_can_be_captured_unless_it_must_not(
     choose, caplog, cuda_graph, backends, options
 ):
     replays = cuda_graph is not False
-    assert choose(cuda_graph, backends=backends, **options) == replays
+    assert choose(cuda_graph=cuda_graph, backends=backends, **options) == replays
     assert [record.getMessage() for record in caplog.records] == [REPLAYED] * replays
 
 
@@ -78,7 +78,7 @@ OBSTACLES = [
 def test_what_cannot_be_captured_is_launched_with_one_line_of_the_log_on_a_gpu(
     choose, caplog, name, options
 ):
-    assert not choose(None, **options)
+    assert not choose(cuda_graph=None, **options)
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ([] if name == "cpu" else [LAUNCHED + REASONS[name]])
 
@@ -86,22 +86,22 @@ def test_what_cannot_be_captured_is_launched_with_one_line_of_the_log_on_a_gpu(
 @pytest.mark.parametrize(("name", "options"), OBSTACLES)
 def test_true_refuses_what_cannot_be_captured_with_the_reason(choose, caplog, name, options):
     with pytest.raises(ValueError, match="training.cuda_graph must be null or false") as raised:
-        choose(True, **options)
+        choose(cuda_graph=True, **options)
     assert str(raised.value).endswith(f", got true: {REASONS[name]}")
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("name", "options"), OBSTACLES)
 def test_false_launches_and_asks_nothing(choose, caplog, name, options):
-    assert not choose(False, **options)
+    assert not choose(cuda_graph=False, **options)
     assert not caplog.records
 
 
 def test_anomaly_detection_is_a_reason(choose, caplog):
     with torch.autograd.set_detect_anomaly(True):
-        assert not choose(None)
+        assert not choose(cuda_graph=None)
         with pytest.raises(ValueError, match="switch torch.autograd.set_detect_anomaly off"):
-            choose(True)
+            choose(cuda_graph=True)
     assert "anomaly detection reads back from the device" in caplog.text
 
 
@@ -112,14 +112,14 @@ class Limited(nn.Linear):
 def test_modules_of_other_packages_are_captured_only_if_asked_for(choose, make_model, caplog):
     model = make_model()
     model.processor.proc[0].projection = Limited(8, 8)
-    assert not choose(None, model=model)
+    assert not choose(cuda_graph=None, model=model)
     (record,) = caplog.records
     path = (
         rf"the Python code of processor.proc.0.projection \({re.escape(__name__)}.Limited\) would"
     )
     assert re.match(re.escape(LAUNCHED) + path, record.getMessage())
-    assert choose(True, model=model)
-    assert not choose(None, model=Limited(8, 8))
+    assert choose(cuda_graph=True, model=model)
+    assert not choose(cuda_graph=None, model=Limited(8, 8))
     assert "code of the model (" in caplog.text
 
 
@@ -127,9 +127,9 @@ def test_modules_of_other_packages_are_captured_only_if_asked_for(choose, make_m
 def test_hooks_are_captured_only_if_asked_for(choose, make_model, caplog, register):
     model = make_model()
     getattr(model.encoder, register)(lambda *_: None)
-    assert not choose(None, model=model)
+    assert not choose(cuda_graph=None, model=model)
     assert "hooks of encoder (torch.nn.modules.container.ModuleDict) would run" in caplog.text
-    assert choose(True, model=model)
+    assert choose(cuda_graph=True, model=model)
 
 
 def set_forward(model):
@@ -157,17 +157,17 @@ def test_a_forward_on_an_instance_and_hooks_of_a_weight_are_captured_only_if_ask
 ):
     model = make_model()
     change(model)
-    assert not choose(None, model=model)
+    assert not choose(cuda_graph=None, model=model)
     assert re.search(f"hooks of {path} would run at capture only", caplog.text)
-    assert choose(True, model=model)
+    assert choose(cuda_graph=True, model=model)
 
 
 def test_hooks_on_all_modules_are_captured_only_if_asked_for(choose, caplog):
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert not choose(None)
+        assert not choose(cuda_graph=None)
         assert "hooks on all modules would run at capture only" in caplog.text
-        assert choose(True)
+        assert choose(cuda_graph=True)
     finally:
         hook.remove()
 
@@ -180,9 +180,9 @@ def test_modules_of_pytorch_that_wrap_others_are_captured_only_if_asked_for(
     choose, caplog, wrap, package
 ):
     model = wrap(nn.Sequential(nn.Linear(2, 2)))
-    assert not choose(None, model=model)
+    assert not choose(cuda_graph=None, model=model)
     assert f"the Python code of the model ({package}." in caplog.text
-    assert choose(True, model=model)
+    assert choose(cuda_graph=True, model=model)
 
 
 @pytest.mark.parametrize("kind", ["batch norm", "spectral norm"])
@@ -192,10 +192,10 @@ def test_buffers_that_the_passes_before_a_capture_change_are_captured_only_if_as
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     if kind == "spectral norm":
         model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
-    assert not choose(None, model=model)
+    assert not choose(cuda_graph=None, model=model)
     assert "the passes before a capture would change the buffers of" in caplog.text
-    assert choose(True, model=model)
-    assert choose(None, model=nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2)))
+    assert choose(cuda_graph=True, model=model)
+    assert choose(cuda_graph=None, model=nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2)))
 
 
 class ScheduledStep(TrainingStep):
@@ -203,6 +203,6 @@ class ScheduledStep(TrainingStep):
 
 
 def test_a_step_of_another_package_is_captured_only_if_asked_for(choose, caplog):
-    assert not choose(None, step_class=ScheduledStep)
+    assert not choose(cuda_graph=None, step_class=ScheduledStep)
     assert f"the Python code of {__name__}.ScheduledStep would run at capture only" in caplog.text
-    assert choose(True, step_class=ScheduledStep)
+    assert choose(cuda_graph=True, step_class=ScheduledStep)

@@ -41,7 +41,7 @@ def compiled_graphs():
 def make_step(splits, make_model):
     """Make the step of a small model with dropout."""
 
-    def make_step(model=None, compile=False, precision="32-true", **options):
+    def make_step(model=None, *, compile=False, precision="32-true", **options):
         numbers = {"steps": 2 * STEPS, "batch_size": 2, "warmup_steps": 1, "device": "cpu"}
         config = TrainingConfig(**numbers, compile=compile, precision=precision)
         return TrainingStep(model or make_model(**options), splits.train.weights, config, CPU)
@@ -73,12 +73,14 @@ def test_every_block_and_the_end_of_the_decoder_are_compiled_and_nothing_else(ma
     model = make_step(compile=True).model
     blocks = [part for part in model.modules() if isinstance(part, GraphTransformerBaseBlock)]
     assert compiled_parts(model) == [*blocks, model.decoder["data"].node_data_extractor]
-    assert len(compiled_parts(model)) == 4 and not compiled_parts(make_step().model)
+    assert len(compiled_parts(model)) == 4
+    assert not compiled_parts(make_step().model)
 
 
 def test_copies_are_not_compiled_and_names_stay(make_step):
     plain, step = make_step(), make_step(compile=True)
-    assert not compiled_parts(step.average) and not compiled_parts(copy.deepcopy(step.model))
+    assert not compiled_parts(step.average)
+    assert not compiled_parts(copy.deepcopy(step.model))
     ours, theirs = step.state_dict(), plain.state_dict()
     for part in ("model", "average"):
         assert list(ours[part]) == list(theirs[part])
@@ -89,7 +91,8 @@ def test_validation_and_the_best_model_are_not_compiled(run, compiled_graphs):
     # each kind of block and the decoder's end in training, none without gradients
     assert compiled_graphs() == 4
     best = trainer.best_model()
-    assert not compiled_parts(best) and compiled_parts(trainer.step.model)
+    assert not compiled_parts(best)
+    assert compiled_parts(trainer.step.model)
     assert_same(best.state_dict(), load_checkpoint(trainer.folder / "best.pt")["average"])
 
 

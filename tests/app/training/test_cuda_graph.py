@@ -150,10 +150,11 @@ def test_a_weight_that_is_frozen_after_the_capture_does_not_move(make_trainer):
     batches = iter(trainer.batches.since(0))
     trainer.step.training_step(next(batches))
     frozen, trained, *_ = trainer.step.model.parameters()
-    frozen.requires_grad_(False)
+    frozen.requires_grad_(requires_grad=False)
     before = frozen.clone(), trained.clone()
     trainer.step.training_step(next(batches))
-    assert torch.equal(frozen, before[0]) and not torch.equal(trained, before[1])
+    assert torch.equal(frozen, before[0])
+    assert not torch.equal(trained, before[1])
 
 
 def test_a_weight_that_is_trained_since_the_capture_moves_as_in_launched_steps(make_trainer):
@@ -164,7 +165,7 @@ def test_a_weight_that_is_trained_since_the_capture_moves_as_in_launched_steps(m
         if captured:
             step.capture(capture_in_place)
         frozen = next(step.model.parameters())
-        frozen.requires_grad_(False)
+        frozen.requires_grad_(requires_grad=False)
         first, second = list(trainer.batches.since(0))[:2]
         torch.manual_seed(3)
         step.training_step(first)

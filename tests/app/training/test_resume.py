@@ -135,7 +135,8 @@ def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
     kept = best.read_bytes()
     continued.load_state_dict(load_checkpoint(last) | {"best_loss": 0.0})
     fit(continued)
-    assert best.read_bytes() == kept and load_checkpoint(last)["best_loss"] == 0.0
+    assert best.read_bytes() == kept
+    assert load_checkpoint(last)["best_loss"] == 0.0
 
 
 def test_a_finished_run_takes_no_step_when_it_is_continued(trainer):
@@ -234,12 +235,11 @@ def test_batches_follow_from_seed_and_step_and_every_sample_comes_once_before_an
         ]
 
     whole = numbers(seed=1, since=0)
-    assert len(whole) == 6 and {len(batch) for batch in whole} == {3}
+    assert len(whole) == 6
+    assert {len(batch) for batch in whole} == {3}
     order = [sample for batch in whole for sample in batch]
-    assert (
-        sorted(order[:8]) == sorted(order[8:16]) == list(range(8))
-        and list(range(8)) != order[:8] != order[8:16]
-    )
+    assert sorted(order[:8]) == sorted(order[8:16]) == list(range(8))
+    assert list(range(8)) != order[:8] != order[8:16]
     for step in (1, 4, 6):
         assert numbers(seed=1, since=step) == whole[step:]
     assert numbers(seed=2, since=0) != whole

@@ -79,9 +79,8 @@ def test_a_file_is_replaced_when_the_block_ends_without_error(tmp_path, error):
         assert path.read_bytes() == b"former"
         if error:
             raise error
-    assert path.read_bytes() == (b"former" if error else b"new") and list(tmp_path.iterdir()) == [
-        path
-    ]
+    assert path.read_bytes() == (b"former" if error else b"new")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path):

@@ -160,7 +160,8 @@ def callback():
 
 def assert_same(replayed, launched):
     (module, records), (other, expected) = replayed, launched
-    assert all(map(math.isfinite, records.losses)) and len(set(records.losses)) > 1
+    assert all(map(math.isfinite, records.losses))
+    assert len(set(records.losses)) > 1
     for kind in ("losses", "scales", "logged"):
         assert getattr(records, kind) == getattr(expected, kind), kind
     for (name, actual), weight in zip(module.named_parameters(), other.parameters(), strict=True):
@@ -185,7 +186,8 @@ def test_a_fit_with_replays_has_the_bits_of_one_without(graph, name, accumulated
     assert_same(replayed, launched)
     if name == "16-mixed":
         assert min(launched[1].scales) < 2.0**30  # a step was left out
-    assert replayed[0].rollout == 3 and replayed[1].logged[1]["rollout"] == 2
+    assert replayed[0].rollout == 3
+    assert replayed[1].logged[1]["rollout"] == 2
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -197,7 +199,8 @@ def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captur
     launched = fit(graph, **options)
     replayed = fit(graph, [anemoi.CUDAGraphCallback(capture)], **options)
     assert_same(replayed, launched)
-    assert capture.call_count == 2 and said().count(UNCAPTURED) == 2
+    assert capture.call_count == 2
+    assert said().count(UNCAPTURED) == 2
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -127,7 +127,8 @@ def test_a_second_model_is_logged_with_its_own_blocks(graph, caplog, few_program
         for model in models:
             model(x, fcstep=1)
     lines = [record.message for record in caplog.records if "computes blocks of" in record.message]
-    assert len(lines) == 2 and lines[0] == lines[1]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
     for kind in ("Processor", "Mapper"):
         assert f"GraphTransformer{kind}Block: 2 fused" in lines[0]
 

@@ -128,7 +128,8 @@ def test_everything_is_freed_with_the_model(graph, young):
         ]
         assert len(structures) == 5
         del model
-        assert not cached() and not any(structure() for structure in structures)
+        assert not cached()
+        assert not any(structure() for structure in structures)
 
 
 def test_structures_are_freed_when_a_model_is_moved_and_by_uninstall(graph, young):
@@ -142,7 +143,8 @@ def test_structures_are_freed_when_a_model_is_moved_and_by_uninstall(graph, youn
         assert not cached()
         model.float()(draw(graph))
         assert cached()
-    assert not cached() and not edge_lists._BY_BASE
+    assert not cached()
+    assert not edge_lists._BY_BASE
 
 
 @pytest.mark.parametrize("in_place", (False, True), ids=("another tensor", "written into"))
@@ -206,7 +208,8 @@ def test_training_follows_inference_mode(graph):
 def test_an_unknown_list_is_sorted_once_while_it_lives(sorts, young):
     edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
     first, _ = structure_of(edge_index, (3, 2), reverse=False)
-    assert structure_of(edge_index, (3, 2), reverse=False)[0] is first and len(sorts) == 1
+    assert structure_of(edge_index, (3, 2), reverse=False)[0] is first
+    assert len(sorts) == 1
     edge_index[0, 0] = 2
     assert structure_of(edge_index, (3, 2), reverse=False)[0].row.tolist() == [1, 2, 2]
     del edge_index, first
@@ -225,7 +228,8 @@ def test_lists_without_edges_work():
 def test_side_by_side_graphs_are_folded_where_they_are_equal(sources, batch):
     edge_index = cached_list(torch.tensor([sources, [0, 1, 2, 3]]), (4, 4), 2)
     graph, folded_batch = structure_of(edge_index, (4, 4), reverse=False)
-    assert folded_batch == batch and graph.num_dst == 4 // batch
+    assert folded_batch == batch
+    assert graph.num_dst == 4 // batch
 
 
 @pytest.mark.parametrize("reverse", (False, True))

@@ -21,7 +21,7 @@ LEARNING_RATE = 1e-3
 def assert_same(graph, attentions):
     """Check that a model with these options uses anemoi_gt under `install` and gives the same results."""
 
-    def check(options, x, fuse_edges=True, **forward):
+    def check(options, x, *, fuse_edges=True, **forward):
         model = build(graph, options)
         out, gradients = differentiate(model, x, **forward)
         assert not attentions
@@ -59,7 +59,7 @@ def test_output_and_gradients_are_anemois(graph, assert_same, changes):
 @pytest.mark.parametrize(("chunks", "fuse_edges"), ((1, True), (2, True), (3, True), (2, False)))
 def test_a_batch_matches_anemoi(graph, assert_same, chunks, fuse_edges, strategy):
     options = make_options(mapper_chunks=chunks, shard_strategy=strategy)
-    assert_same(options, draw(graph, batch=3 if chunks == 3 else 2), fuse_edges)
+    assert_same(options, draw(graph, batch=3 if chunks == 3 else 2), fuse_edges=fuse_edges)
 
 
 def test_an_ensemble_with_conditional_layer_norm_matches_anemoi(graph, assert_same):
@@ -96,12 +96,12 @@ def test_ten_steps_of_training_with_default_options_are_anemois(name, refinement
         our_losses, our_parameters = train(graph, 10, options)
     assert_same_numbers(torch.tensor(our_losses), torch.tensor(losses))
     assert losses[-1] < 0.9 * losses[0]
-    for name, parameter in parameters.items():
+    for parameter_name, parameter in parameters.items():
         # the softmax drops it: AdamW makes a step of rounding
-        if not name.endswith("lin_key.bias"):
+        if not parameter_name.endswith("lin_key.bias"):
             moved = 10 * LEARNING_RATE  # at most
-            error = (our_parameters[name] - parameter).abs().max().item()
-            assert error <= 2e-3 * moved, f"{name}: off by {error:.1e}"
+            error = (our_parameters[parameter_name] - parameter).abs().max().item()
+            assert error <= 2e-3 * moved, f"{parameter_name}: off by {error:.1e}"
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16-mixed", "16-mixed"))
@@ -168,4 +168,5 @@ def test_precision_of_the_attention_can_be_chosen(graph):
     with integration.install(precision="bf16"):
         coarse, _ = differentiate(model, x)
     error = (coarse - out).norm() / out.norm()
-    assert coarse.dtype == torch.float32 and 1e-6 < error < 1e-2
+    assert coarse.dtype == torch.float32
+    assert 1e-6 < error < 1e-2

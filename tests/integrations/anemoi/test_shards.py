@@ -102,7 +102,7 @@ def two_ranks():
 
 def allows(model, group, batch=2, ensemble=1):
     try:
-        model._assert_valid_sharding(batch, ensemble, True, group)
+        model._assert_valid_sharding(batch, ensemble, in_out_sharded=True, model_comm_group=group)
     except AssertionError:
         return False
     return True

@@ -89,9 +89,11 @@ def test_an_inner_context_brings_back_the_outer_one(inputs, attentions, leave):
         with integration.install(precision="bf16", fuse_edges=False):
             assert SETTINGS.everywhere.config.precision == "bf16"
             leave()
-        assert SETTINGS.everywhere.config.backend == "torch" and SETTINGS.everywhere.fuse_edges
+        assert SETTINGS.everywhere.config.backend == "torch"
+        assert SETTINGS.everywhere.fuse_edges
         run(make_block(), inputs)
-    assert len(attentions) == 1 and SETTINGS.is_empty
+    assert len(attentions) == 1
+    assert SETTINGS.is_empty
 
 
 def test_install_logs_one_line_with_the_active_settings(caplog):
@@ -111,16 +113,19 @@ def test_install_logs_one_line_with_the_active_settings(caplog):
     with integration.install(precision="bf16") as inner:
         installed = integration.installed()
         assert installed.config == AttentionConfig(precision="bf16")
-        assert installed.fuse_edges and installed.sharding
+        assert installed.fuse_edges
+        assert installed.sharding
         assert (
             repr(inner)
             == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True, "
             "keep_hidden=True; in force)"
         )
         assert repr(outer).endswith("; ended)")
-    assert integration.installed().config.backend == "torch" and repr(outer).endswith("; ended)")
+    assert integration.installed().config.backend == "torch"
+    assert repr(outer).endswith("; ended)")
     integration.uninstall()
-    assert integration.installed() is None and repr(outer).endswith("; ended)")
+    assert integration.installed() is None
+    assert repr(outer).endswith("; ended)")
 
 
 def test_a_context_uninstalls_on_exit_and_can_be_entered_again(inputs, attentions):
@@ -129,7 +134,8 @@ def test_a_context_uninstalls_on_exit_and_can_be_entered_again(inputs, attention
         with installation:
             run(make_block(), inputs)
         run(make_block(), inputs)
-        assert len(attentions) == calls and SETTINGS.is_empty
+        assert len(attentions) == calls
+        assert SETTINGS.is_empty
 
 
 def test_swap_layers_swaps_one_model_and_none_of_its_copies_until_uninstall(inputs, attentions):
@@ -174,7 +180,8 @@ def test_a_wrong_option_is_refused_before_anything_changes(switch):
     with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'pyg'"):
         switch(backend="pyg")
     for block in BLOCKS:
-        assert SETTINGS.is_empty and block.forward.__code__.co_filename.endswith("block.py")
+        assert SETTINGS.is_empty
+        assert block.forward.__code__.co_filename.endswith("block.py")
         assert not hasattr(block.forward, "__wrapped__")
 
 
@@ -332,7 +339,8 @@ def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, sa
     with integration.install():
         for forward in (block, compiled, block):
             assert_same_numbers(run(block, inputs, forward), expected)
-    assert len(attentions[0]) == 5 and attentions[0][4].shape == (len(inputs[1]), 2, 8)
+    assert len(attentions[0]) == 5
+    assert attentions[0][4].shape == (len(inputs[1]), 2, 8)
     (message,) = said()
     assert message.startswith(f"an Anemoi block embeds its edges before the attention: {reason}")
 

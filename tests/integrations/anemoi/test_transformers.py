@@ -35,7 +35,7 @@ def block_of(kind, **options):
     return KINDS[kind](**(sizes | defaults | options))
 
 
-def inputs_of(kind, conditioned=False):
+def inputs_of(kind, *, conditioned=False):
     """Return the arguments of a block, its conditions as keyword arguments, and the inputs with gradients."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(NODES, CHANNELS, generator=generator, requires_grad=True) for _ in "ab")
@@ -51,9 +51,9 @@ def inputs_of(kind, conditioned=False):
     return ((x, y), BipartiteGraphShardInfo(), 1), {}, (x, y)
 
 
-def differentiate(block, kind, conditioned=False, call=None):
+def differentiate(block, kind, *, conditioned=False, call=None):
     """Return output and gradients of inputs and parameters by name."""
-    arguments, keywords, inputs = inputs_of(kind, conditioned)
+    arguments, keywords, inputs = inputs_of(kind, conditioned=conditioned)
     if call is None:
         call = block
     result = call(*arguments, **keywords)
@@ -75,9 +75,9 @@ def test_the_feed_forward_sublayer_is_fused_with_the_same_numbers(kind, dtype, c
     if dtype is torch.bfloat16:
         autocast = torch.autocast("cpu", torch.bfloat16)
     with autocast:
-        expected = differentiate(block, kind, conditioned)
+        expected = differentiate(block, kind, conditioned=conditioned)
         with FUSED(), Operators() as operators:
-            actual = differentiate(block, kind, conditioned)
+            actual = differentiate(block, kind, conditioned=conditioned)
     assert operators.names.count(FEED_FORWARD) == 1
     assert_same_numbers(actual, expected, dtype)
 

@@ -71,7 +71,8 @@ def walk_of(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_functions_lie_between_a_block_and_the_kernel_that_reads_its_edges(kind):
     _, chain = walk_of(kind)
-    assert f"{kind}_block" in chain and chain[-1] == "on", chain
+    assert f"{kind}_block" in chain, chain
+    assert chain[-1] == "on", chain
     assert len(chain) <= MOST_FUNCTIONS, chain
 
 

@@ -440,7 +440,7 @@ class FieldDataset(ForecastDataset):
         training = self._training
         if training is None or len(training) == 0:  # as for a trained model on other data
             return super().baselines(step)
-        return super().baselines(step) | {"training mean": lambda i: training.mean_state()}
+        return super().baselines(step) | {"training mean": lambda _: training.mean_state()}
 
     def mean_state(self) -> Tensor:
         """Return the mean of up to 256 samples at each node, [N, V]."""

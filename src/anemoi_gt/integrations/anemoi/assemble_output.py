@@ -61,7 +61,7 @@ def _on_device(index: Tensor | list[int], device: torch.device) -> Tensor:
         return torch.as_tensor(index, device=device)
     copies, key = _ON_DEVICE.setdefault(index, {}), (device, index._version)
     if key not in copies:
-        with torch.inference_mode(False):
+        with torch.inference_mode(mode=False):
             copies.clear()
             copies[key] = index.to(device)
     return copies[key]

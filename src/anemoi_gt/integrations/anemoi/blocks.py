@@ -104,7 +104,7 @@ def mapper_block(upstream, self, *args, **kwargs):
     call = Call.of(*args, **kwargs)
     x_src, x_dst = call.x
     gathers = is_distributed(call.group) and self.shard_strategy != "edges"
-    decision = decide(self, x_dst, call, gathers)
+    decision = decide(self, x_dst, call, gathers=gathers)
     if decision.path == UPSTREAM:
         return upstream(self, *args, **kwargs)
     cond_src, cond_dst = (None, None) if call.cond is None else call.cond
@@ -167,7 +167,7 @@ def transformer_mapper_block(upstream, self, x, *args, **kwargs):
 
 
 def _transformer_arguments(
-    shard_info=None, batch_size=1, model_comm_group=None, cond=None, shapes=None, **others
+    shard_info=None, batch_size=1, model_comm_group=None, cond=None, shapes=None, **_others
 ):
     """Return shards, batch size, group and condition of a transformer block of any version."""
     shards = shapes if shard_info is None else shard_info
@@ -207,7 +207,7 @@ def _attend_with_halo(block, decision: Decision, x: Tensor, call: Call, local: T
         operands = block.get_qkve((rows, local_rows), call.edge_attr)
         size = (rows.shape[0], local_rows.shape[0])
         return block._forward_edges_sharded_attention(
-            *operands, local, size, _num_chunks(block), True
+            *operands, local, size, _num_chunks(block), edges_are_dst_sorted=True
         )
     query = _split_heads(block, block.lin_query(local_rows))
     rows = pending.wait().flatten(0, 1)
@@ -264,6 +264,7 @@ def _attend(
     value: Tensor,
     edges: Tensor,
     edge_index: Tensor,
+    *,
     flat: bool = True,
 ) -> Tensor:
     """Return the attention [N_dst, H * C] or [N_dst, H, C]; edges are raw or embedded.

@@ -158,13 +158,13 @@ class CUDAGraphCallback(Callback):
             self._differentiate(loss, *arguments, **options)
         else:
             keeps = trainer.accumulate_grad_batches > 1  # beyond the next replay
-            self._add_gradients(module, gradients, keeps)
+            self._add_gradients(module, gradients, keeps=keeps)
         # False inside DDP's no_sync, which accumulates gradients (torch 2.13)
         if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:
             average_gradients(module.parameters(), trainer.strategy.model.process_group)
 
     def _add_gradients(
-        self, module: LightningModule, gradients: list[Tensor | None], keeps: bool
+        self, module: LightningModule, gradients: list[Tensor | None], *, keeps: bool
     ) -> None:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             if gradient is not None and parameter.requires_grad:
@@ -200,7 +200,7 @@ class InstallCallback(CUDAGraphCallback):
     remedy = REMEDY_OF_INSTALL
 
     def __init__(
-        self, cuda_graphs: bool = True, capture: Capture = capture_cuda_graph, **options: Any
+        self, *, cuda_graphs: bool = True, capture: Capture = capture_cuda_graph, **options: Any
     ):
         super().__init__(capture)
         self._cuda_graphs = cuda_graphs

@@ -77,7 +77,7 @@ class Call(NamedTuple):
         size=None,
         model_comm_group=None,
         cond=None,
-        edges_are_dst_sorted=True,
+        edges_are_dst_sorted=True,  # noqa: FBT002  as upstream
         shapes=None,
         **others,
     ) -> "Call":
@@ -123,12 +123,12 @@ def keeping_decisions(function: Callable) -> Callable:
     return run
 
 
-def decide(block: Any, x_dst: Tensor, call: Call, gathers: bool) -> Decision:
+def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
     """Return the path of a block with destinations `x_dst`; log it if it is less than requested.
 
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a named backend cannot run.
     """
-    return _decide_once(block, lambda: _decide(block, x_dst, call, gathers))
+    return _decide_once(block, lambda: _decide(block, x_dst, call, gathers=gathers))
 
 
 def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
@@ -164,16 +164,17 @@ def examine(block: Any, device: torch.device) -> Decision:
         norm_name = "layer_norm_mlp"
         if hasattr(block, "layer_norm_mpl"):
             norm_name = "layer_norm_mpl"
-        return _decide_transformer(block, norm_name, x, None, log_reason=lambda message: None)
+        return _decide_transformer(block, norm_name, x, None, log_reason=lambda _: None)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     call = Call.of(x, x, edge_index)
-    return _decide(block, x, call, gathers=False, log_reason=lambda message: None)
+    return _decide(block, x, call, gathers=False, log_reason=lambda _: None)
 
 
 def _decide(
     block: Any,
     x_dst: Tensor,
     call: Call,
+    *,
     gathers: bool,
     log_reason: Callable[[str], None] = report.warn_once,
 ) -> Decision:
@@ -199,7 +200,7 @@ def _decide(
         if settings.blocks is None and not computation.is_faster_fused:
             reason = NOT_FASTER_FUSED
         else:
-            path = _sublayers_of(block, x_dst, call, settings, computation, gathers)
+            path = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
             reasons = dict.fromkeys(
                 parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES
             )
@@ -209,7 +210,7 @@ def _decide(
     if not isinstance(path.attention, str):
         return Decision(settings, FUSED, has_raw_edges=True, reason=reason, sublayers=path)
 
-    reason_to_embed = _reason_to_embed(block, settings, gathers)
+    reason_to_embed = _reason_to_embed(block, settings, gathers=gathers)
     if reason_to_embed is not None:
         log_reason(f"an Anemoi block embeds its edges before the attention: {reason_to_embed}")
     has_raw_edges = reason_to_embed is None and settings.fuse_edges and not gathers
@@ -294,7 +295,7 @@ def _reason_against_attention(block: Any, call: Call) -> str | None:
     return "its conv has hooks, which would be skipped" if hooks_of(block.conv) else None
 
 
-def _reason_to_embed(block: Any, settings: Settings, gathers: bool) -> str | None:
+def _reason_to_embed(block: Any, settings: Settings, *, gathers: bool) -> str | None:
     """Return why edges must be embedded before the attention, or None."""
     if not settings.fuse_edges or gathers:
         return None
@@ -320,6 +321,7 @@ def _sublayers_of(
     call: Call,
     settings: Settings,
     computation: Computation,
+    *,
     gathers: bool,
 ) -> BlockPath:
     """Return the parts of each sub-layer of a block, or the reason why its modules compute it."""

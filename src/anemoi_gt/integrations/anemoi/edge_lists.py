@@ -105,7 +105,11 @@ def structure_of(
     of the compiled code; for any other list, an operator in the compiled code looks it up.
     """
     cache = lookup(edge_index)
-    if cache is not None and _make_structure(edge_index, reverse) and cache.graph is not None:
+    if (
+        cache is not None
+        and _make_structure(edge_index, reverse=reverse)
+        and cache.graph is not None
+    ):
         graph = cache.graph
         if (
             graph.num_src * cache.batch == num_nodes[0]
@@ -113,7 +117,7 @@ def structure_of(
         ):
             return graph, cache.batch
     if not torch.compiler.is_compiling():
-        return _structure_by_tensor(edge_index, num_nodes, reverse), 1
+        return _structure_by_tensor(edge_index, num_nodes, reverse=reverse), 1
     colptr, row, perm, *source_side = edge_structure(edge_index, *num_nodes, reverse)
     sources = torch.empty(num_nodes[0], 0, device=edge_index.device)
     return GraphStructure(colptr, row, sources, perm, None, *source_side), 1
@@ -122,13 +126,18 @@ def structure_of(
 def prepare_structure(edge_index: Tensor) -> None:
     """Build the structure of a cached list early, so that compiled blocks need not recompile."""
     if lookup(edge_index) is not None:
-        _make_structure(edge_index, torch.is_grad_enabled())
+        _make_structure(edge_index, reverse=torch.is_grad_enabled())
 
 
 @define_operator
-def edge_structure(edge_index: Tensor, num_src: int, num_dst: int, reverse: bool) -> list[Tensor]:
+def edge_structure(
+    edge_index: Tensor,
+    num_src: int,
+    num_dst: int,
+    reverse: bool,  # noqa: FBT001  operators take positions
+) -> list[Tensor]:
     """Return copies of colptr, row, perm and, with `reverse`, rowptr, col, csr_to_csc."""
-    graph = _structure_by_tensor(edge_index, (num_src, num_dst), reverse)
+    graph = _structure_by_tensor(edge_index, (num_src, num_dst), reverse=reverse)
     tensors = [graph.colptr.clone(), graph.row.clone(), graph.edge_order().clone()]
     source_side = graph.reverse_index()
     if reverse and source_side is not None:
@@ -186,7 +195,7 @@ def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
     cache = lookup(edge_index) if is_fresh else None
     if cache is not None:
         return edge_index, cache.num_nodes
-    with torch.inference_mode(False):
+    with torch.inference_mode(mode=False):
         edge_index = provider._expand_edges(base, inc, batch_size)
     num_src, num_dst = inc[:, 0].tolist()
     num_nodes = num_src * batch_size, num_dst * batch_size
@@ -262,7 +271,7 @@ def prepare_edge_sharding(
     edge_index,
     model_comm_group=None,
     cond=None,
-    edges_are_dst_sorted=True,
+    edges_are_dst_sorted=True,  # noqa: FBT002  as upstream
 ):
     """Cache the renumbered list of this rank of a mapper."""
     arguments = (
@@ -312,7 +321,7 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
     edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
     bounds = (edges.start, edges.stop, destinations.start, destinations.stop)
     key = constants(*bounds, self.num_parts)
-    _make_chunk(edge_index, key, torch.is_grad_enabled())
+    _make_chunk(edge_index, key, reverse=torch.is_grad_enabled())
     chunk = getattr(cache.derived, Derived.name("chunk", *key))
     sources = getattr(chunk, _ATTRIBUTE).sources
 
@@ -330,12 +339,12 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
 
 
 @torch.compiler.assume_constant_result
-def _make_structure(edge_index: Tensor, reverse: bool) -> bool:
+def _make_structure(edge_index: Tensor, *, reverse: bool) -> bool:
     """Build a list's structure, with `reverse` its source side; return False if it was modified."""
     cache = getattr(edge_index, _ATTRIBUTE)
     if _is_stale(edge_index):
         return False
-    _fill(cache, edge_index, reverse)
+    _fill(cache, edge_index, reverse=reverse)
     return True
 
 
@@ -348,12 +357,12 @@ def _count_parts(count: Callable, edge_index: Tensor, num_parts: int, name: str)
 
 
 @torch.compiler.assume_constant_result
-def _make_chunk(edge_index: Tensor, key: tuple[int, ...], reverse: bool) -> None:
+def _make_chunk(edge_index: Tensor, key: tuple[int, ...], *, reverse: bool) -> None:
     """Cut the edges of some destinations; renumber both sides and drop unused sources."""
     first_edge, last_edge, first_dst, last_dst, num_parts = key
 
     def cut() -> Tensor:
-        with torch.inference_mode(False):
+        with torch.inference_mode(mode=False):
             src, dst = edge_index[:, first_edge:last_edge]
             sources, src = torch.unique(src, return_inverse=True)
             chunk = torch.stack([src, dst - first_dst])
@@ -361,7 +370,8 @@ def _make_chunk(edge_index: Tensor, key: tuple[int, ...], reverse: bool) -> None
         copies = batch // num_parts if batch % num_parts == 0 else 1
         return cached_list(chunk, (sources.shape[0], last_dst - first_dst), copies, sources=sources)
 
-    _make_structure(derived_list(edge_index, Derived.name("chunk", *key), cut), reverse)
+    chunk = derived_list(edge_index, Derived.name("chunk", *key), cut)
+    _make_structure(chunk, reverse=reverse)
 
 
 def derived_list(edge_index: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -376,10 +386,10 @@ def _is_stale(edge_index: Tensor) -> bool:
     return getattr(edge_index, _ATTRIBUTE).version != version_of(edge_index)
 
 
-def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
+def _fill(cache: EdgeCache, edge_index: Tensor, *, reverse: bool) -> None:
     # an inference tensor cannot be used by a later training step
     with (
-        torch.inference_mode(False),
+        torch.inference_mode(mode=False),
         torch.no_grad(),
     ):
         if cache.graph is None:
@@ -396,7 +406,7 @@ def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
 
 
 def _structure_by_tensor(
-    edge_index: Tensor, num_nodes: tuple[int, int], reverse: bool
+    edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: bool
 ) -> GraphStructure:
     """Return the structure of a list of unknown origin, unchecked; it may sort at every step."""
     cache = _BY_TENSOR.get(edge_index)
@@ -404,7 +414,7 @@ def _structure_by_tensor(
         cache = _BY_TENSOR[edge_index] = EdgeCache(
             num_nodes, version_of(edge_index), validate=False
         )
-    _fill(cache, edge_index, reverse)
+    _fill(cache, edge_index, reverse=reverse)
     return cache.graph
 
 

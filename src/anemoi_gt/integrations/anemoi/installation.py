@@ -143,6 +143,7 @@ class Installation:
 def install(
     backend: str = "auto",
     precision: str | None = None,
+    *,
     fuse_edges: bool = True,
     blocks: bool | None = None,
     sharding: bool = True,
@@ -200,10 +201,10 @@ def install(
     """
     settings = _switch_on(
         AttentionConfig(backend=backend, precision=precision),
-        fuse_edges,
-        blocks,
-        sharding,
-        keep_hidden,
+        fuse_edges=fuse_edges,
+        blocks=blocks,
+        sharding=sharding,
+        keep_hidden=keep_hidden,
     )
     if activation_checkpointing is not None:
         settings = replace(settings, checkpointing=Checkpointing.of(activation_checkpointing))
@@ -289,6 +290,7 @@ def swap_layers(
     model: nn.Module,
     backend: str = "auto",
     precision: str | None = None,
+    *,
     fuse_edges: bool = True,
     blocks: bool | None = None,
     sharding: bool = True,
@@ -319,7 +321,9 @@ def swap_layers(
             f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} "
             "without one"
         )
-    settings = _switch_on(config, fuse_edges, blocks, sharding, keep_hidden)
+    settings = _switch_on(
+        config, fuse_edges=fuse_edges, blocks=blocks, sharding=sharding, keep_hidden=keep_hidden
+    )
     for _, block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     return model
@@ -359,6 +363,7 @@ def _build_swapped(kind: Any, options: dict[str, Any]) -> nn.Module:
 
 def _switch_on(
     config: AttentionConfig,
+    *,
     fuse_edges: bool,
     blocks: bool | None,
     sharding: bool,

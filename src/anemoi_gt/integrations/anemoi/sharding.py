@@ -115,7 +115,7 @@ def mapper_forward(
     edge_attr,
     edge_index,
     model_comm_group=None,
-    keep_x_dst_sharded=False,
+    keep_x_dst_sharded=False,  # noqa: FBT002  as upstream
     *rest,
     **named,
 ):
@@ -129,7 +129,8 @@ def mapper_forward(
         or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None
     ):
         return upstream(self, *arguments, keep_x_dst_sharded, *rest, **named)
-    result = upstream(self, *arguments, True, *rest, **named)
+    keep_x_dst_sharded = True  # gathered below
+    result = upstream(self, *arguments, keep_x_dst_sharded, *rest, **named)
     rows = result.unflatten(0, (batch_size, -1))
     return Upstream.mapper.gather_tensor(rows, 1, sizes[1], model_comm_group).flatten(0, 1)
 
@@ -341,7 +342,7 @@ def _make_local_edges(
     def number_locally() -> Tensor:
         """Return edges into local destinations, of each copy, with the exchange of their halo."""
         _check_division(whole, sources, destinations)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():
             bounds = torch.tensor(destinations.bounds, device=whole.device)
             by_rank = whole.split(
                 torch.searchsorted(whole[1].contiguous(), bounds).diff().tolist(), 1

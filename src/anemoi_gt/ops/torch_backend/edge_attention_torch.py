@@ -333,17 +333,12 @@ class Gradients(NamedTuple):
     def zeros(cls, flat: FlatArguments, needs: Needs) -> "Gradients":
         """Return zeros for the operands that need a gradient."""
 
-        def zeros(operand: Tensor | None, need: bool) -> Tensor | None:
-            return torch.zeros_like(operand) if need and operand is not None else None
-
-        return cls(
-            zeros(flat.query, needs.query),
-            zeros(flat.key, needs.key),
-            zeros(flat.value, needs.value),
-            zeros(flat.edge_attr, needs.edge_attr),
-            zeros(flat.edge_weight, needs.edge_weight),
-            zeros(flat.edge_bias, needs.edge_bias),
-        )
+        gradients: list[Tensor | None] = []
+        for name in cls._fields:
+            operand = getattr(flat, name)
+            is_needed = operand is not None and getattr(needs, name)
+            gradients.append(torch.zeros_like(operand) if is_needed else None)
+        return cls(*gradients)
 
     def add(self, b: int, group: slice, gradient: HeadGradients) -> None:
         """Add the gradients of a group of heads at batch index `b`."""

@@ -52,7 +52,7 @@ class Segments:
 
     @classmethod
     def of_heads(
-        cls, heads: int, index: Tensor, pointers: Tensor, is_shared: bool = False
+        cls, heads: int, index: Tensor, pointers: Tensor, *, is_shared: bool = False
     ) -> "Segments":
         """Return the segments of `heads` heads from index [E] and pointers [N + 1].
 

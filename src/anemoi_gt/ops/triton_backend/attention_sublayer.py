@@ -472,7 +472,8 @@ def backward_plan(
     t: AttentionTensors[Buffer] = AttentionTensors._make(builder.inputs[:NUM_TENSORS])
     index: IndexTensors[Buffer] = IndexTensors._make(builder.inputs[NUM_TENSORS:NUM_INPUTS])
     kept_block, grad = builder.inputs[NUM_INPUTS:]
-    assert kept_block is not None and grad is not None
+    assert kept_block is not None
+    assert grad is not None
     kept = kept_parts.buffers(kept_block)
     layout = _Layout.of(t, options)
     weights = PackedWeights.of(_weight_groups(t, options)).views(kept["packed"])
@@ -539,7 +540,7 @@ def backward_plan(
 
     norm = Norm.of(builder, _norm_parameters(t), options.norm_eps, weights, "norm")
     norm_map = sublayer_steps.modulation_gradients(
-        builder, norm, parameters.get("norm_map"), needs.condition
+        builder, norm, parameters.get("norm_map"), need_condition=needs.condition
     )
     dx_dst = builder.empty_like(t.x_dst)
     nodes_weight = parameters["nodes_weight"] if needs.weights else None
@@ -557,7 +558,8 @@ def backward_plan(
         normed_rows = through.differentiate(t.x_dst, dx_dst, grad, dn)
         all_projections.differentiate(builder, dst, normed_rows, is_first=True)
     elif layout.is_one_set:
-        assert t.halo is not None and dhalo is not None  # or there were one tensor
+        assert t.halo is not None  # or there were one tensor
+        assert dhalo is not None
         dn = sublayer_steps.product(builder, src, of_sources.weight)
         for local, among_sources in layout.entries():
             sublayer_steps.add_product(
@@ -579,7 +581,10 @@ def backward_plan(
             builder, _source_norm_parameters(t), options.norm_src_eps, weights, "norm_src"
         )
         source_map = sublayer_steps.modulation_gradients(
-            builder, source_norm, parameters.get("norm_src_map"), needs.condition_src
+            builder,
+            source_norm,
+            parameters.get("norm_src_map"),
+            need_condition=needs.condition_src,
         )
         assert t.x_src is not None
         dx_src = builder.empty_like(t.x_src)
@@ -587,7 +592,8 @@ def backward_plan(
         dn = sublayer_steps.product(builder, src, of_sources.weight)
         normed_rows = through.differentiate(t.x_src, dx_src, None, dn)
         if layout.halo:
-            assert t.halo is not None and dhalo is not None
+            assert t.halo is not None
+            assert dhalo is not None
             _differentiate_halo(builder, layout, t.halo, dn, normed_rows, dhalo)
         of_sources.differentiate(builder, src, normed_rows, is_first=True)
     sums.total_into(parameters["sums"])
@@ -623,11 +629,13 @@ class _Projections(NamedTuple):
         return cls(weight.slice(0, first, stop), grad)
 
     def differentiate(
-        self, builder: PlanBuilder, gradients: Buffer, normed: Buffer, is_first: bool
+        self, builder: PlanBuilder, gradients: Buffer, normed: Buffer, *, is_first: bool
     ) -> None:
         """Write the gradient of the weight if needed, or add to it unless `is_first`."""
         if self.grad_weight is not None:
-            sublayer_steps.outer_product(builder, gradients, normed, self.grad_weight, is_first)
+            sublayer_steps.outer_product(
+                builder, gradients, normed, self.grad_weight, is_first=is_first
+            )
 
 
 class _ThroughNorm(NamedTuple):
@@ -775,11 +783,11 @@ def _sum_pieces(
 ) -> dict[str, GradientPiece]:
     """Return the gradients that are sums over nodes, by the names of their columns."""
     features = t.x_dst.shape[1]
-    pieces = sublayer_steps.norm_sum_pieces("norm", features, t.condition is not None)
+    pieces = sublayer_steps.norm_sum_pieces("norm", features, has_condition=t.condition is not None)
     pieces["norm_total"] = GradientPiece(("projection_bias",), (features,))
     if t.x_src is not None:
         has_condition = t.condition_src is not None
-        pieces |= sublayer_steps.norm_sum_pieces("norm_src", features, has_condition)
+        pieces |= sublayer_steps.norm_sum_pieces("norm_src", features, has_condition=has_condition)
     for name in ("query_norm", "key_norm"):
         scale = getattr(t, f"{name}_scale")
         if scale is not None:
@@ -826,13 +834,14 @@ def _run_forward(
     tensors: AttentionTensors[Tensor],
     index: IndexTensors[Tensor],
     options: AttentionOptions,
+    *,
     save: bool,
 ) -> tuple[SublayerPlans, list[Tensor]]:
     """Return the plans of these tensors, and the results of the forward pass."""
     inputs = sublayer_steps.contiguous((*tensors, *index))
     with on_device(tensors.x_dst):
         plans = plans_of(sublayer_steps.specs_of(inputs), options)
-        results = plans.forward(save).run(inputs)
+        results = plans.forward(save=save).run(inputs)
         return plans, results  # type: ignore[return-value]  # no result of this pass is None
 
 
@@ -883,10 +892,10 @@ def attention_sublayer_triton(
     tensors: AttentionTensors[Tensor],
     index: IndexTensors[Tensor],
     options: AttentionOptions,
-    save: bool,
+    save: bool,  # noqa: FBT001  operators take positions
 ) -> tuple[Tensor, Tensor]:
     """Return z, and the block that `kept_layout` describes, empty unless `save`."""
-    _, (z, *kept) = _run_forward(tensors, index, options, save)
+    _, (z, *kept) = _run_forward(tensors, index, options, save=save)
     return z, kept[0] if save else z.new_empty(0, dtype=torch.uint8)
 
 
@@ -896,7 +905,7 @@ def _(
     tensors: AttentionTensors[Tensor],
     index: IndexTensors[Tensor],
     options: AttentionOptions,
-    save: bool,
+    save: bool,  # noqa: FBT001  operators take positions
 ):
     x = tensors.x_dst
     z = x.new_empty(x.shape, dtype=_out_dtype(tensors, options))

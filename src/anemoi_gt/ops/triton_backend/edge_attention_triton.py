@@ -58,7 +58,7 @@ def attend(
     if (
         edge_attr is not None
         and edge_weight is not None
-        and embeds_first(query, edge_attr, edge_weight, edge_bias, save)
+        and embeds_first(query, edge_attr, edge_weight, edge_bias, save=save)
     ):
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
@@ -75,7 +75,12 @@ def attend(
 
 
 def embeds_first(
-    query: Tensor, edge_attr: Tensor, edge_weight: Tensor, edge_bias: Tensor | None, save: bool
+    query: Tensor,
+    edge_attr: Tensor,
+    edge_weight: Tensor,
+    edge_bias: Tensor | None,
+    *,
+    save: bool,
 ) -> bool:
     """Return whether to embed attributes [E, D] into [E, H, C] instead of factoring out W.
 
@@ -115,14 +120,14 @@ def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
 
 
 @lru_cache(KEPT)
-def forward_plan(specs: tuple, scale: float, dropout_p: float, save: bool) -> Plan:
+def forward_plan(specs: tuple, scale: float, dropout_p: float, *, save: bool) -> Plan:
     """Return the plan of a forward pass over operands, indices and seed; see `forward_steps`."""
     builder = PlanBuilder(specs)
-    return builder.finish(forward_steps(builder, scale, dropout_p, save))
+    return builder.finish(forward_steps(builder, scale, dropout_p, save=save))
 
 
 def forward_steps(
-    builder: PlanBuilder, scale: float, dropout_p: float, save: bool, holds=bool
+    builder: PlanBuilder, scale: float, dropout_p: float, *, save: bool, holds=bool
 ) -> list:
     """Add the forward steps; return buffers of out, lse and, with `save`, for backward."""
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
@@ -168,14 +173,15 @@ def _readable_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _run_forward(
-    tensors: Sequence[Tensor | None], scale: float, dropout_p: float, save: bool
+    tensors: Sequence[Tensor | None], scale: float, dropout_p: float, *, save: bool
 ) -> list[Any]:
     """Run the forward pass on readable operands, index tensors and seed; see `forward_steps`.
 
     Of the results only the last, `Saved.projected`, may be None.
     """
     with on_device(tensors[0]):  # type: ignore[arg-type]  # query, which is always present
-        plan = forward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, save)
+        specs = tuple(_spec(tensor) for tensor in tensors)
+        plan = forward_plan(specs, scale, dropout_p, save=save)
         return plan.run(tensors)
 
 
@@ -226,14 +232,17 @@ class EdgeAttention(torch.autograd.Function):
 
 @define_operator
 def edge_attention_triton(
-    operands: AttentionOperands[Tensor], index: IndexTensors[Tensor], options: Options, save: bool
+    operands: AttentionOperands[Tensor],
+    index: IndexTensors[Tensor],
+    options: Options,
+    save: bool,  # noqa: FBT001  operators take positions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse [B, N_dst, H] and saved tensors, which are empty unless `save`.
 
     `out` is like query; without B, results have no B either.
     """
     tensors = _readable_tensors(*operands, *index, options.seed)
-    out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save)
+    out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save=save)
     saved = saved or [None, None, None]
     inv_denominator, exp_scores, projected = (
         lse.new_empty(0) if tensor is None else tensor for tensor in saved
@@ -244,7 +253,10 @@ def edge_attention_triton(
 @torch.library.register_fake("anemoi_gt::edge_attention_triton")
 @flat_arguments
 def _(
-    operands: AttentionOperands[Tensor], index: IndexTensors[Tensor], options: Options, save: bool
+    operands: AttentionOperands[Tensor],
+    index: IndexTensors[Tensor],
+    options: Options,
+    save: bool,  # noqa: FBT001  operators take positions
 ):
     query = operands.query
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)

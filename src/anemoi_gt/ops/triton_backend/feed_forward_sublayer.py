@@ -166,7 +166,8 @@ def backward_plan(
     builder = PlanBuilder([*specs, ((kept_parts.num_bytes,), torch.uint8), grad_spec])
     t: FeedForwardTensors[Buffer] = FeedForwardTensors._make(builder.inputs[:NUM_TENSORS])
     kept_block, grad = builder.inputs[NUM_TENSORS:]
-    assert kept_block is not None and grad is not None
+    assert kept_block is not None
+    assert grad is not None
     kept = kept_parts.buffers(kept_block)
     weights = PackedWeights.of(_weight_groups(t)).views(kept["packed"])
     norm = Norm.of(builder, _norm_parameters(t), options.eps, weights, "norm")
@@ -178,7 +179,7 @@ def backward_plan(
 
     sums = sublayer_steps.NodeSums(builder, _sum_pieces(t))
     modulation = sublayer_steps.modulation_gradients(
-        builder, norm, parameters.get("norm_map"), needs.condition
+        builder, norm, parameters.get("norm_map"), need_condition=needs.condition
     )
     dx = builder.empty_like(t.x)
     for begin, end in sublayer_steps.chunks(num_rows):
@@ -213,7 +214,9 @@ def backward_plan(
         )
         is_first = begin == 0
         if needs.weights:
-            sublayer_steps.outer_product(builder, narrow, activated, parameters["out"], is_first)
+            sublayer_steps.outer_product(
+                builder, narrow, activated, parameters["out"], is_first=is_first
+            )
         grad_normed = sublayer_steps.product(builder, grad_hidden, weights["in"])
         normed = builder.empty_like(grad_normed)
         sublayer_steps.norm_backward(
@@ -230,7 +233,9 @@ def backward_plan(
             is_first=is_first,
         )
         if needs.weights:
-            sublayer_steps.outer_product(builder, grad_hidden, normed, parameters["in"], is_first)
+            sublayer_steps.outer_product(
+                builder, grad_hidden, normed, parameters["in"], is_first=is_first
+            )
     sums.total_into(parameters["sums"])
     grad_condition = None if modulation is None else modulation.condition
     plan = builder.finish(FeedForwardGradients(dx, grad_condition, parameter_block))
@@ -271,7 +276,7 @@ def parameter_pieces(t: FeedForwardTensors[Operand], *, weights: bool) -> Parame
 def _sum_pieces(t: FeedForwardTensors[Operand]) -> dict[str, GradientPiece]:
     """Return the gradients that are sums over nodes, by the names of their columns."""
     features = t.x.shape[1]
-    pieces = sublayer_steps.norm_sum_pieces("norm", features, t.condition is not None)
+    pieces = sublayer_steps.norm_sum_pieces("norm", features, has_condition=t.condition is not None)
     pieces["norm_total"] = GradientPiece(("bias_out",), (features,))
     num_hidden = t.weight_in.shape[0]
     if t.weight_gate is not None:
@@ -305,13 +310,13 @@ def plans_of(specs: tuple, options: FeedForwardOptions) -> SublayerPlans:
 
 
 def _run_forward(
-    tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions, save: bool
+    tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions, *, save: bool
 ) -> tuple[SublayerPlans, list[Tensor]]:
     """Return the plans of these tensors, and the results of the forward pass."""
     inputs = sublayer_steps.contiguous(tensors)
     with on_device(tensors.x):
         plans = plans_of(sublayer_steps.specs_of(inputs), options)
-        results = plans.forward(save).run(inputs)
+        results = plans.forward(save=save).run(inputs)
         return plans, results  # type: ignore[return-value]  # no result of this pass is None
 
 
@@ -355,16 +360,22 @@ class FeedForward(torch.autograd.Function):
 
 @define_operator
 def feed_forward_triton(
-    tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions, save: bool
+    tensors: FeedForwardTensors[Tensor],
+    options: FeedForwardOptions,
+    save: bool,  # noqa: FBT001  operators take positions
 ) -> tuple[Tensor, Tensor]:
     """Return y, and the block that `kept_layout` describes, empty unless `save`."""
-    _, (y, *kept) = _run_forward(tensors, options, save)
+    _, (y, *kept) = _run_forward(tensors, options, save=save)
     return y, kept[0] if save else y.new_empty(0, dtype=torch.uint8)
 
 
 @torch.library.register_fake("anemoi_gt::feed_forward_triton")
 @flat_arguments
-def _(tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions, save: bool):
+def _(
+    tensors: FeedForwardTensors[Tensor],
+    options: FeedForwardOptions,
+    save: bool,  # noqa: FBT001  operators take positions
+):
     x = tensors.x
     y = x.new_empty(x.shape, dtype=_out_dtype(tensors, options))
     num_bytes = kept_layout(tensors, options).num_bytes if save else 0

@@ -83,7 +83,10 @@ def edge_attention_triton_exported(
 
 @flat_arguments
 def decompose(
-    operands: AttentionOperands[Tensor], index: IndexTensors[Tensor], options: Options, save: bool
+    operands: AttentionOperands[Tensor],
+    index: IndexTensors[Tensor],
+    options: Options,
+    save: bool,  # noqa: FBT001  operators take positions
 ) -> tuple[Tensor, ...]:
     """Replace `edge_attention_triton` in an exported inference program; raise with dropout."""
     if options.seed is not None:

@@ -25,7 +25,7 @@ def kernel_names(
     for tensor in (*operands, *index):
         specs.append(None if tensor is None else (tensor.shape, tensor.dtype))
     specs.append(((1,), torch.int64) if dropout_p > 0 else None)
-    forward = forward_plan(tuple(specs), scale, dropout_p, True)
+    forward = forward_plan(tuple(specs), scale, dropout_p, save=True)
     if not any(needs):
         return names_of(forward), []
     out, _, *saved = [

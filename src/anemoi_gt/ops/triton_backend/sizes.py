@@ -135,6 +135,7 @@ def sizes_of(
     scale: float = 1.0,
     dropout_p: float = 0.0,
     row_stride: int = 0,
+    *,
     holds: Callable[[bool], bool] = bool,
     fixed_degree_kernels: bool = True,
 ) -> Sizes:
