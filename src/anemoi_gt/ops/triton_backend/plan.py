@@ -41,7 +41,8 @@ class Buffer:
     @property
     def is_contiguous(self) -> bool:
         """True if the elements lie one after another, in order."""
-        return self.stride == contiguous_stride(self.shape)
+        steps = zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
+        return all(size == 1 or step == contiguous for size, step, contiguous in steps)
 
     def slice(self, dim: int, start: int, stop: int) -> "Buffer":
         """Return the elements from `start` to `stop` along a dimension."""
