@@ -4,6 +4,7 @@ import argparse
 import sys
 from importlib import import_module
 
+from anemoi_gt.toolchain import compile_cache_problem
 from anemoi_gt.version import __version__
 
 APPLICATIONS = {  # also python -m anemoi_gt.NAME
@@ -20,7 +21,11 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments[0] in APPLICATIONS:
         name, *rest = arguments
         sys.argv = [f"anemoi_gt.{name}", *rest]  # read by Hydra
-        import_module(f"anemoi_gt.app.{name}_command").main()
+        try:
+            application = import_module(f"anemoi_gt.app.{name}_command")
+        except OSError as error:  # PyTorch makes the folder of its cache when it is imported
+            sys.exit(f"anemoi_gt.{name}: {compile_cache_problem() or error}")
+        application.main()
         return
     parser = argparse.ArgumentParser(
         prog="anemoi-gt",

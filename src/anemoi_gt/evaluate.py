@@ -1,6 +1,8 @@
-"""The command `python -m anemoi_gt.evaluate`; see `anemoi_gt.app.evaluate_command`."""
+"""The command `python -m anemoi_gt.evaluate`, which is `anemoi-gt evaluate`."""
 
-from anemoi_gt.app.evaluate_command import main
+import sys
+
+from anemoi_gt.__main__ import main
 
 if __name__ == "__main__":
-    main()
+    main(["evaluate", *sys.argv[1:]])

@@ -1,6 +1,8 @@
-"""The command `python -m anemoi_gt.rollout`; see `anemoi_gt.app.rollout_command`."""
+"""The command `python -m anemoi_gt.rollout`, which is `anemoi-gt rollout`."""
 
-from anemoi_gt.app.rollout_command import main
+import sys
+
+from anemoi_gt.__main__ import main
 
 if __name__ == "__main__":
-    main()
+    main(["rollout", *sys.argv[1:]])

@@ -1,6 +1,8 @@
-"""The command `python -m anemoi_gt.train`; see `anemoi_gt.app.train_command`."""
+"""The command `python -m anemoi_gt.train`, which is `anemoi-gt train`."""
 
-from anemoi_gt.app.train_command import main
+import sys
+
+from anemoi_gt.__main__ import main
 
 if __name__ == "__main__":
-    main()
+    main(["train", *sys.argv[1:]])

@@ -5,6 +5,7 @@ import re
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -93,6 +94,13 @@ def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monk
     assert refusal(*TINY_9_KM, "training.cuda_graph=null").startswith(
         f"{message}; training.cuda_graph=false "
     )
+
+
+@pytest.mark.parametrize("allocate", [torch.empty, np.empty], ids=["torch", "numpy"])
+def test_a_host_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monkeypatch, allocate):
+    monkeypatch.setattr(TrainingStep, "training_step", lambda *_: allocate(2**55))
+    message = "anemoi_gt.train: out of memory of the host: set model.mapper_chunks=32"
+    assert refusal(*TINY_9_KM) == message
 
 
 def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(

@@ -36,7 +36,14 @@ def test_the_command_prints_all_sections(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["anemoi_gt", "info"])
     runpy.run_module("anemoi_gt", run_name="__main__")
     sections = [block.splitlines()[0] for block in capsys.readouterr().out.strip().split("\n\n")]
-    assert sections == ["versions", "packages", "devices", "attention backends", "anemoi-models"]
+    assert sections == [
+        "versions",
+        "packages",
+        "devices",
+        "attention backends",
+        "torch.compile",
+        "anemoi-models",
+    ]
 
 
 def test_versions_are_the_installed_ones():

@@ -40,6 +40,7 @@ from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.explanation import explain
 from anemoi_gt.extras import import_extra
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
+from anemoi_gt.toolchain import compile_problem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -281,8 +282,12 @@ def check_types(config: "DictConfig", *groups: str) -> None:
 def check_device(config: "DictConfig") -> TrainingConfig:
     """Return the training config; raise ValueError if its device does not support it."""
     training = instantiate(config.training)
+    device = choose_device(training.device)
     if training.cuda_graph:
-        check_capturable(device_unsupported_reason(choose_device(training.device)))
+        check_capturable(device_unsupported_reason(device))
+    problem = compile_problem(device) if training.compile else None
+    if problem is not None:
+        raise ValueError(f"training.compile must be false here, got true: {problem}")
     return training
 
 
@@ -372,8 +377,10 @@ def launch(
         except Stopped as stopped:
             message = f"{stopped}: {resume_command(output_folder())}"
             exit_with_error(module, message, stopped.exit_status)
-        except torch.OutOfMemoryError:
-            error = out_of_memory(config)
+        except (RuntimeError, MemoryError) as caught:
+            if not is_out_of_memory(caught):
+                raise
+            error = out_of_memory(config, caught)
         except (ConfigError, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
             error = caught
         remove_empty_run(existing)
@@ -444,27 +451,43 @@ def prepare_job(
 
 
 def resume_command(folder: Path) -> str:
-    """Return the shell command that continues a run."""
+    """Return the shell command that continues a run; under torchrun, on rank 0's host."""
     override = f"hydra.run.dir={folder}"
     if not re.fullmatch(r"[\w./=-]+", override):  # quoted for Hydra, then for the shell
         escaped = str(folder).replace("'", "\\'")
         override = shlex.quote(f"hydra.run.dir='{escaped}'")
-    program = "anemoi-gt train"
-    if "RANK" in os.environ:
-        shared = " ".join(argument for argument in sys.argv[1:] if argument.startswith("sharding"))
-        launcher = f"torchrun --nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"
-        program = f"{launcher} -m anemoi_gt.train {shared}".rstrip()
-    return f"{program} resume=true {override}"
+    if "RANK" not in os.environ:
+        return f"anemoi-gt train resume=true {override}"
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    command = ["torchrun"]
+    if hosts > 1:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        command += [f"--nnodes={hosts}", "--node-rank=0"]
+        command += [f"--master-addr={address}", f"--master-port={port}"]
+    command += [f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}", "-m", "anemoi_gt.train"]
+    command += [argument for argument in sys.argv[1:] if argument.startswith("sharding")]
+    command += ["resume=true", override]
+    if hosts > 1:
+        command.append(" # on the other hosts with their --node-rank")
+    return " ".join(command)
 
 
-def out_of_memory(config: "DictConfig") -> str:
-    """Return an error message with advice for a run that ran out of GPU memory."""
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Return whether a GPU or the host ran out of memory; PyTorch has no type for the latter."""
+    is_typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_typed or "DefaultCPUAllocator" in str(error)
+
+
+def out_of_memory(config: "DictConfig", error: RuntimeError | MemoryError) -> str:
+    """Return an error message with advice for a run that ran out of memory."""
+    training = config.get("training", {})
+    remedy = advice(config.get("model", {}), training)
+    if not isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory of the host: {remedy}"
     size = ""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties()
         size = f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
-    training = config.get("training", {})
-    remedy = advice(config.get("model", {}), training)
     if training.get("cuda_graph", False) is not False:
         remedy += (
             "; training.cuda_graph=false shares the memory of a step with validation, which a CUDA "

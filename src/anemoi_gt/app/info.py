@@ -10,6 +10,7 @@ import torch
 
 from anemoi_gt.ops.backends import BACKENDS, choose_backend, unsupported_reason
 from anemoi_gt.tested_versions import installed, why_untested
+from anemoi_gt.toolchain import compile_problem
 from anemoi_gt.version import __version__
 
 # module: its package, and the extra that installs it (None for dependencies of the library)
@@ -48,6 +49,7 @@ def describe(checkpoint: str | None = None) -> str:
         "packages": packages(),
         "devices": devices(),
         "attention backends": backends(),
+        "torch.compile": compiled_code(),
     }
     sections["anemoi-models"] = anemoi_models()
     if checkpoint is not None:
@@ -102,13 +104,20 @@ def backends() -> Iterator[tuple[str, str]]:
             yield f"{device} {name}", status
 
 
+def compiled_code() -> Iterator[tuple[str, str]]:
+    """Yield, for each device, whether torch.compile can compile for it, and the reason if not."""
+    for device in (torch.device("cpu"), *_gpus()):
+        problem = compile_problem(device)
+        yield str(device), "runs" if problem is None else f"does not run: {problem}"
+
+
 def anemoi_models() -> Iterator[tuple[str, str]]:
     """Yield the version of anemoi-models, and whether `install` would replace each part of it."""
     try:
         from anemoi_gt.integrations.anemoi.installation import plan
 
         replaced = plan()
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: PyTorch cannot make its cache
         yield "version", _version_of("anemoi-models", "missing")
         yield "install", f"not possible: {error}"
         return

@@ -1,6 +1,8 @@
-"""The command `python -m anemoi_gt.export`; see `anemoi_gt.app.export_command`."""
+"""The command `python -m anemoi_gt.export`, which is `anemoi-gt export`."""
 
-from anemoi_gt.app.export_command import main
+import sys
+
+from anemoi_gt.__main__ import main
 
 if __name__ == "__main__":
-    main()
+    main(["export", *sys.argv[1:]])

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from anemoi_gt.toolchain import with_cache
+
 ALIGNMENT = 16  # bytes; Triton compiles pointers that are multiples of it apart from others
 # kernel: {widths, constants, dtypes: {device: Repeat}}; no tensors
 _COMPILED: WeakKeyDictionary = WeakKeyDictionary()
@@ -125,7 +127,8 @@ class Launch:
         if 0 in self.grid:
             return
         named = dict(zip(self.tensors, ordered, strict=True))
-        compiled = self.kernel[self.grid](**named, **self.scalars, **self.constants)
+        launch = self.kernel[self.grid]
+        compiled = with_cache(lambda: launch(**named, **self.scalars, **self.constants))
         device = repeating_device()
         repeat = None if device is None else repeat_launch(compiled)
         if repeat is not None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.dtypes import cast_for_autocast
+from anemoi_gt.torch_compat import constant_when_traced
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)  # in torch.nn.modules.module
@@ -59,7 +59,7 @@ def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
     return x
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def class_path(kind: type) -> str:
     """Return module and name of a class, for messages: other libraries have a `Linear` too.
 
@@ -114,7 +114,7 @@ def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _warn_of_call(kind: type) -> None:
     warnings.warn(
         f"lin_edge, a {class_path(kind)}, has hooks, weights that are a tensor subclass, or a "

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from anemoi_gt.ops import torch_backend, triton_backend
+from anemoi_gt.torch_compat import constant_when_traced
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +57,28 @@ def choose_backend(name: str, query: Tensor) -> Backend:
     for candidate, backend in BACKENDS.items():
         reason = backend.auto_unsupported_reason(query)
         if reason is None:
+            if query.device.type == "cuda" and reasons:
+                _warn_of_fallback(candidate, str(reasons))
             if not torch.compiler.is_compiling():
                 log.debug("attention backend auto: %s; rejected: %s", candidate, reasons or "none")
             return backend
         reasons[candidate] = reason
     raise ValueError(f"no attention backend can run here: {reasons}")
+
+
+@constant_when_traced  # said once per process
+def _warn_of_fallback(chosen: str, reasons: str) -> None:
+    """Log once that `auto` computes on a GPU with a backend that is slow there, and why."""
+    _log_fallback(chosen, reasons)
+
+
+@cache
+def _log_fallback(chosen: str, reasons: str) -> None:
+    log.warning(
+        "attention backend auto: %r computes on a GPU, where it is slow; rejected: %s",
+        chosen,
+        reasons,
+    )
 
 
 def rejected(chosen: str, query: Tensor) -> dict[str, str]:

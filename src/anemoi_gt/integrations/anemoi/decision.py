@@ -24,7 +24,7 @@ from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.fused_block import NO_SOURCES, BlockPath, Computation, ReasonsAgainst
 from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped_weights, hooks_of
 from anemoi_gt.nn.sublayers import FeedForwardParts, feed_forward_parts
-from anemoi_gt.torch_compat import is_exporting
+from anemoi_gt.torch_compat import constant_when_traced, is_exporting
 
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
 FEED_FORWARD = "feed_forward"
@@ -348,7 +348,7 @@ def _overridden_network(block: Any, name: str) -> str | None:
     return overridden_network_of(type(block), name)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def overridden_method_of(kind: type) -> str | None:
     """Return the first method of BYPASSED that a block class overrides, as a reason, or None."""
     if kind not in Upstream.own_methods:
@@ -364,7 +364,7 @@ def overridden_method_of(kind: type) -> str | None:
     return Upstream.own_methods[kind]
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def overridden_network_of(kind: type, name: str) -> str | None:
     """Return the reason if a block class overrides its feed-forward computation, or None."""
     if (kind, name) not in Upstream.own_networks:

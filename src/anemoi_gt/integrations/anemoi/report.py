@@ -9,10 +9,10 @@ from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import nn
 
 from anemoi_gt.integrations.anemoi.upstream import Upstream
+from anemoi_gt.torch_compat import constant_when_traced
 
 log = logging.getLogger(__name__)
 _log_once = cache(log.warning)
@@ -42,7 +42,7 @@ class Computed(NamedTuple):
     reason: str | None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def warn_once(message: str) -> None:
     """Log a warning at the first call with this message; in compiled code, when it is traced."""
     _log_once(message)
@@ -55,7 +55,7 @@ def record(block: nn.Module, path: str, reason: str | None) -> None:
         _UP_TO_DATE.clear()
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def record_traced(kind: type, path: str, reason: str | None) -> None:
     """Keep how a block of this class is computed in compiled code."""
     _TRACED[kind] = (path, reason)

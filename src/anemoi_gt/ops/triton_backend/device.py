@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from anemoi_gt.toolchain import driver_problem
 from anemoi_gt.torch_compat import constant_when_traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -22,9 +23,9 @@ def unsupported_reason(query: Tensor) -> str | None:
         )
     if _is_missing():
         return "the package triton is missing; pip install 'anemoi-gt[triton]'"
-    if query.device.type != "cuda" and not interpreted():
-        return _needs_gpu(query)
-    return None
+    if query.device.type == "cuda":
+        return _driver_problem()
+    return None if interpreted() else _needs_gpu(query)
 
 
 def auto_unsupported_reason(query: Tensor) -> str | None:
@@ -42,6 +43,11 @@ def _needs_gpu(query: Tensor) -> str:
 @constant_when_traced  # packages do not come and go; find_spec cannot be traced before torch 2.12
 def _is_missing() -> bool:
     return find_spec("triton") is None
+
+
+@constant_when_traced
+def _driver_problem() -> str | None:
+    return None if interpreted() else driver_problem()
 
 
 @constant_when_traced

@@ -1,0 +1,166 @@
+"""What is said, and done, on a machine without compilers or with folders that cannot be written."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anemoi_gt import toolchain
+from anemoi_gt.ops import backends
+
+triton_build = pytest.importorskip("triton.runtime.build")
+NOWHERE = "/proc/none"  # where no folder can be made, by root neither
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """Triton's own step that compiles C code, with a fresh cache."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+    def build(source="int unused;"):
+        # loading fails: the extension has no Python module in it
+        return triton_build.compile_module_from_src(source, "nothing", [], [], [])
+
+    return build
+
+
+def test_without_a_c_compiler_one_sentence_names_cc(build, monkeypatch):
+    monkeypatch.setenv("PATH", "/nothing")
+    assert toolchain.build_problem(build) == (
+        "Triton needs a C compiler, found none; install gcc or clang, or name one in the "
+        "environment variable CC"
+    )
+
+
+def test_a_compiler_that_does_not_exist_is_named(build, monkeypatch):
+    monkeypatch.setenv("CC", "/nothing/gcc")
+    problem = toolchain.build_problem(build)
+    assert problem == (
+        "the environment variable CC must name a C compiler for Triton, got /nothing/gcc"
+    )
+
+
+def test_a_compiler_that_fails_is_named_with_the_usual_cause(build):
+    problem = toolchain.build_problem(lambda: build("#error"))
+    assert problem.startswith("Triton's C code must compile, ")
+    assert "Python's headers" in problem
+
+
+def test_a_cache_that_cannot_be_made_is_named_with_its_variable(build, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", NOWHERE)
+    problem = toolchain.build_problem(build)
+    assert problem.startswith("Triton's cache must be a folder that can be written, got ")
+    assert NOWHERE in problem
+    assert "TRITON_CACHE_DIR" in problem
+
+
+def test_other_failures_are_quoted(build):
+    problem = toolchain.build_problem(build)
+    assert problem.startswith("Triton cannot load its driver: ImportError: ")
+
+
+def test_what_builds_has_no_problem():
+    assert toolchain.build_problem(lambda: None) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_without_a_gpu_the_driver_is_what_is_missing():
+    assert toolchain.driver_problem().startswith("Triton cannot load its driver: ")
+
+
+def failing(*numbers):
+    """Return a launch that raises OSError with each number, then returns "launched"."""
+    errors = [OSError(number, os.strerror(number), "tmp.pid_1") for number in numbers]
+
+    def launch():
+        if errors:
+            raise errors.pop(0)
+        return "launched"
+
+    return launch
+
+
+def test_a_launch_whose_removal_of_a_folder_raced_is_repeated():
+    launch = failing(errno.EBUSY, errno.ENOTEMPTY, errno.ESTALE)
+    assert toolchain.with_cache(launch) == "launched"
+
+
+@pytest.mark.parametrize("numbers", [[errno.EROFS], [errno.EBUSY] * 20], ids=["read-only", "busy"])
+def test_a_launch_that_cannot_write_the_cache_names_the_variable(numbers):
+    with pytest.raises(OSError, match=r"^Triton's cache must be .*tmp.pid_1.* TRITON_CACHE_DIR, "):
+        toolchain.with_cache(failing(*numbers))
+
+
+def test_auto_says_once_why_it_computes_slowly_on_a_gpu(monkeypatch, caplog):
+    reason = "Triton needs a C compiler, found none"
+    stub = backends.BACKENDS["triton"]._replace(auto_unsupported_reason=lambda query: reason)
+    monkeypatch.setitem(backends.BACKENDS, "triton", stub)
+    with FakeTensorMode(), caplog.at_level(logging.WARNING, "anemoi_gt.ops.backends"):
+        query = torch.empty(1, 1, 1, 16, device="cuda")
+        chosen = [backends.choose_backend("auto", query) for _ in range(3)]
+    assert all(backend is backends.BACKENDS["torch"] for backend in chosen)
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    assert "'torch' computes on a GPU" in record.getMessage()
+
+
+def test_a_compile_cache_that_cannot_be_written_is_named_with_its_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", NOWHERE)
+    problem = toolchain.compile_problem(torch.device("cpu"))
+    assert problem.startswith("the environment variable TORCHINDUCTOR_CACHE_DIR must name")
+    assert problem.endswith(f"got {NOWHERE}: No such file or directory")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "made"))
+    assert toolchain.compile_cache_problem() is None
+
+
+def test_without_a_cpp_compiler_one_sentence_names_cxx(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("CXX", "/nothing/g++")
+    assert toolchain.compile_problem(torch.device("cpu")) == (
+        "torch.compile needs a C++ compiler on a CPU, found no /nothing/g++; install g++, or name "
+        "one in the environment variable CXX"
+    )
+
+
+def run(*arguments, **variables):
+    environment = {**os.environ, **variables}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_info_names_a_compile_cache_that_cannot_be_made_among_the_rest():
+    result = run("anemoi_gt", "info", TORCHINDUCTOR_CACHE_DIR=NOWHERE)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "cpu  does not run: the environment variable TORCHINDUCTOR_CACHE_DIR" in result.stdout
+    assert f"not possible: [Errno 2] No such file or directory: '{NOWHERE}'" in result.stdout
+
+
+@pytest.mark.parametrize("command", [["anemoi_gt", "train"], ["anemoi_gt.train"]])
+def test_a_command_that_cannot_be_imported_says_so_in_one_sentence(command):
+    result = run(*command, TORCHINDUCTOR_CACHE_DIR=NOWHERE)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("anemoi_gt.train: the environment variable TORCHINDUCTOR_CACHE_DIR")
+
+
+def test_compiled_training_is_refused_where_nothing_can_be_compiled(tmp_path):
+    # a folder that is made, but not written: rights do not stop root
+    folder = Path("/proc/self/fdinfo")
+    result = run(
+        *("anemoi_gt", "train", "training.compile=true", "training.device=cpu"),
+        f"hydra.run.dir={tmp_path / 'run'}",
+        TORCHINDUCTOR_CACHE_DIR=str(folder),
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("anemoi_gt.train: training.compile must be false here, got true: the ")
+    assert f"got {folder}: " in line
+    assert not (tmp_path / "run").exists()
