@@ -181,6 +181,68 @@ def test_only_one_rank_shows_the_progress_bar_which_counts_steps(continued):
     assert not re.findall(r"\d+/16 ", other), other
 
 
+def started_on_two_hosts(hosts, folder, name, *arguments):
+    """Start a rank on each of two hosts, enter them in `hosts`, and return them once the run has records."""
+    options = (*SMALL_MODEL, "training.device=cpu", f"hydra.run.dir={name}", *arguments)
+    started = [
+        hosts.enter_context(torchrun(folder, 1, *options, host=host)) for host in two_hosts()
+    ]
+    end = time.monotonic() + PATIENCE
+    while not steps_in(folder / name) and all(host.is_alive() for host in started):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return started
+
+
+@pytest.fixture(scope="module")
+def stopped_hosts(folder):
+    """Outputs of one model on two hosts, the second of which received SIGTERM as Slurm sends it."""
+    arguments = ("sharding=edges", "sharding.model=2", "training.steps=4000")
+    with ExitStack() as hosts:
+        started = started_on_two_hosts(hosts, folder, "stopped_hosts", *arguments)
+        os.kill(started[1].pid, signal.SIGTERM)
+        return [finish(host)[1] for host in started]
+
+
+def test_a_signal_to_one_host_stops_both_and_the_message_continues_the_run_on_both(
+    folder, stopped_hosts
+):
+    run = folder / "stopped_hosts"
+    message = re.search(r"stopped by SIGTERM after step (\d+), .*saved: (.*)", stopped_hosts[0])
+    assert message, stopped_hosts
+    assert load_values(run / "last", "step") == int(message[1])
+    command = re.fullmatch(
+        r"torchrun --nnodes=2 --node-rank=0 --master-addr=127.0.0.1 --master-port=\d+ "
+        rf"--nproc-per-node=1 -m anemoi_gt.train sharding=edges sharding.model=2 resume=true "
+        rf"hydra.run.dir={run}  # on the other hosts with their --node-rank",
+        message[2],
+    )
+    assert command, message[2]
+
+
+def test_a_run_that_continues_on_fewer_ranks_says_which_sharding_continues_it(
+    folder, stopped_hosts
+):
+    with torchrun(folder, 1, "hydra.run.dir=stopped_hosts", "resume=true") as process:
+        status, output = finish(process)
+    assert status != 0
+    assert (
+        "anemoi_gt.train: the run that continues has sharding.model=2, which must divide the "
+        "number of ranks, got 1: add sharding.model=1" in output
+    ), output
+
+
+def test_the_error_of_a_host_that_lost_the_other_says_so(folder):
+    with ExitStack() as hosts:
+        arguments = ("sharding=edges", "sharding.model=2", "training.steps=4000")
+        first, second = started_on_two_hosts(hosts, folder, "lost_host", *arguments)
+        for process in (second.pid, *ranks_of(second)):
+            os.kill(process, signal.SIGKILL)
+        status, output = finish(first)
+    assert status != 0
+    assert "another host, or a rank there, was lost" in output, output
+
+
 SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
 
 
@@ -326,4 +388,5 @@ def test_a_frozen_rank_ends_the_job_within_the_timeout_and_the_time_to_kill_it(f
     assert TIMEOUT <= seconds < TIMEOUT + KILLED_AFTER + BUSY, output
     assert "Timed out waiting" in output, output
     assert "Signal 9 (SIGKILL)" in output, output
+    assert f"did not take part in time, sharding.timeout={TIMEOUT:g} s: it froze" in output, output
     assert_checkpoint_is_whole(run, 8)

@@ -319,7 +319,9 @@ def primary_config(arguments: list[str]) -> str:
     else:
         config = load_values(checkpoint, "config")
     if is_launched() and isinstance(config, dict):
-        sys.argv += former_sharding(config.get("sharding", {}), arguments)
+        former = former_sharding(config.get("sharding", {}), arguments)
+        check_former_model(former, int(os.environ["WORLD_SIZE"]))
+        sys.argv += former
     keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
     if keys & set(hydra_app.GROUPS):
         return "train"
@@ -338,6 +340,17 @@ def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]
         if name != "strategy" and key not in keys:
             former.append(f"{key}={value}")
     return former
+
+
+def check_former_model(former: list[str], ranks: int) -> None:
+    """Raise ValueError unless the `sharding.model` in arguments of a run divides `ranks`."""
+    model = hydra_app.argument_value(former, "sharding.model")
+    if model is not None and ranks % model:
+        largest = max(number for number in range(1, model) if ranks % number == 0)
+        raise ValueError(
+            f"the run that continues has sharding.model={model}, which must divide the number of "
+            f"ranks, got {ranks}: add sharding.model={largest}"
+        )
 
 
 def _as_arguments(sharding: dict[str, Any] | None) -> str:

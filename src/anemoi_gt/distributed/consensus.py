@@ -14,6 +14,7 @@ LOST_PEER = (  # in messages of gloo and NCCL (torch 2.13)
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
     *("remote process exit", "ncclRemoteError"),
 )
+TIMED_OUT = ("Timed out waiting", "wait timeout after")  # in messages of gloo and the store
 
 
 def raise_on_all_ranks(
@@ -108,6 +109,11 @@ def is_consequence(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError) or any(text in str(error) for text in LOST_PEER):
         return True
     return getattr(error, "is_repeated", False)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether an error says that a rank did not take part in a collective in time."""
+    return any(text in str(error) for text in TIMED_OUT)
 
 
 def fingerprint(*tensors: Tensor) -> str:

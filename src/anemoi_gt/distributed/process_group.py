@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from anemoi_gt.distributed.consensus import check_same, is_consequence
+from anemoi_gt.distributed.consensus import check_same, is_consequence, is_timeout
 from anemoi_gt.option_checks import check_integer, check_positive
 
 AXES = ("data", "model")
@@ -145,7 +145,7 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
         dist.init_process_group("nccl", **options, device_id=device)
     else:
         dist.init_process_group("gloo", **options)
-    with _recorded_error():
+    with _recorded_error(config.timeout):
         values = {f"sharding.{name}": value for name, value in asdict(config).items()}
         check_same(values, world_group())
         yield make_mesh(device_type, config.model, timeout)
@@ -154,8 +154,11 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
 
 
 @contextmanager
-def _recorded_error() -> Iterator[None]:
-    """Record an error of the block in torchrun's error file, later than errors that caused it."""
+def _recorded_error(timeout: float) -> Iterator[None]:
+    """Record an error of the block in torchrun's error file, later than errors that caused it.
+
+    `timeout` is that of the collectives, in seconds, which a note names where it has passed.
+    """
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -166,6 +169,14 @@ def _recorded_error() -> Iterator[None]:
                 "This error follows from an error of another rank, which ended or raised first."
             )
             _wait_for_end()
+            error.add_note(
+                "No rank of this host ended before it: another host, or a rank there, was lost."
+            )
+        elif is_timeout(error):
+            error.add_note(
+                f"A rank did not take part in time, sharding.timeout={timeout:g} s: it froze, or "
+                "it is slow and needs a longer timeout, as rank 0 may while it builds the graph."
+            )
         handler.record_exception(error)
         raise
 

@@ -127,7 +127,9 @@ def save_checkpoint(
     dist.barrier(group)
     try:
         dcp.save(_to_dtensors(state, tables), checkpoint_id=partial, process_group=group)
-    except CheckpointException as error:
+    except CheckpointException as error:  # on all ranks, once all have ended their writes
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"could not write the checkpoint {partial}: {_reason(error)}") from error
     if is_first:
         if folder.exists():
