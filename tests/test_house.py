@@ -80,7 +80,8 @@ FOREIGN = {
         for part in ("torch_compat", "tested_versions", "custom_ops", "graph", "ops", "explanation")
     },
     "toolchain": {"torch"},
-    **{part: {"torch"} for part in ("distributed", "export")},
+    "distributed": {"torch", "filelock"},  # which torch requires
+    "export": {"torch"},
     "kernels": {"triton"},
     "nn": {"torch", "torch_geometric", "einops"},
     "cuda_graph": {"torch"},

@@ -94,9 +94,90 @@ def test_a_terminated_run_saves_and_prints_how_to_continue(terminated):
     )
 
 
-def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(tmp_path):
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    assert finish(start(whole))[0] == 0
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert finish(start(folder))[0] == 0
+    return folder
+
+
+def resume_by_folder(folder):
+    """Continue a run by its folder only, from another working directory."""
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    command = ("-m", "anemoi_gt.train", "resume=true", f"hydra.run.dir={folder}")
+    return finish(Program(*command, folder=elsewhere))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_with_its_own_config(whole, tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder)
+    send(process, signal.SIGKILL, folder, after=VALID_EVERY // 2)
+    assert process.finish(DEADLINE)[0] == -signal.SIGKILL
+    assert not (folder / "last.pt").exists()
+    refused = f"{folder} holds a run that ended before its first checkpoint: resume=true starts it"
+    status, sentence = finish(start(folder, "resume=false"))
+    assert status == 1 and refused in sentence
+    status, sentence = finish(start(folder, "model.channels=16"))
+    assert status == 1 and "config.yaml was written with model.channels=8, not 16" in sentence
+    assert resume_by_folder(folder)[0] == 0
+    assert "starts again at step 0, with the config in .hydra" in (folder / "train.log").read_text()
+    assert_same_run(folder, whole)
+
+
+def test_a_disk_that_is_full_at_the_first_best_checkpoint_loses_nothing(whole, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "best.pt.partial").symlink_to("/dev/full")
+    status, sentence = finish(start(folder))
+    assert status == 1 and f"could not write {folder / 'best.pt'}: No space left" in sentence
+    assert not (folder / "best.pt").exists()
+    assert load_checkpoint(folder / "last.pt")["step"] == VALID_EVERY
+    assert resume_by_folder(folder)[0] == 0
+    assert_same_run(folder, whole)
+
+
+def test_a_best_checkpoint_without_the_last_one_is_kept(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "last.pt").unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+    status, sentence = resume_by_folder(folder)
+    assert status == 1 and "holds a run without its last checkpoint: a copy of best.pt" in sentence
+    assert {path: path.read_bytes() for path in before} == before
+    shutil.copy(folder / "best.pt", folder / "last.pt")  # as the sentence says
+    assert resume_by_folder(folder)[0] == 0
+    assert_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("resume", ["true", "false"])
+def test_a_second_start_in_the_folder_of_a_run_is_refused_and_touches_nothing(
+    whole, tmp_path, resume
+):
+    folder = tmp_path / "run"
+    process = start(folder)
+    send(process, signal.SIGSTOP, folder, after=VALID_EVERY + 5)
+    before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+    status, sentence = finish(start(folder, f"resume={resume}"))
+    owner = f"process {process.pid} on {os.uname().nodename}, started "
+    assert status == 1 and f"one run at a time may train in {folder}, {owner}" in sentence
+    assert {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()} == before
+    os.kill(process.pid, signal.SIGCONT)
+    assert finish(process)[0] == 0
+    assert_same_run(folder, whole)
+
+
+def test_of_two_runs_that_start_in_one_new_folder_one_trains(whole, tmp_path):
+    folder = tmp_path / "run"
+    outcomes = [finish(process) for process in [start(folder), start(folder)]]
+    assert sorted(status for status, _ in outcomes) == [0, 1]
+    (refused,) = (sentence for status, sentence in outcomes if status == 1)
+    assert f"one run at a time may train in {folder}" in refused
+    assert_same_run(folder, whole)
+
+
+def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(whole, tmp_path):
+    folder = tmp_path / "run"
     process = start(folder)
     send(process, signal.SIGKILL, folder, after=VALID_EVERY + 5)
     assert process.finish(DEADLINE)[0] == -signal.SIGKILL

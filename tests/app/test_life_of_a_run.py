@@ -68,9 +68,10 @@ def test_a_continued_run_refuses_fewer_steps_and_another_model(begun, start, err
 
 @pytest.mark.parametrize("folder", ["runs/a", "runs (1)/it's a=b"])
 def test_the_command_printed_at_a_stop_can_be_pasted(workdir, start, monkeypatch, capsys, folder):
-    def stopped(trainer, _):
-        trainer._save_checkpoint(trainer.folder / "last.pt", trainer.state_dict())
-        raise Stopped(signal.SIGINT, 0)
+    def stopped(trainer, _, ownership):
+        with ownership:
+            trainer._save_checkpoint(trainer.folder / "last.pt", trainer.state_dict())
+            raise Stopped(signal.SIGINT, 0)
 
     words = shlex.split(hydra_app.resume_command(workdir / folder))
     (run_dir,) = (word for word in words if word.startswith("hydra"))

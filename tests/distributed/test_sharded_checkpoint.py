@@ -1,4 +1,4 @@
-"""Checkpoints of sharded runs, and which run a folder holds, whichever launch wrote it."""
+"""Checkpoints of sharded models, and of runs of either launch."""
 
 import os
 import re
@@ -20,21 +20,8 @@ from anemoi_gt.distributed import (
     save_checkpoint,
     sharded_checkpoint,
 )
-from anemoi_gt.distributed.sharded_checkpoint import (
-    ONE_PROCESS,
-    TORCHRUN,
-    checkpoint_to_continue,
-    find_run,
-    load_values,
-)
-
-FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
-OTHERS = [
-    ("last.pt", TORCHRUN),
-    ("last/.metadata", ONE_PROCESS),
-    ("last.former/.metadata", ONE_PROCESS),
-]
-BEGINS = "another hydra.run.dir starts a new one"
+from anemoi_gt.distributed.ownership import Ownership
+from anemoi_gt.distributed.sharded_checkpoint import find_run, load_values
 
 
 @pytest.fixture
@@ -56,33 +43,6 @@ def alone(tmp_path):
     )
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("form", "writer"), FORMS.items())
-def test_a_run_is_continued_from_its_own_form_with_resume_and_refused_without(
-    folder_with, form, writer
-):
-    last = folder_with(form)
-    expected = last.parent / form.removesuffix("/.metadata")
-    assert checkpoint_to_continue(last, writer, resume=True) == expected
-    message = f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"
-    with pytest.raises(ValueError, match=message):
-        checkpoint_to_continue(last, writer, resume=False)
-
-
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(("form", "writer"), OTHERS)
-def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(
-    folder_with, form, writer, resume
-):
-    last = folder_with(form)
-    command = "resume=true with torchrun"
-    if writer == TORCHRUN:
-        command = "resume=true without torchrun"
-    run = f"{last.parent} holds a run of {FORMS[form]}, in {form.removesuffix('/.metadata')}"
-    with pytest.raises(ValueError, match="holds a run of") as refused:
-        checkpoint_to_continue(last, writer, resume=resume)
-    assert str(refused.value) == f"{run}: {command} continues it, {BEGINS}"
 
 
 def test_incomplete_checkpoints_do_not_count_as_a_run(folder_with):
@@ -142,7 +102,6 @@ def test_paths_may_be_strings(alone, tmp_path):
     state = {"weight": torch.arange(5.0), "config": {"seed": 1}}
     save_checkpoint(folder, state, {}, alone)
     assert find_checkpoint(folder) == find_run(f"{folder}.pt") == tmp_path / "last"
-    assert checkpoint_to_continue(f"{folder}.pt", TORCHRUN, resume=True) == tmp_path / "last"
     assert load_values(folder, "config") == {"seed": 1}
     assert torch.equal(load_checkpoint(folder, state, {}, alone)["weight"], torch.arange(5.0))
     write_as_file(f"{folder}.pt")
@@ -154,8 +113,20 @@ def test_paths_may_be_strings(alone, tmp_path):
 def test_a_truncated_checkpoint_is_refused_by_name(written, alone, file):
     torn = written / file
     torn.write_bytes(torn.read_bytes()[:20])
-    message = f"^a checkpoint must be complete and of this model, cannot read {written}: "
+    message = (
+        f"^(rank 0: )?a checkpoint must be complete and of this model, cannot read {written}: "
+    )
     raises(lambda: load_values(written, "config"), message)
+    raises(lambda: load_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone), message)
+
+
+def test_an_overwritten_byte_of_a_tensor_is_found_and_its_record_named(written, alone):
+    file = written / "__0_0.distcp"
+    content = file.read_bytes()
+    weight = torch.arange(5.0).numpy().tobytes()
+    assert content.count(weight) == 1
+    file.write_bytes(content.replace(weight, weight[:-1] + b"A"))
+    message = f"cannot read {written}: DamagedError: .*checksum: weight in __0_0.distcp"
     raises(lambda: load_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone), message)
 
 
@@ -180,6 +151,19 @@ def test_a_checkpoint_that_cannot_be_written_is_named(written, alone):
     ):
         save_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
     assert load_values(written, "config")["seed"] == 1
+
+
+def test_a_checkpoint_that_another_job_writes_is_not_touched(written, alone):
+    (written.parent / "last.partial").mkdir()
+    other = Ownership(written.with_name(".last.lock"), "one job", "wait")
+    message = f"^rank 0: could not write the checkpoint {written}: one job at a time may write it, "
+    with other, pytest.raises(OSError, match=f"{message}process {os.getpid()} on "):
+        save_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
+    assert (written.parent / "last.partial").exists()
+    assert load_values(written, "config")["seed"] == 1
+    (written.parent / "last.partial").rmdir()
+    save_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
+    assert [path.name for path in written.parent.iterdir() if path.name != "store"] == ["last"]
 
 
 @pytest.mark.parametrize("form", ["best", "best.former"])

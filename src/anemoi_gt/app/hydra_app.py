@@ -33,6 +33,7 @@ from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.memory_estimate import advice
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint, load_fitting_weights, load_weights
+from anemoi_gt.app.training.run_folder import LOCK, own
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.distributed import is_launched
@@ -231,12 +232,18 @@ def check_folder(arguments: list[str]) -> Path:
 
 
 def remove_empty_run(existing: Path) -> None:
-    """Remove the folder of a failed run, below `existing`, if it has only Hydra's files."""
+    """Remove the folder of a failed run, below `existing`, if it has only Hydra's files.
+
+    The folder stays if another process trains in it, which may have created it at the same time.
+    """
     folder = output_folder()
     if existing not in folder.parents:  # it existed before the run
         return
-    names = [path.name for path in folder.iterdir()]
-    if all(name == ".hydra" or name.endswith(".log") for name in names):
+    with suppress(ValueError), own(folder):
+        names = [path.name for path in folder.iterdir()]
+        is_empty = all(name.startswith((LOCK, ".hydra")) or name.endswith(".log") for name in names)
+        if not is_empty:
+            return
         shutil.rmtree(folder)
         for parent in folder.parents[: folder.parents.index(existing)]:
             with suppress(OSError):  # not empty: it holds another run

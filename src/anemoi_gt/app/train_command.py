@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,21 @@ from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.memory_estimate import estimate_memory
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, load_weights
+from anemoi_gt.app.training.run_folder import (
+    BEST,
+    CONFIG,
+    LAST,
+    METRICS,
+    ONE_PROCESS,
+    TORCHRUN,
+    checkpoint_to_continue,
+    has_records,
+    own,
+    read_config,
+    write_config,
+)
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.app.training.step import autocast
-from anemoi_gt.app.training.trainer import BEST, LAST
 from anemoi_gt.distributed import (
     ShardingConfig,
     broadcast_from_rank0,
@@ -47,14 +60,7 @@ from anemoi_gt.distributed.process_group import (
     local_device,
     make_cpu_group,
 )
-from anemoi_gt.distributed.sharded_checkpoint import (
-    ONE_PROCESS,
-    TORCHRUN,
-    checkpoint_to_continue,
-    find_run,
-    load_values,
-    sharded,
-)
+from anemoi_gt.distributed.sharded_checkpoint import find_run, load_values, sharded
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +98,17 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     folder = hydra_app.output_folder()
     description = hydra_app.describe(config)
     hydra_app.check_device(config)
+    with ExitStack() as ownership:
+        ownership.enter_context(own(folder))
+        trainer = make_trainer(config, folder, description)
+        write_config(folder, config, description)
+        return partial(train, trainer, config.plots.variables, ownership.pop_all())
+
+
+def make_trainer(
+    config: "hydra_app.DictConfig", folder: Path, description: dict[str, Any]
+) -> Trainer:
+    """Return the trainer of a run, with the state of the run that it continues, if any."""
     state = checkpoint_to_resume(folder, description, resume=config.resume)
     schema = None
     if state is not None:
@@ -112,7 +129,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
         model = trainer.step.model.train()
         with autocast(run.training.precision, trainer.device):
             hydra_app.write_explanation(model, run.splits.train, run.training, config.explain)
-    return partial(train, trainer, config.plots.variables)
+    return trainer
 
 
 def checkpoint_to_resume(folder: Path, description: dict, *, resume: bool) -> dict | None:
@@ -121,12 +138,38 @@ def checkpoint_to_resume(folder: Path, description: dict, *, resume: bool) -> di
     `description` is the config as plain values. Raises ValueError if the folder holds a run but
     `resume` is False, or the run is from torchrun or has another config.
     """
-    path = checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)
+    path = checkpoint_to_continue(folder, ONE_PROCESS, resume=resume)
     if path is None:
+        check_start(folder, description, resume=resume)
         return None
     state = load_checkpoint(path)
     check_same_config(path, state.get("config", {}), description)
     return state
+
+
+def check_start(folder: Path, description: dict, *, resume: bool) -> None:
+    """Log that a run with `resume` starts at step 0; raise ValueError if it would be another run.
+
+    A run that ended before its first checkpoint starts again with its own config.
+    """
+    if not resume:
+        return
+    if not has_records(folder):
+        log.info("%s holds no checkpoint: the run starts at step 0", folder)
+        return
+    config = read_config(folder)
+    if config is None:
+        raise ValueError(
+            f"a run without a checkpoint starts again with its own config, {folder} has no "
+            f"{CONFIG}: another hydra.run.dir starts a new one"
+        )
+    own_config = {group: config[group] for group in description if group in config}
+    check_same_config(folder / CONFIG, own_config, description)
+    log.info(
+        "%s holds metrics and no checkpoint: the run starts again at step 0, with the config in %s",
+        folder,
+        CONFIG,
+    )
 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
@@ -148,11 +191,17 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
         )
 
 
-def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
+def train(trainer: Trainer, variables: Sequence[str] | None, ownership: ExitStack) -> float:
     """Train a model, write scores and plots to its folder, and return the lowest validation loss.
 
-    `variables` are plotted; by default, the first three.
+    `variables` are plotted; None plots the first three. `ownership` of the folder ends with the
+    run.
     """
+    with ownership:
+        return _train(trainer, variables)
+
+
+def _train(trainer: Trainer, variables: Sequence[str] | None) -> float:
     splits = trainer.splits
     folder = trainer.folder
     num_parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
@@ -161,7 +210,7 @@ def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
     if memory is not None:
         log.info("memory of a step: %s", memory)
     start = time.perf_counter()
-    with MetricsFile(folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
+    with MetricsFile(folder / METRICS, until=trainer.step.global_step) as metrics:
         trainer.fit(metrics)
     log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
     with cpu_threads(trainer.config.threads):
@@ -227,6 +276,13 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
 def _train_on_ranks(
     config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str
 ) -> float | None:
+    with ExitStack() as ownership:  # of the folder, on rank 0
+        return _train_owned(config, sharding, device_type, ownership)
+
+
+def _train_owned(
+    config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str, ownership: ExitStack
+) -> float | None:
     whole: Any = None  # the whole model, on rank 0 only
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
@@ -234,6 +290,7 @@ def _train_on_ranks(
         share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
         description = hydra_app.describe(config) | {"sharding": asdict(sharding)}
         folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
+        run_on_rank0(lambda: ownership.enter_context(own(folder)))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, description, resume=config.resume))
         schema = None
         if resume:
@@ -249,6 +306,7 @@ def _train_on_ranks(
             model, shard, splits, training, folder, description, mesh=mesh, group=group
         )
         chosen_variables(splits.test, config.plots.variables)
+        run_on_rank0(partial(write_config, folder, config, description))
         log.info("%s", describe_data(splits))
         log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
         share = replace(training, batch_size=training.batch_size // mesh["data"].size())
@@ -280,8 +338,9 @@ def resumes_on_ranks(folder: Path, description: dict, *, resume: bool) -> bool:
 
     Raises ValueError like `checkpoint_to_resume`.
     """
-    path = checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)
+    path = checkpoint_to_continue(folder, TORCHRUN, resume=resume)
     if path is None:
+        check_start(folder, description, resume=resume)
         return False
     before = load_values(path, "config")
     check_same_config(path, before, description)
@@ -304,17 +363,22 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
 def primary_config(arguments: list[str]) -> str:
     """Return the name of the primary config: `resume` to continue a run, otherwise `train`.
 
-    `resume` takes the config from the checkpoint. If the arguments select configs of groups, the
-    primary config is `train`, and the composed config must equal the checkpoint's. Under torchrun,
-    the sharding of the run is appended to the command line, unless the arguments set it.
+    `resume` takes the config from the checkpoint, or from the folder if it has none. If the
+    arguments select configs of groups, the primary config is `train`, and the composed config must
+    equal the checkpoint's. Under torchrun, the sharding of the run is appended to the command line,
+    unless the arguments set it. Raises ValueError if `srun` has started several runs.
     """
+    check_slurm_tasks(os.environ)
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
     if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
     checkpoint = find_run(Path(folder) / LAST)
     if checkpoint is None:
-        return "train"
-    if checkpoint.is_file():
+        checkpoint = Path(folder) / CONFIG
+        config = read_config(Path(folder))
+        if config is None:
+            return "train"
+    elif checkpoint.is_file():
         config = load_checkpoint(checkpoint).get("config")
     else:
         config = load_values(checkpoint, "config")
@@ -325,8 +389,32 @@ def primary_config(arguments: list[str]) -> str:
     keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
     if keys & set(hydra_app.GROUPS):
         return "train"
+    if isinstance(config, dict):
+        kept = (*hydra_app.GROUPS, "init_from")
+        config = {"init_from": None} | {key: config[key] for key in kept if key in config}
     hydra_app.store_config(config, checkpoint)
     return "resume"
+
+
+def check_slurm_tasks(environment: Mapping[str, str]) -> None:
+    """Raise ValueError if the tasks of a Slurm step would train a run each, in one folder.
+
+    `srun` sets SLURM_STEP_NUM_TASKS, which a batch script does not have, and torchrun
+    GROUP_WORLD_SIZE, the number of torchruns that share a job.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks == 1:
+        return
+    if not is_launched():
+        raise ValueError(
+            f"several tasks of srun must train one run by torchrun, got {tasks} tasks without it: "
+            "use srun --ntasks=1, or one torchrun per host"
+        )
+    if environment.get("GROUP_WORLD_SIZE") == "1":
+        raise ValueError(
+            f"the torchruns of all tasks of srun must share one job, got {tasks} tasks with a job "
+            f"each: give torchrun --nnodes={tasks} and --rdzv-endpoint, or use srun --ntasks=1"
+        )
 
 
 def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]:
@@ -337,7 +425,7 @@ def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]
     former = [f"sharding={sharding['strategy']}"]
     for name, value in sharding.items():
         key = f"sharding.{name}"
-        if name != "strategy" and key not in keys:
+        if name not in ("_target_", "strategy") and key not in keys:
             former.append(f"{key}={value}")
     return former
 

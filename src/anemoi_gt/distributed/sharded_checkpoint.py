@@ -8,11 +8,12 @@ of ranks can read it. All other tensors are the same on all ranks, and are writt
     torchrun      the folder last/, or last.former/ if interrupted between the two renames
 """
 
+import io
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,16 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
+from anemoi_gt.distributed.checksums import DamagedError, check_checksums
+from anemoi_gt.distributed.consensus import (
+    check_same,
+    consensus,
+    fingerprint,
+    raise_on_all_ranks,
+)
 from anemoi_gt.distributed.halo import HaloExchange
+from anemoi_gt.distributed.ownership import Ownership
 from anemoi_gt.distributed.partition import Ranges
-
-ONE_PROCESS, TORCHRUN = "one process", "torchrun"
-REMEDY = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true with torchrun"}
 
 
 class ShardedTable:
@@ -115,12 +120,45 @@ def save_checkpoint(
         On all ranks, before anything is written, if a table does not occur in the state, or any
         other tensor differs between ranks, because only the values of one rank would be kept.
     OSError
-        If it cannot be written; the former checkpoint is kept.
+        If it cannot be written, or another job writes it; the former checkpoint is kept.
     """
     folder = Path(folder)
+    _check_saves_all(state, tables, group)
+    with _sole_writer(folder, group):
+        _write_checkpoint(folder, state, tables, group)
+
+
+@contextmanager
+def _sole_writer(folder: Path, group: dist.ProcessGroup) -> Iterator[None]:
+    """Keep other jobs from writing a checkpoint in the block. Collective when the block begins.
+
+    Raises OSError on all ranks if another job writes it.
+    """
+    ownership = Ownership(
+        folder.with_name(f".{folder.name}.lock"),
+        "one job at a time may write it",
+        "give every job a folder of its own",
+    )
+    problem = None
+    with ExitStack() as stack:
+        if dist.get_rank(group) == 0:
+            try:
+                stack.enter_context(ownership)
+            except (ValueError, OSError) as error:
+                problem = f"could not write the checkpoint {folder}: {error}"
+        raise_on_all_ranks(problem, group, OSError)
+        yield
+
+
+def _write_checkpoint(
+    folder: Path,
+    state: dict[str, Any],
+    tables: Mapping[str, ShardedTable],
+    group: dist.ProcessGroup,
+) -> None:
+    """Write a checkpoint under another name, and rename it when it is complete. Collective."""
     partial = folder.with_name(folder.name + ".partial")
     former = _former(folder)
-    _check_saves_all(state, tables, group)
     is_first = dist.get_rank(group) == 0
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
@@ -186,16 +224,34 @@ def load_checkpoint(
     FileNotFoundError
         If there is no checkpoint.
     ValueError
-        On all ranks, if it is corrupt or belongs to another model, or a table does not occur in the
-        state.
+        On all ranks, if it is damaged, by the checksums in it, or belongs to another model, or a
+        table does not occur in the state.
     """
     path = require_checkpoint(folder)
     with consensus(group):
         _check_tables(state, tables)
+    with consensus(group), _reading(path, Exception):
+        _check_share(path, dist.get_rank(group), dist.get_world_size(group))
     whole = _to_dtensors(state, tables)
     with _reading(path):
         dcp.load(whole, checkpoint_id=path, process_group=group)
     return _from_dtensors(whole, state, tables)
+
+
+def _check_share(checkpoint: Path, rank: int, num_ranks: int) -> None:
+    """Compare a share of the records of a checkpoint with their checksums.
+
+    Every rank checks every `num_ranks`-th record, so that all ranks together read the files once.
+    """
+    records = dcp.FileSystemReader(checkpoint).read_metadata().storage_data
+    for index, record in list(records.items())[rank::num_ranks]:
+        with (checkpoint / record.relative_path).open("rb") as file:
+            file.seek(record.offset)
+            content = file.read(record.length)
+        try:
+            check_checksums(io.BytesIO(content))
+        except DamagedError as error:
+            raise DamagedError(f"{error}: {index.fqn} in {record.relative_path}") from error
 
 
 def load_values(folder: str | Path, key: str) -> Any:
@@ -396,30 +452,3 @@ def require_file(path: str | Path) -> None:
             "write best.pt at the end); convert it with python -m "
             f"torch.distributed.checkpoint.format_utils dcp_to_torch {checkpoint} FILE.pt"
         )
-
-
-def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Path | None:
-    """Return the checkpoint from which a run continues, or None if it starts from scratch.
-
-    `last` is the file that one process writes, such as folder / "last.pt". `writer` is the current
-    launch, ONE_PROCESS or TORCHRUN; each continues only runs of its own kind. Raise ValueError if
-    the folder holds a run, but `resume` is False or the run is of the other kind.
-    """
-    if not isinstance(resume, bool):
-        raise ValueError(f"resume must be true or false, got {resume!r}")
-    last = Path(last)
-    checkpoint = find_run(last)
-    if checkpoint is None:
-        return None
-    former_writer = ONE_PROCESS if checkpoint == last else TORCHRUN
-    if writer != former_writer:
-        raise ValueError(
-            f"{last.parent} holds a run of {former_writer}, in {checkpoint.name}: "
-            f"{REMEDY[former_writer]} continues it, another hydra.run.dir starts a new one"
-        )
-    if not resume:
-        raise ValueError(
-            f"{last.parent} holds a run: resume=true continues it, another hydra.run.dir starts a "
-            "new one"
-        )
-    return checkpoint

@@ -7,6 +7,8 @@ import json
 import random
 import re
 from contextlib import nullcontext
+from io import BytesIO
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -33,8 +35,8 @@ def content(tmp_path_factory):
 def assert_is_refused(path, content):
     """Assert that the bytes are refused in one sentence, whatever PyTorch raises."""
     path.write_bytes(content)
-    sentence = f"a checkpoint must be a whole file that training wrote, {path} cannot be read"
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+    sentence = re.escape(f"a checkpoint must be a whole file that training wrote, {path} ")
+    with pytest.raises(ValueError, match=f"^{sentence}(cannot be read|is damaged: .*)$"):
         load_checkpoint(path)
 
 
@@ -55,6 +57,21 @@ def test_noise_and_a_checkpoint_with_flipped_bytes_are_reported_in_one_sentence(
         for index in noise.sample(pickled, 20):
             flipped[index] ^= noise.randrange(1, 256)
         assert_is_refused(tmp_path / "last.pt", flipped)
+
+
+def test_every_overwritten_byte_of_a_tensor_is_found_and_the_file_and_record_named(
+    content, tmp_path
+):
+    path = tmp_path / "last.pt"
+    (record,) = (name for name in ZipFile(BytesIO(content)).namelist() if name.endswith("data/7"))
+    begin = content.index(ZipFile(BytesIO(content)).read(record))
+    for size in (1, 2000):
+        damaged = bytearray(content)
+        damaged[begin : begin + size] = bytes(byte ^ 1 for byte in content[begin : begin + size])
+        path.write_bytes(damaged)
+        message = f"training wrote, {path} is damaged: {record} does not have its checksum$"
+        with pytest.raises(ValueError, match=message):
+            load_checkpoint(path)
 
 
 def test_a_file_that_the_system_refuses_to_read_keeps_the_refusal(content, tmp_path, monkeypatch):

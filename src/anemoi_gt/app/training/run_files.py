@@ -7,6 +7,7 @@ or the new content, never a part of it.
 
 import io
 import json
+import math
 import os
 import textwrap
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import nn
+
+from anemoi_gt.distributed.checksums import DamagedError, check_checksums
+
+UNREADABLE = "a checkpoint must be a whole file that training wrote"
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
@@ -32,25 +37,34 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Load the state of a checkpoint, with tensors on the CPU, without executing code.
 
     Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and ValueError
-    if it is not a checkpoint or is damaged.
+    if it is not a checkpoint or is damaged, by the checksums in it.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder"
         )
-    content = path.read_bytes()
+    content = io.BytesIO(path.read_bytes())
     try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises a dozen types
-        raise ValueError(
-            f"a checkpoint must be a whole file that training wrote, {path} cannot be read"
-        ) from error
+        check_checksums(content)
+        content.seek(0)
+        state = torch.load(content, map_location="cpu", weights_only=True)
+    except DamagedError as error:
+        raise ValueError(f"{UNREADABLE}, {path} is damaged: {error}") from error
+    except Exception as error:  # zipfile and torch.load raise a dozen types
+        raise ValueError(f"{UNREADABLE}, {path} cannot be read") from error
     if not isinstance(state, dict):
         raise ValueError(
             f"a checkpoint must hold a dict of states, {path} holds a {type(state).__name__}"
         )
     return state
+
+
+def read_best_loss(path: str | Path) -> float:
+    """Return the lowest validation loss in a checkpoint, infinity if there is no such file."""
+    if not Path(path).exists():
+        return math.inf
+    return load_checkpoint(path)["best_loss"]
 
 
 def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:

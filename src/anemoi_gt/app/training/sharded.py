@@ -9,6 +9,7 @@ local loss      = sum over local nodes of weight * error / number of nodes of th
 loss            = mean over data of sum over model of local loss
 """
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,14 +31,22 @@ from anemoi_gt.app.datasets.forecast_dataset import Sample, Splits, TrainingBatc
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.progress import StopRequest
 from anemoi_gt.app.training.run_files import MetricsFile, atomic_write
+from anemoi_gt.app.training.run_folder import BEST, LAST, METRICS
 from anemoi_gt.app.training.step import TrainingStep, autocast
-from anemoi_gt.app.training.trainer import BEST, LAST, Trainer
-from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
+from anemoi_gt.app.training.trainer import Trainer
+from anemoi_gt.distributed.consensus import (
+    check_same,
+    fingerprint,
+    raise_on_all_ranks,
+    run_on_rank0,
+)
 from anemoi_gt.distributed.gradients import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.module_shard import ModuleShard
 from anemoi_gt.distributed.process_group import world_group
 from anemoi_gt.distributed.sharded_checkpoint import (
+    find_checkpoint,
     load_checkpoint,
+    load_values,
     require_checkpoint,
     save_checkpoint,
     sharded,
@@ -91,6 +100,7 @@ def make_sharded_trainer(
             TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()
         ),
         save=lambda path, state: save_checkpoint(sharded(path), state, shard.tables, world_group()),
+        read_best_loss=lambda path: run_on_rank0(partial(read_sharded_best_loss, sharded(path))),
         stop_request=partial(SharedStopRequest, group),
     )
 
@@ -115,11 +125,18 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     if dist.get_rank() != 0:
         trainer.fit(None)
         return None
-    path = trainer.folder / "metrics.jsonl"
+    path = trainer.folder / METRICS
     with MetricsFile(path, until=trainer.step.global_step) as metrics:
         trainer.fit(metrics)
     write_as_file(trainer.folder / BEST)
     return metrics.records
+
+
+def read_sharded_best_loss(folder: Path) -> float:
+    """Return the lowest validation loss in a checkpoint, infinity if there is none."""
+    if find_checkpoint(folder) is None:
+        return math.inf
+    return load_values(folder, "best_loss")
 
 
 def check_same_data(splits: Splits, folder: str | Path) -> None:

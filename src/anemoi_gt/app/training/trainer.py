@@ -17,21 +17,22 @@ from anemoi_gt.app.training.run_files import (
     MetricsFile,
     load_checkpoint,
     load_weights,
+    read_best_loss,
     save_checkpoint,
 )
+from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep
 from anemoi_gt.rng import generator_states, seed_generators, set_generator_states
-
-LAST, BEST = "last.pt", "best.pt"
 
 
 class Trainer:
     """Training of a model on a data set, with checkpoints in a folder.
 
     `last.pt` is the state after the latest validation, or at the step where the run stopped;
-    `best.pt` is the state at the lowest validation loss. On a CPU, two runs with the same config,
-    data and number of threads are bitwise identical, even if one was interrupted and continued from
-    `last.pt`. Raises ValueError if config is not a TrainingConfig, or its device is not available.
+    `best.pt` is the state at the lowest validation loss, written after `last.pt`. On a CPU, two
+    runs with the same config, data and number of threads are bitwise identical, even if one was
+    interrupted and continued from `last.pt`. Raises ValueError if config is not a TrainingConfig,
+    or its device is not available.
 
     Parameters
     ----------
@@ -46,10 +47,10 @@ class Trainer:
     schema : DataSchema, optional
         Schema of the data, to be stored in the checkpoints. By default, the schema of
         `splits.train`.
-    make_step, make_batches, save, stop_request : callable
+    make_step, make_batches, save, read_best_loss, stop_request : callable
         Called like their defaults: `TrainingStep(model, weights, config, device)`,
-        `TrainingBatches(dataset, batch_size, steps, seed, device)`, `save_checkpoint(path, state)`
-        and `StopRequest()`.
+        `TrainingBatches(dataset, batch_size, steps, seed, device)`, `save_checkpoint(path, state)`,
+        `read_best_loss(path)` and `StopRequest()`.
 
     Attributes
     ----------
@@ -71,6 +72,7 @@ class Trainer:
         make_step: Callable[..., TrainingStep] = TrainingStep,
         make_batches: Callable[..., TrainingBatches] = TrainingBatches,
         save: Callable[[Path, dict], None] = save_checkpoint,
+        read_best_loss: Callable[[Path], float] = read_best_loss,
         stop_request: Callable[[], StopRequest] = StopRequest,
     ):
         if not isinstance(config, TrainingConfig):
@@ -86,8 +88,10 @@ class Trainer:
             splits.train, config.batch_size, config.steps, config.seed, self.device
         )
         self._save_checkpoint = save
+        self._read_best_loss = read_best_loss
         self._stop_request = stop_request
         self.best_loss = math.inf
+        self._lacks_best = False
         self._meter = Meter(self.device)
         self._generators: dict | None = None  # states from a checkpoint, if the run continues
         self._metrics: MetricsFile | None = None
@@ -116,6 +120,9 @@ class Trainer:
             progress_bar(self.config.steps, self.step.global_step, disable=metrics is None) as bar,
             self._stop_request() as stop,
         ):
+            if self._lacks_best:
+                self._save(BEST)
+                self._lacks_best = False
             for batch in self.batches.since(self.step.global_step):
                 rate = self.step.learning_rate()
                 self._meter.add(self.step.training_step(batch), samples)
@@ -150,8 +157,10 @@ class Trainer:
     def load_state_dict(self, state: dict) -> None:
         """Restore the state of a run; the next `fit` takes the remaining steps.
 
-        `state` is a result of `load_checkpoint`. Raises ValueError if it lacks an entry, or its
-        weights belong to another model.
+        `state` is a result of `load_checkpoint`. If `best.pt` in the folder is not as good as the
+        state says, because the run ended before it was written, `fit` writes it from this state.
+        Raises ValueError if the state lacks an entry, its weights belong to another model, or
+        `best.pt` is damaged.
         """
         missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
@@ -160,6 +169,7 @@ class Trainer:
             )
         self.step.load_state_dict(state)
         self.best_loss = state["best_loss"]
+        self._lacks_best = self.best_loss < self._read_best_loss(self.folder / BEST)
         self._meter.load_state_dict(state["pending"])
         self._generators = state["generators"]
 
@@ -184,10 +194,10 @@ class Trainer:
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
         self._record("valid", loss=loss)
-        # last.pt comes second, so that a run that is killed in between continues from the former
-        # one and writes best.pt again.
+        # last.pt comes first, so that a run that is killed in between, or finds the disk full, has
+        # lost nothing: it continues from there and writes best.pt (`load_state_dict`).
         if is_best:
-            self._save(BEST, LAST)
+            self._save(LAST, BEST)
         else:
             self._save(LAST)
         return loss

@@ -1,0 +1,120 @@
+"""The folder of a run: its owner while it trains, and the state from which the run continues.
+
+.lock, .lock.owner    held by the process that trains
+.hydra/config.yaml    the config, from which a run starts again that has no checkpoint
+last.pt               of one process, or the folder last/ of torchrun: continues the run
+best.pt               of one process, and of torchrun at its end; best/ of torchrun
+metrics.jsonl         records since step 1
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anemoi_gt.app.training.run_files import atomic_write
+from anemoi_gt.distributed.ownership import Ownership
+from anemoi_gt.distributed.sharded_checkpoint import find_run
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+LAST, BEST, METRICS = "last.pt", "best.pt", "metrics.jsonl"
+LOCK, CONFIG = ".lock", ".hydra/config.yaml"
+ONE_PROCESS, TORCHRUN = "one process", "torchrun"
+REMEDY = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true with torchrun"}
+ELSEWHERE = "another hydra.run.dir starts a new one"
+
+
+def own(folder: Path) -> Ownership:
+    """Return a context in which no other process trains in an existing folder."""
+    return Ownership(
+        folder / LOCK,
+        f"one run at a time may train in {folder}",
+        "wait for its end, or choose another hydra.run.dir",
+    )
+
+
+def checkpoint_to_continue(folder: Path, writer: str, *, resume: bool) -> Path | None:
+    """Return the checkpoint from which a run continues, or None if it starts at step 0.
+
+    `writer` is the current launch, ONE_PROCESS or TORCHRUN; each continues only runs of its own
+    kind. Raises ValueError if the folder holds a run, but `resume` is False, the run is of the
+    other kind, or its last checkpoint is missing.
+    """
+    if not isinstance(resume, bool):
+        raise ValueError(f"resume must be true or false, got {resume!r}")
+    last = find_run(folder / LAST)
+    if last is not None:
+        former_writer = ONE_PROCESS if last.name == LAST else TORCHRUN
+        if writer != former_writer:
+            raise ValueError(
+                f"{folder} holds a run of {former_writer}, in {last.name}: "
+                f"{REMEDY[former_writer]} continues it, {ELSEWHERE}"
+            )
+        if not resume:
+            raise ValueError(f"{folder} holds a run: resume=true continues it, {ELSEWHERE}")
+        return last
+    best = find_run(folder / BEST)
+    if best is not None:
+        missing = best.with_name(best.name.replace("best", "last", 1))
+        raise ValueError(
+            f"{folder} holds a run without its last checkpoint: a copy of {best.name} named "
+            f"{missing.name} continues it from its best step, {ELSEWHERE}"
+        )
+    if has_records(folder) and not resume:
+        raise ValueError(
+            f"{folder} holds a run that ended before its first checkpoint: resume=true starts it "
+            f"again, {ELSEWHERE}"
+        )
+    return None
+
+
+def has_records(folder: Path) -> bool:
+    """Return whether a run in the folder has taken steps."""
+    path = folder / METRICS
+    return path.exists() and path.stat().st_size > 0
+
+
+def write_config(folder: Path, config: "DictConfig", description: dict[str, Any]) -> None:
+    """Write the composed config, and those of Hydra, to `.hydra`.
+
+    Hydra itself writes them before the folder is owned, over those of a run that still trains.
+    `description` has the values of groups with absolute paths, so that the run can start again from
+    any working directory.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    hydra = HydraConfig.get()
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    if values.get("init_from") is not None:
+        values["init_from"] = str(Path(values["init_from"]).absolute())
+    (folder / CONFIG).parent.mkdir(exist_ok=True)
+    for name, content in (
+        ("config", values | description),
+        ("hydra", {"hydra": hydra}),
+        ("overrides", hydra.overrides.task),
+    ):
+        with atomic_write((folder / CONFIG).with_name(f"{name}.yaml")) as file:
+            file.write(OmegaConf.to_yaml(OmegaConf.create(content)).encode())
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Return the config in a folder as plain values, or None if it has none.
+
+    Raises ValueError if the file is not a config.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"{path} must be the config of a run, cannot read it: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must be the config of a run, got {config!r}")
+    return {str(key): value for key, value in config.items()}
