@@ -80,8 +80,8 @@ FOREIGN = {
         for part in ("torch_compat", "tested_versions", "custom_ops", "graph", "ops", "explanation")
     },
     "toolchain": {"torch"},
-    "distributed": {"torch", "filelock"},  # which torch requires
-    "export": {"torch"},
+    "distributed": {"torch", "filelock"},  # torch requires filelock and sympy
+    "export": {"torch", "sympy"},
     "kernels": {"triton"},
     "nn": {"torch", "torch_geometric", "einops"},
     "cuda_graph": {"torch"},

@@ -1,6 +1,7 @@
 """The export application: from a checkpoint to a package that runs in Python and C++, and its errors."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -93,9 +94,9 @@ def test_package_runs_in_python_without_this_library(package, example, run_witho
     torch.testing.assert_close(torch.load(forecast), expected)
 
 
-def test_package_runs_in_cpp(package, example, tmp_path):
-    fields, forecast, expected = example
-    torch_folder, program = Path(torch.__file__).parent, tmp_path / "run_package"
+@pytest.fixture(scope="module")
+def cpp_program(tmp_path_factory):
+    torch_folder, program = Path(torch.__file__).parent, tmp_path_factory.mktemp("cpp") / "run"
     libraries = torch_folder / "lib"
     compiler = [
         "g++",
@@ -108,8 +109,46 @@ def test_package_runs_in_cpp(package, example, tmp_path):
     ]
     linker = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
     subprocess.run([*compiler, *linker], check=True, capture_output=True, timeout=300)
+    return program
+
+
+WRONG_FIELDS = {
+    "another dtype": (lambda x: x.double(), r"float64 \[3, 208, 5\]"),
+    "a transposed view": (
+        lambda x: x.mT.contiguous().mT,
+        r"float32 \[3, 208, 5\] with strides \[1040, 1, 208\]",
+    ),
+    "a missing channel": (lambda x: x[..., :4].contiguous(), r"float32 \[3, 208, 4\]"),
+    "a missing node": (lambda x: x[:, :207].contiguous(), r"float32 \[3, 207, 5\]"),
+    "no batch": (lambda x: x[0], r"float32 \[208, 5\]"),
+    "an empty batch": (lambda x: x[:0], r"float32 \[0, 208, 5\]"),
+    "too large a batch": (lambda x: torch.cat([x, x]), r"float32 \[6, 208, 5\]"),
+}
+EXPECTED_FIELDS = r"fields must be float32 \[1 to 4, 208, 5\], contiguous, on cpu, got "
+
+
+@pytest.mark.parametrize(("change", "got"), WRONG_FIELDS.values(), ids=WRONG_FIELDS)
+def test_package_refuses_wrong_fields_in_python(package, example, change, got):
+    loaded = torch._inductor.aoti_load_package(str(package))
+    with pytest.raises(RuntimeError, match=f"^{EXPECTED_FIELDS}{got} on cpu"):
+        loaded(change(torch.load(example[0])))
+
+
+def test_package_refuses_wrong_fields_in_cpp(package, example, cpp_program):
+    fields, forecast, _ = example
+    torch.save(torch.load(fields).double(), fields)
     result = subprocess.run(
-        [program, package, fields, forecast], capture_output=True, text=True, timeout=60
+        [cpp_program, package, fields, forecast], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert not forecast.exists()
+    assert re.search(rf"run_package: {EXPECTED_FIELDS}float64", result.stderr), result.stderr
+
+
+def test_package_runs_in_cpp(package, example, cpp_program):
+    fields, forecast, expected = example
+    result = subprocess.run(
+        [cpp_program, package, fields, forecast], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
     assert "forecast: physical values in, physical values out" in result.stdout

@@ -118,9 +118,11 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_its_own_conf
     assert not (folder / "last.pt").exists()
     refused = f"{folder} holds a run that ended before its first checkpoint: resume=true starts it"
     status, sentence = finish(start(folder, "resume=false"))
-    assert status == 1 and refused in sentence
+    assert status == 1
+    assert refused in sentence
     status, sentence = finish(start(folder, "model.channels=16"))
-    assert status == 1 and "config.yaml was written with model.channels=8, not 16" in sentence
+    assert status == 1
+    assert "config.yaml was written with model.channels=8, not 16" in sentence
     assert resume_by_folder(folder)[0] == 0
     assert "starts again at step 0, with the config in .hydra" in (folder / "train.log").read_text()
     assert_same_run(folder, whole)
@@ -131,7 +133,8 @@ def test_a_disk_that_is_full_at_the_first_best_checkpoint_loses_nothing(whole, t
     folder.mkdir()
     (folder / "best.pt.partial").symlink_to("/dev/full")
     status, sentence = finish(start(folder))
-    assert status == 1 and f"could not write {folder / 'best.pt'}: No space left" in sentence
+    assert status == 1
+    assert f"could not write {folder / 'best.pt'}: No space left" in sentence
     assert not (folder / "best.pt").exists()
     assert load_checkpoint(folder / "last.pt")["step"] == VALID_EVERY
     assert resume_by_folder(folder)[0] == 0
@@ -143,7 +146,8 @@ def test_a_best_checkpoint_without_the_last_one_is_kept(whole, tmp_path):
     (folder / "last.pt").unlink()
     before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
     status, sentence = resume_by_folder(folder)
-    assert status == 1 and "holds a run without its last checkpoint: a copy of best.pt" in sentence
+    assert status == 1
+    assert "holds a run without its last checkpoint: a copy of best.pt" in sentence
     assert {path: path.read_bytes() for path in before} == before
     shutil.copy(folder / "best.pt", folder / "last.pt")  # as the sentence says
     assert resume_by_folder(folder)[0] == 0
@@ -160,7 +164,8 @@ def test_a_second_start_in_the_folder_of_a_run_is_refused_and_touches_nothing(
     before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
     status, sentence = finish(start(folder, f"resume={resume}"))
     owner = f"process {process.pid} on {os.uname().nodename}, started "
-    assert status == 1 and f"one run at a time may train in {folder}, {owner}" in sentence
+    assert status == 1
+    assert f"one run at a time may train in {folder}, {owner}" in sentence
     assert {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()} == before
     os.kill(process.pid, signal.SIGCONT)
     assert finish(process)[0] == 0

@@ -82,6 +82,28 @@ def test_package_agrees_with_the_layer_on_any_graph_without_this_library(
             torch.testing.assert_close(output, layer(*operands))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("row", r"structure_perm must be int32 \[size 0 of structure_row\], .* got int32 "),
+        ("colptr", r"structure_colptr must be int32 \[size 1 of x_1 \+ 1\], .* got int32 "),
+        ("edge_attr", r"edge_attr must be float32 \[size 0 of structure_row, 3\], .* got float32 "),
+        ("batch", r"x_1 must be float32 \[size 0 of x_0, .*, 5\], .* got float32 \[1, "),
+    ],
+)
+def test_package_refuses_sizes_that_do_not_agree(package, changed, message):
+    (x, y), state, edge_attr = problem("shuffled", 2)
+    if changed == "batch":
+        y = y[:1]
+    elif changed == "edge_attr":
+        edge_attr = edge_attr[1:].contiguous()
+    else:
+        state = state | {changed: state[changed][:-1]}
+    loaded = torch._inductor.aoti_load_package(str(package))
+    with pytest.raises(RuntimeError, match=message):
+        loaded((x, y), state, edge_attr)
+
+
 class Doubles(torch.nn.Module):
     """A model whose fake package gives another result."""
 

@@ -126,6 +126,7 @@ def save_checkpoint(
     _check_saves_all(state, tables, group)
     with _sole_writer(folder, group):
         _write_checkpoint(folder, state, tables, group)
+    dist.barrier(group)  # no rank returns before the checkpoint is whole, and free for other jobs
 
 
 @contextmanager
@@ -177,7 +178,6 @@ def _write_checkpoint(
             os.replace(folder, former)
         os.replace(partial, folder)
         shutil.rmtree(former, ignore_errors=True)
-    dist.barrier(group)
 
 
 def find_checkpoint(folder: str | Path) -> Path | None:

@@ -16,6 +16,8 @@ from torch.export import ExportedProgram
 from torch.utils import cpp_extension
 from torch.utils.benchmark import Timer
 
+from anemoi_gt.export.input_checks import checked_inputs
+
 SUFFIX = ".pt2"
 PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
 # a string in every binary that contains a copy of libstdc++'s locale
@@ -59,7 +61,7 @@ def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[
     options: dict[str, object] = {"aot_inductor.metadata": dict(metadata)}
     if hasattr(config, "_use_fp64_for_unbacked_floats"):
         options["_use_fp64_for_unbacked_floats"] = False  # float32 scalars, as in eager launches
-    with torch.no_grad():
+    with torch.no_grad(), checked_inputs(program):
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=options
         )

@@ -6,6 +6,7 @@ name. `export_program` decomposes it into PyTorch operators (backend `torch`) or
 """
 
 import copy
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -72,7 +73,8 @@ def export_model(
 
     example = tree_map(with_batch_size, arguments)
     shapes = tree_map(shape_of, arguments)
-    if isinstance(x, tuple):
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         shapes = (shapes,)  # torch.export treats *args as one argument
     return export_program(model, example, shapes)
 

@@ -62,7 +62,7 @@ def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(
     if writer == TORCHRUN:
         command = "resume=true without torchrun"
     run = f"{folder} holds a run of {FORMS[form]}, in {form.removesuffix('/.metadata')}"
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="holds a run of") as refused:
         checkpoint_to_continue(folder, writer, resume=resume)
     assert str(refused.value) == f"{run}: {command} continues it, {BEGINS}"
 

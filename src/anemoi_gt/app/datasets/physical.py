@@ -62,8 +62,9 @@ class PhysicalModel(nn.Module):
         self.register_buffer("change_mean", change_mean)
         self.register_buffer("change_std", change_std)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the forecast at one lead time."""
+    def forward(self, fields: Tensor, time: Tensor | None = None) -> Tensor:
+        """Return the forecast at one lead time; `inputs` describes `fields` and `time`."""
+        inputs = (fields,) if time is None else (fields, time)
         channels, reference = self.inputs(*inputs)
         return reference + self.change_mean + self.model(channels).float() * self.change_std
 
