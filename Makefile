@@ -1,33 +1,45 @@
-# make demo   train the example model on a sphere, on a CPU, and draw the forecast
+# make quick  the inner loop: tests that compile nothing and start no process, in a minute
 # make test   run every test; ERA5_PATH=FILE adds those on real weather data
 # make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, and test compiled code with Anemoi's torch,
 #   in .venv-anemoi (8 GB)
+# make nightly  what releases of others can break: all versions of anemoi-models and the newest, the lower bounds of pyproject.toml, each
+#   tested torch, Triton's interpreter as it is
+# make demo   train the example model on a sphere, on a CPU, and draw the forecast
 # make bench  time attention beside PyG's, and anemoi-models' where it is installed, on what this machine has
 # make lint, make docs, make format
-# Each command makes .venv by itself; PYTHON chooses the interpreter (3.11 to 3.13).
+# Each command makes its environment by itself; PYTHON chooses the interpreter (3.11 to 3.13).
 
 PYTHON ?= python3
 ERA5_PATH ?=
+CORES := $(shell nproc 2>/dev/null || echo 2)
 # One more than cores: tests wait for processes that they start.
-WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
+WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
+PIP := .venv/$(INSTALL) --constraint constraints.txt
 INSTALLED := .venv/.installed
-FOLDER := $(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/anemoi-models
+PYTEST := bin/python -m pytest --dist worksteal
 
-.PHONY: demo test test-anemoi bench lint format docs clean
+.PHONY: quick demo test test-anemoi nightly bench lint format docs clean
+.PHONY: nightly-upstream nightly-interpreter nightly-lowest nightly-torch
+
+quick: $(INSTALLED)-test
+	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(CORES) --durations 5 -m "not ($(COSTS) or nightly)"
+
+# Markers of cost, which pyproject.toml describes.
+COSTS := compiled or ranks or process or pages or upstream or application or interpreted
 
 demo: $(INSTALLED)-train
 	$(BIN)/anemoi-gt train
 
 test: $(INSTALLED)-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
+	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
 
 # Older releases of torch trace less than the pinned one, so compiled code is tested with the release that Anemoi requires, too.
 test-anemoi: .venv-anemoi/.installed
 	.venv-anemoi/bin/python -m pytest tests/anemoi_application $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
-	.venv-anemoi/bin/python -m pytest tests/integrations/anemoi tests/nn -k "compiled or traced" --ignore tests/integrations/anemoi/test_versions.py
+	.venv-anemoi/bin/python -m pytest tests/integrations/anemoi tests/nn -m "compiled and not upstream"
 
 bench: $(INSTALLED)-graphs
 	$(BIN)/python benchmarks/run.py --output outputs/bench.json
@@ -42,12 +54,13 @@ format: $(INSTALLED)-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED)-docs
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+# In an environment with nothing but the extra `docs`, which a lack in it would break.
+docs: .venv-docs/.installed
+	.venv-docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-.venv/bin/python:
+%/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and f"Python 3.11 to 3.13 is needed, {sys.executable} is {sys.version.split()[0]}; set PYTHON=")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $*
 
 # torch comes first: its pinned build satisfies every range that the other packages name.
 $(INSTALLED)-torch: constraints.txt | .venv/bin/python
@@ -59,23 +72,58 @@ $(INSTALLED)-%: pyproject.toml constraints.txt $(INSTALLED)-torch
 	touch $@
 
 # Anemoi's packages ask for torch below 2.11, and the tests run on a newer one: what they import of Anemoi comes without
-# dependencies, which are in the extra `test`, and old versions and the newest one lie in folders of their own.
-VERSIONS := 0.9.3 0.10.0 0.11.2 0.12.0 0.12.1 0.13.1 0.14.1 0.15.1 0.16.0 0.17.0 0.18.0 0.19.0
+# dependencies, which are in the extra `test`, and other versions lie in folders of their own.
+ANEMOI := --no-deps anemoi-models anemoi-graphs anemoi-utils
 $(INSTALLED)-test: pyproject.toml constraints.txt $(INSTALLED)-torch
 	$(PIP) --editable '.[test]'
-	$(PIP) --no-deps anemoi-models anemoi-graphs anemoi-utils
-	for version in $(VERSIONS); do $(FOLDER)/$$version anemoi-models==$$version || exit; done
-	$(FOLDER)/newest anemoi-models
+	$(PIP) $(ANEMOI)
+	$(call install_versions,0.9.3 0.11.2 0.16.0 0.19.0)
 	touch $@
+
+install_versions = for version in $(1); do \
+	.venv/$(INSTALL) --upgrade --no-deps --target .venv/anemoi-models/$$version anemoi-models==$$version || exit; done
 
 # As users install: with dependencies, which choose torch 2.10. trimesh and datashader are imported by anemoi-graphs and
 # anemoi-training, whose metadata do not name them. The interpreter of Triton 3.6 cannot run with numpy 2.4.
-.venv-anemoi/.installed: pyproject.toml | .venv/bin/python
-	.venv/bin/python -m venv .venv-anemoi
-	.venv-anemoi/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[anemoi-application]' pytest 'numpy<2.4'
+OLD_NUMPY := 'numpy<2.4'
+.venv-anemoi/.installed: pyproject.toml | .venv-anemoi/bin/python
+	.venv-anemoi/$(INSTALL) --editable '.[anemoi-application]' pytest $(OLD_NUMPY)
 	touch $@
 
-.PRECIOUS: $(INSTALLED)-%
+.venv-docs/.installed: pyproject.toml constraints.txt | .venv-docs/bin/python
+	.venv-docs/$(INSTALL) --constraint constraints.txt torch
+	.venv-docs/$(INSTALL) --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+nightly: nightly-upstream nightly-interpreter nightly-lowest nightly-torch
+
+nightly-upstream: $(INSTALLED)-test
+	$(call install_versions,0.10.0 0.12.0 0.12.1 0.13.1 0.14.1 0.15.1 0.17.0 0.18.0)
+	.venv/$(INSTALL) --upgrade --no-deps --target .venv/anemoi-models/newest anemoi-models
+	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(CORES) -m nightly
+
+nightly-interpreter: $(INSTALLED)-test
+	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(CORES) tests/ops tests/kernels --plain-interpreter
+
+# Environments without constraints: what their packages need is the newest. Pages and other versions of Anemoi are tested with the pinned torch.
+WITHOUT_PAGES := -m "not (pages or upstream or nightly)"
+
+# torch, torch-geometric, einops and hydra of the lower bounds in pyproject.toml, which the second command keeps.
+nightly-lowest: .venv-lowest/bin/python
+	.venv-lowest/$(INSTALL) uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[hydra]'
+	.venv-lowest/$(INSTALL) --editable '.[test]' $(OLD_NUMPY)
+	.venv-lowest/$(INSTALL) $(ANEMOI)
+	OMP_NUM_THREADS=1 .venv-lowest/$(PYTEST) -n $(CORES) $(WITHOUT_PAGES)
+
+# Tested releases besides the pinned and the lowest one (src/anemoi_gt/tested_versions.py).
+nightly-torch: nightly-torch-2.11 nightly-torch-2.15
+nightly-torch-%: .venv-torch-%/bin/python
+	.venv-torch-$*/$(INSTALL) 'torch==$*.*' --editable '.[test]' $(OLD_NUMPY)
+	.venv-torch-$*/$(INSTALL) $(ANEMOI)
+	OMP_NUM_THREADS=1 .venv-torch-$*/$(PYTEST) -n $(CORES) $(WITHOUT_PAGES)
+
+.PRECIOUS: $(INSTALLED)-% %/bin/python
 
 clean:
-	rm -rf .venv .venv-anemoi build dist docs/_build outputs src/*.egg-info
+	rm -rf .venv .venv-* build dist docs/_build outputs src/*.egg-info

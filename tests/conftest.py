@@ -12,10 +12,6 @@ from support.garbage import collect_seldom
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, hence before any test module
-    from support.interpreter import speed_up_interpreter
-
-    speed_up_interpreter()
-
 
 # A collection after each compilation visits young objects of the whole process, and frees none that
 # a test waits for; processes that tests start read the variable.
@@ -24,59 +20,13 @@ os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not part of the package
 
-LONG = (  # files that take longest together, longest first
-    "distributed/test_on_ranks",
-    "anemoi/test_fused_blocks",
-    "compile/test_compiled_layers",
-    "distributed/test_application",
-    "anemoi/test_shards",
-    "benchmarks/test_benchmarks",
-    "ops/test_attention_sublayer",
-    "app/test_export_command",
-    "anemoi/test_versions",
-    "tests/test_commands",
-    "compile/test_compiled_graphs",
-    "anemoi/test_compiled",
-    "training/test_compiled",
-    "ops/test_edge_attention",
-    "export/test_program",
-    "anemoi/test_cuda_graph",
-    "nn/test_fused_blocks",
-    "training/test_resume",
-    "ops/test_triton_hubs",
-    "ops/test_triton_operator",
-    "export/test_package",
-    "tests/test_docs",
-    "app/test_installed_configs",
-    "ops/test_feed_forward_sublayer",
-    "kernels/test_compile",
-    "anemoi/test_decisions",
-    "ops/test_triton_accuracy",
-    "distributed/test_benchmark",
-    "app/test_skill",
-)
 
+def pytest_configure(config):
+    """Speed up the interpreter, unless Triton's own is tested."""
+    if not torch.cuda.is_available() and not config.getoption("--plain-interpreter"):
+        from support.interpreter import speed_up_interpreter
 
-def pytest_collection_modifyitems(items):
-    """Give each worker its share of the longest files first, so that all workers end at about the same time."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    files = {name: [] for name in LONG}
-    others = []
-    for item in items:
-        name = "/".join(item.path.with_suffix("").parts[-2:])
-        files.get(name, others).append(item)
-    left = len(items)
-    items.clear()
-    for worker in range(workers):
-        share = []
-        for name in LONG[worker::workers]:
-            share += files[name]
-        num_others = max(left // (workers - worker) - len(share), 0)
-        stretch = share + others[:num_others]
-        items += stretch
-        del others[:num_others]
-        left -= len(stretch)
-    items += others
+        speed_up_interpreter()
 
 
 def pytest_collection_finish():
@@ -87,6 +37,9 @@ def pytest_collection_finish():
 def pytest_addoption(parser):
     parser.addoption(
         "--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature, UK, March 2019"
+    )
+    parser.addoption(
+        "--plain-interpreter", action="store_true", help="interpret kernels without our speed-up"
     )
 
 

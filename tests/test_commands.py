@@ -17,6 +17,8 @@ from support.pages import FILE, PAGES, ROOT, blocks, commands, name_of
 from anemoi_gt import __main__ as command_line
 from anemoi_gt.app import train_command as train
 
+pytestmark = pytest.mark.pages
+
 SMALL = [
     *applications.SMALL,
     "model.num_layers=1",

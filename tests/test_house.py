@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,10 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from support import upstream
 
 import anemoi_gt
+from anemoi_gt import tested_versions
 
 SOURCE = Path(anemoi_gt.__file__).parent
+ROOT = SOURCE.parents[1]
 MAY_IMPORT = {  # package or module: the others that it may import
     **{
         part: set()
@@ -167,11 +172,13 @@ print(tuple(x.grad.shape))
 """
 
 
+@pytest.mark.process
 def test_structure_and_operation_need_only_torch():
     result = run_without(OPTIONAL | {"torch_geometric", "einops"}, USE_OPERATION)
     assert result.stdout == "(2, 1, 4)\n", result.stderr
 
 
+@pytest.mark.process
 def test_modules_need_torch_geometric_and_einops_only():
     code = (
         "import torch, anemoi_gt\nprint(anemoi_gt.GraphTransformerConv(4, 4, heads=2, edge_dim=3))"
@@ -218,14 +225,56 @@ def test_docstring_examples_run(path):
 
 
 def test_type_checkers_read_the_hints_of_an_installed_package():
-    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert (SOURCE / "py.typed").is_file()
     assert project["tool"]["setuptools"]["package-data"]["anemoi_gt"] == ["py.typed"]
 
 
 def test_a_wheel_has_every_package():
     # An editable install, and metadata of an earlier build, hide one that is missing.
-    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {path.parent.relative_to(SOURCE.parent) for path in SOURCE.rglob("*.py")}
     packages = {".".join(folder.parts) for folder in folders} | {"anemoi_gt.configs"}
     assert packages == set(project["tool"]["setuptools"]["packages"])
+
+
+def test_the_citation_and_the_newest_heading_of_the_changelog_have_the_version_and_its_date():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    unreleased, newest, *_ = headings
+    assert unreleased == "[Unreleased]"
+    assert newest == f"[{citation['version']}] - {citation['date-released']}"
+    assert citation["version"] == anemoi_gt.__version__
+
+
+def test_constraints_pin_every_package_of_the_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    del extras["anemoi-application"]  # which has Anemoi's own torch
+    requirements = sum(extras.values(), project["dependencies"])
+    names = {canonical_name(re.match(r"[\w.-]+", line)[0]) for line in requirements}
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert names - set(map(canonical_name, pinned)) == {"anemoi-gt"}
+
+
+def canonical_name(package):
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def test_the_tested_releases_of_torch_are_those_of_the_makefile():
+    # the lowest one is that of pyproject.toml, the pinned one that of constraints.txt
+    makefile = (ROOT / "Makefile").read_text()
+    (listed,) = re.findall(r"^nightly-torch: (.*)$", makefile, re.MULTILINE)
+    releases = {target.removeprefix("nightly-torch-") for target in listed.split()}
+    releases |= set(re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    releases |= set(
+        re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
+    assert releases == {torch_release for torch_release, _ in tested_versions.TESTED}
+
+
+def test_the_versions_of_anemoi_models_are_those_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    gate, nightly = re.findall(r"call install_versions,([\d. ]+)", makefile)
+    assert tuple(gate.split()) == (*upstream.OLD, upstream.PINNED)
+    assert tuple(nightly.split()) == upstream.OTHERS

@@ -65,6 +65,7 @@ def test_triton_is_named_by_its_backend(untested, kernel_device):
     )
 
 
+@pytest.mark.compiled
 def test_compiled_attention_warns_while_it_is_traced(untested):
     torch._dynamo.reset()
     assert len(warned(torch.compile(attend, backend="eager", fullgraph=True))) == 1
@@ -99,6 +100,7 @@ def test_pairs_outside_the_table_are_untested_and_without_triton_torch_decides(
     assert str(tested_versions.why_untested(torch_release, triton)).startswith(message)
 
 
+@pytest.mark.process
 def test_importing_the_package_looks_up_no_release_and_imports_no_compiler():
     code = "import importlib.metadata as m, sys, torch\nm.version = lambda name: exit(f'looked up {name}')\n"
     result = run_without((), code + "import anemoi_gt\nsys.exit('torch._dynamo' in sys.modules)")

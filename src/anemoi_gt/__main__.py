@@ -50,10 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from anemoi_gt.app.info import describe
 
-    try:
-        print(describe(options.checkpoint))
-    except (OSError, ValueError) as error:  # of the checkpoint
-        sys.exit(f"anemoi-gt info: {error}")
+    print(describe(options.checkpoint))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from anemoi_gt.ops import backends
 from . import conftest
 from .test_configs import composed
 
+pytestmark = pytest.mark.application
+
 SMALL = [*conftest.SMALL, "training.steps=4", "training.batch_size=2"]
 
 

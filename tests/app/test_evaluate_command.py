@@ -16,6 +16,8 @@ from anemoi_gt.app.training.run_files import load_checkpoint, save_checkpoint
 
 from . import conftest
 
+pytestmark = pytest.mark.application
+
 RUN = ("training.steps=6", "training.valid_every=2", "training.learning_rate=0.1")
 SMALL = [*conftest.SMALL, "model.num_layers=1", *RUN]
 

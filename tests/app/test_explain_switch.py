@@ -11,6 +11,8 @@ from anemoi_gt.app import train_command as train
 
 from . import conftest
 
+pytestmark = pytest.mark.application
+
 TRAINING = "training.steps=2", "training.batch_size=2", "training.threads=1"
 SMALL = [*conftest.SMALL, "model.num_layers=1", "model.dropout=0.1", *TRAINING]
 

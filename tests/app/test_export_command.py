@@ -21,6 +21,8 @@ from anemoi_gt.app.datasets.sphere_advection import SphereDataset
 from anemoi_gt.app.scores import model_forecast
 from anemoi_gt.app.training.run_files import save_checkpoint
 
+pytestmark = pytest.mark.compiled
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
 SMALL = [
     *applications.SMALL,

@@ -16,6 +16,8 @@ from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, 
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.data.nodes import Nodes
 
+pytestmark = pytest.mark.application
+
 SMALL = [*SMALL_RUN, "hydra.run.dir=run"]
 ROLLOUT = ("checkpoint=run/best.pt", "steps=3", "hydra.run.dir=forecast")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = ("src", "configs", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 

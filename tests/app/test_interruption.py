@@ -13,6 +13,8 @@ from anemoi_gt.app.training.run_files import load_checkpoint
 
 from .conftest import SMALL, assert_same, without_speed
 
+pytestmark = pytest.mark.process
+
 STEPS, VALID_EVERY = 30, 10
 RUN = [
     *(

@@ -23,6 +23,8 @@ from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
 
+pytestmark = pytest.mark.application
+
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch, without_pictures):
@@ -194,6 +196,7 @@ main()
 """
 
 
+@pytest.mark.process
 def test_an_interrupt_while_packages_are_imported_prints_nothing():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", INTERRUPTED]

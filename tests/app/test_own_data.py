@@ -15,6 +15,8 @@ from anemoi_gt.app import rollout_command as rollout
 from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.run_files import load_checkpoint
 
+pytestmark = pytest.mark.application
+
 PAGE = ROOT / "docs" / "own_data.md"
 SMALL = [
     "model.channels=8",

@@ -20,6 +20,8 @@ from anemoi_gt.app.plots import (
 from anemoi_gt.app.scores import Score, measure
 from anemoi_gt.data.grids import octahedral, regional
 
+pytestmark = pytest.mark.application
+
 RECORDS = [
     {"split": split, "step": step, "loss": 1 / step}
     for step in range(1, 20)

@@ -13,6 +13,8 @@ from anemoi_gt.app.evaluate_command import write_rollout_report
 from anemoi_gt.app.plots import drawn_steps
 from anemoi_gt.app.scores import measure, model_forecast, roll_out, rollout_table, score_rollouts
 
+pytestmark = pytest.mark.application
+
 
 class InputModel(torch.nn.Module):
     """A model whose output depends on every input."""

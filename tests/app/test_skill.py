@@ -12,6 +12,8 @@ from anemoi_gt.app.hydra_app import build
 from anemoi_gt.app.train_command import train
 from anemoi_gt.app.training import Trainer
 
+pytestmark = pytest.mark.application
+
 
 @pytest.fixture
 def scores_of_run(without_pictures, tmp_path):

@@ -22,6 +22,8 @@ from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.training.run_files import load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.application
+
 SMALL = [*SMALL_RUN, "hydra.run.dir=run"]
 CHECKPOINT = "checkpoint=run/best.pt"
 

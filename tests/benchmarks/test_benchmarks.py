@@ -39,6 +39,8 @@ from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.integrations.anemoi import edge_lists
 
+pytestmark = pytest.mark.application
+
 # The channels must match the config, because its conditional norms depend on them.
 SMALL_MODEL = shlex.split(
     "--grid O4 --refinement 1 --channels 32 --layers 2 --variables 4 --device cpu --commit abc"
@@ -273,11 +275,9 @@ def test_inference_of_an_anemoi_model_is_timed(tmp_path):
 
 
 def test_pyg_models_are_timed(tmp_path):
-    small = "--nodes 50 --edges 200 --channels 8 --hidden 4 --repeats 1 --device cpu"
-    small += " --refinement 1 --width 16 --blocks 2"
-    report = pyg_models.main([*small.split(), "--output", str(tmp_path / "pyg.json")])
-    models = report["models"]
-    assert len(models) == 5, report["problems"]
+    small = shlex.split("--nodes 50 --edges 200 --channels 8 --hidden 4 --repeats 1 --device cpu")
+    models = pyg_models.main([*small, "--output", str(tmp_path / "pyg.json")])["models"]
+    assert len(models) == 3
     assert all(model["one graph"]["median_ms"] > 0 for model in models.values())
 
 

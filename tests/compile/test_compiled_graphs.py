@@ -16,6 +16,8 @@ from torch import nn
 
 from anemoi_gt import GraphStructure
 
+pytestmark = pytest.mark.compiled
+
 
 def compiled_once(function):
     """Return the function compiled for dynamic sizes, and the counter of compilations."""

@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 
+pytestmark = pytest.mark.compiled
+
 
 def compile_layer(layer, backend="aot_eager"):
     torch.compiler.reset()

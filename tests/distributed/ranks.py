@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.forked import Program
@@ -90,7 +91,9 @@ def checks_of(modules):
 
 
 def cases():
-    return list(checks_of(sorted(path.stem for path in HERE.glob("checks_*.py"))))
+    """Return the parameters of all checks."""
+    found = checks_of(sorted(path.stem for path in HERE.glob("checks_*.py")))
+    return [pytest.param(*case, marks=pytest.mark.ranks) for case in found]
 
 
 def on_ranks(*ranks):

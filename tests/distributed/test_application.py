@@ -22,6 +22,8 @@ from anemoi_gt.distributed.process_group import VARIABLES
 from anemoi_gt.distributed.sharded_checkpoint import load_values
 from distributed.ranks import HERE, free_port
 
+pytestmark = pytest.mark.ranks
+
 DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL if all ranks have a GPU
 if torch.cuda.device_count() >= 2:
     OF_TWO_RANKS = (

@@ -9,6 +9,8 @@ from suite.table import put_into
 from support.forked import forked_commands
 from support.pages import ROOT
 
+pytestmark = pytest.mark.ranks
+
 
 def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(
     tmp_path, monkeypatch

@@ -6,6 +6,8 @@ import pytest
 from support.forked import Program
 from support.pages import FILE, ROOT, blocks
 
+pytestmark = pytest.mark.ranks
+
 PAGE = ROOT / "docs" / "distributed.md"
 RANKS = (1, 2, 4)  # 4: two models of two ranks
 CODE = blocks(PAGE, "python")

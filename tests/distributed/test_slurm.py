@@ -12,6 +12,8 @@ from support.pages import ROOT, blocks
 
 from distributed.test_application import ARGUMENTS, PATIENCE, SMALL_MODEL, steps_in
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 40
 # Starts the command on each node, passes SIGTERM on, and ends as the first that failed.
 SRUN = """

@@ -109,6 +109,7 @@ def test_the_dtype_follows_autocast(conv, inputs):
         assert explain(conv, *inputs).layers[0].dtype == "bfloat16"
 
 
+@pytest.mark.compiled
 def test_a_compiled_module_is_explained_by_the_original(conv, inputs):
     assert explain(torch.compile(conv, backend="eager"), *inputs).layers[0].name == ""
 

@@ -16,6 +16,8 @@ from anemoi_gt.export import TensorGraphLayer, export_program, verify_package, w
 from anemoi_gt.export import package as packages
 from anemoi_gt.export.package import check_compiler, check_toolkit
 
+pytestmark = pytest.mark.compiled
+
 LOAD = """
 import sys, torch
 import torch._inductor.codecache  # for torch 2.10, as in the example

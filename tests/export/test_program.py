@@ -38,6 +38,7 @@ def assert_same(program, inputs, expected):
     torch.testing.assert_close(program.module()(*inputs), expected)
 
 
+@pytest.mark.compiled
 def test_a_program_accepts_any_batch_size_without_our_operators_and_reverse_structure(
     make_model, fields
 ):
@@ -61,6 +62,7 @@ def test_a_program_accepts_any_batch_size_without_our_operators_and_reverse_stru
             assert_same(program, (fields(batch),), model(fields(batch)))
 
 
+@pytest.mark.compiled
 def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
     model, other = make_model().eval(), make_model(*OTHER).eval()
     trained = {name: value for name, value in model.state_dict().items() if "trainable" not in name}
@@ -74,6 +76,7 @@ def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
         assert_same(program, (x, graph_tensors(other)), other(x))
 
 
+@pytest.mark.compiled
 def test_a_tensor_graph_layer_accepts_any_nodes_and_edges():
     sizes = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
     block = GraphTransformerProcessorBlock(**sizes, config=AttentionConfig(backend="torch"))
@@ -110,6 +113,7 @@ def test_invalid_example_or_batch_size_raises(make_model, fields, wrong, message
     raises(lambda: export_model(make_model(), change(fields(1)), max_batch=max_batch), message)
 
 
+@pytest.mark.compiled
 def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_graph_input_model(
     make_model, fields
 ):
@@ -128,6 +132,7 @@ def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_g
         )
 
 
+@pytest.mark.compiled
 def test_data_sets_whose_names_share_an_identifier_have_dynamic_dimensions_of_their_own():
     alike = ("a-b", "a_b")
     pairs = [pair for name in alike for pair in ((name, "hidden"), ("hidden", name))] + [
@@ -188,6 +193,7 @@ WRITTEN = {  # arguments that each kernel of the forward pass writes
 }
 
 
+@pytest.mark.process
 def test_a_gpu_program_holds_kernels_that_compile_and_no_operator_of_this_library():
     lines = lines_of(TRACED, "kernels")
     assert [line["ours"] for line in lines if "ours" in line] == [[], []]
@@ -203,6 +209,7 @@ def test_a_gpu_program_holds_kernels_that_compile_and_no_operator_of_this_librar
     assert {line["program"]: line["wide"] for line in kernels} == {"model": False, "layer": True}
 
 
+@pytest.mark.process
 def test_exported_kernels_have_the_arguments_of_eager_ones():
     lines = lines_of(TRACED, "eager")
     assert {line["kernel"] for line in lines} == set(WRITTEN) | {"join_segments"}

@@ -162,6 +162,7 @@ def test_deterministic_algorithms_use_the_stable_sort(shuffled, reverse):
     assert torch.equal(groups.perm, edge_index[1].sort(stable=True).indices)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("recorded", [True, False])
 def test_construction_in_a_compiled_function_never_recompiles(kernel_device, unordered, recorded):
     torch._dynamo.reset()

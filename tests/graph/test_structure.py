@@ -390,6 +390,7 @@ def test_a_pytree_of_its_tensors_round_trips(graph):
     assert "'row': 1" in repr(pytree.tree_map(torch.Tensor.dim, graph))
 
 
+@pytest.mark.compiled
 def test_a_graph_is_an_input_of_a_compiled_function():
     torch._dynamo.reset()
     attend, counter = Attend(), CompileCounter()

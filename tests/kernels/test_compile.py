@@ -11,6 +11,8 @@ import pytest
 from support.compiling import lines_of
 from support.ir import narrow_offsets, unordered_updates
 
+pytestmark = pytest.mark.process
+
 ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst", "bwd_dst_hub"}
 GROUPING = {"group_edges_count", "group_edges_place"}
 KERNELS = {

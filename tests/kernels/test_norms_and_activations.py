@@ -558,6 +558,7 @@ GROWING = {  # arguments whose size grows with nodes
 }
 
 
+@pytest.mark.process
 def test_rows_of_512_and_1024_features_spill_nothing():
     lines = lines_of(COMPILE, "resources", "cuda:90")
     assert {line["kernel"] for line in lines} == KERNELS
@@ -565,6 +566,7 @@ def test_rows_of_512_and_1024_features_spill_nothing():
         assert (line["stack"], line["local"]) == (0, 0), line
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("target", "binary"), [("cuda:80", "cubin"), ("hip:gfx90a", "hsaco")])
 def test_row_kernels_compile_for_other_gpus(target, binary):
     lines = lines_of(COMPILE, "binaries", target)
@@ -572,6 +574,7 @@ def test_row_kernels_compile_for_other_gpus(target, binary):
     assert all(line["binaries"] == [binary] for line in lines)
 
 
+@pytest.mark.process
 def test_compiled_offsets_are_64_bit_where_they_can_pass_2_to_31_and_32_bit_where_they_cannot():
     compiled = {False: set(), True: set()}
     for line in lines_of(COMPILE, "offsets", "cuda:90"):

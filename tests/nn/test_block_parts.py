@@ -164,6 +164,7 @@ def layer(request):
     return randomise(conv if request.param == "conv" else block)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 @pytest.mark.parametrize("change", (wrap, wrap_without_weight, hook))
 def test_adapters_and_hooks_of_an_edge_embedding_are_called(layer, change, compiled):
@@ -187,6 +188,7 @@ def linear_maps(layer):
     ]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 @pytest.mark.filterwarnings("ignore:lin_edge, a .*, has hooks:UserWarning")
 def test_every_linear_map_may_be_an_adapter_without_a_weight(layer, compiled):

@@ -113,6 +113,7 @@ def test_errors_are_at_most_three_times_separate_operators(kind, batch, num_chun
         )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
@@ -226,6 +227,7 @@ def test_a_mapper_whose_norm_has_two_modules_keeps_its_attention():
     assert operators_of("mapper", {}, change) == [ALONE, FEED_FORWARD]
 
 
+@pytest.mark.compiled
 def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
     _, (x,), *edges = make("processor")
     sizes = {

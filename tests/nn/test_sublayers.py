@@ -14,6 +14,7 @@ from anemoi.models.layers import block as anemoi_block
 from anemoi.models.layers import mlp as anemoi_mlp
 from anemoi.models.layers import normalization
 from anemoi.models.layers.utils import load_layer_kernels
+from support.upstream import NEWEST, OLD, PINNED, each, folder_of
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrize, prune
@@ -274,18 +275,16 @@ def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
     assert t.norm_scale is not None
 
 
-@pytest.mark.parametrize("version", ["0.9.3", "0.11.2", "0.16.0", "newest"])
+@pytest.mark.parametrize("version", each(*OLD, PINNED, NEWEST))
 def test_blocks_of_other_versions_of_anemoi(version):
-    folder = Path(sys.prefix) / "anemoi-models" / version
-    assert folder.is_dir(), f"{folder} is missing: make test installs it"
     script = Path(__file__).parents[1] / "support" / "anemoi_sublayers.py"
-    environment = os.environ | {"PYTHONPATH": str(folder)}
+    environment = os.environ | {"PYTHONPATH": str(folder_of(version))}
     result = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=300, env=environment
     )
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(result.stdout)
-    assert report.pop("version") == version or version == "newest"
+    assert report.pop("version") == version or version == NEWEST
     has_gates = version not in ("0.9.3", "0.11.2")
     for name, descriptions in report.items():
         kind, norm, implementation = name.split()
@@ -739,6 +738,7 @@ class UsesParts(nn.Module):
         )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_parts_are_traced_without_graph_breaks(library, dynamic):
@@ -751,6 +751,7 @@ def test_parts_are_traced_without_graph_breaks(library, dynamic):
     torch.testing.assert_close(compiled(x), x - len(network_parts(module.block)))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["lin_query", "node_dst_mlp.mlp.1"])
 def test_reasons_are_traced_without_graph_breaks(name):
     torch.compiler.reset()

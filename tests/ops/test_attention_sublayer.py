@@ -60,6 +60,7 @@ def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, ker
     corpus.assert_accurate()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("norm", "nodes", "halo"), [("both", "one set", 0), (4, "two sets", 3)])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
@@ -80,6 +81,7 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
         assert torch.equal(traced[name], expected), name
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("norm", "nodes", "halo", "qk_norm", "biases", "dtype"),
     [

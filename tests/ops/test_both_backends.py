@@ -120,6 +120,7 @@ def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_gra
         assert torch.equal(leaves[wanted].grad.cpu(), expected["d" + wanted]), wanted
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("form", ["raw", "none"])
 def test_compiled_attention_equals_eager_and_never_recompiles(form, backend, kernel_device):
     cases = []

@@ -53,6 +53,7 @@ def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, ker
     corpus.assert_accurate()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("norm", ["both", 4])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
@@ -81,6 +82,7 @@ def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
         torch.testing.assert_close(whole[name], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("norm", "gated", "keep_hidden"),
     [("both", False, False), ("bare", True, True), (4, False, True)],

@@ -54,6 +54,7 @@ def test_first_and_second_derivatives_are_right():
     assert torch.autograd.gradgradcheck(merge, operands)
 
 
+@pytest.mark.compiled
 def test_it_compiles_for_any_sizes():
     compiled = torch.compile(merge, fullgraph=True, dynamic=True, backend="eager")
     for nodes in (3, 7):

@@ -150,6 +150,7 @@ def test_more_segments_than_are_read_together_are_joined(segment, num_edges, ker
         assert_accurate(attend(problem, graph, TRITON), problem, torch.float32)
 
 
+@pytest.mark.compiled
 def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_device):
     cases = []
     for num_src, num_dst, edges in ((5, 3, 40), (4, 6, 56)):

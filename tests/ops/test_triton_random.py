@@ -41,6 +41,7 @@ def graphs(draw):
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous(), (num_src, num_dst)
 
 
+@pytest.mark.interpreted
 @given(
     edges=graphs(),
     shape=st.sampled_from(SHAPES),

@@ -29,7 +29,8 @@ def pages_with(*languages):
     """Parametrise a test over the pages that have such blocks."""
     chosen = [page for page in PAGES if any(blocks(page, language) for language in languages)]
     assert chosen
-    return pytest.mark.parametrize("page", chosen, ids=name_of)
+    cases = [pytest.param(page, marks=pytest.mark.pages) for page in chosen]
+    return pytest.mark.parametrize("page", cases, ids=name_of)
 
 
 def commands(page):

@@ -17,6 +17,8 @@ from anemoi_gt.nn import GraphTransformerBaseBlock
 
 from ..conftest import assert_same
 
+pytestmark = pytest.mark.compiled
+
 CPU, STEPS = torch.device("cpu"), 4
 MOVES = "reorder_for_compute_comm_overlap"  # an option of Inductor
 

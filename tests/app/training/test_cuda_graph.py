@@ -16,6 +16,8 @@ from anemoi_gt.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
 
 from ..conftest import assert_same, fit, without_speed
 
+pytestmark = pytest.mark.application
+
 CPU = torch.device("cpu")
 
 

@@ -18,6 +18,8 @@ from anemoi_gt.rng import seed_generators
 
 from ..conftest import assert_same, fit, without_speed
 
+pytestmark = pytest.mark.application
+
 # Neither records nor validations fall on the step of the stop, so that a mean loss is half
 # collected there.
 NUMBERS = {"steps": 9, "batch_size": 3, "valid_every": 3, "log_every": 3, "seed": 5}

@@ -21,6 +21,8 @@ from anemoi_gt.app.training.step import (
 
 from ..conftest import NUMBERS, assert_same
 
+pytestmark = pytest.mark.application
+
 CPU = torch.device("cpu")
 
 

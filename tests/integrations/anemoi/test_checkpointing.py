@@ -101,6 +101,7 @@ def test_components_without_a_mode_follow_their_switch(graph, expected, switches
     assert counted(calls)[ATTENTION] == 2 * (3 + len(twice))
 
 
+@pytest.mark.compiled
 def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_chunks(
     graph, expected
 ):
@@ -121,6 +122,7 @@ def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_
     assert forward["anemoi_gt.chunk_result.default"] == 3
 
 
+@pytest.mark.compiled
 def test_compiled_fused_sub_layers_are_recomputed_one_chunk_at_a_time(graph):
     model = make_model(graph, layers=4, layer_chunks=2)
     with anemoi.install(backend="triton", blocks=True):

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi.edge_lists import cached_list
 
+pytestmark = pytest.mark.compiled
+
 
 def batch_sizes(graph):
     """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of anemoi_gt's attention."""

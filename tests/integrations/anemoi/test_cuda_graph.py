@@ -25,6 +25,8 @@ from anemoi_gt.integrations import anemoi
 from anemoi_gt.integrations.anemoi.captured_step import indices_on_device, replaced_values
 from anemoi_gt.integrations.anemoi.cuda_graph_callback import check_capturable
 
+pytestmark = pytest.mark.application
+
 PREDICTED = [0, 1, 2]  # variables of the model's output
 SMALL = {"channels": 16, "heads": 2}
 UNCAPTURED = "a training batch of other shapes than the captured one is launched without CUDA graph"

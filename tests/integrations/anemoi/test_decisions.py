@@ -133,6 +133,7 @@ def test_a_second_model_is_logged_with_its_own_blocks(graph, caplog, few_program
         assert f"GraphTransformer{kind}Block: 2 fused" in lines[0]
 
 
+@pytest.mark.compiled
 def test_blocks_of_compiled_code_are_counted_by_what_was_traced(graph):
     model, x = build(graph, make_options(channels=16, heads=2)), draw(graph)
     for block in model.processor.proc:

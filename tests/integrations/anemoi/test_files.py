@@ -11,6 +11,8 @@ from support.same_numbers import assert_same_numbers
 
 from anemoi_gt.integrations import anemoi as integration
 
+pytestmark = pytest.mark.process
+
 WITHOUT_US = """
 import sys
 sys.modules.update(dict.fromkeys(["anemoi_gt", "triton"]))  # None: as if not installed

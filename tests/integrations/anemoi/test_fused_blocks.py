@@ -64,6 +64,7 @@ def block_of(kind, backend="pyg", **options):
     return for_gpu(block) if backend == "triton" else block
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("kind", "backend", "options"),
     (
@@ -132,6 +133,7 @@ CONDITIONED = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", CONDITIONED)
 @pytest.mark.parametrize("mode", ("eager", "compiled", "checkpointed"))
 def test_conditional_norms_and_norms_of_queries_and_keys_are_fused_and_match_anemoi(
@@ -233,6 +235,7 @@ FAMILIES = {"ensemble": ({"ensemble": 2}, {"fcstep": 1}), "transport": ({"batch"
 COMPILED = (GraphTransformerProcessorBlock, GraphTransformerMapperBlock)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("mode", "checkpointing"), (("eager", False), ("eager", True), ("compiled", True)), ids=str
@@ -284,6 +287,7 @@ def test_sources_that_are_updated_and_a_block_without_gradients_have_anemois_num
     assert counted(operators.names) == {ATTENTION: 2, FEED_FORWARD: 2 * (2 if options else 1)}
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_around_or_inside_compiled_code_gives_the_same_gradients(kind, traced):
     compiler, graphs = traced
@@ -423,6 +427,7 @@ def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_
         block(*inputs)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "reason", [reason for reason in UNSERVED if "tensor subclass" not in reason]
 )
@@ -446,6 +451,7 @@ def test_compiled_code_has_the_sub_layer_that_can_be_fused(reason, traced):
     assert not [graph for graph in graphs if other in graph]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("is_compiled", (False, True))
 def test_hooks_of_all_modules_see_the_parts_of_a_block(is_compiled, said, traced):
     block, inputs = block_of("processor"), block_inputs()
@@ -484,6 +490,7 @@ def test_only_a_full_checkpoint_recomputes_sub_layers(mode, times, graph):
     assert counted(operators.names) == dict.fromkeys((ATTENTION, FEED_FORWARD), times * blocks)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("is_compiled", (False, True))
 @pytest.mark.parametrize("swapped", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
@@ -526,6 +533,7 @@ def test_hidden_layers_are_computed_again_with_the_same_bits_if_they_are_not_kep
     assert abs(bytes_with - bytes_without - 4 * linear.out_features * num_rows) <= padding
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("options", "dtype", "is_fused"),
     (

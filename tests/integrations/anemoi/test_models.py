@@ -14,6 +14,8 @@ from support.same_numbers import assert_same_numbers
 
 from anemoi_gt.integrations import anemoi as integration
 
+pytestmark = pytest.mark.application
+
 LEARNING_RATE = 1e-3
 
 

@@ -46,6 +46,7 @@ def one_rank(name):
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "name", [*CASES, "conditioned"]
 )  # of meshes, ensembles, ranks without nodes, whole inputs, ..
@@ -73,6 +74,7 @@ SORTS = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("strategy", SORTS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_with_anemois_sharding_lists_are_sorted_once(folder, ranks, strategy):
@@ -80,6 +82,7 @@ def test_with_anemois_sharding_lists_are_sorted_once(folder, ranks, strategy):
     assert [step["from_edge_index"] for step in counts] == [SORTS[strategy], 0]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["symmetric-3-batch1", "asymmetric-4-batch2"])
 def test_a_step_sorts_nothing_and_exchanges_only_halo_rows_and_gradients_of_trained_attributes(
     folder, name

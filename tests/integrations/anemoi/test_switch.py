@@ -280,6 +280,7 @@ UNSERVED = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("reason", UNSERVED)
 @pytest.mark.parametrize("fuse_edges", (False, True))
 def test_an_unsupported_block_falls_back_to_anemoi_and_logs_it_once(
@@ -330,6 +331,7 @@ UNFUSED = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("reason", UNFUSED)
 def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, said, reason):
     torch.compiler.reset()

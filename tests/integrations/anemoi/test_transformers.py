@@ -82,6 +82,7 @@ def test_the_feed_forward_sublayer_is_fused_with_the_same_numbers(kind, dtype, c
     assert_same_numbers(actual, expected, dtype)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_block_holds_the_operator(kind, traced):
     compiler, graphs = traced

@@ -1,6 +1,6 @@
-"""Versions of anemoi-models: those that operational checkpoints need, the newest and others, each in its own process.
+"""Versions of anemoi-models: those that operational checkpoints need, the pinned one, and in `make nightly` the others.
 
-They are installed in folders of the test environment (Makefile), each put first on the path.
+Each is loaded in a process of its own.
 """
 
 import ast
@@ -8,56 +8,59 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.once import compute_once
+from support.upstream import NEWEST, OLD, OTHERS, PINNED, each, folder_of
 
 from anemoi_gt.integrations.anemoi.bodies import KNOWN, hash_of_definition
 
 SCRIPT = Path(__file__).parents[2] / "support" / "anemoi_reports.py"
 TESTS = str(SCRIPT.parents[1])
-VERSIONS = ("0.9.3", "0.11.2", "0.16.0", "newest")
-OTHERS = ("0.10.0", "0.12.0", "0.12.1", "0.13.1", "0.14.1", "0.15.1", "0.17.0", "0.18.0", "0.19.0")
 MODELS = ("AIFS", "one chunk", "heads", "graph transformer")
 SINCE_0_16 = ("GraphPartition.materialise", "StaticGraphProvider._get_edges_impl")
 
 
-def folder_of(version):
-    """Return the folder with a version of anemoi-models."""
-    folder = Path(sys.prefix) / "anemoi-models" / version
-    assert folder.is_dir(), f"{folder} is missing: make test installs it"
-    return folder
-
-
 @pytest.fixture(scope="session")
-def reports(tmp_path_factory, worker_id):
-    """Results of every version with and without `install`; for `OTHERS`, only one model and blocks."""
-    return compute_once("versions", run_versions, tmp_path_factory, worker_id)
+def reports(tmp_path_factory, worker_id, request):
+    """Results with and without `install` of the versions in the selected tests; only one model and blocks for `OTHERS`."""
+    selected = set()
+    for item in request.session.items:
+        if "report" in item.fixturenames:
+            selected.add(item.callspec.params["report"])
+    return compute_once("versions", partial(run_versions, selected), tmp_path_factory, worker_id)
 
 
-def run_versions():
-    """Return the reports of all versions, by version or "newest"."""
-    command = [sys.executable, str(SCRIPT), "all", *map(str, map(folder_of, VERSIONS))]
-    command += ["minor", *map(str, map(folder_of, OTHERS))]
+def run_versions(selected):
+    """Return the reports by version or "newest"."""
+    whole = [version for version in (*OLD, PINNED, NEWEST) if version in selected]
+    minor = [version for version in OTHERS if version in selected]
+    command = [sys.executable, str(SCRIPT), "all", *map(str, map(folder_of, whole))]
+    command += ["minor", *map(str, map(folder_of, minor))]
     environment = os.environ | {"PYTHONPATH": TESTS}
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
-    names = [*VERSIONS, *(f"minor {version}" for version in OTHERS)]
     reports = [json.loads(line) for line in result.stdout.splitlines()]
-    return dict(zip(names, reports, strict=True))
+    return dict(zip(whole + minor, reports, strict=True))
 
 
 @pytest.fixture(scope="module")
 def report(request, reports):
     """Results of the tested version."""
     report = reports[request.param]
-    assert request.param in (report["version"], "newest")
+    assert request.param in (report["version"], NEWEST)
     return report
 
 
-every_version = pytest.mark.parametrize("report", VERSIONS, indirect=True, scope="module")
-every_old_version = pytest.mark.parametrize("report", VERSIONS[:-1], indirect=True, scope="module")
+def of_versions(*versions):
+    """Parametrise a test over the reports of versions."""
+    return pytest.mark.parametrize("report", each(*versions), indirect=True, scope="module")
+
+
+every_version = of_versions(*OLD, PINNED, NEWEST)
+every_old_version = of_versions(*OLD)
 
 
 @every_old_version
@@ -68,19 +71,21 @@ def test_models_compute_the_same_under_install_and_keep_their_states_and_pickles
         assert report[name]["error"] < 2e-6, name
 
 
-def test_models_of_every_minor_version_compute_the_same_under_install(reports):
+@of_versions(*OTHERS)
+def test_models_of_minor_versions_compute_the_same_under_install(report):
     """0.12.0 is tested because a method has the parameters of another version there, but not its body."""
-    for version in OTHERS:
-        report = reports[f"minor {version}"]
-        assert report["version"] == version
-        assert report["raw"], f"{version}: edges were embedded"
-        assert all(report["raw"]), f"{version}: edges were embedded"
-        assert report["same"], version
-        assert report["error"] < 2e-6, version
-        assert_updated_sources_are_as_anemois(report)
-        if "transformers" in report:
-            assert_transformers_are_as_anemois(report)
-    assert "transformers" in reports["minor 0.14.1"]
+    assert report["raw"], "edges were embedded"
+    assert all(report["raw"]), "edges were embedded"
+    assert report["same"]
+    assert report["error"] < 2e-6
+    assert_updated_sources_are_as_anemois(report)
+    if release_of(report) < (0, 15):
+        assert_transformers_are_as_anemois(report)
+
+
+def release_of(report):
+    """Return the first two numbers of the version."""
+    return tuple(map(int, report["version"].split(".")[:2]))
 
 
 def assert_updated_sources_are_as_anemois(report):
@@ -88,9 +93,8 @@ def assert_updated_sources_are_as_anemois(report):
 
     Up to 0.13, Anemoi uses the condition of the destinations for the sources.
     """
-    version = tuple(map(int, report["version"].split(".")[:2]))
     result = report["updated sources"]
-    if version < (0, 14):
+    if release_of(report) < (0, 14):
         assert result["error"] == 0
         assert "it updates its sources under the condition of its destinations" in result["outcome"]
     else:
@@ -125,7 +129,7 @@ def in_versions(listed, version):
     return False
 
 
-@pytest.mark.parametrize("version", (*VERSIONS[:-1], *OTHERS))
+@pytest.mark.parametrize("version", each(*OLD, PINNED, *OTHERS))
 def test_the_replaced_bodies_match_the_versions_named(version):
     upstream = definitions(version)
     for name, bodies in KNOWN.items():
@@ -143,7 +147,7 @@ def assert_transformers_are_as_anemois(report):
         assert block["error"] < 2e-6, f"{report['version']}: {name}"
 
 
-@pytest.mark.parametrize("report", ("0.9.3", "0.11.2"), indirect=True, scope="module")
+@of_versions("0.9.3", "0.11.2")
 def test_transformer_blocks_of_old_versions_are_fused_with_the_same_numbers(report):
     assert_transformers_are_as_anemois(report)
 
@@ -186,5 +190,5 @@ def test_install_names_the_methods_that_differ_from_known_versions(report):
         assert not methods, f"anemoi-models {report['version']}: {methods}"
     is_named = "target_features.shard_tensor" in sharding
     is_kept = sharding.endswith("Anemoi's sharding is kept")
-    is_old = report["version"] in VERSIONS[:-1]
+    is_old = report["version"] in OLD
     assert (is_named and is_kept) is is_old, f"anemoi-models {report['version']}: {sharding}"

@@ -380,7 +380,7 @@ def _norm_heads(
     builder.launch(launch, x=x, scale=scale, out=out)
 
 
-def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:  # noqa: FBT001
+def forward_plan(specs: tuple, options: AttentionOptions, *, save: bool) -> Plan:
     """Return the plan of a forward pass over tensors and index: z and what `save` keeps."""
     from anemoi_gt.ops.triton_backend import attention_steps
 

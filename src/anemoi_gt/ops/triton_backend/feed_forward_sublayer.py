@@ -108,7 +108,7 @@ def _norm_parameters(t: FeedForwardTensors[OperandT]) -> NormParameters[OperandT
     )
 
 
-def forward_plan(specs: tuple, options: FeedForwardOptions, save: bool) -> Plan:  # noqa: FBT001
+def forward_plan(specs: tuple, options: FeedForwardOptions, *, save: bool) -> Plan:
     """Return the plan of a forward pass: y, and with `save` the kept block."""
     builder = PlanBuilder(specs)
     t: FeedForwardTensors[Buffer] = FeedForwardTensors._make(builder.inputs)

@@ -221,7 +221,7 @@ def add_product(builder: PlanBuilder, x: Buffer, y: Buffer, out: Buffer) -> None
 
 
 def outer_product(
-    builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer, is_first: bool
+    builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer, *, is_first: bool
 ) -> None:
     """Write dy^T x, the gradient of a weight, into float32 `total`, or add it unless `is_first`."""
     num_rows = dy.shape[0]
@@ -338,8 +338,10 @@ class NormParameters(NamedTuple, Generic[Held]):
         """Return the packed rows: with a condition W [2 F, K] and b [2 F], scale before shift."""
         if self.condition is None:
             return {}
-        assert self.scale is not None and self.shift is not None
-        assert self.scale_bias is not None and self.shift_bias is not None
+        assert self.scale is not None
+        assert self.shift is not None
+        assert self.scale_bias is not None
+        assert self.shift_bias is not None
         scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
         return {
             f"{name}_weight": [Piece.of(self.scale), Piece.of(self.shift)],
@@ -478,7 +480,7 @@ def map_total(builder: PlanBuilder, weight: Buffer, total: Buffer, out: Buffer) 
     builder.launch(launch, weight=weight, total=total, out=out)
 
 
-def norm_sum_pieces(name: str, features: int, has_condition: bool) -> dict[str, GradientPiece]:
+def norm_sum_pieces(name: str, features: int, *, has_condition: bool) -> dict[str, GradientPiece]:
     """Return the sums that `norm_backward` makes: of scale and shift, or of their biases."""
     suffix = "_bias" if has_condition else ""
     pieces = {}
@@ -501,7 +503,7 @@ class ModulationGradients(NamedTuple):
 
 
 def modulation_gradients(
-    builder: PlanBuilder, norm: Norm, weight: Buffer | None, need_condition: bool
+    builder: PlanBuilder, norm: Norm, weight: Buffer | None, *, need_condition: bool
 ) -> ModulationGradients | None:
     """Return memory for the gradients of a condition and its map; None without a condition."""
     if norm.condition is None:
@@ -569,21 +571,19 @@ def norm_backward(
     )
     if norm.condition is None:
         return
-    assert grad_scale is not None and modulation is not None and norm.weight is not None
+    assert grad_scale is not None
+    assert modulation is not None
+    assert norm.weight is not None
     condition = norm.condition.slice(0, begin, end)
     if batch > 1 and entry_rows:  # without the halo's rows, which have no condition
         entries = (batch, num_rows // batch)
         own_rows = grad_normed.unflatten(0, (batch, entry_rows)).slice(1, 0, entries[1])
         grad_normed = builder.empty((num_rows, features), grad_normed.dtype)
         copy(builder, own_rows, grad_normed.unflatten(0, entries))
-    outer_product(builder, grad_scale, condition, modulation.weight.slice(0, 0, features), is_first)
-    outer_product(
-        builder,
-        grad_normed,
-        condition,
-        modulation.weight.slice(0, features, 2 * features),
-        is_first,
-    )
+    scale_weight = modulation.weight.slice(0, 0, features)
+    shift_weight = modulation.weight.slice(0, features, 2 * features)
+    outer_product(builder, grad_scale, condition, scale_weight, is_first=is_first)
+    outer_product(builder, grad_normed, condition, shift_weight, is_first=is_first)
     if modulation.condition is not None:
         grad_condition = modulation.condition.slice(0, begin, end)
         product(builder, grad_scale, norm.weight.slice(0, 0, features), grad_condition)
@@ -610,10 +610,10 @@ class SublayerPlans:
         self._forward: dict[bool, Plan] = {}
         self._backward: dict[object, tuple[Plan, ParameterPieces]] = {}
 
-    def forward(self, save: bool) -> Plan:
+    def forward(self, *, save: bool) -> Plan:
         """Return the plan of the forward pass."""
         if save not in self._forward:
-            self._forward[save] = self.make_forward(self.specs, self.options, save)
+            self._forward[save] = self.make_forward(self.specs, self.options, save=save)
         return self._forward[save]
 
     def backward(self, needs) -> tuple[Plan, ParameterPieces]:
