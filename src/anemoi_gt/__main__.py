@@ -50,7 +50,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     from anemoi_gt.app.info import describe
 
-    print(describe(options.checkpoint))
+    try:
+        print(describe(options.checkpoint))
+    except (OSError, ValueError) as error:  # of the checkpoint
+        sys.exit(f"anemoi-gt info: {error}")
 
 
 if __name__ == "__main__":

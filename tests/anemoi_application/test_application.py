@@ -268,6 +268,18 @@ def test_a_training_without_graph_transformers_says_so_when_the_model_is_built(t
     assert "Trainer.fit" not in before_training
 
 
+def test_every_option_of_install_and_the_runner_to_wrap_are_keys_of_the_runner(folder, train):
+    checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
+    theirs, _ = forecast(folder, checkpoint, "untouched_theirs.nc")
+    options = "runner=forecaster,backend=torch,precision=fp32,fuse_edges=false,blocks=false"
+    options += ",sharding=false,activation_checkpointing=none,keep_hidden=false"
+    keys = [f"runner.anemoi-gt.{option}" for option in options.split(",")]
+    ours, log = forecast(folder, checkpoint, "options.nc", *keys)
+    assert "anemoi_gt computes the attention of 4 graph-transformer blocks" in log
+    # kelvin, float32 at 280 K
+    assert abs(ours - theirs).max() < 1e-3
+
+
 def test_the_runner_refuses_a_wrong_option(folder, train):
     checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
     with pytest.raises(

@@ -1,8 +1,10 @@
 """`anemoi-gt info`: versions, devices and available backends."""
 
 import importlib.metadata
+import os
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -163,6 +165,49 @@ def test_a_checkpoint_without_a_model_is_refused(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match="checkpoint must hold a whole model, .* got dict"):
         info.describe(str(tmp_path / "last.ckpt"))
+
+
+def under(version, code):
+    """Run code with another version of anemoi-models."""
+    folder = Path(sys.prefix) / "anemoi-models" / version
+    path = os.pathsep.join([str(folder), str(ROOT / "tests")])
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+BUILD = "import torch; from support import anemoi_versions; model = anemoi_versions.build('GraphTransformer')"
+INFO = "from anemoi_gt.__main__ import main; main(['info', '--checkpoint', '{}'])"
+
+
+def test_a_model_of_another_version_that_cannot_run_is_refused(tmp_path):
+    path = tmp_path / "model.ckpt"
+    under("0.16.0", f"{BUILD}; torch.save(model, '{path}')")
+    result = under("0.19.0", INFO.format(path))
+    (line,) = result.stderr.splitlines()[-1:]
+    assert result.returncode == 1, result.stderr
+    assert line.startswith(
+        f"anemoi-gt info: checkpoint must be of a version like the installed anemoi-models 0.19.0, "
+        f"which sets attributes that {path} does not have, so the model cannot run: "
+    )
+    assert "NamedNodesAttributes.num_trainable_parameters" in line
+
+
+def test_a_model_of_another_version_that_runs_is_listed(tmp_path):
+    path = tmp_path / "model.ckpt"
+    under("0.17.0", f"{BUILD}; torch.save(model, '{path}')")
+    result = under("0.18.0", INFO.format(path))
+    assert "attention only: sub-layers are fused under 16-bit autocast" in result.stdout
+
+
+def test_a_model_with_classes_that_the_installed_version_lacks_is_refused(tmp_path):
+    path = tmp_path / "model.ckpt"
+    torch.save(build(weather_graph(), make_options(channels=16, heads=2)), path)
+    result = under("0.18.0", INFO.format(path))
+    (line,) = result.stderr.splitlines()[-1:]
+    assert result.returncode == 1
+    assert line.startswith("anemoi-gt info: checkpoint must be of a version like the installed ")
+    assert line.endswith("refers to: No module named 'anemoi.models.layers.aggregator'")
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["inform"], 2)])

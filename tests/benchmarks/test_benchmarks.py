@@ -275,9 +275,11 @@ def test_inference_of_an_anemoi_model_is_timed(tmp_path):
 
 
 def test_pyg_models_are_timed(tmp_path):
-    small = shlex.split("--nodes 50 --edges 200 --channels 8 --hidden 4 --repeats 1 --device cpu")
-    models = pyg_models.main([*small, "--output", str(tmp_path / "pyg.json")])["models"]
-    assert len(models) == 3
+    small = "--nodes 50 --edges 200 --channels 8 --hidden 4 --repeats 1 --device cpu"
+    small += " --refinement 1 --width 16 --blocks 2"
+    report = pyg_models.main([*small.split(), "--output", str(tmp_path / "pyg.json")])
+    models = report["models"]
+    assert len(models) == 5, report["problems"]
     assert all(model["one graph"]["median_ms"] > 0 for model in models.values())
 
 

@@ -27,6 +27,8 @@ NAMES = FLOATS | {"int32": "int32", "int64": "int64"}
 
 def speed_up_interpreter() -> None:
     """Replace functions once per launch, omit the arithmetic of unused assertions, cache tables and shapes."""
+    if "scope" not in inspect.signature(interpreter._patch_builtin).parameters:
+        return  # before Triton 3.6 the interpreter has other internals, and is as slow as it is
     patch_once_a_launch()
     keep_shapes()
     keep_operands()

@@ -1,4 +1,4 @@
-"""A heterogeneous graph, and three models with PyG's `TransformerConv`, called with x, edge_index and edge_attr."""
+"""A heterogeneous graph, and four models with PyG's `TransformerConv`, called with x, edge_index and edge_attr."""
 
 import torch
 from torch import nn
@@ -62,6 +62,32 @@ class TextGraphEncoder(nn.Module):
         return self.second(x, edge_index, edge_attr)
 
 
+class ConditionalProcessor(nn.Module):
+    """Gated layers with norms conditioned on a noise level, as the processor of GenCast in graph_weather."""
+
+    def __init__(self, channels=6, hidden=4, heads=2, blocks=3, noise=16):
+        super().__init__()
+        self.noise = nn.Sequential(nn.Linear(1, noise), nn.SiLU(), nn.Linear(noise, noise))
+        width = hidden * heads
+        self.layers = nn.ModuleList()
+        for block in range(blocks):
+            inputs = width if block else channels
+            self.layers.append(TransformerConv(inputs, hidden, heads, beta=True, edge_dim=DIM))
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(width, elementwise_affine=False) for _ in self.layers
+        )
+        self.scales = nn.ModuleList(nn.Linear(noise, width) for _ in self.layers)
+        self.biases = nn.ModuleList(nn.Linear(noise, width) for _ in self.layers)
+
+    def forward(self, x, edge_index, edge_attr):
+        condition = self.noise(x.new_full((x.shape[0], 1), 0.5))
+        parts = zip(self.layers, self.norms, self.scales, self.biases, strict=True)
+        for layer, norm, scale, bias in parts:
+            x = norm(layer(x, edge_index, edge_attr))
+            x = (scale(condition) * x + bias(condition)).relu()
+        return x
+
+
 class TwoLayers(nn.Module):
     """Two attention layers of a given class, as a user would write them."""
 
@@ -83,4 +109,4 @@ def make_hetero():
     return graph
 
 
-MODELS = (UnifiedMessagePassing, TemporalEmbedding, TextGraphEncoder)
+MODELS = (UnifiedMessagePassing, TemporalEmbedding, TextGraphEncoder, ConditionalProcessor)

@@ -1,10 +1,14 @@
 """The output of `anemoi-gt info`: versions, devices, backends, Anemoi. It needs only torch."""
 
+import ast
+import inspect
 import os
 import platform
+import textwrap
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -128,15 +132,32 @@ def anemoi_models() -> Iterator[tuple[str, str]]:
 
 
 def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
-    """Yield a one-line summary, then how `install` would compute each block of a checkpoint."""
+    """Yield a one-line summary, then how `install` would compute each block of a checkpoint.
+
+    Raise ValueError if it is not a whole model that the installed anemoi-models can run.
+    """
     from anemoi_gt.integrations.anemoi import report
     from anemoi_gt.integrations.anemoi.installation import examine
 
-    model = torch.load(path, map_location="cpu", weights_only=False)
+    installed_version = f"the installed anemoi-models {_version_of('anemoi-models')}"
+    try:
+        model = torch.load(path, map_location="cpu", weights_only=False)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"checkpoint must be of a version like {installed_version}, which does not have all "
+            f"that {path} refers to: {error}"
+        ) from error
     if not isinstance(model, torch.nn.Module):
         raise ValueError(
             "checkpoint must hold a whole model, as Anemoi's inference-*.ckpt does, got "
             f"{type(model).__name__} in {path}"
+        )
+    missing = missing_attributes(model)
+    if missing:
+        raise ValueError(
+            f"checkpoint must be of a version like {installed_version}, which sets attributes that "
+            f"{path} does not have, so the model cannot run: {', '.join(missing)}; install the "
+            "version that wrote it, or build the model and load its state dict"
         )
     blocks = examine(model)
     if not blocks:
@@ -148,6 +169,37 @@ def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
             yield block.path, block.outcome
         else:
             yield block.path, f"{block.outcome}: {block.reason}"
+
+
+def missing_attributes(model: torch.nn.Module) -> list[str]:
+    """Return, as CLASS.NAME, what constructors of Anemoi's modules always set and `model` lacks.
+
+    A pickle holds attributes, not code: one of another version may have other attributes than the
+    installed code reads.
+    """
+    missing = {}
+    always_set = {kind: _always_set(kind) for kind in map(type, model.modules())}
+    for module in model.modules():
+        for name in always_set[type(module)]:
+            if not hasattr(module, name):
+                missing[f"{type(module).__name__}.{name}"] = True
+    return list(missing)
+
+
+def _always_set(kind: type) -> list[str]:
+    """Return the names that the constructors of a class of Anemoi assign unconditionally."""
+    names = []
+    for owner in kind.__mro__:
+        if not owner.__module__.startswith("anemoi.") or "__init__" not in vars(owner):
+            continue
+        source = inspect.getsource(inspect.unwrap(vars(owner)["__init__"]))
+        constructor: Any = ast.parse(textwrap.dedent(source)).body[0]
+        for statement in constructor.body:
+            targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+            for target in targets:
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                    names.append(target.attr)
+    return names
 
 
 def _gpus() -> list[torch.device]:

@@ -102,7 +102,7 @@ class Launch:
     def name(self, dtypes: Mapping[str, str | None]) -> str:
         """Return the profile name for tensors of these dtypes, such as "bf16", uncompiled."""
         # the latter under the interpreter
-        make = getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]
+        make = getattr(self.kernel, "repr", None) or self.kernel.rewriter.kwargs["repr"]
         return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
     def compiled_for(self, dtypes: tuple) -> dict[tuple, Repeat]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.chunk_gradients import rows_of, shared
 from anemoi_gt.nn.input_validation import check_rows, check_structure
 from anemoi_gt.option_checks import check_integer
 
@@ -75,20 +76,20 @@ class Chunk:
         """Select the chunk's rows from the rows [..., N_src, F] of all sources."""
         local = rows.own if isinstance(rows, RowsWithHalo) else rows
         if self.src is not None:
-            local = local.index_select(-2, self.src)
+            local = rows_of(local, self.src)
         if not isinstance(rows, RowsWithHalo) or self.halo is None:
             return local
-        return torch.cat([local, rows.halo.index_select(-2, self.halo)], dim=-2)
+        return torch.cat([local, rows_of(rows.halo, self.halo)], dim=-2)
 
     def destinations(self, rows: Tensor) -> Tensor:
         """Select the chunk's rows from the rows [..., N_dst, F] of all destinations."""
-        return rows if self.sizes is None else rows[..., self.dst, :]
+        return rows if self.sizes is None else rows_of(rows, self.dst)
 
     def attributes(self, edge_attr: Tensor | None) -> Tensor | None:
         """Select the chunk's attributes from the attributes [..., E, D] of all edges."""
-        return (
-            edge_attr if self.sizes is None or edge_attr is None else edge_attr[..., self.edges, :]
-        )
+        if self.sizes is None or edge_attr is None:
+            return edge_attr
+        return rows_of(edge_attr, self.edges)
 
     def apply(
         self,
@@ -200,6 +201,11 @@ def map_chunks(
         if cond_src is not None and sizes is not None:
             condition = cond_src.expand(*cond_src.shape[:-2], sizes[0], cond_src.shape[-1])
             conditions = graph.exchange(condition)
+    sources = _select(sources, _shared_rows)
+    x_dst = _select(x_dst, _shared_rows)
+    edge_attr = shared(edge_attr)
+    conditions = _shared_rows(conditions)
+    cond_dst = shared(cond_dst)
     results = []
     for chunk in chunks:
         sides = (sources, x_dst), edge_attr, (conditions, cond_dst)
@@ -268,6 +274,13 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
 def _select(rows: SourceRows, select: Callable) -> Any:
     """Return a chunk's rows of a tensor, or of each of a tuple of tensors."""
     return tuple(map(select, rows)) if isinstance(rows, tuple) else select(rows)
+
+
+def _shared_rows(rows: Tensor | RowsWithHalo | None) -> Tensor | RowsWithHalo | None:
+    """Return rows whose gradient the chunks sum into one tensor."""
+    if isinstance(rows, RowsWithHalo):
+        return RowsWithHalo(shared(rows.own), shared(rows.halo))
+    return shared(rows)
 
 
 def _select_cond(

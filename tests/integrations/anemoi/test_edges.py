@@ -259,11 +259,13 @@ def test_model_groups_of_other_sizes_have_lists_of_their_own():
         cond,
         edges_are_dst_sorted,
     ):
-        return *x, edge_attr, edge_index[:, : 4 // model_comm_group.size()].clone()
+        local = edge_index[:, : 4 // model_comm_group.size()].clone()
+        return *x, edge_attr, local, shard_info, cond, SimpleNamespace(num_parts=1)
 
     for size in (2, 4):
         group = SimpleNamespace(rank=lambda: 0, size=lambda size=size: size)
-        *_, local = edge_lists.prepare_edge_sharding.of(cut)(
+        results = edge_lists.prepare_edge_sharding.of(cut)(
             None, x, shard_info, 1, None, whole, group
         )
+        local = results[3]
         assert local.shape == (2, 4 // size)

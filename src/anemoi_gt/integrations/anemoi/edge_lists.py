@@ -36,6 +36,7 @@ from anemoi_gt.custom_ops import define_operator
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.integrations.anemoi.upstream import replaces
+from anemoi_gt.nn.chunk_gradients import rows_of, shared
 from anemoi_gt.torch_compat import constants, is_exporting
 
 _ATTRIBUTE = "_anemoi_gt_cache"
@@ -284,7 +285,7 @@ def prepare_edge_sharding(
         cond,
         edges_are_dst_sorted,
     )
-    x_src, x_dst, edge_attr, local, *rest = upstream(self, *arguments)
+    x_src, x_dst, edge_attr, local, shards, cond, partition = upstream(self, *arguments)
     if (
         not torch.compiler.is_compiling()
         and lookup(edge_index) is not None
@@ -299,7 +300,16 @@ def prepare_edge_sharding(
         )
         num_nodes = (x_src.shape[0], x_dst.shape[0])
         local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
-    return x_src, x_dst, edge_attr, local, *rest
+    x_src, x_dst, edge_attr, cond = shared_by_chunks(x_src, x_dst, edge_attr, cond, partition)
+    return x_src, x_dst, edge_attr, local, shards, cond, partition
+
+
+def shared_by_chunks(x_src, x_dst, edge_attr, cond, partition):
+    """Return the inputs of a mapper's chunks, whose gradients are summed in place."""
+    if partition.num_parts > 1:
+        x_src, x_dst, edge_attr = shared(x_src), shared(x_dst), shared(edge_attr)
+        cond = None if cond is None else (shared(cond[0]), shared(cond[1]))
+    return x_src, x_dst, edge_attr, cond
 
 
 @replaces("edge_index num_parts num_nodes")
@@ -328,9 +338,9 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
     def share(pair):
         x_src, x_dst = pair
         is_whole = sources.shape[0] == x_src.shape[0]
-        return x_src if is_whole else x_src.index_select(0, sources), x_dst[destinations]
+        return x_src if is_whole else rows_of(x_src, sources), rows_of(x_dst, destinations)
 
-    return share(x), edge_attr[edges], chunk, None if cond is None else share(cond)
+    return share(x), rows_of(edge_attr, edges), chunk, None if cond is None else share(cond)
 
 
 # Dynamo calls a function that is assumed constant while it traces, with the real list, and reads

@@ -9,6 +9,7 @@ of the task, with `install` on every rank:
 """
 
 import logging
+from inspect import signature
 from typing import Any
 
 from anemoi.inference.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from anemoi_gt.integrations.anemoi.upstream import find
 
 log = logging.getLogger(__name__)
 NAME = "anemoi-gt"  # entry point
+OPTIONS_OF_INSTALL = tuple(signature(install).parameters)
 
 
 class AnemoiGTRunner(Runner):
@@ -35,10 +37,8 @@ class AnemoiGTRunner(Runner):
     runner : str
         Name of the runner to build; `auto` is the runner of the checkpoint's task, `parallel`
         splits it over ranks.
-    backend, precision, fuse_edges
-        As for `install`, which may raise.
     **options
-        Options of the runner to build.
+        Options of `install`, which may raise, and of the runner to build.
 
     Raises
     ------
@@ -51,16 +51,9 @@ class AnemoiGTRunner(Runner):
         config,
         *,
         runner: str = "auto",
-        backend: str = "auto",
-        precision: str | None = None,
-        fuse_edges: bool = True,
         **options,
     ):
-        settings: dict[str, Any] = {
-            "backend": backend,
-            "precision": precision,
-            "fuse_edges": fuse_edges,
-        }
+        settings = {name: options.pop(name) for name in OPTIONS_OF_INSTALL if name in options}
         if runner == "parallel":  # ranks that it starts read nothing but `parallel` in the config
             base = options.pop("base_runner", "auto")
             parallel = {"base_runner": NAME, "runner": base, **settings, **options}

@@ -30,6 +30,7 @@ from anemoi_gt.integrations.anemoi.edge_lists import (
     cached_list,
     derived_list,
     lookup,
+    shared_by_chunks,
 )
 from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
@@ -99,6 +100,7 @@ def prepare_edge_sharding(
         local, num_chunks, (x_src.shape[0], x_dst.shape[0])
     )
     shard_info = type(shard_info)(src_nodes=src, dst_nodes=dst, edges=shard_info.edges)
+    x_src, x_dst, edge_attr, cond = shared_by_chunks(x_src, x_dst, edge_attr, cond, chunks)
     return x_src, x_dst, edge_attr, local, shard_info, cond, chunks
 
 
