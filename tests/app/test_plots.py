@@ -12,6 +12,7 @@ from support.picture import colours, fewest_colours
 from anemoi_gt.app.map_image import MapImage
 from anemoi_gt.app.plots import (
     _caption,
+    _draw_forecast_panel,
     _draw_loss,
     chosen_variables,
     draw_training_plot,
@@ -46,6 +47,19 @@ def test_plot_is_a_png_of_reasonable_size_with_content_in_every_panel(splits, tm
     assert 800 <= height <= 1400
     assert 50_000 < path.stat().st_size < 1_000_000
     assert fewest_colours(pixels, 2, 3, across=3) > 50
+
+
+@pytest.mark.parametrize(("losses", "times"), [(RECORDS, 1), (None, 0)])
+def test_only_the_panel_that_gets_the_losses_draws_them(splits, losses, times):
+    dataset = splits.test
+    forecasts = {"model": dataset.truth, **dataset.baselines()}
+    scores = measure(forecasts, dataset).scores()
+    figure = Figure()
+    image = MapImage(dataset.nodes)
+    _draw_forecast_panel(figure, image, dataset, 1, dataset.truth(1), scores, losses, 0)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles.count("loss: mean squared error") == times
+    assert "RMSE of all test samples [kg/kg]" in titles
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def draw_training_plot(
     records: list[dict],
     variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot a test sample with forecast, errors, scores and losses, one panel per variable.
+    """Plot a test sample with forecast, errors and scores, one panel per variable, and the losses.
 
     `forecast` is the model's forecast for `sample`, the sample with the median error. `scores` are
     the scores of the model, then of the baselines; `records` are the metrics of the run;
@@ -67,11 +67,13 @@ def draw_training_plot(
     with _png(path, (width, height * len(chosen))) as figure:
         panels = np.atleast_1d(figure.subfigures(len(chosen), 1))
         for panel, v in zip(panels, chosen, strict=True):
-            _draw_forecast_panel(panel, image, dataset, sample, forecast, scores, records, v)
+            # the loss is that of all variables
+            losses = records if v == chosen[0] else None
+            _draw_forecast_panel(panel, image, dataset, sample, forecast, scores, losses, v)
 
 
-def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, records, v):
-    """Draw one variable: start, truth and forecast, and below them loss, scores and errors."""
+def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, losses, v):
+    """Draw one variable: start, truth and forecast, and below them losses, if any, and errors."""
     hours = f"{dataset.lead_time:g} h"
     units = dataset.units[v]
     grid = figure.add_gridspec(2, 3)
@@ -89,7 +91,8 @@ def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, recor
         errors[f"error of {name}\nRMSE {rmse:.3g} {units}"] = error
     _draw_maps(axes[3:], image, label, errors, **_error_style(*errors.values()))
     corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
-    _draw_loss(figure.add_subplot(corner[0]), records)
+    if losses is not None:
+        _draw_loss(figure.add_subplot(corner[0]), losses)
     scores_of_variable = [score for score in scores if score.variable == dataset.variables[v]]
     _draw_scores(figure.add_subplot(corner[1]), scores_of_variable)
     title = f"{_caption(dataset, v)}, {dataset.title(sample)} (test sample of median error)"

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
-from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, write_forecast
-from anemoi_gt.app.scores import roll_out
+from anemoi_gt.app.forecast_file import check_forecast_path, write_forecast
+from anemoi_gt.app.forecaster import forecast_members
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
@@ -51,12 +49,9 @@ def rollout(
     run: hydra_app.Run, dataset: ForecastDataset, samples: range, steps: int, path: Path
 ) -> None:
     """Write a forecast of `steps` steps from each sample; the samples are ensemble members."""
-    members = []
     with cpu_threads(run.training.threads):
-        for sample in samples:
-            outcomes = roll_out(run.model, dataset, sample, steps)
-            members.append(torch.stack([outcome.forecast for outcome in outcomes]))
-    write_forecast(path, describe_forecast(dataset, samples[0], torch.stack(members).numpy()))
+        forecast = forecast_members(run.model, dataset, samples, steps)
+    write_forecast(path, forecast)
     log.info("%s, %d steps\nwritten: %s", dataset.title(samples[0]), steps, path)
 
 

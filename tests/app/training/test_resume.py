@@ -13,7 +13,7 @@ from support.capturing import capture_in_place, without_inductor
 
 from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
 from anemoi_gt.app.training.progress import Stopped, StopRequest
-from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint
+from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, save_checkpoint
 from anemoi_gt.rng import seed_generators
 
 from ..conftest import assert_same, fit, without_speed
@@ -134,11 +134,24 @@ def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
     stop(trainer("run"))
     continued = trainer("run")
     best, last = continued.folder / "best.pt", continued.folder / "last.pt"
+    save_checkpoint(best, load_checkpoint(best) | {"best_loss": 0.0})
     kept = best.read_bytes()
     continued.load_state_dict(load_checkpoint(last) | {"best_loss": 0.0})
     fit(continued)
     assert best.read_bytes() == kept
     assert load_checkpoint(last)["best_loss"] == 0.0
+
+
+def test_a_run_that_ended_between_its_last_and_its_best_checkpoint_writes_the_best_one(trainer):
+    whole = trainer("whole", steps=3)
+    fit(whole)
+    ended = trainer("ended", steps=3)
+    fit(ended)
+    (ended.folder / "best.pt").unlink()  # the last step is the best one
+    fit(load(trainer("ended", steps=3)))
+    assert_same(
+        load_checkpoint(ended.folder / "best.pt"), load_checkpoint(whole.folder / "best.pt")
+    )
 
 
 def test_a_finished_run_takes_no_step_when_it_is_continued(trainer):

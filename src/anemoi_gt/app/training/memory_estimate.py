@@ -30,7 +30,7 @@ FLOAT32 = 4
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of a training step by purpose; `print` shows GB."""
+    """Bytes of a training step by purpose; `print` shows GB, MB or kB."""
 
     state: int
     graph: int
@@ -44,9 +44,24 @@ class MemoryEstimate(NamedTuple):
         return sum(self)
 
     def __str__(self) -> str:
-        sizes = self._asdict().items()
-        parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f}" for name, size in sizes)
-        return f"about {self.total / 1e9:.2f} GB: {parts}"
+        parts = []
+        for name, size in self._asdict().items():
+            parts.append(f"{name.replace('_', ' ')} {format_bytes(size)}")
+        return f"about {format_bytes(self.total)}: {', '.join(parts)}"
+
+
+def format_bytes(size: int) -> str:
+    """Return a number of bytes with three digits.
+
+    Examples
+    --------
+    >>> [format_bytes(size) for size in (0, 1234, 999_600, 12_345_678, 73_500_000_000)]
+    ['0 kB', '1.23 kB', '1 MB', '12.3 MB', '73.5 GB']
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= 0.9995 * scale:  # rounds to 1
+            return f"{size / scale:.3g} {unit}"
+    return f"{size / 1e3:.3g} kB"
 
 
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
