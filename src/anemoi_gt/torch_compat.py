@@ -21,6 +21,7 @@ _is_legacy_batched = getattr(
     getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
 )
 _assert_async = getattr(torch, "_assert_async", None)
+_graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def constant_when_traced(function: Callable) -> Callable:
@@ -73,6 +74,15 @@ def is_batched(*gradients: Tensor | None) -> bool:
 def forward_mode_is_active() -> bool:
     """Return whether tangents may exist: inside `forward_ad.dual_level` or `torch.func.jvp`."""
     return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def in_backward_pass() -> bool:
+    """Return whether autograd is running this code, as in the recomputation of a checkpoint.
+
+    `torch.utils.checkpoint` asks the same. The fallback is False: a recomputation then decides
+    for itself.
+    """
+    return _graph_task_id() != -1
 
 
 def assert_async(holds: Tensor, claim: str) -> None:

@@ -22,6 +22,7 @@ from anemoi_gt import __main__ as command_line
 from anemoi_gt.app import info
 from anemoi_gt.integrations.anemoi import installation
 from anemoi_gt.ops import backends
+from anemoi_gt.refusal import permanent
 
 ROOT = Path(__file__).parents[2]
 RUN = "import runpy, sys\nsys.argv = ['anemoi_gt', 'info']\nrunpy.run_module('anemoi_gt', run_name='__main__')"
@@ -97,10 +98,8 @@ def test_each_backend_reports_for_itself(monkeypatch):
         (True, "runs, chosen by auto", "runs"),
     )
     for runs, triton, torch_backend in cases:
-        reason = lambda query, runs=runs: None if runs else f"no {query.device}"  # noqa: E731
-        stub = backends.BACKENDS["triton"]._replace(
-            unsupported_reason=reason, auto_unsupported_reason=reason
-        )
+        why_not = lambda query, runs=runs: None if runs else permanent(f"no {query.device}")  # noqa: E731
+        stub = backends.BACKENDS["triton"]._replace(why_not=why_not)
         monkeypatch.setitem(backends.BACKENDS, "triton", stub)
         answers = rows("attention backends")
         assert (answers["cpu triton"], answers["cpu torch"]) == (triton, torch_backend)
@@ -125,14 +124,14 @@ def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not
     with installation.install():
         assert rows("anemoi-models").items() >= listed.items()
     monkeypatch.setattr(GraphTransformerProcessorBlock, "forward", lambda self, x: None)
-    monkeypatch.setattr(GraphTransformerMapperBlock, "run_node_src_mlp", lambda self: None)
+    monkeypatch.setattr(GraphTransformerMapperBlock, "get_qkve", lambda self: None)
     monkeypatch.delattr(StaticGraphProvider, "_get_edges_impl")
     listed = rows("anemoi-models")
     processor, mapper = (
         listed[f"GraphTransformer{kind}Block.forward"] for kind in ("Processor", "Mapper")
     )
     assert processor.startswith("stays upstream's: it takes (self, x), not (self, x, edge_attr, ")
-    assert mapper.startswith("stays upstream's: of its run_node_src_mlp, its source cannot be read")
+    assert mapper.endswith("GraphTransformerMapperBlock, whose get_qkve was replaced")
     assert (
         listed["StaticGraphProvider._get_edges_impl"]
         == "stays upstream's: it has no _get_edges_impl"
@@ -152,11 +151,9 @@ def test_a_checkpoint_is_listed_block_by_block(tmp_path, capsys, anemoi_as_it_is
     listed = dict(
         re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in section.splitlines()[1:]
     )
-    reason = "its conv is support.anemoi_model.OwnConv, which is not Anemoi's attention"
+    reason = "its conv is a support.anemoi_model.OwnConv, and Anemoi's attention is needed"
     assert listed["processor.proc.1"] == f"upstream: {reason}"
-    fused = (
-        "attention only: sub-layers are fused under 16-bit autocast where backend triton attends"
-    )
+    fused = "attention only: sub-layers are fused under 16-bit autocast where the backend of the attention has them"
     assert listed["processor.proc.0"] == listed["encoder.encoder.proc"] == fused
     assert f"1 upstream (processor.proc.1: {reason})" in listed["blocks"]
 

@@ -173,7 +173,9 @@ def test_adapters_and_hooks_of_an_edge_embedding_are_called(layer, change, compi
     change(layer)
     torch.compiler.reset()
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-    with pytest.warns(UserWarning, match="lin_edge, a .*, has hooks, .* or a replaced class"):
+    with pytest.warns(
+        UserWarning, match="edge attributes are embedded .*: its lin_edge (is a|has hooks)"
+    ):
         out = call(*inputs)
     torch.testing.assert_close(out, expected(*inputs))
 
@@ -190,7 +192,7 @@ def linear_maps(layer):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
-@pytest.mark.filterwarnings("ignore:lin_edge, a .*, has hooks:UserWarning")
+@pytest.mark.filterwarnings("ignore:edge attributes are embedded:UserWarning")
 def test_every_linear_map_may_be_an_adapter_without_a_weight(layer, compiled):
     inputs = draw(5, 8), GRAPH, draw(4, 3)
     expected = layer(*inputs)
@@ -219,7 +221,7 @@ def count_weights(layer):
     return counters
 
 
-@pytest.mark.filterwarnings("ignore:lin_edge, a .*, has hooks:UserWarning")
+@pytest.mark.filterwarnings("ignore:edge attributes are embedded:UserWarning")
 def test_a_parametrised_weight_is_computed_once_a_call(layer):
     inputs = draw(5, 8), GRAPH, draw(4, 3)
     expected, counters = layer(*inputs), count_weights(layer)
@@ -227,7 +229,7 @@ def test_a_parametrised_weight_is_computed_once_a_call(layer):
     assert [counter.calls for counter in counters] == [1] * len(counters)
 
 
-@pytest.mark.filterwarnings("ignore:lin_edge, a .*, has hooks:UserWarning")
+@pytest.mark.filterwarnings("ignore:edge attributes are embedded:UserWarning")
 def test_attention_weights_compute_no_parametrised_weight_again():
     layer = GraphTransformerConv(8, 4, heads=2, edge_dim=3)
     counters = count_weights(layer)
@@ -239,11 +241,12 @@ def test_an_edge_embedding_with_weights_that_compute_for_themselves_is_called(la
     inputs = draw(5, 8), GRAPH, draw(4, 3)
     expected, weight = layer(*inputs), layer.lin_edge.weight.detach()
     layer.lin_edge.weight = torch.nn.Parameter(TwoTensor(weight, weight))
-    with pytest.warns(UserWarning, match="weights that are a tensor subclass"):
+    with pytest.warns(UserWarning, match="its lin_edge has a weight of the tensor subclass"):
         out = layer(*inputs)
     torch.testing.assert_close(out.a if isinstance(out, TwoTensor) else out, expected)
 
 
+@pytest.mark.filterwarnings("ignore:edge attributes are embedded:UserWarning")
 def test_projections_of_another_class_read_nodes_as_they_are():
     class Linear(torch.nn.Linear):
         pass

@@ -112,11 +112,24 @@ def test_layer_warns_of_per_edge_messages_only_while_a_hook_is_active(data):
     assert torch.equal(conv(x, edge_index, edge_attr), expected)
 
 
-def test_backend_triton_refuses_messages(data):
-    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, config=AttentionConfig("triton"))
-    refusal = "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook is active"
-    raises(lambda: explain(conv, AttentionExplainer(), data, edge_mask_type="object"), refusal)
-    conv.register_message_forward_hook(lambda *_: None)
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
+def test_a_tool_that_watches_does_not_end_a_run_with_a_named_backend(data, backend):
+    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM)
+    expected = conv(*data)
+    conv.config = AttentionConfig(backend)
+    explain(conv, AttentionExplainer(), data, edge_mask_type="object")
+    seen = []
+    conv.register_message_forward_hook(lambda *_: seen.append(None))
+    torch.testing.assert_close(conv(*data), expected)
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+def test_a_named_backend_raises_for_a_layer_that_computes_something_else(data, backend):
+    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, config=AttentionConfig(backend))
+    conv.message = conv.message
+    refusal = f"attention backend '{backend}' cannot run .*: it has a message set on it, .* 'auto'"
     raises(lambda: conv(*data), refusal)
 
 

@@ -17,6 +17,7 @@ from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_a
 from anemoi_gt.ops.backends import unsupported_reason
 from anemoi_gt.ops.triton_backend import device
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
+from anemoi_gt.refusal import RefusalKind
 
 TRITON = AttentionConfig(backend="triton")
 op = import_module("anemoi_gt.ops.triton_backend.edge_attention_triton")
@@ -182,4 +183,6 @@ class TestAvailability:
     def test_the_interpreter_must_be_asked_for(self, monkeypatch):
         monkeypatch.setattr(device, "interpreted", lambda: True)
         assert unsupported_reason("triton", self.query()) is None
-        assert device.auto_unsupported_reason(self.query()).startswith("its kernels run on a GPU")
+        refusal = device.why_not(self.query())
+        assert refusal.kind is RefusalKind.NOT_FASTER
+        assert refusal.text.startswith("its kernels run on a GPU")

@@ -9,10 +9,13 @@ import warnings
 from importlib.metadata import version
 from itertools import product
 
-from anemoi.models.layers import block, mlp, normalization
+from anemoi.models.layers import block
 from anemoi.models.layers.utils import load_layer_kernels
 
-from anemoi_gt.nn.sublayers import attention_parts, feed_forward_parts, register
+from anemoi_gt.integrations.anemoi.upstream import recognise_modules
+from anemoi_gt.nn.sublayers import attention_parts, feed_forward_parts
+from anemoi_gt.ops.backends import BACKENDS
+from anemoi_gt.refusal import Refusal
 
 SIZES = {
     "in_channels": 24,
@@ -41,8 +44,8 @@ def build(kind, kernels, **options):
 
 def describe(parts):
     """Return "parts" with the features of the sub-layer, or the reason that it cannot be fused."""
-    if isinstance(parts, str):
-        return parts
+    if isinstance(parts, Refusal):
+        return parts.text
     words = ["parts"]
     if parts.has_condition:
         words.append("condition")
@@ -55,22 +58,22 @@ def describe(parts):
 
 def main():
     warnings.simplefilter("ignore")
-    register(
-        layer_norm=normalization.AutocastLayerNorm,
-        conditional_norm=normalization.ConditionalLayerNorm,
-        mlp=mlp.MLP,
-        gated_linear=getattr(mlp, "GatedMLPLayer", None),
-    )
+    recognise_modules()
+    limits = BACKENDS["triton"].sublayers
     report = {"version": version("anemoi-models")}
     norms = {"plain": {}, "conditional": {"LayerNorm": CONDITIONAL}}
     for kind, norm, mlp_kind in product(("Processor", "Mapper"), norms, ("mlp", "swiglu")):
         layer = build(f"GraphTransformer{kind}Block", norms[norm], mlp_implementation=mlp_kind)
         parts = {
-            "attention": attention_parts(layer),
-            "feed_forward": feed_forward_parts(layer.layer_norm_mlp_dst, layer.node_dst_mlp),
+            "attention": attention_parts(layer, limits),
+            "feed_forward": feed_forward_parts(
+                layer.layer_norm_mlp_dst, layer.node_dst_mlp, limits
+            ),
         }
         if kind == "Mapper":
-            parts["sources"] = feed_forward_parts(layer.layer_norm_mlp_src, layer.node_src_mlp)
+            parts["sources"] = feed_forward_parts(
+                layer.layer_norm_mlp_src, layer.node_src_mlp, limits
+            )
         descriptions = {part: describe(value) for part, value in parts.items()}
         report[f"{kind} {norm} {mlp_kind}"] = descriptions
     print(json.dumps(report))

@@ -13,21 +13,23 @@ from torch_geometric.nn import Linear, TransformerConv
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import GraphTransformerConv
-from anemoi_gt.nn.layer_kernels import class_path, hooks_of
+from anemoi_gt.nn.plain import (
+    PYG_ATTENTION,
+    PYG_HOOKS,
+    PYG_LINEAR,
+    class_path,
+    why_not_plain,
+    why_overridden,
+)
+from anemoi_gt.refusal import Refusal, RefusalKind, permanent
 
 log = logging.getLogger(__name__)
 
 KINDS = (TransformerConv, GraphTransformerConv)
-COMPUTING_METHODS = (
-    "__call__",
-    "forward",
-    "propagate",
-    "message",
-    "message_and_aggregate",
-    "aggregate",
-    "update",
-    "edge_update",
-)
+# What every module has for its hooks, and layers of PyG besides: it moves with the layer as it is.
+HOOKS = frozenset(vars(nn.Module())) - {
+    *("training", "_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+} | set(PYG_HOOKS)
 SAME_OPTIONS = (
     "heads",
     "concat",
@@ -168,28 +170,13 @@ def _checked_subclasses(
             raise ValueError(
                 f"subclasses must be classes that inherit from TransformerConv, got {kind!r}"
             )
-        between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
-        overridden = []
-        for name in COMPUTING_METHODS:
-            if any(_defines(subclass, name) for subclass in between):
-                overridden.append(name)
-        if overridden:
+        reason = why_overridden(kind, TransformerConv)
+        if reason is not None:
             raise ValueError(
-                f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with "
-                f"another {overridden[0]}; leave it out, or put what it adds into a module around "
-                "the layer"
+                f"subclasses must compute what TransformerConv does, got {kind.__qualname__}, "
+                f"which {reason}; leave it out, or put what it adds into a module around the layer"
             )
     return kinds
-
-
-def _defines(kind: type, name: str) -> bool:
-    """Return whether a class defines a method itself, apart from PyG's compiled `propagate`.
-
-    PyG 2.8 sets it on the class, from a module whose name ends in `_propagate`.
-    """
-    return name in vars(kind) and not getattr(vars(kind)[name], "__module__", "").endswith(
-        "_propagate"
-    )
 
 
 def _layers_of(
@@ -222,58 +209,47 @@ def _replacement(
     upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]
 ) -> nn.Module:
     """Return the new layer with the parameters of `upstream`, or `upstream` if unsupported."""
-    reason = _unsupported_reason(upstream, subclasses)
-    if reason is None:
+    refusal = _why_not(upstream, subclasses)
+    if refusal is None:
         try:
             return _with_parameters_of(upstream, config)
         except ValueError as error:  # an option that GraphTransformerConv rejects
-            reason = str(error)
+            refusal = permanent(str(error))
     if config.backend != "auto":
         raise ValueError(
-            f"attention backend {config.backend!r} cannot run {upstream}: {reason}; backend 'auto' "
-            "leaves it as it is"
+            f"attention backend {config.backend!r} cannot run {upstream}: {refusal.text}; backend "
+            "'auto' leaves it as it is"
         )
-    log.warning("%s stays PyG's own: %s", upstream, reason)
+    log.warning("%s stays PyG's own: %s", upstream, refusal.text)
     return upstream
 
 
-def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...]) -> str | None:
-    """Return why a layer cannot be replaced, or None if it can."""
+def _why_not(upstream: TransformerConv, subclasses: tuple[type, ...]) -> Refusal | None:
+    """Return why a layer cannot be replaced, or None if it can.
+
+    Hooks move with the layer, which runs them; other tools are found at each of its calls.
+    """
     kind = type(upstream)
     if kind is not TransformerConv and kind not in subclasses:
-        return (
+        return permanent(
             f"{class_path(kind)} is a subclass, which may compute something else; see `subclasses`"
         )
-    # explainers leave one of these on the instance (PyG 2.8, MessagePassing.explain)
-    pygs = (kind._orig_propagate, kind._jinja_propagate)
-    replaced = [
-        name
-        for name, value in vars(upstream).items()
-        if callable(getattr(kind, name, None)) and getattr(value, "__func__", None) not in pygs
-    ]
-    if replaced:
-        return f"its {replaced[0]} was replaced on the layer itself"
+    refusal = why_not_plain({"": upstream}, PYG_ATTENTION)
+    if refusal is not None and refusal.kind is RefusalKind.PERMANENT:
+        return refusal
     for name in ("lin_query", "lin_key"):
         kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
-            return (
+            return permanent(
                 f"its {name} is {class_path(kind)}; PyG's Linear is needed, because its "
                 "in_channels are read"
             )
     embed = upstream.lin_edge
     if embed is None:
         return None
-    if type(embed) is not Linear:
-        kind = class_path(type(embed))
-        return f"its lin_edge is {kind}; PyG's Linear is needed, because only its weight is used"
-    if embed.bias is not None:
-        return "its lin_edge has a bias, which PyG's does not have and which would be ignored"
-    if any(
-        getattr(hook, "__func__", None) is not Linear.initialize_parameters
-        for hook in hooks_of(embed)
-    ):
-        # except the hook of a lazy Linear, which GraphTransformerConv runs
-        return "its lin_edge has hooks, which would be skipped"
+    refusal = why_not_plain({"lin_edge": embed}, PYG_LINEAR)
+    if refusal is not None and refusal.kind is RefusalKind.PERMANENT:
+        return refusal
     return None
 
 
@@ -286,7 +262,7 @@ def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> G
         ours = GraphTransformerConv(
             upstream.in_channels, upstream.out_channels, **options, config=config
         )
-    added = [name for name in vars(upstream) if "_hooks" in name or not hasattr(ours, name)]
+    added = [name for name in vars(upstream) if name in HOOKS or not hasattr(ours, name)]
     _move(upstream, ours, added)
     ours._upstream = (upstream, added)  # in a tuple, so that it is no submodule
     return ours

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import fused_block
+from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
 from anemoi_gt.nn.fused_block import BlockPath
 from anemoi_gt.nn.input_validation import (
@@ -37,17 +38,19 @@ from anemoi_gt.nn.input_validation import (
     features_of_input,
     stored_parameter,
 )
-from anemoi_gt.nn.layer_kernels import (
-    LayerKernels,
-    cast_for_projections,
-    check_kernels,
-    must_be_called,
-)
+from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
-from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts
+from anemoi_gt.nn.plain import BLOCK, why_not_plain
+from anemoi_gt.nn.sublayers import (
+    AttentionParts,
+    FeedForwardParts,
+    linear_parameters,
+    warn_of_embedded_edges,
+)
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
+from anemoi_gt.refusal import Refusal
 
 
 class PendingRows(Protocol):
@@ -165,7 +168,6 @@ class GraphTransformerBaseBlock(nn.Module):
         self.lin_value = Linear(in_channels, width)
         self.lin_self = Linear(in_channels, width, bias=bias)
         self.lin_edge = Linear(edge_dim, width)
-        self._embedding = type(self.lin_edge)
         self.projection = Linear(width, out_channels)
         self.q_norm = layer_kernels.QueryNorm(width // num_heads) if qk_norm else nn.Identity()
         self.k_norm = layer_kernels.KeyNorm(width // num_heads) if qk_norm else nn.Identity()
@@ -210,14 +212,12 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def path(self, x_dst: Tensor, cond: Tensor | None) -> BlockPath:
         """Return the path of each sub-layer for destinations like x_dst; called once per call."""
-        if type(self) not in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock):
-            return BlockPath.by_modules(
-                f"{type(self).__qualname__} may override what a fused sub-layer would skip"
-            )
-        replaced = [name for name in METHODS if name in self.__dict__]
-        if replaced:
-            return BlockPath.by_modules(f"its {replaced[0]} was replaced on the instance")
-        return BlockPath.of(self, x_dst, cond, self.config)
+        refusal = why_not_plain({"": self}, BLOCK)
+        if refusal is None:
+            path = BlockPath.of(self, x_dst, cond, self.config)
+        else:
+            path = BlockPath.by_modules(refusal)
+        return BlockPath(*as_in_forward(self, "sub-layers", path))
 
     def update_destinations(
         self,
@@ -239,7 +239,7 @@ class GraphTransformerBaseBlock(nn.Module):
             check_batch(*x)  # its local sources are checked by start_exchange
         else:
             check_structure(graph)
-        if isinstance(path.attention, str) or _is_empty_batch(x[1]):
+        if isinstance(path.attention, Refusal) or _is_empty_batch(x[1]):
             z = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         else:
             z = self._fused_attention(path.attention, x, graph, edge_attr, cond)
@@ -274,10 +274,10 @@ class GraphTransformerBaseBlock(nn.Module):
         return fused_block.attention(parts, nodes, structure, edge_attr, cond, halo)
 
     def _feed_forward(
-        self, parts: FeedForwardParts | str, side: str, x: Tensor, cond: Tensor | None
+        self, parts: FeedForwardParts | Refusal, side: str, x: Tensor, cond: Tensor | None
     ) -> Tensor:
         """Return rows x after the feed-forward sub-layer of `side`, "dst" or "src"."""
-        if isinstance(parts, str):
+        if isinstance(parts, Refusal):
             norm, mlp = getattr(self, f"layer_norm_mlp_{side}"), getattr(self, f"node_{side}_mlp")
             return x + mlp(apply_norm(norm, x, cond))
         return fused_block.feed_forward(parts, x, cond)
@@ -317,16 +317,19 @@ class GraphTransformerBaseBlock(nn.Module):
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the edge operands: attributes [.., E, edge_dim], embedding weight and bias.
 
-        If `lin_edge` has hooks, or was replaced by another kind of layer, they are embedded edges,
-        None and None.
+        If `lin_edge` must be called, because it is not plain, they are embedded edges, None and
+        None.
         """
         check_attributes(edge_attr, features_of_input(self.lin_edge))
         if len(self.edge_pre_mlp):
             check_dtype("edge_attr", edge_attr, like=stored_parameter(self.lin_edge))
         edge_attr = self.edge_pre_mlp(edge_attr)
-        if must_be_called(self.lin_edge, self._embedding):
+        embedding = linear_parameters(self.lin_edge, "lin_edge")
+        (embedding,) = as_in_forward(self, "lin_edge", (embedding,))
+        if isinstance(embedding, Refusal):
+            warn_of_embedded_edges(embedding.text)
             return self._split_heads(self.lin_edge(edge_attr)), None, None
-        return edge_attr, self.lin_edge.weight, self.lin_edge.bias
+        return edge_attr, *embedding
 
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
@@ -343,11 +346,6 @@ class GraphTransformerBaseBlock(nn.Module):
 def _is_empty_batch(x: Tensor) -> bool:
     """Return whether x [B, N, F] has no batch entry, whose views could not be sized."""
     return x.dim() == 3 and x.shape[0] == 0
-
-
-METHODS = tuple(
-    name for name, method in vars(GraphTransformerBaseBlock).items() if callable(method)
-)
 
 
 class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):

@@ -15,6 +15,7 @@ from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import (
@@ -23,10 +24,12 @@ from anemoi_gt.nn.input_validation import (
     check_nodes,
     stored_parameter,
 )
-from anemoi_gt.nn.layer_kernels import must_be_called
+from anemoi_gt.nn.plain import ATTENTION, PYG_LINEAR, why_not_plain
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
+from anemoi_gt.nn.sublayers import linear_parameters, warn_of_embedded_edges
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
+from anemoi_gt.refusal import Refusal, RefusalKind, transient
 
 LAZY = -1  # inferred from the first input
 
@@ -79,9 +82,10 @@ class GraphTransformerConv(MessagePassing):
 
     Notes
     -----
-    The attention of a destination without in-edges is 0. While a PyG explainer or message hook is
-    active, the layer falls back to per-edge messages, as in PyG, with a warning; backend "triton",
-    which has none, raises ValueError.
+    The attention of a destination without in-edges is 0. While a PyG explainer, a message hook or
+    `torch.jit.trace` is active, the layer falls back to per-edge messages, as in PyG, with a
+    warning. It does so too if its `message`, `aggregate`, `update`, `propagate` or aggregation is
+    replaced; a named backend raises ValueError then.
 
     Examples
     --------
@@ -215,26 +219,25 @@ class GraphTransformerConv(MessagePassing):
             pending, edges = edge_index.start_exchange(x_src), edge_index.structure
         query = self._split_heads(self.lin_query(x_dst))
         x_src = x_src if pending is None else pending.wait()
-        graph, edge_attr = self._edges(edges, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
-        check_nodes(graph, x_src, x_dst)
         key, value = (self._split_heads(linear(x_src)) for linear in (self.lin_key, self.lin_value))
 
-        operands = None
-        if self._needs_messages():
-            out = self._attend_by_messages(query, key, value, graph, edge_attr)
+        alpha = None
+        refusal = self._why_messages()
+        if refusal is not None:
+            out, alpha = self._attend_by_messages(refusal, query, key, value, edges, edge_attr)
         else:
+            graph, edge_attr = self._edges(edges, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
+            check_nodes(graph, x_src, x_dst)
             operands = self._edge_operands(edge_attr)
             dropout_p = self.dropout if self.training else 0.0
             out, _ = edge_attention(
                 query, key, value, graph, *operands, dropout_p=dropout_p, config=self.config
             )
+            if return_attention_weights is not None:
+                alpha = attention_weights(query, key, graph, *operands[:2], config=self.config)
         out = self._add_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
-
         if return_attention_weights is None:
             return out
-        if operands is None:
-            operands = self._edge_operands(edge_attr)
-        alpha = attention_weights(query, key, graph, *operands[:2], config=self.config)
         if is_sparse_tensor(edge_index):
             return out, edge_index.set_value(alpha, layout="coo")
         return out, (edge_index, alpha)
@@ -306,13 +309,16 @@ class GraphTransformerConv(MessagePassing):
         graph, edge_attr = read_edges(
             self._along_flow(edge_index), edge_attr, num_nodes, self.config
         )
+        self._check_attributes(edge_attr)
+        return graph, edge_attr
+
+    def _check_attributes(self, edge_attr: Tensor | None) -> None:
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(
                 f"edge_attr must be passed if and only if the layer has an edge_dim, got {got} and "
                 f"edge_dim={self.edge_dim}"
             )
-        return graph, edge_attr
 
     def _along_flow(self, edge_index):
         """Return `edge_index` with sources in row 0."""
@@ -335,9 +341,12 @@ class GraphTransformerConv(MessagePassing):
         # lin_edge is not called, so the hook of PyG's lazy Linear, which does this, does not run
         if isinstance(self.lin_edge._parameters.get("weight"), UninitializedParameter):
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
-        if must_be_called(self.lin_edge, Linear):
+        embedding = linear_parameters(self.lin_edge, "lin_edge", PYG_LINEAR)
+        (embedding,) = as_in_forward(self, "lin_edge", (embedding,))
+        if isinstance(embedding, Refusal):
+            warn_of_embedded_edges(embedding.text)
             return self._split_heads(self.lin_edge(edge_attr)), None, None
-        return edge_attr, self.lin_edge.weight, self.lin_edge.bias
+        return edge_attr, *embedding
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return features.view(*features.shape[:-1], self.heads, self.out_channels)
@@ -351,53 +360,56 @@ class GraphTransformerConv(MessagePassing):
         gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
         return gate * skip + (1 - gate) * out
 
-    def _needs_messages(self) -> bool:
-        """Return whether a PyG explainer or message hook is active."""
-        # private registries of PyG's MessagePassing (2.8), which has no public query
-        hooks = (
-            self._propagate_forward_pre_hooks,
-            self._propagate_forward_hooks,
-            self._message_forward_pre_hooks,
-            self._message_forward_hooks,
-            self._aggregate_forward_pre_hooks,
-            self._aggregate_forward_hooks,
-        )
-        return self.explain is True or any(hooks)
+    def _why_messages(self) -> Refusal | None:
+        """Return why the layer must compute with PyG's messages, one per edge, or None."""
+        if torch.jit.is_tracing():
+            refusal: Refusal | None = transient("torch.jit.trace records it")
+        else:
+            refusal = why_not_plain({"": self}, ATTENTION)
+        (refusal,) = as_in_forward(self, "messages", (refusal,))
+        if refusal is None:
+            return None
+        named = self.config.backend
+        if named != "auto" and refusal.kind is RefusalKind.PERMANENT:
+            raise ValueError(
+                f"attention backend {named!r} cannot run {self}: {refusal.text}; backend 'auto' "
+                "falls back to per-edge messages"
+            )
+        return refusal
 
     def _attend_by_messages(
         self,
+        refusal: Refusal,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        graph: GraphStructure,
+        edges,  # as in `forward`, without chunks and shards
         edge_attr: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return attention [N_dst, H, C] and weights [E, H], as PyG computes them."""
         if query.dim() == 4:
             raise ValueError(
-                "x must have shape [N, F] while a PyG explainer or message hook is active, got a "
-                f"batch of {query.shape[0]}"
-            )
-        if self.config.backend == "triton":
-            raise ValueError(
-                "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook "
-                "is active, got 'triton', whose kernels compute no messages; remove the hook, or "
-                "change the config of the layer"
+                "x must have shape [N, F] while a layer falls back to per-edge messages, got a "
+                f"batch of {query.shape[0]}: {refusal.text}"
             )
         warnings.warn(
-            "GraphTransformerConv falls back to per-edge messages while a PyG explainer or message "
-            "hook is active",
-            stacklevel=2,
+            f"GraphTransformerConv falls back to per-edge messages: {refusal.text}",
+            stacklevel=3,
         )
-        size = (graph.num_src, graph.num_dst)
-        edge_index = graph.edge_index()
+        size = (key.shape[0], query.shape[0])
         if self.flow == "target_to_source":
-            size, edge_index = size[::-1], edge_index.flip(0)
+            size = size[::-1]
+        edge_index = edges
+        if not isinstance(edges, Tensor) or is_adjacency(edges):
+            graph, edge_attr = self._edges(edges, edge_attr, size)
+            edge_index = graph.edge_index()
+        self._check_attributes(edge_attr)
         # propagate_type: (query: Tensor, key: Tensor, value: Tensor, edge_attr: OptTensor)
         out = self.propagate(
             edge_index, size=size, query=query, key=key, value=value, edge_attr=edge_attr
         )
-        self._alpha = None
-        return out
+        alpha, self._alpha = self._alpha, None
+        return out, alpha
 
 
 def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The sub-layers of a block of this library, fused if possible and faster; decided per call.
 
-path = BlockPath.of(block, x_dst, cond, config)    parts of fused sub-layers, or reasons
+path = BlockPath.of(block, x_dst, cond, config)    parts of fused sub-layers, or refusals
 z = attention(path.attention, ...)                 where they are parts
 y = feed_forward(path.feed_forward, ...)
 """
@@ -18,36 +18,40 @@ from anemoi_gt.nn.sublayers import (
     attention_parts,
     feed_forward_parts,
 )
-from anemoi_gt.ops.backends import BACKENDS, choose_backend
+from anemoi_gt.ops.backends import Sublayers, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.operands import AttentionOperands, check_operands
-from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
-from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
+from anemoi_gt.refusal import Refusal, not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
+
+NO_SUBLAYERS = permanent("the backend of its attention has no fused sub-layers")
+NO_SOURCES = not_faster("its sources are not updated")
+NOT_FASTER = not_faster(
+    "sub-layers are fused under 16-bit autocast where the backend of the attention has them"
+)
 
 
 class Computation(NamedTuple):
-    """Dtype and kept tensors of a call, decided once from its features and settings."""
+    """Dtype, backend and kept tensors of a call, decided once from its features and settings."""
 
     dtype: torch.dtype  # of the operands of products
     is_autocast: bool  # whether autocast is active
-    is_faster_fused: bool  # whether fused sub-layers are faster: 16-bit autocast, on triton
+    sublayers: Sublayers | None  # of the backend of the attention, None if it has none
     keep_hidden: bool  # whether fused feed-forward sub-layers keep their hidden layer
 
     @classmethod
     def of(cls, x: Tensor, config: AttentionConfig, *, keep_hidden: bool = True) -> "Computation":
         """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
         dtype = autocast_dtype(x)
+        backend = choose_backend(config.backend, x.new_empty(0, dtype=dtype))
         is_autocast = autocast_is_active(x.device.type)
-        is_16_bit = is_autocast and dtype in (torch.float16, torch.bfloat16)
-        is_faster_fused = is_16_bit and runs_on_triton(x, dtype, config)
-        return cls(dtype, is_autocast, is_faster_fused, keep_hidden)
+        return cls(dtype, is_autocast, backend.sublayers, keep_hidden)
 
-
-def runs_on_triton(x: Tensor, dtype: torch.dtype, config: AttentionConfig) -> bool:
-    """Return whether backend `triton` attends over x in `dtype`. Raise like `edge_attention`."""
-    query = x.new_empty(0, dtype=dtype)
-    return choose_backend(config.backend, query) is BACKENDS["triton"]
+    @property
+    def is_faster_fused(self) -> bool:
+        """Whether fused sub-layers are faster: under 16-bit autocast."""
+        is_16_bit = self.dtype in (torch.float16, torch.bfloat16)
+        return self.sublayers is not None and self.is_autocast and is_16_bit
 
 
 # (sources, destinations); sources are None on one set of nodes
@@ -55,39 +59,27 @@ Nodes = tuple[Tensor | None, Tensor]
 Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinations
 
 
-class ReasonsAgainst(NamedTuple):
-    """Reasons why sub-layers cannot be fused that are not in their modules; None where none."""
-
-    attention: str | None
-    feed_forward: str | None
-    source_feed_forward: str | None
-
-
-NO_REASONS = ReasonsAgainst(None, None, None)
-NO_SOURCES = "its sources are not updated"
-
-
 class BlockPath(NamedTuple):
-    """The path of each sub-layer in one call: parts if fused, else the reason."""
+    """The path of each sub-layer in one call: parts if fused, else the refusal."""
 
-    attention: AttentionParts | str
-    feed_forward: FeedForwardParts | str
-    source_feed_forward: FeedForwardParts | str  # of a mapper that updates its sources
+    attention: AttentionParts | Refusal
+    feed_forward: FeedForwardParts | Refusal
+    source_feed_forward: FeedForwardParts | Refusal  # of a mapper that updates its sources
 
     @classmethod
-    def by_modules(cls, reason: str) -> "BlockPath":
+    def by_modules(cls, refusal: Refusal) -> "BlockPath":
         """Return the path of a block whose own modules compute everything."""
-        return cls(reason, reason, reason)
+        return cls(refusal, refusal, refusal)
 
     @classmethod
     def of(cls, block: Any, x: Tensor, cond: Tensor | None, config: AttentionConfig) -> "BlockPath":
         """Decide for a block of this library, destinations like x, and any condition."""
         if is_exporting():
-            return cls.by_modules("an exported program has no operators of this library")
+            return cls.by_modules(permanent("an exported program has no operators of this library"))
         computation = Computation.of(x, config)
         if not computation.is_faster_fused:
-            return cls.by_modules("sub-layers are fused under 16-bit autocast, on backend triton")
-        return cls.of_modules(block, x, cond, config, computation, NO_REASONS)
+            return cls.by_modules(NOT_FASTER)
+        return cls.of_modules(block, x, cond, config, computation)
 
     @classmethod
     def of_modules(
@@ -97,29 +89,38 @@ class BlockPath(NamedTuple):
         cond: Tensor | tuple | None,
         config: AttentionConfig,
         computation: Computation,
-        reasons: ReasonsAgainst,
+        refused: tuple[Refusal | None, Refusal | None, Refusal | None] = (None, None, None),
     ) -> "BlockPath":
-        """Decide by the modules of a block of this library or of Anemoi, on backend triton.
+        """Decide by the modules of a block of this library or of Anemoi.
 
-        `reasons` are against sub-layers that its integration or the call rules out.
+        `refused` are refusals of its sub-layers by its integration or by the call.
         """
-        attention: AttentionParts | str | None = reasons.attention
-        if attention is None and config.precision is not None:
-            attention = "the precision of its attention is set"
-        if attention is None:
-            attention = for_call(attention_parts(block), x, cond, computation)
-        feed_forward: FeedForwardParts | str | None = reasons.feed_forward
-        if feed_forward is None:
-            parts = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
+        sublayers = computation.sublayers
+        if sublayers is None:
+            return cls.by_modules(NO_SUBLAYERS)
+        refused_attention, refused_feed_forward, refused_sources = refused
+        attention: AttentionParts | Refusal
+        if refused_attention is not None:
+            attention = refused_attention
+        elif config.precision is not None:
+            attention = permanent("the precision of its attention is set")
+        else:
+            attention = for_call(attention_parts(block, sublayers), x, cond, computation)
+        feed_forward: FeedForwardParts | Refusal
+        if refused_feed_forward is not None:
+            feed_forward = refused_feed_forward
+        else:
+            parts = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp, sublayers)
             feed_forward = for_call(parts, x, cond, computation)
-        sources: FeedForwardParts | str = NO_SOURCES
-        if getattr(block, "update_src_nodes", False):
-            if reasons.source_feed_forward is not None:
-                sources = reasons.source_feed_forward
-            else:
-                names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
-                parts = feed_forward_parts(block.layer_norm_mlp_src, block.node_src_mlp, **names)
-                sources = for_call(parts, x, cond, computation)
+        sources: FeedForwardParts | Refusal = NO_SOURCES
+        if refused_sources is not None:
+            sources = refused_sources
+        elif getattr(block, "update_src_nodes", False):
+            names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
+            modules = block.layer_norm_mlp_src, block.node_src_mlp
+            sources = for_call(
+                feed_forward_parts(*modules, sublayers, **names), x, cond, computation
+            )
         return cls(attention, feed_forward, sources)
 
 
@@ -127,15 +128,17 @@ Parts = TypeVar("Parts", AttentionParts, FeedForwardParts)
 
 
 def for_call(
-    parts: Parts | str, x: Tensor, cond: Tensor | tuple | None, computation: Computation
-) -> Parts | str:
+    parts: Parts | Refusal, x: Tensor, cond: Tensor | tuple | None, computation: Computation
+) -> Parts | Refusal:
     """Return the parts for a call on rows like x with this condition, or why it cannot use them."""
-    if isinstance(parts, str):
+    if isinstance(parts, Refusal):
         return parts
     if parts.has_condition != (cond is not None):
-        return "its norms and the call differ in whether there is a condition"
+        return permanent("its norms and the call differ in whether there is a condition")
     if x.dtype != parts.dtype and not computation.is_autocast:
-        return f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
+        return permanent(
+            f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
+        )
     if isinstance(parts, AttentionParts):
         return parts._replace(product_dtype=computation.dtype)
     return parts._replace(product_dtype=computation.dtype, keep_hidden=computation.keep_hidden)
@@ -164,7 +167,7 @@ def attention(
     tensors = parts.tensors(
         _optional_rows(x_src), _optional_rows(halo), _rows(x_dst), edge_attr, cond_dst, cond_src
     )
-    z = attention_sublayer(tensors, graph, parts.options(batch))
+    z = parts.sublayer(tensors, graph, parts.options(batch))
     return z.view(x_dst.shape)
 
 
@@ -173,7 +176,7 @@ def feed_forward(parts: FeedForwardParts, x: Tensor, cond: Tensor | None) -> Ten
     rows = x.reshape(-1, x.shape[-1])
     condition = None if cond is None else row_conditions(cond, x)
     tensors = parts.tensors(rows, condition)
-    return feed_forward_sublayer(tensors, parts.options()).view(x.shape)
+    return parts.sublayer(tensors, parts.options()).view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

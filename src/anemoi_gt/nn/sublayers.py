@@ -1,88 +1,43 @@
-"""Parts of the two fused sub-layers of a block, or the reason why a sub-layer cannot be fused.
+"""Parts of the two fused sub-layers of a block, or the refusal of a sub-layer that cannot be fused.
 
     attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,   n = norm(x)
     feed_forward_sublayer   y_i = z_i + W_out act(W_in norm(z_i) + b) + b
 
 `attention_parts` and `feed_forward_parts` read the modules of a block of this library or of Anemoi,
 whose submodules have the same names. A fused sub-layer uses parameters without calling their
-modules, so it stands only for modules of classes whose `forward` is known, without hooks, and with
-plain tensors as parameters. Whatever else a module is, it is named in the reason, a sentence about
-"the block"; that costs its own sub-layer alone.
+modules, so these must be plain (`nn.plain`), with plain tensors as parameters. Whatever else a
+module is, the refusal names it; that costs its own sub-layer only.
 
 Ask once per call of a block and hand the answer down. Nothing is remembered between calls: the
 answer depends on mutable modules, and to read them takes no longer than to compare them with what
 they were. It is about 20 us a block, and torch.compile turns it into guards.
 """
 
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.nn.layer_kernels import has_global_hooks
-from anemoi_gt.nn.mlp import MLP, GatedLinear
-from anemoi_gt.nn.norm import AutocastLayerNorm, ConditionalLayerNorm
+from anemoi_gt.nn import plain
+from anemoi_gt.nn.plain import class_path, why_not_plain
+from anemoi_gt.ops.backends import Sublayers
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionOptions,
     AttentionTensors,
     FeedForwardOptions,
     FeedForwardTensors,
 )
-from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
+from anemoi_gt.refusal import Refusal, permanent
+from anemoi_gt.torch_compat import constant_when_traced
 
 # A module of a block, or None; its attributes are known once its class is checked.
 Submodule = Any
 
-MOST_FEATURES = 1024  # of a row, which a program of the kernels holds in registers
-
-
-GLOBAL_HOOKS = "hooks are registered for all modules, which a fused sub-layer skips"
 ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge", "projection")
-
-
-class KnownClasses:
-    """Classes that a fused sub-layer replaces; `register` adds classes of other libraries."""
-
-    layer_norm: tuple[type[nn.Module], ...] = (nn.LayerNorm, AutocastLayerNorm)
-    conditional_norm: tuple[type[nn.Module], ...] = (ConditionalLayerNorm,)
-    mlp: tuple[type[nn.Module], ...] = (MLP,)
-    gated_linear: tuple[type[nn.Module], ...] = (GatedLinear,)
-
-
 # GELU is missing because it has two forms.
 ACTIVATIONS = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
-
-
-def register(
-    *,
-    layer_norm: type[nn.Module] | None = None,
-    conditional_norm: type[nn.Module] | None = None,
-    mlp: type[nn.Module] | None = None,
-    gated_linear: type[nn.Module] | None = None,
-) -> None:
-    """Declare that classes compute what the classes of this library do, with the same submodules.
-
-    Parameters
-    ----------
-    layer_norm : type, optional
-        Like `torch.nn.LayerNorm`, whatever the dtype of its result.
-    conditional_norm : type, optional
-        Like `ConditionalLayerNorm`: `norm`, `scale` and `bias`.
-    mlp : type, optional
-        Like `MLP`: calls `mlp`, a Sequential, and then `layer_norm` unless it is None or absent.
-    gated_linear : type, optional
-        Like `GatedLinear`: `gate_proj`, `value_proj` and `gating`.
-    """
-    kinds = {
-        "layer_norm": layer_norm,
-        "conditional_norm": conditional_norm,
-        "mlp": mlp,
-        "gated_linear": gated_linear,
-    }
-    for name, kind in kinds.items():
-        known = getattr(KnownClasses, name)
-        if kind is not None and kind not in known:
-            setattr(KnownClasses, name, (*known, kind))
 
 
 class NormParts(NamedTuple):
@@ -100,6 +55,7 @@ class NormParts(NamedTuple):
 class FeedForwardParts(NamedTuple):
     """Parameters and options of a feed-forward sub-layer."""
 
+    sublayer: Callable[..., Tensor]  # computes it from `tensors` and `options`
     norm: NormParts
     weight_gate: Tensor | None
     bias_gate: Tensor | None
@@ -140,6 +96,7 @@ class FeedForwardParts(NamedTuple):
 class AttentionParts(NamedTuple):
     """Parameters and options of an attention sub-layer."""
 
+    sublayer: Callable[..., Tensor]  # computes it from `tensors`, a graph and `options`
     norm: NormParts  # of destinations
     norm_src: NormParts  # of sources; `norm` itself if the block has one norm
     query_weight: Tensor
@@ -232,65 +189,90 @@ NO_HEAD_NORM = HeadNorm(None, 0.0)
 
 
 class CannotFuseError(Exception):
-    """The reason why a sub-layer cannot be fused, its only argument; never leaves this module.
+    """The refusal of a sub-layer, its only argument; never leaves this module.
 
-    It is read as `args[0]`, because torch.compile cannot trace `str` of an exception before torch
-    2.13.
+    It is read as `args[0]`, because torch.compile cannot trace other attributes of an exception
+    before torch 2.13.
     """
 
 
 def feed_forward_parts(
     norm: Submodule,
     mlp: Submodule,
+    sublayers: Sublayers,
     *,
     norm_name: str = "layer_norm_mlp_dst",
     mlp_name: str = "node_dst_mlp",
-) -> FeedForwardParts | str:
-    """Return the parts of `x + mlp(norm(x))`, or the reason why it cannot be fused.
+) -> FeedForwardParts | Refusal:
+    """Return the parts of `x + mlp(norm(x))`, or why it cannot be fused.
 
     Parameters
     ----------
     norm, mlp : nn.Module
         Of any block with such a residual connection.
+    sublayers : Sublayers
+        Of the backend that is to compute it, for its limits.
     norm_name, mlp_name : str
-        Names of the modules in the block, for the reason.
+        Names of the modules in the block, for the text of a refusal.
     """
     try:
-        return _read_feed_forward(norm, mlp, norm_name, mlp_name)
+        return _read_feed_forward(norm, mlp, sublayers, norm_name, mlp_name)
     except CannotFuseError as error:
-        reason: str = error.args[0]
-        return reason
+        refusal: Refusal = error.args[0]
+        return refusal
 
 
-def attention_parts(block: Any) -> AttentionParts | str:
+def attention_parts(block: Any, sublayers: Sublayers) -> AttentionParts | Refusal:
     """Return the parts of the attention of a graph-transformer block, or why it cannot be fused.
 
     The network of edge attributes, `edge_pre_mlp`, is no part: its result is `edge_attr`.
     """
     try:
-        return _read_attention(block)
+        return _read_attention(block, sublayers)
     except CannotFuseError as error:
-        reason: str = error.args[0]
-        return reason
+        refusal: Refusal = error.args[0]
+        return refusal
+
+
+def linear_parameters(
+    linear: Submodule, name: str, role: str = plain.LINEAR
+) -> tuple[Tensor, Tensor | None] | Refusal:
+    """Return weight and bias of a linear map, to be used in its place, or why it must be called.
+
+    It has the role `role` of `nn.plain`, and is `name` in its block or layer.
+    """
+    try:
+        return _read_linears({name: linear}, role)[0]
+    except CannotFuseError as error:
+        refusal: Refusal = error.args[0]
+        return refusal
+
+
+@constant_when_traced
+def warn_of_embedded_edges(text: str) -> None:
+    """Warn that edges are embedded before the attention, for the reason in `text`."""
+    warnings.warn(
+        f"edge attributes are embedded into a tensor [E, H, C] before the attention: {text}",
+        stacklevel=3,
+    )
 
 
 def _read_feed_forward(
     norm: Submodule,
     mlp: Submodule,
+    sublayers: Sublayers,
     norm_name: str,
     mlp_name: str,
 ) -> FeedForwardParts:
-    if has_global_hooks():
-        raise CannotFuseError(GLOBAL_HOOKS)
-    norm_parts = _read_norm(norm, norm_name)
+    norm_parts = _read_norm(norm, norm_name, sublayers)
     # Up to anemoi-models 0.11 the network is the Sequential itself.
     layers, layers_name = mlp, mlp_name
     if type(mlp) is not nn.Sequential:
-        _check_modules({mlp_name: mlp}, KnownClasses.mlp, "an MLP or a torch.nn.Sequential")
-        if mlp._modules.get("layer_norm") is not None:
-            raise CannotFuseError(f"its {mlp_name} ends with a norm")
+        _check_plain({mlp_name: mlp}, plain.MLP, plain.SEQUENTIAL)
+        if getattr(mlp, "layer_norm", None) is not None:
+            raise _cannot_fuse(f"its {mlp_name} ends with a norm")
         layers, layers_name = mlp._modules.get("mlp"), f"{mlp_name}.mlp"
-    _check_modules({layers_name: layers}, (nn.Sequential,), "a torch.nn.Sequential")
+    _check_plain({layers_name: layers}, plain.SEQUENTIAL)
 
     modules = tuple(layers._modules.values())
     weight_gate = bias_gate = None
@@ -303,7 +285,7 @@ def _read_feed_forward(
     elif len(modules) == 2:
         gated, linear_out = modules
         gated_name = f"{layers_name}.0"
-        _check_modules({gated_name: gated}, KnownClasses.gated_linear, "a gated linear map")
+        _check_plain({gated_name: gated}, plain.GATED_LINEAR)
         children = gated._modules
         linears = {
             f"{gated_name}.gate_proj": children.get("gate_proj"),
@@ -316,7 +298,7 @@ def _read_feed_forward(
         weight_out, bias_out = out
         activation, activation_name = children.get("gating"), f"{gated_name}.gating"
     else:
-        raise CannotFuseError(
+        raise _cannot_fuse(
             f"its {layers_name} has {len(modules)} layers, and a linear map, an activation and a "
             "linear map, or a gated linear map and a linear map are needed"
         )
@@ -330,6 +312,7 @@ def _read_feed_forward(
     if weight_gate is not None and weight_gate.shape != weight_in.shape:
         raise _shape_mismatch(weight_gate, (hidden, features), layers_name, norm_name)
     return FeedForwardParts(
+        sublayer=sublayers.feed_forward,
         norm=norm_parts,
         weight_gate=weight_gate,
         bias_gate=bias_gate,
@@ -344,12 +327,10 @@ def _read_feed_forward(
     )
 
 
-def _read_attention(block: Any) -> AttentionParts:
-    if has_global_hooks():
-        raise CannotFuseError(GLOBAL_HOOKS)
+def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts:
     _check_dropout(block)
     modules = block._modules
-    norm, norm_src = _read_attention_norms(modules)
+    norm, norm_src = _read_attention_norms(modules, sublayers)
     linears = {name: modules.get(name) for name in ATTENTION_LINEARS}
     query, self_term, key, value, edge, projection = _read_linears(linears)
     query_weight, query_bias = query
@@ -375,12 +356,12 @@ def _read_attention(block: Any) -> AttentionParts:
         raise _shape_mismatch(edge_weight, (width, edge_weight.shape[1]), "lin_edge", "lin_query")
     if projection_weight.shape != (features, width):
         raise _shape_mismatch(projection_weight, (features, width), "projection", "lin_query")
-    if width > MOST_FEATURES:
+    if width > sublayers.max_features:
         got = f"its queries have {width} features"
-        raise CannotFuseError(f"{got}, and at most {MOST_FEATURES} are possible")
-    if edge_weight.shape[1] >= MOST_ATTRIBUTES:
+        raise _cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
+    if edge_weight.shape[1] > sublayers.max_attributes:
         got = f"its edges have {edge_weight.shape[1]} attributes"
-        raise CannotFuseError(f"{got}, and at most {MOST_ATTRIBUTES - 1} are possible")
+        raise _cannot_fuse(f"{got}, and at most {sublayers.max_attributes} are possible")
 
     heads = block.num_heads
     query_norm = key_norm = NO_HEAD_NORM
@@ -388,6 +369,7 @@ def _read_attention(block: Any) -> AttentionParts:
     if block.__dict__.get("qk_norm", True):
         query_norm, key_norm = _read_head_norms(modules, width // heads)
     return AttentionParts(
+        sublayer=sublayers.attention,
         norm=norm,
         norm_src=norm_src,
         query_weight=query_weight,
@@ -413,54 +395,54 @@ def _read_attention(block: Any) -> AttentionParts:
     )
 
 
-def _read_attention_norms(modules: dict[str, Submodule]) -> tuple[NormParts, NormParts]:
+def _read_attention_norms(
+    modules: dict[str, Submodule], sublayers: Sublayers
+) -> tuple[NormParts, NormParts]:
     """Return the norms of destinations and of sources, which are the same object in a processor."""
     dst = modules.get("layer_norm_attention")
-    norm = _read_norm(dst, "layer_norm_attention")
+    norm = _read_norm(dst, "layer_norm_attention", sublayers)
     src = modules.get("layer_norm_attention_src")
     if src is None:
         return norm, norm
     # In a mapper the norm has two names. Anemoi calls it by one of them, this library by the other.
     if modules.get("layer_norm_attention_dest") is not dst:
-        raise CannotFuseError("its layer_norm_attention_dest is not its layer_norm_attention")
+        raise _cannot_fuse("its layer_norm_attention_dest is not its layer_norm_attention")
     if src is dst:
         return norm, norm
-    norm_src = _read_norm(src, "layer_norm_attention_src")
+    norm_src = _read_norm(src, "layer_norm_attention_src", sublayers)
     if norm_src.features != norm.features:
-        raise CannotFuseError("its norms of sources and destinations have different features")
+        raise _cannot_fuse("its norms of sources and destinations have different features")
     if norm_src.has_condition != norm.has_condition:
-        raise CannotFuseError("one of its norms of sources and destinations takes a condition")
+        raise _cannot_fuse("one of its norms of sources and destinations takes a condition")
     return norm, norm_src
 
 
-def _read_norm(norm: Submodule, name: str) -> NormParts:
+def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
     """Return the parts of a layer norm, plain or conditional."""
     scale: Tensor | None
     shift: Tensor | None
-    has_condition = type(norm) in KnownClasses.conditional_norm
+    _check_plain({name: norm}, plain.LAYER_NORM, plain.CONDITIONAL_NORM)
+    has_condition = not isinstance(norm, nn.LayerNorm)
     if has_condition:
-        _check_modules({name: norm}, KnownClasses.conditional_norm, "a ConditionalLayerNorm")
         children = norm._modules
-        plain, plain_name = children.get("norm"), f"{name}.norm"
-        _check_modules({plain_name: plain}, KnownClasses.layer_norm, "a torch.nn.LayerNorm")
-        if any(parameter is not None for parameter in _read_parameters(plain, name)):
-            raise CannotFuseError(f"its {plain_name} has parameters besides the condition's")
+        inner, inner_name = children.get("norm"), f"{name}.norm"
+        _check_plain({inner_name: inner}, plain.LAYER_NORM)
+        if any(parameter is not None for parameter in _read_parameters(inner, name)):
+            raise _cannot_fuse(f"its {inner_name} has parameters besides the condition's")
         (scale, scale_bias), (shift, shift_bias) = _read_linears(
             {f"{name}.scale": children.get("scale"), f"{name}.bias": children.get("bias")}
         )
         num_conditions = scale.shape[1]
         if scale_bias is None or shift_bias is None:
-            raise CannotFuseError(f"its {name} has linear maps without a bias")
+            raise _cannot_fuse(f"its {name} has linear maps without a bias")
     else:
-        plain = norm
-        needed = "a LayerNorm or a ConditionalLayerNorm"
-        _check_modules({name: plain}, KnownClasses.layer_norm, needed)
-        scale, shift = _read_parameters(plain, name)
+        inner = norm
+        scale, shift = _read_parameters(inner, name)
         scale_bias = shift_bias = None
-    normalized_shape = plain.normalized_shape
+    normalized_shape = inner.normalized_shape
     if len(normalized_shape) != 1:
         got = f"its {name} is over {len(normalized_shape)} dimensions"
-        raise CannotFuseError(f"{got}, and one is needed")
+        raise _cannot_fuse(f"{got}, and one is needed")
     features = normalized_shape[0]
     shape: tuple[int, ...]
     if has_condition:
@@ -474,29 +456,29 @@ def _read_norm(norm: Submodule, name: str) -> NormParts:
         raise _shape_mismatch(scale, shape, scale_name, "normalized_shape")
     if shift is not None and shift.shape != shape:
         raise _shape_mismatch(shift, shape, shift_name, others)
-    if features > MOST_FEATURES:
+    if features > sublayers.max_features:
         got = f"its {name} has {features} features"
-        raise CannotFuseError(f"{got}, and at most {MOST_FEATURES} are possible")
-    return NormParts(scale, shift, scale_bias, shift_bias, plain.eps, features, has_condition)
+        raise _cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
+    return NormParts(scale, shift, scale_bias, shift_bias, inner.eps, features, has_condition)
 
 
 def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[HeadNorm, HeadNorm]:
     """Return the norms of queries and of keys."""
     named = {name: modules[name] for name in ("q_norm", "k_norm") if modules.get(name) is not None}
-    _check_modules(named, (nn.Identity, *KnownClasses.layer_norm), "a LayerNorm")
+    _check_plain(named, plain.LAYER_NORM, plain.IDENTITY)
     norms = {"q_norm": NO_HEAD_NORM, "k_norm": NO_HEAD_NORM}
     for name, norm in named.items():
         if type(norm) is nn.Identity:
             continue
         scale, shift = _read_parameters(norm, name)
         if shift is not None:
-            raise CannotFuseError(f"its {name} has a bias")
+            raise _cannot_fuse(f"its {name} has a bias")
         shape = tuple(norm.normalized_shape)
         if shape != (channels,):
             got = f"its {name} is over {shape}"
-            raise CannotFuseError(f"{got}, and its heads have {channels} channels")
+            raise _cannot_fuse(f"{got}, and its heads have {channels} channels")
         if norm.eps <= 0.0:
-            raise CannotFuseError(f"its {name} has eps {norm.eps}, and a positive number is needed")
+            raise _cannot_fuse(f"its {name} has eps {norm.eps}, and a positive number is needed")
         if scale is not None and scale.shape != shape:
             raise _shape_mismatch(scale, shape, name, "normalized_shape")
         norms[name] = HeadNorm(scale, norm.eps)
@@ -504,10 +486,10 @@ def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[Head
 
 
 def _read_linears(
-    linears: dict[str, Submodule],
+    linears: dict[str, Submodule], role: str = plain.LINEAR
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Return weight and bias of linear maps, by their names in the block."""
-    _check_modules(linears, (nn.Linear,), "a torch.nn.Linear")
+    _check_plain(linears, role)
     parameters = []
     for name, linear in linears.items():
         weight = linear._parameters.get("weight")
@@ -516,15 +498,14 @@ def _read_linears(
         if type(weight) is not nn.Parameter or not (has_no_bias or type(bias) is nn.Parameter):
             weight, bias = _read_parameters(linear, name)
             if weight is None:
-                raise CannotFuseError(f"its {name} has no weight")
+                raise _cannot_fuse(f"its {name} has no weight")
         parameters.append((weight, bias))
     return parameters
 
 
 def _read_activation(activation: Submodule, name: str) -> str:
     """Return the name of an activation for the kernels."""
-    kinds = (nn.GELU, *ACTIVATIONS)
-    _check_modules({name: activation}, kinds, "a GELU, SiLU, ReLU or Sigmoid of torch.nn")
+    _check_plain({name: activation}, plain.ACTIVATION)
     if type(activation) is not nn.GELU:
         return ACTIVATIONS[type(activation)]
     return "gelu" if activation.approximate == "none" else "gelu_tanh"
@@ -540,67 +521,37 @@ def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None
         # Subclasses with their own data: DTensor, and quantisation of other libraries.
         is_plain = parameter is None or type(parameter) is nn.Parameter
         if not is_plain and hasattr(parameter, "__tensor_flatten__"):
-            kind = _path(type(parameter))
-            raise CannotFuseError(f"its {module_name} has a {name} of the tensor subclass {kind}")
+            kind = class_path(type(parameter))
+            raise _cannot_fuse(f"its {module_name} has a {name} of the tensor subclass {kind}")
         parameters.append(parameter)
     return parameters[0], parameters[1]
 
 
-def _check_modules(
-    modules: dict[str, Submodule],
-    kinds: tuple[type[nn.Module], ...],
-    needed: str,
-) -> None:
-    """Raise CannotFuseError unless calls of these modules would run `forward` of classes alone.
-
-    `modules` are by their names in the block, `kinds` the classes, `needed` their name in words.
-    """
-    for name, module in modules.items():
-        if type(module) not in kinds:
-            if module is None:
-                raise CannotFuseError(f"it has no {name}, and {needed} is needed")
-            raise CannotFuseError(f"its {name} is a {_path(type(module))}, and {needed} is needed")
-        if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or "forward" in module.__dict__
-        ):
-            _check_hooks(module, name)
-
-
-def _check_hooks(module: nn.Module, name: str) -> None:
-    """Raise CannotFuseError if a call of the module would run more than `forward` of its class."""
-    has_forward_hooks = module._forward_hooks or module._forward_pre_hooks
-    if has_forward_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise CannotFuseError(f"its {name} has hooks, which a fused sub-layer skips")
-    # Offloading and quantisation of other libraries.
-    if "forward" in module.__dict__:
-        raise CannotFuseError(f"its {name} has a forward set on it, which a fused sub-layer skips")
+def _check_plain(modules: dict[str, Submodule], *roles: str) -> None:
+    """Raise CannotFuseError unless modules, by their names in the block, are plain."""
+    refusal = why_not_plain(modules, *roles)
+    if refusal is not None:
+        raise CannotFuseError(refusal)
 
 
 def _check_dropout(block: Any) -> None:
-    """Raise CannotFuseError if the attention drops weights now, or if its module has hooks."""
-    dropout = block.__dict__.get("dropout", 0.0) if block.training else 0.0
-    # Anemoi's attention is a module. Its class is not checked here: the integration knows it.
-    conv = block._modules.get("conv")
-    if conv is not None:
-        _check_modules({"conv": conv}, (type(conv),), "")
-        if conv.training:
-            dropout = conv.__dict__.get("dropout", 0.0)
-    if dropout:
-        raise CannotFuseError("its attention drops weights in training")
+    """Raise CannotFuseError if the attention drops weights now."""
+    # Anemoi's attention is a module, which its integration has found to be plain, or a function.
+    attention = block._modules.get("conv")
+    if attention is None:
+        attention = block
+    dropout = attention.__dict__.get("dropout", 0.0)
+    if dropout and attention.training:
+        raise _cannot_fuse("its attention drops weights in training")
 
 
 def _shape_mismatch(
     parameter: Tensor, shape: tuple[int, ...], name: str, others: str
 ) -> CannotFuseError:
-    """Return the reason why a parameter of another shape than `shape` cannot be used."""
+    """Return the error for a parameter of another shape than `shape`."""
     got = f"its {name} has a parameter {tuple(parameter.shape)}"
-    return CannotFuseError(f"{got}, and its {others} needs {tuple(shape)}")
+    return _cannot_fuse(f"{got}, and its {others} needs {tuple(shape)}")
 
 
-def _path(kind: type) -> str:
-    """Return the name of a class with its module."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _cannot_fuse(text: str) -> CannotFuseError:
+    return CannotFuseError(permanent(text))

@@ -9,60 +9,76 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.ops import torch_backend, triton_backend
+from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
+from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
+from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
+from anemoi_gt.refusal import Refusal, RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced
 
 log = logging.getLogger(__name__)
 
 
+class Sublayers(NamedTuple):
+    """The fused sub-layers of a backend, with the formulas of `ops.sublayer_tensors`."""
+
+    attention: Callable[..., Tensor]
+    feed_forward: Callable[..., Tensor]
+    max_features: int  # of a row
+    max_attributes: int  # of an edge
+
+
 class Backend(NamedTuple):
     """An implementation of edge attention.
 
-    `attend` has the arguments of `torch_backend.attend`. `unsupported_reason(query)` returns why it
-    cannot run, or None; `auto_unsupported_reason(query)` why `auto` rejects it, even if it could
-    run.
+    `attend` has the arguments of `torch_backend.attend`. `why_not(query)` refuses queries that it
+    cannot attend with, and is "not faster" for those that `auto` gives to another backend.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor]]
-    unsupported_reason: Callable[[Tensor], str | None]
-    auto_unsupported_reason: Callable[[Tensor], str | None]
+    why_not: Callable[[Tensor], Refusal | None]
+    sublayers: Sublayers | None  # None: it has none
 
 
 BACKENDS = {  # in the order in which `auto` tries them
     "triton": Backend(
         triton_backend.attend,
-        triton_backend.unsupported_reason,
-        triton_backend.auto_unsupported_reason,
+        triton_backend.why_not,
+        # a program of its row kernels holds a row in registers
+        Sublayers(attention_sublayer, feed_forward_sublayer, 1024, MOST_ATTRIBUTES - 1),
     ),
     "torch": Backend(
         torch_backend.attend,
-        unsupported_reason=lambda _: None,  # it runs wherever PyTorch does
-        auto_unsupported_reason=lambda _: None,
+        why_not=lambda _: None,  # it runs wherever PyTorch does
+        sublayers=None,
     ),
 }
 
 
 def unsupported_reason(name: str, query: Tensor) -> str | None:
     """Return why the backend `name` cannot run for a query like this one, or None if it can."""
-    return BACKENDS[name].unsupported_reason(query)
+    refusal = BACKENDS[name].why_not(query)
+    if refusal is None or refusal.kind is RefusalKind.NOT_FASTER:
+        return None
+    return refusal.text
 
 
 def choose_backend(name: str, query: Tensor) -> Backend:
     """Return the backend `name`; for "auto", the first that can run. ValueError if none can."""
     if name != "auto":
-        reason = BACKENDS[name].unsupported_reason(query)
+        reason = unsupported_reason(name, query)
         if reason is not None:
             raise ValueError(f"attention backend {name!r} cannot run here: {reason}")
         return BACKENDS[name]
     reasons: dict[str, str] = {}
     for candidate, backend in BACKENDS.items():
-        reason = backend.auto_unsupported_reason(query)
-        if reason is None:
+        refusal = backend.why_not(query)
+        if refusal is None:
             if query.device.type == "cuda" and reasons:
                 _warn_of_fallback(candidate, str(reasons))
             if not torch.compiler.is_compiling():
                 log.debug("attention backend auto: %s; rejected: %s", candidate, reasons or "none")
             return backend
-        reasons[candidate] = reason
+        reasons[candidate] = refusal.text
     raise ValueError(f"no attention backend can run here: {reasons}")
 
 
@@ -83,8 +99,12 @@ def _log_fallback(chosen: str, reasons: str) -> None:
 
 def rejected(chosen: str, query: Tensor) -> dict[str, str]:
     """Return the reason by name for each backend other than `chosen`, which runs for `query`."""
-    reasons = {name: backend.auto_unsupported_reason(query) for name, backend in BACKENDS.items()}
-    first = next(name for name, reason in reasons.items() if reason is None)
+    refusals = {name: backend.why_not(query) for name, backend in BACKENDS.items()}
+    first = next(name for name, refusal in refusals.items() if refusal is None)
     selected_by = "'auto' selects" if first == chosen else "the config names"
     supported = f"supported; {selected_by} {chosen!r}"
-    return {name: reason or supported for name, reason in reasons.items() if name != chosen}
+    reasons = {}
+    for name, refusal in refusals.items():
+        if name != chosen:
+            reasons[name] = supported if refusal is None else refusal.text
+    return reasons

@@ -14,8 +14,8 @@ from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi.decision import keeping_decisions
 from anemoi_gt.integrations.anemoi.installation import examine
+from anemoi_gt.nn.activation_checkpointing import keeping_answers
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 KINDS = {"processor": TransformerProcessorBlock, "mapper": TransformerMapperBlock}
@@ -104,7 +104,7 @@ def test_a_hook_on_the_network_leaves_the_block_to_anemoi_with_the_reason():
         (computed,) = integration.installed().computed
         assert calls == [1]
         assert computed.outcome == "upstream"
-        assert computed.reason == "its mlp has hooks, which a fused sub-layer skips"
+        assert computed.reason == "its mlp has hooks, which would be skipped"
         hook.remove()
 
 
@@ -113,7 +113,7 @@ def test_a_recomputation_computes_as_its_forward_pass_did():
     expected = differentiate(block, "processor")
 
     def checkpointed(*arguments):
-        out = checkpoint(keeping_decisions(block), *arguments, use_reentrant=False)
+        out = checkpoint(keeping_answers(block), *arguments, use_reentrant=False)
         # one that comes between forward and recomputation
         block.mlp.register_forward_hook(lambda *_: None)
         return out

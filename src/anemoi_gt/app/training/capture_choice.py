@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.nn import GraphTransformerBaseBlock
-from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, hooks_of
+from anemoi_gt.nn.plain import class_path, has_global_hooks, has_hooks
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def unknown_code_reason(model: nn.Module, step_class: type) -> str | None:
         path = f"{name or 'the model'} ({class_path(kind)})"
         if not _is_known(kind):
             return _runs_once(f"the Python code of {path}")
-        if hooks_of(part):
+        if has_hooks(part):
             return _runs_once(f"hooks of {path}")
         has_buffers = any(buffer is not None for buffer in part._buffers.values())
         if has_buffers and not kind.__module__.startswith("anemoi_gt."):

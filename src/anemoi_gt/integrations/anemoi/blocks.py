@@ -30,7 +30,7 @@ from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
+from anemoi_gt.refusal import Refusal
 
 PARAMETERS = "self x edge_attr edge_index shard_info batch_size size model_comm_group cond"
 OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
@@ -50,7 +50,7 @@ def processor_block(upstream, self, *args, **kwargs):
     if decision.path == UPSTREAM and (local is None or decision.is_overridden):
         return upstream(self, *args, **kwargs)
     parts = decision.sublayers.attention
-    if not isinstance(parts, str):
+    if not isinstance(parts, Refusal):
         x, halo, edge_index = call.x, None, call.edge_index
         if local is not None:
             norm, sizes = self.layer_norm_attention, call.shards.nodes
@@ -109,7 +109,7 @@ def mapper_block(upstream, self, *args, **kwargs):
         return upstream(self, *args, **kwargs)
     cond_src, cond_dst = (None, None) if call.cond is None else call.cond
     parts = decision.sublayers.attention
-    if not isinstance(parts, str):
+    if not isinstance(parts, Refusal):
         conditions = (cond_src, cond_dst)
         out = _fused_attention(
             self, parts, x_src, x_dst, call.edge_attr, call.edge_index, conditions, None
@@ -136,7 +136,7 @@ def transformer_processor_block(upstream, self, x, *args, **kwargs):
     """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     parts = decide_transformer(self, "layer_norm_mlp", x, cond).sublayers.feed_forward
-    if isinstance(parts, str):
+    if isinstance(parts, Refusal):
         return upstream(self, x, *args, **kwargs)
     normed = self.layer_norm_attention(x, **_named_condition(cond))
     x = x + self.attention(normed, shards, batch_size, model_comm_group=group)
@@ -156,7 +156,7 @@ def transformer_mapper_block(upstream, self, x, *args, **kwargs):
     x_src, x_dst = x
     # "mpl" is upstream's spelling; its layer_norm_mlp is not used
     parts = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst).sublayers.feed_forward
-    if isinstance(parts, str):
+    if isinstance(parts, Refusal):
         return upstream(self, x, *args, **kwargs)
     src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
     dst = self.layer_norm_attention_dst(x_dst, **_named_condition(cond_dst))
@@ -180,10 +180,10 @@ def _named_condition(cond: Tensor | None) -> dict[str, Tensor]:
 
 
 def _feed_forward(
-    parts: FeedForwardParts | str, run_network, x: Tensor, cond: Tensor | None
+    parts: FeedForwardParts | Refusal, run_network, x: Tensor, cond: Tensor | None
 ) -> Tensor:
     """Return rows [N, F] after a feed-forward sub-layer, fused or by the block's `run_network`."""
-    if isinstance(parts, str):
+    if isinstance(parts, Refusal):
         return run_network(x, **_named_condition(cond)) + x
     return fused_block.feed_forward(parts, x, cond)
 
@@ -341,4 +341,4 @@ def _fused_attention(
         edge_attr = edge_attr.unflatten(0, (batch, -1))
     cond_src, cond_dst = fused_block.row_conditions_of((x_src, x_dst), cond)
     tensors = parts.tensors(x_src, halo, x_dst, edge_attr, cond_dst, cond_src)
-    return attention_sublayer(tensors, graph, parts.options(batch))
+    return parts.sublayer(tensors, graph, parts.options(batch))

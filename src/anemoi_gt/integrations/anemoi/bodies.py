@@ -125,21 +125,6 @@ KNOWN = {
 _IGNORED = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 
 
-IN_BLOCKS = tuple(  # methods of blocks that the forward of a block calls
-    name.rpartition(".")[2] for name in KNOWN if "Block." in name and not name.endswith(".forward")
-)
-
-
-def unknown_body_in_block(kind: type) -> str | None:
-    """Return the method called by the forward of a block class whose body is unknown, or None."""
-    for name in IN_BLOCKS:
-        method = getattr(kind, name, None)
-        reason = None if method is None else unknown_body(method)
-        if reason is not None:
-            return f"of its {name}, {reason}"
-    return None
-
-
 def unknown_body(function: Callable) -> str | None:
     """Return why a function is none that we stand in for, or None if its body is in `KNOWN`."""
     digest = body_hash(function)

@@ -9,17 +9,17 @@ destinations of a mapper.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MethodType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt.integrations.anemoi.decision import keeping_decisions
 from anemoi_gt.integrations.anemoi.edge_lists import lookup
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces, wraps_any
-from anemoi_gt.nn.activation_checkpointing import chunk_result
+from anemoi_gt.nn.activation_checkpointing import chunk_result, keeping_answers
 
 MODES = "none", "full"
 
@@ -55,7 +55,8 @@ class Checkpointing:
 @replaces("func enabled args kwargs")
 def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     """Checkpoint in the mode of the component whose chunk it is."""
-    component = func.__self__  # not getattr with a default, which Dynamo would return
+    # not getattr with a default, which Dynamo would return
+    component = func.__self__ if isinstance(func, MethodType) else None
     mode = _mode_of(component)
     if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
@@ -68,7 +69,7 @@ def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-def _mode_of(component: nn.Module | None) -> str | None:
+def _mode_of(component: object) -> str | None:
     """Return the mode of `install` for a component, None for its own switch."""
     settings = SETTINGS.everywhere
     modes = None if settings is None else settings.checkpointing
@@ -93,10 +94,10 @@ def torchs_checkpoint(upstream, func, *args, **kwargs):
 
 
 def _as_in_forward(func: Callable, args: tuple) -> tuple[Callable, tuple]:
-    """Return function and arguments to checkpoint; the recomputation decides nothing again."""
+    """Return function and arguments to checkpoint, for a recomputation by the same path."""
     if torch.compiler.is_compiling():
         return func, args
-    return _with_bound_lists(keeping_decisions(func), args)
+    return _with_bound_lists(keeping_answers(func), args)
 
 
 def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:

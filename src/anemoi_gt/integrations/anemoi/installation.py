@@ -26,14 +26,20 @@ from anemoi_gt.integrations.anemoi import (
     report,
     sharding,
 )
-from anemoi_gt.integrations.anemoi.bodies import unknown_body_in_block
+from anemoi_gt.integrations.anemoi.bodies import unknown_body
 from anemoi_gt.integrations.anemoi.checkpointing_modes import (
     Checkpointing,
     maybe_checkpoint,
     torchs_checkpoint,
 )
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
-from anemoi_gt.integrations.anemoi.upstream import Replacement, find, resolve_upstream
+from anemoi_gt.integrations.anemoi.upstream import (
+    Replacement,
+    Upstream,
+    find,
+    resolve_upstream,
+)
+from anemoi_gt.nn import plain
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +127,7 @@ class Installation:
 
     def __enter__(self) -> "Installation":
         # another `with` or `uninstall` may have removed them
-        _apply_patches()
+        _apply_patches(is_named=_is_named(self._settings))
         SETTINGS.everywhere = self._settings
         return self
 
@@ -130,7 +136,7 @@ class Installation:
         if self._before is None:
             _remove_patches_unless_used()
         else:  # `uninstall` may have been called in between
-            _apply_patches()
+            _apply_patches(is_named=_is_named(self._before))
 
     def __reduce__(self):
         return nullcontext, ()
@@ -192,7 +198,8 @@ def install(
     ValueError
         For another backend, precision or activation checkpointing.
     ImportError
-        If anemoi-models is missing, or its blocks differ from 0.9.2 to 0.19.0.
+        If anemoi-models is missing; for a named backend, or `blocks=True`, if its blocks match
+        none of 0.9.2 to 0.19.0. With backend "auto" they are left to Anemoi's code.
 
     Notes
     -----
@@ -376,34 +383,39 @@ def _switch_on(
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
-    _apply_patches()
+    _apply_patches(is_named=config.backend != "auto" or blocks is True)
     replaced = {name for _, name in _upstream}
     replaces_sharding = replaced.issuperset(name for _, name in SHARDING)
     return Settings(config, fuse_edges, blocks, sharding and replaces_sharding, keep_hidden)
 
 
-def _apply_patches() -> None:
+def _is_named(settings: Settings) -> bool:
+    return settings.config.backend != "auto" or settings.blocks is True
+
+
+def _apply_patches(*, is_named: bool) -> None:
+    """Replace methods; `is_named`: a backend, or `blocks`, is asked for, so blocks must fit."""
     if _upstream:
         return
     matches = _matches()
     reasons = [matches[path, "forward"].reason for path in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
-    if None not in reasons:
+    if is_named and None not in reasons:
         raise ImportError(
-            f"{PROCESSOR_BLOCK[1]}.forward must match anemoi-models 0.9.2 to 0.19.0, got "
-            f"{version('anemoi-models')}: {reasons[0]}"
+            "a named backend, or blocks=True, needs graph-transformer blocks as in a reviewed "
+            f"version of anemoi-models, 0.9.2 to 0.19.0, got {version('anemoi-models')}: "
+            f"{PROCESSOR_BLOCK[1]}.forward {reasons[0]}"
         )
     missing = [
-        seam
-        for seam, match in matches.items()
-        if match.reason is not None and PATCHES[seam].stands_in
+        f"{path[-1]}.{name} ({match.reason})"
+        for (path, name), match in matches.items()
+        if match.reason is not None and PATCHES[path, name].stands_in
     ]
-    others = [f"{path[-1]}.{name}" for path, name in missing]
-    if others:
-        message = (
-            "missing in this anemoi-models, or with other parameters or another body, %s: slower, "
-            "same results"
+    if missing:
+        log.warning(
+            "not replaced in anemoi-models %s: %s; results are the same, slower",
+            version("anemoi-models"),
+            "; ".join(missing),
         )
-        log.warning(message, ", ".join(others))
     replacements = {
         (match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None
     }
@@ -411,6 +423,9 @@ def _apply_patches() -> None:
         replacements, [f"{path[0]}.{name}" for path, name in CALLED if matches[path, name].reason]
     )
     resolve_upstream()
+    for (path, name), match in matches.items():
+        if name == "forward" and match.reason is not None and path[0] == BLOCK[0]:
+            Upstream.not_replaced[find(*path)] = match.reason
     for (owner, name), match in replacements.items():
         _upstream[owner, name] = match.upstream
         setattr(owner, name, match.replacement)
@@ -449,7 +464,7 @@ def _match(seam: tuple, patch: Replacement) -> Match:
         upstream = _upstream.get((owner, name), vars(owner).get(name))
         reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
         if reason is None and path in (PROCESSOR_BLOCK, MAPPER_BLOCK):
-            reason = unknown_body_in_block(owner)
+            reason = plain.recognise(owner, unknown_body)
         if reason is None:
             return Match(owner, upstream, patch.of(upstream), None)
     return Match(None, None, None, reason)
@@ -482,6 +497,8 @@ def _remove_patches_unless_used() -> None:
         for (owner, name), method in _upstream.items():
             setattr(owner, name, method)
         _upstream.clear()
+        plain.forget("anemoi")
+        Upstream.not_replaced.clear()
         edge_lists.clear_cache()
         report.clear()
         _reset_compiled()

@@ -99,6 +99,9 @@ def computed() -> tuple[Computed, ...]:
 def _of_block(path: str, block: nn.Module) -> Computed:
     path_and_reason = _BLOCKS.get(block) or _TRACED.get(type(block))
     if path_and_reason is None:
+        reason = Upstream.why_not_replaced(type(block))
+        if reason is not None:
+            return Computed(path, type(block).__name__, WORDS["upstream"], reason)
         return Computed(path, type(block).__name__, "not yet", None)
     name, reason = path_and_reason
     return Computed(path, type(block).__name__, WORDS[name], reason)

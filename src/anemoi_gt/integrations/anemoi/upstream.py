@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from anemoi_gt.integrations.anemoi.bodies import body_hash, unknown_body
-from anemoi_gt.nn import sublayers
+from anemoi_gt.nn import plain
 
 
 class Upstream:
@@ -32,17 +32,25 @@ class Upstream:
     # blocks of transformers whose forward we know, of processors and of mappers
     transformers: tuple[type, ...] = ()
     returns_rows_alone: bool = False  # the processor block of transformers, not a tuple
-    conv: type | None = None  # the attention of graph_attention_backend: pyg
     triton_conv: object = (
         None  # for `triton`; before 0.18.0 the class with this `apply`; None before 0.11
     )
     block_module: ModuleType  # layers.block
     shapes: ModuleType  # distributed.shapes
     sources_take_destination_condition: bool = False  # where a mapper updates its sources
-    # results of `decision.overridden_method_of`, by class of blocks, and of
-    # `decision.overridden_network_of`, by class and method
-    own_methods: ClassVar[dict[type, str | None]] = {}
-    own_networks: ClassVar[dict[tuple[type, str], str | None]] = {}
+    not_replaced: ClassVar[dict[type, str]] = {}  # classes of blocks, and why
+
+    @staticmethod
+    def why_not_replaced(kind: type) -> str | None:
+        """Return why blocks of a class do not run our forward, or None if they do."""
+        for base in kind.__mro__:
+            if base in Upstream.not_replaced:
+                return f"its forward is not replaced: {Upstream.not_replaced[base]}"
+            forward = vars(base).get("forward")
+            if forward is not None:
+                is_ours = hasattr(forward, "replaces")
+                return None if is_ours else f"its forward is that of {plain.class_path(base)}"
+        return None
 
 
 def resolve_upstream() -> None:
@@ -51,8 +59,6 @@ def resolve_upstream() -> None:
         import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor")
     )
     block = import_module("anemoi.models.layers.block")
-    Upstream.own_methods.clear()
-    Upstream.own_networks.clear()
     Upstream.block_module, Upstream.shapes = (
         block,
         import_module("anemoi.models.distributed.shapes"),
@@ -63,13 +69,10 @@ def resolve_upstream() -> None:
     Upstream.transformers = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
     processor_forward = body_hash(block.TransformerProcessorBlock.forward)
     Upstream.returns_rows_alone = processor_forward == "bbab4f483533"  # 0.9.2 to 0.10.0
-    conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
-    is_known = unknown_body(conv.forward) is None and unknown_body(conv.message) is None
-    Upstream.conv = conv if is_known else None
     mapper_forward = body_hash(block.GraphTransformerMapperBlock.forward)
     # 0.9.2 to 0.13.1
     Upstream.sources_take_destination_condition = mapper_forward == "05102bf261b0"
-    _register_sublayers()
+    recognise_modules()
     with suppress(ImportError):  # an older version
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
@@ -80,21 +83,14 @@ def resolve_upstream() -> None:
         )
 
 
-def _register_sublayers() -> None:
-    """Allow fused sub-layers for Anemoi's norms and networks with known bodies."""
-    kinds = {
-        "layer_norm": ("normalization", "AutocastLayerNorm"),
-        "conditional_norm": ("normalization", "ConditionalLayerNorm"),
-        "mlp": ("mlp", "MLP"),
-        "gated_linear": ("mlp", "GatedMLPLayer"),
-    }
-    known = {}
-    for role, (module, name) in kinds.items():
-        # older versions lack some
-        kind = getattr(import_module(f"anemoi.models.layers.{module}"), name, None)
-        if kind is not None and unknown_body(kind.forward) is None:
-            known[role] = kind
-    sublayers.register(**known)
+def recognise_modules() -> None:
+    """Recognise Anemoi's modules by the bodies of their methods, for `why_not_plain`."""
+    for path in plain.TABLE:
+        module, _, name = path.rpartition(".")
+        if not module.startswith("anemoi."):
+            continue
+        with suppress(ImportError):  # older versions lack some
+            plain.recognise(find(module, name), unknown_body)
 
 
 def find(module: str, *name: str) -> Any:
@@ -130,7 +126,9 @@ class Replacement:
         # Not one code object for all methods, because torch.compile limits the recompilations of
         # each.
         method.__code__ = method.__code__.replace(co_name=upstream.__name__)
-        return wraps(upstream)(method)
+        replacement = wraps(upstream)(method)
+        vars(replacement)["replaces"] = upstream
+        return replacement
 
     def misfit(self, upstream: Callable) -> str | None:
         """Return why `upstream` cannot be replaced, or None if parameters and body are known."""

@@ -8,36 +8,33 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from anemoi_gt.refusal import Refusal, not_faster, permanent
 from anemoi_gt.toolchain import driver_problem
 from anemoi_gt.torch_compat import constant_when_traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def unsupported_reason(query: Tensor) -> str | None:
-    """Return why the Triton kernels do not support a query like this one, or None if they do."""
+def why_not(query: Tensor) -> Refusal | None:
+    """Return why the Triton kernels do not attend with a query like this one, or None if they do.
+
+    The interpreter can, but is slow and must be asked for by name.
+    """
     if query.dtype not in DTYPES:
-        return (
+        return permanent(
             f"its kernels take float16, bfloat16 or float32, got {query.dtype}; use backend "
             "'torch' for others"
         )
     if _is_missing():
-        return "the package triton is missing; pip install 'anemoi-gt[triton]'"
+        return permanent("the package triton is missing; pip install 'anemoi-gt[triton]'")
     if query.device.type == "cuda":
-        return _driver_problem()
-    return None if interpreted() else _needs_gpu(query)
-
-
-def auto_unsupported_reason(query: Tensor) -> str | None:
-    """Return why `auto` rejects the kernels: the interpreter is slow and must be asked for."""
-    return unsupported_reason(query) or (_needs_gpu(query) if query.device.type != "cuda" else None)
-
-
-def _needs_gpu(query: Tensor) -> str:
-    return (
+        problem = _driver_problem()
+        return None if problem is None else permanent(problem)
+    needs_gpu = (
         f"its kernels run on a GPU, got tensors on {query.device}; move them, or use backend "
         "'torch'"
     )
+    return not_faster(needs_gpu) if interpreted() else permanent(needs_gpu)
 
 
 @constant_when_traced  # packages do not come and go; find_spec cannot be traced before torch 2.12
