@@ -166,7 +166,7 @@ OPTIONAL = {
     "omegaconf",
     "matplotlib",
     "xarray",
-    "cfgrib",
+    "cf_xarray",
     "eccodes",
     "scipy",
     "tqdm",

@@ -13,7 +13,8 @@ from support.weather import hourly_field
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.app.datasets import era5_uk
-from anemoi_gt.app.datasets.readers import READERS, read_dataset
+from anemoi_gt.app.datasets.readers import READERS
+from anemoi_gt.app.datasets.xarray_reader import read_dataset
 from anemoi_gt.app.hydra_app import GROUPS, build
 from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data.grids import regional
@@ -31,7 +32,7 @@ COARSE = {  # graphs that fit the tiny grid
     "graph=icosphere": ["graph.refinement=1"],
     "graph=n320": ["graph.refinement=1", "graph.grid=O4"],
     "graph=o1280": ["graph.refinement=1", "graph.grid=O4"],
-    "graph=era5_uk": ["graph.refinement=2"],
+    "graph=era5_uk": ["graph.refinement=2", "graph.margin=1000"],
     "graph=limited_area": ["graph.refinement=5"],
     "graph=hierarchical": ["graph.refinements=[2,1]"],
     "graph=stretched": ["graph.refinement=1", "graph.area_refinement=2"],
@@ -71,7 +72,7 @@ def test_every_config_builds_its_object(option, monkeypatch):
     if option in ("data=xarray", "data=anemoi"):
         needed = ["data.path=file"]
         monkeypatch.setitem(
-            READERS, option.partition("=")[2], lambda path: read_dataset(weather_file())
+            READERS, option.partition("=")[2], lambda path: read_dataset(weather_file())[0]
         )
     needed = [*needed, *SMALL_MODEL] if "o1280" in option else needed
     config = composed(*needed, option, *COARSE.get(option, []))

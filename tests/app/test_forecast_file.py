@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray
+from support.fields import fields_of
 from support.own_data import LAT, LON, SMALL_RUN, TIMES, weather_file
 from support.picture import colours
 
 from anemoi_gt.app import rollout_command as rollout
 from anemoi_gt.app import train_command as train
-from anemoi_gt.app.datasets.readers import read_xarray
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, regular_axes
 from anemoi_gt.data.grids import octahedral, regional
@@ -54,7 +54,7 @@ def test_a_forecast_of_a_regular_grid_is_a_map_of_latitude_and_longitude_in_the_
         assert forecast.t2m.attrs["standard_name"] == "air_temperature"
         assert forecast.t2m.attrs["units"] == "K"
         assert forecast.t2m.attrs["long_name"] == "2 metre temperature"
-        assert forecast.z_850.attrs["level"] == "level 850 hPa"
+        assert forecast.z_850.attrs["level"] == "850 hPa"
         assert forecast.latitude.attrs["units"] == "degrees_north"
         assert forecast.longitude.attrs["axis"] == "X"
         # After four steps a network is close to persistence: the wave is where the file has it.
@@ -86,10 +86,10 @@ def test_a_rollout_of_a_read_forecast_has_its_variables(workdir, start):
     """The library reads the file that `rollout` writes, on the same grid."""
     trained(start, weather_file())
     start(rollout, *ROLLOUT)
-    fields = read_xarray("forecast/rollout.nc")
+    fields = fields_of("forecast/rollout.nc")
     assert {"t2m", "z_500", "z_850", "tp"} <= set(fields.readers)
     assert len(fields.times) == 3
-    assert np.array_equal(fields.nodes.lat, read_xarray("weather.nc").nodes.lat)
+    assert np.array_equal(fields.nodes.lat, fields_of("weather.nc").nodes.lat)
 
 
 def test_the_suffix_zarr_writes_a_zarr_with_the_same_content(workdir, start):
@@ -105,11 +105,11 @@ def test_the_suffix_zarr_writes_a_zarr_with_the_same_content(workdir, start):
 
 def test_every_member_of_an_ensemble_has_a_forecast(workdir, start):
     members = [weather_file().isel(time=slice(0, 20)), weather_file().isel(time=slice(0, 20)) + 1]
-    trained(start, xarray.concat(members, "number").assign_coords(number=[0, 1]))
+    trained(start, xarray.concat(members, "number").assign_coords(number=[3, 11]))
     start(rollout, *ROLLOUT, "start=2020-01-05")
     with xarray.open_dataset("forecast/rollout.nc") as forecast:
         assert forecast.t2m.dims == ("number", "time", "latitude", "longitude")
-        assert forecast.sizes["number"] == 2
+        assert forecast.number.values.tolist() == [3, 11]
         assert 0.5 < float((forecast.t2m[1] - forecast.t2m[0]).mean()) < 1.5
 
 
@@ -133,6 +133,86 @@ def test_a_start_outside_the_data_and_an_unknown_file_format_are_refused(
     assert not Path("forecast").exists()
 
 
+def test_a_regular_grid_across_greenwich_is_written_with_continuous_longitudes(workdir, start):
+    lon = np.array([354.0, 356.0, 358.0, 0.0, 2.0, 4.0])
+    trained(start, weather_file(lon=lon))
+    start(rollout, *ROLLOUT, "start=latest")
+    with xarray.open_dataset("forecast/rollout.nc") as forecast:
+        assert forecast.t2m.dims == ("time", "latitude", "longitude")
+        assert np.array_equal(forecast.longitude, [-6, -4, -2, 0, 2, 4])
+        last = weather_file(lon=lon).t2m.values[-1]
+        assert np.corrcoef(forecast.t2m.values[0].ravel(), last.ravel())[0, 1] > 0.8
+
+
+def rotated_file():
+    """Return t2m on a rotated grid of rlat and rlon, as CORDEX writes it."""
+    rlat, rlon = np.linspace(-3, 3, 9), np.linspace(-4, 4, 13)
+    angle = np.deg2rad(30)
+    lat = 50 + np.sin(angle) * rlon[None] + np.cos(angle) * rlat[:, None]
+    lon = 10 + np.cos(angle) * rlon[None] - np.sin(angle) * rlat[:, None]
+    source = weather_file()[["t2m"]].rename(latitude="rlat", longitude="rlon")
+    source = source.assign_coords(
+        rlat=("rlat", rlat, {"standard_name": "grid_latitude", "units": "degrees"}),
+        rlon=("rlon", rlon, {"standard_name": "grid_longitude", "units": "degrees"}),
+        lat=(("rlat", "rlon"), lat, {"standard_name": "latitude", "units": "degrees_north"}),
+        lon=(("rlat", "rlon"), lon, {"standard_name": "longitude", "units": "degrees_east"}),
+    )
+    pole = {"grid_mapping_name": "rotated_latitude_longitude", "grid_north_pole_latitude": 40.0}
+    source["rotated_pole"] = ((), 0, pole)
+    source.t2m.attrs["grid_mapping"] = "rotated_pole"
+    return source
+
+
+def test_a_rotated_grid_keeps_its_dimensions_and_its_grid_mapping(workdir, start):
+    source = rotated_file()
+    trained(start, source)
+    start(rollout, *ROLLOUT)
+    with xarray.open_dataset("forecast/rollout.nc") as forecast:
+        assert forecast.t2m.dims == ("time", "rlat", "rlon")
+        assert np.array_equal(forecast.rlon, source.rlon)
+        assert forecast.rlat.attrs["standard_name"] == "grid_latitude"
+        assert np.array_equal(forecast.latitude, source.lat)
+        assert forecast.t2m.attrs["grid_mapping"] == "rotated_pole"
+        assert forecast.rotated_pole.attrs["grid_north_pole_latitude"] == 40
+    again = fields_of("forecast/rollout.nc")
+    assert list(again.readers) == ["t2m"]
+    np.testing.assert_allclose(again.nodes.lat, source.lat.values.ravel())
+
+
+def test_names_that_a_file_cannot_hold_are_distinct_with_the_original_in_long_name(workdir, start):
+    weather = weather_file()[["t2m", "tp"]].rename({"t2m": "t 500", "tp": "t-500"})
+    trained(start, weather)
+    start(rollout, *ROLLOUT)
+    with xarray.open_dataset("forecast/rollout.nc") as forecast:
+        names = {name: array.attrs["long_name"] for name, array in forecast.data_vars.items()}
+        assert names == {"t_500": "t 500", "t_500_2": "t-500"}
+        assert forecast.t_500.mean() > 200 > forecast.t_500_2.mean()
+
+
+def test_several_starts_are_in_one_file(workdir, start):
+    trained(start, weather_file())
+    dates = ["2020-01-05", "2020-01-07T06"]
+    start(rollout, *ROLLOUT, f"start=[{','.join(dates)}]")
+    start(rollout, *ROLLOUT[:2], "hydra.run.dir=single", f"start={dates[1]}")
+    with (
+        xarray.open_dataset("forecast/rollout.nc", decode_timedelta=False) as forecast,
+        xarray.open_dataset("single/rollout.nc") as single,
+    ):
+        dims = ("forecast_reference_time", "lead_time", "latitude", "longitude")
+        assert forecast.t2m.dims == dims
+        starts = np.array(dates, "datetime64[ns]")
+        assert np.array_equal(forecast.forecast_reference_time, starts)
+        hours = np.array([6, 12, 18]) * np.timedelta64(1, "h")
+        assert np.array_equal(forecast.time, starts[:, None] + hours)
+        assert np.array_equal(forecast.t2m[1], single.t2m)
+
+
+def test_a_start_and_a_sample_exclude_each_other(workdir, start, error_line):
+    trained(start, weather_file())
+    error = error_line(start, rollout, *ROLLOUT, "start=latest", "sample=0")
+    assert "got start=latest and sample=0: leave one out" in error
+
+
 def test_data_without_dates_have_lead_times_and_other_grids_have_nodes():
     test = sphere("O4", train_size=2).test
     forecast = describe_forecast(test, 0, np.zeros((1, 2, len(test.nodes), 1)))
@@ -145,8 +225,9 @@ def test_data_without_dates_have_lead_times_and_other_grids_have_nodes():
 def test_axes_of_a_grid_are_found_in_either_order_and_no_others(lat):
     lon = [170.0, 180.0, 190.0]
     axes = regular_axes(regional(np.array(lat), np.array(lon)))
-    assert np.array_equal(axes[0], lat)
-    assert np.array_equal(axes[1], lon)
+    assert list(axes) == ["latitude", "longitude"]
+    assert np.array_equal(axes["latitude"], lat)
+    assert np.array_equal(axes["longitude"], lon)
     assert regular_axes(octahedral(4)) is None
     assert regular_axes(Nodes([1, 2, 3, 4], [0, 1, 2, 3])) is None
 

@@ -183,6 +183,46 @@ def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_wha
     ]
 
 
+def convert_to_0_3_0(path):
+    """Convert a checkpoint to the format of 0.3.0, without keys and extremes of variables."""
+    state = load_checkpoint(path)
+    schema = state["schema"]
+    del schema["keys"]
+    schema["levels"] = [["z_500", "level 500"], ["z_850", "level 850"]]
+    schema["normalisation"] = [
+        [name, values]
+        for name, values in schema["normalisation"]
+        if name not in ("smallest", "largest")
+    ]
+    del state["config"]["graph"]["connect_all"]
+    save_checkpoint(path, state)
+
+
+def test_a_checkpoint_of_0_3_0_finds_its_variables_by_name_with_a_warning(workdir, start, capsys):
+    for name in ("best.pt", "last.pt"):
+        convert_to_0_3_0(workdir / "run" / name)
+    start(evaluate, CHECKPOINT, "hydra.run.dir=scores")
+    message = "written by 0.3.0, which did not keep the levels and intervals of all variables"
+    assert message in capsys.readouterr().out
+    assert rmse("scores") == rmse("run")
+    start(train, "resume=true", "hydra.run.dir=run", "training.steps=6")
+    assert load_checkpoint(Path("run/last.pt"))["step"] == 6
+
+
+@pytest.mark.parametrize("change", [lambda t: t + 250, lambda t: t.where(t < 284, -9999)])
+@pytest.mark.parametrize("command", [evaluate, rollout])
+def test_inputs_far_from_the_training_samples_are_warned_of_once(
+    workdir, start, capsys, change, command
+):
+    weather = weather_file()
+    start(command, CHECKPOINT, "hydra.run.dir=same")
+    assert "standard deviations beyond" not in capsys.readouterr().out
+    weather["t2m"] = change(weather.t2m).assign_attrs(units="K")
+    weather.to_netcdf("other.nc")
+    start(command, CHECKPOINT, "data.path=other.nc", "hydra.run.dir=other")
+    assert capsys.readouterr().out.count("standard deviations beyond the") == 1
+
+
 @pytest.mark.parametrize("kind", ["fields", "sphere", "era5_uk"])
 def test_a_schema_survives_a_checkpoint_bit_by_bit(kind, tmp_path):
     if kind == "fields":

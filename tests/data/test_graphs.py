@@ -17,6 +17,7 @@ from anemoi_gt.data.graphs import (
 )
 from anemoi_gt.data.grids import classic, octahedral, regional
 from anemoi_gt.data.meshes import icosphere, stretched_icosphere
+from anemoi_gt.data.nodes import Nodes
 
 ENCODER = ("data", "to", "hidden")
 PROCESSOR = ("hidden", "to", "hidden")
@@ -175,3 +176,70 @@ DECREASING = "two or more, decreasing from fine to coarse, got"
 def test_option_out_of_range_raises(wrong, message):
     build, nodes, options = wrong
     raises(lambda: build(nodes, **options), message)
+
+
+WEATHERBENCH = regional(np.linspace(87.1875, -87.1875, 32), np.arange(64) * 5.625)
+
+
+@pytest.mark.parametrize("nodes", [WEATHERBENCH, UK, O16])
+def test_the_default_graph_reads_every_data_node(nodes, caplog):
+    options = {"margin": None, "refinement": None}
+    before = limited_area_graph(nodes, **options)[ENCODER].edge_index
+    unread = np.setdiff1d(np.arange(len(nodes)), before[0])
+    with caplog.at_level("INFO", "anemoi_gt"):
+        graph = limited_area_graph(nodes, **options, connect_all=True)
+    encoder = graph[ENCODER].edge_index
+    assert len(encoder[0].unique()) == len(nodes)
+    assert encoder.shape[1] == before.shape[1] + len(unread)
+    assert (f"{len(unread)} of {len(nodes)} data nodes are beyond" in caplog.text) == bool(
+        len(unread)
+    )
+    assert torch.equal(encoder, torch.from_numpy(edges.sort_by_destination(encoder.numpy())))
+
+
+def test_an_added_edge_goes_to_the_nearest_hidden_node():
+    graph = limited_area_graph(WEATHERBENCH, margin=None, connect_all=True)
+    before = limited_area_graph(WEATHERBENCH, margin=None)[ENCODER].edge_index
+    unread = torch.tensor(np.setdiff1d(np.arange(len(WEATHERBENCH)), before[0]))
+    source, destination = graph[ENCODER].edge_index
+    hidden = nodes_of(graph, "hidden")
+    nearest = edges.nearest(hidden, WEATHERBENCH[unread.numpy()], 1)[0]
+    added = torch.isin(source, unread)
+    order = source[added].argsort()
+    assert torch.equal(destination[added][order], torch.from_numpy(nearest))
+    assert len(unread) == 60
+
+
+def nodes_of(graph, name):
+    lat, lon = np.rad2deg(graph[name].x.double().numpy()).T
+    return Nodes(lat.clip(-90, 90), lon)
+
+
+def test_data_that_no_encoder_edge_reads_are_logged_and_refused_beyond_a_tenth(caplog):
+    graphs.check_fit(icosphere_graph(O16, refinement=2))
+    assert "16 of 1600 data nodes have no edge to a hidden node" in caplog.text
+    fine = regional(np.arange(50, 55, 0.1), np.arange(0, 5, 0.1))
+    graph = limited_area_graph(fine, refinement=5)
+    message = r"must read the data, \d+ of 2500 data nodes have no edge .* take graph=default"
+    with pytest.raises(ValueError, match=message):
+        graphs.check_fit(graph)
+    with pytest.raises(
+        ValueError, match=r"cutoff must connect most data nodes .* raise refinement"
+    ):
+        limited_area_graph(fine, refinement=5, connect_all=True)
+
+
+@refused(
+    (lambda: icosphere(20), "refinement must be at most 11 .*, got 20"),
+    (lambda: limited_area_graph(UK, refinement=20), "refinement must be at most 11 .*, got 20"),
+    (
+        lambda: stretched_icosphere(3, 12, UK),
+        "area_refinement must be at most 11 .*, got 12",
+    ),
+    (
+        lambda: hierarchical_graph(O8, refinements=(20, 3)),
+        "refinement must be at most 11 .*, got 20",
+    ),
+)
+def test_a_refinement_that_would_fill_the_memory_is_refused(wrong, message):
+    raises(wrong, message)

@@ -1,18 +1,23 @@
 """Forecast files with CF conventions, for xarray, CDO and ncview, as NetCDF or zarr.
 
     (number, time, latitude, longitude)    a regular grid, in the order of the data
-    (number, time, node)                   any other grid
+    (number, time, y, x)                   a projection, with its coordinates and grid mapping
+    (number, time, node)                   any other grid, with the dimension of the data
 
-The dimension `number` exists if there are several ensemble members. Without dates, the dimension
-`lead_time` replaces `time`.
+The dimension `number` exists if there are several ensemble members, with their labels. Without
+dates, the dimension `lead_time` replaces `time`. With several starts, `forecast_reference_time` is
+the first dimension, `lead_time` replaces `time`, and `time` is the valid time of both.
 """
 
 import re
+from collections.abc import Container, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from anemoi_gt.app.datasets.fields import Grid
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.training.run_files import annotate_oserror
 from anemoi_gt.data.nodes import Nodes
@@ -63,28 +68,88 @@ def describe_forecast(
     """
     members, steps, _, _ = states.shape
     when, coordinates = _time_coordinates(dataset, sample, steps)
-    horizontal, shape, positions = _grid_coordinates(dataset.nodes)
+    horizontal, shape, positions = _grid_coordinates(dataset.nodes, dataset.grid)
     coordinates |= positions
     dims = (when, *horizontal)
     if members > 1:
         dims = ("number", *dims)
         names = {"standard_name": "realization", "long_name": "ensemble member"}
-        coordinates["number"] = ("number", np.arange(members), names)
-    variables = {}
+        coordinates["number"] = ("number", _labels(dataset.members, members), names)
+    mapping = None if dataset.grid is None else dataset.grid.mapping
+    if mapping is not None:
+        coordinates[mapping[0]] = ((), np.int32(0), mapping[1])
+    variables: dict[str, tuple] = {}
     for v, (name, units) in enumerate(zip(dataset.variables, dataset.units, strict=True)):
         values = states[..., v].reshape(members, steps, *shape)
         if members == 1:
             values = values[0]
         attributes = variable_attributes(dict(dataset.attributes.get(name, {})), units)
-        if name in dataset.levels:
-            attributes["level"] = dataset.levels[name]
-        variables[re.sub(r"\W", "_", name)] = (dims, values, attributes)
+        key = dataset.keys.get(name)
+        if key is not None and key.text():
+            attributes["level"] = key.text()
+        if mapping is not None:
+            attributes["grid_mapping"] = mapping[0]
+        written = _distinct_name(name, variables)
+        if written != name:
+            described = attributes.get("long_name")
+            attributes["long_name"] = name if described is None else f"{described} ({name})"
+        variables[written] = (dims, values, attributes)
     title = f"{dataset.title(sample)}, {steps} steps"
     about = {"Conventions": "CF-1.11", "title": title, "source": f"anemoi_gt {__version__}"}
     forecast = import_extra("xarray", "xarray").Dataset(variables, coordinates, about)
     for coordinate in forecast.coords.values():
         coordinate.encoding["_FillValue"] = None  # CF allows none in coordinates
     return forecast
+
+
+def join_starts(forecasts: "Sequence[xarray.Dataset]") -> "xarray.Dataset":
+    """Join forecasts from several dates, of the same steps, along `forecast_reference_time`."""
+    if len(forecasts) == 1:
+        return forecasts[0]
+    first = forecasts[0]
+    reference = first.forecast_reference_time.attrs
+    origin = _date(reference["units"])
+    starts = [_date(one.forecast_reference_time.attrs["units"]) - origin for one in forecasts]
+    hours = np.array([start / np.timedelta64(1, "h") for start in starts])
+    lead_time = first.lead_time.values
+    parts = []
+    for one in forecasts:
+        part = one.drop_vars(["time", "forecast_reference_time"])
+        parts.append(part.swap_dims(time="lead_time"))
+    xarray = import_extra("xarray", "xarray")
+    joined = xarray.concat(
+        parts, "forecast_reference_time", data_vars="all", coords="minimal", compat="override"
+    )
+    valid = hours[:, None] + lead_time
+    attributes = {name: v for name, v in first.time.attrs.items() if name not in ("axis", "units")}
+    attributes["units"] = reference["units"]
+    joined = joined.assign_coords(
+        forecast_reference_time=("forecast_reference_time", hours, reference),
+        time=(("forecast_reference_time", "lead_time"), valid, attributes),
+    )
+    joined.attrs["title"] = f"{len(forecasts)} forecasts, {first.attrs['title']} and later starts"
+    for coordinate in joined.coords.values():
+        coordinate.encoding["_FillValue"] = None
+    return joined
+
+
+def _date(units: str) -> np.datetime64:
+    """Return the date of the units "hours since DATE TIME"."""
+    return np.datetime64(units.removeprefix("hours since ").replace(" ", "T"))
+
+
+def _labels(labels: Sequence[str], size: int) -> np.ndarray:
+    """Return the labels of ensemble members: numbers, if all are."""
+    if len(labels) != size:
+        return np.arange(size)
+    return np.array([int(label) for label in labels] if all(map(str.isdigit, labels)) else labels)
+
+
+def _distinct_name(name: str, taken: Container[str]) -> str:
+    """Return a name of letters, digits and underscores that is not taken, as CF recommends."""
+    cleaned = re.sub(r"\W", "_", name)
+    candidates = chain([cleaned], (f"{cleaned}_{n}" for n in count(2)))
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def _time_coordinates(
@@ -110,21 +175,26 @@ def _time_coordinates(
     }
 
 
-def _grid_coordinates(nodes: Nodes) -> tuple[tuple[str, ...], tuple[int, ...], dict[str, tuple]]:
+def _grid_coordinates(
+    nodes: Nodes, grid: Grid | None
+) -> tuple[tuple[str, ...], tuple[int, ...], dict[str, tuple]]:
     """Return the dimensions of a grid, their sizes, and the coordinates."""
-    axes = regular_axes(nodes)
-    if axes is None:
-        positions = {
-            "latitude": ("node", nodes.lat, LATITUDE),
-            "longitude": ("node", nodes.lon, LONGITUDE),
-        }
-        return ("node",), (len(nodes),), positions
-    lat, lon = axes
-    positions = {
-        "latitude": ("latitude", lat, LATITUDE | {"axis": "Y"}),
-        "longitude": ("longitude", lon, LONGITUDE | {"axis": "X"}),
+    if grid is None:
+        grid = Grid(nodes, ("node",), (len(nodes),))
+    axes = regular_axes(nodes, grid.shape)
+    if axes is not None:
+        attributes = {"latitude": LATITUDE | {"axis": "Y"}, "longitude": LONGITUDE | {"axis": "X"}}
+        on_axes: dict[str, tuple] = {}
+        for name, axis in axes.items():
+            on_axes[name] = (name, axis, attributes[name])
+        return tuple(axes), tuple(len(axis) for axis in axes.values()), on_axes
+    positions: dict[str, tuple] = {
+        "latitude": (grid.dims, nodes.lat.reshape(grid.shape), LATITUDE),
+        "longitude": (grid.dims, nodes.lon.reshape(grid.shape), LONGITUDE),
     }
-    return ("latitude", "longitude"), (len(lat), len(lon)), positions
+    for dim, (values, attributes) in grid.coordinates.items():
+        positions[dim] = (dim, values, attributes)
+    return grid.dims, grid.shape, positions
 
 
 def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str]:
@@ -140,23 +210,42 @@ def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str
     return described
 
 
-def regular_axes(nodes: Nodes) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the latitudes and longitudes of a regular grid in row order, or None for other grids.
+def regular_axes(nodes: Nodes, shape: tuple[int, ...] = ()) -> dict[str, np.ndarray] | None:
+    """Return latitudes and longitudes of a regular grid, in the order of its dimensions.
+
+    `shape` is that of the data; without two dimensions, rows of constant latitude are searched.
+    Longitudes across Greenwich are continued, such as 350 to 370 degrees as -10 to 10. Returns None
+    for other grids.
 
     Examples
     --------
-    >>> regular_axes(Nodes([50, 50, 49, 49], [0, 1, 0, 1]))
-    (array([50., 49.]), array([0., 1.]))
+    >>> regular_axes(Nodes([50, 50, 49, 49], [359, 0, 359, 0]))
+    {'latitude': array([50., 49.]), 'longitude': array([-1.,  0.])}
     """
-    columns = int((nodes.lat == nodes.lat[0]).cumprod().sum())
-    if columns < 2 or len(nodes) % columns or len(nodes) == columns:
+    if len(shape) != 2:
+        columns = int((nodes.lat == nodes.lat[0]).cumprod().sum())
+        shape = (len(nodes) // columns, columns)
+    if min(shape) < 2 or np.prod(shape) != len(nodes):
         return None
-    lat = nodes.lat.reshape(-1, columns)
-    lon = nodes.lon.reshape(-1, columns)
+    lat, lon = nodes.lat.reshape(shape), nodes.lon.reshape(shape)
+    names = ("latitude", "longitude")
+    if not (lat == lat[:, :1]).all():  # perhaps the first dimension is the longitude
+        names = ("longitude", "latitude")
+        lat, lon = lat.T, lon.T
     is_regular = (lat == lat[:, :1]).all() and (lon == lon[:1]).all()
-    if not is_regular or not _is_monotonic(lat[:, 0]) or not _is_monotonic(lon[0]):
+    rows, columns_of = lat[:, 0], _continued(lon[0])
+    if not is_regular or not _is_monotonic(rows) or not _is_monotonic(columns_of):
         return None
-    return lat[:, 0], lon[0]
+    axes = {"latitude": rows, "longitude": columns_of}
+    return {name: axes[name] for name in names}
+
+
+def _continued(lon: np.ndarray) -> np.ndarray:
+    """Return longitudes without a jump of 360 degrees, if they have one."""
+    if np.abs(np.diff(lon)).max() <= 180:
+        return lon
+    continued = np.unwrap(lon, period=360)
+    return continued - 360 if continued.max() >= 360 else continued
 
 
 def _is_monotonic(axis: np.ndarray) -> bool:

@@ -30,7 +30,7 @@ PACKAGES = {
     "xarray": ("xarray", "xarray"),
     "netCDF4": ("netCDF4", "xarray"),
     "zarr": ("zarr", "xarray"),
-    "cfgrib": ("cfgrib", "era5"),
+    "cf-xarray": ("cf-xarray", "xarray"),
     "eccodes": ("eccodes", "era5"),
     "pooch": ("pooch", "era5"),
 }

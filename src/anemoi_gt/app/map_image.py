@@ -11,6 +11,7 @@ log = logging.getLogger(__name__)
 
 COAST_STYLE = {"colors": "black", "linewidths": 0.6, "alpha": 0.7}
 IMAGE_ROWS = 240
+SURROUNDING = 4  # neighbours of a node of a regular grid
 NEIGHBOURS = 3  # nodes interpolated to a pixel, weighted by inverse squared distance
 
 
@@ -30,6 +31,10 @@ class MapImage:
         distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=NEIGHBOURS)
         weight = 1 / (distance**2 + 1e-12)  # a pixel at a node gets the value of that node
         self._weight = weight / weight.sum(axis=1, keepdims=True)
+        # Beyond the nodes, as around a rotated domain, the image is transparent.
+        size = min(SURROUNDING + 1, len(nodes))
+        spacing = tree.query(nodes.xyz, k=[size])[0].max()
+        self._is_beyond = distance[:, 0] > spacing
         lines = coastlines("110m" if self._is_global else "50m")
         shifts = (0,) if self._is_global else (-360, 0, 360)  # a region may cross the date line
         to_axes = np.deg2rad if self._is_global else np.asarray  # units of the axes
@@ -42,6 +47,7 @@ class MapImage:
     def draw(self, axes, values: np.ndarray, **style):
         """Draw values [N] on axes of this projection by `pcolormesh(**style)`; return the mesh."""
         pixels = (values[self._node] * self._weight).sum(axis=1)
+        pixels[self._is_beyond] = np.nan
         image = pixels.reshape(len(self._lat), len(self._lon))
         if self._is_global:
             axes.grid(color="white", alpha=0.35, linewidth=0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, with_units
 from anemoi_gt.app.map_image import MapImage
 from anemoi_gt.app.scores import Outcome, Score
 from anemoi_gt.app.training.run_files import atomic_write, curve
@@ -82,7 +82,7 @@ def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, losse
     start = dataset.present(sample)[:, v].numpy()
     truth = dataset.truth(sample)[:, v].numpy()
     forecast = forecast[:, v].numpy()
-    label = f"{dataset.variables[v]} [{units}]"
+    label = with_units(dataset.variables[v], units)
     fields = {"start": start, f"truth, {hours} later": truth, f"forecast, {hours}": forecast}
     _draw_maps(axes[:3], image, label, fields, **_field_style(start, truth))
     errors = {}
@@ -139,7 +139,7 @@ def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
         forecasts[f"forecast, {hours}"] = forecast
         errors[f"error, {hours}"] = forecast - truth
     fields = truths | forecasts
-    label = f"{dataset.variables[v]} [{dataset.units[v]}]"
+    label = with_units(dataset.variables[v], dataset.units[v])
     _draw_maps(axes[: len(fields)], image, label, fields, **_field_style(*fields.values()))
     _draw_maps(axes[len(fields) :], image, label, errors, **_error_style(*errors.values()))
     for ax in axes:
@@ -231,7 +231,7 @@ def _draw_scores(axes, scores):
     axes.bar_label(bars, fmt=" %.3g")
     axes.invert_yaxis()  # the model on top
     axes.margins(x=0.2)
-    axes.set_title(f"RMSE of all test samples [{scores[0].units}]")
+    axes.set_title(with_units("RMSE of all test samples", scores[0].units))
 
 
 def _draw_growth(axes, dataset, scores, v):
@@ -247,7 +247,11 @@ def _draw_growth(axes, dataset, scores, v):
         )
     axes.set_ylim(bottom=0)
     axes.set_xticks(lead_time_ticks([score.lead_time for score in scores]))
-    axes.set(xlabel="lead time [h]", ylabel=f"RMSE [{dataset.units[v]}]", title="all test samples")
+    axes.set(
+        xlabel="lead time [h]",
+        ylabel=with_units("RMSE", dataset.units[v]),
+        title="all test samples",
+    )
     axes.legend(frameon=False)
 
 

@@ -5,13 +5,13 @@ score rollouts, use `anemoi-gt evaluate`.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
-from anemoi_gt.app.forecast_file import check_forecast_path, write_forecast
+from anemoi_gt.app.forecast_file import check_forecast_path, join_starts, write_forecast
 from anemoi_gt.app.forecaster import forecast_members
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.extras import import_extra
@@ -23,36 +23,58 @@ log = logging.getLogger(__name__)
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     """Build the model and data of a checkpoint, and return a function that writes the forecast."""
     check_integer("steps", config.steps)
-    check_integer("sample", config.sample, least=None)
+    if config.start is not None and config.sample is not None:
+        raise ValueError(
+            "a forecast starts either at a date, start, or from a test sample, got "
+            f"start={config.start} and sample={config.sample}: leave one out"
+        )
     path = hydra_app.output_folder() / str(config.out)
     check_forecast_path(path)
     import_extra("xarray", "xarray")
     run, _ = hydra_app.build_trained(config)
+    starts: list[ForecastDataset]
     if config.start is not None:
-        dataset = run.splits.test.starting_at(str(config.start))
-        samples = range(len(dataset))
+        dates = list(config.start) if is_list(config.start) else [config.start]
+        starts = [run.splits.test.starting_at(str(date)) for date in dates]
+        chosen = [range(len(dataset)) for dataset in starts]
     else:
-        dataset = run.splits.test
-        dataset.require_samples()
-        if not -len(dataset) <= config.sample < len(dataset):
+        test = run.splits.test
+        test.require_samples()
+        sample = -1 if config.sample is None else config.sample
+        check_integer("sample", sample, least=None)
+        if not -len(test) <= sample < len(test):
             raise ValueError(
-                f"sample must be one of the {len(dataset)} test samples, -1 the last, got "
-                f"{config.sample}"
+                f"sample must be one of the {len(test)} test samples, -1 the last, got {sample}"
             )
-        sample = config.sample % len(dataset)
-        samples = range(sample, sample + 1)
-    dataset.advance(samples[0], [])  # raise if there are no rollouts
-    return partial(rollout, run, dataset, samples, config.steps, path)
+        sample %= len(test)
+        starts, chosen = [test], [range(sample, sample + 1)]
+    for dataset, samples in zip(starts, chosen, strict=True):
+        dataset.advance(samples[0], [])  # raise if there are no rollouts
+    return partial(rollout, run, starts, chosen, config.steps, path)
+
+
+def is_list(value: object) -> bool:
+    """Return whether a value of a config is a list."""
+    from omegaconf import ListConfig
+
+    return isinstance(value, ListConfig)
 
 
 def rollout(
-    run: hydra_app.Run, dataset: ForecastDataset, samples: range, steps: int, path: Path
+    run: hydra_app.Run,
+    starts: Sequence[ForecastDataset],
+    chosen: Sequence[range],
+    steps: int,
+    path: Path,
 ) -> None:
-    """Write a forecast of `steps` steps from each sample; the samples are ensemble members."""
-    with cpu_threads(run.training.threads):
-        forecast = forecast_members(run.model, dataset, samples, steps)
-    write_forecast(path, forecast)
-    log.info("%s, %d steps\nwritten: %s", dataset.title(samples[0]), steps, path)
+    """Write forecasts of `steps` steps from the chosen samples of each start, one per member."""
+    forecasts = []
+    for dataset, samples in zip(starts, chosen, strict=True):
+        with cpu_threads(run.training.threads):
+            forecasts.append(forecast_members(run.model, dataset, samples, steps))
+        log.info("%s, %d steps", dataset.title(samples[0]), steps)
+    write_forecast(path, join_starts(forecasts))
+    log.info("written: %s", path)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, with_units
 from anemoi_gt.option_checks import check_integer
 
 Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on the CPU
@@ -120,7 +120,7 @@ def as_table(scores: list[Score]) -> str:
     persistence          0.1000     -0.0020
     """
     names = [score.forecast for score in scores]
-    headings = [f"{score.variable} [{score.units}]" for score in scores]
+    headings = [with_units(score.variable, score.units) for score in scores]
     width = max(map(len, names + headings))
     lines = []
     variable = None
@@ -128,7 +128,7 @@ def as_table(scores: list[Score]) -> str:
         if score.variable != variable:
             variable = score.variable
             error_format = _error_format(scores, variable)
-            heading = f"{variable} [{score.units}]"
+            heading = with_units(variable, score.units)
             lines.append(f"{heading:{width}} {'RMSE':>12} {'bias':>11}")
         rmse = f"{score.rmse:12{error_format}}"
         bias = f"{score.bias:11{error_format}}"
@@ -218,7 +218,7 @@ def rollout_table(scores: list[Score]) -> str:
     cells = {(score.variable, score.lead_time, score.forecast): score for score in scores}
     lines = []
     for variable, units in dict.fromkeys((score.variable, score.units) for score in scores):
-        heading = f"RMSE of {variable} [{units}]"
+        heading = with_units(f"RMSE of {variable}", units)
         columns = "".join(f" {name:>{width}}" for name in names)
         lines.append(f"{heading}{columns} {'samples':>8}")
         error_format = _error_format(scores, variable)

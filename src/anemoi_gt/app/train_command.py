@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt.app import hydra_app
-from anemoi_gt.app.datasets.forecast_dataset import Splits, share_of_batch
+from anemoi_gt.app.datasets.forecast_dataset import Splits, share_of_batch, with_units
 from anemoi_gt.app.evaluate_command import write_report
 from anemoi_gt.app.plots import chosen_variables
 from anemoi_gt.app.trained import current_config, flatten, schema_of
@@ -222,7 +222,7 @@ def describe_data(splits: Splits) -> str:
     """Describe the data for the log: variables, forcings, lead time, samples of each split."""
     data = splits.train
     variables = ", ".join(
-        f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True)
+        with_units(name, units) for name, units in zip(data.variables, data.units, strict=True)
     )
     steps = f"{data.input_steps} input time{'s' if data.input_steps > 1 else ''}"
     lines = [f"{data.lead_time:g} h forecasts of {variables}, from {steps}"]

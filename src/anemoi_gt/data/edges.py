@@ -73,6 +73,18 @@ def cutoff(source: Nodes, destination: Nodes, factor: float) -> np.ndarray:
     return sort_by_destination(np.stack([neighbours[is_neighbour], destinations]))
 
 
+def with_every_source(edge_index: np.ndarray, source: Nodes, destination: Nodes) -> np.ndarray:
+    """Return edges [2, E], and one from each source without an edge to its nearest destination."""
+    has_edge = np.zeros(len(source), dtype=bool)
+    has_edge[edge_index[0]] = True
+    missing = np.flatnonzero(~has_edge)
+    if len(missing) == 0:
+        return edge_index
+    _, nearest_destination = _neighbours(destination, source[missing], 1, radius=np.inf)
+    added = np.stack([missing, nearest_destination[:, 0]])
+    return sort_by_destination(np.concatenate([edge_index, added], axis=1))
+
+
 def grid_spacing(nodes: Nodes) -> float:
     """Return the largest nearest-neighbour distance, as chord length on the unit sphere.
 

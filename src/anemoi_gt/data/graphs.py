@@ -24,6 +24,7 @@ anemoi-training, config/graph: multi_scale, limited_area, stretched_grid and hie
 (edges).
 """
 
+import logging
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -37,7 +38,11 @@ from anemoi_gt.data.meshes import Mesh, icosphere, limited_area_icosphere, stret
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
 from anemoi_gt.option_checks import check_integer
 
+log = logging.getLogger(__name__)
+
 DATA, HIDDEN = "data", "hidden"
+MAX_UNREAD = 0.1  # share of data nodes without an encoder edge
+MAX_ADDED = 0.5  # share of data nodes with an encoder edge only because all are connected
 ICOSAHEDRON_EDGE = 1.107  # radians
 
 
@@ -81,13 +86,15 @@ def icosphere_graph(
 
 
 def check_fit(graph: HeteroData) -> None:
-    """Raise ValueError unless most hidden nodes have a data node nearby.
+    """Raise ValueError unless most hidden nodes have a data node nearby, and most data are read.
 
-    Nearby means within 0.6 of the distance to their neighbour.
+    Nearby means within 0.6 of the distance to their neighbour. Data nodes without an encoder edge
+    influence nothing: up to 10% of them are logged.
     """
     data, hidden = (unit_vectors(graph[name].x.double().numpy()) for name in (DATA, HIDDEN))
     empty = edges.nearest_distance(hidden, data) > 0.6 * edges.nearest_distance(hidden)
     if empty.mean() <= 0.5:
+        _check_read(graph, len(data))
         return
     # The mean of global nodes is near the centre of the globe, the mean of regional nodes is not.
     if np.linalg.norm(data.mean(axis=0)) > 0.1:
@@ -103,6 +110,25 @@ def check_fit(graph: HeteroData) -> None:
     )
 
 
+def _check_read(graph: HeteroData, size: int) -> None:
+    """Raise ValueError if too many data nodes have no encoder edge; log the number of others."""
+    read = graph[DATA, "to", HIDDEN].edge_index[0].unique()
+    unread = size - len(read)
+    if unread > MAX_UNREAD * size:
+        raise ValueError(
+            f"the graph must read the data, {unread} of {size} data nodes have no edge to a hidden "
+            f"node, which takes at most {edges.MAX_NEIGHBOURS}: the mesh is too coarse for the "
+            "data, take graph=default, or a higher graph.refinement"
+        )
+    if unread:
+        log.warning(
+            "%d of %d data nodes have no edge to a hidden node, and influence no forecast: "
+            "graph=default connects them all",
+            unread,
+            size,
+        )
+
+
 def limited_area_graph(
     nodes: Nodes,
     *,
@@ -110,6 +136,7 @@ def limited_area_graph(
     margin: float | None = 100.0,
     cutoff: float = 0.6,
     nearest: int = 3,
+    connect_all: bool = False,
 ) -> HeteroData:
     """Return the graph of a regional or global grid and the part of an icosphere that covers it.
 
@@ -126,6 +153,9 @@ def limited_area_graph(
         distance between neighbours.
     cutoff, nearest
         As for `icosphere_graph`.
+    connect_all : bool
+        Connect each data node that is beyond the radius of all hidden nodes, or not among the
+        nearest 64 of any, to its nearest hidden node. anemoi-graphs does not.
 
     Examples
     --------
@@ -149,7 +179,25 @@ def limited_area_graph(
             f"{refinement} has {len(mesh.nodes)} with a margin of {margin:g} km: raise refinement "
             "or margin"
         )
-    return encoder_processor_decoder(nodes, mesh, cutoff=cutoff, nearest=nearest)
+    edge_indices = _edges_with_data(nodes, mesh, cutoff, nearest)
+    if connect_all:
+        encoder = edges.with_every_source(edge_indices[DATA, HIDDEN], nodes, mesh.nodes)
+        added = encoder.shape[1] - edge_indices[DATA, HIDDEN].shape[1]
+        if added > MAX_ADDED * len(nodes):
+            raise ValueError(
+                f"cutoff must connect most data nodes to the hidden mesh, {added} of {len(nodes)} "
+                f"are beyond it, or not among the nearest {edges.MAX_NEIGHBOURS} of a hidden node: "
+                "raise refinement"
+            )
+        if added:
+            log.info(
+                "%d of %d data nodes are beyond the radius of the encoder: they are connected to "
+                "their nearest hidden node",
+                added,
+                len(nodes),
+            )
+        edge_indices[DATA, HIDDEN] = encoder
+    return _connect({DATA: nodes, HIDDEN: mesh.nodes}, edge_indices)
 
 
 def stretched_graph(

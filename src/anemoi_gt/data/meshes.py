@@ -26,6 +26,8 @@ from anemoi_gt.data.nodes import Nodes, check_nodes
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
 
+MAX_REFINEMENT = 11  # 42 million nodes, 3 km apart; building it takes about 15 GB
+
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
@@ -54,8 +56,8 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     """Return a refined icosahedron: 10 * 4^refinement + 2 nodes, 60 * 4^l edges per level l.
 
     Each triangle is split into four, `refinement` times. `levels` are the levels of the edges, by
-    default 1 to `refinement`. Raises ValueError if `refinement` is below 1, or a level is not in
-    [0, refinement].
+    default 1 to `refinement`. Raises ValueError if `refinement` is not 1 to 11, or a level is not
+    in [0, refinement].
 
     Examples
     --------
@@ -63,7 +65,7 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     >>> len(mesh.nodes), mesh.edge_index.shape
     (10242, (2, 81840))
     """
-    check_integer("refinement", refinement)
+    check_refinement("refinement", refinement)
     mesh, _ = _refine(refinement, range(1, refinement + 1) if levels is None else levels)
     return mesh
 
@@ -103,8 +105,8 @@ def stretched_icosphere(
     >>> len(icosphere(3).nodes), len(mesh.nodes), len(regional.nodes)
     (642, 658, 17)
     """
-    check_integer("refinement", refinement)
-    check_integer("area_refinement", area_refinement)
+    check_refinement("refinement", refinement)
+    check_refinement("area_refinement", area_refinement)
     if area_refinement <= refinement:
         raise ValueError(
             f"area_refinement must be above refinement, got {area_refinement} and {refinement}"
@@ -112,6 +114,16 @@ def stretched_icosphere(
     mesh, index = _refine(area_refinement, range(1, area_refinement + 1))
     coarse = index < 10 * 4**refinement + 2
     return mesh.restrict(coarse | _over(area, mesh.nodes, margin))
+
+
+def check_refinement(name: str, refinement: int) -> None:
+    """Raise ValueError unless a refinement is from 1 to `MAX_REFINEMENT`, before memory fills."""
+    check_integer(name, refinement)
+    if refinement > MAX_REFINEMENT:
+        raise ValueError(
+            f"{name} must be at most {MAX_REFINEMENT} ({10 * 4**MAX_REFINEMENT:,} nodes on the "
+            f"globe, from which a region is cut), got {refinement}"
+        )
 
 
 def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:

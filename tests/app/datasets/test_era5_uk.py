@@ -1,13 +1,15 @@
 """The era5_uk data set: scores of its baselines, ridge regression, and splits without leaks from later data."""
 
+import hashlib
 import shutil
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import numpy as np
+import pooch
 import pytest
 import torch
-import xarray
 from support.refusals import raises, refused
 from support.weather import HOURS, POINTS, hourly_field
 
@@ -161,16 +163,17 @@ def test_file_is_read_without_leaving_an_index_next_to_it(real, era5_path, tmp_p
     assert list(tmp_path.iterdir()) == [copy]
 
 
-def test_null_path_downloads_with_xarrays_tutorial(era5_path, real, monkeypatch):
-    names, open_dataset = [], xarray.open_dataset
+def test_null_path_downloads_the_file_of_xarrays_tutorial_once(era5_path, real, monkeypatch):
+    asked = []
 
-    def download(name, **options):
-        names.append(name)
-        return open_dataset(era5_path, **options)
+    def retrieve(url, known_hash, **_):
+        asked.append((url.rsplit("/", 1)[1], known_hash))
+        return era5_path
 
-    monkeypatch.setattr(xarray.tutorial, "open_dataset", download)
+    monkeypatch.setattr(pooch, "retrieve", retrieve)
     assert isinstance(era5_uk(None), Splits)
-    assert names == ["era5-2mt-2019-03-uk.grib"]
+    digest = hashlib.sha256(Path(era5_path).read_bytes()).hexdigest()
+    assert asked == [("era5-2mt-2019-03-uk.grib", f"sha256:{digest}")]
 
 
 def test_missing_file_or_package_raises_and_says_how_to_get_it(monkeypatch, tmp_path):
@@ -178,16 +181,17 @@ def test_missing_file_or_package_raises_and_says_how_to_get_it(monkeypatch, tmp_
         FileNotFoundError, match=r"no file .*no\.grib: give the data as data.path=FILE"
     ):
         era5_uk(tmp_path / "no.grib")
-    monkeypatch.setitem(sys.modules, "cfgrib", None)  # as if not installed
-    with pytest.raises(ImportError, match=r"cfgrib is needed.*pip install 'anemoi-gt\[era5\]'"):
-        era5_uk()
+    (tmp_path / "a.grib").write_bytes(b"GRIB")
+    monkeypatch.setitem(sys.modules, "eccodes", None)  # as if not installed
+    with pytest.raises(ImportError, match=r"eccodes is needed.*pip install 'anemoi-gt\[era5\]'"):
+        era5_uk(tmp_path / "a.grib")
 
 
 def test_without_a_network_the_message_asks_for_the_file(monkeypatch):
     def refused(*_, **__):
         raise ConnectionError("Name or service not known")
 
-    monkeypatch.setattr(xarray.tutorial, "open_dataset", refused)
+    monkeypatch.setattr(pooch, "retrieve", refused)
     said = r"could not download era5-2mt-2019-03-uk.grib .*: give the file as data.path=FILE"
     with pytest.raises(OSError, match=said):
         era5_uk(None)

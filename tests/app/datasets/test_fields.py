@@ -9,10 +9,10 @@ import pytest
 import torch
 import xarray
 import zarr
+from support.fields import fields_of, fields_of_anemoi
 from support.own_data import TIMES, weather_file
 
 from anemoi_gt.app.datasets.field_dataset import cell_weights, field_data
-from anemoi_gt.app.datasets.readers import read_anemoi, read_dataset, read_xarray
 from anemoi_gt.app.scores import score_rollouts
 from anemoi_gt.data.graphs import check_fit, icosphere_graph, limited_area_graph
 from anemoi_gt.data.grids import classic, octahedral, regional
@@ -57,7 +57,7 @@ def write(source, folder, kind):
 @pytest.mark.parametrize("kind", ["zarr", "times", "variables"])
 def test_a_zarr_and_files_by_times_or_variables_hold_the_fields_of_one_file(file, tmp_path, kind):
     (tmp_path / kind).mkdir()
-    assert_same_fields(read_xarray(write(weather_file(), tmp_path / kind, kind)), read_xarray(file))
+    assert_same_fields(fields_of(write(weather_file(), tmp_path / kind, kind)), fields_of(file))
 
 
 def write_grib(path, sample, states, **keys):
@@ -95,7 +95,7 @@ def test_grib_on_regular_and_reduced_grids_is_read(tmp_path):
     for sample, (nodes, keys) in cases.items():
         states = 280 + rng.random((5, len(nodes)))
         write_grib(tmp_path / sample, sample, states, **keys)
-        fields = read_xarray(tmp_path / sample)
+        fields = fields_of(tmp_path / sample)
         np.testing.assert_allclose(fields.nodes.xyz, nodes.xyz, atol=1e-7)
         assert np.array_equal(fields.times, TIMES[:5])
         (name,) = fields.readers
@@ -115,14 +115,14 @@ def test_reduced_and_curvilinear_grids_have_the_nodes_of_their_coordinates(kind)
     source = xarray.Dataset(
         {"t": (("time", *dims), state)}, {"time": TIMES[:3], "nav": (dims, lat, attrs[0])}
     )
-    fields = read_dataset(source.assign_coords(other=(dims, lon, attrs[1])))
+    fields = fields_of(source.assign_coords(other=(dims, lon, attrs[1])))
     assert np.array_equal(fields.nodes.lat, lat.ravel())
     assert np.array_equal(fields.nodes.lon, lon.ravel())
     assert np.array_equal(values(fields, ["t"])[:, 0], state.reshape(3, -1).astype("float32"))
 
 
 def test_a_zarr_of_anemoi_datasets_is_read_without_its_missing_dates(tmp_path):
-    fields = read_dataset(weather_file())
+    fields = fields_of(weather_file())
     names = sorted(fields.readers)
     store = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
     arrays = {
@@ -135,7 +135,7 @@ def test_a_zarr_of_anemoi_datasets_is_read_without_its_missing_dates(tmp_path):
     store.attrs.update(
         {"variables": names, "missing_dates": [str(TIMES[5].astype("datetime64[s]"))]}
     )
-    read = read_anemoi(tmp_path / "a.zarr")
+    read = fields_of_anemoi(tmp_path / "a.zarr")
     assert np.array_equal(read.times, np.delete(TIMES, 5))
     assert list(read.readers) == names
     assert np.array_equal(values(read, names), np.delete(values(fields, names), 5, axis=0))
@@ -143,7 +143,7 @@ def test_a_zarr_of_anemoi_datasets_is_read_without_its_missing_dates(tmp_path):
 
 def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_present(file):
     splits = field_data(file, diagnostics=["tp"], input_steps=3, lead_time=12)
-    train, (fields, state) = splits.train, (read_xarray(file), weather_file())
+    train, (fields, state) = splits.train, (fields_of(file), weather_file())
     assert train.variables == ("t2m", "z_500", "z_850", "tp")
     assert train.units == (
         "K",
@@ -274,7 +274,8 @@ def test_what_does_not_fit_the_file_is_named(file, options, message):
         (
             lambda s: s.rename(latitude="row"),
             ValueError,
-            "must have the coordinates latitude and longitude, got",
+            "must hold fields on latitudes and longitudes, found none in .*broken.nc: .*t2m of "
+            ".*broken.nc, it has no latitudes on its dimensions, time: 40, row: 9, longitude: 13",
         ),
         (lambda s: s.isel(time=0, drop=True), ValueError, "must have a time coordinate"),
     ],
@@ -291,7 +292,7 @@ def test_a_damaged_grib_file_is_refused_without_a_traceback(tmp_path, capfd, con
     with pytest.raises(
         ValueError, match=r"bad.grib must be a NetCDF, zarr or GRIB file, and cannot be read: \w+"
     ):
-        read_xarray(tmp_path / "bad.grib")
+        fields_of(tmp_path / "bad.grib")
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -315,8 +316,8 @@ def test_members_in_several_files_are_joined_in_time(tmp_path):
     weather.to_netcdf(tmp_path / "all.nc")
     for n in range(2):
         weather.isel(time=slice(20 * n, 20 * n + 20)).to_netcdf(tmp_path / f"part_{n}.nc")
-    whole, parts = read_xarray(str(tmp_path / "all.nc")), read_xarray(str(tmp_path / "part_*.nc"))
-    assert parts.members == whole.members == 2
+    whole, parts = fields_of(str(tmp_path / "all.nc")), fields_of(str(tmp_path / "part_*.nc"))
+    assert parts.members == whole.members == ("0", "1")
     assert all(np.array_equal(parts.readers["t2m"](i), whole.readers["t2m"](i)) for i in range(80))
 
 
@@ -340,61 +341,85 @@ def test_a_constant_that_is_to_be_forecast_is_refused_with_the_remedy(tmp_path):
         field_data(str(tmp_path / "cds.nc"), variables=["t2m", "lsm"])
 
 
-def test_a_dimension_of_steps_is_named_in_hours(tmp_path):
-    source = weather_file()[["t2m"]].expand_dims(
-        step=np.array([0, 6], "timedelta64[h]").astype("timedelta64[ns]")
-    )
-    assert list(read_dataset(source).readers) == ["t2m_0h", "t2m_6h"]
-
-
-def test_a_level_has_its_units(tmp_path):
+def test_a_level_has_its_units():
     weather = weather_file()
     weather.level.attrs["units"] = "hPa"
-    assert read_dataset(weather).levels == {"z_500": "level 500 hPa", "z_850": "level 850 hPa"}
+    keys = fields_of(weather).keys
+    assert {name: key.text() for name, key in keys.items()} == {
+        "t2m": "",
+        "z_500": "500 hPa",
+        "z_850": "850 hPa",
+        "tp": "",
+        "lsm": "",
+    }
 
 
-def test_a_duplicate_time_raises(tmp_path):
+def test_a_duplicate_time_raises():
     twice = xarray.concat(
         [weather_file()[["t2m"]].isel(time=slice(0, 3)), weather_file()[["t2m"]]], "time"
     )
-    with pytest.raises(
-        ValueError, match="a.nc must hold each time once, got 2020-01-01T00:00 twice: keep one"
-    ):
-        read_dataset(twice, "a.nc")
+    message = r"each field must be there once, got t2m \[K\], at 2020-01-01 00:00 of .*: keep one"
+    with pytest.raises(ValueError, match=message):
+        fields_of(twice)
 
 
 def test_another_calendar_is_refused_with_the_remedy(tmp_path):
     weather_file().convert_calendar("noleap").to_netcdf(tmp_path / "model.nc")
     message = r"model.nc must have dates in the standard calendar, got noleap: convert it .*convert_calendar\('standard'\)"
     with pytest.raises(ValueError, match=message):
-        read_xarray(str(tmp_path / "model.nc"))
+        fields_of(str(tmp_path / "model.nc"))
 
 
 def test_packed_integers_on_descending_latitudes_are_read_as_their_values(tmp_path):
     packed = {"dtype": "int16", "scale_factor": 0.001, "add_offset": 280.0, "_FillValue": -32767}
     weather_file().to_netcdf(tmp_path / "packed.nc", encoding={"t2m": packed})
-    read = read_xarray(str(tmp_path / "packed.nc")).readers["t2m"](3)
+    read = fields_of(str(tmp_path / "packed.nc")).readers["t2m"](3)
     np.testing.assert_allclose(read, weather_file().t2m.values[3].ravel(), atol=1e-3)
 
 
 def test_files_that_do_not_fit_each_other_are_refused(file, tmp_path):
     shutil.copy(file, tmp_path / "same.nc")
-    with pytest.raises(
-        ValueError,
-        match=r"must not overlap in time, .*weather.nc begins at 2020-01-01T00:00 and .*same.nc",
-    ):
-        read_xarray(str(tmp_path / "*.nc"))
-    weather_file(lat=np.linspace(50, 40, 9)).drop_vars("tp").to_netcdf(tmp_path / "same.nc")
-    with pytest.raises(ValueError, match="files must be on one grid"):
-        read_xarray(str(tmp_path / "*.nc"))
-    weather_file(times=TIMES[1:]).drop_vars("tp").to_netcdf(tmp_path / "same.nc")
-    with pytest.raises(
-        ValueError, match="must have the same times, got 40, 39 times|got 39, 40 times"
-    ):
-        read_xarray(str(tmp_path / "*.nc"))
+    message = "each field must be there once, got t2m .* of .*same.nc and t2m .* of .*weather.nc"
+    with pytest.raises(ValueError, match=message):
+        fields_of(str(tmp_path / "*.nc"))
+    weather_file(lat=np.linspace(50, 40, 9)).drop_vars("tp").to_netcdf(tmp_path / "grid.nc")
+    message = (
+        r"on one grid, got .* on 9 x 13 points, 58.00 N -10.00 E to .* and .* on 9 x 13 points, 50"
+    )
+    with pytest.raises(ValueError, match=message):
+        fields_of([file, str(tmp_path / "grid.nc")])
+    other = weather_file(times=TIMES[1:])[["t2m"]].rename(t2m="t")
+    other.to_netcdf(tmp_path / "times.nc")
+    message = r"same times, t \[K\], at .* of .*times.nc is missing at 2020-01-01 00:00, where there is t2m"
+    with pytest.raises(ValueError, match=message):
+        fields_of([file, str(tmp_path / "times.nc")])
+
+
+def test_a_run_logs_a_table_of_its_variables(file, caplog):
+    with caplog.at_level("INFO", "anemoi_gt"):
+        field_data(file, diagnostics=["tp"])
+    table = next(record.message for record in caplog.records if "in the file" in record.message)
+    rows = [line.split() for line in table.splitlines()]
+    assert rows[0] == ["name", "in", "the", "file", "level", "units", "role", "mean", "deviation", "smallest", "largest", "missing"]  # fmt: skip
+    assert rows[2][:6] == ["z_500", "z", "level", "500", "m", "variable"]
+    assert [row[0] for row in rows[1:]] == ["t2m", "z_500", "z_850", "tp", "lsm"]
+    assert [row[-6] for row in rows[1:]] == ["variable", "variable", "variable", "diagnostic", "constant"]  # fmt: skip
+    assert [float(number) for number in rows[4][-3:-1]] == pytest.approx([0, 1], abs=1e-2)
+
+
+def test_the_table_counts_missing_values_of_all_variables(tmp_path, caplog):
+    weather = weather_file()
+    weather.t2m[3, 0, 0] = np.nan
+    weather.tp[4, :, 0] = np.nan
+    weather.to_netcdf(tmp_path / "gaps.nc")
+    with caplog.at_level("INFO", "anemoi_gt"), pytest.raises(FloatingPointError, match="must be"):
+        field_data(str(tmp_path / "gaps.nc"))
+    table = next(record.message for record in caplog.records if "in the file" in record.message)
+    missing = {line.split()[0]: line.split()[-1] for line in table.splitlines()[1:]}
+    assert missing == {"t2m": "1", "z_500": "0", "z_850": "0", "tp": "9", "lsm": "0"}
 
 
 def test_a_missing_package_is_named_with_its_extra(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "xarray", None)
     with pytest.raises(ImportError, match=r"pip install 'anemoi-gt\[xarray\]'"):
-        read_xarray(file)
+        fields_of(file)

@@ -33,14 +33,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anemoi_gt.app.datasets.fields import arrange, group
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step, find_start
 from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle
-from anemoi_gt.app.datasets.readers import import_cfgrib, read_dataset, read_xarray
+from anemoi_gt.app.datasets.readers import read_files
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
 
 TUTORIAL_NAME = "era5-2mt-2019-03-uk.grib"
+TUTORIAL_URL = f"https://github.com/pydata/xarray-data/raw/master/{TUTORIAL_NAME}"
+TUTORIAL_HASH = "sha256:e5e82609f0e28e84822852e15d20c88dbb4b142a30264a7e6f87b9b5c7501df9"
 HOURS_PER_DAY = 24
 FIRST_VALID_HOUR, FIRST_TEST_HOUR = 24 * HOURS_PER_DAY, 26 * HOURS_PER_DAY
 LAGS = (1, 2, 3, 6, 9, 12, 15, 18, 24)
@@ -313,13 +316,13 @@ def harmonics_of_day(hour: int, count: int) -> Tensor:
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
     """Load the `era5_uk` data set, split by start day: 1 to 24, 25 and 26, and 27 to 31.
 
-    Raises FileNotFoundError if there is no such file; ImportError if xarray or cfgrib is missing;
+    Raises FileNotFoundError if there is no such file; ImportError if eccodes is missing;
     ValueError if the lead time is out of range, or the file does not contain the expected month.
 
     Parameters
     ----------
     path : str, Path or None
-        The GRIB file; None downloads it once with `xarray.tutorial` into the user's cache.
+        The GRIB file; None downloads it once into the cache of `xarray.tutorial`.
     lead_time : int
         Hours from the present to the truth, 1 to 24.
     """
@@ -347,23 +350,26 @@ def split(field: HourlyField, lead_time: int) -> Splits:
 
 def read_era5_uk(path: str | Path | None) -> HourlyField:
     """Read 2 m temperature from the GRIB file at `path`. Raises like `era5_uk`."""
-    fields = read_dataset(_download()) if path is None else read_xarray(path)
-    if "t2m" not in fields.readers:
-        raise ValueError(
-            f"the file must contain 2 m temperature (t2m), got {sorted(fields.readers)}"
-        )
+    variables = group(read_files(_download() if path is None else path))
+    if "t2m" not in variables:
+        raise ValueError(f"the file must contain 2 m temperature (t2m), got {sorted(variables)}")
+    fields = arrange({"t2m": variables["t2m"]})
     values = np.stack([fields.readers["t2m"](t) for t in range(len(fields.times))])
     return HourlyField(fields.nodes, fields.times, torch.from_numpy(values))
 
 
-def _download():
-    """Open the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
-    import_cfgrib()
-    xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
+def _download() -> str:
+    """Return the file of xarray's tutorial, downloaded once into the user's cache.
+
+    Raises OSError if it cannot be downloaded.
+    """
+    pooch = import_extra("pooch", "era5")
     try:
-        # No index file: the folder may be read-only.
-        return xarray.tutorial.open_dataset(
-            TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""}
+        return pooch.retrieve(
+            TUTORIAL_URL,
+            known_hash=TUTORIAL_HASH,
+            fname=TUTORIAL_NAME,
+            path=pooch.os_cache("xarray_tutorial_data"),
         )
     except (OSError, ValueError) as error:  # no network, or a web page instead of the file
         raise OSError(

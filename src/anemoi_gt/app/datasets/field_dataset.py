@@ -24,9 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anemoi_gt.app.datasets.fields import (
+    Fields,
+    Key,
+    Series,
+    arrange,
+    group,
+    is_static,
+    on_largest_grid,
+)
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step, find_start
 from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle, year_angle
-from anemoi_gt.app.datasets.readers import READERS, Fields
+from anemoi_gt.app.datasets.readers import READERS
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
 from anemoi_gt.option_checks import check_integer, check_positive
@@ -35,6 +44,9 @@ log = logging.getLogger(__name__)
 
 CACHE_BYTES = 4 * 2**30  # size of the cache of fields from files
 STATISTICS_SAMPLES = 256  # number of training samples from which statistics are estimated
+FAR = 10.0  # standard deviations beyond the range of the training samples, of a warning
+UNKNOWN_EXTREMES = 10.0  # standard deviations from the mean, where a checkpoint has no extremes
+STATISTICS = ("mean", "deviation", "smallest", "largest", "missing")  # columns of the table
 SHARES = (0.8, 0.9)  # fractions of the times at which validation and test begin by default
 
 
@@ -87,9 +99,14 @@ def field_data(
         raise ValueError(f"format must be one of {', '.join(READERS)}, got {format!r}")
     check_integer("input_steps", input_steps)
     check_positive("lead_time", lead_time, ", in hours")
-    fields = READERS[format](path)
-    train_period, valid_period, test_period = split_times(fields.times, train, valid, test)
     chosen = ChosenRoles(variables, diagnostics, forcings)
+    grouped = group(READERS[format](path))
+    if schema is None:
+        fields = arrange(select(grouped, chosen))
+    else:
+        fields = arrange(find_variables(grouped, chosen, schema))
+    require_times(fields)
+    train_period, valid_period, test_period = split_times(fields.times, train, valid, test)
     if schema is not None:
         fields, roles = roles_of_schema(fields, chosen, schema)
         data = FieldDataset(fields, roles, lead_time, input_steps)
@@ -158,20 +175,94 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
     return fields, Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
 
 
+def select(grouped: Mapping[str, list[Series]], chosen: ChosenRoles) -> Mapping[str, list[Series]]:
+    """Return the variables that the chosen roles can take; the others need not fit them.
+
+    Raises ValueError if a name does not exist.
+    """
+    if chosen.variables is None:
+        return on_largest_grid(grouped)
+    forecast = [*chosen.variables, *(chosen.diagnostics or [])]
+    names = [*forecast, *(chosen.forcings or [])]
+    check_names(names, forecast, grouped)
+    wanted = {name: grouped[name] for name in grouped if name in names}
+    if chosen.forcings is None:  # those without time, on the same grid
+        grid = next(iter(wanted.values()))[0].grid
+        for name, series in grouped.items():
+            if is_static(series) and grid.same(series[0].grid):
+                wanted[name] = series
+    return wanted
+
+
+def check_names(
+    names: Sequence[str], forecast: Sequence[str], grouped: Mapping[str, list[Series]]
+) -> None:
+    """Raise ValueError unless names are in the files, once each, and forecast ones have a time."""
+    wrong = [f"{name} missing" for name in names if name not in grouped]
+    wrong += sorted({f"{name} twice" for name in names if names.count(name) > 1})
+    static = [name for name in forecast if name in grouped and is_static(grouped[name])]
+    wrong += [f"{name} without time" for name in static]
+    if wrong:
+        raise ValueError(
+            f"variables must be among {', '.join(grouped)}, in one role each, got "
+            f"{', '.join(wrong)}"
+        )
+
+
+def find_variables(
+    grouped: Mapping[str, list[Series]], chosen: ChosenRoles, schema: DataSchema
+) -> dict[str, list[Series]]:
+    """Return the variables of a trained model, by its names.
+
+    They are searched by their keys, or by their names if the checkpoint has no keys. Raises
+    ValueError if the data lack one.
+    """
+    names = [*schema.variables, *schema.forcings]
+    found: dict[str, list[Series]] = {}
+    for name in names:
+        key = schema.keys.get(name)
+        matching = [n for n, same in grouped.items() if key and key.matches(same[0].key)]
+        if len(matching) == 1:
+            found[name] = grouped[matching[0]]
+        elif name in grouped:
+            found[name] = grouped[name]
+    lacking = [_with_key(name, schema.keys.get(name)) for name in names if name not in found]
+    if lacking:
+        have = ", ".join(_with_key(name, same[0].key) for name, same in grouped.items())
+        sources = dict.fromkeys(one.source for same in grouped.values() for one in same)
+        raise ValueError(
+            f"the data must hold the variables of the checkpoint, {', '.join(names)}; "
+            f"{', '.join(sources)} lacks {', '.join(lacking)}, and has {have}"
+        )
+    # Others are not those of the checkpoint, which `DataSchema.check_same` says.
+    others = [*(chosen.variables or []), *(chosen.diagnostics or []), *(chosen.forcings or [])]
+    others = [name for name in dict.fromkeys(others) if name not in found]
+    check_names(others, [], grouped)
+    return found | {name: grouped[name] for name in others}
+
+
+def _with_key(name: str, key: Key | None) -> str:
+    """Return the name of a variable, with level and interval if they are known."""
+    text = "" if key is None else key.text()
+    return f"{name} ({text})" if text else name
+
+
+def require_times(fields: Fields) -> None:
+    """Raise ValueError unless a variable has times."""
+    if len(fields.times) == 0:
+        raise ValueError(
+            "files must have a time coordinate of dates in the standard calendar, found none for "
+            f"{', '.join(fields.readers)} in {fields.source}"
+        )
+
+
 def roles_of_schema(
     fields: Fields, chosen: ChosenRoles, schema: DataSchema
 ) -> tuple[Fields, Roles]:
     """Return the roles of variables, by default a trained model's, and fields with constants.
 
-    The constants of the model are marked as static. Raises ValueError if the data lack a variable.
+    The constants of the model are marked as static.
     """
-    names = (*schema.variables, *schema.forcings)
-    lacking = [name for name in names if name not in fields.readers]
-    if lacking:
-        raise ValueError(
-            f"the data must hold the variables of the checkpoint, {', '.join(names)}; "
-            f"{fields.source} lacks {', '.join(lacking)}"
-        )
     diagnostics = schema.diagnostics if chosen.diagnostics is None else chosen.diagnostics
     forcings = schema.forcings if chosen.forcings is None else chosen.forcings
     variables = chosen.variables
@@ -259,12 +350,15 @@ class FieldDataset(ForecastDataset):
     reference_name = "the present, 0 for diagnostics"
     _training: "FieldDataset | None"
     _mean_state: Tensor | None
+    _range: "_TrainingRange | None"  # of a trained model
 
     def __init__(self, fields: Fields, roles: Roles, lead_time: float, input_steps: int):
         self.fields = fields
         self.lead_time = lead_time
         self.input_steps = input_steps
         self.nodes = fields.nodes
+        self.grid = fields.grid
+        self.members = fields.members
         self.weights = cell_weights(fields.nodes)
         self.diagnostics = roles.diagnostics
         self.forcings = roles.forcings
@@ -275,7 +369,7 @@ class FieldDataset(ForecastDataset):
         self.attributes = fields.attributes
         self._names = (*self.variables, *roles.forcings)
         self._prognostic = len(roles.variables)
-        self.levels = {name: fields.levels[name] for name in self._names if name in fields.levels}
+        self.keys = {name: fields.keys[name] for name in self._names if name in fields.keys}
         self._dynamic = any(name not in fields.static for name in roles.forcings)
         # columns of `_names` that are inputs, for each input time; static ones only at the present
         present = [*range(self._prognostic), *range(len(self.variables), len(self._names))]
@@ -298,6 +392,9 @@ class FieldDataset(ForecastDataset):
         self.starts = np.empty(0, dtype=int)  # states, `member * T + time`
         self._mean = torch.zeros(len(self._names))
         self._std = torch.ones(len(self._names))
+        self._smallest = torch.zeros(len(self._names))
+        self._largest = torch.zeros(len(self._names))
+        self._range = None
         self.change_mean = torch.zeros(len(self.variables))
         self.change_std = torch.ones(len(self.variables))
         self._training = None
@@ -344,8 +441,15 @@ class FieldDataset(ForecastDataset):
         """
         samples = self._statistics_samples()
         other = copy.copy(self)
-        _, other._mean, std = _moments((self._at(i, 0) for i in samples), self.weights)
+        extremes = _extremes(self._read(self._index(i, 0)) for i in samples)
+        moments = _moments((self._read(self._index(i, 0)) for i in samples), self.weights)
+        _, other._mean, std = moments
         other._std = torch.where(std > 0, std, 1.0)
+        other._smallest, other._largest = extremes.smallest, extremes.largest
+        log.info("%s", self._table(moments, extremes))
+        if extremes.missing.any():
+            for i in samples:
+                self._at(i, 0)  # raises with name and date
         changes = (self.truth(i) - self.reference(i) for i in samples)
         _, other.change_mean, other.change_std = _moments(changes, self.weights)
         constant = []
@@ -368,13 +472,23 @@ class FieldDataset(ForecastDataset):
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return means and standard deviations of variables and forcings, and of the change."""
-        return super().normalisation() | {"mean": self._mean, "std": self._std}
+        return super().normalisation() | {
+            "mean": self._mean,
+            "std": self._std,
+            "smallest": self._smallest,
+            "largest": self._largest,
+        }
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
         """Return the same samples, normalised by the statistics of `normalisation`."""
         other = super().normalised_by(normalisation)
         other._mean = normalisation["mean"].float()
         other._std = normalisation["std"].float()
+        # checkpoints of 0.3.0 have no extremes
+        spread = UNKNOWN_EXTREMES * other._std
+        other._smallest = normalisation.get("smallest", other._mean - spread).float()
+        other._largest = normalisation.get("largest", other._mean + spread).float()
+        other._range = _TrainingRange(other._smallest, other._largest, other._std)
         return other
 
     def physical_inputs(self) -> "FieldInputs":
@@ -431,9 +545,10 @@ class FieldDataset(ForecastDataset):
         """Return the start of the forecast and its lead time."""
         start = np.datetime_as_string(self.start_time(i), unit="m").replace("T", " ")
         title = f"{start} UTC + {self.lead_time:g} h"
-        if self.fields.members == 1:
+        if len(self.fields.members) == 1:
             return title
-        return f"{title}, member {self.starts[i] // len(self.fields.times)}"
+        member = self.fields.members[self.starts[i] // len(self.fields.times)]
+        return f"{title}, member {member}"
 
     def baselines(self, step: int | None = None):
         """Return persistence, and the mean of the training samples at each node."""
@@ -453,7 +568,7 @@ class FieldDataset(ForecastDataset):
 
     def _starting(self, times: np.ndarray) -> "FieldDataset":
         """Return the samples of all members that start at these time indices."""
-        members = np.arange(self.fields.members)[:, None]
+        members = np.arange(len(self.fields.members))[:, None]
         other = copy.copy(self)
         other.starts = (members * len(self.fields.times) + times).ravel()
         return other
@@ -487,20 +602,46 @@ class FieldDataset(ForecastDataset):
         return None if index < 0 else member * len(self.fields.times) + int(index)
 
     def _at(self, i, step):
-        return self._read(self._index(i, step))
-
-    def _read_file(self, t):
-        """Read a state, [N, variables and forcings]; raise if any value is not finite."""
-        values = np.stack([self.fields.readers[name](t) for name in self._names], axis=1)
-        is_finite = np.isfinite(values).all(axis=0)
+        """Return a state, [N, variables and forcings]; raise if any value is not finite."""
+        t = self._index(i, step)
+        state = self._read(t)
+        is_finite = torch.isfinite(state).all(dim=0)
         if not is_finite.all():
-            name = self._names[int(np.argmin(is_finite))]
+            name = self._names[int(is_finite.int().argmin())]
             date = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
             raise FloatingPointError(
                 f"{name} must be finite, got NaN or infinity at {date}: leave it out of "
                 "data.variables, or fill it in the file"
             )
-        return torch.from_numpy(values)
+        return state
+
+    def _read_file(self, t):
+        """Read a state, [N, variables and forcings]."""
+        values = [self.fields.readers[name](t) for name in self._names]
+        return torch.from_numpy(np.stack(values, axis=1))
+
+    def _table(self, moments: tuple[Tensor, Tensor, Tensor], extremes: "_Extremes") -> str:
+        """Return a table of the variables in the training samples, for the log."""
+        _, mean, std = moments
+        roles = ["variable"] * self._prognostic + ["diagnostic"] * len(self.diagnostics)
+        roles += ["constant" if name in self.constants else "forcing" for name in self.forcings]
+        units = {**dict(zip(self.variables, self.units, strict=True)), **self.forcing_units}
+        rows = [["name", "in the file", "level", "units", "role", *STATISTICS]]
+        for v, name in enumerate(self._names):
+            key = self.keys.get(name, Key(name))
+            missing = int(extremes.missing[v])
+            numbers = [extremes.smallest[v], extremes.largest[v]]
+            figures = ["-", "-"] if missing else [f"{mean[v]:.5g}", f"{std[v]:.3g}"]
+            figures += [f"{number:.5g}" for number in numbers]
+            words = [name, key.parameter, key.text(), units[name], roles[v]]
+            rows.append([*words, *figures, str(missing)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            words = [f"{cell:{width}}" for cell, width in zip(row[:5], widths[:5], strict=True)]
+            figures = [f"{cell:>{width}}" for cell, width in zip(row[5:], widths[5:], strict=True)]
+            lines.append("  ".join([*words, *figures]).rstrip())
+        return "\n".join(lines)
 
     def _channels(self, i, forecasts):
         """Return the input channels of the step that follows `forecasts`."""
@@ -514,6 +655,8 @@ class FieldDataset(ForecastDataset):
                     f"a rollout needs the forcings of every step, the data end before step {step}"
                 )
             fields = self._at(i, field_step)
+            if self._range is not None:
+                self._range.compare(self._names, fields)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
             channels.append(((fields - self._mean) / self._std)[:, columns])
@@ -572,6 +715,48 @@ class FieldInputs(PhysicalInputs):
         present = fields[..., self.present]
         zeros = fields.new_zeros(*fields.shape[:2], self.diagnostics)
         return channels, torch.cat([present, zeros], dim=2)
+
+
+class _Extremes(NamedTuple):
+    """Smallest and largest value, and number of values that are not finite, of each variable."""
+
+    smallest: Tensor
+    largest: Tensor
+    missing: Tensor
+
+
+def _extremes(states: Iterable[Tensor]) -> _Extremes:
+    """Return the extremes of states [N, V], without values that are not finite, float32 [V]."""
+    parts = []
+    for state in states:
+        is_finite = torch.isfinite(state)
+        smallest = torch.where(is_finite, state, torch.inf).amin(dim=0)
+        largest = torch.where(is_finite, state, -torch.inf).amax(dim=0)
+        parts.append((smallest, largest, (~is_finite).sum(dim=0)))
+    smallest, largest, missing = (torch.stack(part) for part in zip(*parts, strict=True))
+    return _Extremes(smallest.amin(dim=0), largest.amax(dim=0), missing.sum(dim=0))
+
+
+class _TrainingRange:
+    """The range of each variable in training, with which the first inputs are compared, once."""
+
+    def __init__(self, smallest: Tensor, largest: Tensor, std: Tensor):
+        self.smallest, self.largest, self.std = smallest, largest, std
+        self._compared = False
+
+    def compare(self, names: Sequence[str], state: Tensor) -> None:
+        """Warn if a state [N, V] is far from the training samples; later calls do nothing."""
+        if self._compared:
+            return
+        self._compared = True
+        lowest, highest = state.amin(dim=0), state.amax(dim=0)
+        beyond = torch.maximum(self.smallest - lowest, highest - self.largest) / self.std
+        for v in torch.nonzero(beyond > FAR)[:, 0].tolist():
+            log.warning(
+                "%s is from %.5g to %.5g in the first inputs, %.3g standard deviations beyond the "
+                "%.5g to %.5g of the training samples: check units and missing values",
+                *(names[v], lowest[v], highest[v], beyond[v], self.smallest[v], self.largest[v]),
+            )
 
 
 def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

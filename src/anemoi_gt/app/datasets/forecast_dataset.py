@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from anemoi_gt.app.datasets.fields import Grid, Key
 from anemoi_gt.app.datasets.physical import PhysicalInputs
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.data.nodes import Nodes
@@ -67,12 +68,16 @@ class ForecastDataset(Dataset, ABC):
         Names of the input channels.
     change_mean, change_std : Tensor
         [V] float32, statistics of the change in the training samples.
-    diagnostics, forcings, constants, input_steps, time_encoding, levels
+    diagnostics, forcings, constants, input_steps, time_encoding, keys
         As in `DataSchema`; by default none, and one input step.
     forcing_units : dict of str to str
         Units of the forcings.
     reference_name : str
         Description of `reference`.
+    grid : Grid, optional
+        The dimensions of the nodes in the data, for files of forecasts.
+    members : tuple of str
+        Labels of the ensemble members; the samples of `starting_at` are one for each.
     attributes : dict of str to dict
         CF attributes of the variables, such as `standard_name`, for files of forecasts.
     """
@@ -89,11 +94,13 @@ class ForecastDataset(Dataset, ABC):
     forcings: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     forcing_units: Mapping[str, str] = MappingProxyType({})
-    levels: Mapping[str, str] = MappingProxyType({})
+    keys: Mapping[str, Key] = MappingProxyType({})
     attributes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     input_steps: int = 1
     time_encoding: str = "none"
     reference_name: str = "the present"
+    grid: Grid | None = None
+    members: tuple[str, ...] = ("",)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -176,7 +183,7 @@ class ForecastDataset(Dataset, ABC):
             forcings=tuple(self.forcings),
             constants=tuple(self.constants),
             units=dict(zip(self.variables, self.units, strict=True)) | dict(self.forcing_units),
-            levels=dict(self.levels),
+            keys=dict(self.keys),
             input_names=tuple(self.input_names),
             lead_time=float(self.lead_time),
             input_steps=self.input_steps,
@@ -253,6 +260,11 @@ class ForecastDataset(Dataset, ABC):
         lead time.
         """
         return {"persistence": self.present}
+
+
+def with_units(name: str, units: str) -> str:
+    """Return "name [units]", or the name if there are no units."""
+    return f"{name} [{units}]" if units else name
 
 
 def find_start(times: np.ndarray, start: str) -> int:

@@ -4,7 +4,9 @@ Checkpoints store it, and data are compared with it. If order of variables, unit
 grid were derived again from a file, they could silently differ.
 """
 
+import logging
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anemoi_gt.app.datasets.fields import TOLERANCE, Key, Level, distance, position
 from anemoi_gt.data.nodes import Nodes
 
-TOLERANCE = 1e-3  # degrees, about 100 m; rounding coordinates to float32 costs 1% of that
+log = logging.getLogger(__name__)
+
 TEXT = ("variables", "diagnostics", "forcings", "constants", "input_names")
 
 
@@ -34,8 +38,10 @@ class DataSchema:
         The `forcings` that do not change with time.
     units : dict of str to str
         Units of each variable and forcing; "" if unknown.
-    levels : dict of str to str
-        Level and its units, such as "500 hPa", of each variable that has one.
+    keys : dict of str to Key
+        Parameter, level and interval of each variable and forcing in its file. Data are searched by
+        them, because the name of a variable depends on the others of its file. Empty for data that
+        are not from files, and for checkpoints of 0.3.0.
     input_names : tuple of str
         Names of the input channels, in order.
     lead_time : float
@@ -57,7 +63,7 @@ class DataSchema:
     forcings: tuple[str, ...]
     constants: tuple[str, ...]
     units: dict[str, str]
-    levels: dict[str, str]
+    keys: dict[str, Key]
     input_names: tuple[str, ...]
     lead_time: float
     input_steps: int
@@ -72,7 +78,8 @@ class DataSchema:
         del values["nodes"]
         values |= {name: list(values[name]) for name in TEXT}
         # Dicts become lists of pairs, because DCP drops empty dicts.
-        values |= {name: list(map(list, values[name].items())) for name in ("units", "levels")}
+        values["units"] = list(map(list, self.units.items()))
+        values["keys"] = [[name, _plain(key)] for name, key in self.keys.items()]
         values["latitudes"] = _pack(self.nodes.lat)
         values["longitudes"] = _pack(self.nodes.lon)
         values["normalisation"] = [
@@ -84,6 +91,13 @@ class DataSchema:
     def from_dict(cls, values: dict[str, Any]) -> "DataSchema":
         """Restore a schema from `to_dict`. Raises ValueError if an entry is missing."""
         values = dict(values)
+        if "keys" not in values and "levels" in values:
+            log.warning(
+                "the checkpoint was written by 0.3.0, which did not keep the levels and intervals "
+                "of all variables: they are found by their names, %s",
+                ", ".join(values["variables"]),
+            )
+            values["keys"] = []
         expected = {field.name for field in fields(cls)} - {"nodes"} | {"latitudes", "longitudes"}
         missing = sorted(expected - values.keys())
         if missing:
@@ -94,7 +108,8 @@ class DataSchema:
         values = {name: value for name, value in values.items() if name in expected}
         nodes = Nodes(_unpack(values.pop("latitudes")), _unpack(values.pop("longitudes")))
         values |= {name: tuple(values[name]) for name in TEXT}
-        values |= {name: dict(values[name]) for name in ("units", "levels")}
+        values["units"] = dict(values["units"])
+        values["keys"] = {name: _key(plain) for name, plain in values["keys"]}
         statistics = values.pop("normalisation")
         normalisation = {
             name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in statistics
@@ -105,13 +120,13 @@ class DataSchema:
         """Raise ValueError if the schema of data differs in anything but the normalisation."""
         self.check_names(data.variables, data.forcings)
         self.check_units(data.units)
+        self.check_keys(data.keys)
         self.check_grid(data.nodes)
         for name, meaning in (
             ("lead_time", "the lead time, in hours,"),
             ("input_steps", "the number of input steps"),
             ("diagnostics", "the diagnostics"),
             ("constants", "the forcings without time"),
-            ("levels", "the levels"),
             ("reference", "the reference of the change"),
             ("time_encoding", "the encoding of time"),
             ("input_names", "the input channels"),
@@ -144,6 +159,19 @@ class DataSchema:
                     "data"
                 )
 
+    def check_keys(self, keys: Mapping[str, Key]) -> None:
+        """Raise ValueError if the level or interval of a variable differs, as far as it is known.
+
+        The name of the parameter may differ.
+        """
+        for name, expected in self.keys.items():
+            got = keys.get(name, expected)
+            if not expected.matches(got._replace(parameter=expected.parameter)):
+                raise ValueError(
+                    f"{name} must be at {expected.text() or 'no level'}, as in the checkpoint, got "
+                    f"{got.text() or 'no level'}"
+                )
+
     def check_grid(self, nodes: Nodes) -> None:
         """Raise ValueError unless the grid has the same nodes in the same order."""
         if len(nodes) != len(self.nodes):
@@ -151,15 +179,12 @@ class DataSchema:
                 f"the grid must have the {len(self.nodes)} nodes of the checkpoint, got "
                 f"{len(nodes)} nodes"
             )
-        east_west = np.abs((nodes.lon - self.nodes.lon + 180) % 360 - 180)
-        east_west = east_west * np.cos(np.deg2rad(nodes.lat))
-        north_south = np.abs(nodes.lat - self.nodes.lat)
-        is_different = np.maximum(north_south, east_west) > TOLERANCE
+        is_different = distance(nodes, self.nodes) > TOLERANCE
         if is_different.any():
             first = int(np.argmax(is_different))
             raise ValueError(
                 f"the grid must equal the checkpoint's, whose node {first} is at "
-                f"{_coordinates(self.nodes, first)}, got {_coordinates(nodes, first)}"
+                f"{position(self.nodes, first)}, got {position(nodes, first)}"
             )
 
 
@@ -171,13 +196,16 @@ def _unpack(packed: bytes) -> np.ndarray:
     return np.frombuffer(zlib.decompress(packed), "<f4").astype(np.float64)
 
 
-def _coordinates(nodes: Nodes, i: int) -> str:
-    return f"{nodes.lat[i]:.2f} N {nodes.lon[i]:.2f} E"
+def _plain(key: Key) -> list:
+    return [key.parameter, [list(level) for level in key.levels], key.interval]
+
+
+def _key(plain: list) -> Key:
+    parameter, levels, interval = plain
+    return Key(parameter, tuple(Level(*level) for level in levels), interval)
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        value = [f"{name} {item}" for name, item in value.items()]
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,476 @@
+"""Fields from NetCDF and zarr: xarray opens files, cf-xarray finds the coordinates of each field.
+
+A coordinate is recognised by its attributes (standard name, units; CF conventions, chapter 4), or
+by a usual name if it has none.
+"""
+
+import warnings
+from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from anemoi_gt.app.datasets.fields import FieldError, Grid, Key, Level, Series
+from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.extras import import_extra
+
+if TYPE_CHECKING:
+    import xarray
+
+# Roles of coordinates: standard names, and the names of those without attributes.
+STANDARD_NAMES: dict[str, tuple[str, ...]] = {
+    "latitude": ("latitude",),
+    "longitude": ("longitude",),
+    "time": ("time",),
+    "start": ("forecast_reference_time",),
+    "step": ("forecast_period",),
+    "member": ("realization",),
+}
+NAMES = {
+    "latitude": ("lat", "latitude"),
+    "longitude": ("lon", "longitude"),
+    "time": ("valid_time", "time"),
+    "start": ("forecast_reference_time", "init_time", "reference_time"),
+    "step": ("step", "forecast_period", "lead_time", "leadtime", "prediction_timedelta"),
+    "member": ("number", "member", "ensemble_member", "realization"),
+    "version": ("expver",),
+}
+POLE = 1e-5  # degrees from a pole, or from the meridians of 90 degrees, that are rounded to it
+DEGREES = ("", "degree", "degrees", "deg")  # and those of CF, such as degrees_north
+RADIANS = ("radian", "radians", "rad")
+PRESSURE = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0, "millibar": 1.0, "millibars": 1.0}
+HOURS = {
+    "day": 24.0,
+    "hour": 1.0,
+    "hr": 1.0,
+    "h": 1.0,
+    "minute": 1 / 60,
+    "second": 1 / 3600,
+    "s": 1 / 3600,
+}
+VERTICAL = ("surface", "height", "heightAboveGround", "depth", "hybrid", "level", "lev", "plev")
+MODEL_LEVEL = ("model_level_number", "hybrid", "model_level")
+# attributes of a variable that are copied to forecast files
+COPIED_ATTRIBUTES = ("long_name", "standard_name", "GRIB_cfName")
+
+
+class LeftOutError(Exception):
+    """A variable cannot be read as fields, for the reason of the message."""
+
+
+def read_dataset(
+    source: "xarray.Dataset", name: str = "the data set"
+) -> tuple[list[Series], dict[str, str]]:
+    """Return the fields of an xarray data set, and why variables were left out, by name.
+
+    Raises FieldError, with the `name` of the data set, for a calendar that is not the standard one,
+    and for coordinates that are ambiguous or have unknown units.
+    """
+    source, roles = _with_roles(source)
+    _check_calendar(source, name)
+    not_fields = _described_variables(source)
+    reader = _DatasetReader(source, roles, name)
+    series: list[Series] = []
+    left_out: dict[str, str] = {}
+    for key in source.data_vars:
+        if key in not_fields:
+            continue
+        try:
+            series += reader.series(str(key), source[key])
+        except LeftOutError as reason:
+            left_out[str(key)] = str(reason)
+    return series, left_out
+
+
+def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashable, str]]:
+    """Return a data set in which all that have a role are coordinates, and the roles by name."""
+    import_extra("cf_xarray", "xarray")  # registers the accessor `cf`
+    roles: dict[Hashable, str] = {}
+    everything = source.set_coords(list(source.data_vars))
+    standard_names = everything.cf.standard_names
+    for role, names in STANDARD_NAMES.items():
+        for standard_name in names:
+            roles |= dict.fromkeys(standard_names.get(standard_name, ()), role)
+    for role in ("latitude", "longitude"):  # by their units, such as degrees_north
+        for key in everything.cf.coordinates.get(role, ()):
+            roles.setdefault(key, role)
+    for key, variable in source.variables.items():
+        if key in roles or "standard_name" in variable.attrs:
+            continue
+        for role, names in NAMES.items():
+            if str(key).lower() in names:
+                roles[key] = role
+    if roles.get("valid_time") == "time" and roles.get("time") == "time":
+        roles["time"] = "start"  # of forecasts, as cfgrib names it
+    return source.set_coords([key for key in roles if key in source.data_vars]), roles
+
+
+def _described_variables(source: "xarray.Dataset") -> set[Hashable]:
+    """Return the bounds and grid mappings that attributes of other variables name."""
+    names: set[Hashable] = set()
+    for bounds in source.cf.bounds.values():
+        names.update(bounds)
+    for variable in source.variables.values():
+        described = variable.attrs | variable.encoding
+        for attribute in ("bounds", "climatology", "grid_mapping"):
+            names.update(str(described.get(attribute, "")).replace(":", " ").split())
+    return names
+
+
+def _check_calendar(source: "xarray.Dataset", name: str) -> None:
+    """Raise ValueError for dates in another than the standard calendar."""
+    for array in source.coords.values():
+        calendar = None
+        if array.dtype.kind == "O" and array.size > 0:
+            calendar = getattr(array.values.flat[0], "calendar", None)
+        if calendar is not None:
+            raise FieldError(
+                f"{name} must have dates in the standard calendar, got {calendar}: convert it in "
+                "xarray by convert_calendar('standard')"
+            )
+
+
+class _Labels(NamedTuple):
+    """What the position along all dimensions but grid and time says about a field."""
+
+    selection: dict[Hashable, int]
+    levels: tuple[Level, ...]
+    member: str
+    version: str
+
+
+class _DatasetReader:
+    """The fields of one data set; grids that several variables share are made once."""
+
+    def __init__(self, source: "xarray.Dataset", roles: Mapping[Hashable, str], name: str):
+        self.source = source
+        self.roles = roles
+        self.name = name
+        self._grids: dict[tuple, Grid] = {}
+
+    def series(self, name: str, array: "xarray.DataArray") -> Iterator[Series]:
+        """Yield the fields of a variable. Raises LeftOutError if it has none."""
+        if array.dtype.kind not in "fiub":
+            raise LeftOutError(f"its values are {array.dtype}, and not numbers")
+        grid = self._grid(array)
+        attributes = {key: str(array.attrs[key]) for key in COPIED_ATTRIBUTES if key in array.attrs}
+        units = str(array.attrs.get("units", array.attrs.get("GRIB_units", "")))
+        interval = self._interval(array)
+        for labels, part in self._split(array, grid.dims):
+            valid, time_dim, origin = self._times(array, part)
+            for version, times, indices in self._by_version(part, labels.version, valid, time_dim):
+                yield Series(
+                    key=Key(name, labels.levels, interval),
+                    units=units,
+                    grid=grid,
+                    times=times,
+                    read=partial(_read, part, grid.dims, time_dim, indices),
+                    source=self.name,
+                    member=labels.member,
+                    version=version,
+                    origin=origin,
+                    attributes=attributes,
+                )
+
+    def _find(self, array: "xarray.DataArray", role: str) -> list["xarray.DataArray"]:
+        """Return the coordinates of a field that have a role."""
+        return [c for key, c in array.coords.items() if self.roles.get(key) == role]
+
+    def _grid(self, array: "xarray.DataArray") -> Grid:
+        """Return the grid of a field, from its own latitudes and longitudes."""
+        lat, lon = (self._position(array, axis) for axis in ("latitude", "longitude"))
+        dims = tuple(str(dim) for dim in array.dims if dim in {*lat.dims, *lon.dims})
+        mapping = str(array.attrs.get("grid_mapping", array.encoding.get("grid_mapping", "")))
+        key = (lat.name, lon.name, dims, mapping)
+        if key not in self._grids:
+            self._grids[key] = self._new_grid(
+                array, lat, lon, dims, mapping.split(":", maxsplit=1)[0]
+            )
+        return self._grids[key]
+
+    def _new_grid(self, array, lat, lon, dims: tuple[str, ...], mapping: str) -> Grid:
+        lat, lon = (self._in_degrees(axis) for axis in (lat, lon))
+        lat, lon = (
+            axis.transpose(*dims).values.ravel()
+            for axis in import_extra("xarray", "xarray").broadcast(lat, lon)
+        )
+        try:
+            nodes = Nodes(lat, lon)
+        except ValueError as error:
+            raise FieldError(f"{self.name}, {array.name}: {error}") from error
+        coordinates = {}
+        for dim in dims:
+            if dim in array.coords and array[dim].dtype.kind in "fiu":
+                coordinates[dim] = (array[dim].values, dict(array[dim].attrs))
+        described = None
+        if mapping in self.source.variables:
+            described = (mapping, dict(self.source[mapping].attrs))
+        shape = tuple(array.sizes[dim] for dim in dims)
+        return Grid(nodes, dims, shape, coordinates, described)
+
+    def _position(self, array: "xarray.DataArray", axis: str) -> "xarray.DataArray":
+        """Return the latitudes or longitudes of a field."""
+        found = [c for c in self._find(array, axis) if c.ndim > 0]
+        if not found:
+            raise LeftOutError(f"it has no {axis}s on its dimensions, {_sizes(array)}")
+        named = str(array.encoding.get("coordinates", "")).split()
+        own = [c for c in found if c.name in named] or [c for c in found if c.name in array.dims]
+        found = own or found
+        if len(found) > 1:
+            names = " and ".join(str(c.name) for c in found)
+            raise FieldError(
+                f"{array.name} of {self.name} must have one coordinate of {axis}, got {names}: "
+                "name the right one in its attribute coordinates, or drop the other"
+            )
+        (position,) = found
+        moving = [dim for dim in position.dims if self._is_time(array, dim)]
+        if moving:  # as WRF repeats the positions for each time
+            first = position.isel(dict.fromkeys(moving, 0), drop=True)
+            if not bool((position == first).all()):
+                raise LeftOutError("its grid moves")
+            return first
+        return position
+
+    def _is_time(self, array: "xarray.DataArray", dim: Hashable) -> bool:
+        """Return whether a dimension is one of times, starts or steps."""
+        for key, coordinate in array.coords.items():
+            is_time = self.roles.get(key) in ("time", "start", "step")
+            if coordinate.dims == (dim,) and (is_time or coordinate.dtype.kind == "M"):
+                return True
+        return False
+
+    def _in_degrees(self, position: "xarray.DataArray") -> "xarray.DataArray":
+        """Return latitudes or longitudes in degrees. Raises FieldError for unknown units."""
+        units = str(position.attrs.get("units", "")).lower()
+        if units in RADIANS:
+            degrees = np.rad2deg(position.astype("float64"))
+            # pi / 2 in float32 is more than 90 degrees
+            return degrees.where(abs(abs(degrees) - 90) > POLE, np.sign(degrees) * 90)
+        if units in DEGREES or units.startswith(("degree_", "degrees_", "degreen", "degreee")):
+            return position
+        if units.startswith(("degreesn", "degreese")):
+            return position
+        raise FieldError(
+            f"{position.name} of {self.name} must be in degrees or radians, got {units!r}: correct "
+            "its attribute units"
+        )
+
+    def _split(
+        self, array: "xarray.DataArray", grid_dims: tuple[str, ...]
+    ) -> Iterator[tuple[_Labels, "xarray.DataArray"]]:
+        """Yield the parts of a field at each level, member, version and step, with their labels."""
+        time_dims = self._time_dims(array)
+        dims = [dim for dim in array.dims if dim not in grid_dims and dim not in time_dims]
+        scalar_levels = self._scalar_levels(array)
+        for position in product(*(range(array.sizes[dim]) for dim in dims)):
+            selection = dict(zip(dims, position, strict=True))
+            levels = list(scalar_levels)
+            member = self._scalar(array, "member")
+            version = self._scalar(array, "version")
+            for dim, index in selection.items():
+                role = self.roles.get(dim)
+                if role == "member":
+                    member = str(array[dim].values[index])
+                elif role == "version":
+                    version = str(array[dim].values[index])
+                elif role != "step":
+                    levels.append(_level(array[dim], index))
+            yield _Labels(selection, tuple(levels), member, version), array.isel(selection)
+
+    def _time_dims(self, array: "xarray.DataArray") -> set[Hashable]:
+        """Return the dimension of times or starts, if there is one; steps are split."""
+        dims: set[Hashable] = set()
+        for role in ("time", "start"):
+            for coordinate in self._find(array, role):
+                dims |= {dim for dim in coordinate.dims if self.roles.get(dim) != "step"}
+        for coordinate in array.coords.values():
+            if coordinate.dtype.kind == "M" and coordinate.ndim == 1:
+                dims |= set(coordinate.dims)
+        dims = {dim for dim in dims if self.roles.get(dim) != "step"}
+        if len(dims) > 1:
+            names = " and ".join(map(str, sorted(dims, key=str)))
+            raise LeftOutError(f"its times have several dimensions, {names}")
+        return dims
+
+    def _scalar(self, array: "xarray.DataArray", role: str) -> str:
+        """Return the value of a scalar coordinate, "" if there is none."""
+        found = [c for c in self._find(array, role) if c.ndim == 0]
+        return str(found[0].values) if found else ""
+
+    def _scalar_levels(self, array: "xarray.DataArray") -> list[Level]:
+        """Return the level of a field that is on one level, from its scalar coordinate."""
+        levels = []
+        vertical = array.cf.coordinates.get("vertical", []) + array.cf.axes.get("Z", [])
+        for key, coordinate in array.coords.items():
+            if coordinate.ndim > 0 or coordinate.dtype.kind not in "fiu":
+                continue
+            is_pressure = coordinate.attrs.get("units") in PRESSURE
+            if key in vertical or str(key) in VERTICAL or is_pressure:
+                levels.append(_level(coordinate.expand_dims(str(key)), 0))
+        if not levels and array.attrs.get("GRIB_typeOfLevel") == "surface":
+            levels.append(Level("surface", None, "", "surface"))
+        return levels
+
+    def _times(
+        self, array: "xarray.DataArray", part: "xarray.DataArray"
+    ) -> tuple[np.ndarray, Hashable | None, str]:
+        """Return the valid times of a part, their dimension, and start or step of a forecast.
+
+        `array` is the whole field, whose dimensions tell starts from valid times.
+        """
+        time = self._valid_time(part)
+        (step, *_) = [*self._find(array, "step"), None]
+        (start, *_) = [*self._find(part, "start"), None]
+        if time is not None and start is None and step is not None:
+            # Without a coordinate of starts, `time` is one if the steps do not follow it.
+            follows = set(step.dims) <= set(time.dims) and "standard_name" in time.attrs
+            if not follows and time.name != "valid_time":
+                start, time = time, None
+        origin = ""
+        if step is not None:
+            (step,) = self._find(part, "step")[:1]
+            if step.ndim == 0:
+                origin = f"step {_hours(step) / np.timedelta64(1, 'h'):g} h"
+        if time is None and start is not None:
+            time = start if step is None else start + _hours(step)
+        if time is None:
+            if any(self.roles.get(dim) == "time" for dim in part.dims):
+                raise LeftOutError("its times are not dates")
+            if step is not None and step.ndim > 0:
+                raise LeftOutError("its steps have no start")
+            return np.empty(0, "datetime64[ns]"), None, origin
+        if start is not None and start.ndim == 0:
+            when = np.datetime_as_string(start.values, unit="m").replace("T", " ")
+            origin = f"start {when}, {origin}".removesuffix(", ")
+        time_dim = time.dims[0] if time.ndim else None
+        return np.atleast_1d(time.values).astype("datetime64[ns]"), time_dim, origin
+
+    def _valid_time(self, part: "xarray.DataArray") -> "xarray.DataArray | None":
+        """Return the coordinate of valid times: by its role, or the only one with dates."""
+        found = [c for c in self._find(part, "time") if c.dtype.kind == "M"]
+        if not found:
+            for key, coordinate in part.coords.items():
+                if coordinate.dtype.kind == "M" and key not in self.roles:
+                    found.append(coordinate)
+        found.sort(key=lambda c: (c.name != "valid_time", c.name not in part.dims, c.ndim == 0))
+        return found[0] if found else None
+
+    def _by_version(
+        self, part: "xarray.DataArray", version: str, times: np.ndarray, time_dim: Hashable | None
+    ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Yield each version of an experiment, its times, and their indices in the part."""
+        along_time = [c for c in self._find(part, "version") if c.dims == (time_dim,)]
+        if not along_time:
+            yield version, times, np.arange(len(times))
+            return
+        versions = along_time[0].values
+        for value in dict.fromkeys(versions.tolist()):
+            indices = np.flatnonzero(versions == value)
+            yield str(value), times[indices], indices
+
+    def _interval(self, array: "xarray.DataArray") -> str:
+        """Return length and kind of a mean or sum over time, from cell methods and time bounds."""
+        method = str(array.attrs.get("cell_methods", "")).partition("time: ")[2].split(" ")[0]
+        (time, *_) = [*self._find(array, "time"), None]
+        if method in ("", "point") or time is None:
+            return ""
+        bounds = self.source.variables.get(time.attrs.get("bounds", time.encoding.get("bounds")))
+        if bounds is None or bounds.ndim != 2 or bounds.dtype.kind != "M":
+            return ""
+        lengths = np.unique(np.diff(bounds.values, axis=1) / np.timedelta64(1, "h"))
+        return f"{lengths[0]:g}h {method}" if len(lengths) == 1 else ""
+
+
+def _sizes(array: "xarray.DataArray") -> str:
+    return ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) or "none"
+
+
+def _hours(step: "xarray.DataArray") -> Any:
+    """Return forecast steps as durations. Raises LeftOutError for unknown units."""
+    if step.dtype.kind == "m":
+        return step
+    units = str(step.attrs.get("units", ""))
+    unit = units if units in HOURS else units.removesuffix("s")
+    if unit not in HOURS:
+        raise LeftOutError(f"the units of its {step.name} must be hours, got {units!r}")
+    milliseconds = (step * HOURS[unit] * 3_600_000).round().astype("int64")
+    return milliseconds.astype("timedelta64[ms]")
+
+
+def _level(coordinate: "xarray.DataArray", index: int) -> Level:
+    """Return the level at a position along a dimension."""
+    value = coordinate.values[index]
+    name, attrs = str(coordinate.name), coordinate.attrs
+    units = str(attrs.get("units", ""))
+    if isinstance(value, np.timedelta64):  # which NumPy also treats as an integer
+        hours = value / np.timedelta64(1, "h")
+        return Level(name, float(hours), f"{hours:g}h", f"{name} {hours:g} h")
+    if not isinstance(value, np.number):
+        return Level(name, float(index), str(index), f"{name} {value}")
+    label = f"{value:g}"
+    if units in PRESSURE:
+        hectopascals = round(float(value) * PRESSURE[units], 6)
+        return Level("pressure", hectopascals, label, f"{label} {units}")
+    if name == "surface":
+        return Level("surface", None, "", "surface")
+    standard_name = str(attrs.get("standard_name", ""))
+    text = f"{label} {units}" if units not in ("", "1") else f"{name} {label}"
+    kind = ""
+    if name in MODEL_LEVEL or standard_name in MODEL_LEVEL:
+        kind = "model level"
+    elif standard_name in ("height", "depth") or name == "heightAboveGround":
+        kind = "depth" if standard_name == "depth" else "height"
+    elif standard_name:
+        kind = standard_name
+    elif name not in VERTICAL:
+        kind = name
+    return Level(kind, float(value), label, text)
+
+
+def _read(
+    part: "xarray.DataArray",
+    grid_dims: tuple[str, ...],
+    time_dim: Hashable | None,
+    indices: np.ndarray,
+    index: int,
+) -> np.ndarray:
+    """Return the values of a field at the time of an index, [N] float32."""
+    if time_dim is not None and time_dim in part.dims:
+        part = part.isel({time_dim: int(indices[index])})
+    return part.transpose(*grid_dims).values.reshape(-1).astype(np.float32)
+
+
+def open_netcdf(path: str) -> "xarray.Dataset":
+    """Open a NetCDF file. Values with a unit of time stay numbers."""
+    xarray = import_extra("xarray", "xarray")
+    return xarray.open_dataset(path, engine="netcdf4", decode_timedelta=False)
+
+
+def open_zarr(path: str) -> tuple["xarray.Dataset", list[str]]:
+    """Open a zarr; return it, and the variables in which 0 is a value.
+
+    Format 2 stores a fill value for chunks that were not written, by default 0, which xarray takes
+    as missing. A variable whose fill value is 0 and that is not packed has values of 0.
+
+    Raises FieldError for a zarr of anemoi-datasets.
+    """
+    xarray = import_extra("xarray", "xarray")
+    import_extra("zarr", "xarray")
+    with warnings.catch_warnings():
+        message = "Failed to open Zarr store with consolidated"
+        warnings.filterwarnings("ignore", message, RuntimeWarning)
+        raw = xarray.open_dataset(path, engine="zarr", decode_cf=False)
+    if "variables" in raw.attrs and {"data", "latitudes", "dates"} <= set(raw.variables):
+        raise FieldError(f"{path} is a zarr of anemoi-datasets: take data=anemoi")
+    zeros = []
+    for key, variable in raw.variables.items():
+        is_packed = {"scale_factor", "add_offset"} & set(variable.attrs)
+        fill = variable.attrs.get("_FillValue")
+        if not is_packed and np.isscalar(fill) and fill == 0:
+            del raw[key].attrs["_FillValue"]
+            zeros.append(str(key))
+    # Without consolidated metadata, zarr 3 lists arrays in random order.
+    opened = xarray.decode_cf(raw, decode_timedelta=False)
+    return opened[sorted(opened.data_vars, key=str)], zeros

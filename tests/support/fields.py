@@ -1,0 +1,16 @@
+"""Fields of files and data sets, arranged as the application does by default."""
+
+from anemoi_gt.app.datasets.fields import arrange_all
+from anemoi_gt.app.datasets.readers import read_anemoi, read_files
+from anemoi_gt.app.datasets.xarray_reader import read_dataset
+
+
+def fields_of(source):
+    """Return the fields of an xarray data set, or of files."""
+    series = read_dataset(source)[0] if hasattr(source, "data_vars") else read_files(source)
+    return arrange_all(series)
+
+
+def fields_of_anemoi(path):
+    """Return the fields of a zarr of anemoi-datasets."""
+    return arrange_all(read_anemoi(path))
