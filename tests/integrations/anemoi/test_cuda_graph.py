@@ -319,6 +319,30 @@ def test_one_callback_launches_steps_that_cannot_be_captured_and_says_so_once(gr
     ]
 
 
+def check_compiled(graph, mode):
+    """Check steps of a module whose processor was compiled with a mode, which compiles nothing yet."""
+    module = Forecaster(graph)
+    module.model.processor.compile(mode=mode)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    check_capturable(trainer, module, capture_in_place, "launch them")
+    anemoi.capture_step(print, module.model, capture_in_place)
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
+def test_modules_that_are_compiled_to_replay_cuda_graphs_are_refused(graph, mode):
+    message = (
+        "must not replay CUDA graphs of torch.compile, got model.processor compiled with mode .*: "
+        'compile it with "max-autotune-no-cudagraphs", or launch them'
+    )
+    with pytest.raises(ValueError, match=message):
+        check_compiled(graph, mode)
+
+
+@pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs"])
+def test_modules_that_are_compiled_without_cuda_graphs_are_captured(graph, mode):
+    check_compiled(graph, mode)
+
+
 def test_a_strategy_that_divides_parameters_is_refused():
     trainer = SimpleNamespace(strategy=FSDPStrategy())
     message = "on one device or DDP, got FSDPStrategy: set training"

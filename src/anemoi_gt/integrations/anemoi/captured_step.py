@@ -46,7 +46,8 @@ def capture_step(
     Raises
     ------
     ValueError
-        If the module is not on a GPU; at a call, if a batch has other shapes or dtypes than the
+        If the module is not on a GPU, or a part of it is compiled to replay CUDA graphs of its own,
+        as with mode "max-autotune"; at a call, if a batch has other shapes or dtypes than the
         first, or if layers with dropout are checkpointed.
 
     Examples
@@ -60,6 +61,7 @@ def capture_step(
     """
     device = next(module.parameters()).device
     check_device(device, capture)
+    check_compiled(module, "call the function itself")
     indices = indices_on_device(module, device)
     return CUDAGraphedStep(
         replaced_values(indices)(function),
@@ -76,6 +78,25 @@ def check_device(device: torch.device, capture: Capture) -> None:
         raise ValueError(
             f"a step that is captured in a CUDA graph must compute on a GPU, got device {device}"
         )
+
+
+def check_compiled(module: nn.Module, remedy: str) -> None:
+    """Raise ValueError if a part of a module was compiled to replay CUDA graphs of its own.
+
+    PyTorch's modes "max-autotune" and "reduce-overhead" do that; such replays cannot be captured.
+    """
+    for name, part in module.named_modules():
+        # Module.compile keeps its function among them; get_compiler_config is PyTorch's own
+        for value in vars(part).values():
+            read_config = getattr(value, "get_compiler_config", None)
+            compiler_config = read_config() if callable(read_config) else None
+            if compiler_config and compiler_config.get("triton.cudagraphs"):
+                raise ValueError(
+                    "a step that is captured in a CUDA graph must not replay CUDA graphs of "
+                    f"torch.compile, got {name or type(part).__name__} compiled with mode "
+                    '"max-autotune" or "reduce-overhead": compile it with '
+                    f'"max-autotune-no-cudagraphs", or {remedy}'
+                )
 
 
 def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Slot, Tensor]]:

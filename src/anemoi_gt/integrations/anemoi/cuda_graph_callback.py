@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.distributed.gradients import average_gradients
 from anemoi_gt.integrations.anemoi.captured_step import (
+    check_compiled,
     check_device,
     indices_on_device,
     replaced_values,
@@ -241,6 +242,7 @@ def check_capturable(
             f"got true: set it to false, or {remedy}"
         )
     check_device(strategy.root_device, capture)
+    check_compiled(module, remedy)
 
 
 def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
