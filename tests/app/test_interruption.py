@@ -183,6 +183,37 @@ def test_of_two_runs_that_start_in_one_new_folder_one_trains(whole, tmp_path):
     assert_same_run(folder, whole)
 
 
+COMPILER = """#!/bin/sh
+# A compiler that the signal to a run ends as well.
+if [ -e {folder}/metrics.jsonl ]; then
+    kill -{number} $(sed 's/.*"process": \\([0-9]*\\).*/\\1/' {folder}/.lock.owner)
+    exit 1
+fi
+exec {compiler} "$@"
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_also_ends_the_compiler_is_a_stop(tmp_path, number):
+    folder = tmp_path / "run"
+    compiler = tmp_path / "g++"
+    script = COMPILER.format(folder=folder, number=int(number), compiler=shutil.which("g++"))
+    compiler.write_text(script)
+    compiler.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    command = ("-m", "anemoi_gt.train", *RUN, "training.compile=true", f"hydra.run.dir={folder}")
+    status, sentence = finish(Program(*command, folder=tmp_path, environment=environment))
+    assert status == 128 + number, sentence
+    name = signal.Signals(number).name
+    go_on = f"anemoi-gt train resume=true hydra.run.dir={folder}"
+    assert sentence == (
+        f"anemoi_gt.train: stopped by {name} in step 1, which is not saved: {go_on}"
+    )
+
+
 def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(whole, tmp_path):
     folder = tmp_path / "run"
     process = start(folder)

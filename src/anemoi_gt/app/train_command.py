@@ -317,6 +317,8 @@ def _train_owned(
         try:
             records = fit_sharded(trainer, shard, resume=resume)
         except Stopped as error:
+            if not error.saved:  # other ranks may still be in the step
+                raise
             # torchrun sends SIGTERM to the other ranks when the first one has exited
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             stopped = error

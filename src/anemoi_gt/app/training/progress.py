@@ -71,15 +71,22 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """A signal stopped the run; its last checkpoint holds all `step` steps.
+    """A signal stopped the run after `step` steps.
+
+    Its last checkpoint holds all of them if `saved` is True. Otherwise the signal has ended the
+    next step as well, such as the compiler in it, and the run continues from an earlier checkpoint.
 
     `exit_status` is 128 plus the number of the signal, as in a shell: 143 for SIGTERM, 130 for
     SIGINT.
     """
 
-    def __init__(self, received: signal.Signals, step: int):
-        super().__init__(f"stopped by {received.name} after step {step}, which is saved")
+    def __init__(self, received: signal.Signals, step: int, *, saved: bool = True):
+        when = f"after step {step}, which is saved"
+        if not saved:
+            when = f"in step {step + 1}, which is not saved"
+        super().__init__(f"stopped by {received.name} {when}")
         self.exit_status = 128 + received
+        self.saved = saved
 
 
 class StopRequest:

@@ -101,9 +101,10 @@ class Trainer:
 
         Records have the split "train" or "valid". If `metrics` is None, as on ranks other than 0,
         nothing is recorded and no progress is shown. On SIGTERM or SIGINT, raises Stopped after the
-        step is finished and `last.pt` is written. Raises FloatingPointError if loss, gradients or
-        weights are not finite (in 16-mixed, single steps with such gradients are skipped), and
-        OSError if a file cannot be written; the former checkpoints stay.
+        step is finished and `last.pt` is written, or at once if the step fails. Raises
+        FloatingPointError if loss, gradients or weights are not finite (in 16-mixed, single steps
+        with such gradients are skipped), and OSError if a file cannot be written; the former
+        checkpoints stay.
         """
         self._metrics = metrics
         shown: dict[str, float] = {}
@@ -125,7 +126,15 @@ class Trainer:
                 self._lacks_best = False
             for batch in self.batches.since(self.step.global_step):
                 rate = self.step.learning_rate()
-                self._meter.add(self.step.training_step(batch), samples)
+                try:
+                    loss = self.step.training_step(batch)
+                except Exception as error:
+                    if stop.received is None:
+                        raise
+                    # Batch queues and terminals signal all processes of a run, so a compiler that
+                    # the step waits for ends as well.
+                    raise Stopped(stop.received, self.step.global_step, saved=False) from error
+                self._meter.add(loss, samples)
                 bar.update()
                 if self._is_due(self.config.log_every):
                     shown |= self._record_training(rate)
