@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anemoi_gt import toolchain
 from anemoi_gt.ops import backends
+from anemoi_gt.refusal import permanent
 
 triton_build = pytest.importorskip("triton.runtime.build")
 NOWHERE = "/proc/none"  # where no folder can be made, by root neither
@@ -100,7 +101,7 @@ def test_a_launch_that_cannot_write_the_cache_names_the_variable(numbers):
 
 def test_auto_says_once_why_it_computes_slowly_on_a_gpu(monkeypatch, caplog):
     reason = "Triton needs a C compiler, found none"
-    stub = backends.BACKENDS["triton"]._replace(auto_unsupported_reason=lambda query: reason)
+    stub = backends.BACKENDS["triton"]._replace(why_not=lambda query: permanent(reason))
     monkeypatch.setitem(backends.BACKENDS, "triton", stub)
     with FakeTensorMode(), caplog.at_level(logging.WARNING, "anemoi_gt.ops.backends"):
         query = torch.empty(1, 1, 1, 16, device="cuda")
