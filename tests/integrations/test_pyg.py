@@ -18,13 +18,22 @@ from support.pyg_models import (
 )
 from support.same_numbers import assert_same_numbers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import HeteroConv, Linear, Sequential, TransformerConv, to_hetero
+from torch_geometric.nn import (
+    HeteroConv,
+    Linear,
+    MeanAggregation,
+    Sequential,
+    TransformerConv,
+    to_hetero,
+)
 from torch_geometric.utils import k_hop_subgraph
 
 from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
 from anemoi_gt.integrations.pyg import GraphData, swap_back, swap_layers
+from anemoi_gt.nn import GraphTransformerProcessorBlock
 
 NODES, EDGES = 12, 50
 
@@ -422,3 +431,138 @@ def test_a_model_without_such_a_layer_is_refused():
         ValueError, match="must have a TransformerConv of PyG, got Linear without one"
     ):
         swap_layers(nn.Linear(2, 2))
+
+
+def with_method(name):
+    """Return a change that scales the result of a method of a layer."""
+
+    def change(conv):
+        method = getattr(conv, name)
+        setattr(conv, name, lambda *args, **kwargs: method(*args, **kwargs) * 1.5)
+
+    return change
+
+
+CHANGES = {name: with_method(name) for name in ("message", "aggregate", "update", "propagate")}
+CHANGES |= {
+    "aggr_module": lambda conv: setattr(conv, "aggr_module", MeanAggregation()),
+    "hook of aggr_module": lambda conv: conv.aggr_module.register_forward_hook(
+        lambda module, arguments, out: out * 1.5
+    ),
+    "message hook": lambda conv: conv.register_message_forward_hook(lambda _, __, out: out * 1.5),
+    "aggregate hook": lambda conv: conv.register_aggregate_forward_hook(lambda *_: _[-1] * 1.5),
+    "propagate hook": lambda conv: conv.register_propagate_forward_hook(lambda *_: _[-1] * 1.5),
+    "hook of lin_edge": lambda conv: conv.lin_edge.register_forward_hook(lambda *_: _[-1] * 1.5),
+}
+
+
+@pytest.mark.parametrize("when", ("before", "after"))
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
+@pytest.mark.filterwarnings("ignore:edge attributes are embedded")
+def test_a_changed_layer_computes_what_pyg_computes(name, when):
+    model = nn.ModuleList([TransformerConv(6, 4, heads=2, edge_dim=DIM)])
+    theirs = copy.deepcopy(model)[0]
+    CHANGES[name](theirs)
+    expected = theirs(*make_graph())
+    if when == "before":
+        CHANGES[name](model[0])
+    swap_layers(model)
+    if when == "after":
+        CHANGES[name](model[0])
+    torch.testing.assert_close(model[0](*make_graph()), expected)
+
+
+@pytest.mark.parametrize(
+    "register",
+    (
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+        "register_backward_hook",
+    ),
+)
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_a_hook_of_every_registry_is_called_after_a_swap_and_back(register):
+    model, calls = nn.ModuleList([TransformerConv(6, 4)]), []
+    handle = getattr(model[0], register)(lambda *_: calls.append(None))
+    x, edge_index, _ = make_graph()
+    for change in (lambda: None, lambda: swap_layers(model), lambda: swap_back(model)):
+        change()
+        model[0](x.requires_grad_(), edge_index).sum().backward()
+    assert len(calls) == 3
+    handle.remove()
+    model[0](x, edge_index).sum().backward()
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("seen", ("swapped layer", "own block"))
+@pytest.mark.filterwarnings("ignore:edge attributes are embedded")
+def test_hooks_on_all_modules_see_the_edge_embedding(seen):
+    """As of fake quantisation, which rounds what linear maps return."""
+
+    def quantise(module, arguments, out):
+        if isinstance(module, nn.Linear | Linear):
+            return out.mul(16).round().div(16)
+        return None
+
+    x, edge_index, edge_attr = make_graph()
+    if seen == "swapped layer":
+        reference = TransformerConv(6, 4, heads=2, edge_dim=DIM)
+        inputs = x, edge_index, edge_attr
+        layer = swap_one(copy.deepcopy(reference))
+    else:
+        sizes = {"in_channels": 6, "hidden_dim": 8, "out_channels": 6}
+        layer = GraphTransformerProcessorBlock(**sizes, num_heads=2, edge_dim=DIM)
+        inputs = x, GraphStructure.from_edge_index(edge_index, NODES), edge_attr
+        reference = copy.deepcopy(layer)
+        reference.lin_edge = Called(reference.lin_edge)
+    hook = torch.nn.modules.module.register_module_forward_hook(quantise)
+    try:
+        torch.testing.assert_close(layer(*inputs), reference(*inputs))
+    finally:
+        hook.remove()
+
+
+class Called(nn.Module):
+    """A linear map that must be called."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("kind", (TransformerConv, GraphTransformerConv))
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("flow", ("source_to_target", "target_to_source"))
+def test_a_model_is_traced_by_torchscript(kind, flow):
+    """TensorBoard's `add_graph` traces a model."""
+    layers = [(kind(6, 4, flow=flow), "x, edges -> x"), (kind(4, 2, flow=flow), "x, edges -> x")]
+    model, inputs = swap_layers(Sequential("x, edges", layers)), make_graph()[:2]
+    traced = torch.jit.trace(model, inputs, check_trace=False)
+    torch.testing.assert_close(traced(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("seen", ("forward", "message"))
+@pytest.mark.filterwarnings("ignore:edge attributes are embedded")
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
+def test_any_checkpoint_recomputes_a_layer_as_its_forward_pass_did(seen):
+    conv = swap_one(TransformerConv(6, 4, heads=2, edge_dim=DIM))
+    x, edge_index, edge_attr = make_graph()
+
+    def gradient(call):
+        rows = x.clone().requires_grad_()
+        return torch.autograd.grad(call(conv, rows, edge_index, edge_attr).sin().sum(), rows)[0]
+
+    expected = gradient(lambda conv, *args: conv(*args))
+    watched = conv.lin_edge if seen == "forward" else conv
+    hook = getattr(watched, f"register_{'' if seen == 'forward' else 'message_'}forward_hook")(
+        lambda *_: hook.remove()
+    )
+    checkpointed = gradient(lambda *args: checkpoint(*args, use_reentrant=False))
+    torch.testing.assert_close(checkpointed, expected)

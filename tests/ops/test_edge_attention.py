@@ -243,3 +243,21 @@ def test_corpus_error_is_at_most_twice_plain_pytorchs(dtype):
         "dedge_bias",
     }
     judged.assert_accurate()
+
+
+@pytest.mark.parametrize("batch", ((), (1,), (3,)), ids=str)
+def test_the_result_takes_in_place_operations(batch):
+    graph = structure(GRAPHS["shuffled"])
+    sizes = {"query": graph.num_dst, "key": graph.num_src, "value": graph.num_src}
+    leaves = {
+        name: torch.randn(*batch, rows, 2, 4, requires_grad=True) for name, rows in sizes.items()
+    }
+    expected, _ = edge_attention(**leaves, graph=graph, config=TORCH)
+    assert not expected._is_view()
+    gradients = torch.autograd.grad(expected.flatten(-2).relu().sum(), leaves.values())
+    out, _ = edge_attention(**leaves, graph=graph, config=TORCH)
+    actual = torch.autograd.grad(
+        torch.nn.functional.relu(out.flatten(-2), inplace=True).sum(), leaves.values()
+    )
+    for gradient, other in zip(gradients, actual, strict=True):
+        torch.testing.assert_close(other, gradient)

@@ -91,6 +91,7 @@ KNOWN = {
     "AutocastLayerNorm.forward": {"445eb0e7afd6": "0.9.0 to 0.19.0"},
     "ConditionalLayerNorm.forward": {"bf3964141119": "0.9.0 to 0.19.0"},
     "GatedMLPLayer.forward": {"68d0851fa931": "0.16.0 to 0.19.0"},
+    "StaticGraphProvider._expand_edges": {"7c60082f885a": "0.11.3 to 0.19.0"},
     "StaticGraphProvider._get_edges_impl": {
         "41772ef72c51": "0.11.3 to 0.15.1",
         "7da7746903c4": "0.16.0 to 0.19.0",

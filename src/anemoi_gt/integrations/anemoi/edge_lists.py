@@ -35,8 +35,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from anemoi_gt.custom_ops import define_operator
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.integrations.anemoi.upstream import replaces
+from anemoi_gt.integrations.anemoi.report import warn_once
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.chunk_gradients import rows_of, shared
+from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
 from anemoi_gt.torch_compat import constants, is_exporting
 
 _ATTRIBUTE = "_anemoi_gt_cache"
@@ -74,6 +76,11 @@ class EdgeCache:
     # GraphPartitions, and the lists that were cut from this one
     derived: Derived = field(default_factory=Derived)
 
+    def __reduce__(self):
+        # Pickles and copies of a tensor have its attributes, and this one belongs to this tensor in
+        # this process. `torch.load(weights_only=True)` allows an empty set.
+        return set, ()
+
 
 def cached_list(
     edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes
@@ -92,7 +99,9 @@ def lookup(edge_index: Tensor) -> EdgeCache | None:
     list.
     """
     cache = getattr(edge_index, _ATTRIBUTE, None)
-    if cache is None or torch.compiler.is_compiling():
+    if not isinstance(cache, EdgeCache):  # also the set in its place on a copy
+        return None
+    if torch.compiler.is_compiling():
         return cache
     return None if _is_stale(edge_index) else cache
 
@@ -170,13 +179,16 @@ def version_of(tensor: Tensor) -> int:
 @replaces("self batch_size shard_edges model_comm_group")
 def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
     """Hand out cached lists of a `StaticGraphProvider` without synchronising the device."""
-    if is_exporting() or torch.jit.is_tracing():
+    refusal = why_not_plain({"": self}, ANEMOI_PROVIDER)
+    if refusal is not None:
+        warn_once(f"edges are made and sorted at each step: {refusal.text}")
+    if refusal is not None or is_exporting() or torch.jit.is_tracing():
         return upstream(self, batch_size, shard_edges, model_comm_group)
     edge_index, num_nodes = _expanded_list(self, batch_size)
     edge_attr = self.trainable(self.edge_attr, batch_size)
     if not shard_edges:
         return edge_attr, edge_index, None
-    shard_edges_1hop = import_module(type(self).__module__).shard_edges_1hop
+    shard_edges_1hop = import_module(Upstream.providers).shard_edges_1hop
     edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
     if sizes is not None:
         name = Derived.name("shard", model_comm_group.rank(), *sizes)

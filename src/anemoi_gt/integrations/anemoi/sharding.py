@@ -36,6 +36,7 @@ from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections
+from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
 from anemoi_gt.torch_compat import constants
 
 _COPIES = "_anemoi_gt_copies"  # attribute of node attributes: how often the nodes are repeated
@@ -48,7 +49,7 @@ _MODELS = (
 @replaces("self batch_size shard_edges model_comm_group")
 def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
     """Shard a `StaticGraphProvider` by the same range of every copy of a batch."""
-    if not (
+    if why_not_plain({"": self}, ANEMOI_PROVIDER) is not None or not (
         shard_edges
         and batch_size > 1
         and SETTINGS.any_sharding
@@ -217,7 +218,7 @@ def shards_edges(block: nn.Module) -> bool:
 def _splits_copies(model: Any) -> bool:  # a module of anemoi-models, which has no types
     """Return whether all parts of a model split the copies of a batch or ensemble by grid."""
     mapper, layers = Upstream.mapper, Upstream.processor
-    providers = import_module("anemoi.models.layers.graph_provider")
+    providers = import_module(Upstream.providers)
     if type(model).forward.__module__ not in _MODELS:
         return False
     static = [*model.encoder_graph_provider.values(), *model.decoder_graph_provider.values()]
@@ -229,6 +230,7 @@ def _splits_copies(model: Any) -> bool:  # a module of anemoi-models, which has 
         all(isinstance(module, mapper.GraphTransformerBaseMapper) for module in mappers)
         and (has_edges or isinstance(model.processor, layers.NoOpProcessor))
         and all(isinstance(provider, providers.StaticGraphProvider) for provider in static)
+        and all(why_not_plain({"": provider}, ANEMOI_PROVIDER) is None for provider in static)
         and all(shards_edges(block) for block in blocks)
     )
 

@@ -37,6 +37,7 @@ class Upstream:
     )
     block_module: ModuleType  # layers.block
     shapes: ModuleType  # distributed.shapes
+    providers = "anemoi.models.layers.graph_provider"  # since 0.11.3
     sources_take_destination_condition: bool = False  # where a mapper updates its sources
     not_replaced: ClassVar[dict[type, str]] = {}  # classes of blocks, and why
 

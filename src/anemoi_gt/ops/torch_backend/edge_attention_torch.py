@@ -190,14 +190,18 @@ def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
     flat = flat.in_accumulator_dtype()
     with without_autocast(flat.query.device.type):
         edges = flat.edges()
-        out = torch.empty_like(flat.query, dtype=query.dtype)
-        lse = flat.query.new_empty(out.shape[:3])
+        # results are no views, which in-place operations of the caller could not change
+        out = query.new_empty(query.shape)
+        lse = flat.query.new_empty(query.shape[:-1])
         p = flat.query.new_empty(_saved_shape(flat))
+        batched_out, batched_lse = out.view(flat.query.shape), lse.view(flat.query.shape[:-1])
         for b, group, heads in flat.head_groups(edges):
-            out[b, :, group], lse[b, :, group], p_heads = attend_heads(heads, edges)
+            rows, lse_of_rows, p_heads = attend_heads(heads, edges)
+            batched_out[b, :, group] = rows
+            batched_lse[b, :, group] = lse_of_rows
             if flat.save:
                 p[b, :, group] = p_heads
-    return out.view(query.shape), lse.view(query.shape[:-1]), p
+    return out, lse, p
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch")

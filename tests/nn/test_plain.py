@@ -1,0 +1,268 @@
+"""The rule for modules that we stand in for: what their results depend on, read from their code, and each part of it."""
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from anemoi.models.layers.conv import GraphTransformerConv as AnemoiConv
+from support.reads import methods_of, reads_of
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch_geometric.nn import MeanAggregation, TransformerConv
+from torch_geometric.nn.conv import MessagePassing
+
+from anemoi_gt.integrations.anemoi.upstream import recognise_modules
+from anemoi_gt.nn import AutocastLayerNorm, GraphTransformerConv, GraphTransformerProcessorBlock
+from anemoi_gt.nn import plain as rule
+from anemoi_gt.nn.plain import TABLE, why_not_plain
+from anemoi_gt.refusal import RefusalKind
+
+VERSIONS = Path(sys.prefix) / "anemoi-models"
+PERMANENT, TRANSIENT = RefusalKind.PERMANENT, RefusalKind.TRANSIENT
+BLOCK_SIZES = {
+    **{"in_channels": 8, "hidden_dim": 8, "out_channels": 8},
+    **{"num_heads": 2, "edge_dim": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def anemoi_is_known():
+    recognise_modules()
+    yield
+    rule.forget("anemoi")
+
+
+def known_names(row):
+    """Return all that a row of the table says about the attributes of a module."""
+    pairs = (*row.children, *row.fixed, *row.tools)
+    names = {*row.methods, *row.networks, *row.read, *row.ignored, *row.registries}
+    return names | {name for name, _ in pairs} | {"__call__"}
+
+
+def import_class(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def start_of(row):
+    return [name for name in (*row.methods, *row.networks) if name != "__call__"]
+
+
+@pytest.mark.parametrize("path", TABLE)
+def test_every_attribute_that_the_code_of_a_class_reads_is_in_the_table(path):
+    kind = import_class(path)
+    if issubclass(kind, MessagePassing):
+        kind(*[3] * (1 if kind is AnemoiConv else 2))  # PyG generates `propagate` of its class
+    unknown = reads_of(methods_of(kind), start_of(TABLE[path])) - known_names(TABLE[path])
+    assert not unknown, f"{path} depends on {sorted(unknown)}, which nn.plain does not look at"
+
+
+@pytest.mark.parametrize("path", [path for path in TABLE if path.startswith("anemoi.")])
+@pytest.mark.parametrize("version", sorted(folder.name for folder in VERSIONS.iterdir()))
+def test_every_attribute_that_versions_of_anemoi_read_is_in_the_table(version, path):
+    module, _, name = path.rpartition(".")
+    file = VERSIONS / version / Path(*module.split(".")).with_suffix(".py")
+    classes = {}
+    if file.is_file():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                functions = {f.name: f for f in node.body if isinstance(f, ast.FunctionDef)}
+                bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                classes[node.name] = (functions, bases)
+    if name not in classes:
+        assert version < "0.16" or version.startswith("0.9"), f"{path} has gone"
+        return
+    resolved, left = [], [name]
+    while left:
+        functions, bases = classes.get(left.pop(0), ({}, []))
+        resolved.append(functions)
+        left += bases
+    row = TABLE[path]
+    unknown = reads_of(resolved, start_of(row)) - known_names(row)
+    assert not unknown, f"{version}: {sorted(unknown)}"
+
+
+def layers():
+    """Layers of PyG's message passing that we stand in for, by role."""
+    return {
+        rule.ATTENTION: GraphTransformerConv(6, 4),
+        rule.PYG_ATTENTION: TransformerConv(6, 4),
+        rule.ANEMOI_ATTENTION: AnemoiConv(4),
+    }
+
+
+MESSAGE_METHODS = tuple(rule.MESSAGE_PASSING["methods"])
+roles = pytest.mark.parametrize("role", (rule.ATTENTION, rule.PYG_ATTENTION, rule.ANEMOI_ATTENTION))
+
+
+@roles
+def test_a_new_layer_is_plain(role):
+    assert why_not_plain({"conv": layers()[role]}, role) is None
+
+
+def test_the_table_has_every_registry_of_hooks_that_there_is():
+    registries = {name for name in vars(AnemoiConv(4)) if name.endswith("_hooks")}
+    in_state_dicts = {name for name in registries if "state_dict" in name}
+    assert registries - in_state_dicts == {*rule.MODULE_HOOKS, *rule.PYG_HOOKS}
+    of_all = {name for name in vars(torch_module) if name.endswith("_hooks")}
+    of_registration = {name for name in of_all if "registration" in name}
+    assert of_all - of_registration == {f"_global{name}" for name in rule.MODULE_HOOKS}
+
+
+@roles
+@pytest.mark.parametrize("registry", rule.PYG_HOOKS)
+def test_a_message_hook_is_seen_while_it_is_there(role, registry):
+    layer = layers()[role]
+    register = getattr(layer, f"register{registry}".removesuffix("s"))
+    hook = register(lambda *_: None)
+    assert why_not_plain({"conv": layer}, role).kind is TRANSIENT
+    hook.remove()
+    assert why_not_plain({"conv": layer}, role) is None
+
+
+@roles
+@pytest.mark.parametrize("name", MESSAGE_METHODS)
+@pytest.mark.parametrize("where", ("instance", "class", "subclass"))
+def test_another_method_of_message_passing_is_seen(role, name, where, monkeypatch):
+    layer = layers()[role]
+    method = getattr(type(layer), name)
+    other = lambda *args, **kwargs: method(*args, **kwargs)  # noqa: E731
+    if where == "instance":
+        monkeypatch.setattr(layer, name, other, raising=False)
+    elif where == "class":
+        monkeypatch.setattr(type(layer), name, other)
+    else:
+        layer.__class__ = type("Own", (type(layer),), {name: other})
+    assert why_not_plain({"conv": layer}, role).kind is PERMANENT
+    monkeypatch.undo()
+    if where != "subclass":
+        assert why_not_plain({"conv": layer}, role) is None
+
+
+@roles
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda layer: setattr(layer, "aggr_module", MeanAggregation()),
+        lambda layer: setattr(layer, "aggr_module", None),
+        lambda layer: setattr(layer.aggr_module, "reduce", layer.aggr_module.reduce),
+        lambda layer: setattr(layer, "node_dim", 1),
+        lambda layer: setattr(layer, "fuse", True),
+    ),
+    ids=("another aggregation", "none", "method of the aggregation", "node_dim", "fuse"),
+)
+def test_another_aggregation_is_seen(role, change):
+    layer = layers()[role]
+    change(layer)
+    assert why_not_plain({"conv": layer}, role).kind is PERMANENT
+
+
+REGISTER = {
+    "forward": {"register_forward_hook": {}},
+    "with keyword arguments": {"register_forward_hook": {"with_kwargs": True}},
+    "always called": {"register_forward_hook": {"always_call": True}},
+    "first": {"register_forward_hook": {"prepend": True}},
+    "before": {"register_forward_pre_hook": {}},
+    "before, with keyword arguments": {"register_forward_pre_hook": {"with_kwargs": True}},
+    "backward": {"register_full_backward_hook": {}},
+    "before backward": {"register_full_backward_pre_hook": {}},
+    "legacy backward": {"register_backward_hook": {}},
+}
+
+
+@pytest.mark.parametrize("register", REGISTER.values(), ids=REGISTER)
+@pytest.mark.parametrize("of_aggregation", (False, True), ids=("linear map", "aggregation"))
+def test_a_hook_of_a_module_is_seen_while_it_is_there(register, of_aggregation):
+    ((method, options),) = register.items()
+    watched, question = nn.Linear(2, 2), rule.LINEAR
+    asked = watched
+    if of_aggregation:
+        asked, question = AnemoiConv(4), rule.ANEMOI_ATTENTION
+        watched = asked.aggr_module
+    hook = getattr(watched, method)(lambda *_: None, **options)
+    assert why_not_plain({"x": asked}, question).kind is TRANSIENT
+    hook.remove()
+    assert why_not_plain({"x": asked}, question) is None
+
+
+@pytest.mark.parametrize("registry", ("forward_hook", "forward_pre_hook", "full_backward_hook"))
+def test_hooks_of_all_modules_are_seen_while_they_are_there(registry):
+    register = getattr(torch_module, f"register_module_{registry}")
+    hook = register(lambda *_: None)
+    refusal = why_not_plain({"lin": nn.Linear(2, 2)}, rule.LINEAR)
+    hook.remove()
+    assert refusal.kind is TRANSIENT
+    assert why_not_plain({"lin": nn.Linear(2, 2)}, rule.LINEAR) is None
+
+
+@pytest.mark.parametrize("kind", (nn.Linear, nn.LayerNorm, AutocastLayerNorm), ids=str)
+@pytest.mark.parametrize("name", ("forward", "__call__", "_call_impl"))
+def test_a_patched_class_is_seen_while_it_is_patched(kind, name, monkeypatch):
+    module, roles = kind(*[2] * (2 if kind is nn.Linear else 1)), (rule.LINEAR, rule.LAYER_NORM)
+    assert why_not_plain({"x": module}, *roles) is None
+    method = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda *args, **kwargs: method(*args, **kwargs))
+    assert why_not_plain({"x": module}, *roles).kind is PERMANENT
+    monkeypatch.undo()
+    assert why_not_plain({"x": module}, *roles) is None
+
+
+def test_a_norm_depends_on_the_norm_that_it_inherits_from(monkeypatch):
+    norm, forward = AutocastLayerNorm(4), nn.LayerNorm.forward
+    assert why_not_plain({"norm": norm}, rule.LAYER_NORM) is None
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: forward(self, x))
+    assert why_not_plain({"norm": norm}, rule.LAYER_NORM).kind is PERMANENT
+
+
+@pytest.mark.parametrize("name", TABLE["anemoi_gt.nn.block.GraphTransformerProcessorBlock"].methods)
+@pytest.mark.parametrize("where", ("class", "subclass"))
+def test_another_method_of_an_own_block_is_seen(name, where, monkeypatch):
+    block, method = GraphTransformerProcessorBlock(**BLOCK_SIZES), None
+    assert why_not_plain({"": block}, rule.BLOCK) is None
+    kind = type(block)
+    method = getattr(kind, name)
+    other = property(lambda self: method.fget(self))
+    if name != "source_norm":
+        other = lambda *args, **kwargs: method(*args, **kwargs)  # noqa: E731
+    if where == "class":
+        monkeypatch.setattr(kind, name, other)
+    else:
+        block.__class__ = type("Own", (kind,), {name: other})
+    assert why_not_plain({"": block}, rule.BLOCK).kind is PERMANENT
+
+
+def test_a_subclass_of_a_block_that_overrides_nothing_is_plain():
+    block = GraphTransformerProcessorBlock(**BLOCK_SIZES)
+    block.__class__ = type("Own", (type(block),), {"helper": lambda self: None})
+    assert why_not_plain({"": block}, rule.BLOCK) is None
+
+
+def test_a_lazy_linear_map_is_as_plain_as_another():
+    lazy = TransformerConv(-1, 4, edge_dim=-1).lin_edge
+    assert lazy._forward_pre_hooks
+    assert why_not_plain({"lin_edge": lazy}, rule.PYG_LINEAR) is None
+    lazy.register_forward_pre_hook(lambda *_: None)
+    assert why_not_plain({"lin_edge": lazy}, rule.PYG_LINEAR).kind is TRANSIENT
+
+
+@pytest.mark.compiled
+def test_the_rule_is_traced_without_graph_breaks():
+    torch.compiler.reset()
+    linear, conv = nn.Linear(2, 2), AnemoiConv(4)
+
+    def compute(x):
+        refusal = why_not_plain({"lin": linear}, rule.LINEAR)
+        refusal = refusal or why_not_plain({"conv": conv}, rule.ANEMOI_ATTENTION)
+        if refusal is None:
+            return x
+        return x + len(refusal.text) + (refusal.kind is TRANSIENT)
+
+    x = torch.zeros(1)
+    for change in (lambda: None, lambda: conv.register_message_forward_hook(lambda *_: None)):
+        change()
+        torch.compiler.reset()
+        compiled = torch.compile(compute, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), compute(x))
