@@ -229,6 +229,16 @@ def test_a_global_graph_for_a_region_raises_and_names_a_fitting_graph(workdir, s
     assert "have no data near them: the data cover a region, take graph=default" in error
 
 
+def test_variables_without_units_have_no_brackets(workdir, start, capsys):
+    weather = weather_file()[["t2m", "tp"]]
+    del weather.t2m.attrs["units"]
+    weather.to_netcdf("weather.nc")
+    start(train, "data=xarray", "data.path=weather.nc", "hydra.run.dir=run", *SMALL)
+    output = capsys.readouterr().out
+    assert "6 h forecasts of t2m, tp [m], from" in output
+    assert "[]" not in output
+
+
 def test_a_missing_variable_cannot_be_plotted(workdir, start, error_line):
     weather_file().to_netcdf("weather.nc")
     arguments = ("data=xarray", "data.path=weather.nc", "plots.variables=[t2m,q]", *SMALL)

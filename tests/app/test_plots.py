@@ -20,6 +20,7 @@ from anemoi_gt.app.plots import (
 )
 from anemoi_gt.app.scores import Score, measure
 from anemoi_gt.data.grids import octahedral, regional
+from anemoi_gt.data.nodes import Nodes
 
 pytestmark = pytest.mark.application
 
@@ -60,6 +61,26 @@ def test_only_the_panel_that_gets_the_losses_draws_them(splits, losses, times):
     titles = [axes.get_title() for axes in figure.axes]
     assert titles.count("loss: mean squared error") == times
     assert "RMSE of all test samples [kg/kg]" in titles
+
+
+def test_the_map_of_a_rotated_domain_ends_at_the_domain():
+    rlat, rlon = np.linspace(-5, 5, 21)[:, None], np.linspace(-5, 5, 21)
+    lat, lon = 50 + 0.7 * rlat + 0.7 * rlon, 10 - 0.7 * rlat + 0.7 * rlon
+    axes = Figure().add_subplot()
+    image = MapImage(Nodes(lat.ravel(), lon.ravel())).draw(axes, np.ones(441)).get_array()
+    rows, columns = image.shape
+    assert np.ma.is_masked(image[:5, :5])
+    assert np.ma.is_masked(image[-5:, -5:])
+    middle = image[rows // 4 : -rows // 4, columns // 4 : -columns // 4]
+    assert not np.ma.is_masked(middle[rows // 4 - 10 : rows // 4 + 10])
+    share = 1 - np.ma.getmaskarray(image).mean()
+    assert 0.5 < share < 0.7  # a square on its corner, and a cell more
+
+
+def test_the_map_of_rows_near_the_pole_has_no_gaps():
+    image = MapImage(regional(np.arange(89.0, 84, -1), np.arange(0.0, 20)))
+    drawn = image.draw(Figure().add_subplot(), np.ones(100)).get_array()
+    assert not np.ma.is_masked(drawn)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ log = logging.getLogger(__name__)
 
 COAST_STYLE = {"colors": "black", "linewidths": 0.6, "alpha": 0.7}
 IMAGE_ROWS = 240
-SURROUNDING = 4  # neighbours of a node of a regular grid
 NEIGHBOURS = 3  # nodes interpolated to a pixel, weighted by inverse squared distance
 
 
@@ -32,9 +31,11 @@ class MapImage:
         weight = 1 / (distance**2 + 1e-12)  # a pixel at a node gets the value of that node
         self._weight = weight / weight.sum(axis=1, keepdims=True)
         # Beyond the nodes, as around a rotated domain, the image is transparent.
-        size = min(SURROUNDING + 1, len(nodes))
+        size = min(NEIGHBOURS + 1, len(nodes))
         spacing = tree.query(nodes.xyz, k=[size])[0].max()
-        self._is_beyond = distance[:, 0] > spacing
+        # Near a pole, the neighbours of a row are closer than its next row.
+        row_gap = np.diff(np.unique(nodes.lat.round(4)), append=nodes.lat.max()).max()
+        self._is_beyond = distance[:, 0] > max(spacing, np.deg2rad(row_gap))
         lines = coastlines("110m" if self._is_global else "50m")
         shifts = (0,) if self._is_global else (-360, 0, 360)  # a region may cross the date line
         to_axes = np.deg2rad if self._is_global else np.asarray  # units of the axes

@@ -448,6 +448,17 @@ def test_accumulations_of_two_lengths_are_two_variables(tmp_path):
     )
 
 
+def test_a_checkpoint_of_instants_refuses_means(tmp_path):
+    """The mean of 2 m temperature has its parameter and level."""
+    write_messages(tmp_path / "a.grib", hourly(40, shortName="2t", value=message_values))
+    means = {"shortName": "2t", "productDefinitionTemplateNumber": 8, "stepRange": "0-6"}
+    write_messages(tmp_path / "b.grib", hourly(3, typeOfStatisticalProcessing=0, **means))
+    instant, mean = (read_files(str(tmp_path / name))[0].key for name in ("a.grib", "b.grib"))
+    assert (instant.interval, mean.interval) == ("instant", "6h avg")
+    assert not instant.matches(mean)
+    assert instant.matches(instant._replace(interval=""))
+
+
 @pytest.mark.parametrize("files", [1, 2])
 def test_a_parameter_at_a_pressure_level_and_at_the_surface_is_two_variables(tmp_path, files):
     at_level = {"shortName": "z", "typeOfLevel": "isobaricInhPa", "level": 500, "value": 5e4}

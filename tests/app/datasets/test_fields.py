@@ -141,6 +141,22 @@ def test_a_zarr_of_anemoi_datasets_is_read_without_its_missing_dates(tmp_path):
     assert np.array_equal(values(read, names), np.delete(values(fields, names), 5, axis=0))
 
 
+def test_a_zarr_of_anemoi_datasets_has_units_and_members(tmp_path):
+    values = np.random.default_rng(0).random((40, 2, 3, 208)).astype("float32")
+    nodes = octahedral(4)
+    store = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
+    dates = TIMES.astype("datetime64[s]").astype("int64")
+    arrays = {"data": values, "latitudes": nodes.lat, "longitudes": nodes.lon, "dates": dates}
+    for name, array in arrays.items():
+        store.create_array(name, data=array)
+    metadata = {"2t": {"units": "K"}, "tp": {}}
+    store.attrs.update({"variables": ["2t", "tp"], "variables_metadata": metadata})
+    read = fields_of_anemoi(tmp_path / "a.zarr")
+    assert read.units == {"2t": "K", "tp": ""}
+    assert read.members == ("0", "1", "2")
+    assert np.array_equal(read.readers["tp"](2 * 40 + 5), values[5, 1, 2])
+
+
 def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_present(file):
     splits = field_data(file, diagnostics=["tp"], input_steps=3, lead_time=12)
     train, (fields, state) = splits.train, (fields_of(file), weather_file())

@@ -15,7 +15,7 @@ model. Each member of an ensemble has its own samples.
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import NamedTuple, Self
@@ -441,8 +441,9 @@ class FieldDataset(ForecastDataset):
         """
         samples = self._statistics_samples()
         other = copy.copy(self)
-        extremes = _extremes(self._read(self._index(i, 0)) for i in samples)
-        moments = _moments((self._read(self._index(i, 0)) for i in samples), self.weights)
+        extremes = _Extremes(len(self._names))
+        states = (self._read(self._index(i, 0)) for i in samples)
+        moments = _moments(extremes.watch(states), self.weights)
         _, other._mean, std = moments
         other._std = torch.where(std > 0, std, 1.0)
         other._smallest, other._largest = extremes.smallest, extremes.largest
@@ -717,24 +718,24 @@ class FieldInputs(PhysicalInputs):
         return channels, torch.cat([present, zeros], dim=2)
 
 
-class _Extremes(NamedTuple):
-    """Smallest and largest value, and number of values that are not finite, of each variable."""
+class _Extremes:
+    """Smallest and largest value, and number of values that are not finite, of V variables."""
 
-    smallest: Tensor
-    largest: Tensor
-    missing: Tensor
+    def __init__(self, variables: int):
+        self.smallest = torch.full((variables,), torch.inf)
+        self.largest = torch.full((variables,), -torch.inf)
+        self.missing = torch.zeros(variables, dtype=torch.int64)
 
-
-def _extremes(states: Iterable[Tensor]) -> _Extremes:
-    """Return the extremes of states [N, V], without values that are not finite, float32 [V]."""
-    parts = []
-    for state in states:
-        is_finite = torch.isfinite(state)
-        smallest = torch.where(is_finite, state, torch.inf).amin(dim=0)
-        largest = torch.where(is_finite, state, -torch.inf).amax(dim=0)
-        parts.append((smallest, largest, (~is_finite).sum(dim=0)))
-    smallest, largest, missing = (torch.stack(part) for part in zip(*parts, strict=True))
-    return _Extremes(smallest.amin(dim=0), largest.amax(dim=0), missing.sum(dim=0))
+    def watch(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield states [N, V], and note their extremes: states are read from files once."""
+        for state in states:
+            is_finite = torch.isfinite(state)
+            lowest = torch.where(is_finite, state, torch.inf).amin(dim=0)
+            highest = torch.where(is_finite, state, -torch.inf).amax(dim=0)
+            self.smallest = torch.minimum(self.smallest, lowest)
+            self.largest = torch.maximum(self.largest, highest)
+            self.missing += (~is_finite).sum(dim=0)
+            yield state
 
 
 class _TrainingRange:

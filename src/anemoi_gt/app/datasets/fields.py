@@ -24,6 +24,7 @@ from anemoi_gt.data.nodes import Nodes
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3  # degrees, about 100 m; rounding coordinates to float32 costs 1% of that
+INSTANT = "instant"  # the interval of a field that is neither an accumulation nor a mean
 # Suffixes of names, where a parameter is on several kinds of level; "" is followed by the value.
 KINDS = {"pressure": "", "surface": "sfc", "model level": "ml", "height": "h", "depth": "d"}
 
@@ -54,8 +55,8 @@ class Level(NamedTuple):
 class Key(NamedTuple):
     """What tells a variable from the others of a file.
 
-    `interval` is the length and kind of an accumulation or mean, such as "6h accum"; "" if the
-    field is of one instant, or the file says nothing. `levels` has an entry for each dimension.
+    `interval` is the length and kind of an accumulation or mean, such as "6h accum", `INSTANT`, or
+    "" if the file says nothing. `levels` has an entry for each dimension.
     """
 
     parameter: str
@@ -77,7 +78,10 @@ class Key(NamedTuple):
 
     def text(self) -> str:
         """Return level and interval, such as "500 hPa", or "" if the file has neither."""
-        return ", ".join([*(level.text for level in self.levels), self.interval]).strip(", ")
+        words = [level.text for level in self.levels]
+        if self.interval != INSTANT:
+            words.append(self.interval)
+        return ", ".join(word for word in words if word)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +259,7 @@ def _name(key: Key, keys: Sequence[Key]) -> str:
             words.append(level.label)
     intervals = {other.interval for other in keys}
     lengths = {interval.split(" ")[0] for interval in intervals}
-    if len(intervals) > 1 and key.interval:
+    if len(intervals) > 1 and key.interval not in ("", INSTANT):
         length, kind = key.interval.split(" ")
         words.append(length if len(lengths) == len(intervals) else f"{length}_{kind}")
     return "_".join(words)

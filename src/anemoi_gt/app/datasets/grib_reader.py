@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from anemoi_gt.app.datasets.fields import FieldError, Grid, Key, Level, Series
+from anemoi_gt.app.datasets.fields import INSTANT, FieldError, Grid, Key, Level, Series
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 
 PRESSURE = {"isobaricInhPa": 1.0, "isobaricInPa": 0.01}  # in hPa
 LEVELS = {"hybrid": "model level", "heightAboveGround": "height", "depthBelowSea": "depth"}
 ENSEMBLE = ("cf", "pf")  # control and perturbed forecasts
-ONE_INSTANT = "instant"
 # Grids whose points ecCodes lists row by row, with sizes of rows and columns.
 ROWS = {
     "regular_ll": ("Nj", "Ni"),
@@ -126,8 +125,8 @@ def _interval(step: str, kind: str | None) -> str:
     Steps are in hours, unless a letter follows them, such as 0-30m.
     """
     first, _, last = step.partition("-")
-    if kind in (None, ONE_INSTANT) or not last:
-        return ""
+    if kind in (None, INSTANT) or not last:
+        return INSTANT
     unit = last.lstrip("0123456789")
     length = int(last.removesuffix(unit)) - int(first.rstrip("smhD") or 0)
     return f"{length}{unit or 'h'} {kind}"
@@ -153,10 +152,10 @@ def _grid(eccodes, message, path: str) -> Grid:
         )
     lat, lon = (eccodes.codes_get_array(message, key) for key in ("latitudes", "longitudes"))
     kind = eccodes.codes_get(message, "gridType")
-    shape = (len(lat),)
+    shape: tuple[int, ...] = (len(lat),)
     if kind in ROWS:
-        shape = tuple(eccodes.codes_get(message, key) for key in ROWS[kind])
-        if eccodes.codes_get(message, "jPointsAreConsecutive"):
+        shape = tuple(_get(eccodes, message, key) or 0 for key in ROWS[kind])
+        if _get(eccodes, message, "jPointsAreConsecutive"):
             shape = shape[::-1]
     nodes = Nodes(lat, lon)
     if np.prod(shape) != len(lat):
