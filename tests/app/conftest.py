@@ -37,10 +37,12 @@ def fit(trainer):
 
 
 def without_speed(records):
-    """Return the records of a run without its speed, which is not reproducible."""
+    """Return the records of a run without its speed and times, which are not reproducible."""
     reproducible = []
     for record in records:
-        values = {name: value for name, value in record.items() if name != "samples_per_second"}
+        values = dict(record)
+        values.pop("samples_per_second", None)
+        values.pop("time")
         reproducible.append(values)
     return reproducible
 

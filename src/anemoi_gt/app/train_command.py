@@ -28,14 +28,14 @@ from anemoi_gt.app.plots import chosen_variables
 from anemoi_gt.app.trained import current_config, flatten, schema_of
 from anemoi_gt.app.training import Trainer
 from anemoi_gt.app.training.config import choose_device, cpu_threads
+from anemoi_gt.app.training.loggers import import_logger, open_metrics
 from anemoi_gt.app.training.memory_estimate import estimate_memory
 from anemoi_gt.app.training.progress import Stopped
-from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, load_weights
+from anemoi_gt.app.training.run_files import load_checkpoint, load_weights
 from anemoi_gt.app.training.run_folder import (
     BEST,
     CONFIG,
     LAST,
-    METRICS,
     ONE_PROCESS,
     TORCHRUN,
     checkpoint_to_continue,
@@ -68,7 +68,8 @@ log = logging.getLogger(__name__)
 # that compiled code draws other dropout masks.
 MAY_DIFFER = (
     *("attention.", "data.path", "sharding."),
-    *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
+    *("training.compile", "training.cuda_graph", "training.device", "training.logger"),
+    "training.threads",
 )
 # options that may differ between ranks
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
@@ -97,7 +98,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
         )
     folder = hydra_app.output_folder()
     description = hydra_app.describe(config)
-    hydra_app.check_device(config)
+    import_logger(hydra_app.check_device(config).logger)
     with ExitStack() as ownership:
         ownership.enter_context(own(folder))
         trainer = make_trainer(config, folder, description)
@@ -210,7 +211,7 @@ def _train(trainer: Trainer, variables: Sequence[str] | None) -> float:
     if memory is not None:
         log.info("memory of a step: %s", memory)
     start = time.perf_counter()
-    with MetricsFile(folder / METRICS, until=trainer.step.global_step) as metrics:
+    with open_metrics(trainer) as metrics:
         trainer.fit(metrics)
     log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
     with cpu_threads(trainer.config.threads):
@@ -306,6 +307,7 @@ def _train_owned(
             model, shard, splits, training, folder, description, mesh=mesh, group=group
         )
         chosen_variables(splits.test, config.plots.variables)
+        run_on_rank0(partial(import_logger, training.logger))
         run_on_rank0(partial(write_config, folder, config, description))
         log.info("%s", describe_data(splits))
         log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())

@@ -7,6 +7,7 @@ import json
 import random
 import re
 from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from io import BytesIO
 from zipfile import ZipFile
 
@@ -143,11 +144,11 @@ def test_record_is_in_the_file_as_soon_as_it_is_written_and_nan_raises_because_j
 ):
     with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
         metrics.write(split="train", step=1, loss=0.5)
-        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
-            "split": "train",
-            "step": 1,
-            "loss": 0.5,
-        }
+        record = json.loads((tmp_path / "metrics.jsonl").read_text())
+        assert abs(datetime.fromisoformat(record.pop("time")) - datetime.now(UTC)) < timedelta(
+            0, 60
+        )
+        assert record == {"split": "train", "step": 1, "loss": 0.5}
         with pytest.raises(ValueError, match="not JSON compliant"):
             metrics.write(split="train", step=1, loss=float("nan"))
 

@@ -145,7 +145,10 @@ def test_metrics_are_json_a_line_each(run):
     assert [json.loads(line) for line in lines] == records
     steps = {"train": [1, 2, 3, 4, 5], "valid": [2, 4, 5]}
     assert {split: curve(records, split)[0] for split in steps} == steps
-    assert set(records[0]) == {"split", "step", "loss", "learning_rate", "samples_per_second"}
+    assert set(records[0]) == {
+        *("split", "step", "time"),
+        *("loss", "learning_rate", "samples_per_second"),
+    }
     assert all(record["samples_per_second"] > 0 for record in records if record["split"] == "train")
 
 

@@ -10,6 +10,7 @@ import torch
 from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
 DEVICES = ("auto", "cpu", "cuda")
+LOGGERS = ("tensorboard", "mlflow")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
@@ -58,6 +59,8 @@ class TrainingConfig:
     threads : int, optional
         CPU threads of PyTorch during training. None is one per core, which suits large models;
         small models are faster with fewer. Runs are bitwise reproducible only with the same number.
+    logger : {"tensorboard", "mlflow"}, optional
+        Log the records of `metrics.jsonl` there, too.
     """
 
     steps: int = 1000
@@ -75,6 +78,7 @@ class TrainingConfig:
     compile: bool = False
     cuda_graph: bool | None = None
     threads: int | None = None
+    logger: str | None = None
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "valid_every", "log_every"):
@@ -95,6 +99,11 @@ class TrainingConfig:
             ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
             ("compile", isinstance(self.compile, bool), "true or false"),
             ("cuda_graph", isinstance(self.cuda_graph, bool | None), "true, false or null"),
+            (
+                "logger",
+                self.logger is None or self.logger in LOGGERS,
+                f"null or one of {', '.join(LOGGERS)}",
+            ),
         ):
             if not is_valid:
                 raise ValueError(f"training.{name} must be {must}, got {getattr(self, name)!r}")

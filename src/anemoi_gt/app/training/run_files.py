@@ -10,8 +10,9 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -121,11 +122,17 @@ class MetricsFile:
     """A file of records; the records are also kept in memory for the plot.
 
     Records of an existing file after step `until`, the step from which the run continues, are
-    removed.
+    removed. `log_record` is called with each record after it is written.
     """
 
-    def __init__(self, path: str | Path, until: int = 0):
+    def __init__(
+        self,
+        path: str | Path,
+        until: int = 0,
+        log_record: Callable[[dict], None] | None = None,
+    ):
         self.path = Path(path)
+        self._log_record = log_record
         former = read_metrics(self.path)
         self.records: list[dict] = [record for record in former if record["step"] <= until]
         with atomic_write(self.path) as file:
@@ -140,14 +147,17 @@ class MetricsFile:
             self._file.close()
 
     def write(self, **record: int | float | str) -> None:
-        """Append a record.
+        """Append a record, with the time in UTC.
 
         Raises ValueError if a number is not finite, OSError if writing fails.
         """
+        record["time"] = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         with annotate_oserror(self.path):
             self._file.write(_line(record))
             self._file.flush()
         self.records.append(record)
+        if self._log_record is not None:
+            self._log_record(record)
 
     def sync(self) -> None:
         """Wait until all records are on disk, so that they are as recent as the next checkpoint."""

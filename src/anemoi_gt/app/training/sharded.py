@@ -29,9 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.app.datasets.forecast_dataset import Sample, Splits, TrainingBatches
 from anemoi_gt.app.training.config import TrainingConfig
+from anemoi_gt.app.training.loggers import open_metrics
 from anemoi_gt.app.training.progress import StopRequest
-from anemoi_gt.app.training.run_files import MetricsFile, atomic_write
-from anemoi_gt.app.training.run_folder import BEST, LAST, METRICS
+from anemoi_gt.app.training.run_files import atomic_write
+from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep, autocast
 from anemoi_gt.app.training.trainer import Trainer
 from anemoi_gt.distributed.consensus import (
@@ -125,8 +126,7 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     if dist.get_rank() != 0:
         trainer.fit(None)
         return None
-    path = trainer.folder / METRICS
-    with MetricsFile(path, until=trainer.step.global_step) as metrics:
+    with open_metrics(trainer) as metrics:
         trainer.fit(metrics)
     write_as_file(trainer.folder / BEST)
     return metrics.records
