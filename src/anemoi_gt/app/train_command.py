@@ -59,6 +59,7 @@ from anemoi_gt.distributed.process_group import (
     exit_without_finalization,
     local_device,
     make_cpu_group,
+    report_sentence,
 )
 from anemoi_gt.distributed.sharded_checkpoint import find_run, load_values, sharded
 
@@ -266,11 +267,12 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
             return _train_on_ranks(config, sharding, device_type)
         except hydra_app.ERRORS_OF_PREPARATION as error:
             log.debug("traceback", exc_info=error)
-            raise error.with_traceback(None) from None  # the message is enough
+            raise error.with_traceback(None) from None
 
     try:
         return run()
     except hydra_app.ERRORS_OF_PREPARATION as error:
+        report_sentence(error)
         raise hydra_app.ConfigError(error) from error
 
 

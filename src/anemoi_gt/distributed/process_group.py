@@ -8,6 +8,7 @@
   kills the frozen rank 30 s later.
 """
 
+import json
 import os
 import signal
 import sys
@@ -179,6 +180,23 @@ def _recorded_error(timeout: float) -> Iterator[None]:
             )
         handler.record_exception(error)
         raise
+
+
+def report_sentence(error: Exception) -> None:
+    """Put the message of an error in place of its traceback in torchrun's report.
+
+    Use it for an error that the user can fix, after it is recorded (`init_distributed`, or `record`
+    of torch.distributed.elastic).
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or not os.path.exists(path):
+        return
+    with open(path) as file:
+        recorded = json.load(file)
+    lines = [str(error), *getattr(error, "__notes__", [])]
+    recorded["message"]["extraInfo"]["py_callstack"] = "\n".join(lines)
+    with open(path, "w") as file:
+        json.dump(recorded, file)
 
 
 def _wait_for_end() -> None:
