@@ -81,7 +81,7 @@ def test_the_9_km_recipe_trains_and_logs_its_memory_estimate(application):
     folder = application(*TINY_9_KM)
     log = (folder / "train.log").read_text()
     assert re.search(
-        r"memory of a step: about [\d.]+ MB: state .*, working set .*\n(.*\n)*trained", log
+        r"memory of a step: about [\d.]+ [kM]B: state .*, working set .*\n(.*\n)*trained", log
     )
     assert (folder / "scores.json").exists()
 

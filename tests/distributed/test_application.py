@@ -17,6 +17,7 @@ from support.forked import Program
 
 from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.run_files import load_checkpoint
+from anemoi_gt.app.training.run_folder import own
 from anemoi_gt.app.training.sharded import write_as_file
 from anemoi_gt.distributed.process_group import VARIABLES
 from anemoi_gt.distributed.sharded_checkpoint import load_values
@@ -243,6 +244,19 @@ def test_the_error_of_a_host_that_lost_the_other_says_so(folder):
         status, output = finish(first)
     assert status != 0
     assert "another host, or a rank there, was lost" in output, output
+
+
+def test_a_job_in_the_folder_of_another_run_is_refused_on_all_ranks_with_one_message(folder):
+    run = folder / "owned"
+    run.mkdir()
+    options = ("sharding=edges", "sharding.model=2", f"hydra.run.dir={run}", "resume=true")
+    with own(run), torchrun(folder, 2, *SMALL_MODEL, *options) as process:
+        status, output = finish(process)
+        files = {path.name for path in run.iterdir()}
+    assert status != 0, output
+    owner = f"one run at a time may train in {run}, process {os.getpid()} on "
+    assert output.count(f"anemoi_gt.train: {owner}") == 1, output
+    assert files == {".lock", ".lock.owner", "train.log"}
 
 
 SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
