@@ -53,6 +53,7 @@ def errors_over(cases, dtype, device):
     return corpus
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = errors_over(sublayers.ATTENTION_CASES, dtype, kernel_device)

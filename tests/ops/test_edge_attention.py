@@ -113,6 +113,7 @@ def test_autocast_leaves_float64_unchanged():
     assert out.dtype == lse.dtype == torch.float64
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
 @pytest.mark.parametrize("name", ["shuffled", "no_edges", "isolated"])
 def test_forward_and_backward_operators_pass_opcheck(form, name):
@@ -227,6 +228,7 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_pytorch(name, form, dtyp
         assert_accurate(attend(problem, structure(GRAPHS[name]), "torch"), problem, dtype)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_corpus_error_is_at_most_twice_plain_pytorchs(dtype):
     judged = Corpus()

@@ -38,6 +38,7 @@ def by_operator(named, activation="gelu", dtype=torch.float32, *, keep_hidden=Tr
     return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), options)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = Corpus()

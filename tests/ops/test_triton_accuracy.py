@@ -16,6 +16,8 @@ from support.poison import poisoned_memory
 from support.run import attend, structure, with_hubs
 from support.same_numbers import assert_same
 
+pytestmark = pytest.mark.interpreted
+
 # gradients of features that samples share are float32, though rows are read as pairs of bfloat16
 SUMMED = [
     Case(shape, 1, torch.bfloat16, "embedded", "batch_shares_attributes", "shuffled")

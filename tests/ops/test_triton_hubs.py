@@ -44,6 +44,7 @@ CASES = [
 ]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hubs_are_as_accurate_as_plain_pytorch(case, kernel_device):
     with poisoned_memory():

@@ -42,6 +42,7 @@ def operator_arguments(problem, graph):
     return [*leaves, *index, *reverse, seed, 0.5, 0.2, True]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "form", "shape"),
     [
@@ -64,6 +65,7 @@ def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, fo
     check_operators(arguments, grad_out, grad_lse)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("form", ["raw", "embedded"])
 def test_operators_of_one_sample_without_its_dimension_pass_opcheck(problem_and_graph, form):
     problem, graph = problem_and_graph("isolated", form)
