@@ -14,6 +14,7 @@ import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi.models.layers.graph_provider import StaticGraphProvider
 from support.anemoi_model import OwnConv, build, make_options
+from support.upstream import folder_of
 from support.weather import weather_graph
 from test_house import OPTIONAL, run_without
 
@@ -166,8 +167,7 @@ def test_a_checkpoint_without_a_model_is_refused(tmp_path):
 
 def under(version, code):
     """Run code with another version of anemoi-models."""
-    folder = Path(sys.prefix) / "anemoi-models" / version
-    path = os.pathsep.join([str(folder), str(ROOT / "tests")])
+    path = os.pathsep.join([str(folder_of(version)), str(ROOT / "tests")])
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": path}
     return subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -177,6 +177,7 @@ BUILD = "import torch; from support import anemoi_versions; model = anemoi_versi
 INFO = "from anemoi_gt.__main__ import main; main(['info', '--checkpoint', '{}'])"
 
 
+@pytest.mark.upstream
 def test_a_model_of_another_version_that_cannot_run_is_refused(tmp_path):
     path = tmp_path / "model.ckpt"
     under("0.16.0", f"{BUILD}; torch.save(model, '{path}')")
@@ -190,6 +191,8 @@ def test_a_model_of_another_version_that_cannot_run_is_refused(tmp_path):
     assert "NamedNodesAttributes.num_trainable_parameters" in line
 
 
+@pytest.mark.upstream
+@pytest.mark.nightly
 def test_a_model_of_another_version_that_runs_is_listed(tmp_path):
     path = tmp_path / "model.ckpt"
     under("0.17.0", f"{BUILD}; torch.save(model, '{path}')")
@@ -197,6 +200,8 @@ def test_a_model_of_another_version_that_runs_is_listed(tmp_path):
     assert "attention only: sub-layers are fused under 16-bit autocast" in result.stdout
 
 
+@pytest.mark.upstream
+@pytest.mark.nightly
 def test_a_model_with_classes_that_the_installed_version_lacks_is_refused(tmp_path):
     path = tmp_path / "model.ckpt"
     torch.save(build(weather_graph(), make_options(channels=16, heads=2)), path)

@@ -21,6 +21,7 @@ from anemoi_gt.nn import (
 from anemoi_gt.nn.chunking import split_destinations
 
 pytestmark = [
+    pytest.mark.interpreted,
     pytest.mark.usefixtures("few_programs", "default_device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
 ]

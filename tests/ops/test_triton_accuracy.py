@@ -16,8 +16,6 @@ from support.poison import poisoned_memory
 from support.run import attend, structure, with_hubs
 from support.same_numbers import assert_same
 
-pytestmark = pytest.mark.interpreted
-
 # gradients of features that samples share are float32, though rows are read as pairs of bfloat16
 SUMMED = [
     Case(shape, 1, torch.bfloat16, "embedded", "batch_shares_attributes", "shuffled")
@@ -41,7 +39,10 @@ BEYOND_A_TILE = (  # graph, dtype; heads, channels, edge_dim
     *(("many_to_few", torch.float32, (2, 8, n)) for n in (255, 256, 300)),
 )
 # numpy's, of the interpreter
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
 
 
 @pytest.fixture(autouse=True)

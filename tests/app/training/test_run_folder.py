@@ -125,6 +125,7 @@ def owner(tmp_path):
     process.wait()
 
 
+@pytest.mark.process
 def test_the_owner_of_a_folder_is_named_and_its_death_frees_the_folder(owner, tmp_path):
     host = os.uname().nodename
     message = f"one run at a time .* process {owner.pid} on {host}, started 20.*: wait for its end"
@@ -138,6 +139,7 @@ def test_the_owner_of_a_folder_is_named_and_its_death_frees_the_folder(owner, tm
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_an_owner_without_its_note_is_another_process(owner, tmp_path):
     (tmp_path / ".lock.owner").unlink()
     with pytest.raises(ValueError, match=", another process holds it: "), own(tmp_path):
