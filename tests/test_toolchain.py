@@ -136,6 +136,7 @@ def run(*arguments, **variables):
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.process
 def test_info_names_a_compile_cache_that_cannot_be_made_among_the_rest():
     result = run("anemoi_gt", "info", TORCHINDUCTOR_CACHE_DIR=NOWHERE)
     assert (result.returncode, result.stderr) == (0, "")
@@ -143,6 +144,7 @@ def test_info_names_a_compile_cache_that_cannot_be_made_among_the_rest():
     assert f"not possible: [Errno 2] No such file or directory: '{NOWHERE}'" in result.stdout
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", [["anemoi_gt", "train"], ["anemoi_gt.train"]])
 def test_a_command_that_cannot_be_imported_says_so_in_one_sentence(command):
     result = run(*command, TORCHINDUCTOR_CACHE_DIR=NOWHERE)
@@ -152,6 +154,7 @@ def test_a_command_that_cannot_be_imported_says_so_in_one_sentence(command):
     assert line.startswith("anemoi_gt.train: the environment variable TORCHINDUCTOR_CACHE_DIR")
 
 
+@pytest.mark.process
 def test_compiled_training_is_refused_where_nothing_can_be_compiled(tmp_path):
     # a folder that is made, but not written: rights do not stop root
     folder = Path("/proc/self/fdinfo")

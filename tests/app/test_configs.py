@@ -63,6 +63,7 @@ def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and
     assert {f"attention/precision={name or 'null'}" for name in PRECISIONS} <= choices
 
 
+@pytest.mark.application
 @pytest.mark.parametrize("option", list(options()))
 def test_every_config_builds_its_object(option, monkeypatch):
     # on every fourth point

@@ -140,6 +140,7 @@ def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_ed
     assert launches_of(graph)["fwd"] == expected
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("segment", "num_edges"), [(SEGMENT, 400), (SMALL, 420)])
 def test_more_segments_than_are_read_together_are_joined(segment, num_edges, kernel_device):
     edges = crowd(5, 6, to=3, of=2, edges=num_edges)

@@ -31,6 +31,7 @@ from anemoi_gt.integrations import anemoi as integration
 
 # that a gated network has an activation of its own
 pytestmark = [
+    pytest.mark.interpreted,
     pytest.mark.usefixtures("few_programs"),
     pytest.mark.filterwarnings("ignore::UserWarning:anemoi"),
 ]
