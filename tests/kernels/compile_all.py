@@ -32,6 +32,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.grouping import group_both_ends_unordered, group_edges_unordered
 from anemoi_gt.nn import GraphTransformerMapperBlock, fused_block, sublayers
 from anemoi_gt.ops import triton_backend
+from anemoi_gt.ops.backends import BACKENDS
 from anemoi_gt.ops.operands import AttentionOperands
 
 WARP = {"cuda": 32, "hip": 64}
@@ -110,8 +111,9 @@ def run_block(dtype):
         torch.zeros(number, 64, dtype=dtype, requires_grad=True)
         for number in (graph.num_src, graph.num_dst)
     )
-    attention = sublayers.attention_parts(block)._replace(product_dtype=dtype)
-    feed_forward = sublayers.feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
+    fused = BACKENDS["triton"].sublayers
+    attention = sublayers.attention_parts(block, fused)._replace(product_dtype=dtype)
+    feed_forward = sublayers.feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp, fused)
     feed_forward = feed_forward._replace(product_dtype=dtype)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         z = fused_block.attention(
@@ -171,7 +173,15 @@ def distinct(launches):
 
 
 def resources(compiled):
-    """Registers and bytes of spilled memory, as the assembler reports them."""
+    """Registers, bytes of spilled and of shared memory, as the assembler reports them."""
+    if "amdgcn" in compiled.asm:
+        listed = dict(re.findall(r"^\s+\.(\w+): +(\d+)$", compiled.asm["amdgcn"], re.MULTILINE))
+        return {
+            "registers": int(listed["vgpr_count"]),
+            "stack": int(listed["private_segment_fixed_size"]),
+            "shared": compiled.metadata.shared,
+            "local": 4 * int(listed["vgpr_spill_count"]),
+        }
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])

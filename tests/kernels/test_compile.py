@@ -88,11 +88,13 @@ SHARED = {
     "hip:gfx942": 65536,
 }
 LIKE_ANOTHER = ("cuda:100", "hip:gfx90a")  # of the same compiler and shared memory
+TARGETS = [("each" if target in LIKE_ANOTHER else "every", target) for target in SHARED]
+TARGETS += [pytest.param("every", target, marks=pytest.mark.nightly) for target in LIKE_ANOTHER]
 
 
-@pytest.mark.parametrize("target", SHARED)
-def test_every_kernel_compiles(target):
-    compiled = compile_kernels("each" if target in LIKE_ANOTHER else "every", target)
+@pytest.mark.parametrize(("launches", "target"), TARGETS)
+def test_every_kernel_compiles(launches, target):
+    compiled = compile_kernels(launches, target)
     assert {line["kernel"] for line in compiled} == KERNELS | NODE_ROWS | BETWEEN
     assert all(
         line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]]
@@ -121,12 +123,21 @@ def test_names_in_a_profile_contain_dtype_and_sizes():
     }
 
 
-def test_standard_shapes_spill_nothing():
-    compiled = compile_kernels("standard", "cuda:90")
+# Bytes on the stack, where a kernel of the default model has any; Triton 3.7.
+STACK = {"cuda:100": 16}
+OTHERS = [
+    pytest.param(target, marks=pytest.mark.nightly) for target in SHARED if target != "cuda:90"
+]
+
+
+@pytest.mark.parametrize("target", ["cuda:90", *OTHERS])
+def test_standard_shapes_spill_nothing(target):
+    compiled = compile_kernels("standard", target)
     # attribute_bwd one, join_segments by dtype: no channels
     assert len({line["name"] for line in compiled}) == 23
     for line in compiled:
-        assert (line["stack"], line["local"]) == (0, 0), line
+        assert line["local"] == 0, line
+        assert line["stack"] <= STACK.get(target, 0), line
 
 
 def test_offsets_are_64_bit_where_sizes_can_pass_2_to_31_and_32_bit_where_they_cannot():

@@ -558,9 +558,15 @@ GROWING = {  # arguments whose size grows with nodes
 }
 
 
+OTHERS = ("cuda:80", "cuda:100", "hip:gfx90a", "hip:gfx942")
+
+
 @pytest.mark.process
-def test_rows_of_512_and_1024_features_spill_nothing():
-    lines = lines_of(COMPILE, "resources", "cuda:90")
+@pytest.mark.parametrize(
+    "target", ["cuda:90", *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS)]
+)
+def test_rows_of_512_and_1024_features_spill_nothing(target):
+    lines = lines_of(COMPILE, "resources", target)
     assert {line["kernel"] for line in lines} == KERNELS
     for line in lines:
         assert (line["stack"], line["local"]) == (0, 0), line
