@@ -284,11 +284,7 @@ def on_largest_grid(variables: Mapping[str, list[Series]]) -> dict[str, list[Ser
     (largest, names), *others = grids
     if len(others[0][1]) == len(names):
         (first, *_), (second, *_) = (variables[group[0]] for _, group in grids[:2])
-        raise ValueError(
-            f"files must be on one grid, got {first.describe()} on {first.grid.describe()}, and "
-            f"{second.describe()} on {second.grid.describe()}: choose data.variables and "
-            "data.forcings on one of them"
-        )
+        raise ValueError(_two_grids(first, second))
     for grid, names_there in others:
         log.warning(
             "left out, because the grid is %s and not %s: %s",
@@ -317,7 +313,7 @@ def arrange(variables: Mapping[str, list[Series]]) -> Fields:
         for one in series:
             _check_alike(series[0], one)
             if id(one.grid) not in known and not first.grid.same(one.grid):
-                raise ValueError(_two("files must be on one grid", first, one, "grid"))
+                raise ValueError(_two_grids(first, one))
             known.add(id(one.grid))
     check_distinct(first.grid, first.source)
     num_times = {name: _count_times(series) for name, series in variables.items()}
@@ -366,12 +362,18 @@ def _check_alike(one: Series, other: Series) -> None:
         raise ValueError(_two("a variable must have a time in all files or in none", one, other))
 
 
-def _two(rule: str, one: Series, other: Series, also: str = "") -> str:
+def _two(rule: str, one: Series, other: Series) -> str:
     """Return a message about two series that do not fit each other."""
-    texts = [one.describe(), other.describe()]
-    if also == "grid":
-        texts = [f"{series.describe()} on {series.grid.describe()}" for series in (one, other)]
-    return f"{rule}, got {' and '.join(texts)}"
+    return f"{rule}, got {one.describe()} and {other.describe()}"
+
+
+def _two_grids(one: Series, other: Series) -> str:
+    """Return a message about two series on different grids."""
+    texts = [f"{series.describe()} on {series.grid.describe()}" for series in (one, other)]
+    return (
+        f"files must be on one grid, got {texts[0]}, and {texts[1]}: choose data.variables and "
+        "data.forcings on one of them"
+    )
 
 
 def check_distinct(grid: Grid, source: str) -> None:

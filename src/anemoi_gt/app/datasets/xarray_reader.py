@@ -135,7 +135,6 @@ def _check_calendar(source: "xarray.Dataset", name: str) -> None:
 class _Labels(NamedTuple):
     """What the position along all dimensions but grid and time says about a field."""
 
-    selection: dict[Hashable, int]
     levels: tuple[Level, ...]
     member: str
     version: str
@@ -277,7 +276,7 @@ class _DatasetReader:
                     version = str(array[dim].values[index])
                 elif role != "step":
                     levels.append(_level(array[dim], index))
-            yield _Labels(selection, tuple(levels), member, version), array.isel(selection)
+            yield _Labels(tuple(levels), member, version), array.isel(selection)
 
     def _time_dims(self, array: "xarray.DataArray") -> set[Hashable]:
         """Return the dimension of times or starts, if there is one; steps are split."""
