@@ -1,13 +1,16 @@
 """StaticNodes and StaticEdges: fixed and trainable features, and the structure, as modules."""
 
+import copy
 import math
 
 import pytest
 import torch
 from support.refusals import raises, refused
+from support.weather import weather_graph
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.nn import StaticEdges, StaticNodes
+from anemoi_gt.nn import EncoderProcessorDecoder, StaticEdges, StaticNodes
 from anemoi_gt.nn.static_graph import StaticStructure
 
 EDGE_INDEX = torch.tensor([[2, 0, 2, 1], [0, 1, 1, 0]])
@@ -113,3 +116,33 @@ def test_a_structure_for_inference_drops_the_reverse_and_the_fixed_in_degree():
     kept.keep_for_inference()
     assert not kept().has_reverse
     assert kept().fixed_in_degree is None
+
+
+def test_an_average_of_the_buffers_of_a_model_is_refused_in_words():
+    """Lightning's default averages buffers; integers are truncated by it."""
+    graph = weather_graph()
+    sizes = {"in_channels": 4, "out_channels": 1, "channels": 16, "heads": 2}
+    model = EncoderProcessorDecoder(graph, **sizes, residual={0: 0}, mapper_chunks=2)
+    x = torch.randn(1, len(graph["data"].x), 4)
+    averages = [
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+        for use_buffers in (False, True)
+    ]
+    for average in averages:
+        average.update_parameters(model)  # the first copies
+        torch.testing.assert_close(average(x), model(x))
+        average.update_parameters(model)
+    torch.testing.assert_close(averages[0](x), model(x))
+    with pytest.raises(ValueError, match="must not average its buffers.*use_buffers=False"):
+        averages[1](x)
+
+
+def test_indices_that_move_stay_as_they_are():
+    structure = StaticStructure(GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 1]]), 2))
+    for moved in (structure.to(torch.float64), copy.deepcopy(structure), structure.half()):
+        assert moved().num_edges == 2
+    structure.row.copy_(structure.row.clone())  # as a broadcast of buffers
+    assert structure().num_edges == 2
+    structure.row.add_(1)
+    with pytest.raises(ValueError, match="got another row"):
+        structure()

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from anemoi_gt.nn.static_graph import IndexBuffers
 from anemoi_gt.option_checks import is_integer
 
 
-class Residual(nn.Module):
+class Residual(IndexBuffers):
     """Residual connection from input to output channels; a zero network forecasts persistence.
 
         y[..., o] = y[..., o] + x[..., i]          for each pair o: i
@@ -29,7 +30,6 @@ class Residual(nn.Module):
     inputs: Tensor
 
     def __init__(self, channels: Mapping[int, int], in_channels: int, out_channels: int):
-        super().__init__()
         if not isinstance(channels, Mapping) or not all(
             map(is_integer, [*channels.keys(), *channels.values()])
         ):
@@ -45,9 +45,14 @@ class Residual(nn.Module):
                 raise ValueError(
                     f"residual must name {side} channels in 0 .. {size - 1}, got {out_of_range}"
                 )
-        self.register_buffer("outputs", torch.tensor(outputs, dtype=torch.int64), persistent=False)
-        self.register_buffer("inputs", torch.tensor(inputs, dtype=torch.int64), persistent=False)
+        super().__init__(
+            {
+                "outputs": torch.tensor(outputs, dtype=torch.int64),
+                "inputs": torch.tensor(inputs, dtype=torch.int64),
+            }
+        )
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         """Return `y` [..., out_channels] with the channels of `x` [..., in_channels] added."""
+        self.check_unchanged()
         return y.index_add(-1, self.outputs, x.index_select(-1, self.inputs).to(y.dtype))

@@ -7,6 +7,7 @@
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -96,17 +97,61 @@ class StaticNodes(nn.Module):
         return (self.sin_cos_lat_lon, self.trainable)
 
 
-class StaticStructure(nn.Module):
-    """Graph structure in buffers, which move with the module but are not part of the state dict."""
+class IndexBuffers(nn.Module):
+    """Indices in buffers, which move with the module but are not part of the state dict.
+
+    An average of a model with its buffers (`AveragedModel(use_buffers=True)`) truncates integers
+    and would make another graph of them, so they are compared when they have been written into.
+    """
+
+    def __init__(self, indices: Mapping[str, Tensor | None]):
+        super().__init__()
+        for name, tensor in indices.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self._checksums = {name: _checksum(tensor) for name, tensor in self._buffers.items()}
+        self._versions = self._sum_of_versions()
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if indices have been changed; synchronises if they have been written."""
+        if torch.compiler.is_compiling():
+            return
+        versions = self._sum_of_versions()
+        if versions == self._versions:
+            return
+        for name, tensor in self._buffers.items():
+            checksum = self._checksums[name]
+            if checksum is not None and _checksum(tensor) not in (None, checksum):
+                raise ValueError(
+                    f"the indices of a graph must stay as they are, got another {name}: an "
+                    "average of a model must not average its buffers, which has no effect on "
+                    "what is trained; use use_buffers=False"
+                )
+        self._versions = versions
+
+    def _sum_of_versions(self) -> int:
+        tensors = [tensor for tensor in self._buffers.values() if tensor is not None]
+        return sum(tensor._version for tensor in tensors if not tensor.is_inference())
+
+
+def _checksum(indices: Tensor | None) -> tuple[int, int] | None:
+    """Return two sums of integers that depend on their order; None without integers to read."""
+    if indices is None or indices.is_meta or indices.is_floating_point():
+        return None
+    values = indices.detach().flatten().long()
+    positions = torch.arange(1, values.numel() + 1, device=values.device)
+    return int(values.sum()), int((values * positions).sum())
+
+
+class StaticStructure(IndexBuffers):
+    """Graph structure in buffers."""
 
     def __init__(self, graph: GraphStructure):
-        super().__init__()
+        super().__init__(graph.state_dict())
         self._fields = tuple(graph.state_dict())
-        for name, tensor in graph.state_dict().items():
-            self.register_buffer(name, tensor, persistent=False)
 
     def forward(self) -> GraphStructure:
         """Return the structure."""
+        self.check_unchanged()
         return GraphStructure(**{name: getattr(self, name) for name in self._fields})
 
     def keep_for_inference(self) -> None:
@@ -203,18 +248,18 @@ class StaticEdges(nn.Module):
         return tuple(chunk() for chunk in self.chunks) or self.structure(), self.attributes()
 
 
-class _StaticChunk(nn.Module):
-    """Chunk in buffers, which move with the module but are not part of the state dict."""
+class _StaticChunk(IndexBuffers):
+    """Chunk in buffers."""
 
     src: Tensor | None  # a buffer
 
     def __init__(self, chunk: Chunk):
-        super().__init__()
+        super().__init__({"src": chunk.src})
         self.dst, self.edges, self.sizes = chunk.dst, chunk.edges, chunk.sizes
         self.structure = StaticStructure(chunk.graph)
-        self.register_buffer("src", chunk.src, persistent=False)
 
     def forward(self) -> Chunk:
+        self.check_unchanged()
         return Chunk(self.structure(), self.src, self.dst, self.edges, self.sizes)
 
 
