@@ -2,13 +2,13 @@
 
 import ast
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from anemoi.models.layers.conv import GraphTransformerConv as AnemoiConv
 from support.reads import methods_of, reads_of
+from support.upstream import OLD, OTHERS, PINNED, each, folder_of
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch_geometric.nn import MeanAggregation, TransformerConv
@@ -20,7 +20,6 @@ from anemoi_gt.nn import plain as rule
 from anemoi_gt.nn.plain import TABLE, why_not_plain
 from anemoi_gt.refusal import RefusalKind
 
-VERSIONS = Path(sys.prefix) / "anemoi-models"
 PERMANENT, TRANSIENT = RefusalKind.PERMANENT, RefusalKind.TRANSIENT
 BLOCK_SIZES = {
     **{"in_channels": 8, "hidden_dim": 8, "out_channels": 8},
@@ -61,10 +60,10 @@ def test_every_attribute_that_the_code_of_a_class_reads_is_in_the_table(path):
 
 
 @pytest.mark.parametrize("path", [path for path in TABLE if path.startswith("anemoi.")])
-@pytest.mark.parametrize("version", sorted(folder.name for folder in VERSIONS.iterdir()))
+@pytest.mark.parametrize("version", each(*OLD, PINNED, *OTHERS))
 def test_every_attribute_that_versions_of_anemoi_read_is_in_the_table(version, path):
     module, _, name = path.rpartition(".")
-    file = VERSIONS / version / Path(*module.split(".")).with_suffix(".py")
+    file = folder_of(version) / Path(*module.split(".")).with_suffix(".py")
     classes = {}
     if file.is_file():
         for node in ast.parse(file.read_text()).body:

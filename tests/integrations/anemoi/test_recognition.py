@@ -29,6 +29,7 @@ from torch_geometric.nn import MeanAggregation
 
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import report
+from anemoi_gt.integrations.anemoi.versions import KNOWN
 from anemoi_gt.nn.plain import MESSAGE_PASSING, PYG_HOOKS, TABLE
 
 BASE = blocks.GraphTransformerBaseBlock
@@ -318,3 +319,12 @@ def test_a_block_with_a_forward_of_its_own_is_reported(inputs):
         (computed,) = integration.installed().computed
     assert computed.outcome == "upstream"
     assert "OwnForward" in computed.reason
+
+
+def test_an_attention_for_a_gpu_with_another_body_is_left_to_anemoi(inputs, monkeypatch):
+    monkeypatch.setitem(KNOWN, "graph_transformer_attention_conv", {})
+    with (
+        integration.install(backend="torch"),
+        pytest.raises(ValueError, match="its conv is a builtins.function, and Anemoi's attention"),
+    ):
+        for_gpu(make_block())(*inputs)

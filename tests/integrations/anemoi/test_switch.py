@@ -28,8 +28,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from anemoi_gt import AttentionConfig
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import report
-from anemoi_gt.integrations.anemoi.bodies import KNOWN
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
+from anemoi_gt.integrations.anemoi.versions import KNOWN
 from anemoi_gt.nn.plain import TABLE
 
 ANEMOI_METHODS = TABLE["anemoi.models.layers.block.GraphTransformerProcessorBlock"].methods

@@ -15,7 +15,8 @@ import pytest
 from support.once import compute_once
 from support.upstream import NEWEST, OLD, OTHERS, PINNED, each, folder_of
 
-from anemoi_gt.integrations.anemoi.bodies import KNOWN, hash_of_definition
+from anemoi_gt.integrations.anemoi import versions
+from anemoi_gt.integrations.anemoi.bodies import hash_of_definition
 
 SCRIPT = Path(__file__).parents[2] / "support" / "anemoi_reports.py"
 TESTS = str(SCRIPT.parents[1])
@@ -116,26 +117,19 @@ def definitions(version):
     return definitions
 
 
-def in_versions(listed, version):
-    """Return whether a version is in a text such as "0.9.0 to 0.9.5, 0.12.0"."""
-
-    def numbers(text):
-        return tuple(map(int, text.split(".")))
-
-    for versions in listed.split(", "):
-        first, *last = versions.split(" to ")
-        if numbers(first) <= numbers(version) <= numbers(last[0] if last else first):
-            return True
-    return False
-
-
 @pytest.mark.parametrize("version", each(*OLD, PINNED, *OTHERS))
-def test_the_replaced_bodies_match_the_versions_named(version):
+def test_the_bodies_of_a_version_are_those_of_its_generation(version):
     upstream = definitions(version)
-    for name, bodies in KNOWN.items():
-        expected = [digest for digest, listed in bodies.items() if in_versions(listed, version)]
-        actual = [hash_of_definition(upstream[name])] if name in upstream else []
-        assert expected == [digest for digest in actual if digest in bodies], name
+    expected = versions.bodies_of(version)
+    for name, bodies in versions.KNOWN.items():
+        actual = hash_of_definition(upstream[name]) if name in upstream else None
+        known = actual if actual in bodies else None
+        assert known == expected.get(name), name
+
+
+def test_the_newest_version_is_the_pinned_one():
+    assert versions.NEWEST == PINNED
+    assert versions.bodies_of(f"{PINNED}.post1+local") == versions.bodies_of(PINNED)
 
 
 def assert_transformers_are_as_anemois(report):
@@ -185,7 +179,7 @@ def test_install_names_the_methods_that_differ_from_known_versions(report):
         (message,) = methods
         assert all(name in message for name in SINCE_0_16)
         assert "GraphTransformerBaseBlock" not in message
-        assert message.endswith("slower, same results")
+        assert message.endswith("results are the same, slower")
     else:
         assert not methods, f"anemoi-models {report['version']}: {methods}"
     is_named = "target_features.shard_tensor" in sharding

@@ -26,7 +26,6 @@ from anemoi_gt.integrations.anemoi import (
     report,
     sharding,
 )
-from anemoi_gt.integrations.anemoi.bodies import unknown_body
 from anemoi_gt.integrations.anemoi.checkpointing_modes import (
     Checkpointing,
     maybe_checkpoint,
@@ -39,6 +38,7 @@ from anemoi_gt.integrations.anemoi.upstream import (
     find,
     resolve_upstream,
 )
+from anemoi_gt.integrations.anemoi.versions import NEWEST, OLDEST, unknown_body
 from anemoi_gt.nn import plain
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def install(
         For another backend, precision or activation checkpointing.
     ImportError
         If anemoi-models is missing; for a named backend, or `blocks=True`, if its blocks match
-        none of 0.9.2 to 0.19.0. With backend "auto" they are left to Anemoi's code.
+        no version that was reviewed. With backend "auto" they are left to Anemoi's code.
 
     Notes
     -----
@@ -402,7 +402,7 @@ def _apply_patches(*, is_named: bool) -> None:
     if is_named and None not in reasons:
         raise ImportError(
             "a named backend, or blocks=True, needs graph-transformer blocks as in a reviewed "
-            f"version of anemoi-models, 0.9.2 to 0.19.0, got {version('anemoi-models')}: "
+            f"version of anemoi-models, {OLDEST} to {NEWEST}, got {version('anemoi-models')}: "
             f"{PROCESSOR_BLOCK[1]}.forward {reasons[0]}"
         )
     missing = [

@@ -17,7 +17,12 @@ from inspect import signature
 from types import ModuleType
 from typing import Any, ClassVar
 
-from anemoi_gt.integrations.anemoi.bodies import body_hash, unknown_body
+from anemoi_gt.integrations.anemoi.versions import (
+    NEWEST,
+    Difference,
+    difference_of,
+    unknown_body,
+)
 from anemoi_gt.nn import plain
 
 
@@ -68,20 +73,24 @@ def resolve_upstream() -> None:
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
     kinds = (block.TransformerProcessorBlock, block.TransformerMapperBlock)
     Upstream.transformers = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
-    processor_forward = body_hash(block.TransformerProcessorBlock.forward)
-    Upstream.returns_rows_alone = processor_forward == "bbab4f483533"  # 0.9.2 to 0.10.0
-    mapper_forward = body_hash(block.GraphTransformerMapperBlock.forward)
-    # 0.9.2 to 0.13.1
-    Upstream.sources_take_destination_condition = mapper_forward == "05102bf261b0"
+    processor_forward = difference_of(block.TransformerProcessorBlock.forward)
+    Upstream.returns_rows_alone = processor_forward is Difference.ROWS_ONLY
+    mapper_forward = difference_of(block.GraphTransformerMapperBlock.forward)
+    is_of_destinations = mapper_forward is Difference.CONDITION_OF_SOURCES
+    Upstream.sources_take_destination_condition = is_of_destinations
     recognise_modules()
     with suppress(ImportError):  # an older version
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
         names = ("graph_transformer_attention_conv", "GraphTransformerFunction")
-        Upstream.triton_conv = next(
-            (getattr(triton, name) for name in names if hasattr(triton, name)), None
-        )
+        attentions = [getattr(triton, name) for name in names if hasattr(triton, name)]
+        known = [
+            attention
+            for attention in attentions
+            if unknown_body(getattr(attention, "forward", attention)) is None
+        ]
+        Upstream.triton_conv = known[0] if known else None
 
 
 def recognise_modules() -> None:
@@ -104,7 +113,7 @@ def find(module: str, *name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"{module} is needed here and could not be imported ({error}): pip install "
-            "anemoi-models==0.19.0"
+            f"anemoi-models=={NEWEST}"
         ) from error
 
 

@@ -1,0 +1,225 @@
+"""Generations of anemoi-models: releases with the same code where we stand in for it.
+
+A record holds what is new in its first release: hashes of bodies (`bodies`) by the name of a method
+or function, and what differs from the newest in a way that parameters do not show. A release whose
+bodies are those of the last record needs one line, `NEWEST`, and a test id.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from anemoi_gt.integrations.anemoi.bodies import body_hash
+
+OLDEST = "0.9.2"  # release whose graph-transformer blocks are the first that we know
+NEWEST = "0.19.0"
+
+
+class Difference(Enum):
+    """What a body does otherwise than the newest one."""
+
+    CONDITION_OF_SOURCES = "sources are updated under the condition of the destinations"
+    ROWS_ONLY = "rows are returned, not a tuple"
+
+
+class Generation(NamedTuple):
+    """What is new from a release on."""
+
+    first: str  # release
+    bodies: dict[str, str | None]  # hash by name; None: it has gone, or moved to another class
+    differs: dict[str, Difference] = {}  # noqa: RUF012  a field of a NamedTuple, never written
+
+
+GENERATIONS = (
+    Generation(
+        first="0.9.0",
+        bodies={
+            "TransformerMapperBlock.forward": "1e9ed11d7858",
+            "GraphTransformerBaseBlock.attention_block": "68a8a41b8e55",
+            "GraphTransformerBaseBlock.get_qkve": "56fe896c8de2",
+            "GraphTransformerMapperBlock.prepare_qkve_edge_sharding": "97770d974bf5",
+            "GraphTransformerBaseBlock.run_node_dst_mlp": "d149c36471d0",
+            "GraphTransformerMapperBlock.run_node_src_mlp": "c3507dfca1bd",
+            "GraphTransformerBaseBlock.shard_qkve_heads": "f35826eb706e",
+            "GraphTransformerBaseBlock.shard_output_seq": "3bf11187f487",
+            "GraphTransformerConv.forward": "8cd77816c7f3",
+            "GraphTransformerConv.message": "bf31becf5946",
+            "MLP.forward": "e8a2b63923e4",
+            "AutocastLayerNorm.forward": "445eb0e7afd6",
+            "ConditionalLayerNorm.forward": "bf3964141119",
+            "NamedNodesAttributes.forward": "ffca76074056",
+            "AnemoiModelEncProcDec._assert_valid_sharding": "6a4999d2f176",
+        },
+    ),
+    Generation(
+        first="0.9.2",
+        bodies={
+            "GraphTransformerProcessorBlock.forward": "8810ad76f2be",
+            "GraphTransformerMapperBlock.forward": "05102bf261b0",
+            "TransformerProcessorBlock.forward": "bbab4f483533",
+        },
+        differs={
+            "GraphTransformerMapperBlock.forward": Difference.CONDITION_OF_SOURCES,
+            "TransformerProcessorBlock.forward": Difference.ROWS_ONLY,
+        },
+    ),
+    Generation(
+        first="0.9.6",
+        bodies={
+            "AnemoiModelEncProcDec._assert_valid_sharding": None,
+        },
+    ),
+    Generation(
+        first="0.11.0",
+        bodies={
+            "GraphTransformerProcessorBlock.forward": "c6899e101f50",
+            "TransformerProcessorBlock.forward": "3f0de62983e5",
+            "GraphTransformerBaseBlock.apply_gt": "9b1bff722dec",
+            "GraphTransformerFunction.forward": "2d624ca0bc06",
+            "GraphTransformerBaseBlock.attention_block": "7a5d2d0785f5",
+        },
+    ),
+    Generation(
+        first="0.11.1",
+        bodies={
+            "GraphTransformerBaseBlock.get_qkve": "946dfd4c6d47",
+        },
+    ),
+    Generation(
+        first="0.11.3",
+        bodies={
+            "GraphTransformerBaseBlock.shard_output_seq": "a26fb2ce399c",
+            "StaticGraphProvider._expand_edges": "7c60082f885a",
+            "StaticGraphProvider._get_edges_impl": "41772ef72c51",
+        },
+    ),
+    Generation(
+        first="0.12.0",
+        bodies={
+            "AnemoiModelEncProcDec._assert_valid_sharding": "6a4999d2f176",
+        },
+    ),
+    Generation(
+        first="0.12.1",
+        bodies={
+            "maybe_checkpoint": "9ddb1341e263",
+            "AnemoiModelEncProcDec._assemble_output": "15b0ef613148",
+            "AnemoiEnsModelEncProcDec._assemble_output": "7c57b3811972",
+        },
+    ),
+    Generation(
+        first="0.14.0",
+        bodies={
+            "GraphTransformerMapperBlock.forward": "a683a185c29a",
+            "TransformerMapperBlock.forward": "8e72fad5dd2f",
+        },
+    ),
+    Generation(
+        first="0.15.0",
+        bodies={
+            "GraphTransformerProcessorBlock.forward": "235b62477ad0",
+            "GraphTransformerMapperBlock.forward": "cdbf461630da",
+            "TransformerProcessorBlock.forward": "49ab498464d0",
+            "TransformerMapperBlock.forward": "46fe24944c59",
+            "GraphTransformerBaseBlock.apply_gt": "3b6f5b6a32d3",
+            "GraphTransformerBaseBlock.shard_qkve_heads": "b08dd3766498",
+            "GraphTransformerBaseBlock.shard_output_seq": "33cd3f8387e5",
+            "shard_tensor": "1cd9c1618691",
+            "gather_tensor": "b38189d14ed8",
+            "get_shard_sizes": "76f80d7e1f7f",
+            "NoiseConditioning.forward": "cd3875e441e0",
+        },
+    ),
+    Generation(
+        first="0.16.0",
+        bodies={
+            "GraphTransformerProcessorBlock.forward": "1402274f5596",
+            "GraphTransformerMapperBlock.forward": "b3cb110f0b5b",
+            "GraphTransformerBaseBlock.apply_gt": "771805a19916",
+            "GraphTransformerBaseBlock.attention_block": "21e00a4bcb1f",
+            "GatedMLPLayer.forward": "68d0851fa931",
+            "StaticGraphProvider._get_edges_impl": "7da7746903c4",
+            "GraphTransformerBaseMapper.prepare_edge_sharding_wrapper": "60e994f38b44",
+            "GraphTransformerBaseMapper.mapper_forward_with_edge_sharding": "bd1ce243ae8e",
+            "GraphTransformerProcessor.forward": "03e3131f2626",
+            "GraphPartition.materialise": "bc1011cd21cb",
+            "build_graph_partition": "9cbd7a0b78d0",
+        },
+    ),
+    Generation(
+        first="0.17.0",
+        bodies={
+            "GraphTransformerProcessorBlock.forward": "dd8936ad2720",
+            "GraphTransformerMapperBlock.forward": "60b8e7bbb22e",
+            "GraphTransformerBaseBlock.prepare_qkve_edge_sharding": "b6c831026842",
+            "GraphTransformerMapperBlock.prepare_qkve_edge_sharding": None,
+            "GraphTransformerBaseBlock._apply_qk_norm": "956b90f62bf2",
+            "GraphTransformerBaseBlock._forward_edges_sharded_attention": "5ddffb2d1871",
+            "GraphTransformerBaseBlock._forward_heads_sharded_attention": "837a5d16509d",
+            "GraphTransformerProcessorBlock._forward_edges_shard_strategy": "a5117e85cf1d",
+            "GraphTransformerProcessorBlock._forward_heads_shard_strategy": "e71a3d184c2b",
+            "GraphTransformerProcessorBlock._get_or_build_cached_halo_info": "d87a58fe7e70",
+            "GraphTransformerProcessor.forward": "63211e4158ac",
+            "GraphTransformerFunction.forward": "3dad84a6c7cc",
+        },
+    ),
+    Generation(
+        first="0.18.0",
+        bodies={
+            "GraphTransformerFunction.forward": None,
+            "graph_transformer_attention_conv": "a7498a0e507d",
+        },
+    ),
+    Generation(
+        first="0.19.0",
+        bodies={
+            "AnemoiModelEncProcDec._assemble_output": "9098c5665a8b",
+        },
+    ),
+)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return a version as numbers, without what follows them (0.20.0.dev1, 0.19.0+local)."""
+    numbers = []
+    for part in version.split("+", maxsplit=1)[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def bodies_of(version: str) -> dict[str, str]:
+    """Return the hashes of the bodies of a release by name."""
+    bodies: dict[str, str | None] = {}
+    for generation in GENERATIONS:
+        if release(generation.first) <= release(version):
+            bodies |= generation.bodies
+    return {name: digest for name, digest in bodies.items() if digest is not None}
+
+
+def _all_bodies() -> dict[str, dict[str, Difference | None]]:
+    known: dict[str, dict[str, Difference | None]] = {}
+    for generation in GENERATIONS:
+        for name, digest in generation.bodies.items():
+            if digest is not None:
+                known.setdefault(name, {})[digest] = generation.differs.get(name)
+    return known
+
+
+KNOWN = _all_bodies()  # {name: {hash of a body that we stand in for: what it does otherwise}}
+
+
+def unknown_body(function: Callable) -> str | None:
+    """Return why a function is none that we stand in for, or None if its body is in `KNOWN`."""
+    digest = body_hash(function)
+    if digest is None:
+        return "its source cannot be read"
+    if digest in KNOWN.get(function.__qualname__, ()):
+        return None
+    return f"its body is in no version that we know (hash {digest})"
+
+
+def difference_of(function: Callable) -> Difference | None:
+    """Return what the body of a function does otherwise than the newest one."""
+    return KNOWN.get(function.__qualname__, {}).get(body_hash(function) or "")
