@@ -3,6 +3,7 @@
     python benchmarks/families.py --list
     python benchmarks/families.py benchmark ensemble diffusion --output outputs/families.json
     python benchmarks/families.py ensemble --members 4 --variants "untouched*" "install*captured"
+    python benchmarks/families.py benchmark --compile-mode max-autotune --variants "*whole*"
     python benchmarks/families.py O96 --configs FOLDER --channels 32 --layers 2 --device cpu
 
 Models are built from Anemoi's own YAML: `config/model` of the installed anemoi-training, or
@@ -271,6 +272,7 @@ def run_case(case: Case, options, results: Results, record: dict) -> None:
     reference = reference_of(training, results, record)
     if reference is None and not record.get("reference"):
         return  # it failed, which is among the problems
+    training.compile_mode = options.compile_mode
     left = list(options.variants)
     for number in range(options.rounds):
         for name in left if number % 2 == 0 else left[::-1]:
@@ -385,6 +387,10 @@ def make_parser():
     )
     parser.add_argument(
         "--variant-seconds", type=float, default=3.0, help="of measured steps in a round"
+    )
+    parser.add_argument(
+        "--compile-mode",
+        help="of torch.compile, such as max-autotune; to capture, max-autotune-no-cudagraphs",
     )
     parser.add_argument("--parts", action="store_true", help="time encoder, processor, decoder")
     return parser

@@ -291,6 +291,7 @@ class Training:
             name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()
         }
         self.captured = False  # whether the variant replays
+        self.compile_mode: str | None = None  # of PyTorch, for compiled variants
         self.restart()
 
     def restart(self) -> None:
@@ -325,7 +326,7 @@ class Training:
         self.captured = variant.captured
         with installed:
             for module in compiled:
-                module.compile(dynamic=False)
+                module.compile(dynamic=False, mode=self.compile_mode)
             for module in checkpointed:
                 module.gradient_checkpointing = variant.recompute
             try:
