@@ -39,7 +39,7 @@ from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.chunk_gradients import rows_of, shared
 from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
-from anemoi_gt.torch_compat import constants, is_exporting
+from anemoi_gt.torch_compat import constant_when_traced, constants, is_exporting
 
 _ATTRIBUTE = "_anemoi_gt_cache"
 # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
@@ -360,7 +360,7 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
 # constants.
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _make_structure(edge_index: Tensor, *, reverse: bool) -> bool:
     """Build a list's structure, with `reverse` its source side; return False if it was modified."""
     cache = getattr(edge_index, _ATTRIBUTE)
@@ -370,7 +370,7 @@ def _make_structure(edge_index: Tensor, *, reverse: bool) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _count_parts(count: Callable, edge_index: Tensor, num_parts: int, name: str) -> None:
     """Count the edges of the parts of a list as Anemoi does."""
     cache = getattr(edge_index, _ATTRIBUTE)
@@ -378,7 +378,7 @@ def _count_parts(count: Callable, edge_index: Tensor, num_parts: int, name: str)
         setattr(cache.derived, name, count(edge_index, num_parts, cache.num_nodes))
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _make_chunk(edge_index: Tensor, key: tuple[int, ...], *, reverse: bool) -> None:
     """Cut the edges of some destinations; renumber both sides and drop unused sources."""
     first_edge, last_edge, first_dst, last_dst, num_parts = key

@@ -37,7 +37,7 @@ from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
-from anemoi_gt.torch_compat import constants
+from anemoi_gt.torch_compat import constant_when_traced, constants
 
 _COPIES = "_anemoi_gt_copies"  # attribute of node attributes: how often the nodes are repeated
 _MODELS = (
@@ -327,7 +327,7 @@ def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
     return getattr(_cache_of(edge_index).derived, name)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _make_local_edges(
     edge_index: Tensor,
     name: str,
