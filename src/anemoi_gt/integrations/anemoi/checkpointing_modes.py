@@ -7,8 +7,7 @@ A chunk is what Anemoi checkpoints: `num_layers / num_chunks` layers of a proces
 destinations of a mapper.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -20,36 +19,6 @@ from anemoi_gt.integrations.anemoi.edge_lists import lookup
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces, wraps_any
 from anemoi_gt.nn.activation_checkpointing import chunk_result, keeping_answers
-
-MODES = "none", "full"
-
-
-@dataclass(frozen=True)
-class Checkpointing:
-    """The mode of each component, one of `MODES`, or None for its own switch."""
-
-    encoder: str | None = None  # forward mappers
-    processor: str | None = None
-    decoder: str | None = None  # backward mappers
-
-    @classmethod
-    def of(cls, choice: str | Mapping[str, str | None] | None) -> "Checkpointing":
-        """Return the modes of a choice: one for all components, or one by name of a component."""
-        names = [field.name for field in fields(cls)]
-        modes = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(names, choice)
-        if "selective" in modes.values():
-            raise ValueError(
-                f"activation_checkpointing 'selective' was removed, got {choice!r}; use 'none', "
-                "which takes as little memory where blocks are fused, or 'full'"
-            )
-        if not set(modes) <= set(names) or not all(
-            mode in (None, *MODES) for mode in modes.values()
-        ):
-            raise ValueError(
-                f"activation_checkpointing must be one of {', '.join(MODES)}, or one for some of "
-                f"{', '.join(names)}, or None for the switches of Anemoi's config, got {choice!r}"
-            )
-        return cls(**modes)
 
 
 @replaces("func enabled args kwargs")

@@ -26,12 +26,8 @@ from anemoi_gt.integrations.anemoi import (
     report,
     sharding,
 )
-from anemoi_gt.integrations.anemoi.checkpointing_modes import (
-    Checkpointing,
-    maybe_checkpoint,
-    torchs_checkpoint,
-)
-from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.checkpointing_modes import maybe_checkpoint, torchs_checkpoint
+from anemoi_gt.integrations.anemoi.settings import SETTINGS, Checkpointing, Settings
 from anemoi_gt.integrations.anemoi.upstream import (
     Replacement,
     Upstream,

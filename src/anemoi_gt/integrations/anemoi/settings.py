@@ -1,15 +1,42 @@
 """The settings of blocks, as `install` and `swap_layers` choose them."""
 
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
 
-if TYPE_CHECKING:
-    from anemoi_gt.integrations.anemoi.checkpointing_modes import Checkpointing
+MODES = "none", "full"
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """The mode of each component, one of `MODES`, or None for its own switch."""
+
+    encoder: str | None = None  # forward mappers
+    processor: str | None = None
+    decoder: str | None = None  # backward mappers
+
+    @classmethod
+    def of(cls, choice: str | Mapping[str, str | None] | None) -> "Checkpointing":
+        """Return the modes of a choice: one for all components, or one by name of a component."""
+        names = [field.name for field in fields(cls)]
+        modes = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(names, choice)
+        if "selective" in modes.values():
+            raise ValueError(
+                f"activation_checkpointing 'selective' was removed, got {choice!r}; use 'none', "
+                "which takes as little memory where blocks are fused, or 'full'"
+            )
+        if not set(modes) <= set(names) or not all(
+            mode in (None, *MODES) for mode in modes.values()
+        ):
+            raise ValueError(
+                f"activation_checkpointing must be one of {', '.join(MODES)}, or one for some of "
+                f"{', '.join(names)}, or None for the switches of Anemoi's config, got {choice!r}"
+            )
+        return cls(**modes)
 
 
 @dataclass(frozen=True)
@@ -21,7 +48,7 @@ class Settings:
     blocks: bool | None = None
     sharding: bool = False
     keep_hidden: bool = True
-    checkpointing: "Checkpointing | None" = None  # only set by `install`
+    checkpointing: Checkpointing | None = None  # only set by `install`
 
     def __str__(self) -> str:
         values = {"backend": self.config.backend, "precision": self.config.precision}
