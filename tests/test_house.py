@@ -83,6 +83,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
         "export",
         "extras",
         "graph",
+        "refusal",
     }
     | {"integrations", "explanation", "nn", "ops", "option_checks", "rng", "toolchain", "version"},
     **{command: {"__main__"} for command in ("train", "evaluate", "rollout")},

@@ -21,6 +21,7 @@ from anemoi_gt.version import __version__
 PACKAGES = {
     "torch_geometric": ("torch-geometric", None),
     "einops": ("einops", None),
+    "filelock": ("filelock", None),
     "triton": ("triton", "triton"),
     "numpy": ("numpy", "graphs"),
     "scipy": ("scipy", "graphs"),

@@ -24,6 +24,7 @@ from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.step import autocast
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, StaticEdges
+from anemoi_gt.refusal import Refusal
 
 STATE = 20
 FLOAT32 = 4
@@ -194,8 +195,8 @@ class BlockSizes(NamedTuple):
     def of(cls, block: Any) -> "BlockSizes":
         """Read the sizes of a `GraphTransformerBaseBlock`."""
         path = block.path(block.lin_query.weight.new_empty(0, block.channels), None)
-        fused_attention = not isinstance(path.attention, str)
-        fused_feed_forward = not isinstance(path.feed_forward, str)
+        fused_attention = not isinstance(path.attention, Refusal)
+        fused_feed_forward = not isinstance(path.feed_forward, Refusal)
         feed_forward = sum(parameter.numel() for parameter in block.node_dst_mlp.parameters())
         attention = sum(parameter.numel() for parameter in block.parameters()) - feed_forward
         return cls(
