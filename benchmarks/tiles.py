@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,7 +41,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # to try the script; must be set before importing triton
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.triton_backend import attention_steps, edge_attention_triton
+from anemoi_gt.ops.triton_backend import attention_steps
+from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
 from anemoi_gt.ops.triton_backend.sizes import Sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,9 +129,9 @@ def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(attention_steps, name, launch_with_tile))
-        for plan in ("forward_plan", "backward_plan"):  # cached plans would keep the chosen tile
-            make = lru_cache(getattr(edge_attention_triton, plan).__wrapped__)
-            patches.enter_context(mock.patch.object(edge_attention_triton, plan, make))
+        # cached plans would keep the chosen tile
+        new_cache = edge_attention_triton.new_cache()
+        patches.enter_context(mock.patch.object(edge_attention_triton, "plans_of", new_cache))
         yield launch_sizes
 
 

@@ -13,6 +13,7 @@ from anemoi_gt.ops.sublayer_tensors import (
     AttentionTensors,
     FeedForwardOptions,
     FeedForwardTensors,
+    NormOptions,
 )
 from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
@@ -110,13 +111,14 @@ def _feed_forward(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.
     """Return both implementations of a feed-forward sub-layer, its tensors and a gradient."""
     named, grad = sublayers.draw_feed_forward(DEVICE, seed=number, sizes=sizes, scaled=True, **case)
     keep_hidden = number % 2 == 0  # every second problem recomputes its hidden layer
-    options = FeedForwardOptions(sublayers.EPS, case["activation"], dtype, keep_hidden)
+    norm = NormOptions(sublayers.EPS, case["centred"])
+    options = FeedForwardOptions(norm, case["activation"], dtype, keep_hidden)
 
     def ours(named):
         return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), options)
 
     activation = case["activation"]
-    plain = partial(sublayers.feed_forward, eps=sublayers.EPS, activation=activation)
+    plain = partial(sublayers.feed_forward, norm=norm, activation=activation)
     return ours, plain, named, grad
 
 

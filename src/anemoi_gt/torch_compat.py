@@ -20,6 +20,9 @@ _profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True
 _is_legacy_batched = getattr(
     getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
 )
+_functorch = getattr(torch._C, "_functorch", None)
+_innermost_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+_gradient_transform = getattr(getattr(_functorch, "TransformType", None), "Grad", None)
 _assert_async = getattr(torch, "_assert_async", None)
 _graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
@@ -55,6 +58,14 @@ def is_exporting() -> bool:
 def is_transformed() -> bool:
     """Return whether a torch.func transform (grad, vmap, ...) is active; False in traced code."""
     return not torch.compiler.is_compiling() and _transforms_are_active()
+
+
+def is_gradient_transform() -> bool:
+    """Return whether the innermost torch.func transform differentiates (grad, vjp, jacrev)."""
+    if not is_transformed():
+        return False
+    transform = _innermost_transform()
+    return transform is not None and transform.key() == _gradient_transform
 
 
 def is_watched() -> bool:

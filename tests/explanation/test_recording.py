@@ -17,7 +17,6 @@ from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure, 
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.explanation import explain, explain_attention
-from anemoi_gt.explanation.recording import SUBLAYER
 from anemoi_gt.integrations import anemoi
 from anemoi_gt.ops import backends
 
@@ -224,7 +223,7 @@ def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is,
 
 
 @pytest.mark.parametrize("kind", [GraphTransformerProcessorBlock, GraphTransformerMapperBlock])
-def test_a_fused_attention_of_anemoi_is_listed_with_the_kernels_of_its_attention(
+def test_a_fused_attention_of_anemoi_is_listed_with_all_kernels_of_the_sublayer(
     anemoi_as_it_is, kind
 ):
     block = make_block(kind)
@@ -232,8 +231,10 @@ def test_a_fused_attention_of_anemoi_is_listed_with_the_kernels_of_its_attention
         (attention,) = explain(block, *block_inputs(kind)).layers
     with anemoi.install(backend="triton", blocks=True):
         (whole,) = explain(block, *block_inputs(kind)).layers
-    assert [pass_.operator for pass_ in whole.passes] == [SUBLAYER, f"{SUBLAYER}_backward"]
-    passes = []
+    name = "anemoi_gt::attention_sublayer_triton"
+    assert [pass_.operator for pass_ in whole.passes] == [name, f"{name}_backward"]
     for fused, alone in zip(whole.passes, attention.passes, strict=True):
-        passes.append(replace(fused, operator=alone.operator))
-    assert replace(whole, passes=tuple(passes)) == attention
+        in_attention = [kernel for kernel in fused.kernels if kernel.startswith("edge_attention_")]
+        assert in_attention == list(alone.kernels)
+        assert any("anemoi_gt_norm" in kernel for kernel in fused.kernels)
+    assert replace(whole, passes=attention.passes) == attention

@@ -12,8 +12,10 @@ import torch
 from compile_all import ALIGNED, WARP, compile_launch, resources
 from triton.backends.compiler import GPUTarget
 
+from anemoi_gt.ops.sublayer_tensors import NormOptions
 from anemoi_gt.ops.triton_backend import row_launches
 
+NORM = NormOptions(1e-5)
 SINGLE, HALF = torch.float32, torch.bfloat16
 SUMS = {"programs": 528, "sums": 8192, "first_sum": 0}
 
@@ -23,18 +25,18 @@ def launches(features, x, half, num_rows=1000):
     parameters = {"scale": SINGLE, "shift": SINGLE}
     modulation = {"modulation": half}
     for norm in (parameters, modulation):
-        yield row_launches.norm_forward(num_rows, features, 1e-5), {"x": x, "out": half} | norm
-        backward = row_launches.norm_backward(num_rows, features, 1e-5, total=True, **SUMS)
+        yield row_launches.norm_forward(num_rows, features, NORM), {"x": x, "out": half} | norm
+        backward = row_launches.norm_backward(num_rows, features, NORM, total=True, **SUMS)
         tensors = {"x": x, "grad_normed": half, "grad_total": x, "dx": x, "normed": half}
         if norm is modulation:
             tensors["grad_scale"] = half
         yield backward, tensors | norm | {"partial": SINGLE}
     strides = {"x_stride": 2 * features, "out_stride": 4 * features}
-    head_norm = row_launches.head_norm_forward(num_rows, 16, features // 16, 1e-5, **strides)
+    head_norm = row_launches.head_norm_forward(num_rows, 16, features // 16, NORM, **strides)
     yield head_norm, {"x": half, "scale": SINGLE, "out": half}
     strides = {"x_stride": 2 * features, "grad_stride": 4 * features, "dx_stride": 4 * features}
     head_norm = row_launches.head_norm_backward(
-        num_rows, 16, features // 16, 1e-5, **strides, **SUMS
+        num_rows, 16, features // 16, NORM, **strides, **SUMS
     )
     tensors = {"x": half, "grad_normed": half, "scale": SINGLE, "dx": half, "partial": SINGLE}
     yield head_norm, tensors

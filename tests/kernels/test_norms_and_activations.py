@@ -9,22 +9,20 @@ from support.compiling import lines_of
 from support.ir import narrow_offsets
 from torch.nn import functional
 
+from anemoi_gt.ops import activations
+from anemoi_gt.ops.sublayer_tensors import NormOptions
 from anemoi_gt.ops.triton_backend import row_launches
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = (0, 1, 37)
 FEATURES = (1, 24, 67, 1000)
 EPS = 1e-5
+NORM = NormOptions(EPS)
+NORMS = (NORM, NormOptions(EPS, is_centred=False))  # layer norm and RMSNorm
 PROGRAMS = 2  # few, so that each has several tiles
 FLOAT32 = 64 * torch.finfo(torch.float32).eps  # of float32 sums over a row, relative to their terms
 
-ACTIVATIONS = {
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda h: functional.gelu(h, approximate="tanh"),
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "sigmoid": torch.sigmoid,
-}
+ACTIVATIONS = {name: known.module() for name, known in activations.ACTIVATIONS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +70,9 @@ def assert_rounded(name, result, reference):
     )
 
 
-def normal(x):
-    return functional.layer_norm(x, x.shape[-1:], eps=EPS)
+def normal(x, norm=NORM):
+    function = functional.layer_norm if norm.is_centred else functional.rms_norm
+    return function(x, x.shape[-1:], eps=EPS)
 
 
 def modulated(n, scale, shift, modulation):
@@ -95,17 +94,17 @@ def norm_parameters(draw, num_rows, features, form, dtype):
 FORMS = ("scale and shift", "scale", "shift", "neither", "modulated")
 
 
+@pytest.mark.parametrize("norm", NORMS, ids=["layer norm", "RMSNorm"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_norm_equals_pytorchs(draw, poisoned, num_rows, features, form):
+def test_norm_equals_pytorchs(draw, poisoned, num_rows, features, form, norm):
     x = draw(num_rows, features)
     parameters = norm_parameters(draw, num_rows, features, form, torch.float32)
     out = poisoned(num_rows, features)
-    row_launches.norm_forward(num_rows, features, EPS)(x=x, out=out, **parameters)
-    assert_rounded(
-        "out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()})
-    )
+    row_launches.norm_forward(num_rows, features, norm)(x=x, out=out, **parameters)
+    in_float64 = {name: exact(value) for name, value in parameters.items()}
+    assert_rounded("out", out, modulated(normal(x.double(), norm), **in_float64))
 
 
 @pytest.mark.parametrize("form", ["scale and shift", "modulated"])
@@ -114,7 +113,7 @@ def test_norm_equals_pytorchs(draw, poisoned, num_rows, features, form):
 def test_norm_rounds_once_to_the_dtype_of_its_output(draw, poisoned, form, dtype, out_dtype):
     x, parameters = draw(37, 67, dtype=dtype), norm_parameters(draw, 37, 67, form, out_dtype)
     out = poisoned(37, 67, dtype=out_dtype)
-    row_launches.norm_forward(37, 67, EPS)(x=x, out=out, **parameters)
+    row_launches.norm_forward(37, 67, NORM)(x=x, out=out, **parameters)
     assert_rounded(
         "out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()})
     )
@@ -123,7 +122,7 @@ def test_norm_rounds_once_to_the_dtype_of_its_output(draw, poisoned, form, dtype
 def test_norm_of_batch_entries_fills_rows_before_the_halo_and_no_others(draw, poisoned):
     x, scale, shift = draw(3 * 7, 24), draw(24), draw(24)
     out = poisoned(3, 9, 24)
-    launch = row_launches.norm_forward(21, 24, EPS, batch=3, out_entry_rows=9)
+    launch = row_launches.norm_forward(21, 24, NORM, batch=3, out_entry_rows=9)
     launch(x=x, scale=scale, shift=shift, modulation=None, out=out)
     assert_rounded(
         "out", out[:, :7].flatten(0, 1), normal(x.double()) * scale.double() + shift.double()
@@ -134,18 +133,18 @@ def test_norm_of_batch_entries_fills_rows_before_the_halo_and_no_others(draw, po
 def test_norm_fills_columns_of_a_wider_buffer_and_no_others(draw, poisoned):
     x, out = draw(37, 24), poisoned(37, 60)
     columns = out[:, 20:44]
-    launch = row_launches.norm_forward(37, 24, EPS, out_stride=60)
+    launch = row_launches.norm_forward(37, 24, NORM, out_stride=60)
     launch(x=x, scale=None, shift=None, modulation=None, out=columns)
     assert_rounded("out", columns, normal(x.double()))
     assert out[:, :20].isnan().all()
     assert out[:, 44:].isnan().all()
 
 
-def norm_gradients(x, grad_normed, grad_total, parameters):
+def norm_gradients(x, grad_normed, grad_total, parameters, norm=NORM):
     """Return results of `norm_bwd` by name, in float64."""
     leaves = {name: exact(value) for name, value in parameters.items()}
     x = exact(x)
-    n = normal(x)
+    n = normal(x, norm)
     y = modulated(n, **leaves)
     dy = grad_normed.double()
     (dx,) = torch.autograd.grad(y, x, dy)
@@ -158,7 +157,16 @@ def norm_gradients(x, grad_normed, grad_total, parameters):
 
 
 def run_norm_backward(
-    draw, poisoned, make_partial, num_rows, features, form, dtype, residual_dtype, total_dtype
+    draw,
+    poisoned,
+    make_partial,
+    num_rows,
+    features,
+    form,
+    dtype,
+    residual_dtype,
+    total_dtype,
+    norm=NORM,
 ):
     x = draw(num_rows, features, dtype=residual_dtype)
     grad_normed = draw(num_rows, features, dtype=dtype)
@@ -172,7 +180,7 @@ def run_norm_backward(
     sums = (3 if has_total else 2) * features
     partial = make_partial(5 + sums + 3)
     launch = row_launches.norm_backward(
-        num_rows, features, EPS, programs=PROGRAMS, sums=5 + sums + 3, first_sum=5, total=has_total
+        num_rows, features, norm, programs=PROGRAMS, sums=5 + sums + 3, first_sum=5, total=has_total
     )
     launch(
         x=x,
@@ -182,7 +190,7 @@ def run_norm_backward(
         **parameters,
         **results,
     )
-    reference = norm_gradients(x, grad_normed, grad_total, parameters)
+    reference = norm_gradients(x, grad_normed, grad_total, parameters, norm)
     for name, result in results.items():
         assert_rounded(name, result, reference[name])
     assert_rounded("sums", partial.sum(0)[5:-3], reference["sums"])
@@ -190,14 +198,15 @@ def run_norm_backward(
     assert not partial[:, -3:].any()
 
 
+@pytest.mark.parametrize("norm", NORMS, ids=["layer norm", "RMSNorm"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_gradients_of_a_norm_equal_pytorchs(draw, poisoned, make_partial, num_rows, features, form):
-    float32 = torch.float32
-    run_norm_backward(
-        draw, poisoned, make_partial, num_rows, features, form, float32, float32, float32
-    )
+def test_gradients_of_a_norm_equal_pytorchs(
+    draw, poisoned, make_partial, num_rows, features, form, norm
+):
+    fixtures = (draw, poisoned, make_partial)
+    run_norm_backward(*fixtures, num_rows, features, form, *[torch.float32] * 3, norm)
 
 
 @pytest.mark.parametrize("form", ["scale and shift", "modulated"])
@@ -214,7 +223,7 @@ def test_gradients_of_a_norm_with_any_dtypes(
 
 def test_gradient_of_a_norm_alone_writes_nothing_else(draw, poisoned):
     x, grad_normed, dx = draw(37, 67), draw(37, 67), poisoned(37, 67)
-    launch = row_launches.norm_backward(37, 67, EPS, programs=PROGRAMS, sums=0, first_sum=0)
+    launch = row_launches.norm_backward(37, 67, NORM, programs=PROGRAMS, sums=0, first_sum=0)
     launch(
         x=x,
         grad_normed=grad_normed,
@@ -235,7 +244,7 @@ def test_gradient_of_a_norm_reads_and_writes_rows_before_the_halo(draw, poisoned
     x, scale, wide = draw(3 * 7, 24), draw(24), draw(3, 9, 24)
     normed, dx, partial = poisoned(3, 9, 24), poisoned(21, 24), make_partial(48)
     launch = row_launches.norm_backward(
-        21, 24, EPS, programs=PROGRAMS, sums=48, first_sum=0, batch=3, normed_entry_rows=9
+        21, 24, NORM, programs=PROGRAMS, sums=48, first_sum=0, batch=3, normed_entry_rows=9
     )
     launch(
         x=x,
@@ -259,7 +268,7 @@ def test_gradient_of_a_norm_reads_and_writes_rows_before_the_halo(draw, poisoned
 
 def test_launches_add_to_the_same_sums(draw, poisoned, make_partial):
     partial, total = make_partial(2 * 24), 0.0
-    launch = row_launches.norm_backward(9, 24, EPS, programs=PROGRAMS, sums=48, first_sum=0)
+    launch = row_launches.norm_backward(9, 24, NORM, programs=PROGRAMS, sums=48, first_sum=0)
     parameters = {"scale": draw(24), "shift": None, "modulation": None}
     for _ in range(2):
         x, grad_normed = draw(9, 24), draw(9, 24)
@@ -282,7 +291,7 @@ def test_norm_of_more_features_than_a_tile(draw, poisoned, make_partial, feature
     x = draw(5, features)
     parameters = norm_parameters(draw, 5, features, "scale and shift", torch.float32)
     out = poisoned(5, features)
-    row_launches.norm_forward(5, features, EPS)(x=x, out=out, **parameters)
+    row_launches.norm_forward(5, features, NORM)(x=x, out=out, **parameters)
     assert_rounded(
         "out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()})
     )
@@ -296,29 +305,30 @@ def test_a_norm_of_too_many_features_is_refused_with_the_number():
     with pytest.raises(
         ValueError, match="1 to 4096 features, .* got 4097; compute it by the module"
     ):
-        row_launches.norm_forward(3, 4097, EPS)
+        row_launches.norm_forward(3, 4097, NORM)
 
 
 # ----------------------------------------------------------------------------------------------
 # norms of heads
 
 
+@pytest.mark.parametrize("norm", NORMS, ids=["layer norm", "RMSNorm"])
 @pytest.mark.parametrize("has_scale", [True, False], ids=["scale", "no scale"])
 @pytest.mark.parametrize(("heads", "channels"), [(1, 1), (3, 5), (4, 32), (16, 64), (2, 67)])
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_head_norm_and_its_gradients(
-    draw, poisoned, make_partial, num_rows, heads, channels, has_scale
+    draw, poisoned, make_partial, num_rows, heads, channels, has_scale, norm
 ):
     packed = draw(num_rows, 3 * heads * channels)  # query, key, value
     key = packed[:, heads * channels : 2 * heads * channels]
     scale, out = draw(channels) if has_scale else None, poisoned(num_rows, heads, channels)
     stride, width = packed.shape[1], heads * channels
     forward = row_launches.head_norm_forward(
-        num_rows, heads, channels, EPS, x_stride=stride, out_stride=width
+        num_rows, heads, channels, norm, x_stride=stride, out_stride=width
     )
     forward(x=key, scale=scale, out=out)
     x = exact(key.unflatten(-1, (heads, channels)))
-    n = normal(x)
+    n = normal(x, norm)
     y = n if scale is None else n * scale.double()
     assert_rounded("out", out, y)
 
@@ -328,7 +338,7 @@ def test_head_norm_and_its_gradients(
         num_rows,
         heads,
         channels,
-        EPS,
+        norm,
         x_stride=stride,
         grad_stride=width,
         dx_stride=2 * width,
@@ -356,7 +366,7 @@ def test_gradient_of_a_head_norm_may_overwrite_the_incoming_gradient(draw, make_
         37,
         4,
         10,
-        EPS,
+        NORM,
         x_stride=40,
         grad_stride=120,
         dx_stride=120,
@@ -460,6 +470,7 @@ def test_activation_of_the_largest_finite_numbers_is_finite(
         hidden=hidden, grad_activated=ones, activated=None, grad_hidden=grad_hidden, partial=None
     )
     slope = {"sigmoid": [0, 0, 0, 0.25, 0.25, 0, 0, 0], "relu": [0, 0, 0, 0, 0, 1, 1, 1]}
+    slope["mish"] = [0, 0, 0, 0.6, 0.6, 1, 1, 1]
     expected = slope.get(activation, [0, 0, 0, 0.5, 0.5, 1, 1, 1])
     assert torch.isfinite(out).all()
     torch.testing.assert_close(grad_hidden[0].cpu(), torch.tensor(expected, dtype=torch.float32))
@@ -474,9 +485,9 @@ def test_relu_passes_nan_as_pytorch_does(poisoned, kernel_device):
 
 def test_an_unknown_activation_is_refused():
     with pytest.raises(
-        ValueError, match="must be one of gelu, gelu_tanh, silu, relu, sigmoid, got 'mish'"
+        ValueError, match="must be one of gelu, gelu_tanh, silu, relu, sigmoid, mish, got 'tanh'"
     ):
-        row_launches.activation_forward(3, 8, "mish", gated=False)
+        row_launches.activation_forward(3, 8, "tanh", gated=False)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -486,11 +497,11 @@ def test_an_unknown_activation_is_refused():
 def all_launches(num_rows):
     forward = {"x_stride": 512, "out_stride": 512}
     sums = {"programs": PROGRAMS, "sums": 9, "first_sum": 0}
-    yield row_launches.norm_forward(num_rows, 512, EPS)
-    yield row_launches.norm_backward(num_rows, 512, EPS, **sums)
-    yield row_launches.head_norm_forward(num_rows, 16, 32, EPS, **forward)
+    yield row_launches.norm_forward(num_rows, 512, NORM)
+    yield row_launches.norm_backward(num_rows, 512, NORM, **sums)
+    yield row_launches.head_norm_forward(num_rows, 16, 32, NORM, **forward)
     yield row_launches.head_norm_backward(
-        num_rows, 16, 32, EPS, x_stride=512, grad_stride=512, dx_stride=512, **sums
+        num_rows, 16, 32, NORM, x_stride=512, grad_stride=512, dx_stride=512, **sums
     )
     yield row_launches.activation_forward(num_rows, 512, "silu", gated=True)
     yield row_launches.activation_backward(num_rows, 512, "silu", gated=True, **sums)

@@ -21,7 +21,9 @@ from torch.nn.utils import parametrize, prune
 from anemoi_gt import nn as anemoi_gt_nn
 from anemoi_gt.integrations.anemoi.upstream import recognise_modules
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels, plain, sublayers
+from anemoi_gt.ops.activations import ACTIVATIONS
 from anemoi_gt.ops.backends import BACKENDS
+from anemoi_gt.ops.sublayer_tensors import Norm, NormOptions
 from anemoi_gt.refusal import Refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # a gate needs no activation
@@ -31,19 +33,15 @@ CHANNELS, HEADS, HIDDEN, DIM, CONDITION = 24, 2, 40, 3, 4
 KINDS = {"processor": "GraphTransformerProcessorBlock", "mapper": "GraphTransformerMapperBlock"}
 LIBRARIES = ("anemoi_gt", "anemoi")
 IMPLEMENTATIONS = ("mlp", "glu", "swiglu", "geglu", "reglu")
+NODE_NORMS = "a LayerNorm or an RMSNorm or a ConditionalLayerNorm"
 GATES = {"glu": "sigmoid", "swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
-FUNCTIONS = {
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "sigmoid": torch.sigmoid,
-}
+FUNCTIONS = {name: known.module() for name, known in ACTIVATIONS.items()}
 NORMS = {
     "plain": nn.LayerNorm,
     "autocast": AutocastLayerNorm,
     "no bias": partial(nn.LayerNorm, bias=False),
     "no parameters": partial(nn.LayerNorm, elementwise_affine=False),
+    "rms": nn.RMSNorm,
     "conditional": partial(ConditionalLayerNorm, condition_shape=CONDITION),
 }
 THEIR_NORMS = {
@@ -51,6 +49,7 @@ THEIR_NORMS = {
     "autocast": {"_target_": "anemoi.models.layers.normalization.AutocastLayerNorm"},
     "no bias": {"_target_": "torch.nn.LayerNorm", "bias": False},
     "no parameters": {"_target_": "torch.nn.LayerNorm", "elementwise_affine": False},
+    "rms": {"_target_": "torch.nn.RMSNorm"},
     "conditional": {
         "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm",
         "condition_shape": CONDITION,
@@ -102,36 +101,27 @@ def network_parts(block):
     return feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
 
 
-def normed(x, scale, shift, scale_bias, shift_bias, condition, eps):
+def normed(x, norm, options):
     """Return a norm as `anemoi_gt.ops.sublayer_tensors` describes it."""
-    n = functional.layer_norm(x, x.shape[-1:], eps=eps)
-    if condition is not None:
-        return (1 + functional.linear(condition, scale, scale_bias)) * n + functional.linear(
-            condition, shift, shift_bias
-        )
-    n = n if scale is None else n * scale
-    return n if shift is None else n + shift
+    function = functional.layer_norm if options.is_centred else functional.rms_norm
+    n = function(x, x.shape[-1:], eps=options.eps)
+    if norm.condition is not None:
+        scale = 1 + functional.linear(norm.condition, *norm.scale_map)
+        return scale * n + functional.linear(norm.condition, *norm.shift_map)
+    n = n if norm.scale is None else n * norm.scale
+    return n if norm.shift is None else n + norm.shift
 
 
 def feed_forward(t, options):
     """Return the output of a fused sub-layer for its tensors."""
-    norm = (
-        t.norm_scale,
-        t.norm_shift,
-        t.norm_scale_bias,
-        t.norm_shift_bias,
-        t.condition,
-        options.eps,
-    )
-    n = normed(t.x, *norm)
-    hidden = functional.linear(n, t.weight_in, t.bias_in)
-    if t.weight_gate is None:
-        activated = FUNCTIONS[options.activation](hidden)
+    n = normed(t.x, t.norm, options.norm)
+    activate = FUNCTIONS[options.activation]
+    hidden = functional.linear(n, *t.hidden)
+    if t.gate.weight is None:
+        activated = activate(hidden)
     else:
-        activated = (
-            FUNCTIONS[options.activation](functional.linear(n, t.weight_gate, t.bias_gate)) * hidden
-        )
-    return t.x + functional.linear(activated, t.weight_out, t.bias_out)
+        activated = activate(functional.linear(n, *t.gate)) * hidden
+    return t.x + functional.linear(activated, *t.out)
 
 
 def assert_parts_compute(parts, norm, mlp):
@@ -161,18 +151,10 @@ def test_parts_of_a_network_match_its_modules(library, norm, implementation):
     assert_parts_compute(sources, block.layer_norm_mlp_src, block.node_src_mlp)
 
 
-@pytest.mark.parametrize(
-    ("activation", "name"),
-    [
-        (nn.GELU(), "gelu"),
-        (nn.GELU(approximate="tanh"), "gelu_tanh"),
-        (nn.SiLU(), "silu"),
-        (nn.ReLU(), "relu"),
-        (nn.Sigmoid(), "sigmoid"),
-    ],
-)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_parts_of_a_sequential_as_old_versions_of_anemoi_have_it(activation, name, bias):
+def test_parts_of_a_sequential_as_old_versions_of_anemoi_have_it(name, bias):
+    activation = ACTIVATIONS[name].module()
     mlp = nn.Sequential(
         nn.Linear(CHANNELS, 7, bias=bias), activation, nn.Linear(7, CHANNELS, bias=bias)
     )
@@ -227,31 +209,28 @@ def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind,
     assert t.halo is halo
     assert t.x_dst is x_dst
     assert t.edge_attr is attr
-    assert t.condition is condition
-    assert t.condition_src is condition_src
-    for name in ("query", "self", "key", "value", "edge"):
-        assert getattr(t, f"{name}_weight") is getattr(block, f"lin_{name}").weight
-        assert getattr(t, f"{name}_bias") is getattr(block, f"lin_{name}").bias
-    assert t.projection_weight is block.projection.weight
-    assert t.projection_bias is block.projection.bias
+    assert t.norm.condition is condition
+    assert t.norm_src.condition is condition_src
+    for name in ("query", "self_term", "key", "value", "edge"):
+        module = getattr(block, f"lin_{name.removesuffix('_term')}")
+        assert getattr(t, name).weight is module.weight
+        assert getattr(t, name).bias is module.bias
+    assert t.projection.weight is block.projection.weight
+    assert t.projection.bias is block.projection.bias
 
     dst = block.layer_norm_attention
     src = block.layer_norm_attention_src if kind == "mapper" else dst
-    for prefix, module in (("norm", dst), ("norm_src", src)):
-        scale, shift, scale_bias, shift_bias = (
-            getattr(t, f"{prefix}_{name}")
-            for name in ("scale", "shift", "scale_bias", "shift_bias")
-        )
+    for read, module in ((t.norm, dst), (t.norm_src, src)):
         if norm == "conditional":
-            assert scale is module.scale.weight
-            assert shift is module.bias.weight
-            assert scale_bias is module.scale.bias
-            assert shift_bias is module.bias.bias
+            assert read.scale_map.weight is module.scale.weight
+            assert read.shift_map.weight is module.bias.weight
+            assert read.scale_map.bias is module.scale.bias
+            assert read.shift_map.bias is module.bias.bias
+            assert read.scale is read.shift is None
         else:
-            assert scale is module.weight
-            assert shift is module.bias
-            assert scale_bias is None
-            assert shift_bias is None
+            assert read.scale is module.weight
+            assert read.shift is getattr(module, "bias", None)
+            assert read.scale_map.weight is read.shift_map.weight is None
     assert parts.has_condition == (norm == "conditional")
     assert (parts.norm_src is parts.norm) == (kind == "processor")
 
@@ -262,28 +241,39 @@ def test_options_of_the_attention_match_its_modules(library):
     block.layer_norm_attention.eps, block.layer_norm_attention_src.eps = 0.5, 0.25
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
     parts = attention_parts(block)._replace(product_dtype=torch.bfloat16)
-    assert parts.options(3) == (HEADS, 3, 0.5, 0.25, 0.125, 0.0625, torch.bfloat16)
-    assert parts.query_norm_scale is block.q_norm.weight
-    assert parts.key_norm_scale is block.k_norm.weight
-    assert parts.self_bias is None
+    norms = [NormOptions(eps) for eps in (0.5, 0.25, 0.125, 0.0625)]
+    assert parts.options(3) == (HEADS, 3, *norms, torch.bfloat16)
+    assert parts.query_norm.scale is block.q_norm.weight
+    assert parts.key_norm.scale is block.k_norm.weight
+    assert parts.self_term.bias is None
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_an_rms_norm_without_eps_has_that_of_float32_in_nodes_and_heads(library):
+    block = make("mapper", library, "rms", qk_norm=True)
+    block.q_norm = nn.RMSNorm(CHANNELS // HEADS)
+    options = attention_parts(block).options(1)
+    rows = torch.randn(3, CHANNELS // HEADS, dtype=torch.bfloat16) * 1e-3
+    expected = functional.rms_norm(rows, rows.shape[-1:])
+    for norm in (options.norm, options.norm_src, options.query_norm):
+        assert not norm.is_centred
+        assert torch.equal(functional.rms_norm(rows, rows.shape[-1:], eps=norm.eps), expected)
+    assert options.key_norm.is_centred
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_without_norms_of_heads_their_eps_is_zero(library):
     parts = attention_parts(make(library=library))
-    assert (
-        (parts.query_norm_scale, parts.query_norm_eps)
-        == (parts.key_norm_scale, parts.key_norm_eps)
-        == (None, 0.0)
-    )
+    assert parts.query_norm == parts.key_norm == (None, NormOptions())
 
 
 def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
     parts = attention_parts(make())
     x = torch.empty(5, CHANNELS)
     t = parts.tensors(None, None, x, torch.empty(0), None, None)
-    assert all(value is None for name, value in t._asdict().items() if "src" in name)
-    assert t.norm_scale is not None
+    assert t.x_src is None
+    assert t.norm_src == Norm()
+    assert t.norm.scale is not None
 
 
 @pytest.mark.parametrize("version", each(*OLD, PINNED, NEWEST))
@@ -411,13 +401,17 @@ class Adapter(nn.Linear):
     [
         ("lin_query", Adapter(CHANNELS, CHANNELS), "a torch.nn.Linear"),
         ("projection", nn.Sequential(nn.Linear(CHANNELS, CHANNELS)), "a torch.nn.Linear"),
-        ("layer_norm_attention_src", nn.RMSNorm(CHANNELS), "a LayerNorm or a ConditionalLayerNorm"),
-        ("q_norm", nn.RMSNorm(CHANNELS // HEADS), "a LayerNorm or a torch.nn.Identity"),
-        ("layer_norm_mlp_dst", nn.BatchNorm1d(CHANNELS), "a LayerNorm or a ConditionalLayerNorm"),
+        ("layer_norm_attention_src", nn.GroupNorm(1, CHANNELS), NODE_NORMS),
+        (
+            "q_norm",
+            nn.GroupNorm(1, CHANNELS // HEADS),
+            "a LayerNorm or an RMSNorm or a torch.nn.Identity",
+        ),
+        ("layer_norm_mlp_dst", nn.GroupNorm(1, CHANNELS), NODE_NORMS),
         ("node_dst_mlp", nn.Identity(), "an MLP or a torch.nn.Sequential"),
         ("node_dst_mlp.mlp", nn.ModuleList(), "a torch.nn.Sequential"),
         ("node_dst_mlp.mlp.0", Adapter(CHANNELS, HIDDEN), "a torch.nn.Linear"),
-        ("node_dst_mlp.mlp.1", nn.Tanh(), "a GELU, SiLU, ReLU or Sigmoid of torch.nn"),
+        ("node_dst_mlp.mlp.1", nn.Tanh(), "one of GELU, SiLU, ReLU, Sigmoid, Mish of torch.nn"),
         ("node_dst_mlp.mlp.2", Adapter(HIDDEN, CHANNELS), "a torch.nn.Linear"),
     ],
 )
@@ -688,9 +682,9 @@ def test_a_replaced_parameter_is_read_by_the_next_call():
     block = make()
     attention_parts(block)
     block.lin_query.weight = nn.Parameter(torch.zeros(CHANNELS, CHANNELS))
-    assert attention_parts(block).query_weight is block.lin_query.weight
+    assert attention_parts(block).query.weight is block.lin_query.weight
     block.layer_norm_mlp_dst.eps = 0.5
-    assert network_parts(block).options().eps == 0.5
+    assert network_parts(block).options().norm.eps == 0.5
 
 
 def test_parameters_of_functional_call_are_read():
@@ -699,7 +693,7 @@ def test_parameters_of_functional_call_are_read():
     answers = []
     block.forward = lambda: answers.append(attention_parts(block))
     torch.func.functional_call(block, parameters, ())
-    assert answers[0].query_weight is parameters["lin_query.weight"]
+    assert answers[0].query.weight is parameters["lin_query.weight"]
 
 
 def test_plain_tensors_in_place_of_parameters_as_replicas_of_data_parallel_have():
@@ -707,7 +701,7 @@ def test_plain_tensors_in_place_of_parameters_as_replicas_of_data_parallel_have(
     weight = torch.zeros(CHANNELS, CHANNELS)
     del block.lin_query.weight
     block.lin_query.weight = weight
-    assert attention_parts(block).query_weight is weight
+    assert attention_parts(block).query.weight is weight
 
 
 def test_an_answer_leaves_nothing_on_the_block():
@@ -733,10 +727,10 @@ class UsesParts(nn.Module):
             return x - len(network)
         tensors, options = network.tensors(x, None), network.options()
         heads = attention.options(1).heads
-        query = attention.tensors(None, None, x, x, None, None).query_weight
+        query = attention.tensors(None, None, x, x, None, None).query.weight
         return (
             functional.linear(x, query) * heads
-            + functional.linear(tensors.x, tensors.weight_in).sum() * options.eps
+            + functional.linear(tensors.x, tensors.hidden.weight).sum() * options.norm.eps
         )
 
 

@@ -9,13 +9,11 @@ from support.accuracy import Corpus
 from support.plans import new_plans
 
 from anemoi_gt.ops.sublayer_tensors import AttentionTensors
+from anemoi_gt.ops.tree import leaf_types, leaves
 from anemoi_gt.ops.triton_backend import sublayer_steps
 from anemoi_gt.ops.triton_backend.attention_sublayer import (
-    SublayerNeeds,
     attention_sublayer,
     attention_sublayer_triton,
-    attention_sublayer_triton_backward,
-    backward_plan,
 )
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
@@ -24,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 SIZES = sublayers.Sizes()
 FEATURES, WIDTH, HEADS, EDGES = SIZES.features, SIZES.width, SIZES.heads, SIZES.edges
 EDGE_DIM, BIASES = SIZES.edge_dim, sublayers.BIASES
+NAMES = list(leaf_types(AttentionTensors))
 draw = sublayers.draw_attention
 
 
@@ -57,7 +56,7 @@ def errors_over(cases, dtype, device):
 @pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = errors_over(sublayers.ATTENTION_CASES, dtype, kernel_device)
-    assert len(corpus.ours) == 1 + len(AttentionTensors._fields)
+    assert len(corpus.ours) == 1 + len(leaf_types(AttentionTensors))
     corpus.assert_accurate()
 
 
@@ -99,16 +98,14 @@ def test_forward_and_backward_operators_pass_opcheck(
         kernel_device, norm, nodes, 2, halo, qk_norm=qk_norm, biases=biases, dtype=dtype
     )
     index = IndexTensors.of(graph.with_reverse())
-    detached = sublayers.fill(AttentionTensors, named)
-    leaves = AttentionTensors(
-        *(None if x is None else x.clone().requires_grad_() for x in detached)
-    )
-    torch.library.opcheck(attention_sublayer_triton, (*leaves, *index, *options, True))
+    detached = leaves(sublayers.fill(AttentionTensors, named))
+    inputs = [None if x is None else x.clone().requires_grad_() for x in detached]
+    torch.library.opcheck(attention_sublayer_triton.op, (*inputs, *index, *leaves(options), True))
     save = True
-    _, kept = attention_sublayer_triton(*detached, *index, *options, save)
-    for needs in ([True, norm == 4, norm == 4, True], [False] * 4):
-        arguments = (*detached, *index, *options, kept, grad, needs)
-        torch.library.opcheck(attention_sublayer_triton_backward, arguments)
+    _, kept = attention_sublayer_triton.op(*detached, *index, *leaves(options), save)
+    for needs in ([x is not None for x in detached], [name == "x_dst" for name in NAMES]):
+        arguments = (*detached, *index, *leaves(options), kept, grad, needs)
+        torch.library.opcheck(attention_sublayer_triton.op_backward, arguments)
 
 
 @pytest.mark.parametrize("norm", ["both", 4])
@@ -117,11 +114,15 @@ def test_rows_of_the_attention_and_cast_weights_are_kept_and_no_rows_of_scale_an
 ):
     named, _, graph, _, options = draw(kernel_device, norm, dtype=torch.bfloat16)
     graph = graph.with_reverse()
-    leaves = {name: tensor.requires_grad_() for name, tensor in named.items()}
-    out = by_operator(leaves, graph, options)
-    inputs = {tensor.data_ptr() for tensor in (*leaves.values(), *graph.state_dict().values())}
+    inputs = {name: tensor.requires_grad_() for name, tensor in named.items()}
+    out = by_operator(inputs, graph, options)
+    inputs = {tensor.data_ptr() for tensor in (*inputs.values(), *graph.state_dict().values())}
     kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.data_ptr() not in inputs]
-    weights = {name: x.numel() for name, x in named.items() if name.endswith("_weight")}
+    weights = {
+        name: x.numel()
+        for name, x in named.items()
+        if name.endswith("_weight") and "map" not in name
+    }
     # biases: of query, self, key and value, and of edges
     num_weights = sum(weights.values()) + 5 * WIDTH + FEATURES
     if norm == 4:
@@ -142,7 +143,9 @@ def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_
     out = by_operator(named, graph, options)
     (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     assert named["query_weight"].grad is None
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
+    with pytest.raises(
+        RuntimeError, match="double backward is not supported by attention_sublayer, got"
+    ):
         gradient.sum().backward()
 
 
@@ -151,7 +154,7 @@ def test_frozen_projections_cost_no_product_and_change_no_other_gradient(kernel_
     graph = graph.with_reverse()
     compute = partial(by_operator, graph=graph, options=options)
     expected = sublayers.results_of(compute, named, grad, torch.float32)
-    projections = ("query", "self", "key", "value", "projection")
+    projections = ("query", "self_term", "key", "value", "projection")
     others = [name for name in named if name not in {f"{x}_weight" for x in projections}]
     for name in others:
         named[name].requires_grad_()
@@ -159,10 +162,8 @@ def test_frozen_projections_cost_no_product_and_change_no_other_gradient(kernel_
     for name, gradient in zip(others, gradients, strict=True):
         assert torch.equal(gradient, expected[f"d{name}"]), name
 
-    tensors = (*sublayers.fill(AttentionTensors, named), *IndexTensors.of(graph))
-    specs = sublayer_steps.specs_of(tensors)
-    trained, frozen = (
-        backward_plan(specs, options, SublayerNeeds(*[True] * 3, weights=weights))[0]
-        for weights in (True, False)
-    )
+    tensors = leaves(sublayers.fill(AttentionTensors, named))
+    plans = attention_sublayer_triton.passes((*tensors, *IndexTensors.of(graph)), options)
+    trained, _ = plans.backward_plan(tuple(name in named for name in NAMES), (True,))
+    frozen, _ = plans.backward_plan(tuple(name in others for name in NAMES), (True,))
     assert len(frozen.steps) == len(trained.steps) - 3  # of [query, y], [key, value], projection

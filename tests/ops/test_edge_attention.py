@@ -129,8 +129,8 @@ def test_forward_and_backward_operators_pass_opcheck(form, name):
     needs = [operand is not None for operand in every]
     detached = [None if operand is None else operand.detach() for operand in every]
     gradients = [problem.grad_out.unsqueeze(0), problem.grad_lse.unsqueeze(0)]
-    _, *saved = operators.edge_attention_torch(*detached, *rest)
-    arguments = [*gradients, *detached, *rest, *saved, needs]
+    _, _, p = operators.edge_attention_torch(*detached, *rest)
+    arguments = [*detached, *rest[:-1], p, *gradients, needs]
     torch.library.opcheck(operators.edge_attention_torch_backward.default, arguments)
 
 

@@ -8,20 +8,20 @@ from support import sublayers
 from support.accuracy import Corpus
 from support.plans import new_plans
 
-from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
+from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors, NormOptions
+from anemoi_gt.ops.tree import leaf_types, leaves
 from anemoi_gt.ops.triton_backend import sublayer_steps
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
-    FeedForwardNeeds,
-    backward_plan,
     feed_forward_sublayer,
     feed_forward_triton,
-    feed_forward_triton_backward,
 )
 
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 SIZES = sublayers.Sizes()
 ROWS, FEATURES, HIDDEN = SIZES.rows, SIZES.features, SIZES.hidden
+NAMES = list(leaf_types(FeedForwardTensors))
+WEIGHTS = ("gate_weight", "hidden_weight", "out_weight")
 draw = sublayers.draw_feed_forward
 
 
@@ -33,8 +33,10 @@ def small_chunks(few_programs, monkeypatch):
         yield
 
 
-def by_operator(named, activation="gelu", dtype=torch.float32, *, keep_hidden=True):
-    options = FeedForwardOptions(sublayers.EPS, activation, dtype, keep_hidden)
+def by_operator(
+    named, activation="gelu", dtype=torch.float32, *, keep_hidden=True, norm=sublayers.NORM
+):
+    options = FeedForwardOptions(norm, activation, dtype, keep_hidden)
     return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), options)
 
 
@@ -44,13 +46,17 @@ def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, ker
     corpus = Corpus()
     for seed, case in enumerate(sublayers.FEED_FORWARD_CASES):
         named, grad = draw(kernel_device, seed=seed, **case)
-        plainly = partial(sublayers.feed_forward, eps=sublayers.EPS, activation=case["activation"])
+        described = {
+            "norm": NormOptions(sublayers.EPS, case["centred"]),
+            "activation": case["activation"],
+        }
+        plainly = partial(sublayers.feed_forward, **described)
         exact = sublayers.results_of(plainly, named, grad, torch.float64)
         with torch.autocast(kernel_device.type, dtype, enabled=dtype != torch.float32):
             plain = sublayers.results_of(plainly, named, grad, torch.float32)
-        ours = partial(by_operator, activation=case["activation"], dtype=dtype)
+        ours = partial(by_operator, dtype=dtype, **described)
         corpus.add_errors(sublayers.results_of(ours, named, grad, torch.float32), exact, plain)
-    assert len(corpus.ours) == 1 + len(FeedForwardTensors._fields)
+    assert len(corpus.ours) == 1 + len(leaf_types(FeedForwardTensors))
     corpus.assert_accurate()
 
 
@@ -91,17 +97,15 @@ def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
 @pytest.mark.usefixtures("filled_padding")
 def test_forward_and_backward_operators_pass_opcheck(norm, gated, keep_hidden, kernel_device):
     named, grad = draw(kernel_device, norm, gated=gated)
-    options = FeedForwardOptions(sublayers.EPS, "silu", torch.float32, keep_hidden)
-    detached = sublayers.fill(FeedForwardTensors, named)
-    leaves = FeedForwardTensors(
-        *(None if x is None else x.clone().requires_grad_() for x in detached)
-    )
-    torch.library.opcheck(feed_forward_triton, (*leaves, *options, True))
+    options = FeedForwardOptions(sublayers.NORM, "silu", torch.float32, keep_hidden)
+    detached = leaves(sublayers.fill(FeedForwardTensors, named))
+    inputs = [None if x is None else x.clone().requires_grad_() for x in detached]
+    torch.library.opcheck(feed_forward_triton.op, (*inputs, *leaves(options), True))
     save = True
-    _, kept = feed_forward_triton(*detached, *options, save)
-    torch.library.opcheck(
-        feed_forward_triton_backward, (*detached, *options, kept, grad, [norm == 4, True])
-    )
+    _, kept = feed_forward_triton.op(*detached, *leaves(options), save)
+    for needs in ([x is not None for x in detached], [name == "x" for name in NAMES]):
+        arguments = (*detached, *leaves(options), kept, grad, needs)
+        torch.library.opcheck(feed_forward_triton.op_backward, arguments)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -146,15 +150,15 @@ def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_
     x = named["x"].requires_grad_()
     out = by_operator(named)
     (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    assert named["weight_in"].grad is None
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
+    assert named["hidden_weight"].grad is None
+    with pytest.raises(RuntimeError, match="double backward is not supported by feed_forward, got"):
         gradient.sum().backward()
 
 
 def test_frozen_linear_maps_cost_no_product_and_change_no_other_gradient(kernel_device):
     named, grad = draw(kernel_device, 4, gated=True)
     expected = sublayers.results_of(by_operator, named, grad, torch.float32)
-    others = [name for name in named if not name.startswith("weight_")]
+    others = [name for name in named if name not in WEIGHTS]
     for name in others:
         named[name].requires_grad_()
     out = by_operator(named)
@@ -162,10 +166,8 @@ def test_frozen_linear_maps_cost_no_product_and_change_no_other_gradient(kernel_
     for name, gradient in zip(others, gradients, strict=True):
         assert torch.equal(gradient, expected[f"d{name}"]), name
 
-    specs = sublayer_steps.specs_of(sublayers.fill(FeedForwardTensors, named))
-    options = FeedForwardOptions(sublayers.EPS, "gelu", torch.float32, keep_hidden=True)
-    trained, frozen = (
-        backward_plan(specs, options, FeedForwardNeeds(condition=True, weights=weights))[0]
-        for weights in (True, False)
-    )
+    options = FeedForwardOptions(sublayers.NORM, "gelu", torch.float32, keep_hidden=True)
+    plans = feed_forward_triton.passes(leaves(sublayers.fill(FeedForwardTensors, named)), options)
+    trained, _ = plans.backward_plan(tuple(name in named for name in NAMES), (True,))
+    frozen, _ = plans.backward_plan(tuple(name in others for name in NAMES), (True,))
     assert len(frozen.steps) == len(trained.steps) - 2 * 3  # two weights in three chunks of rows

@@ -55,6 +55,7 @@ def operator_arguments(problem, graph):
         ("no_destinations", "raw", (1, 1, 1)),
     ],
 )
+@pytest.mark.usefixtures("filled_padding")
 def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, form, shape):
     problem, graph = problem_and_graph(name, form, torch.float32, *shape)
     for operand in ("query", "key", "value"):
@@ -67,6 +68,7 @@ def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, fo
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("form", ["raw", "embedded"])
+@pytest.mark.usefixtures("filled_padding")
 def test_operators_of_one_sample_without_its_dimension_pass_opcheck(problem_and_graph, form):
     problem, graph = problem_and_graph("isolated", form)
     arguments = operator_arguments(problem, graph.with_reverse())
@@ -80,12 +82,12 @@ def check_operators(arguments, grad_out, grad_lse):
     detached = [
         argument.detach() if torch.is_tensor(argument) else argument for argument in arguments
     ]
-    _, _, *saved = torch.ops.anemoi_gt.edge_attention_triton.default(*detached)
+    _, _, kept = torch.ops.anemoi_gt.edge_attention_triton.default(*detached)
     *inputs, _ = detached
     needs = [operand is not None for operand in arguments[:6]]
     backward = torch.ops.anemoi_gt.edge_attention_triton_backward.default
-    torch.library.opcheck(backward, [grad_out, grad_lse, *inputs, *saved, needs])
-    torch.library.opcheck(backward, [None, grad_lse, *inputs, *saved, [True] + [False] * 5])
+    torch.library.opcheck(backward, [*inputs, kept, grad_out, grad_lse, needs])
+    torch.library.opcheck(backward, [*inputs, kept, None, grad_lse, [True] + [False] * 5])
 
 
 def test_one_sample_costs_autograd_no_node_but_the_operator(problem_and_graph):

@@ -49,9 +49,9 @@ def describe(parts):
     words = ["parts"]
     if parts.has_condition:
         words.append("condition")
-    if getattr(parts, "weight_gate", None) is not None:
+    if hasattr(parts, "gate") and parts.gate.weight is not None:
         words.append("gated")
-    if getattr(parts, "key_norm_eps", 0.0) > 0:
+    if hasattr(parts, "key_norm") and parts.key_norm.options.eps > 0:
         words.append("qk-norm")
     return " ".join(words)
 

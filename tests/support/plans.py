@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from unittest import mock
 
-from anemoi_gt.ops.triton_backend import (
-    attention_sublayer,
-    edge_attention_triton,
-    feed_forward_sublayer,
+from anemoi_gt.ops.triton_backend import attention_sublayer, edge_attention_triton
+from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer_triton
+from anemoi_gt.ops.triton_backend.edge_attention_triton import (
+    edge_attention_triton as edge_attention,
 )
+from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_triton
 from anemoi_gt.ops.triton_backend.sizes import sizes_of
 
 
@@ -21,15 +21,8 @@ def new_plans(**sizes) -> Iterator[None]:
         return sizes_of(*arguments, **options)._replace(**sizes)
 
     with ExitStack() as patches:
-        cached = [
-            (edge_attention_triton, "forward_plan"),
-            (edge_attention_triton, "backward_plan"),
-            (attention_sublayer, "plans_of"),
-            (feed_forward_sublayer, "plans_of"),
-        ]
-        for module, name in cached:
-            make = lru_cache(getattr(module, name).__wrapped__)
-            patches.enter_context(mock.patch.object(module, name, make))
+        for operator in (edge_attention, attention_sublayer_triton, feed_forward_triton):
+            patches.enter_context(mock.patch.object(operator, "plans_of", operator.new_cache()))
         for module in (edge_attention_triton, attention_sublayer):
             patches.enter_context(mock.patch.object(module, "sizes_of", changed))
         yield

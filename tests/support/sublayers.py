@@ -6,26 +6,33 @@ import torch
 from torch.nn import functional
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.ops.sublayer_tensors import AttentionOptions
+from anemoi_gt.ops import activations
+from anemoi_gt.ops.sublayer_tensors import (
+    AttentionOptions,
+    AttentionTensors,
+    FeedForwardTensors,
+    NormOptions,
+)
+from anemoi_gt.ops.tree import form_of, leaf_types, tree_of
 from support.pairwise import pairwise
 from support.run import with_hubs
 
 NORMS = ("bare", "scale", "shift", "both", 1, 4, 16)  # a number: channels of a condition
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ACTIVATIONS = {
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "sigmoid": torch.sigmoid,
-}
+ACTIVATIONS = {name: known.module() for name, known in activations.ACTIVATIONS.items()}
 EPS = 1e-5
-BIASES = ("query", "self", "key", "value", "edge", "projection")
+NORM = NormOptions(EPS)
+FORMS = {  # of each kind of tensors, and the names of its leaves; types cannot be read when traced
+    kind: (form_of(kind), tuple(leaf_types(kind)))
+    for kind in (FeedForwardTensors, AttentionTensors)
+}
+BIASES = ("query", "self_term", "key", "value", "edge", "projection")
 FEED_FORWARD_CASES = pairwise(
     norm=NORMS,
     activation=tuple(ACTIVATIONS),
     gated=(False, True),
     bias=(True, False),
+    centred=(True, False),
 )
 ATTENTION_CASES = pairwise(
     norm=NORMS,
@@ -36,6 +43,7 @@ ATTENTION_CASES = pairwise(
     qk_norm=("none", "bare", "scale"),
     biases=(BIASES, (), ("key", "value")),
     shares_attributes=(False, True),
+    centred=(True, False),
 )
 
 
@@ -64,19 +72,19 @@ def draw_feed_forward(
     features, hidden, rows = sizes.features, sizes.hidden, sizes.rows
     shapes = {
         "x": (rows, features),
-        "weight_in": (hidden, features),
-        "weight_out": (features, hidden),
+        "hidden_weight": (hidden, features),
+        "out_weight": (features, hidden),
     }
     if bias:
-        shapes |= {"bias_in": (hidden,), "bias_out": (features,)}
+        shapes |= {"hidden_bias": (hidden,), "out_bias": (features,)}
     if gated:
-        shapes["weight_gate"] = (hidden, features)
+        shapes["gate_weight"] = (hidden, features)
     if gated and bias:
-        shapes["bias_gate"] = (hidden,)
+        shapes["gate_bias"] = (hidden,)
     named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     if scaled:
         for name in shapes:
-            if name.startswith("weight"):
+            if name.endswith("weight"):
                 named[name] *= shapes[name][1] ** -0.5
     named |= draw_norm("norm", norm, features, rows, generator)
     grad = torch.randn(rows, features, generator=generator)
@@ -94,6 +102,7 @@ def draw_attention(
     biases=BIASES,
     *,
     shares_attributes=False,
+    centred=True,
     seed=0,
     dtype=torch.float32,
     sizes=SMALL,
@@ -109,7 +118,7 @@ def draw_attention(
     shapes = {"x_dst": (batch * num_dst, features), "edge_attr": (batch, edges, sizes.edge_dim)}
     if batch == 1 or shares_attributes:
         shapes["edge_attr"] = (edges, sizes.edge_dim)
-    for name in ("query", "self", "key", "value"):
+    for name in ("query", "self_term", "key", "value"):
         shapes[f"{name}_weight"] = (width, features)
     shapes |= {"edge_weight": (width, sizes.edge_dim), "projection_weight": (features, width)}
     shapes |= {f"{name}_bias": (features if name == "projection" else width,) for name in biases}
@@ -118,7 +127,7 @@ def draw_attention(
     if halo:
         shapes["halo"] = (batch * halo, features)
     if qk_norm == "scale":
-        shapes |= {"query_norm_scale": (width // heads,), "key_norm_scale": (width // heads,)}
+        shapes |= {"query_scale": (width // heads,), "key_scale": (width // heads,)}
     named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         if name.endswith("_weight"):  # so that scores are about 1, as in a new model
@@ -132,8 +141,10 @@ def draw_attention(
     graph = GraphStructure.from_edge_index(edge_index, (num_src + halo, num_dst))
     graph = with_hubs(graph, segment)
     grad = torch.randn(batch * num_dst, features, generator=generator)
-    head_eps = 0.0 if qk_norm == "none" else EPS
-    options = AttentionOptions(heads, batch, EPS, EPS, head_eps, head_eps, dtype)
+    norms = [NormOptions(EPS, centred)] * 4
+    if qk_norm == "none":
+        norms[2:] = [NormOptions()] * 2
+    options = AttentionOptions(heads, batch, *norms, dtype)
     named = {name: tensor.to(device) for name, tensor in named.items()}
     return named, grad.to(device), graph, edge_index, options
 
@@ -142,21 +153,20 @@ def draw_norm(prefix, norm, features, rows, generator):
     """Return the parameters of a norm by name, and its condition."""
     drawn = {}
     if isinstance(norm, int):
-        drawn = {"scale": (features, norm), "shift": (features, norm)}
-        drawn |= {"scale_bias": (features,), "shift_bias": (features,)}
+        drawn = {"condition": (rows, norm)}
+        for part in ("scale_map", "shift_map"):
+            drawn |= {f"{part}_weight": (features, norm), f"{part}_bias": (features,)}
     else:
         drawn = {name: (features,) for name in ("scale", "shift") if norm in (name, "both")}
-    named = {
+    return {
         f"{prefix}_{name}": torch.randn(shape, generator=generator) for name, shape in drawn.items()
     }
-    if isinstance(norm, int):
-        named[prefix.replace("norm", "condition")] = torch.randn(rows, norm, generator=generator)
-    return named
 
 
 def fill(kind, named):
     """Return the tensors of a sub-layer from named tensors; missing ones are None."""
-    return kind(*(named.get(name) for name in kind._fields))
+    form, names = FORMS[kind]
+    return tree_of(form, [named.get(name) for name in names])
 
 
 def results_of(compute, named, grad, dtype):
@@ -170,14 +180,25 @@ def results_of(compute, named, grad, dtype):
     return result
 
 
-def normed(x, named, prefix, eps):
+def bare_norm(x, norm):
+    """Return a norm over the last dimension without scale and shift."""
+    function = functional.layer_norm if norm.is_centred else functional.rms_norm
+    return function(x, x.shape[-1:], eps=norm.eps)
+
+
+def normed(x, named, prefix, norm):
     """Return the layer norm, with scale and shift if there are any; a condition may compute them."""
-    rows = functional.layer_norm(x, x.shape[-1:], eps=eps)
-    condition = named.get(prefix.replace("norm", "condition"))
+    rows = bare_norm(x, norm)
+    condition = named.get(f"{prefix}_condition")
     scale, shift = named.get(f"{prefix}_scale"), named.get(f"{prefix}_shift")
     if condition is not None:
-        scale = 1 + functional.linear(condition, scale, named[f"{prefix}_scale_bias"])
-        shift = functional.linear(condition, shift, named[f"{prefix}_shift_bias"])
+        scale, shift = (
+            functional.linear(
+                condition, named[f"{prefix}_{part}_weight"], named[f"{prefix}_{part}_bias"]
+            )
+            for part in ("scale_map", "shift_map")
+        )
+        scale = 1 + scale
     if scale is not None:
         rows = rows * scale
     if shift is not None:
@@ -185,16 +206,16 @@ def normed(x, named, prefix, eps):
     return rows
 
 
-def feed_forward(named, eps, activation):
+def feed_forward(named, norm, activation):
     """Return the output of the feed-forward sub-layer."""
-    rows = normed(named["x"], named, "norm", eps)
-    hidden = functional.linear(rows, named["weight_in"], named.get("bias_in"))
-    if "weight_gate" in named:
-        gate = functional.linear(rows, named["weight_gate"], named.get("bias_gate"))
+    rows = normed(named["x"], named, "norm", norm)
+    hidden = functional.linear(rows, named["hidden_weight"], named.get("hidden_bias"))
+    if "gate_weight" in named:
+        gate = functional.linear(rows, named["gate_weight"], named.get("gate_bias"))
         hidden = ACTIVATIONS[activation](gate) * hidden
     else:
         hidden = ACTIVATIONS[activation](hidden)
-    return named["x"] + functional.linear(hidden, named["weight_out"], named.get("bias_out"))
+    return named["x"] + functional.linear(hidden, named["out_weight"], named.get("out_bias"))
 
 
 def attention(named, edge_index, options):
@@ -207,23 +228,24 @@ def attention(named, edge_index, options):
     def mapped(rows, name):
         return functional.linear(rows, named[f"{name}_weight"], named.get(f"{name}_bias"))
 
-    def head_norm(rows, name, eps):
-        if not eps:
+    def head_norm(rows, name, norm):
+        if not norm.eps:
             return rows
-        scale = named.get(f"{name}_norm_scale")
-        return functional.layer_norm(rows, rows.shape[-1:], scale, eps=eps)
+        scale = named.get(f"{name}_scale")
+        rows = bare_norm(rows, norm)
+        return rows if scale is None else rows * scale
 
-    dst = entries(normed(named["x_dst"], named, "norm", options.norm_eps))
+    dst = entries(normed(named["x_dst"], named, "norm", options.norm))
     src = dst
     if "x_src" in named:
-        src = entries(normed(named["x_src"], named, "norm_src", options.norm_src_eps))
+        src = entries(normed(named["x_src"], named, "norm_src", options.norm_src))
     if "halo" in named:
         src = torch.cat([src, entries(named["halo"])], 1)
     query = mapped(dst, "query").unflatten(-1, (heads, -1))
     key = mapped(src, "key").unflatten(-1, (heads, -1))
     value = mapped(src, "value").unflatten(-1, (heads, -1))
-    query = head_norm(query, "query", options.query_norm_eps)
-    key = head_norm(key, "key", options.key_norm_eps)
+    query = head_norm(query, "query", options.query_norm)
+    key = head_norm(key, "key", options.key_norm)
     edges = mapped(named["edge_attr"], "edge").unflatten(-1, (heads, -1))
     source, destination = edge_index.to(query.device)
     scores = (query[:, destination] * (key[:, source] + edges)).sum(-1) / query.shape[-1] ** 0.5
@@ -231,4 +253,4 @@ def attention(named, edge_index, options):
     mask = (nodes[:, None] == destination)[None, :, :, None]  # [1, N_dst, E, 1]
     weights = torch.where(mask, scores[:, None], -1e4).softmax(2) * mask
     out = (weights[..., None] * (value[:, source] + edges)[:, None]).sum(2).flatten(-2)
-    return named["x_dst"] + mapped(out + mapped(dst, "self"), "projection").flatten(0, 1)
+    return named["x_dst"] + mapped(out + mapped(dst, "self_term"), "projection").flatten(0, 1)

@@ -13,19 +13,21 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.explanation.results import Explanation, Layer, Pass
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
+from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
+from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer_triton
+from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
+from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
+from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 
-SUBLAYER = f"{NAMESPACE}::attention_sublayer_triton"  # norm, projections and attention of a block
-OPERATORS = {  # backend by operator name
-    f"{NAMESPACE}::edge_attention_torch": "torch",
-    f"{NAMESPACE}::edge_attention_triton": "triton",
-    SUBLAYER: "triton",
+# by the operator that a dispatch mode sees; the sub-layer has norm and projections of a block, too
+OPERATORS = {
+    operator.op: operator
+    for operator in (edge_attention_torch, edge_attention_triton, attention_sublayer_triton)
 }
-OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 
 
 def explain(model: nn.Module, *inputs, **named) -> Explanation:
@@ -121,10 +123,14 @@ class Call(NamedTuple):
     """One attention, as a call of its operator."""
 
     module: nn.Module | None  # the innermost module that was running
-    operator: str
-    backend: str
-    arguments: dict[str, Any]  # by name in the operator's schema
+    operator: Any  # an `Operator` with `attention_sizes`
+    arguments: tuple
     grad_enabled: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the operator in a profile."""
+        return self.operator.op.name().partition(".")[0]
 
 
 class _Recorder(TorchDispatchMode):
@@ -138,14 +144,9 @@ class _Recorder(TorchDispatchMode):
         self._running: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        name = operator.name().partition(".")[0]
-        if name in OPERATORS:
-            names = [argument.name for argument in operator._schema.arguments]
-            arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
-            if name == SUBLAYER:
-                arguments = _attention_in_sublayer(arguments)
+        if operator in OPERATORS:
             module, grad_enabled = self._running[-1]
-            self._record(Call(module, name, OPERATORS[name], arguments, grad_enabled))
+            self._record(Call(module, OPERATORS[operator], args, grad_enabled))
         return operator(*args, **(kwargs or {}))
 
     def enter_module(self, module: nn.Module, inputs) -> None:
@@ -159,108 +160,43 @@ class _Recorder(TorchDispatchMode):
 
 
 def _layer(call: Call, names: dict) -> Layer:
-    query = call.arguments["query"]
+    backend = call.operator.backend
+    sizes = call.operator.attention_sizes(*call.operator.split(call.arguments))
+    x = next(tensor for tensor in call.arguments if tensor is not None)
+    query = x.new_empty(0, dtype=sizes.dtype)
+    features = "none" if sizes.edge_dim == 0 else "raw"
     class_name = "" if call.module is None else type(call.module).__name__
     return Layer(
         name=names.get(call.module, ""),
         module=class_name,
-        sizes=_sizes_of(call),
-        features=_features_of(call),
-        dtype=str(query.dtype).removeprefix("torch."),
-        device=str(query.device),
-        backend=call.backend,
-        rejected=rejected(call.backend, query),
+        sizes={
+            "batch": sizes.batch,
+            "sources": sizes.num_src,
+            "destinations": sizes.num_dst,
+            "edges": sizes.num_edges,
+            "heads": sizes.heads,
+            "channels": sizes.channels,
+            "attributes": sizes.edge_dim,
+        },
+        features="embedded" if sizes.is_embedded else features,
+        dtype=str(sizes.dtype).removeprefix("torch."),
+        device=str(x.device),
+        backend=backend,
+        rejected=rejected(backend, query),
         passes=_passes_of(call),
     )
 
 
-def _sizes_of(call: Call) -> dict[str, int]:
-    query, key = call.arguments["query"], call.arguments["key"]
-    weight = call.arguments["edge_weight"]
-    return {
-        "batch": query.shape[0] if query.dim() == 4 else 1,
-        "sources": key.shape[-3],
-        "destinations": query.shape[-3],
-        "edges": call.arguments["row"].shape[0],
-        "heads": query.shape[-2],
-        "channels": query.shape[-1],
-        "attributes": 0 if weight is None else weight.shape[1],
-    }
-
-
-def _features_of(call: Call) -> str:
-    if call.arguments["edge_attr"] is None:
-        return "none"
-    return "embedded" if call.arguments["edge_weight"] is None else "raw"
-
-
 def _passes_of(call: Call) -> tuple[Pass, ...]:
-    """Return the forward pass, and the backward pass if any operand needs a gradient."""
-    needs = {}
-    for name in OPERANDS:
-        operand = call.arguments[name]
-        needs[name] = call.grad_enabled and operand is not None and operand.requires_grad
+    """Return the forward pass, and the backward pass if a tensor needs a gradient."""
+    needs = []
+    for tensor in call.arguments[: call.operator.num_tensors]:
+        needs.append(call.grad_enabled and tensor is not None and tensor.requires_grad)
     forward: list[str] = []
     backward: list[str] = []
-    if call.backend == "triton":
-        forward, backward = _kernels_of(call, needs)
-    passes = [Pass("forward", call.operator, tuple(forward))]
-    if any(needs.values()):
-        passes.append(Pass("backward", f"{call.operator}_backward", tuple(backward)))
+    if isinstance(call.operator, PlannedOperator):
+        forward, backward = kernel_names(call.operator, call.arguments, needs)
+    passes = [Pass("forward", call.name, tuple(forward))]
+    if any(needs):
+        passes.append(Pass("backward", f"{call.name}_backward", tuple(backward)))
     return tuple(passes)
-
-
-def _kernels_of(call: Call, needs: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the kernel names of the forward and the backward pass of backend `triton`."""
-    from anemoi_gt.ops.operands import AttentionOperands, Needs
-    from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
-    from anemoi_gt.ops.triton_backend.sizes import IndexTensors
-
-    operands = AttentionOperands(*(call.arguments[name] for name in AttentionOperands._fields))
-    index = IndexTensors(*(call.arguments[name] for name in IndexTensors._fields))
-    scale, dropout_p = call.arguments["scale"], call.arguments["dropout_p"]
-    return kernel_names(operands, index, scale, dropout_p, Needs(**needs))
-
-
-def _attention_in_sublayer(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the attention inside a sub-layer operator, as views without memory.
-
-    The sub-layer differentiates query, key, value, weight and bias if any of its inputs needs a
-    gradient.
-    """
-    heads, batch = arguments["heads"], arguments["batch"]
-    dtype, save = arguments["dtype"], arguments["save"]
-    width = arguments["query_weight"].shape[0]
-
-    def expanded(x: Tensor, *shape: int, needs_grad: bool = save) -> Tensor:
-        return x.detach().new_empty((), dtype=dtype).expand(shape).requires_grad_(needs_grad)
-
-    def split_heads(x: Tensor, num_rows: int) -> Tensor:
-        leading = (batch,) if batch > 1 else ()
-        return expanded(x, *leading, num_rows // batch, heads, width // heads)
-
-    x_dst, x_src, halo = arguments["x_dst"], arguments["x_src"], arguments["halo"]
-    if x_src is None:
-        x_src = x_dst
-    num_src = x_src.shape[0]
-    if halo is not None:
-        num_src += halo.shape[0]
-    key = split_heads(x_src, num_src)
-    attr, weight = arguments["edge_attr"], arguments["edge_weight"]
-    attr_shape = attr.shape
-    if batch > 1 and attr.dim() == 2:
-        attr_shape = (1, *attr_shape)
-    bias = None
-    if arguments["edge_bias"] is not None or arguments["value_bias"] is not None:
-        bias = expanded(weight, width)
-    attention = {
-        "query": split_heads(x_dst, x_dst.shape[0]),
-        "key": key,
-        "value": key,
-        "edge_attr": expanded(attr, *attr_shape, needs_grad=attr.requires_grad),
-        "edge_weight": expanded(weight, *weight.shape),
-        "edge_bias": bias,
-        "scale": (width // heads) ** -0.5,
-        "dropout_p": 0.0,
-    }
-    return arguments | attention

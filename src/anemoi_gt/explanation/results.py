@@ -14,11 +14,12 @@ class Pass:
     ----------
     name : {"forward", "backward"}
     operator : str
-        As a profiler shows it, in eager and compiled runs. For the fused sub-layer of a block,
-        `anemoi_gt::attention_sublayer_triton`, only the kernels of its attention are listed.
+        As a profiler shows it, in eager and compiled runs.
     kernels : tuple of str
-        Names of the kernels, as a profiler shows them, in launch order. Empty if PyTorch operators
-        compute the pass.
+        Names of this library's kernels, as a profiler shows them, in launch order. Empty if PyTorch
+        operators compute the pass. For a fused sub-layer of a block,
+        `anemoi_gt::attention_sublayer_triton`, those of its norms and projections are among them,
+        but not PyTorch's GEMMs.
     """
 
     name: str

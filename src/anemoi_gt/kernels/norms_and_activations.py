@@ -6,6 +6,7 @@ The norm of a row of F features; dt is the gradient of the residual connection a
     dn = dy scale                                dx = (dn - mean dn - n mean (dn n)) rstd + dt
     dscale = dy n                                dshift = dy             rstd = 1 / sqrt(var + eps)
 
+Without CENTRED (RMSNorm) the mean of x is taken as 0, in var too, and dx has no mean of dn.
 scale and shift are [F], or one row [2 F] of `modulation` for each node, made from a condition.
 A head norm is the same over the C channels of each head of a row [H, C], with one scale [C] for all
 heads and no shift.
@@ -18,6 +19,7 @@ Activations of a hidden row, plain a = f(h), or gated a = f(g) v with h = [g, v]
     silu       f(h) = h s(h)                     f'(h) = s(h) + h s(h) (1 - s(h))
     sigmoid    f(h) = s(h) = 1 / (1 + exp(-h))   f'(h) = s(h) (1 - s(h))
     relu       f(h) = max(h, 0)                  f'(h) = 1 if h > 0 else 0
+    mish       f(h) = h t, t = tanh(log(1 + exp(h)))      f'(h) = t + h (1 - t^2) s(h)
 
 Every kernel reads and writes each row once and computes in float32. A backward kernel recomputes
 the result of its forward kernel, so that result is not kept. It also sums over nodes while it has
@@ -60,20 +62,28 @@ def _load_parameter(parameter, f, mask):
 
 
 @triton.jit
-def _normalise(x, mask, eps, F: tl.constexpr):
-    """Return n, zero where masked, and the inverse standard deviation [rows, 1] of rows x."""
-    mean = tl.sum(x, axis=1) / F
-    centred = tl.where(mask, x - mean[:, None], 0.0)
+def _normalise(x, mask, eps, F: tl.constexpr, CENTRED: tl.constexpr):
+    """Return n, zero where masked, and the inverse standard deviation [rows, 1] of rows x.
+
+    Masked elements of x are 0.
+    """
+    if CENTRED:
+        mean = tl.sum(x, axis=1) / F
+        centred = tl.where(mask, x - mean[:, None], 0.0)
+    else:
+        centred = x
     inv_std = tl.rsqrt(tl.sum(centred * centred, axis=1) / F + eps)[:, None]
     return centred * inv_std, inv_std
 
 
 @triton.jit
-def _norm_gradient(n, inv_std, dn, mask, F: tl.constexpr):
-    """Return dx of n = (x - mean) inv_std."""
-    mean = tl.sum(dn, axis=1) / F
+def _norm_gradient(n, inv_std, dn, mask, F: tl.constexpr, CENTRED: tl.constexpr):
+    """Return dx of n = (x - mean) inv_std, or n = x inv_std."""
+    if CENTRED:
+        mean = tl.sum(dn, axis=1) / F
     slope = tl.sum(dn * n, axis=1) / F
-    return tl.where(mask, dn - mean[:, None] - n * slope[:, None], 0.0) * inv_std
+    d = dn - mean[:, None] - n * slope[:, None] if CENTRED else dn - n * slope[:, None]
+    return tl.where(mask, d, 0.0) * inv_std
 
 
 @triton.jit
@@ -110,6 +120,7 @@ def norm_fwd(
     eps,
     F: tl.constexpr,
     FEATURES: tl.constexpr,
+    CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -124,7 +135,7 @@ def norm_fwd(
         rows = modulation + row[:, None] * (2 * F) + f[None, :]
         w = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(rows + F, mask=mask, other=0.0).to(tl.float32)
-    y, _ = _normalise(z, mask, eps, F)
+    y, _ = _normalise(z, mask, eps, F, CENTRED)
     if modulation is not None:
         y = y * w + b
     if scale is not None:
@@ -157,6 +168,7 @@ def norm_bwd(
     eps,
     F: tl.constexpr,
     FEATURES: tl.constexpr,
+    CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
     NORMED_STRIDE: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -220,12 +232,12 @@ def norm_bwd(
             next_w = tl.load(rows, mask=next_mask, other=0.0)
             next_b = tl.load(rows + F, mask=next_mask, other=0.0)
 
-        n, inv_std = _normalise(z, mask, eps, F)
+        n, inv_std = _normalise(z, mask, eps, F, CENTRED)
         dscale = dy * n
         dn = dy
         if scale is not None or modulation is not None:
             dn = dy * w
-        d = _norm_gradient(n, inv_std, dn, mask, F)
+        d = _norm_gradient(n, inv_std, dn, mask, F, CENTRED)
         if grad_total is not None:
             d += total
         if partial is not None:
@@ -273,6 +285,7 @@ def head_norm_fwd(
     H: tl.constexpr,
     C: tl.constexpr,
     CHANNELS: tl.constexpr,
+    CENTRED: tl.constexpr,
     PAIRS: tl.constexpr,
     X_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
@@ -283,7 +296,7 @@ def head_norm_fwd(
     c = tl.arange(0, CHANNELS)
     mask = (pair < num_pairs)[:, None] & (c < C)[None, :]
     z = tl.load(x + _pair_offsets(pair, c, X_STRIDE, H, C), mask=mask, other=0.0).to(tl.float32)
-    y, _ = _normalise(z, mask, eps, C)
+    y, _ = _normalise(z, mask, eps, C, CENTRED)
     if scale is not None:
         y = y * _load_parameter(scale, c, c < C)
     tl.store(out + _pair_offsets(pair, c, OUT_STRIDE, H, C), y.to(out.dtype.element_ty), mask=mask)
@@ -305,6 +318,7 @@ def head_norm_bwd(
     H: tl.constexpr,
     C: tl.constexpr,
     CHANNELS: tl.constexpr,
+    CENTRED: tl.constexpr,
     PAIRS: tl.constexpr,
     X_STRIDE: tl.constexpr,
     GRAD_STRIDE: tl.constexpr,
@@ -343,11 +357,11 @@ def head_norm_bwd(
         next_at = _pair_offsets(next_pair, c, GRAD_STRIDE, H, C)
         next_dy = tl.load(grad_normed + next_at, mask=next_mask, other=0.0)
 
-        n, inv_std = _normalise(z, mask, eps, C)
+        n, inv_std = _normalise(z, mask, eps, C, CENTRED)
         dn = dy
         if scale is not None:
             dn = dy * w
-        d = _norm_gradient(n, inv_std, dn, mask, C)
+        d = _norm_gradient(n, inv_std, dn, mask, C, CENTRED)
         if partial is not None:
             scale_sum += dy * n
         tl.store(dx + _pair_offsets(pair, c, DX_STRIDE, H, C), d.to(dx.dtype.element_ty), mask=mask)
@@ -398,6 +412,12 @@ def _activate(h, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "sigmoid":
         s = _sigmoid(h)
         return s, s * (1.0 - s)
+    elif ACTIVATION == "mish":
+        # tanh(log(1 + e)) = e (e + 2) / (e (e + 2) + 2); beyond 16 it is 1 in float32, and e finite
+        e = tl.exp2(tl.minimum(h, 16.0) * 1.4426950408889634)
+        n = e * (e + 2.0)
+        t = n / (n + 2.0)
+        return h * t, t + h * (1.0 - t * t) * (e / (1.0 + e))
     else:
         tl.static_assert(ACTIVATION == "relu")
         # Comparisons with NaN are false, so NaN passes, as in PyTorch.

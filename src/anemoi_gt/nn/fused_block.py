@@ -215,11 +215,11 @@ def _check(
     num_src = (x_dst if x_src is None else x_src).shape[-2]
     if halo is not None:
         num_src = num_src + halo.shape[-2]
-    width = parts.query_weight.shape[0]
+    width = parts.query.weight.shape[0]
     heads = (parts.heads, width // parts.heads)
     query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)
     key = x_dst.new_empty(()).expand(*x_dst.shape[:-2], num_src, *heads)
-    edge_bias = parts.edge_bias
+    edge_bias = parts.edge.bias
     check_operands(
-        AttentionOperands(query, key, key, edge_attr, parts.edge_weight, edge_bias), graph
+        AttentionOperands(query, key, key, edge_attr, parts.edge.weight, edge_bias), graph
     )

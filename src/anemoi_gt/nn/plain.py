@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from anemoi_gt.ops import activations
 from anemoi_gt.refusal import Refusal, permanent, transient
 from anemoi_gt.torch_compat import constant_when_traced
 
@@ -27,9 +28,10 @@ from anemoi_gt.torch_compat import constant_when_traced
 LINEAR = "a torch.nn.Linear"
 PYG_LINEAR = "PyG's Linear"
 LAYER_NORM = "a LayerNorm"
+RMS_NORM = "an RMSNorm"
 CONDITIONAL_NORM = "a ConditionalLayerNorm"
 IDENTITY = "a torch.nn.Identity"
-ACTIVATION = "a GELU, SiLU, ReLU or Sigmoid of torch.nn"
+ACTIVATION = f"one of {activations.KIND_NAMES} of torch.nn"
 SEQUENTIAL = "a torch.nn.Sequential"
 MLP = "an MLP"
 GATED_LINEAR = "a gated linear map"
@@ -138,10 +140,15 @@ TABLE: dict[str, Kind] = {
     "torch.nn.modules.linear.Linear": Kind(LINEAR, read=("weight", "bias")),
     "torch.nn.modules.linear.Identity": Kind(IDENTITY),
     "torch.nn.modules.normalization.LayerNorm": NORM,
-    "torch.nn.modules.activation.GELU": Kind(ACTIVATION, read=("approximate",)),
-    "torch.nn.modules.activation.SiLU": Kind(ACTIVATION, ignored=("inplace",)),
-    "torch.nn.modules.activation.ReLU": Kind(ACTIVATION, ignored=("inplace",)),
-    "torch.nn.modules.activation.Sigmoid": Kind(ACTIVATION),
+    "torch.nn.modules.normalization.RMSNorm": Kind(
+        RMS_NORM, read=("normalized_shape", "weight", "eps")
+    ),
+    **{
+        f"{activation.kind.__module__}.{activation.kind.__name__}": Kind(
+            ACTIVATION, read=activation.attributes, ignored=("inplace",)
+        )
+        for activation in activations.ACTIVATIONS.values()
+    },
     "torch.nn.modules.container.Sequential": Kind(
         SEQUENTIAL, methods=("forward", "__iter__"), read=("_modules",)
     ),

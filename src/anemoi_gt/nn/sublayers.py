@@ -22,12 +22,16 @@ from torch import Tensor, nn
 
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import class_path, why_not_plain
+from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backends import Sublayers
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionOptions,
     AttentionTensors,
     FeedForwardOptions,
     FeedForwardTensors,
+    Linear,
+    Norm,
+    NormOptions,
 )
 from anemoi_gt.refusal import Refusal, permanent
 from anemoi_gt.torch_compat import constant_when_traced
@@ -35,19 +39,15 @@ from anemoi_gt.torch_compat import constant_when_traced
 # A module of a block, or None; its attributes are known once its class is checked.
 Submodule = Any
 
+EPS = torch.finfo(torch.float32).eps  # of an RMSNorm whose eps is None, for 16-bit rows too
 ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge", "projection")
-# GELU is missing because it has two forms.
-ACTIVATIONS = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 
 
 class NormParts(NamedTuple):
-    """Parameters of a norm, named as in `FeedForwardTensors`."""
+    """Parameters and options of a norm; its condition comes with a call."""
 
-    scale: Tensor | None
-    shift: Tensor | None
-    scale_bias: Tensor | None
-    shift_bias: Tensor | None
-    eps: float
+    parameters: Norm[Tensor]
+    options: NormOptions
     features: int
     has_condition: bool
 
@@ -57,12 +57,9 @@ class FeedForwardParts(NamedTuple):
 
     sublayer: Callable[..., Tensor]  # computes it from `tensors` and `options`
     norm: NormParts
-    weight_gate: Tensor | None
-    bias_gate: Tensor | None
-    weight_in: Tensor
-    bias_in: Tensor | None
-    weight_out: Tensor
-    bias_out: Tensor | None
+    gate: Linear[Tensor]
+    hidden: Linear[Tensor]
+    out: Linear[Tensor]
     activation: str
     has_condition: bool  # whether the norm needs a condition; if not, it takes none
     dtype: torch.dtype  # of the parameters
@@ -71,25 +68,13 @@ class FeedForwardParts(NamedTuple):
 
     def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
         """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
-        return FeedForwardTensors(
-            x=x,
-            norm_scale=self.norm.scale,
-            norm_shift=self.norm.shift,
-            norm_scale_bias=self.norm.scale_bias,
-            norm_shift_bias=self.norm.shift_bias,
-            condition=condition,
-            weight_gate=self.weight_gate,
-            bias_gate=self.bias_gate,
-            weight_in=self.weight_in,
-            bias_in=self.bias_in,
-            weight_out=self.weight_out,
-            bias_out=self.bias_out,
-        )
+        norm = self.norm.parameters._replace(condition=condition)
+        return FeedForwardTensors(x, norm, self.gate, self.hidden, self.out)
 
     def options(self) -> FeedForwardOptions:
         """Return the options of the operator."""
         return FeedForwardOptions(
-            self.norm.eps, self.activation, self.product_dtype, self.keep_hidden
+            self.norm.options, self.activation, self.product_dtype, self.keep_hidden
         )
 
 
@@ -99,22 +84,14 @@ class AttentionParts(NamedTuple):
     sublayer: Callable[..., Tensor]  # computes it from `tensors`, a graph and `options`
     norm: NormParts  # of destinations
     norm_src: NormParts  # of sources; `norm` itself if the block has one norm
-    query_weight: Tensor
-    query_bias: Tensor | None
-    self_weight: Tensor
-    self_bias: Tensor | None
-    key_weight: Tensor
-    key_bias: Tensor | None
-    value_weight: Tensor
-    value_bias: Tensor | None
-    edge_weight: Tensor
-    edge_bias: Tensor | None
-    projection_weight: Tensor
-    projection_bias: Tensor | None
-    query_norm_scale: Tensor | None
-    query_norm_eps: float  # 0.0 without a norm of queries
-    key_norm_scale: Tensor | None
-    key_norm_eps: float
+    query: Linear[Tensor]
+    self_term: Linear[Tensor]
+    key: Linear[Tensor]
+    value: Linear[Tensor]
+    edge: Linear[Tensor]
+    projection: Linear[Tensor]
+    query_norm: "HeadNorm"
+    key_norm: "HeadNorm"
     heads: int
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
@@ -130,39 +107,24 @@ class AttentionParts(NamedTuple):
         condition_src: Tensor | None,
     ) -> AttentionTensors:
         """Return the tensors of a call; x_src is None for one set of nodes with one norm."""
-        norm = self.norm
-        norm_src = self.norm_src
-        if x_src is None:
-            norm_src = NormParts(None, None, None, None, 0.0, 0, has_condition=False)
+        norm_src: Norm[Tensor] = Norm()
+        if x_src is not None:
+            norm_src = self.norm_src.parameters._replace(condition=condition_src)
         return AttentionTensors(
             x_src=x_src,
             halo=halo,
             x_dst=x_dst,
             edge_attr=edge_attr,
-            norm_scale=norm.scale,
-            norm_shift=norm.shift,
-            norm_scale_bias=norm.scale_bias,
-            norm_shift_bias=norm.shift_bias,
-            condition=condition,
-            norm_src_scale=norm_src.scale,
-            norm_src_shift=norm_src.shift,
-            norm_src_scale_bias=norm_src.scale_bias,
-            norm_src_shift_bias=norm_src.shift_bias,
-            condition_src=condition_src,
-            query_weight=self.query_weight,
-            query_bias=self.query_bias,
-            self_weight=self.self_weight,
-            self_bias=self.self_bias,
-            key_weight=self.key_weight,
-            key_bias=self.key_bias,
-            value_weight=self.value_weight,
-            value_bias=self.value_bias,
-            edge_weight=self.edge_weight,
-            edge_bias=self.edge_bias,
-            projection_weight=self.projection_weight,
-            projection_bias=self.projection_bias,
-            query_norm_scale=self.query_norm_scale,
-            key_norm_scale=self.key_norm_scale,
+            norm=self.norm.parameters._replace(condition=condition),
+            norm_src=norm_src,
+            query=self.query,
+            self_term=self.self_term,
+            key=self.key,
+            value=self.value,
+            edge=self.edge,
+            projection=self.projection,
+            query_scale=self.query_norm.scale,
+            key_scale=self.key_norm.scale,
         )
 
     def options(self, batch: int) -> AttentionOptions:
@@ -170,10 +132,10 @@ class AttentionParts(NamedTuple):
         return AttentionOptions(
             heads=self.heads,
             batch=batch,
-            norm_eps=self.norm.eps,
-            norm_src_eps=self.norm_src.eps,
-            query_norm_eps=self.query_norm_eps,
-            key_norm_eps=self.key_norm_eps,
+            norm=self.norm.options,
+            norm_src=self.norm_src.options,
+            query_norm=self.query_norm.options,
+            key_norm=self.key_norm.options,
             dtype=self.product_dtype,
         )
 
@@ -182,10 +144,10 @@ class HeadNorm(NamedTuple):
     """A norm of queries or keys, over the channels of a head."""
 
     scale: Tensor | None
-    eps: float
+    options: NormOptions
 
 
-NO_HEAD_NORM = HeadNorm(None, 0.0)
+NO_HEAD_NORM = HeadNorm(None, NormOptions())
 
 
 class CannotFuseError(Exception):
@@ -275,13 +237,11 @@ def _read_feed_forward(
     _check_plain({layers_name: layers}, plain.SEQUENTIAL)
 
     modules = tuple(layers._modules.values())
-    weight_gate = bias_gate = None
+    gate: Linear[Tensor] = Linear()
     if len(modules) == 3:
         linear_in, activation, linear_out = modules
-        (weight_in, bias_in), (weight_out, bias_out) = _read_linears(
-            {f"{layers_name}.0": linear_in, f"{layers_name}.2": linear_out}
-        )
-        activation_name = f"{layers_name}.1"
+        hidden, out = _read_linears({f"{layers_name}.0": linear_in, f"{layers_name}.2": linear_out})
+        activation_path = f"{layers_name}.1"
     elif len(modules) == 2:
         gated, linear_out = modules
         gated_name = f"{layers_name}.0"
@@ -292,38 +252,32 @@ def _read_feed_forward(
             f"{gated_name}.value_proj": children.get("value_proj"),
             f"{layers_name}.1": linear_out,
         }
-        gate, value, out = _read_linears(linears)
-        weight_gate, bias_gate = gate
-        weight_in, bias_in = value
-        weight_out, bias_out = out
-        activation, activation_name = children.get("gating"), f"{gated_name}.gating"
+        gate, hidden, out = _read_linears(linears)
+        activation, activation_path = children.get("gating"), f"{gated_name}.gating"
     else:
         raise _cannot_fuse(
             f"its {layers_name} has {len(modules)} layers, and a linear map, an activation and a "
             "linear map, or a gated linear map and a linear map are needed"
         )
 
-    hidden = weight_in.shape[0]
+    num_hidden = hidden.weight.shape[0]
     features = norm_parts.features
-    if weight_in.shape[1] != features:
-        raise _shape_mismatch(weight_in, (hidden, features), layers_name, norm_name)
-    if weight_out.shape != (features, hidden):
-        raise _shape_mismatch(weight_out, (features, hidden), layers_name, norm_name)
-    if weight_gate is not None and weight_gate.shape != weight_in.shape:
-        raise _shape_mismatch(weight_gate, (hidden, features), layers_name, norm_name)
+    if hidden.weight.shape[1] != features:
+        raise _shape_mismatch(hidden.weight, (num_hidden, features), layers_name, norm_name)
+    if out.weight.shape != (features, num_hidden):
+        raise _shape_mismatch(out.weight, (features, num_hidden), layers_name, norm_name)
+    if gate.weight is not None and gate.weight.shape != hidden.weight.shape:
+        raise _shape_mismatch(gate.weight, (num_hidden, features), layers_name, norm_name)
     return FeedForwardParts(
         sublayer=sublayers.feed_forward,
         norm=norm_parts,
-        weight_gate=weight_gate,
-        bias_gate=bias_gate,
-        weight_in=weight_in,
-        bias_in=bias_in,
-        weight_out=weight_out,
-        bias_out=bias_out,
-        activation=_read_activation(activation, activation_name),
+        gate=gate,
+        hidden=hidden,
+        out=out,
+        activation=_read_activation(activation, activation_path),
         has_condition=norm_parts.has_condition,
-        dtype=weight_in.dtype,
-        product_dtype=weight_in.dtype,
+        dtype=hidden.weight.dtype,
+        product_dtype=hidden.weight.dtype,
     )
 
 
@@ -333,34 +287,27 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts:
     norm, norm_src = _read_attention_norms(modules, sublayers)
     linears = {name: modules.get(name) for name in ATTENTION_LINEARS}
     query, self_term, key, value, edge, projection = _read_linears(linears)
-    query_weight, query_bias = query
-    self_weight, self_bias = self_term
-    key_weight, key_bias = key
-    value_weight, value_bias = value
-    edge_weight, edge_bias = edge
-    projection_weight, projection_bias = projection
-
-    width = query_weight.shape[0]
+    width = query.weight.shape[0]
     features = norm.features
     weights = {
-        "lin_query": query_weight,
-        "lin_self": self_weight,
-        "lin_key": key_weight,
-        "lin_value": value_weight,
+        "lin_query": query.weight,
+        "lin_self": self_term.weight,
+        "lin_key": key.weight,
+        "lin_value": value.weight,
     }
     for name, weight in weights.items():
         if weight.shape != (width, features):
             others = "layer_norm_attention" if name == "lin_query" else "lin_query"
             raise _shape_mismatch(weight, (width, features), name, others)
-    if edge_weight.shape[0] != width:
-        raise _shape_mismatch(edge_weight, (width, edge_weight.shape[1]), "lin_edge", "lin_query")
-    if projection_weight.shape != (features, width):
-        raise _shape_mismatch(projection_weight, (features, width), "projection", "lin_query")
+    if edge.weight.shape[0] != width:
+        raise _shape_mismatch(edge.weight, (width, edge.weight.shape[1]), "lin_edge", "lin_query")
+    if projection.weight.shape != (features, width):
+        raise _shape_mismatch(projection.weight, (features, width), "projection", "lin_query")
     if width > sublayers.max_features:
         got = f"its queries have {width} features"
         raise _cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
-    if edge_weight.shape[1] > sublayers.max_attributes:
-        got = f"its edges have {edge_weight.shape[1]} attributes"
+    if edge.weight.shape[1] > sublayers.max_attributes:
+        got = f"its edges have {edge.weight.shape[1]} attributes"
         raise _cannot_fuse(f"{got}, and at most {sublayers.max_attributes} are possible")
 
     heads = block.num_heads
@@ -372,26 +319,18 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts:
         sublayer=sublayers.attention,
         norm=norm,
         norm_src=norm_src,
-        query_weight=query_weight,
-        query_bias=query_bias,
-        self_weight=self_weight,
-        self_bias=self_bias,
-        key_weight=key_weight,
-        key_bias=key_bias,
-        value_weight=value_weight,
-        value_bias=value_bias,
-        edge_weight=edge_weight,
-        edge_bias=edge_bias,
-        projection_weight=projection_weight,
-        projection_bias=projection_bias,
-        query_norm_scale=query_norm.scale,
-        query_norm_eps=query_norm.eps,
-        key_norm_scale=key_norm.scale,
-        key_norm_eps=key_norm.eps,
+        query=query,
+        self_term=self_term,
+        key=key,
+        value=value,
+        edge=edge,
+        projection=projection,
+        query_norm=query_norm,
+        key_norm=key_norm,
         heads=heads,
         has_condition=norm.has_condition,
-        dtype=query_weight.dtype,
-        product_dtype=query_weight.dtype,
+        dtype=query.weight.dtype,
+        product_dtype=query.weight.dtype,
     )
 
 
@@ -418,11 +357,11 @@ def _read_attention_norms(
 
 
 def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
-    """Return the parts of a layer norm, plain or conditional."""
-    scale: Tensor | None
-    shift: Tensor | None
-    _check_plain({name: norm}, plain.LAYER_NORM, plain.CONDITIONAL_NORM)
-    has_condition = not isinstance(norm, nn.LayerNorm)
+    """Return the parts of a layer norm, plain or conditional, or of an RMSNorm."""
+    scale: Any
+    shift: Any
+    _check_plain({name: norm}, plain.LAYER_NORM, plain.RMS_NORM, plain.CONDITIONAL_NORM)
+    has_condition = not isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     if has_condition:
         children = norm._modules
         inner, inner_name = children.get("norm"), f"{name}.norm"
@@ -459,13 +398,17 @@ def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
     if features > sublayers.max_features:
         got = f"its {name} has {features} features"
         raise _cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
-    return NormParts(scale, shift, scale_bias, shift_bias, inner.eps, features, has_condition)
+    parameters: Norm[Tensor] = Norm(scale, shift)
+    if has_condition:
+        parameters = Norm(scale_map=Linear(scale, scale_bias), shift_map=Linear(shift, shift_bias))
+    options = NormOptions(EPS if inner.eps is None else inner.eps, type(inner) is not nn.RMSNorm)
+    return NormParts(parameters, options, features, has_condition)
 
 
 def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[HeadNorm, HeadNorm]:
     """Return the norms of queries and of keys."""
     named = {name: modules[name] for name in ("q_norm", "k_norm") if modules.get(name) is not None}
-    _check_plain(named, plain.LAYER_NORM, plain.IDENTITY)
+    _check_plain(named, plain.LAYER_NORM, plain.RMS_NORM, plain.IDENTITY)
     norms = {"q_norm": NO_HEAD_NORM, "k_norm": NO_HEAD_NORM}
     for name, norm in named.items():
         if type(norm) is nn.Identity:
@@ -477,17 +420,16 @@ def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[Head
         if shape != (channels,):
             got = f"its {name} is over {shape}"
             raise _cannot_fuse(f"{got}, and its heads have {channels} channels")
-        if norm.eps <= 0.0:
+        options = NormOptions(EPS if norm.eps is None else norm.eps, type(norm) is not nn.RMSNorm)
+        if options.eps <= 0.0:
             raise _cannot_fuse(f"its {name} has eps {norm.eps}, and a positive number is needed")
         if scale is not None and scale.shape != shape:
             raise _shape_mismatch(scale, shape, name, "normalized_shape")
-        norms[name] = HeadNorm(scale, norm.eps)
+        norms[name] = HeadNorm(scale, options)
     return norms["q_norm"], norms["k_norm"]
 
 
-def _read_linears(
-    linears: dict[str, Submodule], role: str = plain.LINEAR
-) -> list[tuple[Tensor, Tensor | None]]:
+def _read_linears(linears: dict[str, Submodule], role: str = plain.LINEAR) -> list[Linear[Tensor]]:
     """Return weight and bias of linear maps, by their names in the block."""
     _check_plain(linears, role)
     parameters = []
@@ -499,16 +441,18 @@ def _read_linears(
             weight, bias = _read_parameters(linear, name)
             if weight is None:
                 raise _cannot_fuse(f"its {name} has no weight")
-        parameters.append((weight, bias))
+        parameters.append(Linear(weight, bias))
     return parameters
 
 
 def _read_activation(activation: Submodule, name: str) -> str:
     """Return the name of an activation for the kernels."""
     _check_plain({name: activation}, plain.ACTIVATION)
-    if type(activation) is not nn.GELU:
-        return ACTIVATIONS[type(activation)]
-    return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    known = ACTIVATION_NAMES.get((type(activation), getattr(activation, "approximate", None)))
+    if known is None:
+        got = f"its {name} has approximate={activation.approximate!r}"
+        raise _cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
+    return known
 
 
 def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None, Tensor | None]:

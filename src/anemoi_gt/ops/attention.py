@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.custom_ops import needs_gradient, refuse_forward_mode
+from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.ops.dropout import draw_seed
@@ -105,7 +105,6 @@ def edge_attention(
     check_probability("dropout_p", dropout_p)
     operands = AttentionOperands(query, key, value, edge_attr, edge_weight, edge_bias)
     check_operands(operands, graph)
-    refuse_forward_mode(*operands)
     operands, out_dtype = cast_operands(config.precision, operands)
     q, k, v, attr, weight, bias = operands
     unbatched_dim = 3 if weight is None else 2  # embedded [E, H, C] or raw [E, D]

@@ -50,6 +50,37 @@ class AttentionOperands(NamedTuple, Generic[Held]):
         return AttentionOperands(*rows, *edges)
 
 
+class AttentionSizes(NamedTuple):
+    """Sizes and dtype of a call of edge attention."""
+
+    batch: int
+    num_src: int
+    num_dst: int
+    num_edges: int
+    heads: int
+    channels: int
+    edge_dim: int  # 0 without raw attributes
+    is_embedded: bool  # edge_attr is [E, H, C]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, operands: AttentionOperands[Operand], num_edges: int) -> "AttentionSizes":
+        """Read the sizes of operands, or of what has their shapes."""
+        query, key, _, edge_attr, edge_weight, _ = operands
+        num_dst, heads, channels = query.shape[-3:]
+        return cls(
+            batch=query.shape[0] if len(query.shape) == 4 else 1,
+            num_src=key.shape[-3],
+            num_dst=num_dst,
+            num_edges=num_edges,
+            heads=heads,
+            channels=channels,
+            edge_dim=0 if edge_weight is None else edge_weight.shape[1],
+            is_embedded=edge_attr is not None and edge_weight is None,
+            dtype=query.dtype,
+        )
+
+
 class Needs(NamedTuple):
     """The operands that need a gradient."""
 

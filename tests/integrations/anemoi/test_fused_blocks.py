@@ -342,8 +342,8 @@ NO_ATTENTION = {  # reason: a change after which the feed-forward sub-layer alon
     "its lin_query is a support.anemoi_model.OwnLinear, and a torch.nn.Linear is needed": lambda block: (
         setattr(block.lin_query, "__class__", OwnLinear)
     ),
-    "its layer_norm_attention is a torch.nn.modules.normalization.RMSNorm, and a LayerNorm or": with_part(
-        "layer_norm_attention", lambda _: nn.RMSNorm(16)
+    "its layer_norm_attention is a torch.nn.modules.normalization.GroupNorm, and a LayerNorm or": with_part(
+        "layer_norm_attention", lambda _: nn.GroupNorm(1, 16)
     ),
     "its lin_value has hooks, which would be skipped": lambda block: (
         block.lin_value.register_forward_hook(lambda *_: None)
@@ -358,7 +358,7 @@ NO_ATTENTION = {  # reason: a change after which the feed-forward sub-layer alon
     "its lin_query has a weight of the tensor subclass": of_tensor_subclass,
 }
 NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alone is fused
-    "its node_dst_mlp.mlp.1 is a torch.nn.modules.activation.Tanh, and a GELU, SiLU, ReLU or "
+    "its node_dst_mlp.mlp.1 is a torch.nn.modules.activation.Tanh, and one of GELU, SiLU, "
     "Sigmoid": with_part("node_dst_mlp.mlp.1", lambda _: nn.Tanh()),
     "its node_dst_mlp.mlp.1 has hooks, which": lambda block: block.node_dst_mlp.mlp[
         1
@@ -366,8 +366,8 @@ NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alon
     "its node_dst_mlp.mlp has 5 layers, and a linear map, an activation and a linear map": with_part(
         "node_dst_mlp.mlp", with_one_more_layer
     ),
-    "its layer_norm_mlp_dst is a torch.nn.modules.normalization.RMSNorm, and": with_part(
-        "layer_norm_mlp_dst", lambda _: nn.RMSNorm(16)
+    "its layer_norm_mlp_dst is a torch.nn.modules.normalization.GroupNorm, and": with_part(
+        "layer_norm_mlp_dst", lambda _: nn.GroupNorm(1, 16)
     ),
     "it is a .*OwnUpdate, which overrides run_node_dst_mlp": lambda block: setattr(
         block, "__class__", OwnUpdate

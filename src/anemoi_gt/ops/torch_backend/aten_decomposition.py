@@ -19,7 +19,8 @@ from anemoi_gt.ops.torch_backend.edge_attention_torch import FlatArguments
 
 def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `edge_attention_torch` in an exported program. Raise ValueError with dropout."""
-    flat = FlatArguments(*arguments)
+    *inputs, _ = arguments
+    flat = FlatArguments(*inputs)
     if flat.seed is not None:
         raise ValueError(
             f"a program is exported for inference, got dropout_p={flat.dropout_p}; call "
@@ -55,7 +56,7 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
         lse = lse + scale * (q * bias[:, None]).sum(-1)
     out = out.to(query.dtype).transpose(1, 2).contiguous()
     lse = lse.transpose(1, 2).contiguous()
-    return out.view(query.shape), lse.view(query.shape[:-1]), lse.new_empty(0)
+    return out.view(query.shape), lse.view(query.shape[:-1]), lse.new_empty(0, dtype=torch.uint8)
 
 
 class _FoldedEdges:

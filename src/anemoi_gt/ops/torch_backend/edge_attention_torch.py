@@ -1,21 +1,17 @@
 """The `torch` backend as custom operators on flat tensors, looping over batch and head groups."""
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anemoi_gt.custom_ops import (
-    define_operator,
-    flat_arguments,
-    needs_gradient,
-    refuse_second_derivative,
-)
+from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
-from anemoi_gt.ops.operands import AttentionOperands, Needs
+from anemoi_gt.ops.operands import AttentionOperands, AttentionSizes, Held, Needs
+from anemoi_gt.ops.operator import GradientLayout, Operator, Spec
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
@@ -26,6 +22,7 @@ from anemoi_gt.ops.torch_backend.reference import (
     differentiate_heads,
     weighted_sum,
 )
+from anemoi_gt.ops.tree import leaves
 from anemoi_gt.tested_versions import warn_if_untested
 
 MAX_EDGE_HEADS = 2**21  # limit on heads in a group times the number of edges or nodes
@@ -50,7 +47,6 @@ class FlatArguments(NamedTuple):
     seed: Tensor | None  # [1], None without dropout
     scale: float
     dropout_p: float
-    save: bool  # keep tensors for the backward pass
 
     def in_accumulator_dtype(self) -> "FlatArguments":
         """Return contiguous operands in the accumulator dtype: weight [H, C, D], bias [H, C]."""
@@ -160,6 +156,26 @@ def head_group_size(heads: int, rows: int) -> int:
     return max(n for n in divisors if n == 1 or n * rows <= MAX_EDGE_HEADS)
 
 
+class Index(NamedTuple, Generic[Held]):
+    """The index tensors of a graph, and the seed of dropout."""
+
+    colptr: Held
+    row: Held
+    perm: Held | None
+    global_edge_id: Held | None
+    rowptr: Held | None
+    col: Held | None
+    csr_to_csc: Held | None
+    seed: Held | None
+
+
+class Options(NamedTuple):
+    """Options of a call."""
+
+    scale: float
+    dropout_p: float
+
+
 def attend(
     operands: AttentionOperands[Tensor],
     graph: GraphStructure,
@@ -174,153 +190,135 @@ def attend(
     nodes.
     """
     warn_if_untested("torch")
-    reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
     structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id)
+    constants = (*structure, graph.rowptr, graph.col, graph.csr_to_csc, seed)
     save = needs_gradient(*operands)
-    return edge_attention_torch(*operands, *structure, *reverse, seed, scale, dropout_p, save)[:2]
+    out, lse = edge_attention_torch(operands, constants, Options(scale, dropout_p), save=save)
+    return out, lse
 
 
-@define_operator
-def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute out, shaped like query, lse [B, N_dst, H] and p [B, E, H], empty unless saved.
+class EdgeAttention(Operator):
+    """Outputs out, shaped like query, and lse [B, N_dst, H]; keeps the softmax p [B, E, H].
 
-    p is the softmax. Without B, out and lse have no B either.
+    Without B in query, out and lse have no B either.
     """
-    query = flat.query
-    flat = flat.in_accumulator_dtype()
-    with without_autocast(flat.query.device.type):
-        edges = flat.edges()
-        # results are no views, which in-place operations of the caller could not change
-        out = query.new_empty(query.shape)
-        lse = flat.query.new_empty(query.shape[:-1])
-        p = flat.query.new_empty(_saved_shape(flat))
-        batched_out, batched_lse = out.view(flat.query.shape), lse.view(flat.query.shape[:-1])
-        for b, group, heads in flat.head_groups(edges):
-            rows, lse_of_rows, p_heads = attend_heads(heads, edges)
-            batched_out[b, :, group] = rows
-            batched_lse[b, :, group] = lse_of_rows
-            if flat.save:
-                p[b, :, group] = p_heads
-    return out, lse, p
+
+    def __init__(self) -> None:
+        super().__init__(
+            "edge_attention",
+            "torch",
+            tensors=AttentionOperands[Tensor],
+            constants=Index[Tensor],
+            options=Options,
+            outputs=("out", "lse"),
+            num_results=6,
+        )
+
+    def attention_sizes(
+        self, tensors: AttentionOperands[Tensor], constants: Index[Tensor], options: Options
+    ) -> AttentionSizes:
+        """Return the sizes of a call."""
+        return AttentionSizes.of(tensors, constants.row.shape[0])
+
+    def passes(self, inputs: Sequence[Tensor | None], options: Options) -> "_Passes":
+        """Return both passes."""
+        return _Passes(options)
+
+    def forward_specs(
+        self, tensors: AttentionOperands[Tensor], constants: Index[Tensor], options: Options
+    ) -> list[Spec]:
+        """Return the specs of out, lse and p."""
+        query = tensors.query
+        dtype = accumulator_dtype(query.dtype)
+        batch = query.shape[0] if query.dim() == 4 else 1
+        p = (batch, constants.row.shape[0], query.shape[-2])
+        return [(query.shape, query.dtype), (query.shape[:-1], dtype), (p, dtype)]
+
+    def gradient_layout(
+        self,
+        tensors: AttentionOperands[Tensor],
+        constants: Index[Tensor],
+        options: Options,
+        needs: AttentionOperands[bool],
+    ) -> GradientLayout:
+        """Return a layout with one result for each operand."""
+        return GradientLayout.separate(leaves(tensors), leaves(needs))
 
 
-@torch.library.register_fake("anemoi_gt::edge_attention_torch")
-@flat_arguments
-def _(flat: FlatArguments):
-    dtype = accumulator_dtype(flat.query.dtype)
-    out = flat.query.new_empty(flat.query.shape)
-    lse = flat.query.new_empty(flat.query.shape[:-1], dtype=dtype)
-    p = flat.query.new_empty(_saved_shape(flat), dtype=dtype)
-    return out, lse, p
+class _Passes(NamedTuple):
+    options: Options
 
+    def forward(self, inputs: Sequence[Tensor | None], *, save: bool) -> list[Tensor]:
+        """Return out, lse and, with `save`, p."""
+        flat = FlatArguments._make((*inputs, *self.options))
+        query = flat.query
+        flat = flat.in_accumulator_dtype()
+        with without_autocast(flat.query.device.type):
+            edges = flat.edges()
+            # results are no views, which in-place operations of the caller could not change
+            out = query.new_empty(query.shape)
+            lse = flat.query.new_empty(query.shape[:-1])
+            batched_out, batched_lse = out.view(flat.query.shape), lse.view(flat.query.shape[:-1])
+            p = None
+            if save:
+                batch, _, num_heads, _ = flat.query.shape
+                p = flat.query.new_empty((batch, flat.row.shape[0], num_heads))
+            for b, group, heads in flat.head_groups(edges):
+                rows, lse_of_rows, p_heads = attend_heads(heads, edges)
+                batched_out[b, :, group] = rows
+                batched_lse[b, :, group] = lse_of_rows
+                if p is not None:
+                    p[b, :, group] = p_heads
+        return [out, lse] if p is None else [out, lse, p]
 
-def _saved_shape(flat: FlatArguments) -> tuple[int, ...]:
-    """Return the shape of p: [B, E, H], or [0] if it is not saved."""
-    if not flat.save:
-        return (0,)
-    batch = flat.query.shape[0] if flat.query.dim() == 4 else 1
-    return (batch, flat.row.shape[0], flat.query.shape[-2])
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    *tensors, ctx.scale, ctx.dropout_p, _ = inputs
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*tensors, output[1], output[2])
-
-
-@define_operator
-def edge_attention_torch_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    flat: FlatArguments,
-    lse: Tensor,
-    p: Tensor,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the six operands, empty where `needs` is False.
-
-    They are separate results, not a list, because PyTorch's fallback for batched gradients supports
-    only operators that return single tensors.
-    """
-    required = Needs(*needs)
-    operands = flat[:6]
-    dtype = flat.query.dtype
-    flat = flat.in_accumulator_dtype()
-    if grad_out is None:
-        do = torch.zeros_like(flat.query)
-    else:
-        do = grad_out.to(flat.query.dtype).view_as(flat.query)
-    if grad_lse is None:
-        dlse = do.new_zeros(do.shape[:3])
-    else:  # where lse is -inf, no gradient flows, even if the incoming one is NaN
-        dlse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])
-    with without_autocast(do.device.type):
-        edges = flat.edges()
-        gradients = Gradients.zeros(flat, required)
-        out_edges = None
-        if required.key or required.value:
-            out_edges = OutEdges.of(flat, edges.heads)
-        for b, group, heads in flat.head_groups(edges):
-            do_heads = do[b, :, group].contiguous()
-            gradient = differentiate_heads(
-                heads, do_heads, dlse[b, :, group], p[b, :, group], edges, required
-            )
-            gradients.add(b, group, gradient)
-            if out_edges is not None and gradients.key is not None:
-                gradients.key[b, :, group] = out_edges.sum(gradient.ds, heads.q)
-            if out_edges is not None and gradients.value is not None:
-                gradients.value[b, :, group] = out_edges.sum(gradient.w, do_heads)
-        attr = gradients.edge_attr
-        if attr is not None and flat.perm is not None:  # from CSC order to the caller's order
-            permuted = torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr)
-            gradients = gradients._replace(edge_attr=permuted)
-        return _like(operands, gradients, dtype)
-
-
-SixTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _like(operands: tuple, gradients: Iterable[Tensor | None], dtype: torch.dtype) -> SixTensors:
-    """Return the gradients with the shapes of the operands, empty where none is needed."""
-    shaped = []
-    for operand, gradient in zip(operands, gradients, strict=True):
-        if gradient is None:
-            shaped.append(operands[0].new_empty(0))
+    def backward(
+        self,
+        inputs: Sequence[Tensor | None],
+        kept: Tensor,
+        grads: Sequence[Tensor | None],
+        needs: tuple[bool, ...],
+    ) -> tuple[list[Tensor | None], GradientLayout]:
+        """Return the gradients of the six operands, of p kept by the forward pass."""
+        flat = FlatArguments._make((*inputs, *self.options))
+        p, (grad_out, grad_lse), required = kept, grads, Needs(*needs)
+        operands = flat[:6]
+        layout = GradientLayout.separate(operands, needs)
+        dtype = flat.query.dtype
+        flat = flat.in_accumulator_dtype()
+        if grad_out is None:
+            do = torch.zeros_like(flat.query)
         else:
-            shaped.append(gradient.view(operand.shape).to(dtype))
-    query, key, value, edge_attr, edge_weight, edge_bias = shaped
-    return query, key, value, edge_attr, edge_weight, edge_bias
+            do = grad_out.to(flat.query.dtype).view_as(flat.query)
+        dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse.view(do.shape[:3])
+        with without_autocast(do.device.type):
+            edges = flat.edges()
+            gradients = Gradients.zeros(flat, required)
+            out_edges = None
+            if required.key or required.value:
+                out_edges = OutEdges.of(flat, edges.heads)
+            for b, group, heads in flat.head_groups(edges):
+                do_heads = do[b, :, group].contiguous()
+                gradient = differentiate_heads(
+                    heads, do_heads, dlse[b, :, group], p[b, :, group], edges, required
+                )
+                gradients.add(b, group, gradient)
+                if out_edges is not None and gradients.key is not None:
+                    gradients.key[b, :, group] = out_edges.sum(gradient.ds, heads.q)
+                if out_edges is not None and gradients.value is not None:
+                    gradients.value[b, :, group] = out_edges.sum(gradient.w, do_heads)
+            attr = gradients.edge_attr
+            if attr is not None and flat.perm is not None:  # from CSC order to the caller's order
+                permuted = torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr)
+                gradients = gradients._replace(edge_attr=permuted)
+        results: list[Tensor | None] = []
+        for operand, whole in zip(operands, gradients, strict=True):
+            if whole is not None and operand is not None:
+                whole = whole.view(operand.shape).to(dtype)
+            results.append(whole)
+        return results, layout
 
 
-@torch.library.register_fake("anemoi_gt::edge_attention_torch_backward")
-@flat_arguments
-def _(grad_out, grad_lse, flat: FlatArguments, lse, p, needs):
-    gradients = []
-    for operand, need in zip(flat[:6], needs, strict=True):
-        if need and operand is not None:
-            gradients.append(operand.new_empty(operand.shape))
-        else:
-            gradients.append(p.new_empty(0))
-    return tuple(gradients)
-
-
-def _backward(ctx, grad_out, grad_lse, _):
-    needs = list(ctx.needs_input_grad[:6])
-    rest = (None,) * (len(FlatArguments._fields) - 6)
-    if grad_out is None and grad_lse is None:
-        return (None,) * 6 + rest
-    *tensors, lse, p = ctx.saved_tensors
-    arguments = (grad_out, grad_lse, *tensors, ctx.scale, ctx.dropout_p, True, lse, p, needs)
-    gradients = list(edge_attention_torch_backward(*arguments))
-    for i, need in enumerate(needs):
-        if not need:
-            gradients[i] = None
-    return *gradients, *rest
-
-
-torch.library.register_autograd(edge_attention_torch, _backward, setup_context=_setup_context)
-refuse_second_derivative(edge_attention_torch_backward)
+edge_attention_torch = EdgeAttention()
 
 
 class Gradients(NamedTuple):

@@ -231,6 +231,8 @@ def differentiate_heads(
         dp += (do * heads.bias).sum(-1).index_select(0, edges.dst)
     dp = heads.drop(dp)
     p_sum = _segment_sum(p, edges.colptr)
+    # Where lse is -inf no gradient flows, even if the incoming one is NaN.
+    dlse = torch.where(p_sum != 0, dlse, 0.0)
     delta = _segment_sum(p * dp, edges.colptr) / torch.where(p_sum > 0, p_sum, 1.0)
     ds = (dp - (delta - dlse).index_select(0, edges.dst)).mul_(p).mul_(heads.scale)
 

@@ -63,32 +63,15 @@ class Saved(NamedTuple):
     exp_scores: Buffer  # [B, E, H]
     projected: Buffer | None  # [B, N_dst, H, columns]; None without raw attributes
 
-    @classmethod
-    def empty(cls, call: "AttentionCall") -> "Saved":
-        """Return memory for it."""
-        builder, sizes = call.builder, call.sizes
-        heads = call.operands.query.shape[:-1]
-        projected = None
-        if call.operands.edge_weight is not None:
-            projected = builder.empty((*heads, sizes.columns), scratch_dtype(sizes.dtype))
-        return cls(
-            builder.empty(sizes.inverse_shape(heads), torch.float32),
-            builder.empty((sizes.batch, sizes.num_edges, sizes.heads), torch.float32),
-            projected,
-        )
 
-
-def attend(call: AttentionCall) -> tuple[Buffer, Buffer, Saved]:
-    """Attend; return out, lse and what the backward pass reads."""
-    query, edge_weight = call.operands.query, call.operands.edge_weight
-    out = call.builder.empty_like(query)
-    saved = Saved.empty(call)
-    if edge_weight is not None:
-        project(call, query, saved.projected)
+def attend(call: AttentionCall, saved: Saved, out: Buffer) -> Buffer:
+    """Attend into `out`, like query; fill `saved` and return lse."""
+    if call.operands.edge_weight is not None:
+        project(call, call.operands.query, saved.projected)
     lse, attr_sums = attend_rows(call, saved, out)
     if attr_sums is not None:
         embed(call, attr_sums, out)
-    return out, lse, saved
+    return lse
 
 
 def attend_and_add(call: AttentionCall, saved: Saved, scratch: Buffer, rows: Buffer) -> None:

@@ -1,41 +1,31 @@
-"""The `triton` backend: plans of forward and backward pass, and their two entry points.
-
-Eager calls go through `EdgeAttention`, an autograd function, which needs half the host time of an
-operator (torch 2.11). Traced code, dispatch modes and tensor subclasses see the registered
-operators `edge_attention_triton` and its backward.
-"""
+"""Edge attention as an operator of the `triton` backend: plans of both passes."""
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import linear
 
-from anemoi_gt.custom_ops import (
-    define_operator,
-    flat_arguments,
-    is_plain,
-    needs_gradient,
-    on_device,
-    refuse_second_derivative,
-)
+from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
-from anemoi_gt.ops.operands import AttentionOperands, Needs
-from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Options, sizes_of
+from anemoi_gt.ops.operands import AttentionOperands, AttentionSizes, Needs, Operand
+from anemoi_gt.ops.operator import GradientLayout, Spec
+from anemoi_gt.ops.tree import leaves
+from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer, PlanBuilder
+from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
+from anemoi_gt.ops.triton_backend.sizes import Constants, IndexTensors, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
 from anemoi_gt.tested_versions import warn_if_untested
-from anemoi_gt.torch_compat import is_batched
 
-KEPT = (
-    128  # plans of each pass that are kept: graphs times layers of different sizes in use at a time
-)
-NUM_OPERANDS = len(AttentionOperands._fields)
-NUM_TENSORS = NUM_OPERANDS + len(IndexTensors._fields) + 1  # and the seed
+
+class Options(NamedTuple):
+    """Options of a call."""
+
+    scale: float
+    dropout_p: float
 
 
 def attend(
@@ -63,14 +53,10 @@ def attend(
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         operands = AttentionOperands(query, key, value, edge_attr)
-    index = IndexTensors.of(graph)
-    if not is_plain(*operands, *index, seed):
-        out, lse, *_ = edge_attention_triton(*operands, *index, seed, scale, dropout_p, save)
-    elif save:
-        out, lse = EdgeAttention.apply(*operands, index, Options(seed, scale, dropout_p))
-    else:
-        tensors = _readable_tensors(*operands, *index, seed)
-        out, lse, *_ = _run_forward(tensors, scale, dropout_p, save=False)
+    constants = [*IndexTensors.of(graph), seed]
+    out, lse = edge_attention_triton(
+        list(operands), constants, Options(scale, dropout_p), save=save
+    )
     return out, lse
 
 
@@ -114,241 +100,132 @@ def embeds_first(
     return statically_known_true(embedded < factored)
 
 
-def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
-    """Return the key of a plan for a contiguous tensor: shape and dtype."""
-    return None if tensor is None else (tensor.shape, tensor.dtype)
+class EdgeAttention(PlannedOperator):
+    """Outputs out and lse [B, N_dst, H]; without B in query, they have no B either.
 
-
-@lru_cache(KEPT)
-def forward_plan(specs: tuple, scale: float, dropout_p: float, *, save: bool) -> Plan:
-    """Return the plan of a forward pass over operands, indices and seed; see `forward_steps`."""
-    builder = PlanBuilder(specs)
-    return builder.finish(forward_steps(builder, scale, dropout_p, save=save))
-
-
-def forward_steps(
-    builder: PlanBuilder, scale: float, dropout_p: float, *, save: bool, holds=bool
-) -> list:
-    """Add the forward steps; return buffers of out, lse and, with `save`, for backward."""
-    from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
-
-    *buffers, seed = builder.inputs
-    operands: AttentionOperands[Buffer] = AttentionOperands._make(buffers[:NUM_OPERANDS])
-    index: IndexTensors[Buffer] = IndexTensors._make(buffers[NUM_OPERANDS:])
-    sizes = sizes_of(operands, index, scale, dropout_p, holds=holds)
-    out, lse, saved = attend(AttentionCall(builder, sizes, operands, index, seed))
-    return [out, lse, *saved] if save else [out, lse]
-
-
-@lru_cache(KEPT)
-def backward_plan(specs: tuple, scale: float, dropout_p: float, needs: Needs) -> Plan:
-    """Return the plan of a backward pass over inputs, saved tensors, grad_out and grad_lse.
-
-    Its results are the gradients of the operands, None for those that are not needed.
+    Keeps exponentials, inverse denominators and W^T q.
     """
-    from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, Saved, gradients
 
-    builder = PlanBuilder(specs)
-    *buffers, seed = builder.inputs[:NUM_TENSORS]
-    *saved, grad_out, grad_lse = builder.inputs[NUM_TENSORS:]
-    operands: AttentionOperands[Buffer] = AttentionOperands._make(buffers[:NUM_OPERANDS])
-    index: IndexTensors[Buffer] = IndexTensors._make(buffers[NUM_OPERANDS:])
-    assert grad_out is not None  # zeros if only lse has a gradient
-    call = AttentionCall(
-        builder, sizes_of(operands, index, scale, dropout_p), operands, index, seed
-    )
-    return builder.finish(gradients(call, Saved._make(saved), grad_out, grad_lse, needs))
+    def __init__(self) -> None:
+        super().__init__(
+            "edge_attention",
+            tensors=AttentionOperands[Tensor],
+            constants=Constants[Tensor],
+            options=Options,
+            outputs=("out", "lse"),
+            num_results=6,
+        )
 
+    def attention_sizes(
+        self, tensors: AttentionOperands[Tensor], constants: Constants[Tensor], options: Options
+    ) -> AttentionSizes:
+        """Return the sizes of a call."""
+        return AttentionSizes.of(tensors, constants.graph.row.shape[0])
 
-def _readable_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return tensors that kernels can read: contiguous, 16-bit pairs aligned to 32 bits."""
-    readable = []
-    for tensor in tensors:
-        if tensor is not None:
-            tensor = tensor.contiguous()
-            if tensor.data_ptr() % 4:
-                tensor = tensor.clone()
-        readable.append(tensor)
-    return readable
+    def readable(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return inputs that kernels can read: contiguous, 16-bit pairs aligned to 32 bits."""
+        readable = []
+        for tensor in inputs:
+            if tensor is not None:
+                tensor = tensor.contiguous()
+                if tensor.data_ptr() % 4:
+                    tensor = tensor.clone()
+            readable.append(tensor)
+        return readable
 
+    def forward_specs(
+        self, tensors: AttentionOperands[Operand], constants: Constants[Operand], options: Options
+    ) -> list[Spec]:
+        """Return the specs of out, lse and the kept block."""
+        query = tensors.query
+        kept = kept_layout(tensors, constants.graph)
+        lse = (tuple(query.shape[:-1]), torch.float32)
+        return [(query.shape, query.dtype), lse, ((kept.num_bytes,), torch.uint8)]
 
-def _run_forward(
-    tensors: Sequence[Tensor | None], scale: float, dropout_p: float, *, save: bool
-) -> list[Any]:
-    """Run the forward pass on readable operands, index tensors and seed; see `forward_steps`.
+    def gradient_layout(
+        self,
+        tensors: AttentionOperands[Operand],
+        constants: Constants[Operand],
+        options: Options,
+        needs: AttentionOperands[bool],
+    ) -> GradientLayout:
+        """Return a layout with one result for each operand."""
+        return GradientLayout.separate(leaves(tensors), leaves(needs))
 
-    Of the results only the last, `Saved.projected`, may be None.
-    """
-    with on_device(tensors[0]):  # type: ignore[arg-type]  # query, which is always present
-        specs = tuple(_spec(tensor) for tensor in tensors)
-        plan = forward_plan(specs, scale, dropout_p, save=save)
-        return plan.run(tensors)
+    def add_forward(
+        self,
+        builder: PlanBuilder,
+        tensors: AttentionOperands[Buffer],
+        constants: Constants[Buffer],
+        options: Options,
+        *,
+        save: bool,
+    ) -> list[Buffer]:
+        """Add the steps of the forward pass."""
+        from anemoi_gt.ops.triton_backend.attention_steps import attend
 
+        kept = builder.empty_parts(kept_layout(tensors, constants.graph), together=save)
+        call = _attention_call(builder, tensors, constants, options)
+        out = builder.empty_like(tensors.query)
+        lse = attend(call, saved_of(kept), out)
+        return [out, lse, builder.whole(kept["exp_scores"])] if save else [out, lse]
 
-def _run_backward(
-    tensors: Sequence[Tensor | None],
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    needs: Needs,
-) -> list[Tensor | None]:
-    """Run the backward pass on saved tensors; return a gradient or None per operand."""
-    if grad_out is None:
-        query = tensors[0]
-        grad_out = torch.zeros_like(query)  # type: ignore[arg-type]  # query is always present
-    tensors = [*tensors, *_readable_tensors(grad_out, grad_lse)]
-    with on_device(grad_out):
-        plan = backward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, needs)
-        return plan.run(tensors)
+    def add_backward(
+        self,
+        builder: PlanBuilder,
+        tensors: AttentionOperands[Buffer],
+        constants: Constants[Buffer],
+        options: Options,
+        kept: Buffer,
+        grads: Sequence[Buffer | None],
+        needs: AttentionOperands[bool],
+    ) -> Sequence[Buffer | None]:
+        """Add the steps of the backward pass."""
+        from anemoi_gt.ops.triton_backend.attention_steps import gradients
 
-
-class EdgeAttention(torch.autograd.Function):
-    """Edge attention of eager calls: apply(*operands, index, options) returns out and lse."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        *operands, index, options = arguments
-        tensors = _readable_tensors(*operands, *index, options.seed)
-        out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save=True)
-        ctx.set_materialize_grads(False)
-        ctx.scale, ctx.dropout_p = options.scale, options.dropout_p
-        ctx.save_for_backward(*tensors, *saved)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        needs = Needs(*ctx.needs_input_grad[:NUM_OPERANDS])
-        if grad_out is None and grad_lse is None:
-            return (None,) * (NUM_OPERANDS + 2)
-        tensors = ctx.saved_tensors
-        is_eager = is_plain(*tensors, grad_out, grad_lse) and not is_batched(grad_out, grad_lse)
-        if torch.is_grad_enabled() or not is_eager:
-            gradients = _call_backward(tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs)
-        else:
-            gradients = _run_backward(tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs)
-        return *gradients, None, None
-
-
-@define_operator
-def edge_attention_triton(
-    operands: AttentionOperands[Tensor],
-    index: IndexTensors[Tensor],
-    options: Options,
-    save: bool,  # noqa: FBT001  operators take positions
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse [B, N_dst, H] and saved tensors, which are empty unless `save`.
-
-    `out` is like query; without B, results have no B either.
-    """
-    tensors = _readable_tensors(*operands, *index, options.seed)
-    out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save=save)
-    saved = saved or [None, None, None]
-    inv_denominator, exp_scores, projected = (
-        lse.new_empty(0) if tensor is None else tensor for tensor in saved
-    )
-    return out, lse, inv_denominator, exp_scores, projected
+        grad_out, grad_lse = grads
+        if grad_out is None:
+            grad_out = builder.empty_like(tensors.query)
+            builder.compute(_zero, grad_out)
+        saved = saved_of(kept_layout(tensors, constants.graph).buffers(kept))
+        call = _attention_call(builder, tensors, constants, options)
+        return gradients(call, saved, grad_out, grad_lse, Needs._make(needs))
 
 
-@torch.library.register_fake("anemoi_gt::edge_attention_triton")
-@flat_arguments
-def _(
-    operands: AttentionOperands[Tensor],
-    index: IndexTensors[Tensor],
-    options: Options,
-    save: bool,  # noqa: FBT001  operators take positions
-):
-    query = operands.query
-    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
-    if not save:
-        return out, lse, *(lse.new_empty(0) for _ in range(3))
+def kept_layout(operands: AttentionOperands[Operand], index: IndexTensors[Operand]) -> BlockLayout:
+    """Return the layout of what the forward pass keeps for the backward pass."""
     sizes = sizes_of(operands, index, holds=statically_known_true)
-    exp_scores = lse.new_empty((sizes.batch, sizes.num_edges, sizes.heads))
-    inv_denominator = lse.new_empty(sizes.inverse_shape(lse.shape))
-    if operands.edge_weight is None:
-        return out, lse, inv_denominator, exp_scores, lse.new_empty(0)
-    projected = query.new_empty((*lse.shape, sizes.columns), dtype=scratch_dtype(query.dtype))
-    return out, lse, inv_denominator, exp_scores, projected
+    heads = tuple(operands.query.shape[:-1])
+    specs: dict[str, Spec] = {
+        "inv_denominator": (sizes.inverse_shape(heads), torch.float32),
+        "exp_scores": ((sizes.batch, sizes.num_edges, sizes.heads), torch.float32),
+    }
+    if operands.edge_weight is not None:
+        specs["projected"] = ((*heads, sizes.columns), scratch_dtype(operands.query.dtype))
+    return BlockLayout.of(specs)
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    *tensors, ctx.scale, ctx.dropout_p, _ = inputs
-    _, _, *saved = output
-    ctx.mark_non_differentiable(*saved)
-    ctx.save_for_backward(*tensors, *saved)
-
-
-@define_operator
-def edge_attention_triton_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    operands: AttentionOperands[Tensor],
-    index: IndexTensors[Tensor],
+def _attention_call(
+    builder: PlanBuilder,
+    operands: AttentionOperands[Buffer],
+    constants: Constants[Buffer],
     options: Options,
-    inv_denominator: Tensor,
-    exp_scores: Tensor,
-    projected: Tensor | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the operands, empty if `needs` is False.
+) -> Any:
+    from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 
-    Not a list: PyTorch's fallback for batched gradients requires single tensors.
-    """
-    if operands.edge_weight is None:
-        projected = None
-    tensors = _readable_tensors(*operands, *index, options.seed)
-    tensors += [inv_denominator, exp_scores, projected]
-    gradients = _run_backward(
-        tensors, grad_out, grad_lse, options.scale, options.dropout_p, Needs(*needs)
-    )
-    dquery, dkey, dvalue, dattr, dweight, dbias = (
-        exp_scores.new_empty(0) if gradient is None else gradient for gradient in gradients
-    )
-    return dquery, dkey, dvalue, dattr, dweight, dbias
+    sizes = sizes_of(operands, constants.graph, options.scale, options.dropout_p)
+    return AttentionCall(builder, sizes, operands, constants.graph, constants.seed)
 
 
-@torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
-@flat_arguments
-def _(
-    grad_out,
-    grad_lse,
-    operands: AttentionOperands[Tensor],
-    index: IndexTensors[Tensor],
-    options: Options,
-    inv,
-    exp,
-    proj,
-    needs,
-):
-    gradients = []
-    for operand, need in zip(operands, needs, strict=True):
-        if operand is None or not need:
-            gradients.append(exp.new_empty(0))
-        else:
-            gradients.append(operand.new_empty(operand.shape))
-    return tuple(gradients)
+def saved_of(kept: dict[str, Buffer]) -> Any:
+    """Return the parts of `kept_layout` as the steps take them."""
+    from anemoi_gt.ops.triton_backend.attention_steps import Saved
+
+    return Saved(kept["inv_denominator"], kept["exp_scores"], kept.get("projected"))
 
 
-def _backward(ctx, grad_out, grad_lse, *_):
-    num_arguments = NUM_TENSORS + 3
-    if grad_out is None and grad_lse is None:
-        return (None,) * num_arguments
-    needs = Needs(*ctx.needs_input_grad[:NUM_OPERANDS])
-    gradients = _call_backward(
-        ctx.saved_tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs
-    )
-    return *gradients, *((None,) * (num_arguments - NUM_OPERANDS))
+def _zero(out: Tensor) -> None:
+    out.zero_()
 
 
-def _call_backward(
-    tensors, grad_out, grad_lse, scale: float, dropout_p: float, needs: Needs
-) -> list[Tensor | None]:
-    """Call the backward operator on saved tensors; return a gradient or None per operand."""
-    arguments = (*tensors[:NUM_TENSORS], scale, dropout_p, *tensors[NUM_TENSORS:], list(needs))
-    gradients = edge_attention_triton_backward(grad_out, grad_lse, *arguments)
-    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-
-
-torch.library.register_autograd(edge_attention_triton, _backward, setup_context=_setup_context)
-refuse_second_derivative(edge_attention_triton_backward)
+edge_attention_triton = EdgeAttention()

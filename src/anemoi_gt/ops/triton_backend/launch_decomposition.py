@@ -19,11 +19,15 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
-from anemoi_gt.custom_ops import flat_arguments
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
+from anemoi_gt.ops.triton_backend.edge_attention_triton import (
+    edge_attention_triton,
+    kept_layout,
+    saved_of,
+)
 from anemoi_gt.ops.triton_backend.plan import Buffer, KernelStep, PlanBuilder
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Options, Sizes, sizes_of
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
 
 
@@ -39,9 +43,13 @@ class TracedSizes(Sizes):
 
 
 @triton_op("anemoi_gt::edge_attention_triton_exported", mutates_args=())
-@flat_arguments
 def edge_attention_triton_exported(
-    operands: AttentionOperands[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
@@ -53,6 +61,7 @@ def edge_attention_triton_exported(
 
     `out` is like query; without B, `lse` has no B either.
     """
+    operands = AttentionOperands(query, key, value, edge_attr, edge_weight, edge_bias)
     inputs = [
         None if x is None else x.contiguous()
         for x in (*operands, colptr, row, perm, dst_schedule, dst_hubs)
@@ -66,7 +75,9 @@ def edge_attention_triton_exported(
     index_buffers: dict[str, Any] = dict(zip(structure, builder.inputs[num_operands:], strict=True))
     index: IndexTensors[Buffer] = IndexTensors(**index_buffers)
     sizes = TracedSizes(*sizes_of(buffers, index, scale, holds=statically_known_true))
-    out, lse, _ = attend(AttentionCall(builder, sizes, buffers, index))
+    saved = saved_of(builder.empty_parts(kept_layout(buffers, index), together=False))
+    out = builder.empty_like(buffers.query)
+    lse = attend(AttentionCall(builder, sizes, buffers, index), saved, out)
 
     tensors: list[Any] = list(inputs)  # None for an absent one
     for block in builder.blocks[len(inputs) :]:
@@ -81,22 +92,18 @@ def edge_attention_triton_exported(
     return tensors[out.block], tensors[lse.block]
 
 
-@flat_arguments
-def decompose(
-    operands: AttentionOperands[Tensor],
-    index: IndexTensors[Tensor],
-    options: Options,
-    save: bool,  # noqa: FBT001  operators take positions
-) -> tuple[Tensor, ...]:
+def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Replace `edge_attention_triton` in an exported inference program; raise with dropout."""
-    if options.seed is not None:
+    operands, constants, options = edge_attention_triton.split(arguments)
+    index: IndexTensors[Tensor] = constants.graph
+    if constants.seed is not None:
         p = options.dropout_p
         raise ValueError(
             f"a program is exported for inference, got dropout_p={p}; call model.eval() first"
         )
     structure = (index.colptr, index.row, index.perm, index.dst_schedule, index.dst_hubs)
     out, lse = edge_attention_triton_exported(*operands, *structure, options.scale)
-    return out, lse, *(lse.new_empty(0) for _ in range(3))
+    return out, lse, lse.new_empty(0, dtype=torch.uint8)
 
 
 def _example(size: int | torch.SymInt) -> int | None:

@@ -1,38 +1,33 @@
-"""Names of the kernels that one call of the `triton` backend launches, from its plans."""
+"""Names of the kernels that a call of an operator of the `triton` backend launches."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from anemoi_gt.ops.operands import AttentionOperands, Needs
-from anemoi_gt.ops.triton_backend.edge_attention_triton import backward_plan, forward_plan
+from anemoi_gt.ops.tree import tree_of
 from anemoi_gt.ops.triton_backend.plan import BoundKernel, Plan
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors
+from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def kernel_names(
-    operands: AttentionOperands[Tensor],
-    index: IndexTensors[Tensor],
-    scale: float,
-    dropout_p: float,
-    needs: Needs,
+    operator: PlannedOperator, arguments: Sequence, needs: Sequence[bool]
 ) -> tuple[list[str], list[str]]:
-    """Return the kernel names of a forward pass, and of a backward pass for `needs`."""
-    specs: list[tuple[Sequence[int], torch.dtype] | None] = []
-    for tensor in (*operands, *index):
-        specs.append(None if tensor is None else (tensor.shape, tensor.dtype))
-    specs.append(((1,), torch.int64) if dropout_p > 0 else None)
-    forward = forward_plan(tuple(specs), scale, dropout_p, save=True)
+    """Return the kernels of a forward pass, and of a backward pass if tensors need gradients.
+
+    The first output has an incoming gradient.
+    """
+    options = arguments[operator.num_inputs : operator.num_arguments]
+    plans = operator.passes(
+        arguments[: operator.num_inputs], tree_of(operator.options_form, options)
+    )
+    forward = names_of(plans.forward_plan(save=any(needs)))
     if not any(needs):
-        return names_of(forward), []
-    out, _, *saved = [
-        None if result is None else (result.shape, result.dtype) for result in forward.results
-    ]
-    backward = backward_plan((*specs, *saved, out, None), scale, dropout_p, needs)
-    return names_of(forward), names_of(backward)
+        return forward, []
+    has_grads = (True, *(False for _ in operator.outputs[1:]))
+    plan, _ = plans.backward_plan(tuple(needs), has_grads)
+    return forward, names_of(plan)
 
 
 def names_of(plan: Plan) -> list[str]:

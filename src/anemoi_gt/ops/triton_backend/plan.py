@@ -16,6 +16,7 @@ Related results, such as all tensors saved for a backward pass, are parts of one
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -259,62 +260,70 @@ class Plan:
     scratch_bytes: int
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the steps on contiguous inputs on the current device and return the results."""
+        """Run the steps on contiguous inputs, on their device, and return the results."""
         device = next(tensor.device for tensor in inputs if tensor is not None)
-        bases: list[Tensor | None] = list(inputs)
-        results: list[Tensor | None] = []
-        for buffer in self.results:
-            result = None
-            if buffer is not None:
-                # takes half the host time of new_empty (torch 2.11)
-                result = torch.empty_strided(
-                    buffer.shape, buffer.stride, dtype=buffer.dtype, device=device
-                )
-                bases.append(result)
-            results.append(result)
-        scratch = None
-        if self.scratch_bytes:
-            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        bases.append(scratch)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
-        are_aligned = not any(address % ALIGNMENT for address in addresses)
-        addresses.append(0)
-        gpu = repeating_device()
-        stream = None if gpu is None else current_stream(gpu)
-        typed: dict[tuple[int, torch.dtype], Tensor] = {}
-        views = [_view(location, bases, typed) for location in self.viewed]
+        with _current(device):
+            bases: list[Tensor | None] = list(inputs)
+            results: list[Tensor | None] = []
+            for buffer in self.results:
+                result = None
+                if buffer is not None:
+                    # takes half the host time of new_empty (torch 2.11)
+                    result = torch.empty_strided(
+                        buffer.shape, buffer.stride, dtype=buffer.dtype, device=device
+                    )
+                    bases.append(result)
+                results.append(result)
+            scratch = None
+            if self.scratch_bytes:
+                scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+            bases.append(scratch)
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
+            are_aligned = not any(address % ALIGNMENT for address in addresses)
+            addresses.append(0)
+            gpu = repeating_device()
+            stream = None if gpu is None else current_stream(gpu)
+            typed: dict[tuple[int, torch.dtype], Tensor] = {}
+            views = [_view(location, bases, typed) for location in self.viewed]
 
-        for step in self.steps:
-            if isinstance(step, BoundFunction):
-                tensors = [views[number] for number in step.views]
-                if step.out is None:
-                    step.function(*tensors)
-                else:
-                    step.function(*tensors, out=views[step.out])
-                continue
-            arguments = [addresses[base] + offset for base, offset in step.addresses]
-            alignment = step.alignment
-            if not are_aligned:
-                # Triton compiles a kernel for each pattern of aligned pointers. A chunk of an
-                # input, such as the edges of a mapper chunk, may begin at any address.
-                alignment = tuple(argument % ALIGNMENT == 0 for argument in arguments)
-            repeat = None if gpu is None else step.compiled.get((gpu, alignment))
-            if repeat is None:
-                step.launch.on(
-                    [None if p is None else _view(p, bases, typed) for p in step.locations]
+            for step in self.steps:
+                if isinstance(step, BoundFunction):
+                    tensors = [views[number] for number in step.views]
+                    if step.out is None:
+                        step.function(*tensors)
+                    else:
+                        step.function(*tensors, out=views[step.out])
+                    continue
+                arguments = [addresses[base] + offset for base, offset in step.addresses]
+                alignment = step.alignment
+                if not are_aligned:
+                    # Triton compiles a kernel for each pattern of aligned pointers. A chunk of an
+                    # input, such as the edges of a mapper chunk, may begin at any address.
+                    alignment = tuple(argument % ALIGNMENT == 0 for argument in arguments)
+                repeat = None if gpu is None else step.compiled.get((gpu, alignment))
+                if repeat is None:
+                    step.launch.on(
+                        [None if p is None else _view(p, bases, typed) for p in step.locations]
+                    )
+                    continue
+                repeat.launch(
+                    *step.launch.grid,
+                    stream,
+                    *repeat.kept,
+                    None,
+                    None,
+                    None,
+                    *arguments,
+                    *step.launch.values,
                 )
-                continue
-            repeat.launch(
-                *step.launch.grid,
-                stream,
-                *repeat.kept,
-                None,
-                None,
-                None,
-                *arguments,
-                *step.launch.values,
-            )
-        return results
+            return results
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Return a context in which a device is current."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _view(location: Location, bases: list, typed: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:

@@ -12,9 +12,10 @@ writes sums.
 from typing import NamedTuple
 
 from anemoi_gt.kernels.launch import Launch
+from anemoi_gt.ops.activations import ACTIVATIONS
+from anemoi_gt.ops.sublayer_tensors import NormOptions
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "sigmoid")
 MOST_FEATURES = 4096  # of a norm; beyond that, the gradient kernel spills registers
 MOST_WARPS = 8
 
@@ -46,7 +47,7 @@ GATE_BACKWARD = Tile(1024, 512, 4)
 def norm_forward(
     num_rows: int,
     features: int,
-    eps: float,
+    norm: NormOptions,
     *,
     out_stride: int | None = None,
     batch: int = 1,
@@ -60,7 +61,7 @@ def norm_forward(
         Rows of x, of all batch entries.
     features : int
         At most MOST_FEATURES, else ValueError.
-    eps : float
+    norm : NormOptions
     out_stride : int or None
         Elements between rows of `out`; None: `features`.
     batch : int
@@ -78,11 +79,12 @@ def norm_forward(
         "num_rows": num_rows,
         "rows_per_entry": entries.rows,
         "entry_rows": entries.stride,
-        "eps": float(eps),
+        "eps": float(norm.eps),
     }
     constants = {
         "F": features,
         "FEATURES": columns,
+        **norm.constants(),
         "ROWS": rows,
         "OUT_STRIDE": stride,
         "ENTRIES": entries.are_apart,
@@ -95,7 +97,7 @@ def norm_forward(
 def norm_backward(
     num_rows: int,
     features: int,
-    eps: float,
+    norm: NormOptions,
     *,
     programs: int,
     sums: int,
@@ -114,7 +116,7 @@ def norm_backward(
 
     Parameters
     ----------
-    num_rows, features, eps, batch
+    num_rows, features, norm, batch
         As in `norm_forward`.
     programs : int
         Rows of `partial`.
@@ -137,11 +139,12 @@ def norm_backward(
         "rows_per_entry": entries.rows,
         "entry_rows": entries.stride,
         "first_sum": first_sum,
-        "eps": float(eps),
+        "eps": float(norm.eps),
     }
     constants = {
         "F": features,
         "FEATURES": columns,
+        **norm.constants(),
         "ROWS": rows,
         "NORMED_STRIDE": stride,
         "ENTRIES": entries.are_apart,
@@ -155,18 +158,19 @@ def norm_backward(
 
 
 def head_norm_forward(
-    num_rows: int, heads: int, channels: int, eps: float, *, x_stride: int, out_stride: int
+    num_rows: int, heads: int, channels: int, norm: NormOptions, *, x_stride: int, out_stride: int
 ) -> Launch:
     """Return the launch of `head_norm_fwd`: x, scale -> out; strides are elements between nodes."""
     from anemoi_gt.kernels import norms_and_activations as kernels
 
     pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
     num_pairs = num_rows * heads
-    scalars = {"num_pairs": num_pairs, "eps": float(eps)}
+    scalars = {"num_pairs": num_pairs, "eps": float(norm.eps)}
     constants = {
         "H": heads,
         "C": channels,
         "CHANNELS": columns,
+        **norm.constants(),
         "PAIRS": pairs,
         "X_STRIDE": x_stride,
         "OUT_STRIDE": out_stride,
@@ -180,7 +184,7 @@ def head_norm_backward(
     num_rows: int,
     heads: int,
     channels: int,
-    eps: float,
+    norm: NormOptions,
     *,
     x_stride: int,
     grad_stride: int,
@@ -200,11 +204,12 @@ def head_norm_backward(
     pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
     num_pairs = num_rows * heads
     last_pair = num_pairs + 2 * programs * pairs
-    scalars = {"num_pairs": num_pairs, "first_sum": first_sum, "eps": float(eps)}
+    scalars = {"num_pairs": num_pairs, "first_sum": first_sum, "eps": float(norm.eps)}
     constants = {
         "H": heads,
         "C": channels,
         "CHANNELS": columns,
+        **norm.constants(),
         "PAIRS": pairs,
         "X_STRIDE": x_stride,
         "GRAD_STRIDE": grad_stride,

@@ -38,12 +38,11 @@ class IndexTensors(NamedTuple, Generic[Held]):
         return IndexTensors(*(getattr(graph, name) for name in cls._fields))
 
 
-class Options(NamedTuple):
-    """Options of a call next to its tensors of nodes and edges."""
+class Constants(NamedTuple, Generic[Held]):
+    """All tensors of a call of edge attention that are not differentiated."""
 
-    seed: Tensor | None = None  # [1] int64, with dropout
-    scale: float = 1.0
-    dropout_p: float = 0.0
+    graph: IndexTensors[Held]
+    seed: Held | None  # [1] int64, with dropout
 
 
 class Sizes(NamedTuple):

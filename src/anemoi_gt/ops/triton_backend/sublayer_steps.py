@@ -5,8 +5,8 @@ the backward pass reads too. They are not remembered from step to step: version 
 tell, since `AdamW(fused=True).step()` and `.data.copy_` leave them as they were (torch 2.13).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, NamedTuple
 
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.operands import Held, Operand, OperandT
+from anemoi_gt.ops.operator import GradientLayout, GradientLeaf, Spec
+from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
 from anemoi_gt.ops.triton_backend import row_launches
-from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder, contiguous_stride
+from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder, contiguous_stride
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
 CHUNK = 131072  # rows whose hidden features and modulation exist at a time
@@ -45,8 +47,11 @@ def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
         yield part * num_rows // number, (part + 1) * num_rows // number
 
 
+# ---------------------------------------------------------------------------- packed weights
+
+
 class Piece(NamedTuple, Generic[Held]):
-    """A parameter as it is packed: cast, after `addend` or 1 has been added."""
+    """A parameter to pack: optionally plus `addend` or 1, then cast."""
 
     shape: tuple[int, ...]
     source: Held | None  # None: zeros
@@ -57,6 +62,24 @@ class Piece(NamedTuple, Generic[Held]):
     def of(cls, parameter: OperandT) -> "Piece[OperandT]":
         """Return a parameter as it is."""
         return Piece(parameter.shape, parameter)
+
+
+def stacked(*parameters: OperandT | None) -> list[Piece[OperandT]]:
+    """Return the pieces of parameters of which some may be absent."""
+    return [Piece.of(parameter) for parameter in parameters if parameter is not None]
+
+
+def packed_norm(norm: Norm[OperandT], name: str) -> dict[str, list[Piece[OperandT]]]:
+    """Return the packed parameters of a norm with a condition: W [2 F, K] and b [2 F]."""
+    if norm.condition is None:
+        return {}
+    scale, shift = norm.scale_map, norm.shift_map
+    assert scale.bias is not None
+    scale_bias = Piece(scale.bias.shape, scale.bias, has_one=True)
+    return {
+        f"{name}_weight": stacked(scale.weight, shift.weight),
+        f"{name}_bias": [scale_bias, *stacked(shift.bias)],
+    }
 
 
 def _stacked_shape(pieces: Sequence) -> tuple[int, ...]:
@@ -72,7 +95,7 @@ class PackedWeights(NamedTuple):
 
     @classmethod
     def of(cls, groups: Mapping[str, Sequence[Piece[Operand]]]) -> "PackedWeights":
-        """Lay out groups of pieces; the pieces of a group differ in their first dimension alone."""
+        """Lay out groups of pieces, which differ only in their first dimension."""
         layout = {}
         num_elements = 0
         for name, pieces in groups.items():
@@ -90,81 +113,43 @@ class PackedWeights(NamedTuple):
         return views
 
 
-def pack_weights(
-    builder: PlanBuilder, groups: Mapping[str, Sequence[Piece[Buffer]]], packed: Buffer
-) -> dict[str, Buffer]:
-    """Cast groups of parameters into `packed` by one launch; return each group in it."""
-    from anemoi_gt.kernels import elementwise
-
-    layout = PackedWeights.of(groups)
-    sizes = []
-    firsts = []
-    ones = []
-    sources: list[Buffer | None] = []
-    addend = None
-    with_addend = -1
-    for name, pieces in groups.items():
-        first = layout.groups[name][0]
-        for piece in pieces:
-            if piece.addend is not None:
-                addend = piece.addend
-                with_addend = len(sources)
-            sizes.append(prod(piece.shape))
-            firsts.append(first)
-            ones.append(piece.has_one)
-            sources.append(piece.source)
-            first += prod(piece.shape)
-    num_blocks = sum(-(-size // PACK_BLOCK) for size in sizes)
-    absent = elementwise.PACKED - len(sources)
-    constants = {
-        "SIZES": (*sizes, *(absent * (0,))),
-        "FIRSTS": (*firsts, *(absent * (0,))),
-        "ONES": (*ones, *(absent * (False,))),
-        "WITH_ADDEND": with_addend,
-        "BLOCK": PACK_BLOCK,
-        "num_warps": 4,
-    }
-    sources += absent * [None]
-    buffers = {f"source{number}": source for number, source in enumerate(sources)}
-    launch = Launch(elementwise.pack, (num_blocks,), {}, constants)
-    builder.launch(launch, **buffers, addend=addend, packed=packed)
-    return layout.views(packed)
+# ---------------------------------------------------------------------------- gradients
 
 
-class GradientPiece(NamedTuple):
-    """One gradient in a block of gradients of parameters."""
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A gradient in a block of gradients; parts are told apart by identity."""
 
-    names: tuple[str, ...]  # of the parameters it belongs to; () if of none
     shape: tuple[int, ...]
 
 
-class ParameterPieces(NamedTuple):
+class GradientBlock(NamedTuple):
     """Layout of the float32 block that holds the gradients of parameters.
 
-    Pieces of a group are stacked along their first dimension, as `PackedWeights` stacks parameters.
+    Parts of a group are stacked along their first dimension, as `PackedWeights` stacks parameters.
     Sizes may be symbolic.
     """
 
     num_elements: int
     groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
-    pieces: tuple[GradientPiece, ...]  # one after another, with padding between groups
+    parts: tuple[Part, ...]  # one after another, with padding between groups
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, groups: Mapping[str, Sequence[GradientPiece]]) -> "ParameterPieces":
-        """Lay out groups of pieces."""
+    def of(cls, groups: Mapping[str, Sequence[Part]]) -> "GradientBlock":
+        """Lay out groups of parts."""
         layout = {}
-        pieces: list[GradientPiece] = []
+        parts: list[Part] = []
         first = 0
         for name, group in groups.items():
             shape = _stacked_shape(group)
             padding = -prod(shape) % GRADIENT_ALIGNMENT
             layout[name] = (first, shape)
-            pieces += group
-            pieces.append(GradientPiece((), (padding,)))
+            parts += group
+            parts.append(Part((padding,)))
             first += prod(shape) + padding
-        sizes = tuple(prod(piece.shape) for piece in pieces)
-        return cls(first, layout, tuple(pieces), sizes)
+        sizes = tuple(prod(part.shape) for part in parts)
+        return cls(first, layout, tuple(parts), sizes)
 
     def allocate(self, builder: PlanBuilder) -> tuple[Buffer, dict[str, Buffer]]:
         """Return a block [num_elements] and each group in it."""
@@ -177,91 +162,61 @@ class ParameterPieces(NamedTuple):
             end = first + prod(shape)
             padding = -end % GRADIENT_ALIGNMENT
             if padding:  # an operator returns the same bits each time
-                builder.compute(_zero, block.slice(0, end, end + padding))
+                builder.compute(zero, block.slice(0, end, end + padding))
         return block, buffers
 
-    def gradients(self, block: Tensor) -> dict[str, Tensor | None]:
-        """Return the gradients in a block [num_elements] by the names of their parameters.
+    def layout(
+        self, whole: Sequence[Spec | None], gradients: Sequence, tensors: Sequence, needs: Sequence
+    ) -> GradientLayout:
+        """Return the layout of a backward pass with the results `whole`, then this block.
 
-        Parameters that share a gradient get the same tensor: autograd copies it for one of them.
+        Each of `gradients` is a part, the number of a whole result, or None; `tensors` and `needs`
+        are in the same order.
         """
-        gradients: dict[str, Tensor | None] = {}  # callers add those that may be absent
-        for piece, part in zip(self.pieces, block.split(self.sizes), strict=True):
-            if len(piece.shape) > 1:
-                part = part.view(piece.shape)
-            for name in piece.names:
-                gradients[name] = part
-        return gradients
+        numbers = {part: number for number, part in enumerate(self.parts)}
+        found: list[GradientLeaf | None] = []
+        for gradient, tensor, need in zip(gradients, tensors, needs, strict=True):
+            if not need or tensor is None or gradient is None:
+                found.append(None)
+            elif isinstance(gradient, Part):
+                piece = numbers[gradient]
+                found.append(GradientLeaf(len(whole), piece, tensor.shape, tensor.dtype))
+            else:
+                found.append(GradientLeaf(gradient, None, tensor.shape, tensor.dtype))
+        results = (*whole, ((self.num_elements,), torch.float32))
+        return GradientLayout(results, (*(None for _ in whole), self.sizes), tuple(found))
 
 
-def linear(
-    builder: PlanBuilder, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer | None = None
-) -> Buffer:
-    """Return x W^T + b [N, features] of x [N, F] and W [features, F]."""
-    if out is None:
-        out = builder.empty((x.shape[0], weight.shape[0]), x.dtype)
-    if bias is None:
-        builder.compute_into(out, torch.mm, x, weight.transposed())
-    else:
-        builder.compute_into(out, torch.addmm, bias, x, weight.transposed())
-    return out
+class NormParts(NamedTuple):
+    """The gradients of a norm in the block of parameters."""
+
+    sums: tuple[Part, Part]  # sums over nodes: of scale and shift, or of the biases of their maps
+    maps: tuple[Part, ...]  # weights of the maps of a condition to scale and shift
+    tree: Norm  # of these parts; the number of a result for the condition
+
+    @classmethod
+    def of(cls, norm: Norm[Operand], features: int, condition_result: int) -> "NormParts":
+        """Return the parts of a norm of `features`."""
+        sums = (Part((features,)), Part((features,)))
+        if norm.condition is None:
+            return cls(sums, (), Norm(*sums))
+        shape = (features, norm.condition.shape[1])
+        maps = (Part(shape), Part(shape))
+        scale, shift = Linear(maps[0], sums[0]), Linear(maps[1], sums[1])
+        tree = Norm(condition=condition_result, scale_map=scale, shift_map=shift)
+        return cls(sums, maps, tree)
 
 
-def product(builder: PlanBuilder, x: Buffer, y: Buffer, out: Buffer | None = None) -> Buffer:
-    """Return the matrix product of x [N, K] and y [K, M]."""
-    if out is None:
-        out = builder.empty((x.shape[0], y.shape[1]), x.dtype)
-    builder.compute_into(out, torch.mm, x, y)
-    return out
+# ---------------------------------------------------------------------------- steps
 
 
-def add_product(builder: PlanBuilder, x: Buffer, y: Buffer, out: Buffer) -> None:
-    """Add the matrix product of x [N, K] and y [K, M] to `out` [N, M]."""
-    builder.compute(_add_mm, x, y, out)
+def zero(out: Tensor) -> None:
+    """Write zeros."""
+    out.zero_()
 
 
-def outer_product(
-    builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer, *, is_first: bool
-) -> None:
-    """Write dy^T x, the gradient of a weight, into float32 `total`, or add it unless `is_first`."""
-    num_rows = dy.shape[0]
-    if dy.dtype == torch.float32:
-        if is_first:
-            builder.compute_into(total, torch.mm, dy.transposed(), x)
-        else:
-            builder.compute(_add_mm, dy.transposed(), x, total)
-        return
-    # Rows beyond a multiple of OUTER_ROWS are added by a kernel: cuBLAS may leave some of them out
-    # (docs/upstream.md).
-    aligned = num_rows // OUTER_ROWS * OUTER_ROWS
-    if aligned or is_first:
-        dy_rows = dy.slice(0, 0, aligned).transposed()
-        function = _wide_mm if is_first else _add_wide_mm
-        builder.compute(function, dy_rows, x.slice(0, 0, aligned), total)
-    if aligned < num_rows:
-        _add_outer(builder, dy.slice(0, aligned, num_rows), x.slice(0, aligned, num_rows), total)
-
-
-def _add_outer(builder: PlanBuilder, dy: Buffer, x: Buffer, total: Buffer) -> None:
-    from anemoi_gt.kernels import elementwise
-
-    m, k = total.shape
-    # a matrix instruction has at least 16 elements along each side
-    tile_m = min(64, max(16, next_power_of_two(m)))
-    tile_k = min(128, max(16, next_power_of_two(k)))
-    constants = {
-        "M": m,
-        "K": k,
-        "DY_STRIDE": dy.stride[0],
-        "X_STRIDE": x.stride[0],
-        "ROWS": OUTER_ROWS,
-        "TILE_M": tile_m,
-        "TILE_K": tile_k,
-        "num_warps": 4,
-    }
-    grid = (-(-m // tile_m), -(-k // tile_k))
-    launch = Launch(elementwise.add_outer, grid, {"num_rows": dy.shape[0]}, constants)
-    builder.launch(launch, dy=dy, x=x, total=total)
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 def _add_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
@@ -271,7 +226,7 @@ def _add_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
 def _wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
     if x.is_cuda:
         torch.mm(x, y, out_dtype=torch.float32, out=out)
-    else:  # PyTorch 2.13 has `out_dtype` on GPUs alone
+    else:  # PyTorch 2.13 has `out_dtype` on GPUs only
         out.copy_(x @ y)
 
 
@@ -282,150 +237,170 @@ def _add_wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
         out.add_(x @ y)
 
 
-def cast(builder: PlanBuilder, x: Buffer, dtype: torch.dtype) -> Buffer:
-    """Return contiguous x in another dtype, x itself where it has that dtype."""
-    if x.dtype == dtype:
-        return x
-    out = builder.empty_like(x, dtype)
-    add(builder, x, None, out)
-    return out
+class SublayerBuilder(PlanBuilder):
+    """Builder of a plan with steps of sub-layers: GEMMs, casts, residuals and norms."""
 
+    def pack(
+        self, groups: Mapping[str, Sequence[Piece[Buffer]]], packed: Buffer
+    ) -> dict[str, Buffer]:
+        """Cast groups of parameters into `packed` by one launch; return each group in it."""
+        from anemoi_gt.kernels import elementwise
 
-def add(builder: PlanBuilder, x: Buffer, y: Buffer | None, out: Buffer) -> None:
-    """Write x + y, or x, into `out` in its dtype; all are contiguous."""
-    from anemoi_gt.kernels import elementwise
-
-    numel = prod(x.shape)
-    unit = 16 if numel % 16 == 0 else 1
-    constants = {
-        "UNIT": unit,
-        "BLOCK": ADD_BLOCK,
-        "INT64": numel + ADD_BLOCK >= 2**31,
-        "num_warps": 4,
-    }
-    scalars = {"num_units": numel // unit}
-    launch = Launch(elementwise.add, (-(-numel // ADD_BLOCK),), scalars, constants)
-    builder.launch(launch, x=x, y=y, out=out)
-
-
-def copy(builder: PlanBuilder, source: Buffer, target: Buffer) -> None:
-    """Copy elements, cast to the dtype of `target`, of any strides."""
-    if source.is_contiguous and target.is_contiguous:
-        # PyTorch copies by cudaMemcpyAsync: 1.5 MB took 11 us on an H100, a kernel takes 3
-        add(builder, source, None, target)
-    else:
-        builder.compute(_copy, source, target)
-
-
-def _zero(out: Tensor) -> None:
-    out.zero_()
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
-
-
-class NormParameters(NamedTuple, Generic[Held]):
-    """Parameters of a norm as `anemoi_gt.ops.sublayer_tensors` describes them."""
-
-    scale: Held | None
-    shift: Held | None
-    scale_bias: Held | None
-    shift_bias: Held | None
-    condition: Held | None
-
-    def groups(self: "NormParameters[OperandT]", name: str) -> dict[str, list[Piece[OperandT]]]:
-        """Return the packed rows: with a condition W [2 F, K] and b [2 F], scale before shift."""
-        if self.condition is None:
-            return {}
-        assert self.scale is not None
-        assert self.shift is not None
-        assert self.scale_bias is not None
-        assert self.shift_bias is not None
-        scale_bias = Piece(self.scale_bias.shape, self.scale_bias, has_one=True)
-        return {
-            f"{name}_weight": [Piece.of(self.scale), Piece.of(self.shift)],
-            f"{name}_bias": [scale_bias, Piece.of(self.shift_bias)],
+        layout = PackedWeights.of(groups)
+        sizes = []
+        firsts = []
+        ones = []
+        sources: list[Buffer | None] = []
+        addend = None
+        with_addend = -1
+        for name, pieces in groups.items():
+            first = layout.groups[name][0]
+            for piece in pieces:
+                if piece.addend is not None:
+                    addend = piece.addend
+                    with_addend = len(sources)
+                sizes.append(prod(piece.shape))
+                firsts.append(first)
+                ones.append(piece.has_one)
+                sources.append(piece.source)
+                first += prod(piece.shape)
+        num_blocks = sum(-(-size // PACK_BLOCK) for size in sizes)
+        absent = elementwise.PACKED - len(sources)
+        constants = {
+            "SIZES": (*sizes, *(absent * (0,))),
+            "FIRSTS": (*firsts, *(absent * (0,))),
+            "ONES": (*ones, *(absent * (False,))),
+            "WITH_ADDEND": with_addend,
+            "BLOCK": PACK_BLOCK,
+            "num_warps": 4,
         }
+        sources += absent * [None]
+        buffers = {f"source{number}": source for number, source in enumerate(sources)}
+        launch = Launch(elementwise.pack, (num_blocks,), {}, constants)
+        self.launch(launch, **buffers, addend=addend, packed=packed)
+        return layout.views(packed)
 
+    def linear(
+        self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer | None = None
+    ) -> Buffer:
+        """Return x W^T + b [N, features] of x [N, F] and W [features, F]."""
+        if out is None:
+            out = self.empty((x.shape[0], weight.shape[0]), x.dtype)
+        if bias is None:
+            self.compute_into(out, torch.mm, x, weight.transposed())
+        else:
+            self.compute_into(out, torch.addmm, bias, x, weight.transposed())
+        return out
 
-class Norm(NamedTuple):
-    """A norm as the kernels read it: scale and shift [F], or a map of the condition to both."""
+    def product(self, x: Buffer, y: Buffer, out: Buffer | None = None) -> Buffer:
+        """Return the matrix product of x [N, K] and y [K, M]."""
+        if out is None:
+            out = self.empty((x.shape[0], y.shape[1]), x.dtype)
+        self.compute_into(out, torch.mm, x, y)
+        return out
 
-    eps: float
-    scale: Buffer | None = None
-    shift: Buffer | None = None
-    condition: Buffer | None = None  # [N, K] in the dtype of products
-    weight: Buffer | None = None  # [2 F, K]
-    bias: Buffer | None = None  # [2 F], 1 added to the half of the scale
+    def add_product(self, x: Buffer, y: Buffer, out: Buffer) -> None:
+        """Add the matrix product of x [N, K] and y [K, M] to `out` [N, M]."""
+        self.compute(_add_mm, x, y, out)
 
-    @classmethod
-    def of(
-        cls,
-        builder: PlanBuilder,
-        parameters: NormParameters[Buffer],
-        eps: float,
-        weights: dict[str, Buffer],
-        name: str,
-    ) -> "Norm":
-        """Return the norm called `name` in the cast weights."""
-        if parameters.condition is None:
-            return cls(eps, parameters.scale, parameters.shift)
-        weight = weights[f"{name}_weight"]
-        condition = cast(builder, parameters.condition, weight.dtype)
-        return cls(eps, condition=condition, weight=weight, bias=weights[f"{name}_bias"])
+    def outer_product(self, dy: Buffer, x: Buffer, total: Buffer, *, is_first: bool) -> None:
+        """Write dy^T x, the gradient of a weight, into float32 `total`; add unless `is_first`."""
+        num_rows = dy.shape[0]
+        if dy.dtype == torch.float32:
+            if is_first:
+                self.compute_into(total, torch.mm, dy.transposed(), x)
+            else:
+                self.compute(_add_mm, dy.transposed(), x, total)
+            return
+        # Rows beyond a multiple of OUTER_ROWS are added by a kernel: cuBLAS may leave some of them
+        # out (docs/upstream.md).
+        aligned = num_rows // OUTER_ROWS * OUTER_ROWS
+        if aligned or is_first:
+            dy_rows = dy.slice(0, 0, aligned).transposed()
+            function = _wide_mm if is_first else _add_wide_mm
+            self.compute(function, dy_rows, x.slice(0, 0, aligned), total)
+        if aligned < num_rows:
+            self._add_outer(dy.slice(0, aligned, num_rows), x.slice(0, aligned, num_rows), total)
 
-    def rows(self, begin: int, end: int) -> "Norm":
-        """Return the norm of rows `begin` to `end`."""
-        if self.condition is None:
-            return self
-        return self._replace(condition=self.condition.slice(0, begin, end))
+    def _add_outer(self, dy: Buffer, x: Buffer, total: Buffer) -> None:
+        from anemoi_gt.kernels import elementwise
 
-    def modulation(self, builder: PlanBuilder) -> Buffer | None:
-        """Return scale and shift of all rows [N, 2 F]; None without a condition."""
-        if self.condition is None:
-            return None
-        assert self.weight is not None
-        return linear(builder, self.condition, self.weight, self.bias)
+        m, k = total.shape
+        # a matrix instruction has at least 16 elements along each side
+        tile_m = min(64, max(16, next_power_of_two(m)))
+        tile_k = min(128, max(16, next_power_of_two(k)))
+        constants = {
+            "M": m,
+            "K": k,
+            "DY_STRIDE": dy.stride[0],
+            "X_STRIDE": x.stride[0],
+            "ROWS": OUTER_ROWS,
+            "TILE_M": tile_m,
+            "TILE_K": tile_k,
+            "num_warps": 4,
+        }
+        grid = (-(-m // tile_m), -(-k // tile_k))
+        launch = Launch(elementwise.add_outer, grid, {"num_rows": dy.shape[0]}, constants)
+        self.launch(launch, dy=dy, x=x, total=total)
 
+    def cast(self, x: Buffer, dtype: torch.dtype) -> Buffer:
+        """Return contiguous x in another dtype, x itself where it has that dtype."""
+        if x.dtype == dtype:
+            return x
+        out = self.empty_like(x, dtype)
+        self.add(x, None, out)
+        return out
 
-def norm_forward(
-    builder: PlanBuilder, x: Buffer, norm: Norm, out: Buffer, batch: int = 1, entry_rows: int = 0
-) -> None:
-    """Write the normed rows of x [N, F] into `out`.
+    def add(self, x: Buffer, y: Buffer | None, out: Buffer) -> None:
+        """Write x + y, or x, into `out` in its dtype; all are contiguous."""
+        from anemoi_gt.kernels import elementwise
 
-    With `entry_rows`, into the first rows of each batch entry of that number of rows. Where scale
-    and shift of every row are made of a condition, rows are taken in chunks.
-    """
-    num_rows, features = x.shape
-    parts = [(0, num_rows)]
-    if norm.condition is not None and batch == 1:
-        parts = list(chunks(num_rows))
-    for begin, end in parts:
-        launch = row_launches.norm_forward(
-            end - begin, features, norm.eps, batch=batch, out_entry_rows=entry_rows or None
-        )
-        rows = out if batch > 1 else out.slice(0, begin, end)
-        builder.launch(
-            launch,
-            x=x.slice(0, begin, end),
-            scale=norm.scale,
-            shift=norm.shift,
-            modulation=norm.rows(begin, end).modulation(builder),
-            out=rows,
-        )
+        numel = prod(x.shape)
+        unit = 16 if numel % 16 == 0 else 1
+        constants = {
+            "UNIT": unit,
+            "BLOCK": ADD_BLOCK,
+            "INT64": numel + ADD_BLOCK >= 2**31,
+            "num_warps": 4,
+        }
+        scalars = {"num_units": numel // unit}
+        launch = Launch(elementwise.add, (-(-numel // ADD_BLOCK),), scalars, constants)
+        self.launch(launch, x=x, y=y, out=out)
+
+    def copy(self, source: Buffer, target: Buffer) -> None:
+        """Copy elements, cast to the dtype of `target`, of any strides."""
+        if source.is_contiguous and target.is_contiguous:
+            # PyTorch copies by cudaMemcpyAsync: 1.5 MB took 11 us on an H100, a kernel takes 3
+            self.add(source, None, target)
+        else:
+            self.compute(_copy, source, target)
+
+    def map_total(self, weight: Buffer, total: Buffer, out: Buffer) -> None:
+        """Write W^T total [W] into `out`, of W [F, W] and total [F]."""
+        from anemoi_gt.kernels import elementwise
+
+        features, width = weight.shape
+        constants = {
+            "F": features,
+            "W": width,
+            "ROWS": TOTAL_ROWS,
+            "COLUMNS": TOTAL_COLUMNS,
+            "num_warps": TOTAL_WARPS,
+        }
+        launch = Launch(elementwise.map_total, (-(-width // TOTAL_COLUMNS),), {}, constants)
+        self.launch(launch, weight=weight, total=total, out=out)
 
 
 class NodeSums:
     """Partial sums over nodes, PROGRAMS rows with named columns, each written by a launch."""
 
-    def __init__(self, builder: PlanBuilder, pieces: Mapping[str, GradientPiece]):
+    def __init__(self, builder: SublayerBuilder, parts: Mapping[str, Part]):
         self.builder = builder
         self.columns: dict[str, slice] = {}
         self.width = 0
-        for name, piece in pieces.items():
-            self.columns[name] = slice(self.width, self.width + piece.shape[0])
-            self.width += piece.shape[0]
+        for name, part in parts.items():
+            self.columns[name] = slice(self.width, self.width + part.shape[0])
+            self.width += part.shape[0]
         self.partial = builder.empty((PROGRAMS, self.width), torch.float32)
 
     def sum_rows(self, name: str, rows: Buffer) -> None:
@@ -448,7 +423,7 @@ class NodeSums:
         launch = Launch(elementwise.sum_columns, grid, scalars, constants)
         self.builder.launch(launch, rows=rows, partial=self.partial)
 
-    def total_into(self, total: Buffer) -> None:
+    def reduce_into(self, total: Buffer) -> None:
         """Write the sums of all columns into `total` [width]."""
         from anemoi_gt.kernels import elementwise
 
@@ -464,195 +439,150 @@ class NodeSums:
         self.builder.launch(launch, partial=self.partial, total=total)
 
 
-def map_total(builder: PlanBuilder, weight: Buffer, total: Buffer, out: Buffer) -> None:
-    """Write W^T total [W] into `out`, of W [F, W] and total [F]."""
-    from anemoi_gt.kernels import elementwise
+class Rows(NamedTuple):
+    """The normalised rows of batch entries in a buffer, which may have halo rows after each."""
 
-    features, width = weight.shape
-    constants = {
-        "F": features,
-        "W": width,
-        "ROWS": TOTAL_ROWS,
-        "COLUMNS": TOTAL_COLUMNS,
-        "num_warps": TOTAL_WARPS,
-    }
-    launch = Launch(elementwise.map_total, (-(-width // TOTAL_COLUMNS),), {}, constants)
-    builder.launch(launch, weight=weight, total=total, out=out)
+    batch: int = 1
+    entry_rows: int | None = None  # rows of each entry in the buffer; None: no others
 
 
-def norm_sum_pieces(name: str, features: int, *, has_condition: bool) -> dict[str, GradientPiece]:
-    """Return the sums that `norm_backward` makes: of scale and shift, or of their biases."""
-    suffix = "_bias" if has_condition else ""
-    pieces = {}
-    for part in ("scale", "shift"):
-        pieces[f"{name}_{part}"] = GradientPiece((f"{name}_{part}{suffix}",), (features,))
-    return pieces
+ALL_ROWS = Rows()
 
 
-def norm_map_pieces(name: str, features: int, num_conditions: int) -> list[GradientPiece]:
-    """Return the gradients of the map [2 F, K] of a condition to scale and shift."""
-    shape = (features, num_conditions)
-    return [GradientPiece((f"{name}_{part}",), shape) for part in ("scale", "shift")]
-
-
-class ModulationGradients(NamedTuple):
-    """Gradients of a condition and of the map that makes scale and shift of it."""
-
-    weight: Buffer  # [2 F, K] float32
-    condition: Buffer | None  # [N, K]
-
-
-def modulation_gradients(
-    builder: PlanBuilder, norm: Norm, weight: Buffer | None, *, need_condition: bool
-) -> ModulationGradients | None:
-    """Return memory for the gradients of a condition and its map; None without a condition."""
-    if norm.condition is None:
-        return None
-    condition = None
-    if need_condition:
-        condition = builder.empty_like(norm.condition)
-    assert weight is not None
-    return ModulationGradients(weight, condition)
-
-
-def norm_backward(
-    sums: NodeSums,
-    name: str,
-    norm: Norm,
-    rows: tuple[int, int],
-    *,
-    x: Buffer,
-    grad_normed: Buffer,
-    grad_total: Buffer | None,
-    dx: Buffer,
-    normed: Buffer,
-    modulation: ModulationGradients | None,
-    is_first: bool,
-    batch: int = 1,
-    entry_rows: int = 0,
-) -> None:
-    """Differentiate a norm over condition rows `rows` (begin, end): fill dx and `normed`.
-
-    `normed` is the output, recomputed.
-
-    Tensors hold these rows alone, `grad_normed` and `normed` [rows, F], or [B * entry_rows, F]. The
-    gradients of scale and shift are added to the sums, or with a condition to `modulation`.
-    """
-    builder = sums.builder
-    begin, end = rows
-    num_rows, features = x.shape
-    launch = row_launches.norm_backward(
-        num_rows,
-        features,
-        norm.eps,
-        programs=PROGRAMS,
-        sums=sums.width,
-        first_sum=sums.columns[f"{name}_scale"].start,
-        is_first=is_first,
-        total=grad_total is not None,
-        batch=batch,
-        normed_entry_rows=entry_rows or None,
-    )
-    grad_scale = None
-    if norm.condition is not None:
-        grad_scale = builder.empty((num_rows, features), grad_normed.dtype)
-    builder.launch(
-        launch,
-        x=x,
-        grad_normed=grad_normed,
-        grad_total=grad_total,
-        scale=norm.scale,
-        shift=norm.shift,
-        modulation=norm.rows(begin, end).modulation(builder),
-        dx=dx,
-        normed=normed,
-        grad_scale=grad_scale,
-        partial=sums.partial,
-    )
-    if norm.condition is None:
-        return
-    assert grad_scale is not None
-    assert modulation is not None
-    assert norm.weight is not None
-    condition = norm.condition.slice(0, begin, end)
-    if batch > 1 and entry_rows:  # without the halo's rows, which have no condition
-        entries = (batch, num_rows // batch)
-        own_rows = grad_normed.unflatten(0, (batch, entry_rows)).slice(1, 0, entries[1])
-        grad_normed = builder.empty((num_rows, features), grad_normed.dtype)
-        copy(builder, own_rows, grad_normed.unflatten(0, entries))
-    scale_weight = modulation.weight.slice(0, 0, features)
-    shift_weight = modulation.weight.slice(0, features, 2 * features)
-    outer_product(builder, grad_scale, condition, scale_weight, is_first=is_first)
-    outer_product(builder, grad_normed, condition, shift_weight, is_first=is_first)
-    if modulation.condition is not None:
-        grad_condition = modulation.condition.slice(0, begin, end)
-        product(builder, grad_scale, norm.weight.slice(0, 0, features), grad_condition)
-        add_product(
-            builder, grad_normed, norm.weight.slice(0, features, 2 * features), grad_condition
-        )
-
-
-class SublayerPlans:
-    """The plans of a sub-layer for some shapes and dtypes, each made when first run.
+class NormSteps:
+    """The steps of one norm in a plan: it normalises rows x [N, F], and differentiates that.
 
     Parameters
     ----------
-    make_forward, make_backward : callable
-        Of (specs, options, save) and of (specs, options, needs).
-    specs : tuple
-        Shape and dtype of each tensor, None for an absent one.
-    options : NamedTuple
+    builder : SublayerBuilder
+    name : str
+        In the packed weights, and of the columns of node sums.
+    norm : Norm
+    weights : dict
+        The packed weights.
+    options : NormOptions
     """
 
-    def __init__(self, make_forward: Callable, make_backward: Callable, specs: tuple, options):
-        self.make_forward, self.make_backward = make_forward, make_backward
-        self.specs, self.options = specs, options
-        self._forward: dict[bool, Plan] = {}
-        self._backward: dict[object, tuple[Plan, ParameterPieces]] = {}
+    def __init__(
+        self,
+        builder: SublayerBuilder,
+        name: str,
+        norm: Norm[Buffer],
+        weights: dict[str, Buffer],
+        options: NormOptions,
+    ):
+        self.builder, self.name, self.norm, self.options = builder, name, norm, options
+        self.condition: Buffer | None = None  # in the dtype of the weight
+        self.grad_condition: Buffer | None = None  # [N, K], if needed
+        if norm.condition is not None:
+            self.weight, self.bias = weights[f"{name}_weight"], weights[f"{name}_bias"]
+            self.condition = builder.cast(norm.condition, self.weight.dtype)
 
-    def forward(self, *, save: bool) -> Plan:
-        """Return the plan of the forward pass."""
-        if save not in self._forward:
-            self._forward[save] = self.make_forward(self.specs, self.options, save=save)
-        return self._forward[save]
+    def forward(self, x: Buffer, out: Buffer, first: int = 0, rows: Rows = ALL_ROWS) -> None:
+        """Write the normalised x [N, F] into `out`, whose condition begins at row `first`.
 
-    def backward(self, needs) -> tuple[Plan, ParameterPieces]:
-        """Return the plan of the backward pass, and the layout of its block of parameters."""
-        if needs not in self._backward:
-            self._backward[needs] = self.make_backward(self.specs, self.options, needs)
-        return self._backward[needs]
+        Scale and shift of every row, where a condition makes them, exist for a chunk at a time.
+        """
+        num_rows, features = x.shape
+        parts = [(0, num_rows)]
+        if self.condition is not None and rows.batch == 1:
+            parts = list(chunks(num_rows))
+        for begin, end in parts:
+            launch = row_launches.norm_forward(
+                end - begin,
+                features,
+                self.options,
+                batch=rows.batch,
+                out_entry_rows=rows.entry_rows,
+            )
+            out_rows = out if rows.batch > 1 else out.slice(0, begin, end)
+            self.builder.launch(
+                launch,
+                x=x.slice(0, begin, end),
+                scale=self.norm.scale,
+                shift=self.norm.shift,
+                modulation=self._modulation(first + begin, first + end),
+                out=out_rows,
+            )
 
+    def _modulation(self, begin: int, end: int) -> Buffer | None:
+        """Return scale and shift of rows [N, 2 F]; None without a condition."""
+        if self.condition is None:
+            return None
+        return self.builder.linear(self.condition.slice(0, begin, end), self.weight, self.bias)
 
-class Shaped(NamedTuple):
-    """Stands for a tensor where its shape and dtype are all that is read."""
+    def allocate_gradients(
+        self, sums: NodeSums, grad_map: Buffer | None, *, needs_condition: bool
+    ) -> None:
+        """Set the memory of gradients besides dx: node sums, and with a condition [2 F, K]."""
+        self.sums, self.grad_map = sums, grad_map
+        if self.condition is not None and needs_condition:
+            self.grad_condition = self.builder.empty_like(self.condition)
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def backward(
+        self,
+        x: Buffer,
+        grad_normed: Buffer,
+        grad_total: Buffer | None,
+        dx: Buffer,
+        normed: Buffer,
+        first: int = 0,
+        rows: Rows = ALL_ROWS,
+    ) -> None:
+        """Fill dx, and `normed` with the output, recomputed, of rows that begin at `first`.
 
-    @classmethod
-    def all_of(cls, specs: tuple) -> list["Shaped | None"]:
-        """Return one for each spec."""
-        return [None if spec is None else cls(*spec) for spec in specs]
-
-
-def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the same elements, contiguous."""
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
-
-
-def specs_of(tensors: Sequence[Tensor | None]) -> tuple:
-    """Return the key of a plan for contiguous tensors: shapes and dtypes."""
-    return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
-
-
-def ordered_gradients(
-    tensors: NamedTuple, gradients: Mapping[str, Tensor | None], needs: NamedTuple
-) -> list[Tensor | None]:
-    """Return the needed gradients in the order and dtypes of `tensors`, None for others."""
-    ordered: list[Tensor | None] = []
-    for name, tensor, need in zip(tensors._fields, tensors, needs, strict=True):
-        gradient = gradients.get(name) if need else None
-        if gradient is not None and gradient.dtype != tensor.dtype:
-            gradient = gradient.to(tensor.dtype)
-        ordered.append(gradient)
-    return ordered
+        x and dx have these rows only, `grad_normed` and `normed` the rows of `rows`. dx includes
+        `grad_total`, the gradient of the residual connection. The gradients of scale and shift, or
+        of their maps, are added to those of earlier rows unless these are the first.
+        """
+        builder, sums = self.builder, self.sums
+        num_rows, features = x.shape
+        launch = row_launches.norm_backward(
+            num_rows,
+            features,
+            self.options,
+            programs=PROGRAMS,
+            sums=sums.width,
+            first_sum=sums.columns[f"{self.name}_scale"].start,
+            is_first=first == 0,
+            total=grad_total is not None,
+            batch=rows.batch,
+            normed_entry_rows=rows.entry_rows,
+        )
+        grad_scale = None
+        if self.condition is not None:
+            grad_scale = builder.empty((num_rows, features), grad_normed.dtype)
+        builder.launch(
+            launch,
+            x=x,
+            grad_normed=grad_normed,
+            grad_total=grad_total,
+            scale=self.norm.scale,
+            shift=self.norm.shift,
+            modulation=self._modulation(first, first + num_rows),
+            dx=dx,
+            normed=normed,
+            grad_scale=grad_scale,
+            partial=sums.partial,
+        )
+        if self.condition is None:
+            return
+        assert grad_scale is not None
+        assert self.grad_map is not None
+        if rows.batch > 1 and rows.entry_rows:  # without the halo's rows, which have no condition
+            entries = (rows.batch, num_rows // rows.batch)
+            all_rows = grad_normed.unflatten(0, (rows.batch, rows.entry_rows))
+            grad_normed = builder.empty((num_rows, features), grad_normed.dtype)
+            builder.copy(all_rows.slice(1, 0, entries[1]), grad_normed.unflatten(0, entries))
+        condition = self.condition.slice(0, first, first + num_rows)
+        of_scale, of_shift = slice(0, features), slice(features, 2 * features)
+        builder.outer_product(
+            grad_scale, condition, self.grad_map.rows(of_scale), is_first=first == 0
+        )
+        builder.outer_product(
+            grad_normed, condition, self.grad_map.rows(of_shift), is_first=first == 0
+        )
+        if self.grad_condition is not None:
+            grad_condition = self.grad_condition.slice(0, first, first + num_rows)
+            builder.product(grad_scale, self.weight.rows(of_scale), grad_condition)
+            builder.add_product(grad_normed, self.weight.rows(of_shift), grad_condition)

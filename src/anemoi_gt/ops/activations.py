@@ -1,0 +1,38 @@
+"""The activations of fused feed-forward networks: one table for modules, kernels and tests.
+
+The formulas are in `anemoi_gt.kernels.norms_and_activations`, whose `_activate` has the same names.
+"""
+
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Activation(NamedTuple):
+    """An activation of PyTorch."""
+
+    kind: type[nn.Module]
+    approximate: str | None = None  # its attribute of that name; None if it has none
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the attributes that its result depends on."""
+        return () if self.approximate is None else ("approximate",)
+
+    def module(self) -> nn.Module:
+        """Return a module that computes it."""
+        return self.kind() if self.approximate is None else self.kind(approximate=self.approximate)
+
+
+ACTIVATIONS = {
+    "gelu": Activation(nn.GELU, "none"),
+    "gelu_tanh": Activation(nn.GELU, "tanh"),
+    "silu": Activation(nn.SiLU),
+    "relu": Activation(nn.ReLU),
+    "sigmoid": Activation(nn.Sigmoid),
+    "mish": Activation(nn.Mish),
+}
+KINDS = tuple(dict.fromkeys(activation.kind for activation in ACTIVATIONS.values()))
+KIND_NAMES = ", ".join(kind.__name__ for kind in KINDS)
+# by class and `approximate`, for a lookup that torch.compile traces
+ACTIVATION_NAMES = {tuple(activation): name for name, activation in ACTIVATIONS.items()}

@@ -1,0 +1,149 @@
+"""Operators whose passes are plans: of the `triton` backend."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.ops.operator import GradientLayout, Operator, Spec
+from anemoi_gt.ops.tree import tree_of
+from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
+
+# specs and options whose plans are kept: graphs times layers of different sizes in use at a time
+PLAN_CACHE_SIZE = 128
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Shape and dtype of a tensor, a leaf of a tree."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PlannedOperator(Operator):
+    """An operator whose passes are plans, which are made from shapes, dtypes and options only."""
+
+    builder_class = PlanBuilder
+
+    def __init__(self, name: str, **trees):
+        super().__init__(name, "triton", **trees)
+        self.plans_of = self.new_cache()
+
+    def new_cache(self) -> Callable[[tuple, Any], "Plans"]:
+        """Return a function that makes and keeps the plans for specs and options."""
+
+        def plans_of(specs: tuple, options: Any) -> "Plans":
+            return Plans(self, specs, options)
+
+        return lru_cache(PLAN_CACHE_SIZE)(plans_of)
+
+    def passes(self, inputs: Sequence[Tensor | None], options: Any) -> "Plans":
+        """Return the plans for these inputs."""
+        specs = tuple(None if x is None else (x.shape, x.dtype) for x in inputs)
+        return self.plans_of(specs, options)
+
+    @abstractmethod
+    def add_forward(
+        self, builder: Any, tensors: Any, constants: Any, options: Any, *, save: bool
+    ) -> list[Buffer]:
+        """Add the steps of the forward pass; return outputs, and what is kept with `save`.
+
+        `builder` is a `builder_class`.
+        """
+
+    @abstractmethod
+    def add_backward(
+        self,
+        builder: Any,
+        tensors: Any,
+        constants: Any,
+        options: Any,
+        kept: Buffer,
+        grads: Any,
+        needs: Any,
+    ) -> Sequence[Buffer | None]:
+        """Add the steps of the backward pass; return the results of `gradient_layout`.
+
+        `needs` is the tree of tensors with a bool for each.
+        """
+
+
+class Plans:
+    """The plans of an operator for some shapes, dtypes and options, each made when first run.
+
+    Parameters
+    ----------
+    operator : PlannedOperator
+    specs : tuple
+        Shape and dtype of each input, None for an absent one.
+    options : NamedTuple
+    """
+
+    def __init__(self, operator: PlannedOperator, specs: tuple, options: Any):
+        self.operator, self.specs, self.options = operator, specs, options
+        shapes = [None if spec is None else Shaped(*spec) for spec in specs]
+        self.tensors, self.constants = self._trees(shapes)
+        self.output_specs = operator.forward_specs(self.tensors, self.constants, options)
+        self._forward: dict[bool, Plan] = {}
+        self._backward: dict[tuple, tuple[Plan, GradientLayout]] = {}
+
+    def _trees(self, leaves: Sequence) -> tuple[Any, Any]:
+        """Return tensors and constants of one leaf for each input."""
+        operator, num_tensors = self.operator, self.operator.num_tensors
+        tensors = tree_of(operator.tensors_form, leaves[:num_tensors])
+        return tensors, tree_of(operator.constants_form, leaves[num_tensors:])
+
+    def forward_plan(self, *, save: bool) -> Plan:
+        """Return the plan of the forward pass: outputs, and what is kept with `save`."""
+        if save not in self._forward:
+            builder = self.operator.builder_class(self.specs)
+            trees = self._trees(builder.inputs)
+            results = self.operator.add_forward(builder, *trees, self.options, save=save)
+            self._forward[save] = builder.finish(results)
+        return self._forward[save]
+
+    def backward_plan(
+        self, needs: tuple[bool, ...], has_grads: tuple[bool, ...]
+    ) -> tuple[Plan, GradientLayout]:
+        """Return the plan over inputs, what is kept and the incoming gradients that exist."""
+        key = (needs, has_grads)
+        if key not in self._backward:
+            operator = self.operator
+            *outputs, kept = self.output_specs
+            grads: list[Spec | None] = []
+            for spec, is_there in zip(outputs, has_grads, strict=True):
+                grads.append(spec if is_there else None)
+            builder = operator.builder_class([*self.specs, kept, *grads])
+            kept_block, *grad_buffers = builder.inputs[operator.num_inputs :]
+            assert kept_block is not None
+            trees = self._trees(builder.inputs[: operator.num_inputs])
+            needed = tree_of(operator.tensors_form, needs)
+            arguments = (*trees, self.options, kept_block, grad_buffers, needed)
+            results = operator.add_backward(builder, *arguments)
+            layout = operator.gradient_layout(self.tensors, self.constants, self.options, needed)
+            self._backward[key] = (builder.finish(results), layout)
+        return self._backward[key]
+
+    def forward(self, inputs: Sequence[Tensor | None], *, save: bool) -> list[Tensor]:
+        """Run the forward pass."""
+        plan = self._forward.get(save) or self.forward_plan(save=save)
+        return plan.run(inputs)  # type: ignore[return-value]  # no result of this pass is None
+
+    def backward(
+        self,
+        inputs: Sequence[Tensor | None],
+        kept: Tensor,
+        grads: Sequence[Tensor | None],
+        needs: tuple[bool, ...],
+    ) -> tuple[list[Tensor | None], GradientLayout]:
+        """Run the backward pass."""
+        given = []
+        for grad, (_, dtype) in zip(grads, self.output_specs, strict=False):
+            given.append(grad if grad is None or grad.dtype == dtype else grad.to(dtype))
+        plan, layout = self.backward_plan(needs, tuple(grad is not None for grad in given))
+        return plan.run((*inputs, kept, *given)), layout

@@ -1,0 +1,103 @@
+"""Operators on trees: flat arguments, schemas, and second derivatives of all of them."""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import pytest
+import torch
+from support import sublayers
+from torch import Tensor
+
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
+from anemoi_gt.ops.tree import form_of, leaf_types, leaves, tree_of
+from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
+
+# numpy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+T = TypeVar("T")
+
+
+class Map(NamedTuple, Generic[T]):
+    """Two leaves."""
+
+    weight: T
+    bias: T | None = None
+
+
+class Layer(NamedTuple, Generic[T]):
+    """Four leaves, two of them in branches of their own kind."""
+
+    x: T
+    first: Map[T]
+    scale: T | None
+
+
+class Options(NamedTuple):
+    """A branch without type parameters."""
+
+    power: float
+    names: Map[str]
+
+
+def test_leaves_are_depth_first_and_give_the_tree_again():
+    tree = Layer(1, Map(2, None), 4)
+    assert leaves(tree) == [1, 2, None, 4]
+    form = form_of(Layer[Tensor])
+    assert form == Layer(None, Map(None, None), None)
+    assert tree_of(form, leaves(tree)) == tree
+
+
+def test_leaves_have_the_names_of_their_paths_and_the_types_of_their_fields():
+    names = ["x", "first_weight", "first_bias", "scale"]
+    assert list(leaf_types(Layer[Tensor])) == names
+    assert leaf_types(Options)["power"] is float
+
+
+def test_a_schema_has_a_parameter_for_each_leaf():
+    schema = str(torch.ops.anemoi_gt.feed_forward_triton.default._schema)
+    assert "Tensor? x, Tensor? norm_scale, " in schema
+    assert "Tensor? hidden_weight, Tensor? hidden_bias, " in schema
+    assert schema.endswith(
+        "float norm_eps, bool norm_is_centred, str activation, ScalarType dtype, bool keep_hidden, bool save) -> (Tensor, Tensor)"
+    )
+
+
+def strided(*shape):
+    """Return a leaf that is not contiguous."""
+    return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2).requires_grad_()
+
+
+def attend(query, backend):
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
+    graph = graph.to(query.device)
+    rows = torch.randn(2, 3, 4, device=query.device)
+    return edge_attention(query, rows, rows, graph, config=AttentionConfig(backend))[0]
+
+
+def feed_forward(x):
+    named, _ = sublayers.draw_feed_forward(x.device)
+    options = FeedForwardOptions(sublayers.NORM, "gelu", torch.float32, keep_hidden=True)
+    tensors = sublayers.fill(FeedForwardTensors, named | {"x": x})
+    return feed_forward_sublayer(tensors, options)
+
+
+@pytest.mark.parametrize(
+    ("compute", "shape", "name"),
+    [
+        (lambda x: attend(x, "triton"), (2, 3, 4), "edge_attention"),
+        (lambda x: attend(x, "torch"), (2, 3, 4), "edge_attention"),
+        (feed_forward, (13, 24), "feed_forward"),
+    ],
+)
+def test_the_second_derivative_of_a_strided_input_is_refused_and_not_dropped(
+    compute, shape, name, kernel_device
+):
+    """A gradient that depends on a copy of an input would lose that dependence."""
+    x = strided(*shape).detach().to(kernel_device).requires_grad_()
+    assert not x.is_contiguous()
+    (gradient,) = torch.autograd.grad(compute(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"double backward is not supported by {name}, got"):
+        gradient.square().sum().backward()
+    out = compute(x).sum()  # whose incoming gradient needs none
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    assert gradient.requires_grad
