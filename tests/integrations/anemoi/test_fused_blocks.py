@@ -359,7 +359,7 @@ NO_ATTENTION = {  # reason: a change after which the feed-forward sub-layer alon
 }
 NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alone is fused
     "its node_dst_mlp.mlp.1 is a torch.nn.modules.activation.Tanh, and one of GELU, SiLU, "
-    "Sigmoid": with_part("node_dst_mlp.mlp.1", lambda _: nn.Tanh()),
+    "ReLU, Sigmoid, Mish": with_part("node_dst_mlp.mlp.1", lambda _: nn.Tanh()),
     "its node_dst_mlp.mlp.1 has hooks, which": lambda block: block.node_dst_mlp.mlp[
         1
     ].register_full_backward_hook(lambda *_: None),
