@@ -4,6 +4,7 @@ The bounds are about 10% above what these runs reach, which is less than the ful
 """
 
 import json
+from contextlib import ExitStack
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -25,7 +26,8 @@ def scores_of_run(without_pictures, tmp_path):
                 "train", ["training.device=cpu", "training.valid_every=100", *overrides]
             )
         run = build(config)
-        train(Trainer(run.model, run.splits, run.training, tmp_path, {}))
+        trainer = Trainer(run.model, run.splits, run.training, tmp_path, {})
+        train(trainer, None, ExitStack())
         return {
             score["forecast"]: score["rmse"]
             for score in json.loads((tmp_path / "scores.json").read_text())
