@@ -1,7 +1,6 @@
 """Sphinx configuration. The build needs the installed package and its configs, no network."""
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from anemoi_gt import __version__
@@ -38,8 +37,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say types with their shapes
 autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
-# only the docstrings of the kernels are shown
-autodoc_mock_imports = [] if find_spec("triton") else ["triton"]
 numpydoc_show_class_members = False
 viewcode_line_numbers = True
 viewcode_follow_imported_members = True
