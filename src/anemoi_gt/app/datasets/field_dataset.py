@@ -234,7 +234,7 @@ def find_variables(
             f"the data must hold the variables of the checkpoint, {', '.join(names)}; "
             f"{', '.join(sources)} lacks {', '.join(lacking)}, and has {have}"
         )
-    # Others are not those of the checkpoint, which `DataSchema.check_same` says.
+    # Variables that the checkpoint lacks are refused by `DataSchema.check_same`.
     others = [*(chosen.variables or []), *(chosen.diagnostics or []), *(chosen.forcings or [])]
     others = [name for name in dict.fromkeys(others) if name not in found]
     check_names(others, [], grouped)

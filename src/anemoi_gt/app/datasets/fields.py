@@ -53,7 +53,7 @@ class Level(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What tells a variable from the others of a file.
+    """Keys that identify a variable within a file.
 
     `interval` is the length and kind of an accumulation or mean, such as "6h accum", `INSTANT`, or
     "" if the file says nothing. `levels` has an entry for each dimension.

@@ -169,8 +169,8 @@ def _read(path: str, offset: int, part: int, _: int) -> np.ndarray:
     eccodes = import_extra("eccodes", "era5")
     values = np.empty(0)
     with open(path, "rb") as file:
-        # ecCodes keeps the fields that it has not returned of a message by the address of the file,
-        # which may be that of a file that was closed before.
+        # ecCodes keeps fields of a message that it has not returned yet by the address of the file
+        # object, which may have been reused since another file was closed.
         eccodes.codes_grib_multi_support_reset_file(file)
         file.seek(offset)
         for _ in range(part + 1):
