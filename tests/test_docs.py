@@ -254,6 +254,7 @@ def test_every_config_group_is_on_the_page(config_tables):
     )
 
 
+@pytest.mark.pages
 def test_every_parameter_of_a_group_is_documented_with_its_value_in_every_option(config_tables):
     for group in config_tables.groups():
         reference = config_tables.group_reference(group)

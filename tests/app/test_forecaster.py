@@ -20,6 +20,7 @@ def checkpoint(tmp_path, monkeypatch, without_pictures, start):
     return tmp_path / "runs" / "a" / "best.pt"
 
 
+@pytest.mark.application
 def test_a_forecast_is_the_file_of_the_rollout_command(checkpoint, start, tmp_path, monkeypatch):
     arguments = (f"checkpoint={checkpoint}", "steps=3", "start=latest", "training.device=cpu")
     start(rollout, *arguments, "hydra.run.dir=written")
@@ -39,6 +40,7 @@ def test_a_forecast_is_the_file_of_the_rollout_command(checkpoint, start, tmp_pa
         assert str(earlier.forecast_reference_time.values).startswith(date)
 
 
+@pytest.mark.application
 @pytest.mark.parametrize(
     ("options", "message"),
     [

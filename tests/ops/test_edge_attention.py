@@ -219,6 +219,7 @@ def test_wrong_operands_and_options_are_refused_with_the_reason(wrong, message):
     raises(wrong, message)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=str)
 @pytest.mark.parametrize("form", (*FORMS, "raw_without_bias"))
 @pytest.mark.parametrize("name", GRAPHS)

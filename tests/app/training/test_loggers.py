@@ -41,6 +41,7 @@ def of_mlflow(client, name):
     return {one.step: one.value for one in client.get_metric_history(run.info.run_id, name)}
 
 
+@pytest.mark.application
 @pytest.mark.parametrize("logger", ["tensorboard", "mlflow"])
 def test_a_logger_has_the_records_of_a_run_that_was_continued(
     logger, server, tmp_path, monkeypatch, start, without_pictures

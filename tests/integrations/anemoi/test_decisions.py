@@ -44,6 +44,7 @@ def test_a_hook_that_removes_itself_changes_nothing(part, edge_dim):
     assert not block.get_submodule(part)._forward_hooks
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("part", ("lin_edge", "conv"))
 @pytest.mark.parametrize("blocks", (None, True))
 def test_a_recomputation_takes_the_path_of_the_forward_pass(graph, part, blocks, few_programs):
@@ -109,6 +110,7 @@ def test_block_paths_are_listed_by_module_path_and_reason(graph, caplog):
         assert "GraphTransformerMapperBlock: 2 attention only (" in text
 
 
+@pytest.mark.interpreted
 def test_a_second_model_is_logged_with_its_own_blocks(graph, caplog, few_programs):
     x = draw(graph, ensemble=2)
     models = [

@@ -218,6 +218,7 @@ def in_a_module(block, inputs):
     return checkpoint(block, *inputs, use_reentrant=False)[0]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("part", ("conv", "lin_edge", "lin_query", "node_dst_mlp"))
 @pytest.mark.parametrize("call", (in_a_function, in_a_module))
 @pytest.mark.parametrize("blocks", (None, True))
