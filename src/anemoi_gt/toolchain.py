@@ -100,7 +100,7 @@ def compile_problem(device: torch.device) -> str | None:
 
 
 def compile_cache_problem() -> str | None:
-    """Return why the folder that torch.compile shall write its cache to cannot be written, or None.
+    """Return why the cache folder of torch.compile cannot be written, or None.
 
     Without the variable, it is below Python's temporary folder, which can be written.
     """

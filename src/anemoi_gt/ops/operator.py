@@ -49,15 +49,16 @@ class GradientLayout(NamedTuple):
     def separate(cls, flat: Sequence, needs: Sequence[bool]) -> "GradientLayout":
         """Return a layout with one result for each tensor that needs a gradient, like it."""
         results: list[Spec | None] = []
-        found: list[GradientLeaf | None] = []
+        gradient_leaves: list[GradientLeaf | None] = []
         for number, (tensor, need) in enumerate(zip(flat, needs, strict=True)):
             if need and tensor is not None:
                 results.append((tensor.shape, tensor.dtype))
-                found.append(GradientLeaf(number, None, tensor.shape, tensor.dtype))
+                leaf = GradientLeaf(number, None, tensor.shape, tensor.dtype)
+                gradient_leaves.append(leaf)
             else:
                 results.append(None)
-                found.append(None)
-        return cls(tuple(results), (None,) * len(results), tuple(found))
+                gradient_leaves.append(None)
+        return cls(tuple(results), (None,) * len(results), tuple(gradient_leaves))
 
     def gradients(self, results: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients in `results`, in the order, shapes and dtypes of the tensors.

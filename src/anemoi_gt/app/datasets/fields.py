@@ -285,12 +285,12 @@ def on_largest_grid(variables: Mapping[str, list[Series]]) -> dict[str, list[Ser
     if len(others[0][1]) == len(names):
         (first, *_), (second, *_) = (variables[group[0]] for _, group in grids[:2])
         raise ValueError(_two_grids(first, second))
-    for grid, names_there in others:
+    for grid, other_names in others:
         log.warning(
             "left out, because the grid is %s and not %s: %s",
             grid.describe(),
             largest.describe(),
-            ", ".join(names_there),
+            ", ".join(other_names),
         )
     return {name: variables[name] for name in names}
 

@@ -116,8 +116,8 @@ class Plans:
             operator = self.operator
             *outputs, kept = self.output_specs
             grads: list[Spec | None] = []
-            for spec, is_there in zip(outputs, has_grads, strict=True):
-                grads.append(spec if is_there else None)
+            for spec, has_grad in zip(outputs, has_grads, strict=True):
+                grads.append(spec if has_grad else None)
             builder = operator.builder_class([*self.specs, kept, *grads])
             kept_block, *grad_buffers = builder.inputs[operator.num_inputs :]
             assert kept_block is not None
@@ -142,8 +142,8 @@ class Plans:
         needs: tuple[bool, ...],
     ) -> tuple[list[Tensor | None], GradientLayout]:
         """Run the backward pass."""
-        given = []
+        cast_grads = []
         for grad, (_, dtype) in zip(grads, self.output_specs, strict=False):
-            given.append(grad if grad is None or grad.dtype == dtype else grad.to(dtype))
-        plan, layout = self.backward_plan(needs, tuple(grad is not None for grad in given))
-        return plan.run((*inputs, kept, *given)), layout
+            cast_grads.append(grad if grad is None or grad.dtype == dtype else grad.to(dtype))
+        plan, layout = self.backward_plan(needs, tuple(grad is not None for grad in cast_grads))
+        return plan.run((*inputs, kept, *cast_grads)), layout

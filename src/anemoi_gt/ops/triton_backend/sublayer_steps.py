@@ -370,7 +370,7 @@ class SublayerBuilder(PlanBuilder):
     def copy(self, source: Buffer, target: Buffer) -> None:
         """Copy elements, cast to the dtype of `target`, of any strides."""
         if source.is_contiguous and target.is_contiguous:
-            # PyTorch copies by cudaMemcpyAsync: 1.5 MB took 11 us on an H100, a kernel takes 3
+            # PyTorch copies by cudaMemcpyAsync: a halo of 1.5 MB took 6.7 us on an H100, for 2.5
             self.add(source, None, target)
         else:
             self.compute(_copy, source, target)
