@@ -180,7 +180,7 @@ def describe(config: "DictConfig") -> dict[str, Any]:
     return {group: values[group] for group in GROUPS}
 
 
-def instantiate(config: "DictConfig"):
+def instantiate(config: "DictConfig") -> Any:
     """Build an object from its config; raise its errors without Hydra's wrapper."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -376,7 +376,7 @@ def launch(
 
     composed = []
 
-    def run(config: "DictConfig"):
+    def run(config: "DictConfig") -> Any:
         error: BaseException | str
         composed.append(config)
         try:

@@ -1,11 +1,16 @@
 """Maps of node values: projection, and interpolation of scattered nodes to an image."""
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import QuadMesh
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +50,7 @@ class MapImage:
             for shift in shifts:
                 self._coastlines.append(to_axes(line + np.array([shift, 0])))
 
-    def draw(self, axes, values: np.ndarray, **style):
+    def draw(self, axes: "Axes", values: np.ndarray, **style: Any) -> "QuadMesh":
         """Draw values [N] on axes of this projection by `pcolormesh(**style)`; return the mesh."""
         pixels = (values[self._node] * self._weight).sum(axis=1)
         pixels[self._is_beyond] = np.nan

@@ -1,9 +1,10 @@
 """Plots of a training run and of a rollout, as PNG files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +14,10 @@ from anemoi_gt.app.map_image import MapImage
 from anemoi_gt.app.scores import Outcome, Score
 from anemoi_gt.app.training.run_files import atomic_write, curve
 from anemoi_gt.extras import import_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
 
 # Okabe and Ito, colour-blind safe
 COLOURS = {
@@ -72,7 +77,16 @@ def draw_training_plot(
             _draw_forecast_panel(panel, image, dataset, sample, forecast, scores, losses, v)
 
 
-def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, losses, v):
+def _draw_forecast_panel(
+    figure: "FigureBase",
+    image: MapImage,
+    dataset: ForecastDataset,
+    sample: int,
+    forecast: Tensor,
+    scores: list[Score],
+    losses: list[dict] | None,
+    v: int,
+) -> None:
     """Draw one variable: start, truth and forecast, and below them losses, if any, and errors."""
     hours = f"{dataset.lead_time:g} h"
     units = dataset.units[v]
@@ -81,12 +95,12 @@ def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, losse
     axes = [figure.add_subplot(grid[cell], projection=image.projection) for cell in cells]
     start = dataset.present(sample)[:, v].numpy()
     truth = dataset.truth(sample)[:, v].numpy()
-    forecast = forecast[:, v].numpy()
+    predicted = forecast[:, v].numpy()
     label = with_units(dataset.variables[v], units)
-    fields = {"start": start, f"truth, {hours} later": truth, f"forecast, {hours}": forecast}
+    fields = {"start": start, f"truth, {hours} later": truth, f"forecast, {hours}": predicted}
     _draw_maps(axes[:3], image, label, fields, **_field_style(start, truth))
     errors = {}
-    for name, error in (("persistence", start - truth), ("the forecast", forecast - truth)):
+    for name, error in (("persistence", start - truth), ("the forecast", predicted - truth)):
         rmse = np.sqrt((dataset.weights.numpy() * error**2).mean())
         errors[f"error of {name}\nRMSE {rmse:.3g} {units}"] = error
     _draw_maps(axes[3:], image, label, errors, **_error_style(*errors.values()))
@@ -123,7 +137,15 @@ def draw_rollout_plot(
             _draw_rollout_panel(panel, image, dataset, sample, outcomes, scores, v)
 
 
-def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
+def _draw_rollout_panel(
+    figure: "FigureBase",
+    image: MapImage,
+    dataset: ForecastDataset,
+    sample: int,
+    outcomes: list[Outcome],
+    scores: list[Score],
+    v: int,
+) -> None:
     """Draw one variable: truth, forecast and error by lead time, and the growth of the error."""
     steps = drawn_steps(len(outcomes))
     grid = figure.add_gridspec(3, len(steps) + 1, width_ratios=[*([1] * len(steps)), 1.2])
@@ -133,8 +155,10 @@ def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
     truths, forecasts, errors = {}, {}, {}
     for n in steps:
         hours = f"{n * dataset.lead_time:g} h"
-        truth = outcomes[n - 1].truth[:, v].numpy()
-        forecast = outcomes[n - 1].forecast[:, v].numpy()
+        outcome = outcomes[n - 1]
+        assert outcome.truth is not None
+        truth = outcome.truth[:, v].numpy()
+        forecast = outcome.forecast[:, v].numpy()
         truths[f"truth, {hours}"] = truth
         forecasts[f"forecast, {hours}"] = forecast
         errors[f"error, {hours}"] = forecast - truth
@@ -175,16 +199,22 @@ def _png(path: Path, size: tuple[float, float]) -> Iterator:
         figure.savefig(file, format="png")
 
 
-def _field_style(*fields):
+def _field_style(*fields: np.ndarray) -> dict[str, Any]:
     return {"cmap": "viridis", "vmin": np.min(fields), "vmax": np.max(fields)}
 
 
-def _error_style(*errors):
+def _error_style(*errors: np.ndarray) -> dict[str, Any]:
     limit = np.abs(errors).max()
     return {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
 
 
-def _draw_maps(axes, image, label, fields, **style):
+def _draw_maps(
+    axes: "Sequence[Axes]",
+    image: MapImage,
+    label: str,
+    fields: Mapping[str, np.ndarray],
+    **style: Any,
+) -> None:
     """Draw fields [N], by title, with one colour bar."""
     for ax, (title, field) in zip(axes, fields.items(), strict=True):
         mesh = image.draw(ax, field, **style)
@@ -192,7 +222,7 @@ def _draw_maps(axes, image, label, fields, **style):
     axes[0].figure.colorbar(mesh, ax=axes, label=label, aspect=15, pad=0.02)
 
 
-def _draw_loss(axes, records):
+def _draw_loss(axes: "Axes", records: list[dict]) -> None:
     axes.plot(
         *curve(records, "train"),
         color=COLOURS["training"],
@@ -212,7 +242,7 @@ def _draw_loss(axes, records):
     axes.legend(frameon=False)
 
 
-def _label_log_axis(axes):
+def _label_log_axis(axes: "Axes") -> None:
     """Label a logarithmic y axis: powers of ten with 2 and 5, or round numbers within a decade."""
     ticker = import_extra("matplotlib.ticker", "train")
     low, high = axes.get_ylim()
@@ -223,7 +253,7 @@ def _label_log_axis(axes):
     axes.yaxis.set_minor_formatter(lambda loss, _: f"{loss:g}" if f"{loss:e}"[0] in "25" else "")
 
 
-def _draw_scores(axes, scores):
+def _draw_scores(axes: "Axes", scores: list[Score]) -> None:
     names = [score.forecast for score in scores]
     errors = [score.rmse for score in scores]
     colours = [COLOURS["model"]] + [COLOURS["persistence"]] * (len(scores) - 1)
@@ -234,7 +264,7 @@ def _draw_scores(axes, scores):
     axes.set_title(with_units("RMSE of all test samples", scores[0].units))
 
 
-def _draw_growth(axes, dataset, scores, v):
+def _draw_growth(axes: "Axes", dataset: ForecastDataset, scores: list[Score], v: int) -> None:
     names = dict.fromkeys(score.forecast for score in scores)
     scores_of_variable = [score for score in scores if score.variable == dataset.variables[v]]
     for name, line in zip(names, cycle(LINES)):

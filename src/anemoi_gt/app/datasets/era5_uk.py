@@ -61,7 +61,7 @@ class HourlyField:
     times: np.ndarray
     values: Tensor
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.values.shape != (len(self.times), len(self.nodes)):
             raise ValueError(
                 f"values must be [{len(self.times)}, {len(self.nodes)}], times by nodes, got "
@@ -92,8 +92,9 @@ class Era5UkDataset(ForecastDataset):
     )
     time_encoding = "two harmonics of the hour of the day, UTC"
     reference_name = "the variables 24 hours before the truth"
+    lead_time: int
 
-    def __init__(self, field, starts, lead_time):
+    def __init__(self, field: HourlyField, starts: range, lead_time: int):
         self.field = field
         self.starts = starts
         self.lead_time = lead_time
@@ -162,7 +163,7 @@ class Era5UkDataset(ForecastDataset):
         other.starts = range(index, index + 1)
         return other
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.starts)
 
     def inputs(self, i: int) -> Tensor:
@@ -201,7 +202,7 @@ class Era5UkDataset(ForecastDataset):
         start = np.datetime_as_string(self.field.times[self.starts[i]], unit="m").replace("T", " ")
         return f"{start} UTC + {self.lead_time} h"
 
-    def baselines(self, step: int | None = None):
+    def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:
         """Return persistence, the same hour of the previous day, and two ridge regressions.
 
         The regressions are fitted to 24 and 26 days; the second one, unlike a network, also to the
@@ -217,7 +218,7 @@ class Era5UkDataset(ForecastDataset):
                 forecasts[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
         return forecasts
 
-    def _ridge(self, hours):
+    def _ridge(self, hours: int) -> Callable[[int], Tensor]:
         """Return the forecast of a ridge regression fitted to the first `hours` of truth."""
 
         def predictors(start: int) -> Tensor:
@@ -230,7 +231,7 @@ class Era5UkDataset(ForecastDataset):
         predict = fit_ridge(torch.stack([predictors(start) for start in starts]), target)
         return lambda i: predict(predictors(self.starts[i]))[:, None]
 
-    def _channels(self, values, hour):
+    def _channels(self, values: Tensor, hour: int) -> Tensor:
         """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
         anomaly = (values[-1] - self._mean) / self._anomaly_std
         past = values[[-1 - lag for lag in self.lags]]  # [lags, N]
@@ -238,7 +239,7 @@ class Era5UkDataset(ForecastDataset):
         time_of_day = harmonics_of_day(hour, 2).expand(len(self.nodes), 4)
         return torch.cat([anomaly[:, None], changes, time_of_day, self._position], dim=1)
 
-    def _at(self, hour):
+    def _at(self, hour: int) -> Tensor:
         return self.field.values[hour][:, None]
 
 

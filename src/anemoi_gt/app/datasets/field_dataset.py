@@ -15,7 +15,7 @@ model. Each member of an ensemble has its own samples.
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import NamedTuple, Self
@@ -519,7 +519,7 @@ class FieldDataset(ForecastDataset):
         """Return the start time of sample i."""
         return self.fields.times[self.starts[i] % len(self.fields.times)]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.starts)
 
     def inputs(self, i: int) -> Tensor:
@@ -551,7 +551,7 @@ class FieldDataset(ForecastDataset):
         member = self.fields.members[self.starts[i] // len(self.fields.times)]
         return f"{title}, member {member}"
 
-    def baselines(self, step: int | None = None):
+    def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:
         """Return persistence, and the mean of the training samples at each node."""
         training = self._training
         if training is None or len(training) == 0:  # as for a trained model on other data
@@ -596,15 +596,16 @@ class FieldDataset(ForecastDataset):
             "data.lead_time, data.input_steps, or the dates of the splits"
         )
 
-    def _index(self, i, step):
+    def _index(self, i: int, step: int) -> int | None:
         """Return the index of the state `step` lead times after the start of sample i, or None."""
         member, time = divmod(int(self.starts[i]), len(self.fields.times))
         index = _find_times(self.fields.times, self.fields.times[time, None] + step * self._step)[0]
         return None if index < 0 else member * len(self.fields.times) + int(index)
 
-    def _at(self, i, step):
+    def _at(self, i: int, step: int) -> Tensor:
         """Return a state, [N, variables and forcings]; raise if any value is not finite."""
         t = self._index(i, step)
+        assert t is not None  # samples have all inputs and a truth
         state = self._read(t)
         is_finite = torch.isfinite(state).all(dim=0)
         if not is_finite.all():
@@ -616,7 +617,7 @@ class FieldDataset(ForecastDataset):
             )
         return state
 
-    def _read_file(self, t):
+    def _read_file(self, t: int) -> Tensor:
         """Read a state, [N, variables and forcings]."""
         values = [self.fields.readers[name](t) for name in self._names]
         return torch.from_numpy(np.stack(values, axis=1))
@@ -644,7 +645,7 @@ class FieldDataset(ForecastDataset):
             lines.append("  ".join([*words, *figures]).rstrip())
         return "\n".join(lines)
 
-    def _channels(self, i, forecasts):
+    def _channels(self, i: int, forecasts: Sequence[Tensor]) -> Tensor:
         """Return the input channels of the step that follows `forecasts`."""
         now = len(forecasts)
         channels = []
@@ -663,7 +664,7 @@ class FieldDataset(ForecastDataset):
             channels.append(((fields - self._mean) / self._std)[:, columns])
         return torch.cat([*channels, self._position, self._clock(i, now)], dim=1)
 
-    def _clock(self, i, step):
+    def _clock(self, i: int, step: int) -> Tensor:
         """Return sine and cosine of the local solar time and of the day of the year, [N, 4]."""
         time = self.start_time(i) + step * self._step
         day = 2 * np.pi * ((time - time.astype("datetime64[D]")) / np.timedelta64(1, "D"))
@@ -673,7 +674,7 @@ class FieldDataset(ForecastDataset):
         clock = np.stack([np.sin(local), np.cos(local), np.sin(year), np.cos(year)], axis=1)
         return torch.from_numpy(clock).float()
 
-    def _without_diagnostics(self, state):
+    def _without_diagnostics(self, state: Tensor) -> Tensor:
         """Return a state [N, V] with 0 for diagnostics."""
         state = state.clone()
         state[:, self._prognostic :] = 0
@@ -692,7 +693,17 @@ class FieldInputs(PhysicalInputs):
     position: Tensor
     longitudes: Tensor
 
-    def __init__(self, names, units, mean, std, position, longitudes, present, diagnostics):
+    def __init__(
+        self,
+        names: Iterable[str],
+        units: Iterable[str],
+        mean: Tensor,
+        std: Tensor,
+        position: Tensor,
+        longitudes: Tensor,
+        present: slice,
+        diagnostics: int,
+    ):
         super().__init__()
         self.names = tuple(names)
         self.units = tuple(units)

@@ -8,7 +8,7 @@ holds the normalisation, converts outputs to forecasts:
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -372,7 +372,10 @@ def share_of_batch(batch_size: int, ranks: int) -> int:
 
 
 def load(
-    dataset: ForecastDataset, batch_size: int, device: torch.device, order=None
+    dataset: ForecastDataset,
+    batch_size: int,
+    device: torch.device,
+    order: Iterable[int] | None = None,
 ) -> Iterator[Sample]:
     """Yield the batches [B, N, channels] of a data set on a device; the last one may be smaller.
 

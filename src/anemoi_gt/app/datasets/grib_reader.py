@@ -1,15 +1,18 @@
 """Fields from GRIB files: each message is a field, with the coordinates and scanning of ecCodes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from anemoi_gt.app.datasets.fields import INSTANT, FieldError, Grid, Key, Level, Series
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
+
+Get = Callable[[str], Any]  # a key of one message, or None; a message is a handle of ecCodes
 
 PRESSURE = {"isobaricInhPa": 1.0, "isobaricInPa": 0.01}  # in hPa
 LEVELS = {"hybrid": "model level", "heightAboveGround": "height", "depthBelowSea": "depth"}
@@ -53,7 +56,7 @@ def read_grib(path: str) -> tuple[list[Series], dict[str, str]]:
     return series, left_out
 
 
-def _messages(eccodes, file) -> Iterator[tuple[Any, int, int]]:
+def _messages(eccodes: ModuleType, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
     """Yield the handle of each field, the offset of its message, and its number in the message.
 
     A message of GRIB 2 may hold several fields, such as u and v.
@@ -69,7 +72,7 @@ def _messages(eccodes, file) -> Iterator[tuple[Any, int, int]]:
             eccodes.codes_release(message)
 
 
-def _get(eccodes, message, key: str) -> Any:
+def _get(eccodes: ModuleType, message: int, key: str) -> Any:
     """Return a key of a message, or None if the message does not have it."""
     try:
         value = eccodes.codes_get(message, key)
@@ -78,12 +81,14 @@ def _get(eccodes, message, key: str) -> Any:
     return None if value in ("unknown", "undef") else value
 
 
-def _parameter(get) -> str:
+def _parameter(get: Get) -> str:
     """Return the name of a parameter, such as t2m, as the Climate Data Store does in NetCDF."""
     return get("cfVarName") or get("shortName") or f"param{get('paramId')}"
 
 
-def _series(get, name: str, grid: Grid, read, path: str) -> Series:
+def _series(
+    get: Get, name: str, grid: Grid, read: Callable[[int], np.ndarray], path: str
+) -> Series:
     """Return the field of a message."""
     attributes = {"long_name": get("name"), "standard_name": get("cfName")}
     is_member = get("dataType") in ENSEMBLE or bool(get("number"))
@@ -104,7 +109,7 @@ def _series(get, name: str, grid: Grid, read, path: str) -> Series:
     )
 
 
-def _levels(get) -> tuple[Level, ...]:
+def _levels(get: Get) -> tuple[Level, ...]:
     """Return the level of a message; the height of 2 m temperature is part of its parameter."""
     kind = str(get("typeOfLevel") or "")
     if str(get("shortName") or "")[:1].isdigit() and kind in ("surface", "heightAboveGround"):
@@ -142,7 +147,7 @@ def _text(time: np.datetime64) -> str:
     return np.datetime_as_string(time, unit="m").replace("T", " ")
 
 
-def _grid(eccodes, message, path: str) -> Grid:
+def _grid(eccodes: ModuleType, message: int, path: str) -> Grid:
     """Return the grid of a message, with its rows and columns if all rows are of one size."""
     if _get(eccodes, message, "alternativeRowScanning"):
         # ecCodes lists the points as if all rows had the direction of the first.

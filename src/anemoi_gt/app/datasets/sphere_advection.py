@@ -44,7 +44,7 @@ from torch import Tensor
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step
 from anemoi_gt.app.datasets.physical import PhysicalInputs
 from anemoi_gt.data.grids import grid
-from anemoi_gt.data.nodes import EARTH_RADIUS, area_weights
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, area_weights
 from anemoi_gt.option_checks import check_integer, check_positive
 
 SECONDS_PER_HOUR = 3600.0
@@ -101,7 +101,7 @@ class Flow:
     deformation: float = 10.0
     period: float = 288.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("axis", "centre"):
             vector = np.asarray(getattr(self, name), dtype=np.float64)
             if vector.shape != (3,):
@@ -204,7 +204,14 @@ class SphereDataset(ForecastDataset):
         *("sin latitude", "cos latitude", "sin longitude", "cos longitude"),
     )
 
-    def __init__(self, nodes, size, flows, lead_time, key):
+    def __init__(
+        self,
+        nodes: Nodes,
+        size: int,
+        flows: tuple[str, ...],
+        lead_time: float,
+        key: tuple[int, ...],
+    ):
         self.nodes = nodes
         self.size = size
         self.flows = flows
@@ -250,7 +257,7 @@ class SphereDataset(ForecastDataset):
         other.change_std = torch.tensor([other.statistics.change_std], dtype=torch.float32)
         return other
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.size
 
     def case(self, i: int) -> Case:
@@ -318,11 +325,11 @@ class SphereDataset(ForecastDataset):
         kind = "deformational flow" if self.case(i).flow.deformation else "solid-body rotation"
         return f"{kind}, {self.lead_time:g} h"
 
-    def _channels(self, case, tracer, hours):
+    def _channels(self, case: Case, tracer: np.ndarray, hours: float) -> Tensor:
         """Return the input channels for a tracer [N], `hours` after the start of a case."""
         tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
 
-        def wind_components(xyz, frame):
+        def wind_components(xyz: np.ndarray, frame: np.ndarray) -> np.ndarray:
             components = []
             for hour in (hours, hours + self.lead_time):
                 wind = case.flow.wind(xyz, case.start + hour)
@@ -333,7 +340,7 @@ class SphereDataset(ForecastDataset):
         fields = np.concatenate([tracer[:, None], winds], axis=1)
         return torch.cat([torch.from_numpy(fields), self._position], dim=1).float()
 
-    def _tracer(self, i, hours):
+    def _tracer(self, i: int, hours: float) -> Tensor:
         case = self.case(i)
         tracer = in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)
         return torch.from_numpy(tracer).float()[:, None]

@@ -189,7 +189,14 @@ class _DatasetReader:
             )
         return self._grids[key]
 
-    def _new_grid(self, array, lat, lon, dims: tuple[str, ...], mapping: str) -> Grid:
+    def _new_grid(
+        self,
+        array: "xarray.DataArray",
+        lat: "xarray.DataArray",
+        lon: "xarray.DataArray",
+        dims: tuple[str, ...],
+        mapping: str,
+    ) -> Grid:
         lat, lon = (self._in_degrees(axis) for axis in (lat, lon))
         lat, lon = (
             axis.transpose(*dims).values.ravel()

@@ -80,7 +80,7 @@ class TrainingConfig:
     threads: int | None = None
     logger: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "valid_every", "log_every"):
             check_integer(f"training.{name}", getattr(self, name))
         check_integer("training.warmup_steps", self.warmup_steps, least=0)

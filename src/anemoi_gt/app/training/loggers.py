@@ -10,7 +10,7 @@ Numbers are named split/number, such as train/loss and valid/loss, by step.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,9 @@ def open_metrics(trainer: Trainer) -> Iterator[MetricsFile]:
         yield metrics
 
 
-def open_logger(name: str | None, folder: Path, description: Mapping[str, Any], step: int):
+def open_logger(
+    name: str | None, folder: Path, description: Mapping[str, Any], step: int
+) -> AbstractContextManager[LogRecord | None]:
     """Return a context with a function that logs a record of `metrics.jsonl`, or with None.
 
     Parameters

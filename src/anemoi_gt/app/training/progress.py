@@ -8,16 +8,20 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from anemoi_gt.extras import import_extra
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 SECONDS_BETWEEN_LINES = 15  # where the bar cannot be redrawn in place, as in a log file
 
 
-def progress_bar(steps: int, done: int, **options):
+def progress_bar(steps: int, done: int, **options: Any) -> "tqdm":
     """Return a tqdm progress bar on standard error over the steps of a run.
 
     `done` is the number of steps that were taken before. Raises ImportError if tqdm is missing.
@@ -97,18 +101,18 @@ class StopRequest:
     Outside the main thread, where Python cannot set signal handlers, nothing is recorded.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._before = {}
+        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._record)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None if it was not set from Python
         self._before = {}

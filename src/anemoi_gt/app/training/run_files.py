@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import nn
@@ -139,10 +139,10 @@ class MetricsFile:
             file.writelines(_line(record).encode() for record in self.records)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         with annotate_oserror(self.path):
             self._file.close()
 

@@ -291,7 +291,7 @@ class SharedStopRequest(StopRequest):
         self._vote = None
         self._highest = torch.zeros((), dtype=torch.int64, device="cpu")
 
-    def __exit__(self, kind, *rest):
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:  # a failed rank must not wait for the others
             self._read_vote()
         super().__exit__(kind, *rest)
