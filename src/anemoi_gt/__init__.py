@@ -1,7 +1,7 @@
 """Graph-transformer layers for weather models, compatible with Anemoi and PyTorch Geometric."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """Import modules on first use, so that the structure and the operation need only torch."""
     if name not in __all__:
         raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")

@@ -47,7 +47,7 @@ class AttentionConfig:
     precision: str | None = None
     stable_sort: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in PRECISIONS:

@@ -221,11 +221,11 @@ def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterato
             drew |= not torch.equal(begin, now)  # a draw moves the generator
         begin = None
 
-    def begin_forward(*_) -> tuple[list, list]:
+    def begin_forward(*_: object) -> tuple[list, list]:
         end_recomputation()
         return [], []  # no states
 
-    def begin_recomputation(*_, **__) -> None:
+    def begin_recomputation(*_: object, **__: object) -> None:
         nonlocal begin
         end_recomputation()
         begin = state()

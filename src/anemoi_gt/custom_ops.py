@@ -6,6 +6,7 @@ do without. Differentiable operators are `anemoi_gt.ops.operator.Operator`s.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ _PLAIN = frozenset(
 )
 
 
-def is_plain(*args) -> bool:
+def is_plain(*args: Any) -> bool:
     """Return whether the call of an operator with `args` can skip the dispatcher.
 
     False in traced code and under torch.func transforms, dispatch modes and profilers, which need

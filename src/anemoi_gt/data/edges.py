@@ -17,11 +17,16 @@ anemoi-graphs 0.9.8, nodes/builders/base.py (rounding), edges/builders/knn.py,
 edges/builders/cutoff.py, generate/masks.py and utils.py (definitions).
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer, check_number, check_positive
+
+if TYPE_CHECKING:
+    from scipy.spatial import KDTree
 
 MAX_NEIGHBOURS = 64
 # Distances that differ by less are equal. It lies between rounding in float64 (1e-16) and rounding
@@ -143,5 +148,5 @@ def _points(nodes: Nodes) -> np.ndarray:
     return unit_vectors(nodes.stored.astype(np.float64))
 
 
-def _tree(nodes: Nodes):
+def _tree(nodes: Nodes) -> "KDTree":
     return import_extra("scipy.spatial", "graphs").KDTree(_points(nodes))

@@ -64,10 +64,10 @@ class Nodes:
                 f"lat must lie in [-90, 90] degrees, got {self.lat.min()} to {self.lat.max()}"
             )
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.lat)
 
-    def __getitem__(self, index) -> "Nodes":
+    def __getitem__(self, index: slice | np.ndarray) -> "Nodes":
         """Return the selected nodes; `index` is a slice, a mask or an array of positions."""
         return Nodes(self.lat[index], self.lon[index])
 

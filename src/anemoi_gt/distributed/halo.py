@@ -15,6 +15,7 @@ can overlap with communication:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -253,13 +254,13 @@ class _SendRows(torch.autograd.Function):
     """Select the rows [S, .., F] to send from x [.., N, F]; backward adds their gradients."""
 
     @staticmethod
-    def forward(ctx, x, exchange):
+    def forward(ctx: Any, x: Tensor, exchange: "HaloExchange") -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         return x.view_as(x), x.movedim(-2, 0).index_select(0, exchange.send_rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, returned):
+    def backward(ctx: Any, grad: Tensor, returned: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         return ctx.exchange.scatter_add(returned, total.movedim(-2, 0)).movedim(0, -2), None
 
@@ -271,14 +272,20 @@ class _ReceiveRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, sent, arriving, exchange, is_prepared):
+    def forward(
+        ctx: Any,
+        sent: Tensor,
+        arriving: Tensor,
+        exchange: "HaloExchange",
+        is_prepared: bool,  # noqa: FBT001  `apply` takes no names
+    ) -> Tensor:
         ctx.exchange = exchange
         ctx.is_prepared = is_prepared
         return functional.wait_tensor(arriving)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         returned = ctx.exchange.send_reverse(grad)
         checks_anomalies = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
         if ctx.is_prepared or checks_anomalies:

@@ -49,7 +49,7 @@ class Ownership:
         }
         self._note.write_text(json.dumps(owner))
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         # filelock discards a lock on a removed file, so a process that has it open does not own it
         for file in (self._note, Path(self._lock.lock_file)):
             file.unlink(missing_ok=True)

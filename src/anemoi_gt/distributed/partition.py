@@ -44,7 +44,7 @@ class Ranges:
 
     bounds: tuple[int, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         is_tuple = isinstance(self.bounds, tuple)
         if not is_tuple or not all(isinstance(bound, int) for bound in self.bounds):
             raise ValueError(f"bounds must be a tuple of int, got {self.bounds!r}")
@@ -142,7 +142,7 @@ class Partition:
     ranges: Ranges
     order: Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.ranges, Ranges):
             raise ValueError(f"ranges must be Ranges, got {type(self.ranges).__name__}")
         if self.order is None:

@@ -63,7 +63,7 @@ class ShardingConfig:
     model: int = 1
     timeout: float = 300.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(
                 f"sharding.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}"

@@ -30,7 +30,7 @@ OPERATORS = {
 }
 
 
-def explain(model: nn.Module, *inputs, **named) -> Explanation:
+def explain(model: nn.Module, *inputs: Any, **named: Any) -> Explanation:
     """Report backend, rejected backends, operators and kernels of each attention in a model.
 
     The model runs once on the inputs, in its current mode, under the caller's autocast and gradient
@@ -85,7 +85,7 @@ def explain_attention(
     value: Tensor,
     graph: GraphStructure,
     *edges: Tensor | None,
-    **options,
+    **options: Any,
 ) -> Explanation:
     """Run `anemoi_gt.edge_attention` once and explain the call, as one unnamed layer.
 
@@ -112,7 +112,7 @@ def _explain(compute: Callable, names: dict, gpus: list[torch.device]) -> Explan
     return Explanation(tuple(layers))
 
 
-def _gpus_of(*tensors) -> list[torch.device]:
+def _gpus_of(*tensors: Any) -> list[torch.device]:
     """Return the GPUs of all tensors in nested containers, sorted by index."""
     devices = {leaf.device for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
     gpus = [device for device in devices if device.type == "cuda"]
@@ -143,18 +143,20 @@ class _Recorder(TorchDispatchMode):
         # the modules that are running, innermost last, with the grad mode at their entry
         self._running: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if operator in OPERATORS:
             module, grad_enabled = self._running[-1]
             self._record(Call(module, OPERATORS[operator], args, grad_enabled))
         return operator(*args, **(kwargs or {}))
 
-    def enter_module(self, module: nn.Module, inputs) -> None:
+    def enter_module(self, module: nn.Module, inputs: Any) -> None:
         """Push the module and the current grad mode, which is always off inside an operator."""
         if threading.get_ident() == self._thread:
             self._running.append((module, torch.is_grad_enabled()))
 
-    def leave_module(self, module: nn.Module, inputs, output) -> None:
+    def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
             self._running.pop()
 

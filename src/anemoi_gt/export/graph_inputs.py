@@ -25,7 +25,12 @@ class TensorGraphLayer(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x, structure: dict[str, Tensor], edge_attr: Tensor | None = None):
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        structure: dict[str, Tensor],
+        edge_attr: Tensor | None = None,
+    ) -> Any:
         """Call the layer.
 
         Parameters

@@ -8,6 +8,7 @@ name. `export_program` decomposes it into PyTorch operators (backend `torch`) or
 import copy
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def _check_example(field: Tensor) -> None:
         )
 
 
-def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:
+def export_program(module: nn.Module, inputs: tuple, dynamic_shapes: Any = None) -> ExportedProgram:
     """Export a module for inference, with PyTorch operators and kernel launches only.
 
     The result is an input of `write_package`. Raises ValueError if an operator cannot be exported:

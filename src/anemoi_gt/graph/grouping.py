@@ -104,7 +104,7 @@ def group_edges_unordered(
 
 
 @torch.library.register_fake("anemoi_gt::group_edges_unordered")
-def _(edge_index, num_dst, dtype):
+def _(edge_index: Tensor, num_dst: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     perm, row = (edge_index.new_empty(edge_index.shape[1], dtype=dtype) for _ in range(2))
     return edge_index.new_empty(num_dst + 1, dtype=dtype), perm, row
 
@@ -131,7 +131,9 @@ def group_both_ends_unordered(
 
 
 @torch.library.register_fake("anemoi_gt::group_both_ends_unordered")
-def _(edge_index, num_src, num_dst, dtype):
+def _(
+    edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _empty_groups(edge_index, num_src, num_dst, dtype)
 
 

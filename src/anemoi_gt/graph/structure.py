@@ -122,7 +122,7 @@ class GraphStructure:
     dst_hubs: Tensor | None = None
     src_hubs: Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_index("colptr", self.colptr, like=self.colptr)
         check_index("row", self.row, like=self.colptr)
         if self.colptr.shape[0] < 1:
@@ -353,7 +353,7 @@ class GraphStructure:
 
     @classmethod
     def from_adj_t(
-        cls, adj_t, *, stable: bool = True, validate: bool = True, reverse: bool = True
+        cls, adj_t: Any, *, stable: bool = True, validate: bool = True, reverse: bool = True
     ) -> "GraphStructure":
         """Build a structure from PyG's transposed adjacency matrix.
 

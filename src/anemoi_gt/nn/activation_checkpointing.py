@@ -20,7 +20,7 @@ from anemoi_gt.torch_compat import in_backward_pass
 
 
 def checkpoint_activations(
-    function: Callable[..., Tensor], *inputs, device: torch.device, draws: bool
+    function: Callable[..., Tensor], *inputs: Any, device: torch.device, draws: bool
 ) -> Tensor:
     """Return `function(*inputs)`; save only the inputs, and recompute in the backward pass.
 
@@ -46,7 +46,7 @@ Refusals = tuple[Refusal | None, ...]
 class _CheckpointedCall:
     """The answers of layers in a checkpointed call of a function, in order."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.answers: list[tuple] = []
         self.position: int | None = None  # in a recomputation: index of the next question
 
@@ -71,7 +71,7 @@ def keeping_answers(function: Callable) -> Callable:
     call, has_run = _CheckpointedCall(), False
 
     @wraps(function)
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_run
         if has_run:
             call.position = 0

@@ -15,7 +15,7 @@ materialised.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from einops import rearrange
 from torch import Tensor, nn
@@ -423,7 +423,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
     torch.Size([1, 2, 16])
     """
 
-    def __init__(self, *, update_src_nodes: bool = False, **options):
+    def __init__(self, *, update_src_nodes: bool = False, **options: Any):
         super().__init__(**options)
         self.update_src_nodes = update_src_nodes
         self.layer_norm_attention_src = self._make_norm()

@@ -60,13 +60,13 @@ class _Shared(torch.autograd.Function):
     """The identity; its node holds the sum of the gradients of the rows."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.total = None
         ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         # The engine calls this after all chunks, although they return None (torch 2.11, 2.13).
         # `grad` is of a chunk that read all rows.
         total = ctx.total
@@ -80,15 +80,15 @@ class _Rows(torch.autograd.Function):
     """Rows of a tensor whose node is a `_Shared`."""
 
     @staticmethod
-    def forward(ctx, x, rows, node):
+    def forward(ctx: Any, x: Tensor, rows: slice | Tensor, node: Any) -> Tensor:
         ctx.rows = rows
         ctx.node = node
         ctx.shape = x.shape
         return _select(x, rows)
 
     @staticmethod
-    def backward(ctx, grad):
-        node: Any = ctx.node
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        node = ctx.node
         if torch.is_grad_enabled():  # create_graph=True, which sums in place would break
             return _add(grad.new_zeros(ctx.shape), ctx.rows, grad), None, None
         if node.total is None:

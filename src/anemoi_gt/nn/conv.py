@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ class GraphTransformerConv(MessagePassing):
         root_weight: bool = True,  # noqa: FBT001, FBT002  as in PyG's TransformerConv
         *,
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
-        **kwargs,
+        **kwargs: Any,
     ):
         kwargs.setdefault("aggr", "add")
         super().__init__(node_dim=0, **kwargs)
@@ -141,7 +141,7 @@ class GraphTransformerConv(MessagePassing):
         self.lin_beta = Linear(3 * outer, 1, bias=False) if self.beta else None
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """Reinitialise all parameters in PyG's order: the same seed gives the same parameters."""
         super().reset_parameters()
         for linear in (
@@ -161,7 +161,7 @@ class GraphTransformerConv(MessagePassing):
         edge_index: GraphStructure | ShardedGraph | Sequence[Chunk] | Tensor,  # or a SparseTensor
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,  # noqa: FBT001  as in PyG
-    ):
+    ) -> Any:
         """Attend over the in-edges of every destination.
 
         Parameters
@@ -263,7 +263,7 @@ class GraphTransformerConv(MessagePassing):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
 
-    def _check_options(self):
+    def _check_options(self) -> None:
         check_integer("out_channels", self.out_channels)
         check_integer("heads", self.heads)
         if self.edge_dim not in (None, LAZY):
@@ -303,7 +303,7 @@ class GraphTransformerConv(MessagePassing):
         return sides
 
     def _edges(
-        self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
+        self, edge_index: Any, edge_attr: Tensor | None, num_nodes: tuple[int, int]
     ) -> tuple[GraphStructure, Tensor | None]:
         """Return the edges as a structure, and the attributes in the caller's edge order."""
         graph, edge_attr = read_edges(
@@ -320,7 +320,7 @@ class GraphTransformerConv(MessagePassing):
                 f"edge_dim={self.edge_dim}"
             )
 
-    def _along_flow(self, edge_index):
+    def _along_flow(self, edge_index: Any) -> Any:
         """Return `edge_index` with sources in row 0."""
         if self.flow == "source_to_target":
             return edge_index
@@ -383,7 +383,7 @@ class GraphTransformerConv(MessagePassing):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        edges,  # as in `forward`, without chunks and shards
+        edges: Any,  # as in `forward`, without chunks and shards
         edge_attr: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention [N_dst, H, C] and weights [E, H], as PyG computes them."""

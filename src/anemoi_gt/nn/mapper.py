@@ -7,6 +7,7 @@ y              = node_data_extractor(proc((x_src', x_dst'), edges))    backward:
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class GraphTransformerBaseMapper(nn.Module):
         num_channels: int,
         mlp_hidden_ratio: float = 4,
         gradient_checkpointing: bool = False,
-        **block_options,
+        **block_options: Any,
     ):
         super().__init__()
         if block_options.get("update_src_nodes"):
@@ -138,7 +139,7 @@ class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
     torch.Size([2, 16])
     """
 
-    def __init__(self, **options):
+    def __init__(self, **options: Any):
         super().__init__(**options)
         self.emb_nodes_src = self.proc.layer_kernels.Linear(
             self.in_channels_src, self.proc.channels
@@ -178,7 +179,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     torch.Size([5, 3])
     """
 
-    def __init__(self, *, out_channels_dst: int, **options):
+    def __init__(self, *, out_channels_dst: int, **options: Any):
         check_integer("out_channels_dst", out_channels_dst)
         super().__init__(**options)
         channels = self.proc.channels

@@ -8,6 +8,7 @@ ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)     linear in the c
 
 from collections.abc import Sequence
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +155,7 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
         ) from error
 
 
-def _accepts(module: nn.Module, *inputs, **options) -> bool:
+def _accepts(module: nn.Module, *inputs: Any, **options: Any) -> bool:
     """Return whether a module accepts these inputs; True if it has no signature (scripted)."""
     try:
         call = signature(module.forward)

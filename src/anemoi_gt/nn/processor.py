@@ -59,7 +59,7 @@ class GraphTransformerProcessor(nn.Module):
         num_channels: int,
         mlp_hidden_ratio: float = 4,
         checkpoint_groups: int | None = None,
-        **block_options,
+        **block_options: Any,
     ):
         super().__init__()
         check_integer("num_layers", num_layers)
@@ -113,7 +113,7 @@ class GraphTransformerProcessor(nn.Module):
         return x
 
 
-def _run_group(*inputs) -> Tensor:
+def _run_group(*inputs: Any) -> Tensor:
     x = _run(*inputs)
     return chunk_result(x) if torch.compiler.is_compiling() and not is_exporting() else x
 

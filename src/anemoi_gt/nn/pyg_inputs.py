@@ -11,7 +11,7 @@ from anemoi_gt.graph import GraphStructure
 
 
 def read_edges(
-    edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], config: AttentionConfig
+    edges: Any, edge_attr: Tensor | None, num_nodes: tuple[int, int], config: AttentionConfig
 ) -> tuple[GraphStructure, Tensor | None]:
     """Return `edges` as a structure, and the attributes in the caller's edge order.
 
@@ -41,22 +41,22 @@ def read_edges(
     return graph, edge_attr
 
 
-def _is_readable(edges) -> bool:
+def _is_readable(edges: Tensor) -> bool:
     """Return whether the host can read values without synchronising: a real tensor on a CPU."""
     return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 
 
-def is_adjacency(edges) -> bool:
+def is_adjacency(edges: Any) -> bool:
     """Return whether `edges` is a sparse matrix."""
     return is_sparse_tensor(edges) or is_torch_sparse_tensor(edges)
 
 
-def is_sparse_tensor(edges) -> TypeGuard[Any]:
+def is_sparse_tensor(edges: Any) -> TypeGuard[Any]:
     """Return whether `edges` is a torch_sparse.SparseTensor, without importing its package."""
     return hasattr(edges, "sparse_sizes") and hasattr(edges, "csr")
 
 
-def _values(adj_t) -> Tensor | None:
+def _values(adj_t: Any) -> Tensor | None:
     """Return the stored values, in the edge order of `GraphStructure.from_adj_t`."""
     if is_sparse_tensor(adj_t):
         return adj_t.csr()[2]
