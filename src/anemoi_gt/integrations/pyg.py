@@ -139,7 +139,7 @@ class GraphData(Data):
     GraphStructure(num_src=6, num_dst=6, num_edges=6, reverse=True, fixed_in_degree=1, int32, cpu)
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.__dict__["_store"] = _GraphStorage(dict(self._store.items()), _parent=self)
 
@@ -147,7 +147,7 @@ class GraphData(Data):
 class _GraphStorage(GlobalStorage):
     """Attributes of a `GraphData`; PyG's collate stores lists of unknown types here."""
 
-    def __setitem__(self, key, value):
+    def __setitem__(self, key: str, value: Any) -> None:
         are_graphs = (
             isinstance(value, list)
             and value

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from anemoi_gt.toolchain import with_cache
@@ -23,7 +23,7 @@ _COMPILED: WeakKeyDictionary = WeakKeyDictionary()
 def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
     """Return a kernel's `repr`: `base` with the dtype of argument `tensor` and its sizes."""
 
-    def name(specialization) -> str:
+    def name(specialization: Any) -> str:
         dtype = str(specialization.signature[tensor]).lstrip("*")
         sizes = {key.lower(): specialization.constants.get(key) for key in ("H", "C", "D")}
         return "_".join(
@@ -36,7 +36,7 @@ def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
 def kernel_name(base: str, tensor: str, *constants: str) -> Callable[..., str]:
     """Return the `repr` of a kernel: `base`, the dtype of argument `tensor`, and `constants`."""
 
-    def name(specialization) -> str:
+    def name(specialization: Any) -> str:
         words = [base, str(specialization.signature[tensor]).lstrip("*")]
         for constant in constants:
             value = specialization.constants[constant]
@@ -51,7 +51,7 @@ def kernel_name(base: str, tensor: str, *constants: str) -> Callable[..., str]:
     return name
 
 
-def launch_facts(grid, kernel, args) -> dict:
+def launch_facts(grid: tuple[int, ...], kernel: Any, args: Mapping[str, Any]) -> dict:
     """Return launch metadata: name, bytes of all rows [H, C] read or written, and their flops."""
     query = args["query"]
     elements = prod(query.shape[:-3]) * args["H"] * args["C"]
@@ -91,7 +91,7 @@ class Launch:
         take is ignored.
     """
 
-    def __init__(self, kernel, grid: tuple[int, ...], scalars: dict, constants: dict):
+    def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: dict, constants: dict):
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.scalars, self.constants = scalars, constants
         values = scalars | constants
@@ -118,7 +118,7 @@ class Launch:
         of_kernel = _COMPILED.setdefault(self.kernel, {})
         return of_kernel.setdefault((widths, *self.constants.items(), dtypes), {})
 
-    def __call__(self, **tensors) -> None:
+    def __call__(self, **tensors: Any) -> None:
         """Launch on tensors by name, on the current device; None stands for one that is absent."""
         self.on([tensors[name] for name in self.tensors])
 
@@ -175,7 +175,7 @@ def _triton() -> tuple:
     return knobs.runtime, driver
 
 
-def repeat_launch(compiled) -> Repeat | None:
+def repeat_launch(compiled: Any) -> Repeat | None:
     """Return the compiled kernel for `Plan.run`, None if Triton's private parts differ.
 
     None for AMD too, where what is compiled depends on the size of a tensor's memory.

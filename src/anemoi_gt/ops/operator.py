@@ -12,7 +12,7 @@ and its backward are for traced code, dispatch modes and tensor subclasses.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -217,7 +217,7 @@ class Operator(ABC):
         options = tree_of(self.options_form, arguments[self.num_inputs : self.num_arguments])
         return tensors, constants, options
 
-    def _run_forward(self, *arguments):
+    def _run_forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         inputs = self.readable(arguments[: self.num_inputs])
         options = tree_of(self.options_form, arguments[self.num_inputs : self.num_arguments])
         save = arguments[-1]
@@ -226,21 +226,21 @@ class Operator(ABC):
             outputs = [*outputs, outputs[0].new_empty(0, dtype=torch.uint8)]
         return tuple(outputs)
 
-    def _fake_forward(self, *arguments):
+    def _fake_forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         specs = self.forward_specs(*self.split(arguments))
         if not arguments[-1]:
             specs[-1] = ((0,), torch.uint8)
         like = next(tensor for tensor in arguments if tensor is not None)
         return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in specs)
 
-    def _setup_context(self, ctx, inputs, output):
+    def _setup_context(self, ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         *_, kept = output
         ctx.mark_non_differentiable(kept)
         ctx.options = inputs[self.num_inputs : -1]
         ctx.save_for_backward(*inputs[: self.num_inputs], kept)
 
-    def _backward(self, ctx, *grads):
+    def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         num_others = self.num_arguments + 1 - self.num_tensors
         grads = grads[: len(self.outputs)]
         if all(grad is None for grad in grads):
@@ -250,14 +250,21 @@ class Operator(ABC):
         gradients = self._call_backward(inputs, ctx.options, kept, grads, needs)
         return *gradients, *((None,) * num_others)
 
-    def _call_backward(self, inputs, options, kept, grads, needs) -> list[Tensor | None]:
+    def _call_backward(
+        self,
+        inputs: Sequence[Tensor | None],
+        options: Sequence,
+        kept: Tensor,
+        grads: Sequence[Tensor | None],
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
         """Call the backward operator; return the gradient of each tensor, None if not needed."""
         results = self.op_backward(*inputs, *options, kept, *grads, list(needs))
         needed = tree_of(self.tensors_form, needs)
         layout = self.gradient_layout(*self.split((*inputs, *options)), needed)
         return layout.gradients(results)
 
-    def _run_backward(self, *arguments):
+    def _run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         inputs = self.readable(arguments[: self.num_inputs])
         options = tree_of(self.options_form, arguments[self.num_inputs : self.num_arguments])
         kept, *grads, needs = arguments[self.num_arguments :]
@@ -266,14 +273,14 @@ class Operator(ABC):
         # an empty one for each: results are no aliases of each other
         return tuple(kept.new_empty(0) if result is None else result for result in results)
 
-    def _fake_backward(self, *arguments):
+    def _fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         kept, *_, needs = arguments[self.num_arguments :]
         needed = tree_of(self.tensors_form, needs)
         layout = self.gradient_layout(*self.split(arguments), needed)
         specs = [((0,), kept.dtype) if spec is None else spec for spec in layout.results]
         return tuple(kept.new_empty(shape, dtype=dtype) for shape, dtype in specs)
 
-    def _refuse_second_derivative(self, ctx, *_):
+    def _refuse_second_derivative(self, ctx: Any, *_: Tensor | None) -> NoReturn:
         raise RuntimeError(
             f"double backward is not supported by {self.name}, got a backward through its backward "
             "(create_graph=True); use plain PyTorch operations where a second derivative is needed"
@@ -309,7 +316,7 @@ def _with_signature(run: Callable, parameters: dict[str, Any], num_results: int)
     Results are a tuple, not a list: PyTorch's fallback for vmap needs single tensors.
     """
 
-    def function(*arguments):
+    def function(*arguments: Any) -> tuple[Tensor, ...]:
         return run(*arguments)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -325,7 +332,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *arguments):
+        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
             *flat, constants, options = arguments
             inputs = operator.readable((*flat, *constants))
             ctx.passes, ctx.options = operator.passes(inputs, options), options
@@ -336,7 +343,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
             return tuple(outputs)
 
         @staticmethod
-        def backward(ctx, *grads):
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             if all(grad is None for grad in grads):
                 return (None,) * (operator.num_tensors + 2)
             *inputs, kept = ctx.saved_tensors  # read once: checkpointing unpacks at each access

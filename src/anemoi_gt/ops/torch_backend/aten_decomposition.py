@@ -10,6 +10,8 @@ and one embedding bag computes all sums. Besides the operands this needs B * H w
 per edge; a compiler fuses the gathers of edge rows with the products and sums over them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
@@ -17,7 +19,7 @@ from torch.nn.functional import embedding_bag
 from anemoi_gt.ops.torch_backend.edge_attention_torch import FlatArguments
 
 
-def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+def decompose(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `edge_attention_torch` in an exported program. Raise ValueError with dropout."""
     *inputs, _ = arguments
     flat = FlatArguments(*inputs)

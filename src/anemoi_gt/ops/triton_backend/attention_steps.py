@@ -16,7 +16,7 @@ A launch accepts a tile, for measurements; None uses the heuristic of `tiles`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -213,7 +213,7 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if interpreted() else PACKED_DTYPES[dtype]
 
 
-def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) -> Launch:
+def _row_launch(kernel: Any, sizes: Sizes, tile: RowTile, scale: dict[str, float]) -> Launch:
     """Return the launch of a kernel over destinations that gathers rows."""
     scalars = {
         "num_dst": sizes.num_dst,
@@ -316,7 +316,7 @@ def join(
 
 
 def _contraction_launch(
-    kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **options
+    kernel: Any, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **options: Any
 ) -> Launch:
     """Return the launch of a contraction of rows with W, over all destinations."""
     constants = _attribute_constants(sizes)
@@ -325,7 +325,7 @@ def _contraction_launch(
     return Launch(kernel, grid, {"num_nodes": sizes.destinations}, constants)
 
 
-def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile, stride: int) -> Launch:
+def _node_map_launch(kernel: Any, sizes: Sizes, tile: ContractionTile, stride: int) -> Launch:
     """Return the launch of a contraction that maps the rows of each node."""
     grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
     return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles, STRIDE=stride)

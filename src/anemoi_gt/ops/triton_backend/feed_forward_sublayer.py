@@ -70,7 +70,7 @@ class FeedForward(PlannedOperator):
         )
 
     def forward_specs(
-        self, tensors: FeedForwardTensors[Operand], _, options: FeedForwardOptions
+        self, tensors: FeedForwardTensors[Operand], _: NoConstants, options: FeedForwardOptions
     ) -> list[Spec]:
         """Return the specs of y and the kept block."""
         kept = kept_layout(tensors, options)
@@ -81,7 +81,7 @@ class FeedForward(PlannedOperator):
         self,
         builder: SublayerBuilder,
         tensors: FeedForwardTensors[Buffer],
-        _,
+        _: NoConstants,
         options: FeedForwardOptions,
         *,
         save: bool,
@@ -106,7 +106,7 @@ class FeedForward(PlannedOperator):
     def gradient_layout(
         self,
         tensors: FeedForwardTensors[Operand],
-        _,
+        _: NoConstants,
         options: FeedForwardOptions,
         needs: FeedForwardTensors[bool],
     ) -> GradientLayout:
@@ -123,7 +123,7 @@ class FeedForward(PlannedOperator):
         self,
         builder: SublayerBuilder,
         tensors: FeedForwardTensors[Buffer],
-        _,
+        _: NoConstants,
         options: FeedForwardOptions,
         kept: Buffer,
         grads: Sequence[Buffer],

@@ -92,7 +92,7 @@ def edge_attention_triton_exported(
     return tensors[out.block], tensors[lse.block]
 
 
-def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+def decompose(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Replace `edge_attention_triton` in an exported inference program; raise with dropout."""
     operands, constants, options = edge_attention_triton.split(arguments)
     index: IndexTensors[Tensor] = constants.graph

@@ -30,7 +30,7 @@ class PlannedOperator(Operator):
 
     builder_class = PlanBuilder
 
-    def __init__(self, name: str, **trees):
+    def __init__(self, name: str, **trees: Any):
         super().__init__(name, "triton", **trees)
         self.plans_of = self.new_cache()
 
