@@ -8,6 +8,9 @@ the device at every step. As `index_add` of `index_select` the gradients are a g
 stay on the device.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,7 +23,16 @@ _ON_DEVICE = WeakTensorKeyDictionary()
 
 
 @replaces("self x_out x_skip batch_size ensemble_size dtype dataset_name")
-def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name):
+def assemble_output(
+    _: Any,
+    self: Any,
+    x_out: Tensor,
+    x_skip: Tensor | None,
+    batch_size: int,
+    ensemble_size: int,
+    dtype: torch.dtype,
+    dataset_name: str,
+) -> Tensor:
     """Return the output [batch, time, ensemble, grid, variables] with residual and boundings."""
     steps = self.n_step_output
     x_out = x_out.reshape(batch_size, ensemble_size, -1, steps, x_out.shape[-1] // steps)
@@ -48,8 +60,15 @@ def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, da
 
 @replaces("self x_out x_skip batch_size batch_ens_size dtype dataset_name")
 def assemble_ensemble_output(
-    upstream, self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None
-):
+    upstream: Callable,
+    self: Any,
+    x_out: Tensor,
+    x_skip: Tensor | None,
+    batch_size: int,
+    batch_ens_size: int,
+    dtype: torch.dtype,
+    dataset_name: str | None = None,
+) -> Tensor:
     """Return the output of a model that is called with batch size times ensemble size."""
     sizes = batch_size, batch_ens_size // batch_size
     return assemble_output.function(upstream, self, x_out, x_skip, *sizes, dtype, dataset_name)

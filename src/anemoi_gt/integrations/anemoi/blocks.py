@@ -5,6 +5,7 @@ modules around anemoi_gt's attention, or by upstream's forward. Sources of other
 halo exchange of anemoi_gt, from Anemoi's, or from its strategy "heads".
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
 
 
 @replaces(OLDER, PARAMETERS, f"{PARAMETERS} edges_are_dst_sorted kwargs")
-def processor_block(upstream, self, *args, **kwargs):
+def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a block on one set of nodes."""
     call = Call.of(*args, **kwargs)
     local = None
@@ -99,7 +100,7 @@ def processor_block(upstream, self, *args, **kwargs):
     f"{PARAMETERS} layer_kwargs",
     f"{PARAMETERS} edges_are_dst_sorted layer_kwargs",
 )
-def mapper_block(upstream, self, *args, **kwargs):
+def mapper_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a block from sources to destinations; with "edges", the mapper exchanges rows."""
     call = Call.of(*args, **kwargs)
     x_src, x_dst = call.x
@@ -132,7 +133,9 @@ def mapper_block(upstream, self, *args, **kwargs):
     "self x shapes batch_size model_comm_group cond layer_kwargs",
     "self x shard_info batch_size model_comm_group cond layer_kwargs",
 )
-def transformer_processor_block(upstream, self, x, *args, **kwargs):
+def transformer_processor_block(
+    upstream: Callable, self: Any, x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     parts = decide_transformer(self, "layer_norm_mlp", x, cond).sublayers.feed_forward
@@ -149,7 +152,9 @@ def transformer_processor_block(upstream, self, x, *args, **kwargs):
     "self x shapes batch_size model_comm_group cond",
     "self x shard_info batch_size model_comm_group cond",
 )
-def transformer_mapper_block(upstream, self, x, *args, **kwargs):
+def transformer_mapper_block(
+    upstream: Callable, self: Any, x: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Compute a transformer block of a mapper: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     cond_src, cond_dst = (None, None) if cond is None else cond
@@ -167,8 +172,13 @@ def transformer_mapper_block(upstream, self, x, *args, **kwargs):
 
 
 def _transformer_arguments(
-    shard_info=None, batch_size=1, model_comm_group=None, cond=None, shapes=None, **_others
-):
+    shard_info: Any = None,
+    batch_size: int = 1,
+    model_comm_group: Any = None,
+    cond: Any = None,
+    shapes: Any = None,
+    **_others: Any,
+) -> tuple[Any, int, Any, Any]:
     """Return shards, batch size, group and condition of a transformer block of any version."""
     shards = shapes if shard_info is None else shard_info
     return shards, batch_size, model_comm_group, cond
@@ -180,7 +190,10 @@ def _named_condition(cond: Tensor | None) -> dict[str, Tensor]:
 
 
 def _feed_forward(
-    parts: FeedForwardParts | Refusal, run_network, x: Tensor, cond: Tensor | None
+    parts: FeedForwardParts | Refusal,
+    run_network: Callable[..., Tensor],
+    x: Tensor,
+    cond: Tensor | None,
 ) -> Tensor:
     """Return rows [N, F] after a feed-forward sub-layer, fused or by the block's `run_network`."""
     if isinstance(parts, Refusal):
@@ -188,7 +201,7 @@ def _feed_forward(
     return fused_block.feed_forward(parts, x, cond)
 
 
-def _attend_here(block, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
+def _attend_here(block: Any, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
     """Return the attention [N_dst, H * C] of a block on one rank, or with gathered sources."""
     is_shared = src is dst
     src = cast_for_projections(src, block.lin_query, block.lin_key, block.lin_value)
@@ -198,7 +211,9 @@ def _attend_here(block, decision: Decision, src: Tensor, dst: Tensor, call: Call
     return _attend(block, decision, query, key, value, edges, call.edge_index)
 
 
-def _attend_with_halo(block, decision: Decision, x: Tensor, call: Call, local: Tensor) -> Tensor:
+def _attend_with_halo(
+    block: Any, decision: Decision, x: Tensor, call: Call, local: Tensor
+) -> Tensor:
     """Return the attention of local destinations; compute the query during the exchange."""
     pending = start_halo(block, x, local, call.batch_size, call.shards.nodes, call.group)
     local_rows = pending.own.flatten(0, 1)
@@ -219,7 +234,7 @@ def _attend_with_halo(block, decision: Decision, x: Tensor, call: Call, local: T
     return _attend(block, decision, query, key, value, edges, local)
 
 
-def _attend_with_halo_of_anemoi(block, decision: Decision, x: Tensor, call: Call) -> Tensor:
+def _attend_with_halo_of_anemoi(block: Any, decision: Decision, x: Tensor, call: Call) -> Tensor:
     """Return the attention of local destinations, after Anemoi's own exchange of sources."""
     info = block._get_or_build_cached_halo_info(
         x, call.edge_index, call.shards, call.batch_size, call.group
@@ -234,7 +249,9 @@ def _attend_with_halo_of_anemoi(block, decision: Decision, x: Tensor, call: Call
     return _attend(block, decision, query, key, value, edges, info.edge_index_local)
 
 
-def _attend_by_heads(block, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
+def _attend_by_heads(
+    block: Any, decision: Decision, src: Tensor, dst: Tensor, call: Call
+) -> Tensor:
     """Return the attention of local destinations; each rank computes some heads of all nodes."""
     shards: Any = call.shards
     of_one_set: Any = getattr(Upstream.shapes, "GraphShardInfo", ())  # not before 0.15
@@ -257,7 +274,7 @@ def _attend_by_heads(block, decision: Decision, src: Tensor, dst: Tensor, call: 
 
 
 def _attend(
-    block,
+    block: Any,
     decision: Decision,
     query: Tensor,
     key: Tensor,
@@ -295,23 +312,23 @@ def _attend(
     return out.flatten(1) if flat else out
 
 
-def _edge_operand(block, decision: Decision, edge_attr: Tensor) -> Tensor:
+def _edge_operand(block: Any, decision: Decision, edge_attr: Tensor) -> Tensor:
     """Return raw edges [E, D], or embedded ones [E, H, C]."""
     if hasattr(block, "edge_pre_mlp"):  # not before 0.11.1
         edge_attr = block.edge_pre_mlp(edge_attr)
     return edge_attr if decision.has_raw_edges else _split_heads(block, block.lin_edge(edge_attr))
 
 
-def _split_heads(block, rows: Tensor) -> Tensor:
+def _split_heads(block: Any, rows: Tensor) -> Tensor:
     return rows.unflatten(-1, (block.num_heads, block.out_channels_conv))
 
 
-def _num_chunks(block) -> int:
+def _num_chunks(block: Any) -> int:
     """Return the number of chunks in which a processor block projects nodes, as Anemoi does."""
     return 1 if block.training else Upstream.block_module.NUM_CHUNKS_INFERENCE_PROCESSOR
 
 
-def _project(block, rows: Tensor) -> Tensor:
+def _project(block: Any, rows: Tensor) -> Tensor:
     num_chunks = _num_chunks(block)
     if num_chunks == 1:
         return block.projection(rows)

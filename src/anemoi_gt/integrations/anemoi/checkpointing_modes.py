@@ -9,6 +9,7 @@ destinations of a mapper.
 
 from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,13 @@ from anemoi_gt.nn.activation_checkpointing import chunk_result, keeping_answers
 
 
 @replaces("func enabled args kwargs")
-def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
+def maybe_checkpoint(
+    upstream: Callable,
+    func: Callable,
+    enabled: bool,  # noqa: FBT001  as upstream
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Checkpoint in the mode of the component whose chunk it is."""
     # not getattr with a default, which Dynamo would return
     component = func.__self__ if isinstance(func, MethodType) else None
@@ -56,7 +63,7 @@ def _mode_of(component: object) -> str | None:
 
 
 @wraps_any
-def torchs_checkpoint(upstream, func, *args, **kwargs):
+def torchs_checkpoint(upstream: Callable, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Checkpoint as anemoi-models before 0.12.1; the recomputation follows the forward path."""
     func, args = _as_in_forward(func, args)
     return upstream(func, *args, **kwargs)
@@ -80,7 +87,7 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
     if not any(is_bound):
         return func, args
 
-    def with_lists(*others, **kwargs):
+    def with_lists(*others: Any, **kwargs: Any) -> Any:
         saved = iter(others)
         arguments = [
             arg if bound else next(saved) for arg, bound in zip(args, is_bound, strict=True)
@@ -96,7 +103,7 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
 def _with_copied_results(func: Callable) -> Callable:
     """Return a function whose floating-point results are copies, for `torch.compile`."""
 
-    def copied(result):
+    def copied(result: Any) -> Any:
         return (
             chunk_result(result)
             if isinstance(result, Tensor) and result.is_floating_point()

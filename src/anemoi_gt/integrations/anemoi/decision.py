@@ -71,17 +71,17 @@ class Call(NamedTuple):
     @classmethod
     def of(
         cls,
-        x,
-        edge_attr,
-        edge_index,
-        shard_info=None,
-        batch_size=1,
-        size=None,
-        model_comm_group=None,
-        cond=None,
-        edges_are_dst_sorted=True,  # noqa: FBT002  as upstream
-        shapes=None,
-        **others,
+        x: Any,
+        edge_attr: Tensor,
+        edge_index: Tensor,
+        shard_info: Any = None,
+        batch_size: int = 1,
+        size: Any = None,
+        model_comm_group: Any = None,
+        cond: Any = None,
+        edges_are_dst_sorted: bool = True,  # noqa: FBT001, FBT002  as upstream
+        shapes: Any = None,
+        **others: Any,
     ) -> "Call":
         """Read arguments as upstream passes them; others are ignored, as upstream does."""
         shards = shapes if shard_info is None else shard_info

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class Derived:
     """Objects derived from an edge list, as attributes: Dynamo tracks these, not new dict keys."""
 
     @staticmethod
-    def name(*key) -> str:
+    def name(*key: int | str | None) -> str:
         """Return the attribute for a key of integers and strings that fully describes an object."""
         return "_".join([str(part) for part in key])
 
@@ -76,14 +77,14 @@ class EdgeCache:
     # GraphPartitions, and the lists that were cut from this one
     derived: Derived = field(default_factory=Derived)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable, tuple]:
         # Pickles and copies of a tensor have its attributes, and this one belongs to this tensor in
         # this process. `torch.load(weights_only=True)` allows an empty set.
         return set, ()
 
 
 def cached_list(
-    edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes
+    edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes: Any
 ) -> Tensor:
     """Return an edge list with a cache: the same tensor."""
     setattr(
@@ -156,7 +157,12 @@ def edge_structure(
 
 
 @torch.library.register_fake("anemoi_gt::edge_structure")
-def _(edge_index, num_src, num_dst, reverse):
+def _(
+    edge_index: Tensor,
+    num_src: int,
+    num_dst: int,
+    reverse: bool,  # noqa: FBT001  operators take positions
+) -> list[Tensor]:
     num_edges = edge_index.shape[1]
     dtype = torch.int32 if max(num_src, num_dst, num_edges) < 2**31 else torch.int64
     lengths = (num_dst + 1, num_edges, num_edges) + (
@@ -177,7 +183,13 @@ def version_of(tensor: Tensor) -> int:
 
 
 @replaces("self batch_size shard_edges model_comm_group")
-def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
+def get_edges(
+    upstream: Callable,
+    self: Any,
+    batch_size: int,
+    shard_edges: bool,  # noqa: FBT001  as upstream
+    model_comm_group: Any,
+) -> Any:
     """Hand out cached lists of a `StaticGraphProvider` without synchronising the device."""
     refusal = why_not_plain({"": self}, ANEMOI_PROVIDER)
     if refusal is not None:
@@ -199,7 +211,7 @@ def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
 
 
 @torch.compiler.disable
-def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
+def _expanded_list(provider: Any, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
     """Return a provider's edges, repeated for a batch, and the number of nodes on both sides."""
     base, inc = provider.edge_index_base, provider.edge_inc
     expanded, versions = _BY_BASE.setdefault(base, {}), (version_of(base), version_of(inc))
@@ -217,7 +229,15 @@ def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
 
 
 @replaces("input_ dim sizes mgroup gather_in_backward")
-def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
+def shard_tensor(
+    upstream: Callable,
+    input_: Tensor,
+    dim: int,
+    sizes: list[int] | None,
+    mgroup: Any,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
     """Return, on one rank, a cached list and not a view without cache."""
     if (mgroup is None or mgroup.size() == 1) and lookup(input_) is not None:
         return input_
@@ -225,7 +245,9 @@ def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
 
 
 @replaces("input_ dim sizes mgroup")
-def gather_tensor(upstream, input_, dim, sizes, mgroup):
+def gather_tensor(
+    upstream: Callable, input_: Tensor, dim: int, sizes: list[int] | None, mgroup: Any
+) -> Tensor:
     """Return the list from which the shards were cut instead of a copy of it.
 
     The shards are exchanged all the same: if one rank left out the collective and another did not
@@ -252,17 +274,17 @@ def gather_tensor(upstream, input_, dim, sizes, mgroup):
     "kwargs"
 )
 def processor_forward(
-    upstream,
-    self,
-    x,
-    batch_size,
-    shard_info,
-    edge_attr,
-    edge_index,
-    model_comm_group=None,
-    *rest,
-    **named,
-):
+    upstream: Callable,
+    self: Any,
+    x: Any,
+    batch_size: int,
+    shard_info: Any,
+    edge_attr: Tensor,
+    edge_index: Tensor,
+    model_comm_group: Any = None,
+    *rest: Any,
+    **named: Any,
+) -> Any:
     """Build the structure before the first block runs."""
     if model_comm_group is None or model_comm_group.size() == 1:
         prepare_structure(edge_index)
@@ -275,17 +297,17 @@ def processor_forward(
     "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
 )
 def prepare_edge_sharding(
-    upstream,
-    self,
-    x,
-    shard_info,
-    batch_size,
-    edge_attr,
-    edge_index,
-    model_comm_group=None,
-    cond=None,
-    edges_are_dst_sorted=True,  # noqa: FBT002  as upstream
-):
+    upstream: Callable,
+    self: Any,
+    x: Any,
+    shard_info: Any,
+    batch_size: int,
+    edge_attr: Tensor,
+    edge_index: Tensor,
+    model_comm_group: Any = None,
+    cond: Any = None,
+    edges_are_dst_sorted: bool = True,  # noqa: FBT001, FBT002  as upstream
+) -> Any:
     """Cache the renumbered list of this rank of a mapper."""
     arguments = (
         x,
@@ -316,7 +338,9 @@ def prepare_edge_sharding(
     return x_src, x_dst, edge_attr, local, shards, cond, partition
 
 
-def shared_by_chunks(x_src, x_dst, edge_attr, cond, partition):
+def shared_by_chunks(
+    x_src: Tensor, x_dst: Tensor, edge_attr: Tensor, cond: Any, partition: Any
+) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Return the inputs of a mapper's chunks, whose gradients are summed in place."""
     if partition.num_parts > 1:
         x_src, x_dst, edge_attr = shared(x_src), shared(x_dst), shared(edge_attr)
@@ -325,7 +349,9 @@ def shared_by_chunks(x_src, x_dst, edge_attr, cond, partition):
 
 
 @replaces("edge_index num_parts num_nodes")
-def build_graph_partition(upstream, edge_index, num_parts, num_nodes):
+def build_graph_partition(
+    upstream: Callable, edge_index: Tensor, num_parts: int, num_nodes: tuple[int, int]
+) -> Any:
     """Count the edges of a cached list once: later steps do not synchronise."""
     cache = lookup(edge_index)
     if cache is None or tuple(num_nodes) != cache.num_nodes:
@@ -336,7 +362,15 @@ def build_graph_partition(upstream, edge_index, num_parts, num_nodes):
 
 
 @replaces("self partition_id x edge_attr edge_index cond")
-def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=None):
+def materialise(
+    upstream: Callable,
+    self: Any,
+    partition_id: int,
+    x: Any,
+    edge_attr: Tensor,
+    edge_index: Tensor,
+    cond: Any = None,
+) -> Any:
     """Renumber the sources of a cached list once for each chunk."""
     if (cache := lookup(edge_index)) is None:
         return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
@@ -347,7 +381,7 @@ def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=Non
     chunk = getattr(cache.derived, Derived.name("chunk", *key))
     sources = getattr(chunk, _ATTRIBUTE).sources
 
-    def share(pair):
+    def share(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x_src, x_dst = pair
         is_whole = sources.shape[0] == x_src.shape[0]
         return x_src if is_whole else rows_of(x_src, sources), rows_of(x_dst, destinations)

@@ -16,6 +16,7 @@ from anemoi.inference.checkpoint import Checkpoint
 from anemoi.inference.runner import Runner
 from anemoi.inference.runners import runner_registry
 from anemoi.inference.runners.parallel import ParallelRunnerFactory, ParallelRunnerMixin
+from torch import nn
 
 from anemoi_gt.integrations.anemoi.installation import BLOCK, install
 from anemoi_gt.integrations.anemoi.upstream import find
@@ -48,11 +49,11 @@ class AnemoiGTRunner(Runner):
 
     def __new__(
         cls,
-        config,
+        config: Any,
         *,
         runner: str = "auto",
-        **options,
-    ):
+        **options: Any,
+    ) -> Any:
         settings = {name: options.pop(name) for name in OPTIONS_OF_INSTALL if name in options}
         if runner == "parallel":  # ranks that it starts read nothing but `parallel` in the config
             base = options.pop("base_runner", "auto")
@@ -70,7 +71,7 @@ class AnemoiGTRunner(Runner):
         return built
 
 
-def _runner_class(name: str, config) -> type[Runner]:
+def _runner_class(name: str, config: Any) -> type[Runner]:
     """Return the class of a runner; for `auto`, which cannot run on several ranks, the task's."""
     if name == "auto":
         checkpoint = Checkpoint(config.checkpoint, patch_metadata=config.patch_metadata)
@@ -83,7 +84,7 @@ def _runner_class(name: str, config) -> type[Runner]:
     return kind
 
 
-def _check_model(model) -> None:
+def _check_model(model: nn.Module) -> None:
     """Log how many blocks compute with us; raise ValueError if there is none."""
     kind: Any = find(*BLOCK)
     blocks = sum(isinstance(module, kind) for module in model.modules())

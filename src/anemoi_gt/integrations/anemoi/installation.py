@@ -5,7 +5,7 @@ Nothing is written on a module, so state dicts, pickles, copies and `isinstance`
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -127,14 +127,14 @@ class Installation:
         SETTINGS.everywhere = self._settings
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         SETTINGS.everywhere = self._before
         if self._before is None:
             _remove_patches_unless_used()
         else:  # `uninstall` may have been called in between
             _apply_patches(is_named=_is_named(self._before))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable, tuple]:
         return nullcontext, ()
 
     def __repr__(self) -> str:
@@ -332,7 +332,7 @@ def swap_layers(
     return model
 
 
-def graph_transformer_processor(**options) -> nn.Module:
+def graph_transformer_processor(**options: Any) -> nn.Module:
     """Build Anemoi's `GraphTransformerProcessor` with swapped blocks, for unvalidated configs.
 
     Keyword arguments are the options of `swap_layers` and of Anemoi's class.
@@ -340,12 +340,12 @@ def graph_transformer_processor(**options) -> nn.Module:
     return _build_swapped(find(*PROCESSOR), options)
 
 
-def graph_transformer_forward_mapper(**options) -> nn.Module:
+def graph_transformer_forward_mapper(**options: Any) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with swapped blocks."""
     return _build_swapped(find(MAPPER[0], "GraphTransformerForwardMapper"), options)
 
 
-def graph_transformer_backward_mapper(**options) -> nn.Module:
+def graph_transformer_backward_mapper(**options: Any) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with swapped blocks."""
     return _build_swapped(find(MAPPER[0], "GraphTransformerBackwardMapper"), options)
 

@@ -1,5 +1,8 @@
 """Building and rebuilding of Anemoi's models: log lines, and settings of swapped blocks."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from anemoi_gt.integrations.anemoi import report
@@ -8,7 +11,7 @@ from anemoi_gt.integrations.anemoi.upstream import wraps_any
 
 
 @wraps_any
-def build_model(upstream, self, *args, **kwargs):
+def build_model(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Keep the settings of swapped blocks when a model is rebuilt, as after a graph change."""
     before = _settings_by_path(self)
     result = upstream(self, *args, **kwargs)
@@ -19,7 +22,7 @@ def build_model(upstream, self, *args, **kwargs):
     return result
 
 
-def _settings_by_path(interface) -> dict:
+def _settings_by_path(interface: Any) -> dict:
     if "_modules" not in vars(interface):  # the constructor has not got there
         return {}
     chosen = {path: SETTINGS.chosen(block) for path, block in report.blocks_of(interface)}
@@ -27,7 +30,7 @@ def _settings_by_path(interface) -> dict:
 
 
 @wraps_any
-def update_metadata(upstream, self, *args, **kwargs):
+def update_metadata(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Log it if a model that was just built has no graph-transformer block."""
     result = upstream(self, *args, **kwargs)
     report.after_build(self.model)  # its own forward pass defines the paths of its blocks
@@ -35,7 +38,7 @@ def update_metadata(upstream, self, *args, **kwargs):
 
 
 @wraps_any
-def assert_valid_sharding(upstream, self, *args, **kwargs):
+def assert_valid_sharding(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Register a model at the start of its forward pass."""
     if not torch.compiler.is_compiling():
         report.add_model(self)

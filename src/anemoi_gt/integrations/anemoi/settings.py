@@ -66,7 +66,7 @@ class SettingsRegistry:
     swapped then ran the code compiled for one that was.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.everywhere: Settings | None = None
         self._single: dict[int, Settings] = {}
 

@@ -16,6 +16,7 @@ Replacements call upstream on one rank, for other shard strategies, for blocks w
 their settings, and for edge lists of unknown origin.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.distributed import HaloExchange, Ranges
+from anemoi_gt.distributed import HaloExchange, PendingExchange, Ranges
 from anemoi_gt.integrations.anemoi.edge_lists import (
     Derived,
     EdgeCache,
@@ -47,7 +48,13 @@ _MODELS = (
 
 
 @replaces("self batch_size shard_edges model_comm_group")
-def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
+def get_edges(
+    upstream: Callable,
+    self: Any,
+    batch_size: int,
+    shard_edges: bool,  # noqa: FBT001  as upstream
+    model_comm_group: Any,
+) -> Any:
     """Shard a `StaticGraphProvider` by the same range of every copy of a batch."""
     if why_not_plain({"": self}, ANEMOI_PROVIDER) is not None or not (
         shard_edges
@@ -64,18 +71,18 @@ def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
     "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
 )
 def prepare_edge_sharding(
-    upstream,
-    self,
-    x,
-    shard_info,
-    batch_size,
-    edge_attr,
-    edge_index,
-    model_comm_group=None,
-    cond=None,
-    *rest,
-    **named,
-):
+    upstream: Callable,
+    self: Any,
+    x: Any,
+    shard_info: Any,
+    batch_size: int,
+    edge_attr: Tensor,
+    edge_index: Tensor,
+    model_comm_group: Any = None,
+    cond: Any = None,
+    *rest: Any,
+    **named: Any,
+) -> Any:
     """Exchange halo rows of the sources of a mapper."""
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     local = local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
@@ -90,7 +97,7 @@ def prepare_edge_sharding(
     if not shard_info.dst_is_sharded():
         x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
 
-    def with_halo(rows):
+    def with_halo(rows: Tensor) -> Tensor:
         pending = _exchange_of(local).start(_by_copy(rows, batch_size, src, model_comm_group))
         return pending.wait().flatten(0, 1)
 
@@ -110,18 +117,18 @@ def prepare_edge_sharding(
     "edges_are_dst_sorted kwargs"
 )
 def mapper_forward(
-    upstream,
-    self,
-    x,
-    batch_size,
-    shard_info,
-    edge_attr,
-    edge_index,
-    model_comm_group=None,
-    keep_x_dst_sharded=False,  # noqa: FBT002  as upstream
-    *rest,
-    **named,
-):
+    upstream: Callable,
+    self: Any,
+    x: Any,
+    batch_size: int,
+    shard_info: Any,
+    edge_attr: Tensor,
+    edge_index: Tensor,
+    model_comm_group: Any = None,
+    keep_x_dst_sharded: bool = False,  # noqa: FBT001, FBT002  as upstream
+    *rest: Any,
+    **named: Any,
+) -> Any:
     """Gather the destinations of every copy along the grid."""
     arguments = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
@@ -139,7 +146,15 @@ def mapper_forward(
 
 
 @replaces("input_ dim sizes mgroup gather_in_backward")
-def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
+def shard_tensor(
+    upstream: Callable,
+    input_: Tensor,
+    dim: int,
+    sizes: list[int] | None,
+    mgroup: Any,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
     """Split rows of several copies of the nodes along the grid, for a model's module."""
     nodes = sum(sizes) if dim == 0 and is_distributed(mgroup) and sizes is not None else 0
     if not nodes or input_.shape[0] == nodes:
@@ -149,7 +164,7 @@ def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
 
 
 @replaces("self name batch_size")
-def node_attributes(upstream, self, name, batch_size):
+def node_attributes(upstream: Callable, self: Any, name: str, batch_size: int) -> Tensor:
     """Tag node attributes with the number of copies of the nodes."""
     rows = upstream(self, name, batch_size)
     if batch_size > 1 and SETTINGS.any_sharding:
@@ -158,7 +173,9 @@ def node_attributes(upstream, self, name, batch_size):
 
 
 @replaces("tensor dim model_comm_group")
-def get_shard_sizes(upstream, tensor, dim, model_comm_group=None):
+def get_shard_sizes(
+    upstream: Callable, tensor: Tensor, dim: int, model_comm_group: Any = None
+) -> Any:
     """Return the shard sizes of the nodes for a model's module, however often they repeat."""
     copies = getattr(tensor, _COPIES, 1)
     if copies > 1 and dim == 0 and is_distributed(model_comm_group):
@@ -168,16 +185,16 @@ def get_shard_sizes(upstream, tensor, dim, model_comm_group=None):
 
 @replaces("self x batch_size ensemble_size grid_size grid_shard_sizes noise_dtype model_comm_group")
 def noise(
-    upstream,
-    self,
-    x,
-    batch_size,
-    ensemble_size,
-    grid_size,
-    grid_shard_sizes,
-    noise_dtype=torch.float32,
-    model_comm_group=None,
-):
+    upstream: Callable,
+    self: Any,
+    x: Any,
+    batch_size: int,
+    ensemble_size: int,
+    grid_size: int,
+    grid_shard_sizes: Any,
+    noise_dtype: torch.dtype = torch.float32,
+    model_comm_group: Any = None,
+) -> tuple[Tensor, Tensor]:
     """Select this rank's nodes from the noise of every ensemble member."""
     copies, arguments = (
         batch_size * ensemble_size,
@@ -192,15 +209,20 @@ def noise(
 
 @replaces("self batch_size ensemble_size in_out_sharded model_comm_group")
 def assert_valid_sharding(
-    upstream, self, batch_size, ensemble_size, in_out_sharded, model_comm_group=None
-):
+    upstream: Callable,
+    self: Any,
+    batch_size: int,
+    ensemble_size: int,
+    in_out_sharded: bool,  # noqa: FBT001  as upstream
+    model_comm_group: Any = None,
+) -> Any:
     """Allow batches and ensembles where all layers split them along the grid."""
     if is_distributed(model_comm_group) and batch_size * ensemble_size > 1 and _splits_copies(self):
         batch_size = ensemble_size = 1
     return upstream(self, batch_size, ensemble_size, in_out_sharded, model_comm_group)
 
 
-def is_distributed(group) -> bool:
+def is_distributed(group: Any) -> bool:
     """Return whether several ranks share a model."""
     return group is not None and group.size() > 1
 
@@ -235,7 +257,9 @@ def _splits_copies(model: Any) -> bool:  # a module of anemoi-models, which has 
     )
 
 
-def _mapper_sizes(x, shard_info, copies: int, group) -> tuple[list[int], list[int]] | None:
+def _mapper_sizes(
+    x: Any, shard_info: Any, copies: int, group: Any
+) -> tuple[list[int], list[int]] | None:
     """Return the numbers of sources and destinations of each rank, or None on one rank."""
     if not is_distributed(group):
         return None
@@ -247,7 +271,7 @@ def _mapper_sizes(x, shard_info, copies: int, group) -> tuple[list[int], list[in
     return src, dst
 
 
-def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
+def _by_copy(rows: Tensor, copies: int, sizes: list[int], group: Any) -> Tensor:
     """Return the rows of this rank as [copies, nodes, F]."""
     num_local = sizes[group.rank()]
     if rows.shape[0] != copies * num_local:
@@ -258,22 +282,22 @@ def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
     return rows.unflatten(0, (copies, num_local))
 
 
-def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
+def _own_rows(rows: Tensor, sizes: list[int], copies: int, group: Any) -> Tensor:
     """Return this rank's rows of each copy of replicated nodes; gradients are gathered."""
     rows = rows.unflatten(0, (copies, -1))
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
 def start_halo(
-    block,
+    block: Any,
     x: Tensor,
     local: Tensor,
     copies: int,
     sizes: list[int],
-    group,
+    group: Any,
     norm: nn.Module | None = None,
     cond: Tensor | None = None,
-):
+) -> PendingExchange:
     """Send normed halo rows of a processor block in autocast's dtype; `local` is a `local_edges`.
 
     `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any;
@@ -308,7 +332,9 @@ def _exchange_of(local: Tensor) -> HaloExchange:
     return exchange
 
 
-def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
+def local_edges(
+    block: Any, edge_index: Tensor, sizes: Any, copies: int, group: Any
+) -> Tensor | None:
     """Return this rank's edges, numbered locally, with their exchange; None if unsupported."""
     if not is_distributed(group) or not shards_edges(block) or sizes[0] is None or sizes[1] is None:
         return None

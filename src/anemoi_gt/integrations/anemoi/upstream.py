@@ -130,7 +130,7 @@ class Replacement:
         """Return the replacement of `upstream`."""
         function = self.function
 
-        def method(*args, **kwargs):
+        def method(*args: Any, **kwargs: Any) -> Any:
             return function(upstream, *args, **kwargs)
 
         # Not one code object for all methods, because torch.compile limits the recompilations of
