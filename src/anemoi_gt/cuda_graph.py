@@ -189,7 +189,7 @@ def capture_cuda_graph(
     function) `WARM_UP` times before. Returns the outputs of the function, in memory of the graph
     and undefined before the first replay, and `replay`, which computes them on the current stream.
     """
-    # Memory cached by launched steps is usable by neither the side stream nor the graph:
+    # Memory cached by uncaptured steps is usable by neither the side stream nor the graph:
     # the device would hold it up to three times. `torch.cuda.graph` frees the side stream's memory.
     gc.collect()
     torch.cuda.empty_cache()

@@ -59,7 +59,7 @@ def trained(
 
 
 @on_all_ranks
-def captured_steps_have_the_bits_of_launched_ones(group, verdict):
+def captured_steps_have_the_bits_of_uncaptured_ones(group, verdict):
     with without_default_device():
         world = dist.get_world_size()
         cases = [
@@ -70,16 +70,16 @@ def captured_steps_have_the_bits_of_launched_ones(group, verdict):
             mesh = mesh_of(*shape)
             folder = shared_folder(group)
             options = {"compiled": compiled, "chunks": chunks}
-            launched = trained(folder, mesh, captured=False, **options)
+            uncaptured = trained(folder, mesh, captured=False, **options)
             captured = trained(folder, mesh, captured=True, **options)
             label = f"{shape} compiled" if compiled else f"{shape}"
-            verdict.same(f"{label}: losses", captured[0], launched[0])
-            for n, (actual, expected) in enumerate(zip(captured[1], launched[1], strict=True)):
+            verdict.same(f"{label}: losses", captured[0], uncaptured[0])
+            for n, (actual, expected) in enumerate(zip(captured[1], uncaptured[1], strict=True)):
                 verdict.same(f"{label}: parameter {n}", actual, expected)
 
 
 @on_all_ranks
-def the_default_replays_between_gpus_with_the_bits_of_launched_steps(group, verdict):
+def the_default_replays_between_gpus_with_the_bits_of_uncaptured_steps(group, verdict):
     with without_default_device():
         world = dist.get_world_size()
         on_gpu = device_type() == "cuda"
@@ -93,18 +93,18 @@ def the_default_replays_between_gpus_with_the_bits_of_launched_steps(group, verd
             reason = unknown_code_reason(trainer.step.model, type(trainer.step))
             verdict.same(f"{shape}: reason", reason, None)
             verdict.same(f"{shape}: replays", trainer.step._captured is not None, on_gpu)
-            launched = trained(folder, mesh)
+            uncaptured = trained(folder, mesh)
             default = trained(folder, mesh, captured=None)
-            verdict.same(f"{shape}: losses", default[0], launched[0])
-            for n, (actual, expected) in enumerate(zip(default[1], launched[1], strict=True)):
+            verdict.same(f"{shape}: losses", default[0], uncaptured[0])
+            for n, (actual, expected) in enumerate(zip(default[1], uncaptured[1], strict=True)):
                 verdict.same(f"{shape}: parameter {n}", actual, expected)
 
 
 @on_all_ranks
-def compiled_steps_agree_with_launched_ones_to_rounding(group, verdict):
+def compiled_steps_agree_with_uncaptured_ones_to_rounding(group, verdict):
     with without_default_device():
         two_ranks = dist.new_group(range(2), backend="gloo")
-        # Inductor draws other random numbers than launched steps, hence other dropout masks.
+        # Inductor draws other random numbers than uncaptured steps, hence other dropout masks.
         options = {"precision": "32-true", "dropout": 0.0, "group": two_ranks}
         folder = shared_folder(group)
         mesh = mesh_of(1, 2)

@@ -112,9 +112,9 @@ def run_block(dtype):
         for number in (graph.num_src, graph.num_dst)
     )
     fused = BACKENDS["triton"].sublayers
-    attention = sublayers.attention_parts(block, fused)._replace(product_dtype=dtype)
+    attention = sublayers.attention_parts(block, fused)._replace(gemm_dtype=dtype)
     feed_forward = sublayers.feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp, fused)
-    feed_forward = feed_forward._replace(product_dtype=dtype)
+    feed_forward = feed_forward._replace(gemm_dtype=dtype)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         z = fused_block.attention(
             attention, nodes, graph, torch.zeros(graph.num_edges, 3), (None, None)

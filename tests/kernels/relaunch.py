@@ -118,8 +118,8 @@ def repeated():
 
 def public():
     with (
-        mock.patch.object(launch_module, "repeating_device", return_value=None),
-        mock.patch.object(plan, "repeating_device", return_value=None),
+        mock.patch.object(launch_module, "fast_launch_device", return_value=None),
+        mock.patch.object(plan, "fast_launch_device", return_value=None),
     ):
         repeated()
 

@@ -203,14 +203,14 @@ def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind,
     parts = attention_parts(block)
     assert not isinstance(parts, str), parts
     x_src, x_dst = (torch.empty(5, CHANNELS) for _ in range(2))
-    attr, halo, condition, condition_src = (torch.empty(0) for _ in range(4))
-    t = parts.tensors(x_src, halo, x_dst, attr, condition, condition_src)
+    attr, halo, cond_src, cond_dst = (torch.empty(0) for _ in range(4))
+    t = parts.tensors((x_src, x_dst), attr, (cond_src, cond_dst), halo)
     assert t.x_src is x_src
     assert t.halo is halo
     assert t.x_dst is x_dst
     assert t.edge_attr is attr
-    assert t.norm.condition is condition
-    assert t.norm_src.condition is condition_src
+    assert t.norm.condition is cond_dst
+    assert t.norm_src.condition is cond_src
     for name in ("query", "self_term", "key", "value", "edge"):
         module = getattr(block, f"lin_{name.removesuffix('_term')}")
         assert getattr(t, name).weight is module.weight
@@ -240,7 +240,7 @@ def test_options_of_the_attention_match_its_modules(library):
     block = make("mapper", library, qk_norm=True, bias=False)
     block.layer_norm_attention.eps, block.layer_norm_attention_src.eps = 0.5, 0.25
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
-    parts = attention_parts(block)._replace(product_dtype=torch.bfloat16)
+    parts = attention_parts(block)._replace(gemm_dtype=torch.bfloat16)
     norms = [NormOptions(eps) for eps in (0.5, 0.25, 0.125, 0.0625)]
     assert parts.options(3) == (HEADS, 3, *norms, torch.bfloat16)
     assert parts.query_norm.scale is block.q_norm.weight
@@ -270,7 +270,7 @@ def test_without_norms_of_heads_their_eps_is_zero(library):
 def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
     parts = attention_parts(make())
     x = torch.empty(5, CHANNELS)
-    t = parts.tensors(None, None, x, torch.empty(0), None, None)
+    t = parts.tensors((None, x), torch.empty(0), (None, None), None)
     assert t.x_src is None
     assert t.norm_src == Norm()
     assert t.norm.scale is not None
@@ -727,7 +727,7 @@ class UsesParts(nn.Module):
             return x - len(network)
         tensors, options = network.tensors(x, None), network.options()
         heads = attention.options(1).heads
-        query = attention.tensors(None, None, x, x, None, None).query.weight
+        query = attention.tensors((None, x), x, (None, None), None).query.weight
         return (
             functional.linear(x, query) * heads
             + functional.linear(tensors.x, tensors.hidden.weight).sum() * options.norm.eps

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from anemoi_gt.ops.dropout import keep_factor, philox
+from anemoi_gt.ops.dropout import dropout_factor, philox
 
 
 def keep(seed, ids, batch=0, head=0):
-    return keep_factor(torch.tensor([seed]), batch, ids, head, 0.5, torch.float64)
+    return dropout_factor(torch.tensor([seed]), batch, ids, head, 0.5, torch.float64)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_schema_has_a_parameter_for_each_leaf():
     assert "Tensor? x, Tensor? norm_scale, " in schema
     assert "Tensor? hidden_weight, Tensor? hidden_bias, " in schema
     assert schema.endswith(
-        "float norm_eps, bool norm_is_centred, str activation, ScalarType dtype, bool keep_hidden, bool save) -> (Tensor, Tensor)"
+        "float norm_eps, bool norm_is_centred, str activation, ScalarType gemm_dtype, bool keep_hidden, bool save) -> (Tensor, Tensor)"
     )
 
 

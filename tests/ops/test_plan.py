@@ -65,9 +65,9 @@ def test_scratch_of_a_common_step_never_overlaps(seed):
             view = plan.viewed[index]
             buffer = view.buffer
             if view.base > len(plan.results):  # neither the input nor a result
-                end = view.block_bytes + buffer.shape[0] * buffer.dtype.itemsize
-                spans[buffer.block] = (view.block_bytes, end)
-                lifetimes.setdefault(buffer.block, []).append(number)
+                end = view.first_byte + buffer.shape[0] * buffer.dtype.itemsize
+                spans[buffer.storage] = (view.first_byte, end)
+                lifetimes.setdefault(buffer.storage, []).append(number)
     assert all(end <= plan.scratch_bytes for _, end in spans.values())
     for block, (begin, end) in spans.items():
         for other, (other_begin, other_end) in spans.items():
@@ -98,7 +98,7 @@ def test_scratch_buffers_of_one_step_are_adjacent_at_aligned_offsets():
     buffers = [builder.empty((3,), torch.float32) for _ in range(4)]
     builder.compute(lambda *tensors: None, *buffers)
     plan = builder.finish([])
-    offsets = sorted(view.block_bytes for view in plan.viewed)
+    offsets = sorted(view.first_byte for view in plan.viewed)
     assert offsets == [n * SCRATCH_ALIGNMENT for n in range(4)]
 
 

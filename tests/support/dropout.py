@@ -2,7 +2,7 @@
 
 import torch
 
-from anemoi_gt.ops.dropout import keep_factor
+from anemoi_gt.ops.dropout import dropout_factor
 
 
 def keep_of(graph, heads, rate, manual_seed, sample=0):
@@ -12,6 +12,6 @@ def keep_of(graph, heads, rate, manual_seed, sample=0):
     ids = graph.global_edge_ids()
     factors = []
     for head in range(heads):
-        factors.append(keep_factor(seed, sample, ids, head, rate, torch.float64))
+        factors.append(dropout_factor(seed, sample, ids, head, rate, torch.float64))
     mask = torch.stack(factors, 1)
     return torch.empty_like(mask).index_copy_(0, graph.edge_order().long(), mask).cpu()

@@ -132,4 +132,4 @@ def write_scores(path: Path, scores: list[Score]) -> None:
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    hydra_app.launch_on_checkpoint("evaluate", prepare)
+    hydra_app.run_command_on_checkpoint("evaluate", prepare)

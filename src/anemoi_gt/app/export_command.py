@@ -160,4 +160,4 @@ def describe(
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    hydra_app.launch_on_checkpoint("export", prepare)
+    hydra_app.run_command_on_checkpoint("export", prepare)

@@ -349,7 +349,7 @@ def output_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(
+def run_command(
     name: str,
     prepare: Callable[["DictConfig"], Callable[[], Any]],
     choose_config: Callable[[], str],
@@ -418,7 +418,9 @@ def launch(
             signal.signal(signal.SIGINT, interrupt)
 
 
-def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
+def run_command_on_checkpoint(
+    name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]
+) -> None:
     """Run a Hydra application on the config of the checkpoint that the command line names."""
 
     def choose_config() -> str:
@@ -437,7 +439,7 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
             store_config(load_checkpoint(path).get("config"), path)
         return name
 
-    launch(name, prepare, choose_config)
+    run_command(name, prepare, choose_config)
 
 
 def prepare_job(

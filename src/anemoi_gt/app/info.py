@@ -119,9 +119,9 @@ def compiled_code() -> Iterator[tuple[str, str]]:
 def anemoi_models() -> Iterator[tuple[str, str]]:
     """Yield the version of anemoi-models, and whether `install` would replace each part of it."""
     try:
-        from anemoi_gt.integrations.anemoi.installation import plan
+        from anemoi_gt.integrations.anemoi.installation import replacements
 
-        replaced = plan()
+        replaced = replacements()
     except (ImportError, OSError) as error:  # OSError: PyTorch cannot make its cache
         yield "version", _version_of("anemoi-models", "missing")
         yield "install", f"not possible: {error}"

@@ -79,4 +79,4 @@ def rollout(
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    hydra_app.launch_on_checkpoint("rollout", prepare)
+    hydra_app.run_command_on_checkpoint("rollout", prepare)

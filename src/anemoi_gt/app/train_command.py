@@ -458,13 +458,13 @@ def main() -> None:
     """Run the application with the arguments of the command line."""
     choose_config = partial(primary_config, sys.argv[1:])
     if not is_launched():
-        hydra_app.launch("train", prepare, choose_config)
+        hydra_app.run_command("train", prepare, choose_config)
         return
     if int(os.environ["RANK"]) != 0:  # only rank 0 has Hydra's folder and log
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0
     try:
-        hydra_app.launch("train", prepare, choose_config)
+        hydra_app.run_command("train", prepare, choose_config)
     except SystemExit as end:
         if end.code:
             status = end.code if isinstance(end.code, int) else 1

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.consensus import consensus
 from anemoi_gt.distributed.graph_shard import in_edges, shard_edges
-from anemoi_gt.distributed.module_shard import Kind, ModuleShard, ShardPlan
+from anemoi_gt.distributed.module_shard import Kind, ModulePartition, ModuleShard
 from anemoi_gt.distributed.process_group import check_mesh
 from anemoi_gt.nn import EncoderProcessorDecoder, StaticEdges
 from anemoi_gt.nn.static_graph import HIDDEN
@@ -46,8 +46,8 @@ def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModuleShard
     if not isinstance(model, EncoderProcessorDecoder):
         raise ValueError(f"model must be an EncoderProcessorDecoder, got {type(model).__name__}")
     with consensus(mesh.get_group("model")):
-        plan = plan_of(model, mesh["model"].size())
-    return plan.apply(mesh)
+        module_partition = partition_of(model, mesh["model"].size())
+    return module_partition.apply(mesh)
 
 
 def scatter_model(
@@ -82,21 +82,21 @@ def scatter_model(
     data = mesh.get_local_rank("data")
     column = mesh.get_local_rank("model")
     is_first = data == 0 and column == 0
-    plan = None
+    module_partition = None
     with consensus(group):
         if (model is not None) != is_first:
             raise ValueError("model must be on the first rank of the mesh, and None on the others")
         if model is not None:
-            plan = plan_of(model, mesh["model"].size())
+            module_partition = partition_of(model, mesh["model"].size())
     received: list[Any] = [None]
-    if model is not None and plan is not None:
+    if model is not None and module_partition is not None:
         bare = strip_sharded_rows(model)
         # Rank 0 holds one shard at a time in addition to the whole model; its own comes last.
         for other, rank in reversed([*enumerate(ranks[0])]):
             edges = {}
-            for kind, structure in plan.structures.items():
-                edges[kind] = in_edges(structure, plan.partitions[kind[1]].nodes(other))
-            rows = plan.rows(other, {kind: ids for kind, (_, ids) in edges.items()})
+            for kind, structure in module_partition.structures.items():
+                edges[kind] = in_edges(structure, module_partition.partitions[kind[1]].nodes(other))
+            rows = module_partition.rows(other, {kind: ids for kind, (_, ids) in edges.items()})
             rows.cut(model, bare)
             received = [(bare, rows, edges)]  # one object, so that shared tensors are sent once
             if other > 0:
@@ -123,8 +123,8 @@ def scatter_model(
     return shard, rows.attach(shard, edges_of_model(shard), graphs, mesh)
 
 
-def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
-    """Return the shard plan of a whole model."""
+def partition_of(model: EncoderProcessorDecoder, num_ranks: int) -> ModulePartition:
+    """Return the partition of a whole model."""
     rows = (*model.nodes.named_buffers(), *model.nodes.named_parameters())
     # The name of a node set has no dot, so it ends at the first one.
     tables = {f"nodes.{path}": path.partition(".")[0] for path, _ in rows}
@@ -132,7 +132,7 @@ def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
         name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()
     }
     num_layers = {(HIDDEN, HIDDEN): len(model.processor.proc)}
-    return ShardPlan(model, edges_of_model(model), num_ranks, tables, positions, num_layers)
+    return ModulePartition(model, edges_of_model(model), num_ranks, tables, positions, num_layers)
 
 
 def edges_of_model(model: EncoderProcessorDecoder) -> dict[Kind, StaticEdges]:

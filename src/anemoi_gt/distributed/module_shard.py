@@ -137,12 +137,14 @@ def shard_module(
     """
     check_mesh(mesh)
     with consensus(mesh.get_group("model")):
-        plan = ShardPlan(module, graphs, mesh["model"].size(), tables or {}, positions or {})
-    return plan.apply(mesh)
+        module_partition = ModulePartition(
+            module, graphs, mesh["model"].size(), tables or {}, positions or {}
+        )
+    return module_partition.apply(mesh)
 
 
-class ShardPlan:
-    """Shard plan of a whole module: owners of all nodes and edges, without communication.
+class ModulePartition:
+    """Partition of a whole module: the owner ranks of all nodes and edges, without communication.
 
     Parameters are as for `shard_module`; `num_layers` is the number of layers that use each graph,
     by default 1. The module is left unchanged.

@@ -17,7 +17,7 @@ from anemoi_gt.nn.plain import (
     PYG_ATTENTION,
     PYG_HOOKS,
     PYG_LINEAR,
-    class_path,
+    qualified_name,
     why_not_plain,
     why_overridden,
 )
@@ -232,7 +232,8 @@ def _why_not(upstream: TransformerConv, subclasses: tuple[type, ...]) -> Refusal
     kind = type(upstream)
     if kind is not TransformerConv and kind not in subclasses:
         return permanent(
-            f"{class_path(kind)} is a subclass, which may compute something else; see `subclasses`"
+            f"{qualified_name(kind)} is a subclass, which may compute something else; see "
+            "`subclasses`"
         )
     refusal = why_not_plain({"": upstream}, PYG_ATTENTION)
     if refusal is not None and refusal.kind is RefusalKind.PERMANENT:
@@ -241,7 +242,7 @@ def _why_not(upstream: TransformerConv, subclasses: tuple[type, ...]) -> Refusal
         kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
             return permanent(
-                f"its {name} is {class_path(kind)}; PyG's Linear is needed, because its "
+                f"its {name} is {qualified_name(kind)}; PyG's Linear is needed, because its "
                 "in_channels are read"
             )
     embed = upstream.lin_edge

@@ -29,7 +29,7 @@ from anemoi_gt.kernels.primitives import (
     destination,
     hub_segment,
     load_row,
-    num_blocks,
+    num_spans,
     project_edges,
     row_offsets,
     row_or_segment,
@@ -66,7 +66,7 @@ def edge_attention_bwd_dst(
     projected_grad,  # [B, N_dst, H, ATTRIBUTES] g, or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    # [B, N_dst, H]; with hubs [B * N_dst + B * blocks, H], segment weights last
+    # [B, N_dst, H]; with hubs [B * N_dst + B * spans, H], segment weights last
     inv_denominator,
     exp_scores,  # [B, E, H] r
     colptr,  # [N_dst + 1]
@@ -80,8 +80,8 @@ def edge_attention_bwd_dst(
     p_ds,  # [B, E, 2, H]
     attr_dp,  # [B, E, H] float32, scratch
     dp,  # [B, E, H] float32, scratch
-    segment_p,  # [B, blocks, H] float32, sum_e p_e of a segment, or None without hubs
-    segment_p_dp,  # [B, blocks, H] float32, sum_e p_e dp_e, or None
+    segment_p,  # [B, spans, H] float32, sum_e p_e of a segment, or None without hubs
+    segment_p_dp,  # [B, spans, H] float32, sum_e p_e dp_e, or None
     num_dst,
     num_src,
     num_edges,
@@ -109,7 +109,7 @@ def edge_attention_bwd_dst(
 
     Writes its row of dquery (without W B) and, for its in-edges, dx (embedded features) and p_ds =
     [m p, ds], which the kernels over sources and over attributes read. With hubs the grid is (B *
-    (blocks + N_dst), ..), and the program of a segment writes its dp and its parts of the sums of p
+    (spans + N_dst), ..), and the program of a segment writes its dp and its parts of the sums of p
     and p dp.
     """
     if SEGMENT > 0:
@@ -125,7 +125,7 @@ def edge_attention_bwd_dst(
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     heads = (h, None if H % HEADS == 0 else h < H)
-    layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
+    in_row = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     if D > 0:
         project_edges(
@@ -154,15 +154,15 @@ def edge_attention_bwd_dst(
     edges = (
         (perm, global_edge_id, seed, b, h, drop_below, survivor),
         source,
-        layout,
+        in_row,
         heads,
         first_edge,
     )
     main_end = end - (end - begin) % UNROLL
-    do = load_unpacked(grad_out, node * ROW, layout, PACKED)
+    do = load_unpacked(grad_out, node * ROW, in_row, PACKED)
     stats_row = node
     if SEGMENT > 0 and slot >= 0:
-        stats_row = segment_row(slot, num_blocks(num_edges, SEGMENT) + num_dst, num_dst)
+        stats_row = segment_row(slot, num_spans(num_edges, SEGMENT) + num_dst, num_dst)
     inverse = load_heads(inv_denominator, stats_row, heads, H)
     p_sum = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
@@ -183,7 +183,7 @@ def edge_attention_bwd_dst(
     tl.debug_barrier()
 
     dq = zero_row(HEADS, CHANNELS, PACKED)
-    q = load_unpacked(query, node * ROW, layout, PACKED) if EMBEDDED else do
+    q = load_unpacked(query, node * ROW, in_row, PACKED) if EMBEDDED else do
     scores = (
         delta,
         do,
@@ -199,7 +199,7 @@ def edge_attention_bwd_dst(
     dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, ROW, PACKED, UNROLL)
     dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, ROW, PACKED, 1)
     if dquery is not None:
-        store_unpacked(dquery, node * ROW, layout, dq, PACKED)
+        store_unpacked(dquery, node * ROW, in_row, dq, PACKED)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_dst_hub", "key"), do_not_specialize=SIZES)
@@ -209,7 +209,7 @@ def edge_attention_bwd_dst_hub(
     edge_attr,  # [1 or B, E, H, C] or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    inv_denominator,  # [B * N_dst + B * blocks, H]
+    inv_denominator,  # [B * N_dst + B * spans, H]
     exp_scores,  # [B, E, H] r
     colptr,  # [N_dst + 1]
     row,  # [E]
@@ -221,7 +221,7 @@ def edge_attention_bwd_dst_hub(
     dp,  # [B, E, H] float32
     p_sum,  # [B, N_dst, H] float32, sum_e p_e of hubs
     p_dp_sum,  # [B, N_dst, H] float32, sum_e p_e dp_e of hubs
-    segment_dquery,  # [B, blocks, H, C] float32, or None
+    segment_dquery,  # [B, spans, H, C] float32, or None
     num_dst,
     num_src,
     num_edges,
@@ -240,7 +240,7 @@ def edge_attention_bwd_dst_hub(
     SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of query, key and grad_out
 ):
-    """Grid (B * blocks, ceil(H / HEADS)): a program owns HEADS heads of one segment of a hub.
+    """Grid (B * spans, ceil(H / HEADS)): a program owns HEADS heads of one segment of a hub.
 
     Writes its row of segment_dquery, and dx and p_ds of its edges.
     """
@@ -251,14 +251,14 @@ def edge_attention_bwd_dst_hub(
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     heads = (h, None if H % HEADS == 0 else h < H)
-    layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
+    in_row = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
     ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
     edges = (
         (perm, global_edge_id, seed, b, h, drop_below, survivor),
         source,
-        layout,
+        in_row,
         heads,
         first_edge,
     )
@@ -269,17 +269,17 @@ def edge_attention_bwd_dst_hub(
         delta -= load_heads(grad_lse, node, heads, H)
 
     dq = zero_row(HEADS, CHANNELS, PACKED)
-    do = load_unpacked(grad_out, node * ROW, layout, PACKED) if EMBEDDED else dq
-    q = load_unpacked(query, node * ROW, layout, PACKED) if EMBEDDED else dq
+    do = load_unpacked(grad_out, node * ROW, in_row, PACKED) if EMBEDDED else dq
+    q = load_unpacked(query, node * ROW, in_row, PACKED) if EMBEDDED else dq
     inverse = load_heads(
-        inv_denominator, segment_row(slot, num_blocks(num_edges, SEGMENT), num_dst), heads, H
+        inv_denominator, segment_row(slot, num_spans(num_edges, SEGMENT), num_dst), heads, H
     )
     read = key if segment_dquery is not None else None
     scores = (delta, do, q, inverse, scale, read, exp_scores, dp, p_ds, dedge_attr)
     dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, ROW, PACKED, UNROLL)
     dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, ROW, PACKED, 1)
     if segment_dquery is not None:
-        store_unpacked(segment_dquery, slot * WIDTH, layout, dq, PACKED)
+        store_unpacked(segment_dquery, slot * WIDTH, in_row, dq, PACKED)
 
 
 @triton.jit
@@ -296,7 +296,7 @@ def _differentiate_weights(
     dp,
     dropout,
     source,
-    layout,
+    in_row,
     heads,
     first_edge,
     H: tl.constexpr,
@@ -306,7 +306,7 @@ def _differentiate_weights(
 ):
     """Write dp of edges begin .. end - 1, EACH at a time; return running sums of p and p dp."""
     for e in range(begin, end, EACH):
-        v = gather(value, e, source, layout, ROW, PACKED, EACH)
+        v = gather(value, e, source, in_row, ROW, PACKED, EACH)
         r = load_edge_heads(exp_scores, first_edge + e, heads, H, EACH)
         if attr_dp is not None:
             t = load_edge_heads(attr_dp, first_edge + e, heads, H, EACH)
@@ -339,7 +339,7 @@ def _differentiate_scores(
     dedge_attr,
     dropout,
     source,
-    layout,
+    in_row,
     heads,
     first_edge,
     H: tl.constexpr,
@@ -353,7 +353,7 @@ def _differentiate_scores(
     """
     for e in range(begin, end, EACH):
         if key is not None:
-            k = gather(key, e, source, layout, ROW, PACKED, EACH)
+            k = gather(key, e, source, in_row, ROW, PACKED, EACH)
         r = load_edge_heads(exp_scores, first_edge + e, heads, H, EACH)
         dp_e = load_edge_heads(dp, first_edge + e, heads, H, EACH)
         for n in tl.static_range(EACH):
@@ -368,7 +368,7 @@ def _differentiate_scores(
                 dx = add_scaled(scale_row(p, do), ds, q)
                 edge = first_edge + caller_edge(source[3], e + n)
                 # rows are contiguous where features are embedded: they are as wide as ROW
-                store_unpacked(dedge_attr, edge * ROW, layout, dx, PACKED)
+                store_unpacked(dedge_attr, edge * ROW, in_row, dx, PACKED)
     return dq
 
 
@@ -386,8 +386,8 @@ def edge_attention_bwd_src(
     csr_to_csc,  # [E]
     dkey,  # [B, N_src, H, C] or None
     dvalue,  # [B, N_src, H, C] or None
-    segment_dkey,  # [B, blocks, H, C] float32, or None as dkey and without hubs
-    segment_dvalue,  # [B, blocks, H, C] float32, or None as dvalue and without hubs
+    segment_dkey,  # [B, spans, H, C] float32, or None as dkey and without hubs
+    segment_dvalue,  # [B, spans, H, C] float32, or None as dvalue and without hubs
     num_dst,
     num_src,
     num_edges,
@@ -403,13 +403,13 @@ def edge_attention_bwd_src(
 ):
     """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): one program per NODES sources, HEADS heads.
 
-    Writes their rows of dkey and dvalue. With hubs the grid is (B * (blocks + ceil(N_src / NODES)),
+    Writes their rows of dkey and dvalue. With hubs the grid is (B * (spans + ceil(N_src / NODES)),
     ..), and the program of a segment writes its rows of segment_dkey and segment_dvalue.
     """
     programs = (num_src + NODES - 1) // NODES
     if SEGMENT > 0:
-        blocks = num_blocks(num_edges, SEGMENT)
-        programs += blocks
+        spans = num_spans(num_edges, SEGMENT)
+        programs += spans
     b = as_index(tl.program_id(0) // programs, INT64)
     first = (tl.program_id(0) % programs) * NODES
     head = tl.program_id(1) * HEADS
@@ -429,17 +429,17 @@ def edge_attention_bwd_src(
         mask,
     )
     if SEGMENT > 0:
-        block = as_index(tl.program_id(0) % programs, INT64)
-        if block < blocks:
-            _, begin, end, _, _ = hub_segment(rowptr, block, num_src, SEGMENT)
+        span = as_index(tl.program_id(0) % programs, INT64)
+        if span < spans:
+            _, begin, end, _, _ = hub_segment(rowptr, span, num_src, SEGMENT)
             sums = _sum_over_edges(
                 dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE
             )
             _store_rows(
-                segment_dkey, segment_dvalue, (b * blocks + block) * (H * C), offsets, mask, sums
+                segment_dkey, segment_dvalue, (b * spans + span) * (H * C), offsets, mask, sums
             )
             return
-        first -= blocks * NODES
+        first -= spans * NODES
     for n in range(NODES):
         if first + n < num_src:
             j = first + n

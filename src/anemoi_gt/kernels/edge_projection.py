@@ -185,8 +185,8 @@ def attribute_bwd(
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A
     dscore_sums,  # [B, N_dst, H, ATTRIBUTES] B
     dedge_attr,  # [B, E, D] or None
-    segment_attr_sums,  # [B, blocks, H, ATTRIBUTES] float32, or None without hubs
-    segment_dscore_sums,  # [B, blocks, H, ATTRIBUTES] float32, or None without hubs
+    segment_attr_sums,  # [B, spans, H, ATTRIBUTES] float32, or None without hubs
+    segment_dscore_sums,  # [B, spans, H, ATTRIBUTES] float32, or None without hubs
     num_dst,
     num_edges,
     attr_stride,
@@ -203,7 +203,7 @@ def attribute_bwd(
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
     Writes its A and B, and da of its in-edges in the caller's order. With hubs the grid is (B *
-    (blocks + N_dst),), and the program of a segment writes its rows of segment_attr_sums and
+    (spans + N_dst),), and the program of a segment writes its rows of segment_attr_sums and
     segment_dscore_sums.
     """
     if SEGMENT > 0:

@@ -1,6 +1,6 @@
 """Kernels of the sub-layers between norms, products and attention: casts, residuals, sums of rows.
 
-    pack           parameters in another dtype, one after another in one block
+    pack           parameters in another dtype, one after another in one tensor
     add            x + y in the dtype of the result; without y a cast
     sum_columns    sums over nodes of rows, a row of partial sums for each program
     sum_partial    the totals of partial sums
@@ -35,7 +35,7 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _load_piece(source, element, mask):
-    """Return elements [BLOCK] of a parameter as float32, zeros where there is none."""
+    """Return elements [ELEMENTS] of a parameter as float32, zeros where there is none."""
     if source is None:
         return tl.zeros(element.shape, tl.float32)
     else:
@@ -44,19 +44,19 @@ def _load_piece(source, element, mask):
 
 @triton.jit
 def _pack_piece(
-    block,
+    tile,
     source,
     addend,
     packed,
     SIZE: tl.constexpr,
     FIRST: tl.constexpr,
     ONE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):
-    """Write block `block` of a parameter, if it exists; return its number after this parameter."""
-    blocks = (SIZE + BLOCK - 1) // BLOCK
-    if block >= 0 and block < blocks:
-        element = block * BLOCK + tl.arange(0, BLOCK)
+    """Write tile `tile` of a parameter, if it exists; return its number after this parameter."""
+    tiles = (SIZE + ELEMENTS - 1) // ELEMENTS
+    if tile >= 0 and tile < tiles:
+        element = tile * ELEMENTS + tl.arange(0, ELEMENTS)
         mask = element < SIZE
         x = _load_piece(source, element, mask)
         if addend is not None:
@@ -64,7 +64,7 @@ def _pack_piece(
         if ONE:
             x += 1.0
         tl.store(packed + FIRST + element, _rounded(x, packed.dtype.element_ty), mask=mask)
-    return block - blocks
+    return tile - tiles
 
 
 @triton.jit(repr=kernel_name("anemoi_gt_pack", "packed"))
@@ -95,9 +95,9 @@ def pack(
     FIRSTS: tl.constexpr,  # the element of `packed` at which each begins
     ONES: tl.constexpr,  # whether 1 is added to each
     WITH_ADDEND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):
-    """Grid (sum of ceil(size / BLOCK),): a program writes BLOCK elements of one parameter.
+    """Grid (sum of ceil(size / ELEMENTS),): a program writes ELEMENTS elements of one parameter.
 
     A parameter of a size that is None is written as zeros.
     """
@@ -123,16 +123,16 @@ def pack(
         source18,
         source19,
     )
-    block = tl.program_id(0)
+    tile = tl.program_id(0)
     for n in tl.static_range(len(SIZES)):
         if SIZES[n] > 0:
             if n == WITH_ADDEND:
-                block = _pack_piece(
-                    block, sources[n], addend, packed, SIZES[n], FIRSTS[n], ONES[n], BLOCK
+                tile = _pack_piece(
+                    tile, sources[n], addend, packed, SIZES[n], FIRSTS[n], ONES[n], ELEMENTS
                 )
             else:
-                block = _pack_piece(
-                    block, sources[n], None, packed, SIZES[n], FIRSTS[n], ONES[n], BLOCK
+                tile = _pack_piece(
+                    tile, sources[n], None, packed, SIZES[n], FIRSTS[n], ONES[n], ELEMENTS
                 )
 
 
@@ -143,15 +143,15 @@ def add(
     out,
     num_units,  # of UNIT elements
     UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ELEMENTS: tl.constexpr,
     INT64: tl.constexpr,
 ):
-    """Grid (ceil(elements / BLOCK),): out = x + y, or x, over contiguous elements.
+    """Grid (ceil(elements / ELEMENTS),): out = x + y, or x, over contiguous elements.
 
     With UNIT = 16 Triton sees that the mask is the same for 16 elements in a row, and loads 16
     bytes at once; with 1 it loads element by element.
     """
-    element = as_index(tl.program_id(0), INT64) * BLOCK + tl.arange(0, BLOCK)
+    element = as_index(tl.program_id(0), INT64) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = element < as_index(num_units, INT64) * UNIT
     total = tl.load(x + element, mask=mask, other=0.0).to(tl.float32)
     if y is not None:

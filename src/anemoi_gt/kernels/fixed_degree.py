@@ -46,7 +46,7 @@ def _gather(
     rows,
     first,
     source,
-    layout,
+    in_row,
     K: tl.constexpr,
     D: tl.constexpr,
     BIAS: tl.constexpr,
@@ -62,7 +62,7 @@ def _gather(
     packed = ()
     attributes = ()
     for j in tl.static_range(K):
-        packed = packed + (load_raw(rows, starts[j], layout, PACKED),)
+        packed = packed + (load_raw(rows, starts[j], in_row, PACKED),)
         if D > 0:
             edge = first_attr + caller_edge(perm, first + j)
             attributes = attributes + (_load_attributes(edge_attr, edge, D, BIAS, ATTRIBUTES),)
@@ -70,7 +70,7 @@ def _gather(
 
 
 @triton.jit
-def _keep_factors(first, dropout, K: tl.constexpr):
+def _dropout_factors(first, dropout, K: tl.constexpr):
     """Return the dropout factors of K edges from `first` on, [HEADS] each; ones without dropout."""
     factors = ()
     for j in tl.static_range(K):
@@ -128,18 +128,18 @@ def edge_attention_fixed_degree_fwd(
     edge = b * num_edges + first
     h = tl.arange(0, HEADS)
     heads = (h, None if H % HEADS == 0 else h < H)
-    layout = raw_offsets(0, H, C, HEADS, CHANNELS, PACKED)
+    in_row = raw_offsets(0, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
     ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     source = (row, b * num_src, edge_attr, perm, b * attr_stride)
-    starts, k, a = _gather(key, first, source, layout, K, D, BIAS, ATTRIBUTES, ROW, PACKED)
-    q = load_unpacked(query, node * ROW, layout, PACKED)
+    starts, k, a = _gather(key, first, source, in_row, K, D, BIAS, ATTRIBUTES, ROW, PACKED)
+    q = load_unpacked(query, node * ROW, in_row, PACKED)
     if D > 0:
         sums_at, known = row_offsets(0, H, ATTRIBUTES, HEADS, ATTRIBUTES)
         u = load_row(projected, node, sums_at, known, H * ATTRIBUTES)
     v = ()
     for j in tl.static_range(K):
-        v = v + (load_raw(value, starts[j], layout, PACKED),)
+        v = v + (load_raw(value, starts[j], in_row, PACKED),)
     row_max = tl.full((HEADS,), -float("inf"), tl.float32)
     scores = ()
     for j in tl.static_range(K):
@@ -156,7 +156,7 @@ def edge_attention_fixed_degree_fwd(
         r = r + (tl.exp2(scores[j] - row_max),)
         denominator += r[j]
     inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
-    m = _keep_factors(first, (perm, global_edge_id, seed, b, h, drop_below, survivor), K)
+    m = _dropout_factors(first, (perm, global_edge_id, seed, b, h, drop_below, survivor), K)
     o = zero_row(HEADS, CHANNELS, PACKED)
     sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     for j in tl.static_range(K):
@@ -166,7 +166,7 @@ def edge_attention_fixed_degree_fwd(
             sums += p[:, None] * a[j]
     for j in tl.static_range(K):
         store_heads(exp_scores, edge + j, heads, r[j], H)
-    store_unpacked(out, node * WIDTH, layout, o, PACKED)
+    store_unpacked(out, node * WIDTH, in_row, o, PACKED)
     store_heads(lse, node, heads, (row_max + tl.log2(denominator)) * LN_2, H)
     store_heads(inv_denominator, node, heads, tl.where(denominator == 0.0, 0.0, inverse), H)
     if D > 0:
@@ -233,11 +233,11 @@ def edge_attention_fixed_degree_bwd_dst(
     edge = b * num_edges + first
     h = tl.arange(0, HEADS)
     heads = (h, None if H % HEADS == 0 else h < H)
-    layout = raw_offsets(0, H, C, HEADS, CHANNELS, PACKED)
+    in_row = raw_offsets(0, H, C, HEADS, CHANNELS, PACKED)
     ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     source = (row, b * num_src, edge_attr, perm, b * attr_stride)
-    starts, v, a = _gather(value, first, source, layout, K, D, BIAS, ATTRIBUTES, ROW, PACKED)
-    do = load_unpacked(grad_out, node * ROW, layout, PACKED)
+    starts, v, a = _gather(value, first, source, in_row, K, D, BIAS, ATTRIBUTES, ROW, PACKED)
+    do = load_unpacked(grad_out, node * ROW, in_row, PACKED)
     inverse = load_heads(inv_denominator, node, heads, H)
     if D > 0:
         sums_at, known = row_offsets(0, H, ATTRIBUTES, HEADS, ATTRIBUTES)
@@ -245,8 +245,8 @@ def edge_attention_fixed_degree_bwd_dst(
     k = ()
     if dquery is not None:
         for j in tl.static_range(K):
-            k = k + (load_raw(key, starts[j], layout, PACKED),)
-    m = _keep_factors(first, (perm, global_edge_id, seed, b, h, drop_below, survivor), K)
+            k = k + (load_raw(key, starts[j], in_row, PACKED),)
+    m = _dropout_factors(first, (perm, global_edge_id, seed, b, h, drop_below, survivor), K)
     p_sum = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
     p = ()
@@ -285,7 +285,7 @@ def edge_attention_fixed_degree_bwd_dst(
             offset = (b * num_edges + caller_edge(perm, first + j)) * D
             tl.store(dedge_attr + offset + d, da.to(dedge_attr.dtype.element_ty), mask=d < D)
     if dquery is not None:
-        store_unpacked(dquery, node * ROW, layout, dq, PACKED)
+        store_unpacked(dquery, node * ROW, in_row, dq, PACKED)
     if D > 0:
         offset = node * (H * ATTRIBUTES) + sums_at
         tl.store(attr_sums + offset, value_sums.to(attr_sums.dtype.element_ty), mask=known)

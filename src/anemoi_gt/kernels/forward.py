@@ -34,7 +34,7 @@ from anemoi_gt.kernels.launch import launch_facts, row_kernel_name
 from anemoi_gt.kernels.primitives import (
     caller_edges,
     destination,
-    keep_factor,
+    dropout_factor,
     load_attributes,
     product,
     project_edges,
@@ -84,10 +84,10 @@ def edge_attention_fwd(
     scores,  # [B, E, H] float32, scratch
     exp_scores,  # [B, E, H] r
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
-    segment_max,  # [B, blocks, H] row_max of segments, or None without hubs
-    segment_denominator,  # [B, blocks, H], or None
-    segment_out,  # [B, blocks, H, C] float32, sum_e m_e r_e v_j, or None
-    segment_attr_sums,  # [B, blocks, H, ATTRIBUTES] float32, sum_e m_e r_e a_e, or None
+    segment_max,  # [B, spans, H] row_max of segments, or None without hubs
+    segment_denominator,  # [B, spans, H], or None
+    segment_out,  # [B, spans, H, C] float32, sum_e m_e r_e v_j, or None
+    segment_attr_sums,  # [B, spans, H, ATTRIBUTES] float32, sum_e m_e r_e a_e, or None
     num_dst,
     num_src,
     num_edges,
@@ -114,7 +114,7 @@ def edge_attention_fwd(
     """Grid (B * N_dst, ceil(H / HEADS)): one program per destination, batch entry and HEADS heads.
 
     Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its
-    in-edges. With hubs the grid is (B * (blocks + N_dst), ..), and the program of a segment writes
+    in-edges. With hubs the grid is (B * (spans + N_dst), ..), and the program of a segment writes
     exp_scores and its rows of the partial results.
     """
     if SEGMENT > 0:
@@ -130,7 +130,7 @@ def edge_attention_fwd(
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     heads = (h, None if H % HEADS == 0 else h < H)
-    layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
+    in_row = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
     ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     if D > 0:
@@ -159,7 +159,7 @@ def edge_attention_fwd(
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
     dropout = (perm, global_edge_id, seed, b, h, drop_below, survivor)
     main_end = end - (end - begin) % UNROLL
-    q = load_unpacked(query, node * ROW, layout, PACKED)
+    q = load_unpacked(query, node * ROW, in_row, PACKED)
     row_max = tl.full((HEADS,), -float("inf"), tl.float32)
     score = (
         q,
@@ -168,7 +168,7 @@ def edge_attention_fwd(
         scores,
         score_scale,
         source,
-        layout,
+        in_row,
         heads,
         first_edge,
     )
@@ -181,11 +181,11 @@ def edge_attention_fwd(
 
     denominator = tl.zeros((HEADS,), tl.float32)
     o = zero_row(HEADS, CHANNELS, PACKED)
-    values = (row_max, value, scores, exp_scores, dropout, source, layout, heads, first_edge)
+    values = (row_max, value, scores, exp_scores, dropout, source, in_row, heads, first_edge)
     denominator, o = _sum_values(denominator, o, begin, main_end, *values, H, ROW, PACKED, UNROLL)
     denominator, o = _sum_values(denominator, o, main_end, end, *values, H, ROW, PACKED, 1)
     if SEGMENT > 0 and slot >= 0:
-        store_unpacked(segment_out, slot * WIDTH, layout, o, PACKED)
+        store_unpacked(segment_out, slot * WIDTH, in_row, o, PACKED)
         store_heads(segment_denominator, slot, heads, denominator, H)
         if D > 0:
             _sum_attributes(
@@ -210,7 +210,7 @@ def edge_attention_fwd(
             )
         return
     inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
-    store_unpacked(out, node * WIDTH, layout, scale_row(inverse, o), PACKED)
+    store_unpacked(out, node * WIDTH, in_row, scale_row(inverse, o), PACKED)
     store_heads(lse, node, heads, (row_max + tl.log2(denominator)) * LN_2, H)
     store_heads(inv_denominator, node, heads, tl.where(denominator == 0.0, 0.0, inverse), H)
     if D > 0:
@@ -247,7 +247,7 @@ def _score(
     scores,
     score_scale,
     source,
-    layout,
+    in_row,
     heads,
     first_edge,
     H: tl.constexpr,
@@ -260,7 +260,7 @@ def _score(
     Edges are processed EACH at a time.
     """
     for e in range(begin, end, EACH):
-        k = gather(key, e, source, layout, ROW, PACKED, EACH)
+        k = gather(key, e, source, in_row, ROW, PACKED, EACH)
         if attr_scores is not None:
             t = load_edge_heads(attr_scores, first_edge + e, heads, H, EACH)
         new_scores = ()
@@ -287,7 +287,7 @@ def _sum_values(
     exp_scores,
     dropout,
     source,
-    layout,
+    in_row,
     heads,
     first_edge,
     H: tl.constexpr,
@@ -297,7 +297,7 @@ def _sum_values(
 ):
     """Write r of edges begin .. end - 1, EACH at a time; return the sums of r and of r v so far."""
     for e in range(begin, end, EACH):
-        v = gather(value, e, source, layout, ROW, PACKED, EACH)
+        v = gather(value, e, source, in_row, ROW, PACKED, EACH)
         s = load_edge_heads(scores, first_edge + e, heads, H, EACH)
         for n in tl.static_range(EACH):
             r = tl.exp2(s[n] - row_max)
@@ -349,7 +349,7 @@ def _sum_attributes(
                 if global_edge_id is None
                 else tl.load(global_edge_id + e, mask=inside, other=0)
             )
-            r *= keep_factor(edge_id[:, None], seed, b, h[None, :], drop_below, survivor)
+            r *= dropout_factor(edge_id[:, None], seed, b, h[None, :], drop_below, survivor)
         if EDGES == 1:
             sums += tl.sum(r[:, :, None] * a[:, None, :], axis=0)
         else:

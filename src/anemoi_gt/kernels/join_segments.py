@@ -1,12 +1,12 @@
 """Edge attention: hubs, nodes with so many edges that one program would delay all others.
 
-The edges, in CSC or CSR order, are divided into blocks of SEGMENT. A node with more than 2 SEGMENT
-edges is a hub. It is divided where blocks begin, into segments of fewer than 2 SEGMENT edges. Each
-block belongs to at most one segment, so ceil(E / SEGMENT) programs suffice for any graph, whatever
-its number of hubs. A program finds the node of its block by bisection of the pointers
+The edges, in CSC or CSR order, are divided into spans of SEGMENT. A node with more than 2 SEGMENT
+edges is a hub. It is divided where spans begin, into segments of fewer than 2 SEGMENT edges. Each
+span belongs to at most one segment, so ceil(E / SEGMENT) programs suffice for any graph, whatever
+its number of hubs. A program finds the node of its span by bisection of the pointers
 (`anemoi_gt.kernels.primitives.hub_segment`).
 
-A segment k has its part of each sum in float32, at its block in a tensor [B, blocks, ..]. Parts are
+A segment k has its part of each sum in float32, at its span in a tensor [B, spans, ..]. Parts are
 joined in the order of the segments, so the same bits come out on every run:
 
     row_max_i     = max_k row_max_k,             r_e of segment k relative to row_max_k
@@ -23,7 +23,7 @@ import triton.language as tl
 
 from anemoi_gt.kernels.forward import LN_2
 from anemoi_gt.kernels.launch import row_kernel_name
-from anemoi_gt.kernels.primitives import num_blocks, segment_of_program, segment_row
+from anemoi_gt.kernels.primitives import num_spans, segment_of_program, segment_row
 
 
 @triton.jit(
@@ -31,15 +31,15 @@ from anemoi_gt.kernels.primitives import num_blocks, segment_of_program, segment
     do_not_specialize=["num_nodes", "num_edges"],
 )
 def join_segments(
-    segment_rows,  # [B, blocks, H, WIDTH] float32
-    segment_others,  # [B, blocks, H, OTHERS] float32, or None
-    segment_max,  # [B, blocks, H], or None without denominators
-    segment_denominator,  # [B, blocks, H], or None
+    segment_rows,  # [B, spans, H, WIDTH] float32
+    segment_others,  # [B, spans, H, OTHERS] float32, or None
+    segment_max,  # [B, spans, H], or None without denominators
+    segment_denominator,  # [B, spans, H], or None
     pointers,  # [N + 1]
     rows,  # [B, N, H, WIDTH]
     others,  # [B, N, H, OTHERS], or None
     lse,  # [B, N, H], or None without denominators
-    # [B * N + B * blocks, H], nodes then weight_k, or None without denominators
+    # [B * N + B * spans, H], nodes then weight_k, or None without denominators
     inv_denominator,
     num_nodes,
     num_edges,
@@ -53,7 +53,7 @@ def join_segments(
     SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two nodes in rows, and in others if they are as wide
 ):
-    """Grid (B * blocks,): the programs of a hub's segments divide its heads and columns among them.
+    """Grid (B * spans,): the programs of a hub's segments divide its heads and columns among them.
 
     Write the hub's rows of the results, SEGMENTS segments and COLUMNS columns at a time. One warp
     each: most programs do nothing but look for their hub, and the more of them there are at a time,
@@ -65,7 +65,7 @@ def join_segments(
     if begin == end:
         return
     node = b * num_nodes + i
-    weights = segment_row(0 * slot, num_blocks(num_edges, SEGMENT), num_nodes) * H
+    weights = segment_row(0 * slot, num_spans(num_edges, SEGMENT), num_nodes) * H
     TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     EACH: tl.constexpr = TILES + (OTHERS + COLUMNS - 1) // COLUMNS
     for task in range(slot - first, H * EACH, count):

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 from anemoi_gt.toolchain import with_cache
 
-ALIGNMENT = 16  # bytes; Triton compiles pointers that are multiples of it apart from others
-# kernel: {widths, constants, dtypes: {device: Repeat}}; no tensors
+ALIGNMENT = 16  # bytes; Triton specialises on pointers that are multiples of it
+# kernel: {widths, constants, dtypes: {device: CompiledLaunch}}; no tensors
 _COMPILED: WeakKeyDictionary = WeakKeyDictionary()
 
 
@@ -69,11 +69,12 @@ def launch_facts(grid: tuple[int, ...], kernel: Any, args: Mapping[str, Any]) ->
     }
 
 
-class Repeat(NamedTuple):
+class CompiledLaunch(NamedTuple):
     """A compiled kernel, launched past Triton's binder."""
 
-    launch: Callable  # grid, stream, `kept`, hooks, then the arguments of the kernel
-    kept: tuple  # function and metadata
+    # takes grid, stream, function and metadata, hooks, then the arguments of the kernel
+    launch: Callable
+    function_and_metadata: tuple
 
 
 class Launch:
@@ -101,11 +102,11 @@ class Launch:
 
     def name(self, dtypes: Mapping[str, str | None]) -> str:
         """Return the profile name for tensors of these dtypes, such as "bf16", uncompiled."""
-        # the latter under the interpreter
+        # InterpretedFunction has no attribute `repr`
         make = getattr(self.kernel, "repr", None) or self.kernel.rewriter.kwargs["repr"]
         return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
-    def compiled_for(self, dtypes: tuple) -> dict[tuple, Repeat]:
+    def compiled_for(self, dtypes: tuple) -> dict[tuple, CompiledLaunch]:
         """Return the compiled kernels for tensors of these dtypes, by device and alignment.
 
         The alignment has True for each tensor that begins at a multiple of ALIGNMENT, or is absent.
@@ -129,21 +130,21 @@ class Launch:
         named = dict(zip(self.tensors, ordered, strict=True))
         launch = self.kernel[self.grid]
         compiled = with_cache(lambda: launch(**named, **self.scalars, **self.constants))
-        device = repeating_device()
-        repeat = None if device is None else repeat_launch(compiled)
-        if repeat is not None:
+        device = fast_launch_device()
+        fast = None if device is None else compiled_launch(compiled)
+        if fast is not None:
             dtypes = tuple(None if tensor is None else tensor.dtype for tensor in ordered)
             alignment = tuple(
                 tensor is None or tensor.data_ptr() % ALIGNMENT == 0 for tensor in ordered
             )
-            self.compiled_for(dtypes)[device, alignment] = repeat
+            self.compiled_for(dtypes)[device, alignment] = fast
 
 
-def repeating_device() -> int | None:
-    """Return the current device where launches may be repeated past Triton's binder, else None.
+def fast_launch_device() -> int | None:
+    """Return the current device where launches may go past Triton's binder, else None.
 
     They may not while a launch hook is installed, as a profiler does: hooks get tensors, not
-    addresses. Nor in a Triton without the private parts that this and `repeat_launch` use; then
+    addresses. Nor in a Triton without the private parts that this and `compiled_launch` use; then
     `kernel[grid](...)` launches each time.
     """
     # RuntimeError: no driver, as under the interpreter
@@ -162,7 +163,7 @@ def repeating_device() -> int | None:
 
 
 def current_stream(device: int) -> int:
-    """Return the stream of a `repeating_device` on which PyTorch computes now."""
+    """Return the stream of a `fast_launch_device` on which PyTorch computes now."""
     return _triton()[1].active.get_current_stream(device)
 
 
@@ -175,7 +176,7 @@ def _triton() -> tuple:
     return knobs.runtime, driver
 
 
-def repeat_launch(compiled: Any) -> Repeat | None:
+def compiled_launch(compiled: Any) -> CompiledLaunch | None:
     """Return the compiled kernel for `Plan.run`, None if Triton's private parts differ.
 
     None for AMD too, where what is compiled depends on the size of a tensor's memory.
@@ -183,6 +184,6 @@ def repeat_launch(compiled: Any) -> Repeat | None:
     try:
         if compiled.metadata.target.backend != "cuda":
             return None
-        return Repeat(compiled.run, (compiled.function, compiled.packed_metadata))
+        return CompiledLaunch(compiled.run, (compiled.function, compiled.packed_metadata))
     except AttributeError:
         return None

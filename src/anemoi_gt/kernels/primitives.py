@@ -29,14 +29,14 @@ def destination(dst_schedule, num_dst, INT64: tl.constexpr):
 
 
 @triton.jit
-def hub_segment(pointers, block, num_rows, SEGMENT: tl.constexpr):
-    """Return row, begin and end of a block's segment, and its row's first block and block count.
+def hub_segment(pointers, span, num_rows, SEGMENT: tl.constexpr):
+    """Return row, begin and end of a span's segment, and its row's first span and span count.
 
-    The edges are divided into blocks of SEGMENT. A row with more than 2 SEGMENT edges is a hub; its
-    segments begin where a block begins, but for the first, which begins with the row. A block that
+    The edges are divided into spans of SEGMENT. A row with more than 2 SEGMENT edges is a hub; its
+    segments begin where a span begins, but for the first, which begins with the row. A span that
     begins in no hub has begin = end.
     """
-    x = block * SEGMENT
+    x = span * SEGMENT
     i, above = x * 0, num_rows + x * 0
     while above - i > 1:  # pointers[i] <= x < pointers[above]
         middle = (i + above) // 2
@@ -50,8 +50,8 @@ def hub_segment(pointers, block, num_rows, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def num_blocks(num_edges, SEGMENT: tl.constexpr):
-    """Return the number of blocks of edges, which bounds the number of hub segments."""
+def num_spans(num_edges, SEGMENT: tl.constexpr):
+    """Return the number of spans of edges, which bounds the number of hub segments."""
     return (num_edges + SEGMENT - 1) // SEGMENT
 
 
@@ -59,20 +59,20 @@ def num_blocks(num_edges, SEGMENT: tl.constexpr):
 def row_or_segment(
     pointers, schedule, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr
 ):
-    """Return b, i, begin, end and slot of a program of a grid (B * (blocks + N), ..).
+    """Return b, i, begin, end and slot of a program of a grid (B * (spans + N), ..).
 
-    Segments come first, and `slot` is their row in partial results [B * blocks, ..]. It is -1 for a
+    Segments come first, and `slot` is their row in partial results [B * spans, ..]. It is -1 for a
     row, which has no edges where it is a hub: what is written for it is overwritten when its
     segments are joined.
     """
-    blocks = num_blocks(num_edges, SEGMENT)
-    b = as_index(tl.program_id(0) // (blocks + num_rows), INT64)
-    program = as_index(tl.program_id(0) % (blocks + num_rows), INT64)
-    if program < blocks:
+    spans = num_spans(num_edges, SEGMENT)
+    b = as_index(tl.program_id(0) // (spans + num_rows), INT64)
+    program = as_index(tl.program_id(0) % (spans + num_rows), INT64)
+    if program < spans:
         i, begin, end, _, _ = hub_segment(pointers, program, num_rows, SEGMENT)
-        slot = b * blocks + program
+        slot = b * spans + program
     else:
-        i = program - blocks
+        i = program - spans
         if schedule is not None:
             i = tl.load(schedule + i).to(program.dtype)
         begin, end = (
@@ -86,14 +86,14 @@ def row_or_segment(
 
 @triton.jit
 def segment_of_program(pointers, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr):
-    """Return b, i, begin, end, slot, first slot and slot count of a row: grid (B * blocks, ..)."""
-    blocks = num_blocks(num_edges, SEGMENT)
-    b, block = (
-        as_index(tl.program_id(0) // blocks, INT64),
-        as_index(tl.program_id(0) % blocks, INT64),
+    """Return b, i, begin, end, slot, first slot and slot count of a row: grid (B * spans, ..)."""
+    spans = num_spans(num_edges, SEGMENT)
+    b, span = (
+        as_index(tl.program_id(0) // spans, INT64),
+        as_index(tl.program_id(0) % spans, INT64),
     )
-    i, begin, end, first, count = hub_segment(pointers, block, num_rows, SEGMENT)
-    return b, i, begin, end, b * blocks + block, b * blocks + first, count
+    i, begin, end, first, count = hub_segment(pointers, span, num_rows, SEGMENT)
+    return b, i, begin, end, b * spans + span, b * spans + first, count
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def tile_offsets(edge, inside, column, WIDTH: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def keep_factor(edge_id, seed, b, h, drop_below, survivor):
+def dropout_factor(edge_id, seed, b, h, drop_below, survivor):
     """Return the dropout factor of edges and heads, broadcast: 0 or 1 / (1 - rate).
 
     `anemoi_gt.ops.dropout` defines the mask.

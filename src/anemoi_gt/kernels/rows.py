@@ -12,7 +12,7 @@ rows before its first store.
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.primitives import caller_edge, keep_factor, row_offsets
+from anemoi_gt.kernels.primitives import caller_edge, dropout_factor, row_offsets
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def raw_offsets(
     CHANNELS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Return offsets and mask of a raw row of heads head .. head + HEADS - 1."""
+    """Return `in_row`: offsets and mask of heads head .. head + HEADS - 1 in a raw row."""
     if PACKED is not None:
         return row_offsets(head, H, C // 2, HEADS, CHANNELS // 2)
     else:
@@ -32,14 +32,14 @@ def raw_offsets(
 
 
 @triton.jit
-def load_raw(rows, start, layout, PACKED: tl.constexpr):
+def load_raw(rows, start, in_row, PACKED: tl.constexpr):
     """Load the packed row at offset `start` from `rows`."""
     if PACKED is not None:
         return tl.load(
-            rows.to(tl.pointer_type(tl.int32)) + start + layout[0], mask=layout[1], other=0
+            rows.to(tl.pointer_type(tl.int32)) + start + in_row[0], mask=in_row[1], other=0
         )
     else:
-        return tl.load(rows + start + layout[0], mask=layout[1], other=0.0)
+        return tl.load(rows + start + in_row[0], mask=in_row[1], other=0.0)
 
 
 @triton.jit
@@ -57,13 +57,13 @@ def unpack(raw, PACKED: tl.constexpr):
 
 
 @triton.jit
-def load_unpacked(rows, start, layout, PACKED: tl.constexpr):
+def load_unpacked(rows, start, in_row, PACKED: tl.constexpr):
     """Return a row as a tuple of float32 tiles."""
-    return unpack(load_raw(rows, start, layout, PACKED), PACKED)
+    return unpack(load_raw(rows, start, in_row, PACKED), PACKED)
 
 
 @triton.jit
-def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
+def store_unpacked(rows, start, in_row, row, PACKED: tl.constexpr):
     """Store a row, inverse of `load_unpacked`; element by element for dtypes not PACKED."""
     if PACKED is not None:
         dtype: tl.constexpr = tl.bfloat16 if PACKED == "bf16" else tl.float16
@@ -71,14 +71,14 @@ def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
             even = row[0].to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 65535
             odd = row[1].to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
             tl.store(
-                rows.to(tl.pointer_type(tl.int32)) + start + layout[0], even | odd, mask=layout[1]
+                rows.to(tl.pointer_type(tl.int32)) + start + in_row[0], even | odd, mask=in_row[1]
             )
         else:
-            address = rows + start * 2 + layout[0] * 2
-            tl.store(address, row[0].to(rows.dtype.element_ty), mask=layout[1])
-            tl.store(address + 1, row[1].to(rows.dtype.element_ty), mask=layout[1])
+            address = rows + start * 2 + in_row[0] * 2
+            tl.store(address, row[0].to(rows.dtype.element_ty), mask=in_row[1])
+            tl.store(address + 1, row[1].to(rows.dtype.element_ty), mask=in_row[1])
     else:
-        tl.store(rows + start + layout[0], row[0].to(rows.dtype.element_ty), mask=layout[1])
+        tl.store(rows + start + in_row[0], row[0].to(rows.dtype.element_ty), mask=in_row[1])
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def load_edge_heads(x, edge, heads, H: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def gather(rows, e, source, layout, ROW: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
+def gather(rows, e, source, in_row, ROW: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
     """Gather the packed source rows of EACH edges from `e`, then their edge features, if any.
 
     ROW elements lie between two rows, and between the features of two edges. `source` is (row,
@@ -164,11 +164,11 @@ def gather(rows, e, source, layout, ROW: tl.constexpr, PACKED: tl.constexpr, EAC
         starts = starts + ((source[1] + tl.load(source[0] + e + n)) * ROW,)
     packed = ()
     for n in tl.static_range(EACH):
-        packed = packed + (load_raw(rows, starts[n], layout, PACKED),)
+        packed = packed + (load_raw(rows, starts[n], in_row, PACKED),)
     if source[2] is not None:
         for n in tl.static_range(EACH):
             start = (source[4] + caller_edge(source[3], e + n)) * ROW
-            packed = packed + (load_raw(source[2], start, layout, PACKED),)
+            packed = packed + (load_raw(source[2], start, in_row, PACKED),)
     return packed
 
 
@@ -195,5 +195,5 @@ def drop(weight, e, dropout):
     perm, global_edge_id, seed, b, h, drop_below, survivor = dropout
     if seed is not None:
         edge_id = caller_edge(perm, e) if global_edge_id is None else tl.load(global_edge_id + e)
-        weight = weight * keep_factor(edge_id, seed, b, h, drop_below, survivor)
+        weight = weight * dropout_factor(edge_id, seed, b, h, drop_below, survivor)
     return weight

@@ -25,7 +25,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
-from anemoi_gt.nn.fused_block import BlockPath
+from anemoi_gt.nn.fused_block import FusedParts
 from anemoi_gt.nn.input_validation import (
     check_attributes,
     check_batch,
@@ -210,18 +210,18 @@ class GraphTransformerBaseBlock(nn.Module):
         )
         return self.combine(out, skip)
 
-    def path(self, x_dst: Tensor, cond: Tensor | None) -> BlockPath:
-        """Return the path of each sub-layer for destinations like x_dst; called once per call."""
+    def fused_parts(self, x_dst: Tensor, cond: Tensor | None) -> FusedParts:
+        """Return the parts of fused sub-layers, or refusals; called once per call of the block."""
         refusal = why_not_plain({"": self}, BLOCK)
         if refusal is None:
-            path = BlockPath.of(self, x_dst, cond, self.config)
+            fused = FusedParts.of(self, x_dst, cond, self.config)
         else:
-            path = BlockPath.by_modules(refusal)
-        return BlockPath(*as_in_forward(self, "sub-layers", path))
+            fused = FusedParts.by_modules(refusal)
+        return FusedParts(*as_in_forward(self, "sub-layers", fused))
 
     def update_destinations(
         self,
-        path: BlockPath,
+        fused: FusedParts,
         x: tuple[Tensor, Tensor],
         graph: GraphStructure | ShardedGraph,
         edge_attr: Tensor,
@@ -229,7 +229,7 @@ class GraphTransformerBaseBlock(nn.Module):
     ) -> Tensor:
         """Update destinations [.., N_dst, out_channels] by attention and feed-forward network.
 
-        `path` is the path of this call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
+        `fused` is that of this call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
         in_channels], or [B, ...] both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond`
         holds the conditions of sources and destinations.
         """
@@ -239,11 +239,11 @@ class GraphTransformerBaseBlock(nn.Module):
             check_batch(*x)  # its local sources are checked by start_exchange
         else:
             check_structure(graph)
-        if isinstance(path.attention, Refusal) or _is_empty_batch(x[1]):
+        if isinstance(fused.attention, Refusal) or _is_empty_batch(x[1]):
             z = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         else:
-            z = self._fused_attention(path.attention, x, graph, edge_attr, cond)
-        return self._feed_forward(path.feed_forward, "dst", z, cond[1])
+            z = self._fused_attention(fused.attention, x, graph, edge_attr, cond)
+        return self._feed_forward(fused.feed_forward, "dst", z, cond[1])
 
     def _fused_attention(
         self,
@@ -259,7 +259,7 @@ class GraphTransformerBaseBlock(nn.Module):
         if isinstance(graph, GraphStructure):
             structure = graph
             halo = None
-        else:  # send the rows that `attend` sends, because another rank may call it (hooks)
+        else:  # must match `attend`: another rank may call it (hooks)
             norm = partial(self.normed, self.source_norm)
             if cond[0] is None:
                 pending = graph.start_exchange(x_src, prepare=partial(norm, cond=None))
@@ -391,7 +391,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
             When features, graph and attributes do not fit together.
         """
         check_features("x", x, self.channels, like=stored_parameter(self.lin_query))
-        layer = partial(self.update_destinations, self.path(x, cond))
+        layer = partial(self.update_destinations, self.fused_parts(x, cond))
         return map_chunks(layer, graph, (x, x), edge_attr, (cond, cond))
 
 
@@ -466,11 +466,11 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         like = stored_parameter(self.lin_query)
         x_src, x_dst = check_sides(x, (self.channels, self.channels), like)
         conditions = check_conditions(cond)
-        path = self.path(x_dst, conditions[1])
-        layer = partial(self.update_destinations, path)
+        fused = self.fused_parts(x_dst, conditions[1])
+        layer = partial(self.update_destinations, fused)
         x_dst = map_chunks(layer, graph, (x_src, x_dst), edge_attr, conditions)
         if self.update_src_nodes:
-            x_src = self._feed_forward(path.source_feed_forward, "src", x_src, conditions[0])
+            x_src = self._feed_forward(fused.source_feed_forward, "src", x_src, conditions[0])
         return x_src, x_dst
 
 

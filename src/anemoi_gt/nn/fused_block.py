@@ -1,8 +1,8 @@
 """The sub-layers of a block of this library, fused if possible and faster; decided per call.
 
-path = BlockPath.of(block, x_dst, cond, config)    parts of fused sub-layers, or refusals
-z = attention(path.attention, ...)                 where they are parts
-y = feed_forward(path.feed_forward, ...)
+fused = FusedParts.of(block, x_dst, cond, config)    parts of fused sub-layers, or refusals
+z = attention(fused.attention, ...)                  where they are parts
+y = feed_forward(fused.feed_forward, ...)
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +14,9 @@ from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.sublayers import (
     AttentionParts,
+    Conditions,
     FeedForwardParts,
+    Nodes,
     attention_parts,
     feed_forward_parts,
 )
@@ -34,7 +36,7 @@ NOT_FASTER = not_faster(
 class Computation(NamedTuple):
     """Dtype, backend and kept tensors of a call, decided once from its features and settings."""
 
-    dtype: torch.dtype  # of the operands of products
+    gemm_dtype: torch.dtype
     is_autocast: bool  # whether autocast is active
     sublayers: Sublayers | None  # of the backend of the attention, None if it has none
     keep_hidden: bool  # whether fused feed-forward sub-layers keep their hidden layer
@@ -50,29 +52,26 @@ class Computation(NamedTuple):
     @property
     def is_faster_fused(self) -> bool:
         """Whether fused sub-layers are faster: under 16-bit autocast."""
-        is_16_bit = self.dtype in (torch.float16, torch.bfloat16)
+        is_16_bit = self.gemm_dtype in (torch.float16, torch.bfloat16)
         return self.sublayers is not None and self.is_autocast and is_16_bit
 
 
-# (sources, destinations); sources are None on one set of nodes
-Nodes = tuple[Tensor | None, Tensor]
-Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinations
-
-
-class BlockPath(NamedTuple):
-    """The path of each sub-layer in one call: parts if fused, else the refusal."""
+class FusedParts(NamedTuple):
+    """The parts of each sub-layer in one call if it is fused, else the refusal."""
 
     attention: AttentionParts | Refusal
     feed_forward: FeedForwardParts | Refusal
     source_feed_forward: FeedForwardParts | Refusal  # of a mapper that updates its sources
 
     @classmethod
-    def by_modules(cls, refusal: Refusal) -> "BlockPath":
-        """Return the path of a block whose own modules compute everything."""
+    def by_modules(cls, refusal: Refusal) -> "FusedParts":
+        """Return the refusals of a block whose own modules compute everything."""
         return cls(refusal, refusal, refusal)
 
     @classmethod
-    def of(cls, block: Any, x: Tensor, cond: Tensor | None, config: AttentionConfig) -> "BlockPath":
+    def of(
+        cls, block: Any, x: Tensor, cond: Tensor | None, config: AttentionConfig
+    ) -> "FusedParts":
         """Decide for a block of this library, destinations like x, and any condition."""
         if is_exporting():
             return cls.by_modules(permanent("an exported program has no operators of this library"))
@@ -90,10 +89,10 @@ class BlockPath(NamedTuple):
         config: AttentionConfig,
         computation: Computation,
         refused: tuple[Refusal | None, Refusal | None, Refusal | None] = (None, None, None),
-    ) -> "BlockPath":
+    ) -> "FusedParts":
         """Decide by the modules of a block of this library or of Anemoi.
 
-        `refused` are refusals of its sub-layers by its integration or by the call.
+        `refused` are the caller's refusals of its sub-layers; None if there is none.
         """
         sublayers = computation.sublayers
         if sublayers is None:
@@ -134,14 +133,14 @@ def for_call(
     if isinstance(parts, Refusal):
         return parts
     if parts.has_condition != (cond is not None):
-        return permanent("its norms and the call differ in whether there is a condition")
+        return permanent("its norms expect a condition, and the call passes none (or the reverse)")
     if x.dtype != parts.dtype and not computation.is_autocast:
         return permanent(
             f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
         )
     if isinstance(parts, AttentionParts):
-        return parts._replace(product_dtype=computation.dtype)
-    return parts._replace(product_dtype=computation.dtype, keep_hidden=computation.keep_hidden)
+        return parts._replace(gemm_dtype=computation.gemm_dtype)
+    return parts._replace(gemm_dtype=computation.gemm_dtype, keep_hidden=computation.keep_hidden)
 
 
 def attention(
@@ -163,10 +162,8 @@ def attention(
     _check(parts, x, graph, edge_attr, halo)
     if batch == 1 and edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
-    cond_src, cond_dst = row_conditions_of(x, cond)
-    tensors = parts.tensors(
-        _optional_rows(x_src), _optional_rows(halo), _rows(x_dst), edge_attr, cond_dst, cond_src
-    )
+    rows = (_optional_rows(x_src), _rows(x_dst))
+    tensors = parts.tensors(rows, edge_attr, row_conditions_of(x, cond), _optional_rows(halo))
     z = parts.sublayer(tensors, graph, parts.options(batch))
     return z.view(x_dst.shape)
 

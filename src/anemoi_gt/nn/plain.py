@@ -244,7 +244,7 @@ class Recognised(NamedTuple):
     """A class as it was when its code was recognised."""
 
     role: str | None  # None for a class without a row in `TABLE`
-    path: str  # of the class of `TABLE`, from which a subclass inherits
+    class_name: str  # qualified, of the class of `TABLE`, from which a subclass inherits
     methods: tuple[Methods, ...]  # of the class, and of its bases that `super()` calls
     networks: dict[str, Callable | str]  # by name; or why its body is not known
     answer: Checks | str  # or why its code is not recognised
@@ -321,10 +321,10 @@ def _of_method(kind: type, name: str) -> str | None:
     if isinstance(function, str):
         return function
     if function is None:
-        return f"is a {class_path(kind)}, whose {name} is not known"
+        return f"is a {qualified_name(kind)}, whose {name} is not known"
     if getattr(kind, name) is function:
         return None
-    return _why_other_method(kind, recognised.path, name)
+    return _why_other_method(kind, recognised.class_name, name)
 
 
 def _why_not_message_passing(module: Any, name: str, row: Kind) -> Refusal | None:
@@ -348,7 +348,7 @@ def _why_not_message_passing(module: Any, name: str, row: Kind) -> Refusal | Non
 
 def why_overridden(kind: type, base: type) -> str | None:
     """Return what a subclass of a class of `TABLE` overrides of what it computes, or None."""
-    row = TABLE[class_path(base)]
+    row = TABLE[qualified_name(base)]
     fixed = (*row.children, *row.fixed, *row.tools)
     names = {"__call__", "_call_impl", *row.methods, *row.read, *(name for name, _ in fixed)}
     for subclass in kind.__mro__[: kind.__mro__.index(base)]:
@@ -366,12 +366,12 @@ def recognise(
     `unknown_body` returns why the body of a method that the package of the class defines is not
     known, or None. Without it, all that the package defines is.
     """
-    path = class_path(kind)
-    row = TABLE[path]
+    class_name = qualified_name(kind)
+    row = TABLE[class_name]
     methods = [Methods.of(kind, row)]
     for base in kind.__mro__[1:]:
-        if class_path(base) in TABLE:
-            methods.append(Methods.of(base, TABLE[class_path(base)]))
+        if qualified_name(base) in TABLE:
+            methods.append(Methods.of(base, TABLE[qualified_name(base)]))
     reason = None
     for of_class in methods:
         for name, function in zip(of_class.names, of_class.functions, strict=True):
@@ -383,7 +383,7 @@ def recognise(
         if network is not None:
             networks[name] = _why_unknown(kind, kind, name, network, unknown_body) or network
     answer = _checks_of(row) if reason is None else reason
-    _RECOGNISED[kind] = Recognised(row.role, path, tuple(methods), networks, answer)
+    _RECOGNISED[kind] = Recognised(row.role, class_name, tuple(methods), networks, answer)
     return reason
 
 
@@ -397,13 +397,13 @@ def _why_unknown(
     """Return why a method is not the code of its class that was read, or None."""
     defined_in = _defining_class(owner, name)
     if not _is_defined_in(function, defined_in):
-        return f"is a {class_path(kind)}, whose {name} was replaced"
+        return f"is a {qualified_name(kind)}, whose {name} was replaced"
     if unknown_body is None or _is_generated_for(defined_in, function):
         return None
     if _package(defined_in.__module__) != _package(kind.__module__):
         return None
     unknown = unknown_body(function)
-    return None if unknown is None else f"is a {class_path(kind)}, and of its {name}, {unknown}"
+    return None if unknown is None else f"is a {qualified_name(kind)}, and of its {name}, {unknown}"
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -419,12 +419,12 @@ def has_hooks(module: nn.Module) -> bool:
 def forget(package: str) -> None:
     """Forget the classes of a package and their subclasses, so that they are recognised again."""
     for kind, recognised in list(_RECOGNISED.items()):
-        if _package(recognised.path) == package:
+        if _package(recognised.class_name) == package:
             del _RECOGNISED[kind]
 
 
 @constant_when_traced
-def class_path(kind: type) -> str:
+def qualified_name(kind: type) -> str:
     """Return module and name of a class, for messages: other libraries have a `Linear` too.
 
     Constant while torch.compile traces, where the names of classes are not what they seem.
@@ -439,20 +439,20 @@ def _of_classes(kinds: tuple[type, ...], roles: tuple[str, ...]) -> tuple[Checks
     for kind in kinds:
         if kind in answers:
             continue
-        role, path, methods, _, answer = _RECOGNISED.get(kind) or _recognised(kind)
+        role, class_name, methods, _, answer = _RECOGNISED.get(kind) or _recognised(kind)
         if role not in roles:
             answer = ""
         else:
             for owner, names, read, functions in methods:
                 # of the class as it is now: methods are patched at any time
                 if read(owner) != functions and not isinstance(answer, str):
-                    answer = _why_other_methods(owner, names, functions, path) or answer
+                    answer = _why_other_methods(owner, names, functions, class_name) or answer
         answers[kind] = answer
     return tuple([answers[kind] for kind in kinds])
 
 
 def _why_other_methods(
-    owner: type, names: tuple[str, ...], functions: tuple[Callable, ...], path: str
+    owner: type, names: tuple[str, ...], functions: tuple[Callable, ...], class_name: str
 ) -> str | None:
     """Return which method of a class is another one than was recognised, or None."""
     for name, function in zip(names, functions, strict=True):
@@ -463,25 +463,25 @@ def _why_other_methods(
             continue
         if name == "__call__" and current is nn.Module.__call__:
             continue  # PyTorch's own tracers replace it for all modules
-        return _why_other_method(owner, path, name)
+        return _why_other_method(owner, class_name, name)
     return None
 
 
-def _why_other_method(kind: type, path: str, name: str) -> str:
-    if class_path(kind) == path:
-        return f"is a {path}, whose {name} was replaced"
-    return f"is a {class_path(kind)}, which overrides {name}"
+def _why_other_method(kind: type, class_name: str, name: str) -> str:
+    if qualified_name(kind) == class_name:
+        return f"is a {class_name}, whose {name} was replaced"
+    return f"is a {qualified_name(kind)}, which overrides {name}"
 
 
 def _recognised(kind: type) -> Recognised:
     """Return a class as it is recognised at first sight, or a base class of it."""
     for base in kind.__mro__:
         if base not in _RECOGNISED:
-            if class_path(base) not in TABLE or _package(base.__module__) not in _OWN_PACKAGES:
+            if qualified_name(base) not in TABLE or _package(base.__module__) not in _OWN_PACKAGES:
                 continue
             recognise(base)
         recognised = _RECOGNISED[base]
-        if isinstance(recognised.answer, str) and _package(recognised.path) in _OWN_PACKAGES:
+        if isinstance(recognised.answer, str) and _package(recognised.class_name) in _OWN_PACKAGES:
             del _RECOGNISED[base]  # it is patched now, and recognised when the patch has gone
         if base is kind:
             return recognised
@@ -491,11 +491,11 @@ def _recognised(kind: type) -> Recognised:
 
 def _as_subclass(kind: type, base: type, recognised: Recognised) -> Recognised:
     """Return and keep what is recognised of a subclass, which may override attributes too."""
-    if not TABLE[recognised.path].subclasses:
+    if not TABLE[recognised.class_name].subclasses:
         return UNKNOWN
     overridden = why_overridden(kind, base)
     if overridden is not None:
-        reason = f"is a {class_path(kind)}, which {overridden}"
+        reason = f"is a {qualified_name(kind)}, which {overridden}"
         return recognised._replace(answer=reason)
     inherited, *of_bases = recognised.methods
     inherited = inherited._replace(owner=kind)
@@ -522,7 +522,7 @@ def has_global_hooks() -> bool:
 
 def _has_only_own_hook(module: nn.Module) -> bool:
     """Return whether all hooks of a module are the one that its class registers itself."""
-    name = TABLE[class_path(type(module))].own_hook
+    name = TABLE[qualified_name(type(module))].own_hook
     own = getattr(type(module), name) if name else None
     hooks = [hook for registry in MODULE_HOOKS for hook in getattr(module, registry).values()]
     return own is not None and all(getattr(hook, "__func__", None) is own for hook in hooks)
@@ -563,7 +563,7 @@ def _sentence(name: str, module: Any, reason: str, roles: tuple[str, ...]) -> st
     """Return why a module is not plain, for a reason in its class."""
     if module is None:
         return f"it has no {name}, and {_needed(roles)} is needed"
-    reason = reason or f"is a {class_path(type(module))}, and {_needed(roles)} is needed"
+    reason = reason or f"is a {qualified_name(type(module))}, and {_needed(roles)} is needed"
     return f"{_subject(name)} {reason}"
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.nn import plain
-from anemoi_gt.nn.plain import class_path, why_not_plain
+from anemoi_gt.nn.plain import qualified_name, why_not_plain
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backends import Sublayers
 from anemoi_gt.ops.sublayer_tensors import (
@@ -35,6 +35,10 @@ from anemoi_gt.ops.sublayer_tensors import (
 )
 from anemoi_gt.refusal import Refusal, permanent
 from anemoi_gt.torch_compat import constant_when_traced
+
+# (sources, destinations); sources are None on one set of nodes with one norm
+Nodes = tuple[Tensor | None, Tensor]
+Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinations
 
 # A module of a block, or None; its attributes are known once its class is checked.
 Submodule = Any
@@ -63,7 +67,7 @@ class FeedForwardParts(NamedTuple):
     activation: str
     has_condition: bool  # whether the norm needs a condition; if not, it takes none
     dtype: torch.dtype  # of the parameters
-    product_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
+    gemm_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
     keep_hidden: bool = True  # whether a call keeps its hidden layer for the backward pass
 
     def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
@@ -74,7 +78,7 @@ class FeedForwardParts(NamedTuple):
     def options(self) -> FeedForwardOptions:
         """Return the options of the operator."""
         return FeedForwardOptions(
-            self.norm.options, self.activation, self.product_dtype, self.keep_hidden
+            self.norm.options, self.activation, self.gemm_dtype, self.keep_hidden
         )
 
 
@@ -95,27 +99,27 @@ class AttentionParts(NamedTuple):
     heads: int
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
-    product_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
+    gemm_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
 
     def tensors(
         self,
-        x_src: Tensor | None,
-        halo: Tensor | None,
-        x_dst: Tensor,
+        x: Nodes,
         edge_attr: Tensor,
-        condition: Tensor | None,
-        condition_src: Tensor | None,
+        cond: Conditions,
+        halo: Tensor | None,
     ) -> AttentionTensors:
-        """Return the tensors of a call; x_src is None for one set of nodes with one norm."""
+        """Return the tensors of a call, as `fused_block.attention` takes them, but all as rows."""
+        x_src, x_dst = x
+        cond_src, cond_dst = cond
         norm_src: Norm[Tensor] = Norm()
         if x_src is not None:
-            norm_src = self.norm_src.parameters._replace(condition=condition_src)
+            norm_src = self.norm_src.parameters._replace(condition=cond_src)
         return AttentionTensors(
             x_src=x_src,
             halo=halo,
             x_dst=x_dst,
             edge_attr=edge_attr,
-            norm=self.norm.parameters._replace(condition=condition),
+            norm=self.norm.parameters._replace(condition=cond_dst),
             norm_src=norm_src,
             query=self.query,
             self_term=self.self_term,
@@ -136,7 +140,7 @@ class AttentionParts(NamedTuple):
             norm_src=self.norm_src.options,
             query_norm=self.query_norm.options,
             key_norm=self.key_norm.options,
-            dtype=self.product_dtype,
+            gemm_dtype=self.gemm_dtype,
         )
 
 
@@ -277,7 +281,7 @@ def _read_feed_forward(
         activation=_read_activation(activation, activation_path),
         has_condition=norm_parts.has_condition,
         dtype=hidden.weight.dtype,
-        product_dtype=hidden.weight.dtype,
+        gemm_dtype=hidden.weight.dtype,
     )
 
 
@@ -330,7 +334,7 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts:
         heads=heads,
         has_condition=norm.has_condition,
         dtype=query.weight.dtype,
-        product_dtype=query.weight.dtype,
+        gemm_dtype=query.weight.dtype,
     )
 
 
@@ -465,7 +469,7 @@ def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None
         # Subclasses with their own data: DTensor, and quantisation of other libraries.
         is_plain = parameter is None or type(parameter) is nn.Parameter
         if not is_plain and hasattr(parameter, "__tensor_flatten__"):
-            kind = class_path(type(parameter))
+            kind = qualified_name(type(parameter))
             raise _cannot_fuse(f"its {module_name} has a {name} of the tensor subclass {kind}")
         parameters.append(parameter)
     return parameters[0], parameters[1]

@@ -25,7 +25,7 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**62, (1,), device=device)
 
 
-def keep_factor(
+def dropout_factor(
     seed: Tensor, batch: int, global_edge_id: Tensor, head: int, rate: float, dtype: torch.dtype
 ) -> Tensor:
     """Return dropout factors, 0 if dropped, else 1 / (1 - rate), rate in 0 .. 1.

@@ -63,7 +63,7 @@ class FeedForwardOptions(NamedTuple):
 
     norm: NormOptions
     activation: str  # of the hidden layer, or of the gate; see `anemoi_gt.ops.activations`
-    dtype: torch.dtype  # of the products
+    gemm_dtype: torch.dtype
     keep_hidden: bool  # for the backward pass; if not, that pass computes the hidden layer again
 
 
@@ -99,4 +99,4 @@ class AttentionOptions(NamedTuple):
     norm_src: NormOptions
     query_norm: NormOptions
     key_norm: NormOptions
-    dtype: torch.dtype  # of the products and the attention
+    gemm_dtype: torch.dtype  # of the operands of the attention too

@@ -1,4 +1,4 @@
-"""Choice between replayed and launched steps: the table, the reasons in words, and what is logged."""
+"""Choice between replayed and eager steps: the table, the reasons in words, and what is logged."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ from anemoi_gt.app.training.step import TrainingStep
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 REPLAYED = "training steps are replayed from a CUDA graph"
-LAUNCHED = "training steps are launched, not replayed from a CUDA graph: "
+DISABLED = "CUDA graph disabled: "
 CHECKPOINTED = {"checkpoint_groups": 2, "dropout": 0.1}
 REASONS = {
     "cpu": "device cpu has no CUDA graphs; set training.device=cuda",
@@ -75,12 +75,12 @@ OBSTACLES = [
 
 
 @pytest.mark.parametrize(("name", "options"), OBSTACLES)
-def test_what_cannot_be_captured_is_launched_with_one_line_of_the_log_on_a_gpu(
+def test_what_cannot_be_captured_is_eager_with_one_line_of_the_log_on_a_gpu(
     choose, caplog, name, options
 ):
     assert not choose(cuda_graph=None, **options)
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == ([] if name == "cpu" else [LAUNCHED + REASONS[name]])
+    assert lines == ([] if name == "cpu" else [DISABLED + REASONS[name]])
 
 
 @pytest.mark.parametrize(("name", "options"), OBSTACLES)
@@ -117,7 +117,7 @@ def test_modules_of_other_packages_are_captured_only_if_asked_for(choose, make_m
     path = (
         rf"the Python code of processor.proc.0.projection \({re.escape(__name__)}.Limited\) would"
     )
-    assert re.match(re.escape(LAUNCHED) + path, record.getMessage())
+    assert re.match(re.escape(DISABLED) + path, record.getMessage())
     assert choose(cuda_graph=True, model=model)
     assert not choose(cuda_graph=None, model=Limited(8, 8))
     assert "code of the model (" in caplog.text

@@ -150,9 +150,9 @@ def test_chunks_of_a_mapper_share_compiled_code(make_step, splits, compiled_grap
 
 
 def test_captured_compiled_steps_have_the_bits_of_compiled_ones(make_step, trained):
-    launched, captured = (make_step(compile=True, precision="bf16-mixed") for _ in range(2))
+    uncaptured, captured = (make_step(compile=True, precision="bf16-mixed") for _ in range(2))
     captured.capture(capture_in_place)
-    assert_same(trained(captured), trained(launched))
+    assert_same(trained(captured), trained(uncaptured))
     assert compiled_parts(captured.model)
 
 

@@ -1,4 +1,4 @@
-"""A captured step: the bits of a launched one, what is kept between batches, refusals, and the capture on a GPU."""
+"""A captured step: the bits of an eager one, what is kept between batches, refusals, and the capture on a GPU."""
 
 import logging
 import weakref
@@ -39,7 +39,7 @@ def batch_of(seed, size=2):
     return Sample(*(torch.randn(size, generator=generator) for _ in range(2)))
 
 
-def launched(line, seed):
+def eager(line, seed):
     torch.manual_seed(seed)
     line.zero_grad()
     return line(batch_of(seed)), line.factor.grad
@@ -61,7 +61,7 @@ def captured(line):
 
 
 @pytest.mark.parametrize("precision", AUTOCAST)
-def test_captured_steps_have_the_bits_of_launched_ones(make_trainer, precision):
+def test_captured_steps_have_the_bits_of_eager_ones(make_trainer, precision):
     plain, captured = (make_trainer(name, precision=precision) for name in ("plain", "captured"))
     captured.step.capture(capture_in_place)
     assert without_speed(fit(captured)) == without_speed(fit(plain))
@@ -74,7 +74,7 @@ def test_captured_steps_have_the_bits_of_launched_ones(make_trainer, precision):
 def test_every_batch_has_its_own_gradient_and_loss_that_stays_and_is_not_changed(line, captured):
     losses = []
     for seed in range(3):
-        (loss, gradient), batch = launched(line, seed), batch_of(seed)
+        (loss, gradient), batch = eager(line, seed), batch_of(seed)
         torch.manual_seed(seed)
         losses.append((captured(batch), loss))
         assert_same([line.factor.grad, batch, line.unused.grad], [gradient, batch_of(seed), None])
@@ -98,7 +98,7 @@ def test_changes_of_a_gradient_do_not_reach_the_next_step(line, captured, change
         line.factor.grad.mul_(0.1)
     else:
         line.factor.grad = torch.zeros(2) if change == "replaced" else None
-    assert torch.equal(replayed(captured, line, 1)[1], launched(line, 1)[1])
+    assert torch.equal(replayed(captured, line, 1)[1], eager(line, 1)[1])
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (2, torch.float64)])
@@ -158,7 +158,7 @@ def test_a_weight_that_is_frozen_after_the_capture_does_not_move(make_trainer):
     assert not torch.equal(trained, before[1])
 
 
-def test_a_weight_that_is_trained_since_the_capture_moves_as_in_launched_steps(make_trainer):
+def test_a_weight_that_is_trained_since_the_capture_moves_as_in_eager_steps(make_trainer):
     weights = []
     for captured in (False, True):
         trainer = make_trainer()
@@ -208,20 +208,20 @@ def test_a_cpu_launches_by_default_and_logs_nothing_of_it(make_trainer, caplog):
 
 
 @pytest.mark.parametrize("precision", AUTOCAST)
-def test_the_default_has_the_bits_of_launched_steps(make_trainer, precision, kernel_device):
+def test_the_default_has_the_bits_of_eager_steps(make_trainer, precision, kernel_device):
     """The default replays on a GPU, and launches on a CPU."""
     options = {"device": kernel_device.type, "precision": precision, "batch_size": 3}
     default = make_trainer("default", **options)
-    launched = make_trainer("launched", cuda_graph=False, **options)
+    eager = make_trainer("eager", cuda_graph=False, **options)
     assert (default.step._captured is not None) == (kernel_device.type == "cuda")
-    assert launched.step._captured is None
-    assert without_speed(fit(default)) == without_speed(fit(launched))
+    assert eager.step._captured is None
+    assert without_speed(fit(default)) == without_speed(fit(eager))
     for part in ("model", "average"):
-        assert_same(default.state_dict()[part], launched.state_dict()[part], part)
+        assert_same(default.state_dict()[part], eager.state_dict()[part], part)
 
 
 def test_a_run_that_chooses_so_replays_every_step(make_trainer, monkeypatch):
-    expected = without_speed(fit(make_trainer("launched")))
+    expected = without_speed(fit(make_trainer("eager")))
     captures = []
 
     def capture(function):
@@ -247,17 +247,15 @@ def losses_of_two_sizes(trainer):
     return [*losses, *(parameter.detach() for parameter in trainer.step.model.parameters())]
 
 
-def test_by_default_a_batch_of_another_shape_is_launched_with_one_warning(make_trainer, caplog):
+def test_by_default_a_batch_of_another_shape_is_eager_with_one_warning(make_trainer, caplog):
     captured = make_trainer()
     captured.step.capture(capture_in_place)
     assert_same(losses_of_two_sizes(captured), losses_of_two_sizes(make_trainer()))
     warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == [
-        "batches of other shapes than the first are launched, not replayed from a CUDA graph"
-    ]
+    assert warnings == ["batches of other shapes than the first run without the CUDA graph"]
 
 
-def test_gradients_of_a_launched_batch_are_not_added_to_those_of_a_replay(make_trainer):
+def test_gradients_of_an_eager_batch_are_not_added_to_those_of_a_replay(make_trainer):
     trainer = make_trainer()
     first, second = list(trainer.batches.since(0))[:2]
     parameter = next(trainer.step.model.parameters())

@@ -1,4 +1,4 @@
-"""Steps of Anemoi models replayed from a CUDA graph, in a loop of one's own and in Lightning's: the bits of launched ones."""
+"""Steps of Anemoi models replayed from a CUDA graph, in a loop of one's own and in Lightning's: the bits of eager ones."""
 
 import math
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.application
 
 PREDICTED = [0, 1, 2]  # variables of the model's output
 SMALL = {"channels": 16, "heads": 2}
-UNCAPTURED = "a training batch of other shapes than the captured one is launched without CUDA graph"
+UNCAPTURED = "a training batch of other shapes than the captured one runs without the CUDA graph"
 
 
 graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidden nodes
@@ -160,8 +160,8 @@ def callback():
     return anemoi.CUDAGraphCallback(capture_in_place)
 
 
-def assert_same(replayed, launched):
-    (module, records), (other, expected) = replayed, launched
+def assert_same(replayed, eager):
+    (module, records), (other, expected) = replayed, eager
     assert all(map(math.isfinite, records.losses))
     assert len(set(records.losses)) > 1
     for kind in ("losses", "scales", "logged"):
@@ -184,23 +184,23 @@ def assert_same(replayed, launched):
 def test_a_fit_with_replays_has_the_bits_of_one_without(graph, name, accumulated, installed):
     options = {"name": name, "accumulate_grad_batches": accumulated, "gradient_clip_val": 0.1}
     with anemoi.install() if installed else nullcontext():
-        launched, replayed = fit(graph, **options), fit(graph, [callback()], **options)
-    assert_same(replayed, launched)
+        eager, replayed = fit(graph, **options), fit(graph, [callback()], **options)
+    assert_same(replayed, eager)
     if name == "16-mixed":
-        assert min(launched[1].scales) < 2.0**30  # a step was left out
+        assert min(eager[1].scales) < 2.0**30  # a step was left out
     assert replayed[0].rollout == 3
     assert replayed[1].logged[1]["rollout"] == 2
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captured(
+def test_a_single_batch_of_another_shape_is_eager_and_two_in_a_row_are_captured(
     graph, accumulated, said
 ):
     data, capture = batches(graph, sizes=[2, 1, 2, 1, 1, 1]), Mock(side_effect=capture_in_place)
     options = {"data": data, "epochs": 1, "accumulate_grad_batches": accumulated}
-    launched = fit(graph, **options)
+    eager = fit(graph, **options)
     replayed = fit(graph, [anemoi.CUDAGraphCallback(capture)], **options)
-    assert_same(replayed, launched)
+    assert_same(replayed, eager)
     assert capture.call_count == 2
     assert said().count(UNCAPTURED) == 2
 
@@ -228,10 +228,8 @@ def test_gradients_that_are_zeroed_in_place_belong_to_the_batch(graph, monkeypat
 
 
 def test_a_replay_reads_what_a_loss_holds_from_one_place(graph):
-    replayed, launched = (
-        fit(graph, callbacks, epochs=1)[0].read for callbacks in ([callback()], [])
-    )
-    assert (len(replayed), len(launched)) == (1, 4)
+    replayed, eager = (fit(graph, callbacks, epochs=1)[0].read for callbacks in ([callback()], []))
+    assert (len(replayed), len(eager)) == (1, 4)
 
 
 def test_a_step_is_captured_again_when_a_weight_has_moved(graph):
@@ -285,7 +283,7 @@ def test_what_cannot_be_captured_is_refused(graph, monkeypatch, change, options,
         )
 
 
-def test_one_callback_installs_and_replays_with_the_bits_of_launched_steps(graph):
+def test_one_callback_installs_and_replays_with_the_bits_of_eager_steps(graph):
     captures = []
 
     def capture(*arguments):
@@ -293,14 +291,14 @@ def test_one_callback_installs_and_replays_with_the_bits_of_launched_steps(graph
         return capture_in_place(*arguments)
 
     with anemoi.install(backend="torch"):
-        launched = fit(graph)
+        eager = fit(graph)
     try:
         both = anemoi.InstallCallback(capture=capture, backend="torch")
         assert anemoi.installed().config.backend == "torch"
         replayed = fit(graph, [both])
     finally:
         anemoi.uninstall()
-    assert_same(replayed, launched)
+    assert_same(replayed, eager)
     assert captures
 
 
@@ -308,13 +306,13 @@ def test_one_callback_launches_steps_that_cannot_be_captured_and_says_so_once(gr
     with anemoi.install(backend="torch"):
         expected = fit(graph)
     try:
-        launched = fit(graph, [anemoi.InstallCallback(backend="torch")])
+        eager = fit(graph, [anemoi.InstallCallback(backend="torch")])
     finally:
         anemoi.uninstall()
-    assert_same(launched, expected)
-    said = [record.message for record in caplog.records if "are launched" in record.message]
+    assert_same(eager, expected)
+    said = [record.message for record in caplog.records if "CUDA graph disabled" in record.message]
     assert said == [
-        "training steps are launched, not replayed: a step that is captured in a CUDA graph must "
+        "CUDA graph disabled: a step that is captured in a CUDA graph must "
         "compute on a GPU, got device cpu"
     ]
 
@@ -376,8 +374,8 @@ def test_a_loop_of_ones_own_with_replays_has_the_bits_of_one_without(graph):
         replayed = partial(anemoi.capture_step, module=model, capture=capture_in_place)
         make = replayed if replays else lambda function: function
         runs.append(own_loop(model, batches(graph), torch.amp.GradScaler("cpu"), make))
-    (launched, weights), (replayed, others) = runs
-    assert replayed == launched
+    (eager, weights), (replayed, others) = runs
+    assert replayed == eager
     assert all(map(torch.equal, others, weights))
 
 

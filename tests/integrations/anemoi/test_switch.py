@@ -348,7 +348,7 @@ def test_a_sparse_adjacency_is_named_as_the_reason(inputs):
     adjacency = torch.sparse_coo_tensor(edge_index, torch.ones(len(edge_attr)), (NODES, NODES))
     with (
         integration.install(backend="torch"),
-        pytest.raises(ValueError, match="its edges came as a sparse adjacency"),
+        pytest.raises(ValueError, match="got a sparse adjacency"),
     ):
         make_block()(x, edge_attr, adjacency, *rest)
 

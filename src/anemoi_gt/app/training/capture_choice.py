@@ -1,11 +1,11 @@
-"""Choice, once per run, whether training steps are replayed from a CUDA graph or launched.
+"""Choice, once per run, whether training steps are captured in a CUDA graph and replayed.
 
 training.cuda_graph    a step can be captured    a step cannot be captured
-null                   replayed                  launched; on a GPU, the log gives the reason
+null                   replayed                  not captured; on a GPU, the log gives the reason
 true                   replayed                  ValueError with the reason
-false                  launched                  launched
+false                  not captured              not captured
 
-With null, steps and modules of other packages or with hooks are launched too, because their Python
+With null, steps and modules of other packages or with hooks are not captured, because their Python
 code would run only at capture. So are models with buffers in PyTorch's modules, because the passes
 before a capture would change them, for example the running means of a batch norm.
 """
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.nn import GraphTransformerBaseBlock
-from anemoi_gt.nn.plain import class_path, has_global_hooks, has_hooks
+from anemoi_gt.nn.plain import has_global_hooks, has_hooks, qualified_name
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def replays_steps(
         if reason is None:
             log.info("training steps are replayed from a CUDA graph")
         else:
-            log.info("training steps are launched, not replayed from a CUDA graph: %s", reason)
+            log.info("CUDA graph disabled: %s", reason)
     return reason is None
 
 
@@ -104,12 +104,12 @@ def unknown_code_reason(model: nn.Module, step_class: type) -> str | None:
     values, or a buffer of a module of PyTorch.
     """
     if not _is_known(step_class):
-        return _runs_once(f"the Python code of {class_path(step_class)}")
+        return _runs_once(f"the Python code of {qualified_name(step_class)}")
     if has_global_hooks():
         return _runs_once("hooks on all modules")
     for name, part in model.named_modules():
         kind = type(part)
-        path = f"{name or 'the model'} ({class_path(kind)})"
+        path = f"{name or 'the model'} ({qualified_name(kind)})"
         if not _is_known(kind):
             return _runs_once(f"the Python code of {path}")
         if has_hooks(part):

@@ -54,8 +54,8 @@ class TrainingConfig:
     cuda_graph : bool, optional
         Capture forward and backward of the first step in a CUDA graph and replay it in every step:
         the same results, bit for bit, without Python between the kernels. The graph keeps its
-        memory until the end. None captures on a GPU where a step can be captured, and else
-        launches; True raises ValueError there, and False never captures.
+        memory until the end. None captures on a GPU where a step can be captured; True raises
+        ValueError elsewhere, and False never captures.
     threads : int, optional
         CPU threads of PyTorch during training. None is one per core, which suits large models;
         small models are faster with fewer. Runs are bitwise reproducible only with the same number.

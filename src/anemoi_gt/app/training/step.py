@@ -129,10 +129,7 @@ class TrainingStep:
             return self._forward_backward(batch)
         if self.config.cuda_graph is None and not self._captured.accepts(batch):
             if not self._warned_of_shapes:
-                log.warning(
-                    "batches of other shapes than the first are launched, not replayed from a CUDA "
-                    "graph"
-                )
+                log.warning("batches of other shapes than the first run without the CUDA graph")
             self._warned_of_shapes = True
             return self._forward_backward(batch)
         return self._captured(batch)

@@ -48,9 +48,9 @@ def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) ->
             self, call.edge_index, 2 * (call.shards.nodes,), call.batch_size, call.group
         )
     decision = decide(self, call.x, call, gathers=distributed and local is None)
-    if decision.path == UPSTREAM and (local is None or decision.is_overridden):
+    if decision.outcome == UPSTREAM and (local is None or decision.is_overridden):
         return upstream(self, *args, **kwargs)
-    parts = decision.sublayers.attention
+    parts = decision.fused.attention
     if not isinstance(parts, Refusal):
         x, halo, edge_index = call.x, None, call.edge_index
         if local is not None:
@@ -75,7 +75,7 @@ def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) ->
             halo,
         )
         return _feed_forward(
-            decision.sublayers.feed_forward, self.run_node_dst_mlp, out, call.cond
+            decision.fused.feed_forward, self.run_node_dst_mlp, out, call.cond
         ), call.edge_attr
 
     cond = {} if call.cond is None else {"cond": call.cond}
@@ -91,7 +91,7 @@ def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) ->
         out = _attend_by_heads(self, decision, x, x, call)
     out = _project(self, out + self_term) + call.x
     return _feed_forward(
-        decision.sublayers.feed_forward, self.run_node_dst_mlp, out, call.cond
+        decision.fused.feed_forward, self.run_node_dst_mlp, out, call.cond
     ), call.edge_attr
 
 
@@ -106,10 +106,10 @@ def mapper_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     x_src, x_dst = call.x
     gathers = is_distributed(call.group) and self.shard_strategy != "edges"
     decision = decide(self, x_dst, call, gathers=gathers)
-    if decision.path == UPSTREAM:
+    if decision.outcome == UPSTREAM:
         return upstream(self, *args, **kwargs)
     cond_src, cond_dst = (None, None) if call.cond is None else call.cond
-    parts = decision.sublayers.attention
+    parts = decision.fused.attention
     if not isinstance(parts, Refusal):
         conditions = (cond_src, cond_dst)
         out = _fused_attention(
@@ -121,10 +121,10 @@ def mapper_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> An
         self_term = self.lin_self(dst)
         attend = _attend_by_heads if gathers else _attend_here
         out = self.projection(attend(self, decision, src, dst, call) + self_term) + x_dst
-    out = _feed_forward(decision.sublayers.feed_forward, self.run_node_dst_mlp, out, cond_dst)
+    out = _feed_forward(decision.fused.feed_forward, self.run_node_dst_mlp, out, cond_dst)
     if self.update_src_nodes:
         x_src = _feed_forward(
-            decision.sublayers.source_feed_forward, self.run_node_src_mlp, x_src, cond_src
+            decision.fused.source_feed_forward, self.run_node_src_mlp, x_src, cond_src
         )
     return (x_src, out), call.edge_attr
 
@@ -138,7 +138,7 @@ def transformer_processor_block(
 ) -> Any:
     """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
-    parts = decide_transformer(self, "layer_norm_mlp", x, cond).sublayers.feed_forward
+    parts = decide_transformer(self, "layer_norm_mlp", x, cond).fused.feed_forward
     if isinstance(parts, Refusal):
         return upstream(self, x, *args, **kwargs)
     normed = self.layer_norm_attention(x, **_named_condition(cond))
@@ -160,7 +160,7 @@ def transformer_mapper_block(
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x
     # "mpl" is upstream's spelling; its layer_norm_mlp is not used
-    parts = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst).sublayers.feed_forward
+    parts = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst).fused.feed_forward
     if isinstance(parts, Refusal):
         return upstream(self, x, *args, **kwargs)
     src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
@@ -203,9 +203,9 @@ def _feed_forward(
 
 def _attend_here(block: Any, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
     """Return the attention [N_dst, H * C] of a block on one rank, or with gathered sources."""
-    is_shared = src is dst
+    is_one_set = src is dst
     src = cast_for_projections(src, block.lin_query, block.lin_key, block.lin_value)
-    query = _split_heads(block, block.lin_query(src if is_shared else dst))
+    query = _split_heads(block, block.lin_query(src if is_one_set else dst))
     key, value = _split_heads(block, block.lin_key(src)), _split_heads(block, block.lin_value(src))
     edges = _edge_operand(block, decision, call.edge_attr)
     return _attend(block, decision, query, key, value, edges, call.edge_index)
@@ -217,7 +217,9 @@ def _attend_with_halo(
     """Return the attention of local destinations; compute the query during the exchange."""
     pending = start_halo(block, x, local, call.batch_size, call.shards.nodes, call.group)
     local_rows = pending.own.flatten(0, 1)
-    if decision.path == UPSTREAM:  # ranks may decide differently, and must exchange the same rows
+    if (
+        decision.outcome == UPSTREAM
+    ):  # ranks may decide differently, and must exchange the same rows
         rows = pending.wait().flatten(0, 1)
         operands = block.get_qkve((rows, local_rows), call.edge_attr)
         size = (rows.shape[0], local_rows.shape[0])
@@ -356,6 +358,7 @@ def _fused_attention(
         edge_attr = block.edge_pre_mlp(edge_attr)
     if batch > 1:
         edge_attr = edge_attr.unflatten(0, (batch, -1))
-    cond_src, cond_dst = fused_block.row_conditions_of((x_src, x_dst), cond)
-    tensors = parts.tensors(x_src, halo, x_dst, edge_attr, cond_dst, cond_src)
+    nodes = (x_src, x_dst)
+    conditions = fused_block.row_conditions_of(nodes, cond)
+    tensors = parts.tensors(nodes, edge_attr, conditions, halo)
     return parts.sublayer(tensors, graph, parts.options(batch))

@@ -1,6 +1,6 @@
 """`CUDAGraphCallback`: training steps of Anemoi, in Lightning's loop, replayed from a CUDA graph.
 
-`InstallCallback` also calls `install`, and launches steps that cannot be captured.
+`InstallCallback` also calls `install`, and leaves steps without a graph that cannot be captured.
 
 strategy.training_step     replays forward and backward, logs what the module logs, returns the loss
 zero_grad                  Lightning's
@@ -40,8 +40,8 @@ class CUDAGraphCallback(Callback):
 
     The step is captured at the first batch of every epoch, since an epoch may change the rollout,
     and again when two batches in a row have other shapes. Validation, and single batches of other
-    shapes, are launched. With several processes, gradients are averaged after the replay, because a
-    replay does not run the hooks of DDP. Host code of the captured step is not run again: numbers
+    shapes, run without it. With several processes, gradients are averaged after the replay, because
+    a replay does not run the hooks of DDP. Host code of the captured step is not run again: numbers
     that the module logs without a tensor, and `batch_idx`, keep the values of the captured batch.
     `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
@@ -93,8 +93,8 @@ class CUDAGraphCallback(Callback):
         if self._step is not None and not self._step.accepts(inputs):
             if not self._refused:
                 log.warning(
-                    "a training batch of other shapes than the captured one is launched without "
-                    "CUDA graph"
+                    "a training batch of other shapes than the captured one runs without the CUDA "
+                    "graph"
                 )
                 self._refused, self._gradients = True, None
                 with trainer.precision_plugin.train_step_context():
@@ -153,7 +153,7 @@ class CUDAGraphCallback(Callback):
         *arguments: Any,
         **options: Any,
     ) -> None:
-        """Add the gradients of the replay to the parameters, or run backward if launched."""
+        """Add the gradients of the replay to the parameters, or run backward without one."""
         gradients = self._gradients
         if gradients is None:
             self._differentiate(loss, *arguments, **options)
@@ -185,13 +185,13 @@ class InstallCallback(CUDAGraphCallback):
     """Call `install`, and replay training steps from CUDA graphs where they can be captured.
 
     It is one entry of `diagnostics.callbacks` for both. If a trainer's steps cannot be captured,
-    as on a CPU, they are launched, and one line of the log gives the reason. Faults that appear
+    as on a CPU, they run without, and one line of the log gives the reason. Faults that appear
     only during capture, such as dropout inside activation checkpointing, raise with the remedy.
 
     Parameters
     ----------
     cuda_graphs : bool
-        False launches all steps.
+        False captures no step.
     capture : callable
         As for `CUDAGraphCallback`.
     **options
@@ -215,7 +215,7 @@ class InstallCallback(CUDAGraphCallback):
             super().on_train_start(trainer, pl_module)
         except ValueError as reason:
             # a warning, because Anemoi's logging hides other libraries' INFO records
-            log.warning("training steps are launched, not replayed: %s", reason)
+            log.warning("CUDA graph disabled: %s", reason)
 
 
 def check_capturable(

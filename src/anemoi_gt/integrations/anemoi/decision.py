@@ -1,4 +1,4 @@
-"""The path of a block, decided once in each of its forward passes.
+"""How a block is computed, decided once in each of its forward passes.
 
     fused         its attention sub-layer fused, and its feed-forward sub-layer if possible
     attention     the block's modules around anemoi_gt's attention; feed-forward fused if possible
@@ -24,8 +24,8 @@ from anemoi_gt.nn.fused_block import (
     NO_SOURCES,
     NO_SUBLAYERS,
     NOT_FASTER,
-    BlockPath,
     Computation,
+    FusedParts,
 )
 from anemoi_gt.nn.plain import (
     ANEMOI_ATTENTION,
@@ -40,18 +40,18 @@ from anemoi_gt.torch_compat import is_exporting
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
 FEED_FORWARD = "feed_forward"
 UNWANTED = not_faster("its sub-layers are not fused")
-NOT_FUSED = BlockPath.by_modules(UNWANTED)
+NOT_FUSED = FusedParts.by_modules(UNWANTED)
 SIZES_OF_TRACE = transient("torch.jit.trace records it, which would make constants of sizes")
 
 
 class Decision(NamedTuple):
-    """The path of a block in one forward pass."""
+    """How a block is computed in one forward pass."""
 
     settings: Settings | None  # None: neither installed nor swapped
-    path: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
+    outcome: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
-    reason: str | None = None  # why it is less than requested; None if it is not
-    sublayers: BlockPath = NOT_FUSED  # parts of each fused sub-layer
+    reason: str | None = None  # why the request was not fully met, or None
+    fused: FusedParts = NOT_FUSED
     # methods of the block itself are other ones than Anemoi's; the same on all ranks
     is_overridden: bool = False
 
@@ -89,7 +89,7 @@ class Call(NamedTuple):
 
 
 def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
-    """Return the path of a block with destinations `x_dst`; log it if it is less than requested.
+    """Decide for a block with destinations `x_dst`; log why if the request is not fully met.
 
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a named backend cannot run.
     """
@@ -99,7 +99,7 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
 
 
 def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
-    """Return the path of a transformer block with rows x; log it if it is less than requested.
+    """Decide for a transformer block with rows x; log why if the request is not fully met.
 
     `norm_name` names the norm before its feed-forward network. Raise ValueError if `blocks` is
     True and the named backend cannot run.
@@ -112,13 +112,13 @@ def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | Non
 def _record(block: Any, decision: Decision) -> None:
     """Keep how a block is computed, for `installed()`."""
     if torch.compiler.is_compiling():
-        report.record_traced(type(block), decision.path, decision.reason)
+        report.record_traced(type(block), decision.outcome, decision.reason)
     else:
-        report.record(block, decision.path, decision.reason)
+        report.record(block, decision.outcome, decision.reason)
 
 
 def examine(block: Any, device: torch.device) -> Decision:
-    """Predict the path of a block on one rank and device, from the block alone; log nothing."""
+    """Predict the decision on one rank and device, from the block only; log nothing."""
     x = torch.empty(0, 1, device=device)  # decisions do not depend on the number of features
     if isinstance(block, Upstream.transformers):
         norm_name = "layer_norm_mlp"
@@ -155,25 +155,25 @@ def _decide(
             settings, UPSTREAM, reason=refusal.text, is_overridden=overridden is not None
         )
 
-    path = NOT_FUSED
+    fused = NOT_FUSED
     reason = None
     if settings.blocks is not False and not is_exporting():
         computation = Computation.of(x_dst, settings.config, keep_hidden=settings.keep_hidden)
         if settings.blocks is None and not computation.is_faster_fused:
-            path = BlockPath.by_modules(NOT_FASTER)
+            fused = FusedParts.by_modules(NOT_FASTER)
             reason = NOT_FASTER.text
         else:
-            path = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
-            path = BlockPath(*as_in_forward(block, "sub-layers", path))
+            fused = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
+            fused = FusedParts(*as_in_forward(block, "sub-layers", fused))
             refusals: list[Refusal] = []
-            for part in path:
+            for part in fused:
                 if isinstance(part, Refusal) and part not in (NO_SOURCES, *refusals):
                     refusals.append(part)
             if refusals:
                 _report_not_fused(settings, refusals, log_reason)
                 reason = "; ".join([refusal.text for refusal in refusals])
-    if not isinstance(path.attention, Refusal):
-        return Decision(settings, FUSED, has_raw_edges=True, reason=reason, sublayers=path)
+    if not isinstance(fused.attention, Refusal):
+        return Decision(settings, FUSED, has_raw_edges=True, reason=reason, fused=fused)
 
     has_raw_edges = settings.fuse_edges and not gathers
     if has_raw_edges:
@@ -182,7 +182,7 @@ def _decide(
         if isinstance(embedding, Refusal):
             has_raw_edges = False
             log_reason(f"an Anemoi block embeds its edges before the attention: {embedding.text}")
-    return Decision(settings, ATTENTION, has_raw_edges, reason, path)
+    return Decision(settings, ATTENTION, has_raw_edges, reason, fused)
 
 
 def _decide_transformer(
@@ -195,19 +195,19 @@ def _decide_transformer(
     settings = SETTINGS.of(block)
     if settings is None:
         return Decision(None, UPSTREAM)
-    path = _feed_forward_of(block, norm_name, x, cond, settings)
-    (path,) = as_in_forward(block, "feed-forward", (path,))
-    if isinstance(path, BlockPath):
-        return Decision(settings, FEED_FORWARD, sublayers=path)
-    if path.kind is not RefusalKind.NOT_FASTER:
-        _report_not_fused(settings, (path,), log_reason)
-    return Decision(settings, UPSTREAM, reason=path.text)
+    fused = _feed_forward_of(block, norm_name, x, cond, settings)
+    (fused,) = as_in_forward(block, "feed-forward", (fused,))
+    if isinstance(fused, FusedParts):
+        return Decision(settings, FEED_FORWARD, fused=fused)
+    if fused.kind is not RefusalKind.NOT_FASTER:
+        _report_not_fused(settings, (fused,), log_reason)
+    return Decision(settings, UPSTREAM, reason=fused.text)
 
 
 def _feed_forward_of(
     block: Any, norm_name: str, x: Tensor, cond: Tensor | None, settings: Settings
-) -> BlockPath | Refusal:
-    """Return the path of a transformer block with a fused feed-forward sub-layer, or why not."""
+) -> FusedParts | Refusal:
+    """Return the parts of a transformer block's feed-forward sub-layer, or why it is not fused."""
     if settings.blocks is False or is_exporting():
         return UNWANTED
     if torch.jit.is_tracing():
@@ -224,7 +224,7 @@ def _feed_forward_of(
     parts = fused_block.for_call(parts, x, cond, computation)
     if isinstance(parts, Refusal):
         return parts
-    return BlockPath(permanent("its attention is Anemoi's"), parts, NO_SOURCES)
+    return FusedParts(permanent("its attention is Anemoi's"), parts, NO_SOURCES)
 
 
 def _report_not_fused(
@@ -247,7 +247,7 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
     if torch.jit.is_tracing():
         return SIZES_OF_TRACE
     if not isinstance(call.edge_index, Tensor) or call.edge_index.layout != torch.strided:
-        return permanent("its edges came as a sparse adjacency, and an edge_index [2, E] is needed")
+        return permanent("edges must be an edge_index [2, E], got a sparse adjacency")
     is_updated = call.cond is not None and getattr(block, "update_src_nodes", False)
     if is_updated and Upstream.sources_take_destination_condition:
         return permanent(
@@ -277,7 +277,7 @@ def _sublayers_of(
     computation: Computation,
     *,
     gathers: bool,
-) -> BlockPath:
+) -> FusedParts:
     """Return the parts of each sub-layer of a block, or why its modules compute it."""
     attention: Refusal | None = None
     if gathers:
@@ -289,7 +289,7 @@ def _sublayers_of(
     if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
         sources = why_not_plain_method(block, "run_node_src_mlp")
     refused = (attention, why_not_plain_method(block, "run_node_dst_mlp"), sources)
-    return BlockPath.of_modules(block, x_dst, call.cond, settings.config, computation, refused)
+    return FusedParts.of_modules(block, x_dst, call.cond, settings.config, computation, refused)
 
 
 def dropout_of(conv: Any) -> float:

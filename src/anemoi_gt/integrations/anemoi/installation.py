@@ -241,16 +241,16 @@ class Installed(Settings):
 
 
 def installed() -> Installed | None:
-    """Return the active settings of `install` and the path of each block, or None.
+    """Return the active settings of `install` and how each block is computed, or None.
 
-    Models of `swap_layers` have their own settings; the paths of their blocks are listed too.
+    Models of `swap_layers` have their own settings; their blocks are listed too.
     """
     if SETTINGS.everywhere is None:
         return None
     return Installed(**vars(SETTINGS.everywhere), computed=report.computed())
 
 
-def plan() -> dict[str, str | None]:
+def replacements() -> dict[str, str | None]:
     """Return None for each method that `install` would replace, by name, else the reason.
 
     Raise ImportError without anemoi-models. Nothing is replaced.
@@ -266,7 +266,7 @@ def plan() -> dict[str, str | None]:
 
 
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
-    """Predict the path of each graph-transformer block of a model under `install()` here.
+    """Predict how each graph-transformer block of a model is computed under `install()` here.
 
     On the first GPU if there is one, under autocast to bfloat16. Conditional norms are recognised
     by their classes.
@@ -278,8 +278,8 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
             for path, block in report.blocks_of(model)
         ]
     return tuple(
-        report.Computed(path, type(block).__name__, report.WORDS[outcome.path], outcome.reason)
-        for path, block, outcome in decisions
+        report.Computed(path, type(block).__name__, report.WORDS[found.outcome], found.reason)
+        for path, block, found in decisions
     )
 
 

@@ -1,4 +1,4 @@
-"""Report of block paths for `installed()`, `anemoi-gt info` and one log line per model.
+"""How blocks are computed: for `installed()`, `anemoi-gt info` and one log line per model.
 
 A block of compiled code is not seen one by one: blocks of its class are counted by what was traced.
 """
@@ -22,19 +22,19 @@ WORDS = {
     "feed_forward": "feed-forward only",
     "upstream": "upstream",
 }
-Outcome = tuple[str, str | None]  # path of a decision, and its reason
+Recorded = tuple[str, str | None]  # outcome of a decision, and its reason
 
 # those that have computed, in eager code
-_BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = WeakKeyDictionary()
-_TRACED: dict[type, Outcome] = {}
+_BLOCKS: WeakKeyDictionary[nn.Module, Recorded] = WeakKeyDictionary()
+_TRACED: dict[type, Recorded] = {}
 # Anemoi models, in order of first use
 _MODELS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-_TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the lines about a model
-_UP_TO_DATE: WeakSet[nn.Module] = WeakSet()  # models of which nothing has changed since
+_LOGGED_LINES: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # of each model
+_CLEAN: WeakSet[nn.Module] = WeakSet()  # models without a change since their last line
 
 
 class Computed(NamedTuple):
-    """The path of a block, and why it is not fused."""
+    """How a block is computed, and why it is not fused."""
 
     path: str  # of the module in its model, empty for a block outside of a known model
     kind: str  # name of its class
@@ -48,27 +48,27 @@ def warn_once(message: str) -> None:
     _log_once(message)
 
 
-def record(block: nn.Module, path: str, reason: str | None) -> None:
+def record(block: nn.Module, outcome: str, reason: str | None) -> None:
     """Keep how a block is computed."""
-    if _BLOCKS.get(block) != (path, reason):
-        _BLOCKS[block] = (path, reason)
-        _UP_TO_DATE.clear()
+    if _BLOCKS.get(block) != (outcome, reason):
+        _BLOCKS[block] = (outcome, reason)
+        _CLEAN.clear()
 
 
 @constant_when_traced
-def record_traced(kind: type, path: str, reason: str | None) -> None:
+def record_traced(kind: type, outcome: str, reason: str | None) -> None:
     """Keep how a block of this class is computed in compiled code."""
-    _TRACED[kind] = (path, reason)
-    _UP_TO_DATE.clear()
+    _TRACED[kind] = (outcome, reason)
+    _CLEAN.clear()
 
 
 def clear() -> None:
-    """Clear all paths, so that models are logged again."""
+    """Clear all records, so that models are logged again."""
     _BLOCKS.clear()
     _TRACED.clear()
     _MODELS.clear()
-    _TOLD.clear()
-    _UP_TO_DATE.clear()
+    _LOGGED_LINES.clear()
+    _CLEAN.clear()
 
 
 def add_model(model: nn.Module) -> None:
@@ -83,32 +83,33 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def computed() -> tuple[Computed, ...]:
-    """Return the path of each block of all known models, and of other blocks that have run."""
-    paths, seen = [], set()
+    """Return a record of each block of all known models, and of other blocks that have run."""
+    records = []
+    seen = set()
     for model in list(_MODELS):
         for path, block in blocks_of(model):
             if id(block) not in seen:
                 seen.add(id(block))
-                paths.append(_of_block(path, block))
+                records.append(_of_block(path, block))
     for block in list(_BLOCKS):
         if id(block) not in seen:
-            paths.append(_of_block("", block))
-    return tuple(paths)
+            records.append(_of_block("", block))
+    return tuple(records)
 
 
 def _of_block(path: str, block: nn.Module) -> Computed:
-    path_and_reason = _BLOCKS.get(block) or _TRACED.get(type(block))
-    if path_and_reason is None:
+    recorded = _BLOCKS.get(block) or _TRACED.get(type(block))
+    if recorded is None:
         reason = Upstream.why_not_replaced(type(block))
         if reason is not None:
             return Computed(path, type(block).__name__, WORDS["upstream"], reason)
         return Computed(path, type(block).__name__, "not yet", None)
-    name, reason = path_and_reason
-    return Computed(path, type(block).__name__, WORDS[name], reason)
+    outcome, reason = recorded
+    return Computed(path, type(block).__name__, WORDS[outcome], reason)
 
 
 def summary(blocks: tuple[Computed, ...]) -> str:
-    """Summarise the paths of the blocks of each class in one line, with reasons if not fused."""
+    """Summarise the outcomes of the blocks of each class in one line, with reasons if not fused."""
     parts = []
     for kind in dict.fromkeys(block.kind for block in blocks):
         counts = Counter((block.outcome, block.reason) for block in blocks if block.kind == kind)
@@ -134,16 +135,16 @@ def _shortened(paths: list[str]) -> list[str]:
 
 
 def after_step(model: nn.Module) -> None:
-    """Log a line about a model after its first forward pass, and again when a path changes."""
-    if model in _UP_TO_DATE:
+    """Log a line about a model after its first forward pass, and again when an outcome changes."""
+    if model in _CLEAN:
         return
     add_model(model)
-    _UP_TO_DATE.add(model)
+    _CLEAN.add(model)
     blocks = blocks_of(model)
     if not any(block in _BLOCKS or type(block) in _TRACED for _, block in blocks):
         return
     line = summary(tuple(_of_block(path, block) for path, block in blocks))
-    logged = _TOLD.setdefault(model, set())
+    logged = _LOGGED_LINES.setdefault(model, set())
     if line not in logged:
         logged.add(line)
         log.info("anemoi_gt computes blocks of %s: %s", type(model).__name__, line)

@@ -55,7 +55,7 @@ class Upstream:
             forward = vars(base).get("forward")
             if forward is not None:
                 is_ours = hasattr(forward, "replaces")
-                return None if is_ours else f"its forward is that of {plain.class_path(base)}"
+                return None if is_ours else f"its forward is that of {plain.qualified_name(base)}"
         return None
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.dropout import keep_factor
+from anemoi_gt.ops.dropout import dropout_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
 from anemoi_gt.ops.operands import AttentionOperands, AttentionSizes, Held, Needs
 from anemoi_gt.ops.operator import GradientLayout, Operator, Spec
@@ -89,15 +89,15 @@ class FlatArguments(NamedTuple):
             weight = weight[group]
         if bias is not None:
             bias = bias[group]
-        keep = None
+        dropout = None
         if self.seed is not None:
             dtype = self.query.dtype
             factors = [
-                keep_factor(self.seed, b, global_edge_id, head, self.dropout_p, dtype)
+                dropout_factor(self.seed, b, global_edge_id, head, self.dropout_p, dtype)
                 for head in range(group.start, group.stop)
             ]
-            keep = torch.stack(factors, dim=1)
-        return HeadGroup(q, k, v, attr, weight, bias, keep, self.scale)
+            dropout = torch.stack(factors, dim=1)
+        return HeadGroup(q, k, v, attr, weight, bias, dropout, self.scale)
 
     def edges(self) -> Edges:
         """Return the edges in the form `reference` takes, for as many heads as memory allows."""

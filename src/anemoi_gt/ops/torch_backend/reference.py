@@ -90,7 +90,7 @@ class HeadGroup:
     a: Tensor | None  # [E, D] raw, or [E, G, C] embedded
     weight: Tensor | None  # [G, C, D], only with raw attributes
     bias: Tensor | None  # [G, C]
-    keep: Tensor | None  # [E, G], dropout factors
+    dropout: Tensor | None  # [E, G], dropout factors
     scale: float
 
     @property
@@ -131,7 +131,7 @@ class HeadGroup:
 
     def drop(self, p: Tensor) -> Tensor:
         """Return attention weights after dropout."""
-        return p if self.keep is None else p * self.keep
+        return p if self.dropout is None else p * self.dropout
 
 
 def _dots(
@@ -227,7 +227,7 @@ def differentiate_heads(
     g = heads.project(do) if heads.projects else None
     w = heads.drop(p)
     dp = _dots(heads, edges, do, heads.v, g)
-    if heads.bias is not None and heads.keep is not None:
+    if heads.bias is not None and heads.dropout is not None:
         dp += (do * heads.bias).sum(-1).index_select(0, edges.dst)
     dp = heads.drop(dp)
     p_sum = _segment_sum(p, edges.colptr)
@@ -255,7 +255,7 @@ def differentiate_heads(
         dlse = heads.scale * dlse
         dq.addcmul_(dlse[..., None], heads.bias)
         if needs.edge_bias:
-            w_sum = p_sum if heads.keep is None else _segment_sum(w, edges.colptr)
+            w_sum = p_sum if heads.dropout is None else _segment_sum(w, edges.colptr)
             dbias = (_outer(do, w_sum[..., None]) + _outer(heads.q, dlse[..., None])).squeeze(2)
     return HeadGradients(dq, da, dweight, dbias, w, ds)
 

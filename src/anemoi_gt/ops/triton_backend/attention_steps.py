@@ -56,38 +56,38 @@ class AttentionCall:
         return buffers
 
 
-class Saved(NamedTuple):
-    """Buffers that the forward pass saves for the backward pass."""
+class Kept(NamedTuple):
+    """Buffers that the forward pass keeps for the backward pass."""
 
     inv_denominator: Buffer  # [B, N_dst, H], or with hubs as `Sizes.inverse_shape`
     exp_scores: Buffer  # [B, E, H]
     projected: Buffer | None  # [B, N_dst, H, columns]; None without raw attributes
 
 
-def attend(call: AttentionCall, saved: Saved, out: Buffer) -> Buffer:
-    """Attend into `out`, like query; fill `saved` and return lse."""
+def attend(call: AttentionCall, kept: Kept, out: Buffer) -> Buffer:
+    """Attend into `out`, like query; fill `kept` and return lse."""
     if call.operands.edge_weight is not None:
-        project(call, call.operands.query, saved.projected)
-    lse, attr_sums = attend_rows(call, saved, out)
+        project(call, call.operands.query, kept.projected)
+    lse, attr_sums = attend_rows(call, kept, out)
     if attr_sums is not None:
         embed(call, attr_sums, out)
     return lse
 
 
-def attend_and_add(call: AttentionCall, saved: Saved, scratch: Buffer, rows: Buffer) -> None:
-    """Add the attention to rows [.., N_dst, H, C]; fill `saved`.
+def attend_and_add(call: AttentionCall, kept: Kept, scratch: Buffer, rows: Buffer) -> None:
+    """Add the attention to rows [.., N_dst, H, C]; fill `kept`.
 
     `scratch` is contiguous, like rows.
     """
-    project(call, call.operands.query, saved.projected)
-    _, attr_sums = attend_rows(call, saved, scratch)
+    project(call, call.operands.query, kept.projected)
+    _, attr_sums = attend_rows(call, kept, scratch)
     assert attr_sums is not None  # attributes of a sub-layer are raw
     embed(call, attr_sums, rows, skip=scratch)
 
 
 def gradients(
     call: AttentionCall,
-    saved: Saved,
+    kept: Kept,
     grad_out: Buffer,
     grad_lse: Buffer | None,
     needs: Needs,
@@ -117,12 +117,12 @@ def gradients(
 
     projected_grad = project(call, grad_out) if is_raw else None
     p_ds, sums = differentiate_rows(
-        call, saved, projected_grad, grad_out, grad_lse, into.query, dattr
+        call, kept, projected_grad, grad_out, grad_lse, into.query, dattr
     )
     needs_sums = needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias
     if projected_grad is not None and needs_sums:
         if sums is None:
-            sums = differentiate_attributes(call, p_ds, saved, projected_grad, dattr)
+            sums = differentiate_attributes(call, p_ds, kept, projected_grad, dattr)
         if into.query is not None:
             embed(call, sums[1], into.query)
         if needs.edge_weight or needs.edge_bias:
@@ -233,10 +233,10 @@ def _row_launch(kernel: Any, sizes: Sizes, tile: RowTile, scale: dict[str, float
         return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
     constants |= {"EMBEDDED": sizes.embedded, "UNROLL": tile.unroll, "SEGMENT": sizes.dst_segment}
     constants["EDGES"] = tiles.attribute_edges(sizes.degree(sizes.num_dst))
-    blocks = sizes.batch * sizes.blocks(sizes.dst_segment)
-    programs = blocks + sizes.destinations
+    spans = sizes.batch * sizes.spans(sizes.dst_segment)
+    programs = spans + sizes.destinations
     if kernel is backward.edge_attention_bwd_dst_hub:
-        programs = blocks
+        programs = spans
         constants = {
             n: value for n, value in constants.items() if n in (*kernel.arg_names, "num_warps")
         }
@@ -246,12 +246,12 @@ def _row_launch(kernel: Any, sizes: Sizes, tile: RowTile, scale: dict[str, float
 def _segment_rows(
     call: AttentionCall, like: Buffer | None, width: int, segment: int
 ) -> Buffer | None:
-    """Return float32 memory [B * blocks, H, width] of segments, or None without them or `like`."""
+    """Return float32 memory [B * spans, H, width] of segments, or None without them or `like`."""
     if like is None or not segment:
         return None
     sizes = call.sizes
     return call.builder.empty(
-        (sizes.batch * sizes.blocks(segment), sizes.heads, width), torch.float32
+        (sizes.batch * sizes.spans(segment), sizes.heads, width), torch.float32
     )
 
 
@@ -272,7 +272,7 @@ def join(
     results: Sequence[Buffer | None],
     statistics: Mapping[str, Buffer | None] | None = None,
 ) -> None:
-    """Join the segments' `parts` [B * blocks, H, ..] into hub rows of `results` [B, N, H, ..].
+    """Join the segments' `parts` [B * spans, H, ..] into hub rows of `results` [B, N, H, ..].
 
     Parts that are None are left out. With `statistics`, the buffers by name, lse and
     inv_denominator are made from the segments' values, which also weigh their parts.
@@ -301,7 +301,7 @@ def join(
         "num_warps": 1,
     }
     scalars = {"num_nodes": pointers.shape[0] - 1, "num_edges": sizes.num_edges}
-    grid = (sizes.batch * sizes.blocks(segment),)
+    grid = (sizes.batch * sizes.spans(segment),)
     if statistics is None:
         statistics = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
     call.builder.launch(
@@ -388,10 +388,10 @@ def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     )
 
 
-def attend_rows(call: AttentionCall, saved: Saved, out: Buffer) -> tuple[Buffer, Buffer | None]:
-    """Attend over destinations, into `out` without W A; fill `saved`, return lse and A."""
+def attend_rows(call: AttentionCall, kept: Kept, out: Buffer) -> tuple[Buffer, Buffer | None]:
+    """Attend over destinations, into `out` without W A; fill `kept`, return lse and A."""
     builder, sizes = call.builder, call.sizes
-    inv_denominator, exp_scores, projected = saved
+    inv_denominator, exp_scores, projected = kept
     lse = builder.empty(out.shape[:-1], torch.float32)
     attr_sums = None if projected is None else builder.empty_like(projected)
     buffers = call.destination_buffers()
@@ -428,7 +428,7 @@ def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
 
 def differentiate_rows(
     call: AttentionCall,
-    saved: Saved,
+    kept: Kept,
     projected_grad: Buffer | None,
     grad_out: Buffer,
     grad_lse: Buffer | None,
@@ -443,7 +443,7 @@ def differentiate_rows(
     builder, sizes = call.builder, call.sizes
     p_ds = builder.empty((sizes.batch, sizes.num_edges, 2, sizes.heads), scratch_dtype(sizes.dtype))
     buffers = call.destination_buffers()
-    buffers |= {"inv_denominator": saved.inv_denominator, "exp_scores": saved.exp_scores}
+    buffers |= {"inv_denominator": kept.inv_denominator, "exp_scores": kept.exp_scores}
     buffers |= {"projected_grad": projected_grad, "grad_out": grad_out, "grad_lse": grad_lse}
     buffers |= {"dquery": dquery, "p_ds": p_ds}
     if has_fixed_degree(sizes):
@@ -451,15 +451,15 @@ def differentiate_rows(
         if projected_grad is not None:
             sums = (builder.empty_like(projected_grad), builder.empty_like(projected_grad))
         attr_sums, dscore_sums = sums or (None, None)
-        projected = None if dedge_attr is None else saved.projected
+        projected = None if dedge_attr is None else kept.projected
         buffers |= {"attr_sums": attr_sums, "dscore_sums": dscore_sums}
         buffers |= {"projected": projected, "dedge_attr": dedge_attr}
         builder.launch(destination_launch(sizes), **buffers)
         return p_ds, sums
 
     segment = sizes.dst_segment
-    buffers["attr_dp"] = builder.empty_like(saved.exp_scores)
-    buffers["dp"] = builder.empty_like(saved.exp_scores)
+    buffers["attr_dp"] = builder.empty_like(kept.exp_scores)
+    buffers["dp"] = builder.empty_like(kept.exp_scores)
     buffers["dedge_attr"] = dedge_attr if sizes.embedded else None
     segment_p = _segment_rows(call, p_ds, 1, segment)
     segment_p_dp = _segment_rows(call, p_ds, 1, segment)
@@ -488,7 +488,7 @@ def hub_destination_launch(sizes: Sizes) -> Launch:
 def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """Return the launch of `differentiate_sources`."""
     tile = tile or source_tile(sizes)
-    programs = sizes.blocks(sizes.src_segment) + -(-sizes.num_src // tile.nodes)
+    programs = sizes.spans(sizes.src_segment) + -(-sizes.num_src // tile.nodes)
     grid = (sizes.batch * programs, -(-sizes.heads // tile.heads))
     scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
     constants = {
@@ -544,14 +544,14 @@ def attribute_launch(sizes: Sizes) -> Launch:
         "SEGMENT": sizes.dst_segment,
     }
     del constants["C"]
-    programs = sizes.destinations + sizes.batch * sizes.blocks(sizes.dst_segment)
+    programs = sizes.destinations + sizes.batch * sizes.spans(sizes.dst_segment)
     return Launch(edge_projection.attribute_bwd, (programs,), scalars, constants)
 
 
 def differentiate_attributes(
     call: AttentionCall,
     p_ds: Buffer,
-    saved: Saved,
+    kept: Kept,
     projected_grad: Buffer,
     dedge_attr: Buffer | None,
 ) -> tuple[Buffer, Buffer]:
@@ -565,7 +565,7 @@ def differentiate_attributes(
         attribute_launch(sizes),
         p_ds=p_ds,
         edge_attr=call.operands.edge_attr,
-        projected=saved.projected,
+        projected=kept.projected,
         projected_grad=projected_grad,
         colptr=index.colptr,
         perm=index.perm,

@@ -16,12 +16,13 @@ in-edges. The gradient of b_self follows from the projection's: sum_i dy_i = W_p
 dz_i. Only dq (and dk with k_norm) needs an extra reduction over nodes; all other gradients of
 biases and norms are made by the passes over rows that are needed anyway.
 
-Rows of nodes are in one of three layouts (`anemoi_gt.ops.triton_backend.node_rows`), which own the
+Nodes are one of three kinds of sets (`anemoi_gt.ops.triton_backend.node_rows`), which own the
 norms and projections of both passes.
 
-Kept for the backward pass, in one block: rows of nodes (query and key before their norms), the edge
-attributes if they were cast, what edge attention saves, and the cast weights. The backward pass
-recomputes normalised rows where it reads x. Gradients of parameters are parts of one block too.
+Kept for the backward pass, in one storage: rows of nodes (query and key before their norms), the
+edge attributes if they were cast, what edge attention keeps, and the cast weights. The backward
+pass recomputes normalised rows where it reads x. Gradients of parameters are parts of one tensor
+too.
 """
 
 from collections.abc import Sequence
@@ -44,20 +45,20 @@ from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.sublayer_tensors import AttentionOptions, AttentionTensors, Linear
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend import sublayer_steps
-from anemoi_gt.ops.triton_backend.edge_attention_triton import saved_of
+from anemoi_gt.ops.triton_backend.edge_attention_triton import kept_of
 from anemoi_gt.ops.triton_backend.node_rows import (
     HeadNorms,
     NodeRows,
+    NodeSets,
     NodeSizes,
-    RowLayout,
 )
-from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer
+from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator, Shaped
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    GradientBlock,
     NodeSums,
     NormParts,
+    PackedGradients,
     PackedWeights,
     Part,
     Piece,
@@ -67,8 +68,8 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     zero,
 )
 
-# results of the backward pass by number; the block of parameters follows
-X_SRC, HALO, X_DST, EDGE_ATTR, CONDITION, CONDITION_SRC = range(6)
+# results of the backward pass by number; the packed gradients of parameters follow
+X_SRC, HALO, X_DST, EDGE_ATTR, CONDITION_SRC, CONDITION_DST = range(6)
 
 
 def attention_sublayer(
@@ -88,7 +89,7 @@ def attention_sublayer(
 
 
 class AttentionSublayer(PlannedOperator):
-    """Outputs z; keeps rows of nodes, cast weights and what edge attention saves."""
+    """Outputs z; keeps rows of nodes, cast weights and what edge attention keeps."""
 
     builder_class = SublayerBuilder
 
@@ -117,7 +118,7 @@ class AttentionSublayer(PlannedOperator):
         constants: IndexTensors[Operand],
         options: AttentionOptions,
     ) -> list[Spec]:
-        """Return the specs of z and the kept block."""
+        """Return the specs of z and of the kept bytes."""
         kept = kept_layout(tensors, constants, options)
         z = (tensors.x_dst.shape, _out_dtype(tensors, options))
         return [z, ((kept.num_bytes,), torch.uint8)]
@@ -137,20 +138,20 @@ class AttentionSublayer(PlannedOperator):
         t = tensors
         kept = builder.empty_parts(kept_layout(t, constants, options), together=save)
         weights = builder.pack(_packed(t, options), kept["packed"])
-        layout = RowLayout.of(builder, t, options, weights)
-        rows = layout.project(kept)
+        nodes = NodeSets.of(builder, t, options, weights)
+        rows = nodes.project(kept)
         attr = t.edge_attr
         if "attr" in kept:
             attr = kept["attr"]
             builder.add(t.edge_attr, None, attr)
-        sizes = layout.sizes
+        sizes = nodes.sizes
         head_norms = HeadNorms(builder, sizes, t, options)
         call = _attention_call(
             builder, t, constants, options, head_norms.forward(rows), attr, weights
         )
-        attended = builder.empty((t.x_dst.shape[0], sizes.width), options.dtype)
+        attended = builder.empty((t.x_dst.shape[0], sizes.width), options.gemm_dtype)
         attention_steps.attend_and_add(
-            call, saved_of(kept), sizes.split_heads(attended), sizes.split_heads(rows.attended)
+            call, kept_of(kept), sizes.split_heads(attended), sizes.split_heads(rows.attended)
         )
         z = builder.empty(t.x_dst.shape, _out_dtype(t, options))
         for begin, end in chunks(t.x_dst.shape[0]):
@@ -174,13 +175,13 @@ class AttentionSublayer(PlannedOperator):
             whole[result] = None if x is None else (x.shape, x.dtype)
         if needs.edge_attr:
             sizes = NodeSizes.of(t, options)
-            whole[EDGE_ATTR] = (sizes.attribute_shape(t.edge_attr), options.dtype)
+            whole[EDGE_ATTR] = (sizes.attribute_shape(t.edge_attr), options.gemm_dtype)
         if t.norm.condition is not None and needs.norm.condition:
-            whole[CONDITION] = (t.norm.condition.shape, options.dtype)
+            whole[CONDITION_DST] = (t.norm.condition.shape, options.gemm_dtype)
         if t.norm_src.condition is not None and needs.norm_src.condition:
-            whole[CONDITION_SRC] = (t.norm_src.condition.shape, options.dtype)
-        block = parts.block(needs)
-        return block.layout(whole, leaves(parts.tree), leaves(t), leaves(needs))
+            whole[CONDITION_SRC] = (t.norm_src.condition.shape, options.gemm_dtype)
+        packed = parts.packed(needs)
+        return packed.layout(whole, leaves(parts.tree), leaves(t), leaves(needs))
 
     def add_backward(
         self,
@@ -199,22 +200,22 @@ class AttentionSublayer(PlannedOperator):
         (grad,) = grads
         kept_parts = kept_layout(t, constants, options).buffers(kept)
         weights = PackedWeights.of(_packed(t, options)).views(kept_parts["packed"])
-        layout = RowLayout.of(builder, t, options, weights)
-        sizes = layout.sizes
+        nodes = NodeSets.of(builder, t, options, weights)
+        sizes = nodes.sizes
         parts = _Parts.of(t, options)
         sums = NodeSums(builder, parts.sums)
-        parameter_block, parameters = parts.block(needs).allocate(builder)
+        packed_gradients, parameters = parts.packed(needs).allocate(builder)
         if "key_bias" in parameters:
             builder.compute(zero, parameters["key_bias"])
 
-        rows = layout.kept_rows(kept_parts)
-        layout.allocate_gradients(sums, parameters, needs)
-        gradients = layout.gradient_rows
-        narrow = builder.cast(grad, options.dtype)
-        builder.product(narrow, weights["projection"], gradients.attended)
+        rows = nodes.kept_rows(kept_parts)
+        nodes.allocate_gradients(sums, parameters, needs)
+        gradients = nodes.gradient_rows
+        grad_cast = builder.cast(grad, options.gemm_dtype)
+        builder.product(grad_cast, weights["projection"], gradients.attended)
         if "projection_weight" in parameters:
             grad_weight = parameters["projection_weight"]
-            builder.outer_product(narrow, rows.attended, grad_weight, is_first=True)
+            builder.outer_product(grad_cast, rows.attended, grad_weight, is_first=True)
 
         attr = kept_parts.get("attr", t.edge_attr)
         head_norms = HeadNorms(builder, sizes, t, options)
@@ -222,14 +223,14 @@ class AttentionSublayer(PlannedOperator):
             builder, t, constants, options, head_norms.forward(rows), attr, weights
         )
         edge_bias = parameters.get("edge_bias")
-        if edge_bias is not None and options.dtype == torch.float32:
+        if edge_bias is not None and options.gemm_dtype == torch.float32:
             # The kernels' sum has terms of the keys, which cancel but for rounding. That is below
             # the rounding of 16-bit operands, but several times the error of a float32 sum.
             builder.compute(_sum_of_attending_rows, gradients.attended, constants.colptr, edge_bias)
             edge_bias = None
         dedge_attr = attention_steps.gradients(
             call,
-            saved_of(kept_parts),
+            kept_of(kept_parts),
             sizes.split_heads(gradients.attended),
             None,
             Needs(edge_attr=bool(needs.edge_attr), edge_bias=edge_bias is not None),
@@ -245,7 +246,7 @@ class AttentionSublayer(PlannedOperator):
         for name, gradient in (("query_bias", gradients.query), ("key_bias", gradients.key)):
             if name in sums.columns:
                 sums.sum_rows(name, gradient)
-        of_rows = layout.differentiate(grad)
+        of_rows = nodes.differentiate(grad)
         sums.reduce_into(parameters["sums"])
         if "self_bias" in parameters:
             total = parameters["sums"].rows(sums.columns["norm_total"])
@@ -255,9 +256,9 @@ class AttentionSublayer(PlannedOperator):
             of_rows.halo,
             of_rows.x_dst,
             dedge_attr,
-            of_rows.condition,
             of_rows.condition_src,
-            parameter_block,
+            of_rows.condition_dst,
+            packed_gradients,
         ]
 
 
@@ -301,31 +302,31 @@ def _operands(
     nodes = NodeSizes.of(t, options)
     batch = () if nodes.batch == 1 else (nodes.batch,)
     heads = (nodes.heads, nodes.width // nodes.heads)
-    query = Shaped((*batch, nodes.destinations, *heads), options.dtype)
-    key = Shaped((*batch, nodes.sources, *heads), options.dtype)
-    edge_attr = Shaped(nodes.attribute_shape(t.edge_attr), options.dtype)
+    query = Shaped((*batch, nodes.destinations, *heads), options.gemm_dtype)
+    key = Shaped((*batch, nodes.sources, *heads), options.gemm_dtype)
+    edge_attr = Shaped(nodes.attribute_shape(t.edge_attr), options.gemm_dtype)
     has_bias = t.edge.bias is not None or t.value.bias is not None
-    edge_bias = Shaped((nodes.width,), options.dtype) if has_bias else None
+    edge_bias = Shaped((nodes.width,), options.gemm_dtype) if has_bias else None
     return AttentionOperands(query, key, key, edge_attr, t.edge.weight, edge_bias)
 
 
 def kept_layout(
     t: AttentionTensors[Operand], index: IndexTensors[Operand], options: AttentionOptions
-) -> BlockLayout:
+) -> MemoryLayout:
     """Return the layout of what the forward pass keeps for the backward pass."""
     nodes = NodeSizes.of(t, options)
     sizes = _sizes(t, index, options)
     heads = (nodes.batch * nodes.destinations, nodes.heads)
     num_packed = PackedWeights.of(_packed(t, options)).num_elements
-    specs: dict[str, Spec] = {"packed": ((num_packed,), options.dtype)}
+    specs: dict[str, Spec] = {"packed": ((num_packed,), options.gemm_dtype)}
     for name, shape in nodes.row_shapes().items():
-        specs[name] = (shape, options.dtype)
-    if t.edge_attr.dtype != options.dtype:
-        specs["attr"] = (tuple(t.edge_attr.shape), options.dtype)
+        specs[name] = (shape, options.gemm_dtype)
+    if t.edge_attr.dtype != options.gemm_dtype:
+        specs["attr"] = (tuple(t.edge_attr.shape), options.gemm_dtype)
     specs["inv_denominator"] = (sizes.inverse_shape(heads), torch.float32)
     specs["exp_scores"] = ((sizes.batch, sizes.num_edges, sizes.heads), torch.float32)
-    specs["projected"] = ((*heads, sizes.columns), scratch_dtype(options.dtype))
-    return BlockLayout.of(specs)
+    specs["projected"] = ((*heads, sizes.columns), scratch_dtype(options.gemm_dtype))
+    return MemoryLayout.of(specs)
 
 
 def _attention_call(
@@ -362,7 +363,7 @@ def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
 
 
 class _Parts(NamedTuple):
-    """The gradients of parameters in their block, and the tree of all gradients."""
+    """The packed gradients of parameters, and the tree of all gradients."""
 
     groups: dict[str, list[Part]]  # without the sums
     sums: dict[str, Part]  # sums over nodes, by the names of their columns
@@ -381,7 +382,7 @@ class _Parts(NamedTuple):
             "projection_weight": [projection.weight],
             "edge_weight": [edge.weight],
         }
-        norm = NormParts.of(t.norm, features, CONDITION)
+        norm = NormParts.of(t.norm, features, CONDITION_DST)
         norm_src = NormParts.of(t.norm_src, features, CONDITION_SRC)
         of_scale, of_shift = norm.sums
         sums = {"norm_scale": of_scale, "norm_shift": of_shift, "norm_total": Part((features,))}
@@ -432,8 +433,8 @@ class _Parts(NamedTuple):
         )
         return cls(groups, sums, tree)
 
-    def block(self, needs: AttentionTensors[bool]) -> GradientBlock:
-        """Return the layout of the block: without frozen projections of nodes."""
+    def packed(self, needs: AttentionTensors[bool]) -> PackedGradients:
+        """Return their layout, without frozen projections of nodes."""
         groups = dict(self.groups)
         linears = (needs.query, needs.self_term, needs.key, needs.value, needs.projection)
         if not any(linear.weight for linear in linears):
@@ -441,12 +442,12 @@ class _Parts(NamedTuple):
         if not needs.key.bias:
             groups.pop("key_bias", None)
         groups["sums"] = list(self.sums.values())
-        return GradientBlock.of(groups)
+        return PackedGradients.of(groups)
 
 
 def _out_dtype(t: AttentionTensors[Operand], options: AttentionOptions) -> torch.dtype:
     """Return the dtype of z, and of its gradient."""
-    return torch.promote_types(t.x_dst.dtype, options.dtype)
+    return torch.promote_types(t.x_dst.dtype, options.gemm_dtype)
 
 
 attention_sublayer_triton = AttentionSublayer()

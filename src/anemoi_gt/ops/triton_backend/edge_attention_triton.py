@@ -14,7 +14,7 @@ from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
 from anemoi_gt.ops.operands import AttentionOperands, AttentionSizes, Needs, Operand
 from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.tree import leaves
-from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer, PlanBuilder
+from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sizes import Constants, IndexTensors, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
@@ -136,7 +136,7 @@ class EdgeAttention(PlannedOperator):
     def forward_specs(
         self, tensors: AttentionOperands[Operand], constants: Constants[Operand], options: Options
     ) -> list[Spec]:
-        """Return the specs of out, lse and the kept block."""
+        """Return the specs of out, lse and of the kept bytes."""
         query = tensors.query
         kept = kept_layout(tensors, constants.graph)
         lse = (tuple(query.shape[:-1]), torch.float32)
@@ -167,7 +167,7 @@ class EdgeAttention(PlannedOperator):
         kept = builder.empty_parts(kept_layout(tensors, constants.graph), together=save)
         call = _attention_call(builder, tensors, constants, options)
         out = builder.empty_like(tensors.query)
-        lse = attend(call, saved_of(kept), out)
+        lse = attend(call, kept_of(kept), out)
         return [out, lse, builder.whole(kept["exp_scores"])] if save else [out, lse]
 
     def add_backward(
@@ -187,12 +187,12 @@ class EdgeAttention(PlannedOperator):
         if grad_out is None:
             grad_out = builder.empty_like(tensors.query)
             builder.compute(_zero, grad_out)
-        saved = saved_of(kept_layout(tensors, constants.graph).buffers(kept))
+        kept_buffers = kept_of(kept_layout(tensors, constants.graph).buffers(kept))
         call = _attention_call(builder, tensors, constants, options)
-        return gradients(call, saved, grad_out, grad_lse, Needs._make(needs))
+        return gradients(call, kept_buffers, grad_out, grad_lse, Needs._make(needs))
 
 
-def kept_layout(operands: AttentionOperands[Operand], index: IndexTensors[Operand]) -> BlockLayout:
+def kept_layout(operands: AttentionOperands[Operand], index: IndexTensors[Operand]) -> MemoryLayout:
     """Return the layout of what the forward pass keeps for the backward pass."""
     sizes = sizes_of(operands, index, holds=statically_known_true)
     heads = tuple(operands.query.shape[:-1])
@@ -202,7 +202,7 @@ def kept_layout(operands: AttentionOperands[Operand], index: IndexTensors[Operan
     }
     if operands.edge_weight is not None:
         specs["projected"] = ((*heads, sizes.columns), scratch_dtype(operands.query.dtype))
-    return BlockLayout.of(specs)
+    return MemoryLayout.of(specs)
 
 
 def _attention_call(
@@ -217,11 +217,11 @@ def _attention_call(
     return AttentionCall(builder, sizes, operands, constants.graph, constants.seed)
 
 
-def saved_of(kept: dict[str, Buffer]) -> Any:
+def kept_of(kept: dict[str, Buffer]) -> Any:
     """Return the parts of `kept_layout` as the steps take them."""
-    from anemoi_gt.ops.triton_backend.attention_steps import Saved
+    from anemoi_gt.ops.triton_backend.attention_steps import Kept
 
-    return Saved(kept["inv_denominator"], kept["exp_scores"], kept.get("projected"))
+    return Kept(kept["inv_denominator"], kept["exp_scores"], kept.get("projected"))
 
 
 def _zero(out: Tensor) -> None:

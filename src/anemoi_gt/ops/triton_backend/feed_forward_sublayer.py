@@ -6,10 +6,10 @@
     a = act(h), gated act(h_gate) h_value        [N, K_h]
     y = x + W_out a + b_out
 
-Kept for the backward pass: x, and in one block h and the cast weights. The backward pass recomputes
-m and a in the passes that read x and h. Rows are taken in chunks: hidden-width tensors are per
-chunk, except h. With the option `keep_hidden` False h is not kept either: the backward pass
-recomputes it from x by the launches and products of the forward pass over the same chunks, so the
+Kept for the backward pass: x, and in one storage h and the cast weights. The backward pass
+recomputes m and a in the passes that read x and h. Rows are taken in chunks: hidden-width tensors
+are per chunk, except h. With the option `keep_hidden` False h is not kept either: the backward pass
+recomputes it from x by the launches and GEMMs of the forward pass over the same chunks, so the
 result is bitwise identical.
 """
 
@@ -25,13 +25,13 @@ from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors, Linear
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
-from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer
+from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    GradientBlock,
     NodeSums,
     NormParts,
     NormSteps,
+    PackedGradients,
     PackedWeights,
     Part,
     Piece,
@@ -72,7 +72,7 @@ class FeedForward(PlannedOperator):
     def forward_specs(
         self, tensors: FeedForwardTensors[Operand], _: NoConstants, options: FeedForwardOptions
     ) -> list[Spec]:
-        """Return the specs of y and the kept block."""
+        """Return the specs of y and of the kept bytes."""
         kept = kept_layout(tensors, options)
         y = (tensors.x.shape, _out_dtype(tensors, options))
         return [y, ((kept.num_bytes,), torch.uint8)]
@@ -110,14 +110,14 @@ class FeedForward(PlannedOperator):
         options: FeedForwardOptions,
         needs: FeedForwardTensors[bool],
     ) -> GradientLayout:
-        """Return the layout of dx, the gradient of the condition, and a block of parameters."""
+        """Return the layout of dx, the gradient of the condition, and the packed gradients."""
         parts = _Parts.of(tensors)
         condition = None
         if tensors.norm.condition is not None and needs.norm.condition:
-            condition = (tensors.norm.condition.shape, options.dtype)
+            condition = (tensors.norm.condition.shape, options.gemm_dtype)
         whole = ((tensors.x.shape, tensors.x.dtype), condition)
-        block = parts.block(needs)
-        return block.layout(whole, leaves(parts.tree), leaves(tensors), leaves(needs))
+        packed = parts.packed(needs)
+        return packed.layout(whole, leaves(parts.tree), leaves(tensors), leaves(needs))
 
     def add_backward(
         self,
@@ -137,7 +137,7 @@ class FeedForward(PlannedOperator):
         norm = NormSteps(builder, "norm", t.norm, weights, options.norm)
         network = _Network(builder, t, norm, weights, options)
         parts = _Parts.of(t)
-        parameter_block, parameters = parts.block(needs).allocate(builder)
+        packed_gradients, parameters = parts.packed(needs).allocate(builder)
         sums = NodeSums(builder, parts.sums)
         needs_condition = bool(needs.norm.condition)
         norm.allocate_gradients(sums, parameters.get("norm_map"), needs_condition=needs_condition)
@@ -150,20 +150,20 @@ class FeedForward(PlannedOperator):
             else:
                 hidden = network.hidden(begin, end, None)
             grad_rows = grad.slice(0, begin, end)
-            narrow = builder.cast(grad_rows, options.dtype)
-            grad_activated = builder.product(narrow, weights["out"])
+            grad_cast = builder.cast(grad_rows, options.gemm_dtype)
+            grad_activated = builder.product(grad_cast, weights["out"])
             activated, grad_hidden = network.differentiate(
                 hidden, grad_activated, sums, is_first=is_first
             )
             if _needs_weights(needs):
-                builder.outer_product(narrow, activated, parameters["out"], is_first=is_first)
+                builder.outer_product(grad_cast, activated, parameters["out"], is_first=is_first)
             grad_normed = builder.product(grad_hidden, weights["hidden"])
             normed = builder.empty_like(grad_normed)
             norm.backward(x, grad_normed, grad_rows, dx.slice(0, begin, end), normed, first=begin)
             if _needs_weights(needs):
                 builder.outer_product(grad_hidden, normed, parameters["hidden"], is_first=is_first)
         sums.reduce_into(parameters["sums"])
-        return [dx, norm.grad_condition, parameter_block]
+        return [dx, norm.grad_condition, packed_gradients]
 
 
 class _Network(NamedTuple):
@@ -178,14 +178,14 @@ class _Network(NamedTuple):
     def hidden(self, begin: int, end: int, out: Buffer | None) -> Buffer:
         """Write h of rows `begin` to `end`, into `out` or else into scratch, and return it."""
         x = self.tensors.x.slice(0, begin, end)
-        m = self.builder.empty(x.shape, self.options.dtype)
+        m = self.builder.empty(x.shape, self.options.gemm_dtype)
         self.norm.forward(x, m, first=begin)
         return self.builder.linear(m, self.weights["hidden"], self.weights.get("hidden_bias"), out)
 
     def activate(self, hidden: Buffer) -> Buffer:
         """Return a of rows h."""
         num_rows, num_hidden = hidden.shape[0], self.tensors.hidden.weight.shape[0]
-        activated = self.builder.empty((num_rows, num_hidden), self.options.dtype)
+        activated = self.builder.empty((num_rows, num_hidden), self.options.gemm_dtype)
         launch = row_launches.activation_forward(
             num_rows, num_hidden, self.options.activation, gated=_is_gated(self.tensors)
         )
@@ -198,7 +198,7 @@ class _Network(NamedTuple):
         """Return a, recomputed, and the gradient of h; add the gradients of the biases to sums."""
         num_rows, num_hidden = hidden.shape[0], self.tensors.hidden.weight.shape[0]
         is_gated = _is_gated(self.tensors)
-        activated = self.builder.empty((num_rows, num_hidden), self.options.dtype)
+        activated = self.builder.empty((num_rows, num_hidden), self.options.gemm_dtype)
         grad_hidden = self.builder.empty_like(hidden)
         launch = row_launches.activation_backward(
             num_rows,
@@ -222,7 +222,7 @@ class _Network(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The gradients of parameters in their block, and the tree of all gradients."""
+    """The packed gradients of parameters, and the tree of all gradients."""
 
     hidden: list[Part]  # weights, of the gate first
     out: Part
@@ -254,15 +254,15 @@ class _Parts(NamedTuple):
         )
         return cls(weights, out.weight, norm, sums, tree)
 
-    def block(self, needs: FeedForwardTensors[bool]) -> GradientBlock:
-        """Return the layout of the block, without frozen linear maps."""
+    def packed(self, needs: FeedForwardTensors[bool]) -> PackedGradients:
+        """Return their layout, without frozen linear maps."""
         groups = {}
         if _needs_weights(needs):
             groups = {"hidden": self.hidden, "out": [self.out]}
         if self.norm.maps:
             groups["norm_map"] = list(self.norm.maps)
         groups["sums"] = list(self.sums.values())
-        return GradientBlock.of(groups)
+        return PackedGradients.of(groups)
 
 
 def _needs_weights(needs: FeedForwardTensors[bool]) -> bool:
@@ -284,20 +284,20 @@ def _packed(t: FeedForwardTensors[OperandT]) -> dict[str, list[Piece[OperandT]]]
     return groups | sublayer_steps.packed_norm(t.norm, "norm")
 
 
-def kept_layout(t: FeedForwardTensors[Operand], options: FeedForwardOptions) -> BlockLayout:
+def kept_layout(t: FeedForwardTensors[Operand], options: FeedForwardOptions) -> MemoryLayout:
     """Return the layout of what the forward pass keeps: the packed weights, and h if wanted."""
     packed = PackedWeights.of(_packed(t))
     specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "packed": ((packed.num_elements,), options.dtype)
+        "packed": ((packed.num_elements,), options.gemm_dtype)
     }
     if options.keep_hidden:
-        specs["hidden"] = ((t.x.shape[0], packed.groups["hidden"][1][0]), options.dtype)
-    return BlockLayout.of(specs)
+        specs["hidden"] = ((t.x.shape[0], packed.groups["hidden"][1][0]), options.gemm_dtype)
+    return MemoryLayout.of(specs)
 
 
 def _out_dtype(t: FeedForwardTensors[Operand], options: FeedForwardOptions) -> torch.dtype:
     """Return the dtype of y, and of its gradient."""
-    return torch.promote_types(t.x.dtype, options.dtype)
+    return torch.promote_types(t.x.dtype, options.gemm_dtype)
 
 
 feed_forward_triton = FeedForward()

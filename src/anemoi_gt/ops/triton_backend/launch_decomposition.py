@@ -24,7 +24,7 @@ from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
 from anemoi_gt.ops.triton_backend.edge_attention_triton import (
     edge_attention_triton,
     kept_layout,
-    saved_of,
+    kept_of,
 )
 from anemoi_gt.ops.triton_backend.plan import Buffer, KernelStep, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
@@ -75,21 +75,21 @@ def edge_attention_triton_exported(
     index_buffers: dict[str, Any] = dict(zip(structure, builder.inputs[num_operands:], strict=True))
     index: IndexTensors[Buffer] = IndexTensors(**index_buffers)
     sizes = TracedSizes(*sizes_of(buffers, index, scale, holds=statically_known_true))
-    saved = saved_of(builder.empty_parts(kept_layout(buffers, index), together=False))
+    kept = kept_of(builder.empty_parts(kept_layout(buffers, index), together=False))
     out = builder.empty_like(buffers.query)
-    lse = attend(AttentionCall(builder, sizes, buffers, index), saved, out)
+    lse = attend(AttentionCall(builder, sizes, buffers, index), kept, out)
 
     tensors: list[Any] = list(inputs)  # None for an absent one
-    for block in builder.blocks[len(inputs) :]:
-        assert block is not None  # only an absent input is
-        tensors.append(tensors[0].new_empty(block.shape, dtype=block.dtype))
-    for step in builder.steps:  # all of them launch kernels on whole blocks
+    for storage in builder.storages[len(inputs) :]:
+        assert storage is not None  # only an absent input is
+        tensors.append(tensors[0].new_empty(storage.shape, dtype=storage.dtype))
+    for step in builder.steps:  # all of them launch kernels on whole storages
         assert isinstance(step, KernelStep)
         launch = step.launch
-        ordered = [None if buffer is None else tensors[buffer.block] for buffer in step.buffers]
+        ordered = [None if buffer is None else tensors[buffer.storage] for buffer in step.buffers]
         named = dict(zip(launch.tensors, ordered, strict=True))
         wrap_triton(launch.kernel)[launch.grid](**named, **launch.scalars, **launch.constants)
-    return tensors[out.block], tensors[lse.block]
+    return tensors[out.storage], tensors[lse.storage]
 
 
 def decompose(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,12 @@
-"""Rows of nodes in the attention sub-layer: three layouts, with their norms and projections.
+"""Rows of nodes in the attention sub-layer: three kinds of sets, with norms and projections.
 
 Query, y, key and value of nodes are columns of wider tensors, each made by one GEMM, with the term
 of self where y will be: the attention is added to it. So are their gradients, and the gradients of
 n and of the weights are one GEMM each.
 
-    OneTensor     sources are the destinations, with one norm:     [q, y, k, v]
-    OwnAndHalo    the same, followed by the halo of other ranks    [q, y] and [k, v]
-    TwoSets       sources differ, as in a mapper; perhaps a halo   [q, y] and [k, v]
+    OneSet           sources are the destinations, with one norm      [q, y, k, v]
+    OneSetAndHalo    the same, followed by the halo of other ranks    [q, y] and [k, v]
+    TwoSets          sources differ, as in a mapper; perhaps a halo   [q, y] and [k, v]
 """
 
 from abc import ABC, abstractmethod
@@ -110,8 +110,8 @@ class RowGradients(NamedTuple):
     x_src: Buffer | None
     halo: Buffer | None
     x_dst: Buffer
-    condition: Buffer | None
     condition_src: Buffer | None
+    condition_dst: Buffer | None
 
 
 class Projections(NamedTuple):
@@ -139,8 +139,8 @@ class Projections(NamedTuple):
             self.builder.outer_product(gradients, normed, self.grad_weight, is_first=is_first)
 
 
-class RowLayout(ABC):
-    """Norms and projections of nodes, of both passes, in one layout."""
+class NodeSets(ABC):
+    """Norms and projections of sources and destinations, of both passes."""
 
     def __init__(
         self,
@@ -160,13 +160,13 @@ class RowLayout(ABC):
         t: AttentionTensors[Buffer],
         options: AttentionOptions,
         weights: dict[str, Buffer],
-    ) -> "RowLayout":
-        """Return the layout for these tensors."""
-        kind: type[RowLayout] = OneTensor
+    ) -> "NodeSets":
+        """Return the kind of sets that these tensors have."""
+        kind: type[NodeSets] = OneSet
         if t.x_src is not None:
             kind = TwoSets
         elif not NodeSizes.of(t, options).is_one_tensor:
-            kind = OwnAndHalo
+            kind = OneSetAndHalo
         return kind(builder, t, options, weights)
 
     @abstractmethod
@@ -187,7 +187,7 @@ class RowLayout(ABC):
         """Set the memory of gradients: rows, weights, sums over nodes, conditions."""
         self.gradient_tensors = {}
         for name, shape in self.sizes.row_shapes().items():
-            self.gradient_tensors[name] = self.builder.empty(shape, self.options.dtype)
+            self.gradient_tensors[name] = self.builder.empty(shape, self.options.gemm_dtype)
         self.gradient_rows = self.sizes.columns(self.gradient_tensors)
         grad_weight = parameters.get("nodes_weight")
         self.projections = self.projections._replace(grad_weight=grad_weight)
@@ -207,7 +207,9 @@ class RowLayout(ABC):
     def normed_sources(self, norm: NormSteps, x: Buffer) -> Buffer:
         """Return normalised own sources, each batch entry followed by its halo."""
         sizes = self.sizes
-        normed = self.builder.empty((sizes.batch * sizes.sources, x.shape[1]), self.options.dtype)
+        normed = self.builder.empty(
+            (sizes.batch * sizes.sources, x.shape[1]), self.options.gemm_dtype
+        )
         norm.forward(x, normed, rows=Rows(sizes.batch, sizes.sources))
         if sizes.halo:
             self.builder.copy(self.entries_of_halo(), self.halo_of(normed))
@@ -266,7 +268,7 @@ class RowLayout(ABC):
         return normed, dhalo
 
 
-class OneTensor(RowLayout):
+class OneSet(NodeSets):
     """One set of nodes: [q, y, k, v]."""
 
     def project(self, tensors: dict[str, Buffer]) -> NodeRows:
@@ -283,10 +285,10 @@ class OneTensor(RowLayout):
         dn = self.builder.product(gradients, self.projections.weight)
         normed, dhalo = self.differentiate_source_norm(self.norm, x, dx, grad, dn)
         self.projections.differentiate(gradients, normed)
-        return RowGradients(None, dhalo, dx, self.norm.grad_condition, None)
+        return RowGradients(None, dhalo, dx, None, self.norm.grad_condition)
 
 
-class OwnAndHalo(RowLayout):
+class OneSetAndHalo(NodeSets):
     """One set of nodes, followed by a halo in each batch entry: [q, y] and [k, v]."""
 
     def project(self, tensors: dict[str, Buffer]) -> NodeRows:
@@ -314,7 +316,7 @@ class OwnAndHalo(RowLayout):
             of_destinations.differentiate(
                 dst.rows(local), normed.rows(among_sources), is_first=is_first
             )
-        return RowGradients(None, dhalo, dx, self.norm.grad_condition, None)
+        return RowGradients(None, dhalo, dx, None, self.norm.grad_condition)
 
     def _entries(self) -> Iterator[tuple[slice, slice]]:
         """Yield the rows of each batch entry among destinations, and among sources."""
@@ -327,7 +329,7 @@ class OwnAndHalo(RowLayout):
             )
 
 
-class TwoSets(RowLayout):
+class TwoSets(NodeSets):
     """Sources and destinations with a norm each: [q, y] and [k, v]."""
 
     def __init__(
@@ -338,7 +340,7 @@ class TwoSets(RowLayout):
         weights: dict[str, Buffer],
     ):
         super().__init__(builder, t, options, weights)
-        assert t.x_src is not None  # `of` chose this layout
+        assert t.x_src is not None  # `of` chose this class
         self.x_src = t.x_src
         self.norm_src = NormSteps(builder, "norm_src", t.norm_src, weights, options.norm_src)
 
@@ -347,7 +349,7 @@ class TwoSets(RowLayout):
         normed = self.normed_sources(self.norm_src, self.x_src)
         self.of_sources().forward(normed, tensors["src"])
         x = self.tensors.x_dst
-        normed = self.builder.empty(x.shape, self.options.dtype)
+        normed = self.builder.empty(x.shape, self.options.gemm_dtype)
         self.norm.forward(x, normed)
         self.of_destinations().forward(normed, tensors["dst"])
         return self.sizes.columns(tensors)
@@ -378,7 +380,7 @@ class TwoSets(RowLayout):
         dn = self.builder.product(src, of_sources.weight)
         normed, dhalo = self.differentiate_source_norm(self.norm_src, self.x_src, dx_src, None, dn)
         of_sources.differentiate(src, normed)
-        conditions = (self.norm.grad_condition, self.norm_src.grad_condition)
+        conditions = (self.norm_src.grad_condition, self.norm.grad_condition)
         return RowGradients(dx_src, dhalo, dx, *conditions)
 
 
@@ -403,7 +405,7 @@ class HeadNorms:
         # The attention reads query, key and value with one stride, so these rows lie as they do.
         tensors = {}
         for name, shape in self.sizes.row_shapes().items():
-            tensors[name] = self.builder.empty(shape, self.options.dtype)
+            tensors[name] = self.builder.empty(shape, self.options.gemm_dtype)
         normed = self.sizes.columns(tensors)
         query = self._normalise(rows.query, normed.query, *self.query)
         key = self._normalise(rows.key, normed.key, *self.key)

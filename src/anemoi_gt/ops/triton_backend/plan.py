@@ -5,7 +5,7 @@ call with these sizes. Its steps refer to `Buffer`s: parts of the inputs, of the
 scratch memory, which is one allocation in which buffers that are not alive at the same time share
 bytes. A kernel takes addresses, a tensor operation takes views, which are made once per run.
 Related results, such as all tensors saved for a backward pass, are parts of one result
-(`BlockLayout`).
+(`MemoryLayout`).
 
     builder = PlanBuilder(specs)             shape and dtype of each input tensor, None if absent
     out = builder.empty(shape, dtype)        memory that a step writes
@@ -24,16 +24,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.kernels.launch import ALIGNMENT, Launch, current_stream, repeating_device
+from anemoi_gt.kernels.launch import ALIGNMENT, Launch, current_stream, fast_launch_device
 
 SCRATCH_ALIGNMENT = 512  # bytes; PyTorch's allocator places tensors at such multiples too
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Part of a block of memory, viewed as a strided tensor."""
+    """Part of a storage, viewed as a strided tensor."""
 
-    block: int  # index of the block in its builder
+    storage: int  # index of the storage in its builder
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
     dtype: torch.dtype
@@ -81,14 +81,14 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class BlockLayout:
-    """Tensors one after another in one block of bytes, each at an offset divisible by 512."""
+class MemoryLayout:
+    """Tensors one after another in one storage, each at an offset divisible by 512 bytes."""
 
     num_bytes: int
     parts: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype
 
     @classmethod
-    def of(cls, specs: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> "BlockLayout":
+    def of(cls, specs: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> "MemoryLayout":
         """Lay out tensors of these shapes and dtypes."""
         parts = {}
         num_bytes = 0
@@ -97,12 +97,12 @@ class BlockLayout:
             num_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         return cls(num_bytes, parts)
 
-    def buffers(self, block: Buffer) -> dict[str, Buffer]:
-        """Return the parts of a block [num_bytes]."""
+    def buffers(self, storage: Buffer) -> dict[str, Buffer]:
+        """Return the parts of a storage [num_bytes]."""
         buffers = {}
         for name, (first, shape, dtype) in self.parts.items():
             stride = contiguous_stride(shape)
-            buffers[name] = Buffer(block.block, shape, stride, dtype, first // dtype.itemsize)
+            buffers[name] = Buffer(storage.storage, shape, stride, dtype, first // dtype.itemsize)
         return buffers
 
 
@@ -131,38 +131,38 @@ class PlanBuilder:
     """
 
     def __init__(self, inputs: Sequence[tuple[Sequence[int], torch.dtype] | None]):
-        self.blocks: list[Buffer | None] = []  # each block as a whole
+        self.storages: list[Buffer | None] = []  # each as a whole
         self.steps: list[KernelStep | TensorStep] = []
         self.inputs: list[Buffer | None] = []
         for spec in inputs:
             if spec is None:
-                self.blocks.append(None)
+                self.storages.append(None)
                 self.inputs.append(None)
             else:
                 self.inputs.append(self.empty(*spec))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Buffer:
         """Return contiguous memory that a later step writes."""
-        block = Buffer(len(self.blocks), tuple(shape), contiguous_stride(shape), dtype)
-        self.blocks.append(block)
-        return block
+        storage = Buffer(len(self.storages), tuple(shape), contiguous_stride(shape), dtype)
+        self.storages.append(storage)
+        return storage
 
     def empty_like(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Buffer:
         """Return contiguous memory with the shape of `buffer`, in its dtype or another."""
         return self.empty(buffer.shape, buffer.dtype if dtype is None else dtype)
 
-    def empty_parts(self, layout: BlockLayout, *, together: bool) -> dict[str, Buffer]:
-        """Return memory for the parts of a layout: one block, or separate, like scratch."""
+    def empty_parts(self, layout: MemoryLayout, *, together: bool) -> dict[str, Buffer]:
+        """Return memory for the parts of a layout: one storage, or one each, like scratch."""
         if together:
             return layout.buffers(self.empty((layout.num_bytes,), torch.uint8))
         parts = layout.parts.items()
         return {name: self.empty(shape, dtype) for name, (_, shape, dtype) in parts}
 
     def whole(self, buffer: Buffer) -> Buffer:
-        """Return the block that a buffer is part of."""
-        block = self.blocks[buffer.block]
-        assert block is not None  # only an absent input is None, and it has no buffer
-        return block
+        """Return the storage that a buffer is part of."""
+        storage = self.storages[buffer.storage]
+        assert storage is not None  # only an absent input is None, and it has no buffer
+        return storage
 
     def launch(self, launch: Launch, **buffers: Buffer | None) -> None:
         """Add a kernel launch on buffers, by argument name; None for an absent argument."""
@@ -177,18 +177,18 @@ class PlanBuilder:
         self.steps.append(TensorStep(function, (*buffers, out), has_out=True))
 
     def finish(self, results: Sequence[Buffer | None]) -> "Plan":
-        """Return the plan that computes `results`, whole blocks; all other memory is scratch."""
+        """Return the plan that computes `results`, whole storages; all other memory is scratch."""
         num_inputs = len(self.inputs)
-        returned = [result.block for result in results if result is not None]
-        bases = {block: block for block in range(num_inputs)}
-        bases |= {block: num_inputs + index for index, block in enumerate(returned)}
+        returned = [result.storage for result in results if result is not None]
+        bases = {storage: storage for storage in range(num_inputs)}
+        bases |= {storage: num_inputs + index for index, storage in enumerate(returned)}
         scratch_base = num_inputs + len(returned)
-        offsets, scratch_bytes = _place_scratch(self.blocks, self.steps, bases)
+        offsets, scratch_bytes = _place_scratch(self.storages, self.steps, bases)
 
         def locate(buffer: Buffer) -> Location:
-            base = bases.get(buffer.block, scratch_base)
-            is_whole = base != scratch_base and buffer == self.blocks[buffer.block]
-            return Location(base, offsets.get(buffer.block, 0), buffer, is_whole)
+            base = bases.get(buffer.storage, scratch_base)
+            is_whole = base != scratch_base and buffer == self.storages[buffer.storage]
+            return Location(base, offsets.get(buffer.storage, 0), buffer, is_whole)
 
         viewed: dict[Buffer, int] = {}  # in the order of `Plan.viewed`
         steps: list[BoundKernel | BoundFunction] = []
@@ -205,17 +205,17 @@ class PlanBuilder:
 
 
 class Location(NamedTuple):
-    """A buffer and where its block lies in a run: at base `base`, from byte `block_bytes`."""
+    """A buffer, and where its storage begins in a run: at byte `first_byte` of a base."""
 
     base: int  # an input, a result, or the scratch allocation
-    block_bytes: int
+    first_byte: int
     buffer: Buffer
     is_whole: bool  # the tensor at `base` is the buffer
 
     @property
     def offset_bytes(self) -> int:
         """Bytes from the beginning of the base."""
-        return self.block_bytes + self.buffer.offset * self.buffer.dtype.itemsize
+        return self.first_byte + self.buffer.offset * self.buffer.dtype.itemsize
 
 
 class BoundKernel(NamedTuple):
@@ -281,7 +281,7 @@ class Plan:
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
             are_aligned = not any(address % ALIGNMENT for address in addresses)
             addresses.append(0)
-            gpu = repeating_device()
+            gpu = fast_launch_device()
             stream = None if gpu is None else current_stream(gpu)
             typed: dict[tuple[int, torch.dtype], Tensor] = {}
             views = [_view(location, bases, typed) for location in self.viewed]
@@ -300,16 +300,16 @@ class Plan:
                     # Triton compiles a kernel for each pattern of aligned pointers. A chunk of an
                     # input, such as the edges of a mapper chunk, may begin at any address.
                     alignment = tuple(argument % ALIGNMENT == 0 for argument in arguments)
-                repeat = None if gpu is None else step.compiled.get((gpu, alignment))
-                if repeat is None:
+                compiled = None if gpu is None else step.compiled.get((gpu, alignment))
+                if compiled is None:
                     step.launch.on(
                         [None if p is None else _view(p, bases, typed) for p in step.locations]
                     )
                     continue
-                repeat.launch(
+                compiled.launch(
                     *step.launch.grid,
                     stream,
-                    *repeat.kept,
+                    *compiled.function_and_metadata,
                     None,
                     None,
                     None,
@@ -341,38 +341,40 @@ def _view(location: Location, bases: list, typed: dict[tuple[int, torch.dtype], 
     return base.as_strided(buffer.shape, buffer.stride, offset)
 
 
-def _place_scratch(blocks: list, steps: list, placed: dict[int, int]) -> tuple[dict[int, int], int]:
-    """Return the byte offset of every scratch block, and the bytes of the scratch allocation.
+def _place_scratch(
+    storages: list, steps: list, placed: dict[int, int]
+) -> tuple[dict[int, int], int]:
+    """Return the byte offset of every scratch storage, and the bytes of the scratch allocation.
 
-    Blocks that are alive during a common step get distinct bytes. They are placed from largest to
-    smallest, each at the lowest free offset, which keeps the total near the largest sum of blocks
+    Storages that are alive during a common step get distinct bytes. They are placed from largest to
+    smallest, each at the lowest free offset, which keeps the total near the largest sum of storages
     alive at once.
     """
     lifetimes: dict[int, list[int]] = {}
     for number, step in enumerate(steps):
         for buffer in step.buffers:
-            if buffer is not None and buffer.block not in placed:
-                lifetime = lifetimes.setdefault(buffer.block, [number, number])
+            if buffer is not None and buffer.storage not in placed:
+                lifetime = lifetimes.setdefault(buffer.storage, [number, number])
                 lifetime[1] = number
     sizes = {}
-    for block in lifetimes:
-        num_bytes = prod(blocks[block].shape) * blocks[block].dtype.itemsize
-        sizes[block] = -(-num_bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+    for storage in lifetimes:
+        num_bytes = prod(storages[storage].shape) * storages[storage].dtype.itemsize
+        sizes[storage] = -(-num_bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
     offsets: dict[int, int] = {}
     total = 0
-    for block in sorted(lifetimes, key=lambda block: (-sizes[block], block)):
-        first, last = lifetimes[block]
+    for storage in sorted(lifetimes, key=lambda storage: (-sizes[storage], storage)):
+        first, last = lifetimes[storage]
         neighbours = []
         for other, offset in offsets.items():
             if lifetimes[other][0] <= last and first <= lifetimes[other][1]:
                 neighbours.append((offset, offset + sizes[other]))
         offset = 0
         for begin, end in sorted(neighbours):
-            if offset + sizes[block] <= begin:
+            if offset + sizes[storage] <= begin:
                 break
             offset = max(offset, end)
-        offsets[block] = offset
-        total = max(total, offset + sizes[block])
+        offsets[storage] = offset
+        total = max(total, offset + sizes[storage])
     if lifetimes:
         total = max(total, SCRATCH_ALIGNMENT)  # views of empty buffers need memory to view
     return offsets, total

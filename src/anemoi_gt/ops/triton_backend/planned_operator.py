@@ -119,11 +119,11 @@ class Plans:
             for spec, has_grad in zip(outputs, has_grads, strict=True):
                 grads.append(spec if has_grad else None)
             builder = operator.builder_class([*self.specs, kept, *grads])
-            kept_block, *grad_buffers = builder.inputs[operator.num_inputs :]
-            assert kept_block is not None
+            kept_buffer, *grad_buffers = builder.inputs[operator.num_inputs :]
+            assert kept_buffer is not None
             trees = self._trees(builder.inputs[: operator.num_inputs])
             needed = tree_of(operator.tensors_form, needs)
-            arguments = (*trees, self.options, kept_block, grad_buffers, needed)
+            arguments = (*trees, self.options, kept_buffer, grad_buffers, needed)
             results = operator.add_backward(builder, *arguments)
             layout = operator.gradient_layout(self.tensors, self.constants, self.options, needed)
             self._backward[key] = (builder.finish(results), layout)

@@ -95,8 +95,8 @@ class Sizes(NamedTuple):
         """Destinations of the whole batch."""
         return self.batch * self.num_dst
 
-    def blocks(self, segment: int) -> int:
-        """Return the number of blocks of `segment` edges of a batch entry; 0 without segments."""
+    def spans(self, segment: int) -> int:
+        """Return the number of spans of `segment` edges of a batch entry; 0 without segments."""
         return -(-self.num_edges // segment) if segment else 0
 
     def degree(self, num_nodes: int) -> float:
@@ -125,7 +125,7 @@ class Sizes(NamedTuple):
         """Return the shape of inv_denominator, like lse; with hubs, segment rows follow."""
         if not self.inverse_segment:
             return statistic_shape
-        return self.batch * (self.num_dst + self.blocks(self.inverse_segment)), self.heads
+        return self.batch * (self.num_dst + self.spans(self.inverse_segment)), self.heads
 
 
 def sizes_of(

@@ -27,8 +27,8 @@ CHUNK = 131072  # rows whose hidden features and modulation exist at a time
 PROGRAMS = 528
 PACKED_ALIGNMENT = 8  # elements: 16 bytes of 16-bit elements, which kernels and cuBLAS load at once
 GRADIENT_ALIGNMENT = 32  # elements: 128 bytes of float32
-PACK_BLOCK = 2048  # elements of a program of `pack`
-ADD_BLOCK = 2048
+PACK_ELEMENTS = 2048  # elements of a program of `pack`
+ADD_ELEMENTS = 2048
 SUM_ELEMENTS = 2048  # of a tile whose rows are summed
 # 10,240 and 271,040 rows of 1024 columns take 17 and 193 us on an H100; with 128, 26 and 200
 SUM_COLUMNS = 512
@@ -118,13 +118,13 @@ class PackedWeights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A gradient in a block of gradients; parts are told apart by identity."""
+    """A gradient among packed gradients; parts are told apart by identity."""
 
     shape: tuple[int, ...]
 
 
-class GradientBlock(NamedTuple):
-    """Layout of the float32 block that holds the gradients of parameters.
+class PackedGradients(NamedTuple):
+    """Layout of the float32 tensor that holds the gradients of parameters.
 
     Parts of a group are stacked along their first dimension, as `PackedWeights` stacks parameters.
     Sizes may be symbolic.
@@ -136,7 +136,7 @@ class GradientBlock(NamedTuple):
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, groups: Mapping[str, Sequence[Part]]) -> "GradientBlock":
+    def of(cls, groups: Mapping[str, Sequence[Part]]) -> "PackedGradients":
         """Lay out groups of parts."""
         layout = {}
         parts: list[Part] = []
@@ -152,23 +152,23 @@ class GradientBlock(NamedTuple):
         return cls(first, layout, tuple(parts), sizes)
 
     def allocate(self, builder: PlanBuilder) -> tuple[Buffer, dict[str, Buffer]]:
-        """Return a block [num_elements] and each group in it."""
-        block = builder.empty((self.num_elements,), torch.float32)
+        """Return a tensor [num_elements] and each group in it."""
+        packed = builder.empty((self.num_elements,), torch.float32)
         buffers = {}
         for name, (first, shape) in self.groups.items():
             buffers[name] = replace(
-                block, shape=shape, stride=contiguous_stride(shape), offset=first
+                packed, shape=shape, stride=contiguous_stride(shape), offset=first
             )
             end = first + prod(shape)
             padding = -end % GRADIENT_ALIGNMENT
             if padding:  # an operator returns the same bits each time
-                builder.compute(zero, block.slice(0, end, end + padding))
-        return block, buffers
+                builder.compute(zero, packed.slice(0, end, end + padding))
+        return packed, buffers
 
     def layout(
         self, whole: Sequence[Spec | None], gradients: Sequence, tensors: Sequence, needs: Sequence
     ) -> GradientLayout:
-        """Return the layout of a backward pass with the results `whole`, then this block.
+        """Return the layout of a backward pass with the results `whole`, then this tensor.
 
         Each of `gradients` is a part, the number of a whole result, or None; `tensors` and `needs`
         are in the same order.
@@ -188,7 +188,7 @@ class GradientBlock(NamedTuple):
 
 
 class NormParts(NamedTuple):
-    """The gradients of a norm in the block of parameters."""
+    """The gradients of a norm among those of parameters."""
 
     sums: tuple[Part, Part]  # sums over nodes: of scale and shift, or of the biases of their maps
     maps: tuple[Part, ...]  # weights of the maps of a condition to scale and shift
@@ -264,19 +264,19 @@ class SublayerBuilder(PlanBuilder):
                 ones.append(piece.has_one)
                 sources.append(piece.source)
                 first += prod(piece.shape)
-        num_blocks = sum(-(-size // PACK_BLOCK) for size in sizes)
+        num_tiles = sum(-(-size // PACK_ELEMENTS) for size in sizes)
         absent = elementwise.PACKED - len(sources)
         constants = {
             "SIZES": (*sizes, *(absent * (0,))),
             "FIRSTS": (*firsts, *(absent * (0,))),
             "ONES": (*ones, *(absent * (False,))),
             "WITH_ADDEND": with_addend,
-            "BLOCK": PACK_BLOCK,
+            "ELEMENTS": PACK_ELEMENTS,
             "num_warps": 4,
         }
         sources += absent * [None]
         buffers = {f"source{number}": source for number, source in enumerate(sources)}
-        launch = Launch(elementwise.pack, (num_blocks,), {}, constants)
+        launch = Launch(elementwise.pack, (num_tiles,), {}, constants)
         self.launch(launch, **buffers, addend=addend, packed=packed)
         return layout.views(packed)
 
@@ -359,12 +359,12 @@ class SublayerBuilder(PlanBuilder):
         unit = 16 if numel % 16 == 0 else 1
         constants = {
             "UNIT": unit,
-            "BLOCK": ADD_BLOCK,
-            "INT64": numel + ADD_BLOCK >= 2**31,
+            "ELEMENTS": ADD_ELEMENTS,
+            "INT64": numel + ADD_ELEMENTS >= 2**31,
             "num_warps": 4,
         }
         scalars = {"num_units": numel // unit}
-        launch = Launch(elementwise.add, (-(-numel // ADD_BLOCK),), scalars, constants)
+        launch = Launch(elementwise.add, (-(-numel // ADD_ELEMENTS),), scalars, constants)
         self.launch(launch, x=x, y=y, out=out)
 
     def copy(self, source: Buffer, target: Buffer) -> None:
