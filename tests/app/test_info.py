@@ -58,10 +58,8 @@ def test_versions_are_the_installed_ones():
     assert rows("packages")["hydra-core"] == importlib.metadata.version("hydra-core")
 
 
-def test_when_replaying_training_steps_pays_is_said_with_the_entry_that_does_it():
-    said = rows("anemoi-models")["training steps"]
-    assert "InstallCallback" in said
-    assert "40,320 points" in said
+def test_the_entry_that_replays_training_steps_is_named():
+    assert "InstallCallback" in rows("anemoi-models")["training steps"]
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""The rule for modules that we stand in for: what their results depend on, read from their code, and each part of it."""
+"""The rule for modules that this library replaces: what their results depend on, read from their code, and each part of it."""
 
 import ast
 import importlib
@@ -85,7 +85,7 @@ def test_every_attribute_that_versions_of_anemoi_read_is_in_the_table(version, p
 
 
 def layers():
-    """Layers of PyG's message passing that we stand in for, by role."""
+    """Layers of PyG's message passing that this library replaces, by role."""
     return {
         rule.ATTENTION: GraphTransformerConv(6, 4),
         rule.PYG_ATTENTION: TransformerConv(6, 4),

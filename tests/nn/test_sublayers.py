@@ -602,7 +602,7 @@ def test_dropout_costs_nothing_in_evaluation():
 def test_a_norm_with_a_condition_and_parameters_of_its_own():
     block = make(norm="conditional")
     block.layer_norm_mlp_dst.norm = nn.LayerNorm(CHANNELS)
-    reason = "its layer_norm_mlp_dst.norm has parameters besides the condition's"
+    reason = "its layer_norm_mlp_dst.norm has its own affine parameters"
     assert_one_reason(block, "feed_forward", reason)
 
 

@@ -217,7 +217,7 @@ def shard_edges(
     sources: Partition,
     global_edge_id: Tensor | None = None,
 ) -> GraphShard:
-    """Shard a graph of which every rank holds only the edges into its own destinations. Collective.
+    """Shard a graph whose edges are held by the owner ranks of their destinations. Collective.
 
     The `edges` of the shard are positions in the edge attributes of this rank.
 

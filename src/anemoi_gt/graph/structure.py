@@ -1,6 +1,6 @@
 """GraphStructure: the edges of a bipartite graph, sorted once for both directions of traversal.
 
-A weather model's graph never changes, so everything that depends on the edges alone is computed
+A weather model's graph never changes, so everything that depends only on the edges is computed
 once and passed to every layer. The caller's edge features are never permuted: they are read through
 `perm`.
 

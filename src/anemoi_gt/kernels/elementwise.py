@@ -1,11 +1,11 @@
-"""Kernels of the sub-layers between norms, products and attention: casts, residuals, sums of rows.
+"""Kernels of the sub-layers between norms, GEMMs and attention: casts, residuals, sums of rows.
 
     pack           parameters in another dtype, one after another in one tensor
     add            x + y in the dtype of the result; without y a cast
     sum_columns    sums over nodes of rows, a row of partial sums for each program
     sum_partial    the totals of partial sums
     map_total      W^T s of totals s: the sum over nodes of W^T rows, without reading rows
-    add_outer      dy^T x of a few rows, added to a product of all other rows
+    add_outer      dy^T x of a few rows, added to the GEMM over all other rows
 
 Each replaces PyTorch calls that take longer on the host than on the GPU. A launch passes addresses;
 PyTorch needs views and checks them (14 us on the host for a launch, 31 to 49 us for these calls and

@@ -120,7 +120,7 @@ class Launch:
         return of_kernel.setdefault((widths, *self.constants.items(), dtypes), {})
 
     def __call__(self, **tensors: Any) -> None:
-        """Launch on tensors by name, on the current device; None stands for one that is absent."""
+        """Launch on tensors by name, on the current device; None for an absent one."""
         self.on([tensors[name] for name in self.tensors])
 
     def on(self, ordered: list) -> None:

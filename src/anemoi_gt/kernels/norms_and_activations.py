@@ -329,7 +329,7 @@ def head_norm_bwd(
 ):
     """Grid (P,): a program owns every P-th tile of PAIRS heads of nodes.
 
-    dx may be the memory of grad_normed: a thread loads all its elements of a tile before it stores
+    dx may alias grad_normed: a thread loads all its elements of a tile before it stores
     any, and no other thread holds them, because a tile is at least as large as a load of its warps.
     """
     start = as_index(tl.program_id(0), INT64) * PAIRS
@@ -479,7 +479,7 @@ def activation_bwd(
 ):
     """Grid (P, ceil(K / COLUMNS)): a program owns COLUMNS columns of every P-th tile of ROWS rows.
 
-    `activated` may be the memory of grad_activated, as dx and grad_normed in `head_norm_bwd`.
+    `activated` may alias grad_activated, as dx and grad_normed in `head_norm_bwd`.
     """
     WIDTH: tl.constexpr = 2 * K if GATED else K
     start = as_index(tl.program_id(0), INT64) * ROWS

@@ -3,7 +3,7 @@
 PACKED is "bf16" or "fp16" where a row of 16-bit elements is read as pairs in 32 bits, which halves
 the loads, and None where it is not. A row as stored in memory is called packed or raw: [HEADS,
 CHANNELS / 2] int32 with PACKED, else [HEADS, CHANNELS]. Unpacked it is a tuple of float32 tiles:
-the even and the odd channels [HEADS, CHANNELS / 2] with PACKED, else the row alone.
+the even and the odd channels [HEADS, CHANNELS / 2] with PACKED, else the row itself.
 
 Loads cannot be hoisted above stores that may alias them. So a step over EACH edges loads all raw
 rows before its first store.

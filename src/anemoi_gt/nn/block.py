@@ -113,7 +113,7 @@ class GraphTransformerBaseBlock(nn.Module):
     attn_channels : int, optional
         Features of query, key and value, all heads together; None is `out_channels`.
     bias : bool
-        Give `lin_self` a bias.
+        Whether `lin_self` has a bias.
     qk_norm : bool
         Normalise query and key per head.
     mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}

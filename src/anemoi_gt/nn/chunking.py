@@ -8,7 +8,7 @@ concatenated:
 
 The memory for features and hidden layers decreases with the number of chunks: in inference
 (`torch.no_grad`), and in training with activation checkpointing. Fields and node features that a
-layer concatenates are concatenated by chunks, too. The structures follow from the graph alone and
+layer concatenates are concatenated by chunks, too. The structures follow from the graph only and
 are made once.
 
 A shard of a graph in chunks gets its halo before the first chunk, and returns the gradients of it
@@ -156,7 +156,7 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
 
 
 def make_chunks(graph: GraphStructure, num_chunks: int, num_local: int) -> tuple[Chunk, ...]:
-    """Return the chunks of a graph or shard, some of which may be empty.
+    """Return the chunks of a graph or shard; some may be empty.
 
     The halo of a shard follows `num_local` sources.
     """

@@ -78,7 +78,7 @@ class ConditionalLayerNorm(nn.Module):
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         """Normalise `x` [..., N, normalized_shape] with `cond` [..., N or 1, condition_shape].
 
-        Their batch dimensions broadcast; a batch dimension of the condition alone is one of the
+        Their batch dimensions broadcast; a batch dimension of the condition only is one of the
         result. Raise ValueError when features or condition have the wrong shape or dtype.
         """
         channels, features = self.scale.out_features, self.scale.in_features

@@ -1,4 +1,4 @@
-"""The rule for modules that we stand in for: plain, or refused by a value.
+"""The rule for modules that this library replaces: plain, or refused by a value.
 
 A fused sub-layer, or an attention that reads the weight of an edge embedding, computes the result
 of a module without calling it. That is right for a module that computes what its class did when its
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
     networks: tuple[str, ...] = ()  # methods that are called unless they are plain, one by one
     read: tuple[str, ...] = ()  # attributes, parameters and children that we read instead
     children: tuple[tuple[str, str], ...] = ()  # (name, role), that must be plain as well
-    fixed: tuple[tuple[str, tuple], ...] = ()  # (attribute, values), one of which it must have
+    fixed: tuple[tuple[str, tuple], ...] = ()  # (attribute, admitted values)
     tools: tuple[tuple[str, tuple], ...] = ()  # as `fixed`, for attributes that a tool sets
     ignored: tuple[str, ...] = ()  # attributes that are read and change no result
     runs_hooks: bool = True  # whether its own call is skipped, and with it hooks of modules
@@ -263,7 +263,7 @@ def why_not_plain(modules: Mapping[str, Any], *roles: str) -> Refusal | None:
     modules : mapping of str to nn.Module or None
         By their names in their block or layer, for the text; "" is the block or layer itself.
     *roles : str
-        Roles of `TABLE`, one of which the class of each must have.
+        Roles of `TABLE`; the class of each module must have one of them.
     """
     answers = _of_classes(tuple([type(module) for module in modules.values()]), roles)
     runs_hooks = False
@@ -506,7 +506,7 @@ def _as_subclass(kind: type, base: type, recognised: Recognised) -> Recognised:
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks of others are registered for all modules; ours only observe."""
+    """Return whether foreign global module hooks exist; this library's only observe."""
     registries = (
         torch_module._global_forward_hooks,
         torch_module._global_forward_pre_hooks,

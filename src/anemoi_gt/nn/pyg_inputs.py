@@ -18,7 +18,7 @@ def read_edges(
     `edges` is a GraphStructure, a tensor [2, E], an EdgeIndex, or a sparse matrix [N_dst, N_src],
     whose values [E, D] replace a missing `edge_attr` (scalars are edge weights, which attention
     ignores, as PyG does). They have a reverse structure only if grouping without order may make it
-    too; else the attention does, if needed. Indices are checked on the CPU alone.
+    too; else the attention does, if needed. Indices are checked on the CPU only.
     """
     if isinstance(edges, GraphStructure):
         return edges, edge_attr

@@ -67,7 +67,7 @@ class FeedForwardParts(NamedTuple):
     activation: str
     has_condition: bool  # whether the norm needs a condition; if not, it takes none
     dtype: torch.dtype  # of the parameters
-    gemm_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
+    gemm_dtype: torch.dtype  # the parameters', or in a call autocast's
     keep_hidden: bool = True  # whether a call keeps its hidden layer for the backward pass
 
     def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
@@ -99,7 +99,7 @@ class AttentionParts(NamedTuple):
     heads: int
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
-    gemm_dtype: torch.dtype  # of matrix products: the parameters', or in a call autocast's
+    gemm_dtype: torch.dtype  # the parameters', or in a call autocast's
 
     def tensors(
         self,
@@ -371,7 +371,7 @@ def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
         inner, inner_name = children.get("norm"), f"{name}.norm"
         _check_plain({inner_name: inner}, plain.LAYER_NORM)
         if any(parameter is not None for parameter in _read_parameters(inner, name)):
-            raise _cannot_fuse(f"its {inner_name} has parameters besides the condition's")
+            raise _cannot_fuse(f"its {inner_name} has its own affine parameters")
         (scale, scale_bias), (shift, shift_bias) = _read_linears(
             {f"{name}.scale": children.get("scale"), f"{name}.bias": children.get("bias")}
         )
@@ -483,7 +483,7 @@ def _check_plain(modules: dict[str, Submodule], *roles: str) -> None:
 
 
 def _check_dropout(block: Any) -> None:
-    """Raise CannotFuseError if the attention drops weights now."""
+    """Raise CannotFuseError if attention dropout is active."""
     # Anemoi's attention is a module, which its integration has found to be plain, or a function.
     attention = block._modules.get("conv")
     if attention is None:

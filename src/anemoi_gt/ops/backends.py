@@ -11,7 +11,7 @@ from torch import Tensor
 from anemoi_gt.ops import torch_backend, triton_backend
 from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
-from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
+from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES
 from anemoi_gt.refusal import Refusal, RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced
 
@@ -44,7 +44,7 @@ BACKENDS = {  # in the order in which `auto` tries them
         triton_backend.attend,
         triton_backend.why_not,
         # a program of its row kernels holds a row in registers
-        Sublayers(attention_sublayer, feed_forward_sublayer, 1024, MOST_ATTRIBUTES - 1),
+        Sublayers(attention_sublayer, feed_forward_sublayer, 1024, MAX_ATTRIBUTES - 1),
     ),
     "torch": Backend(
         torch_backend.attend,

@@ -24,7 +24,7 @@ class Operand(Protocol):
         """Type of the elements."""
 
 
-# type of the fields of a tuple of arguments: tensors in a call, buffers in a plan
+# Tensor at run time, Buffer in a plan
 Held = TypeVar("Held", covariant=True)
 OperandT = TypeVar("OperandT", bound=Operand)  # for functions that read only shapes and dtypes
 

@@ -138,7 +138,7 @@ def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(
             key for key, method in before.items() if vars(find(*key[0]))[key[1]] is not method
         ]
         assert set(replaced) <= set(PATCHES)
-    assert f"this anemoi-models has another {owner[-1]}.{name}: Anemoi's sharding is kept" in said()
+    assert f"{owner[-1]}.{name} changed in this version; keeping Anemoi's sharding" in said()
 
 
 def test_nodes_that_are_not_divided_along_the_grid_are_refused(graph, two_ranks):

@@ -224,7 +224,8 @@ def test_a_forward_with_known_parameters_and_another_body_is_left_alone_and_name
         assert len(attentions) == 1
     (message,) = said()
     assert (
-        "GraphTransformerProcessorBlock.forward (its body is in no version that we know" in message
+        "GraphTransformerProcessorBlock.forward (its body matches no reviewed version of anemoi-models"
+        in message
     )
     assert message.endswith("results are the same, slower")
 
@@ -251,7 +252,7 @@ def test_blocks_of_a_version_in_which_a_method_has_another_body_are_left_alone(
         assert [dict(vars(owner)) for owner in BLOCKS] == before
     assert not attentions
     method = name.rpartition(".")[2]
-    unknown = rf"of its {method}, its body is in no version that we know \(hash [0-9a-f]{{12}}\)"
+    unknown = rf"of its {method}, its body matches no reviewed version of anemoi-models \(hash [0-9a-f]{{12}}\)"
     (message,) = said()
     assert re.search(unknown, message)
     assert computed.outcome == "upstream"

@@ -133,7 +133,7 @@ def _is_known(kind: type) -> bool:
 
 
 def _runs_once(code: str) -> str:
-    """Return a reason against the capture of code that nobody here knows."""
+    """Return a reason not to capture third-party code."""
     return (
         f"{code} would run at capture only; if it does the same in every step, set "
         "training.cuda_graph=true"

@@ -95,7 +95,7 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
         return func(*arguments, **kwargs)
 
     unbound = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
-    # `with_lists` keeps the lists alone
+    # `with_lists` keeps only the lists
     args = tuple(arg if bound else None for arg, bound in zip(args, is_bound, strict=True))
     return with_lists, tuple(unbound)
 

@@ -1,7 +1,7 @@
 """Cached edge lists: Anemoi's lists are reused, each with the structure of its graph.
 
 Anemoi makes a new `edge_index` at every forward pass, and cuts and renumbers it for every chunk and
-rank. Everything that follows from the graph alone is cached:
+rank. Everything that follows from the graph only is cached:
 
     provider, batch size      -> the list that it expands to         _get_edges_impl
     list, sizes of the shards -> the shard of this rank              _get_edges_impl

@@ -85,7 +85,7 @@ def _runner_class(name: str, config: Any) -> type[Runner]:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Log how many blocks compute with us; raise ValueError if there is none."""
+    """Log how many blocks use anemoi_gt; raise ValueError if there is none."""
     kind: Any = find(*BLOCK)
     blocks = sum(isinstance(module, kind) for module in model.modules())
     if not blocks:

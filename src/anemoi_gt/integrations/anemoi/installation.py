@@ -458,7 +458,7 @@ def _match(seam: tuple, patch: Replacement) -> Match:
         except ImportError:
             continue
         upstream = _upstream.get((owner, name), vars(owner).get(name))
-        reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
+        reason = f"it has no {name}" if upstream is None else patch.mismatch_reason(upstream)
         if reason is None and path in (PROCESSOR_BLOCK, MAPPER_BLOCK):
             reason = plain.recognise(owner, unknown_body)
         if reason is None:
@@ -481,9 +481,7 @@ def _with_sharding(matches: dict[tuple, Match], differing: list[str]) -> dict[tu
         below = matches[key].replacement if key in matches else match.upstream
         above[key] = match._replace(replacement=patch.of(below))
     if differing:
-        log.warning(
-            "this anemoi-models has another %s: Anemoi's sharding is kept", ", ".join(differing)
-        )
+        log.warning("%s changed in this version; keeping Anemoi's sharding", ", ".join(differing))
         return matches
     return above
 

@@ -23,7 +23,7 @@ def build_model(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _settings_by_path(interface: Any) -> dict:
-    if "_modules" not in vars(interface):  # the constructor has not got there
+    if "_modules" not in vars(interface):  # called from `__init__`, before any module is registered
         return {}
     chosen = {path: SETTINGS.chosen(block) for path, block in report.blocks_of(interface)}
     return {path: settings for path, settings in chosen.items() if settings is not None}

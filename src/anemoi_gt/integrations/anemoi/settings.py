@@ -78,7 +78,7 @@ class SettingsRegistry:
         return self._single.get(id(block), self.everywhere)
 
     def chosen(self, block: nn.Module) -> Settings | None:
-        """Return the settings that were chosen for this block alone."""
+        """Return the settings that were chosen for this block only."""
         return self._single.get(id(block))
 
     def choose(self, block: nn.Module, settings: Settings) -> None:
@@ -89,7 +89,7 @@ class SettingsRegistry:
 
     @property
     def any_sharding(self) -> bool:
-        """True if some block exchanges its halo with us."""
+        """True if some block uses anemoi_gt's halo exchange."""
         return any(
             settings is not None and settings.sharding
             for settings in (self.everywhere, *self._single.values())

@@ -228,7 +228,7 @@ def is_distributed(group: Any) -> bool:
 
 
 def shards_edges(block: nn.Module) -> bool:
-    """Return whether a block exchanges its halo with us."""
+    """Return whether a block uses anemoi_gt's halo exchange."""
     settings = SETTINGS.of(block)
     return (
         settings is not None

@@ -140,7 +140,7 @@ class Replacement:
         vars(replacement)["replaces"] = upstream
         return replacement
 
-    def misfit(self, upstream: Callable) -> str | None:
+    def mismatch_reason(self, upstream: Callable) -> str | None:
         """Return why `upstream` cannot be replaced, or None if parameters and body are known."""
         parameters = parameters_of(upstream)
         if not self.known or parameters in map(str.split, self.known):

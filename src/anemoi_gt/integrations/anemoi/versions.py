@@ -1,4 +1,4 @@
-"""Generations of anemoi-models: releases with the same code where we stand in for it.
+"""Generations of anemoi-models: releases with the same code where it is replaced.
 
 A record holds what is new in its first release: hashes of bodies (`bodies`) by the name of a method
 or function, and what differs from the newest in a way that parameters do not show. A release whose
@@ -207,17 +207,17 @@ def _all_bodies() -> dict[str, dict[str, Difference | None]]:
     return known
 
 
-KNOWN = _all_bodies()  # {name: {hash of a body that we stand in for: what it does otherwise}}
+KNOWN = _all_bodies()  # {name: {hash of a reviewed body: what it does otherwise}}
 
 
 def unknown_body(function: Callable) -> str | None:
-    """Return why a function is none that we stand in for, or None if its body is in `KNOWN`."""
+    """Return why the body does not match a reviewed version, or None if it is in `KNOWN`."""
     digest = body_hash(function)
     if digest is None:
         return "its source cannot be read"
     if digest in KNOWN.get(function.__qualname__, ()):
         return None
-    return f"its body is in no version that we know (hash {digest})"
+    return f"its body matches no reviewed version of anemoi-models (hash {digest})"
 
 
 def difference_of(function: Callable) -> Difference | None:

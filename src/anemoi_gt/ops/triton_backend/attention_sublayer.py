@@ -75,7 +75,7 @@ X_SRC, HALO, X_DST, EDGE_ATTR, CONDITION_SRC, CONDITION_DST = range(6)
 def attention_sublayer(
     tensors: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
 ) -> Tensor:
-    """Return z [B * N_dst, F], in the promoted dtype of x and the products.
+    """Return z [B * N_dst, F], in the promoted dtype of x and the GEMMs.
 
     `graph` is the structure of one batch entry, from own sources and halo to destinations. Edge
     attributes [E, D] are shared by the batch.

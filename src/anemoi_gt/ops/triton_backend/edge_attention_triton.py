@@ -17,7 +17,7 @@ from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sizes import Constants, IndexTensors, sizes_of
-from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
+from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, attribute_columns
 from anemoi_gt.tested_versions import warn_if_untested
 
 
@@ -85,8 +85,8 @@ def embeds_first(
         int(edge_weight.shape[1]),
     )
     columns = edge_dim + int(edge_bias is not None)
-    if columns > MOST_ATTRIBUTES or edge_dim <= channels:
-        return columns > MOST_ATTRIBUTES
+    if columns > MAX_ATTRIBUTES or edge_dim <= channels:
+        return columns > MAX_ATTRIBUTES
     samples, sets = (operand.shape[0] if query.dim() == 4 else 1 for operand in (query, edge_attr))
     nodes, edges, columns = (
         samples * query.shape[-3],

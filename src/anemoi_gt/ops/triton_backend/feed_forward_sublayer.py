@@ -48,7 +48,7 @@ class NoConstants(NamedTuple):
 def feed_forward_sublayer(
     tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions
 ) -> Tensor:
-    """Return y [N, F] = x + network(norm(x)), in the promoted dtype of x and the products."""
+    """Return y [N, F] = x + network(norm(x)), in the promoted dtype of x and the GEMMs."""
     flat = feed_forward_triton.flatten(tensors)
     (y,) = feed_forward_triton(flat, NoConstants(), options, save=needs_gradient(*flat))
     return y

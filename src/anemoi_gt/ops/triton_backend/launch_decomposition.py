@@ -1,6 +1,6 @@
 """The forward pass of the `triton` backend for export: the same launches, as graph nodes.
 
-A process without our Python code cannot run our operator, of which it knows only the name.
+A process without our Python code cannot run our operator: it knows only the name.
 `edge_attention_triton_exported` does the same by `torch.library.triton_op`: AOTInductor looks into
 it and puts the kernels into its package. An export takes it by decomposition
 (`anemoi_gt.export.export_program`); eager and compiled models never do.

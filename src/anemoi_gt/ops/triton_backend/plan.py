@@ -1,6 +1,6 @@
 """A call as a plan: kernel launches and tensor operations, in order, on buffers.
 
-A plan is built from sizes, dtypes and options alone and holds no tensors, so one plan serves every
+A plan is built from sizes, dtypes and options only and holds no tensors, so one plan serves every
 call with these sizes. Its steps refer to `Buffer`s: parts of the inputs, of the results, and of
 scratch memory, which is one allocation in which buffers that are not alive at the same time share
 bytes. A kernel takes addresses, a tensor operation takes views, which are made once per run.

@@ -1,8 +1,8 @@
 """Launches of the row kernels, `anemoi_gt.kernels.norms_and_activations`.
 
-Each function returns a `Launch` from sizes and options alone. Call it with tensors by the kernel's
-argument names; None stands for an absent one. An output may be the memory of an input where the
-kernel's docstring says so.
+Each function returns a `Launch` from sizes and options only. Call it with tensors by the kernel's
+argument names, None for an absent one. Outputs may alias inputs where the kernel's docstring says
+so.
 
 `programs` is the number of rows of `partial` [programs, sums], and `first_sum` the first column
 that a launch writes, if `is_first`, or adds to. A backward kernel runs without rows too, because it
@@ -16,8 +16,8 @@ from anemoi_gt.ops.activations import ACTIVATIONS
 from anemoi_gt.ops.sublayer_tensors import NormOptions
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
-MOST_FEATURES = 4096  # of a norm; beyond that, the gradient kernel spills registers
-MOST_WARPS = 8
+MAX_FEATURES = 4096  # of a norm; beyond that, the gradient kernel spills registers
+MAX_WARPS = 8
 
 
 class Tile(NamedTuple):
@@ -37,9 +37,9 @@ class Tile(NamedTuple):
 # than a tile has its own tile, and more warps in proportion. HEAD_NORM backward takes 97 and 596 us
 # on an H100, 40,962 and 271,040 nodes of 16 heads of 64 channels; with 1024 elements and 2 warps
 # 121 and 743. Not measured: GATE_BACKWARD, half of ACTIVATION so that it has as many registers.
-NORM_FORWARD = Tile(2048, MOST_FEATURES, 2)
-NORM_BACKWARD = Tile(1024, MOST_FEATURES, 2)
-HEAD_NORM = Tile(2048, MOST_FEATURES, 4)
+NORM_FORWARD = Tile(2048, MAX_FEATURES, 2)
+NORM_BACKWARD = Tile(1024, MAX_FEATURES, 2)
+HEAD_NORM = Tile(2048, MAX_FEATURES, 4)
 ACTIVATION = Tile(2048, 512, 4)
 GATE_BACKWARD = Tile(1024, 512, 4)
 
@@ -60,15 +60,14 @@ def norm_forward(
     num_rows : int
         Rows of x, of all batch entries.
     features : int
-        At most MOST_FEATURES, else ValueError.
+        At most MAX_FEATURES, else ValueError.
     norm : NormOptions
     out_stride : int or None
         Elements between rows of `out`; None: `features`.
     batch : int
         Batch entries, which have the same number of rows.
     out_entry_rows : int or None
-        Rows of `out` in each batch entry, of which the first num_rows / batch are written;
-        None: num_rows / batch.
+        Rows of `out` in each batch entry; the first num_rows / batch are written. None: no others.
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
@@ -303,15 +302,15 @@ def _entries(num_rows: int, batch: int, entry_rows: int | None) -> _Entries:
 
 def _norm_tile(tile: Tile, features: int) -> tuple[int, int, int]:
     """Return the rows and columns of a tile, and its warps."""
-    if not 1 <= features <= MOST_FEATURES:
+    if not 1 <= features <= MAX_FEATURES:
         raise ValueError(
-            f"a norm must have 1 to {MOST_FEATURES} features, which a program holds in registers, "
+            f"a norm must have 1 to {MAX_FEATURES} features, which a program holds in registers, "
             f"got {features}; compute it by the module"
         )
     columns = next_power_of_two(features)
     rows = max(1, tile.elements // columns)
     widening = max(1, columns // tile.elements)
-    return rows, columns, min(MOST_WARPS, widening * tile.num_warps)
+    return rows, columns, min(MAX_WARPS, widening * tile.num_warps)
 
 
 def _activation_tile(tile: Tile, features: int) -> tuple[int, int]:

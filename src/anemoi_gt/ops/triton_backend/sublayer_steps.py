@@ -1,6 +1,6 @@
 """Plan steps of both sub-layers of a block: packed weights, linear maps, norms, node sums.
 
-Parameters are cast to the dtype of the products once per forward pass, into one packed tensor that
+Parameters are cast to the GEMM dtype once per forward pass, into one packed tensor that
 the backward pass reads too. They are not remembered from step to step: version counters do not
 tell, since `AdamW(fused=True).step()` and `.data.copy_` leave them as they were (torch 2.13).
 """
@@ -65,7 +65,7 @@ class Piece(NamedTuple, Generic[Held]):
 
 
 def stacked(*parameters: OperandT | None) -> list[Piece[OperandT]]:
-    """Return the pieces of parameters of which some may be absent."""
+    """Return the pieces of parameters; None is left out."""
     return [Piece.of(parameter) for parameter in parameters if parameter is not None]
 
 
@@ -293,14 +293,14 @@ class SublayerBuilder(PlanBuilder):
         return out
 
     def product(self, x: Buffer, y: Buffer, out: Buffer | None = None) -> Buffer:
-        """Return the matrix product of x [N, K] and y [K, M]."""
+        """Return x y by one GEMM, for x [N, K] and y [K, M]."""
         if out is None:
             out = self.empty((x.shape[0], y.shape[1]), x.dtype)
         self.compute_into(out, torch.mm, x, y)
         return out
 
     def add_product(self, x: Buffer, y: Buffer, out: Buffer) -> None:
-        """Add the matrix product of x [N, K] and y [K, M] to `out` [N, M]."""
+        """Add x y to `out` [N, M] by one GEMM, for x [N, K] and y [K, M]."""
         self.compute(_add_mm, x, y, out)
 
     def outer_product(self, dy: Buffer, x: Buffer, total: Buffer, *, is_first: bool) -> None:

@@ -18,7 +18,7 @@ BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program b
 MANY_DEGREE = 16  # mean degree from which the remainder of an unrolled loop does not count
 ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 elements in each thread of a warp
 # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
-MOST_ATTRIBUTES = 256
+MAX_ATTRIBUTES = 256
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
 # elements of segments' results that a program reads together, and columns: a sector
