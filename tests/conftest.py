@@ -65,10 +65,12 @@ def restore_logging():
 
 
 @pytest.fixture
-def few_programs(monkeypatch):
+def few_programs():
     """Use few programs for sums over nodes, so that each has several tiles and the interpreter is fast."""
-    for module in ("attention_steps", "sublayer_steps"):
-        monkeypatch.setattr(f"anemoi_gt.ops.triton_backend.{module}.PROGRAMS", 3)
+    from support.plans import new_plans  # imports triton, after the variable above is set
+
+    with new_plans(programs=3):
+        yield
 
 
 @pytest.fixture

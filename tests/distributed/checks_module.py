@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.operators import Operators
+from support.plans import new_plans
 from torch import nn
 
 from anemoi_gt import AttentionConfig, GraphStructure
@@ -22,7 +23,6 @@ from anemoi_gt.nn import (
     fused_block,
 )
 from anemoi_gt.nn import GraphTransformerProcessorBlock as Processor
-from anemoi_gt.ops.triton_backend import attention_steps, sublayer_steps
 from distributed.problems import CONFIG, data, nearest, structure
 from distributed.problems import mesh as points
 from distributed.ranks import (
@@ -178,12 +178,10 @@ def graphs_and_tables_that_do_not_fit_the_module_are_refused(group, verdict):
 
 
 @on_all_ranks
+@new_plans(programs=3)  # few, for the interpreter
 def fused_blocks_on_a_shard_match_the_whole_graph(group, verdict):
     torch.manual_seed(0)
     sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
-    # few programs for the interpreter
-    attention_steps.PROGRAMS = 3
-    sublayer_steps.PROGRAMS = 3
     config = AttentionConfig("triton")
     blocks = [
         Processor(**sizes, config=config),

@@ -267,10 +267,10 @@ def standard():
 
 def offsets():
     """Kernels with narrow and with wide offsets."""
-    for wide in (False, True):
+    for wide, int32_limit in ((False, 2**31), (True, 0)):
         calls = [Call(16, 64, 11, form=form, graph=bare_graph()) for form in ("raw", "embedded")]
         calls += [Call(16, 64, 11, graph=graph) for graph in (bare_graph(90), hub_graph())]
-        with new_plans(needs_int64=wide):
+        with new_plans(int32_limit=int32_limit):
             launches = recorded(*calls)
         for kernel, args in launches:
             yield (

@@ -10,7 +10,6 @@ from support.plans import new_plans
 
 from anemoi_gt.ops.sublayer_tensors import AttentionTensors
 from anemoi_gt.ops.tree import leaf_types, leaves
-from anemoi_gt.ops.triton_backend import sublayer_steps
 from anemoi_gt.ops.triton_backend.attention_sublayer import (
     attention_sublayer,
     attention_sublayer_triton,
@@ -27,10 +26,9 @@ draw = sublayers.draw_attention
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(few_programs, monkeypatch):
+def small_chunks():
     """Several chunks of rows, the last of another size."""
-    monkeypatch.setattr(sublayer_steps, "CHUNK", 5)
-    with new_plans():
+    with new_plans(chunk=5, programs=3):
         yield
 
 

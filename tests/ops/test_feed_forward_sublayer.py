@@ -10,7 +10,6 @@ from support.plans import new_plans
 
 from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors, NormOptions
 from anemoi_gt.ops.tree import leaf_types, leaves
-from anemoi_gt.ops.triton_backend import sublayer_steps
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
     feed_forward_sublayer,
     feed_forward_triton,
@@ -26,10 +25,9 @@ draw = sublayers.draw_feed_forward
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(few_programs, monkeypatch):
+def small_chunks():
     """Several chunks of rows, the last of another size."""
-    monkeypatch.setattr(sublayer_steps, "CHUNK", 5)
-    with new_plans():
+    with new_plans(chunk=5, programs=3):
         yield
 
 
@@ -79,11 +77,10 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
             assert torch.equal(traced[name], expected), name
 
 
-def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
+def test_chunks_change_rounding_alone(kernel_device):
     named, grad = draw(kernel_device, 4)
     exact = sublayers.results_of(by_operator, named, grad, torch.float32)
-    monkeypatch.setattr(sublayer_steps, "CHUNK", 100)
-    with new_plans():
+    with new_plans(chunk=100, programs=3):
         whole = sublayers.results_of(by_operator, named, grad, torch.float32)
     for name, expected in exact.items():
         torch.testing.assert_close(whole[name], expected, rtol=1e-4, atol=1e-4)

@@ -116,7 +116,7 @@ def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(
         **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"},
     )
     assert_same(attend(problem, long, "triton"), expected, 0)
-    with new_plans(needs_int64=True):
+    with new_plans(int32_limit=0):
         for structured in (graph, long):
             assert_same(attend(problem, structured, "triton"), expected, 0)
 

@@ -1,7 +1,6 @@
 """Hubs: nodes whose edges are divided into segments, forced to be small where all cases are against the oracle."""
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from support.run import attend, leaves_of, structure, with_hubs
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.graph.checks import HUB_DEGREE
-from anemoi_gt.ops.triton_backend import tiles
 
 SEGMENT, SMALL = HUB_DEGREE // 2, 4  # edges of a segment, and of the small ones here
 TRITON = AttentionConfig("triton")
@@ -148,7 +146,7 @@ def test_more_segments_than_are_read_together_are_joined(segment, num_edges, ker
     assert graph.dst_hubs is not None
     assert graph.src_hubs is not None
     graph = with_hubs(graph, segment)
-    with new_plans(), mock.patch.multiple(tiles, JOINED=16, STATISTICS=2):
+    with new_plans(joined=16, statistics=2):
         assert_accurate(attend(problem, graph, TRITON), problem, torch.float32)
 
 

@@ -23,7 +23,6 @@ from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, get_shard_
 from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.ops.triton_backend import attention_steps, sublayer_steps
 from support.anemoi_model import (
     build,
     draw_conditions,
@@ -35,6 +34,7 @@ from support.anemoi_model import (
 )
 from support.garbage import collect_seldom
 from support.interpreter import speed_up_interpreter
+from support.plans import new_plans
 from support.weather import KINDS, weather_graph
 
 RANKS = 4
@@ -341,14 +341,12 @@ def run_conditioned(group):
     return loss, gradients, {}
 
 
+@new_plans(programs=3)  # few, for the interpreter
 def run_case(case, group, index, everyone):
     """Return the loss, the gradients, and the counts of each of two steps if `counted`."""
     model = model_of(case)
     counts = []
     blocks = {"backend": "triton", "blocks": True} if case.fused else {"backend": "torch"}
-    # few programs for the interpreter
-    attention_steps.PROGRAMS = 3
-    sublayer_steps.PROGRAMS = 3
     convs = [module.conv for module in model.modules() if hasattr(module, "conv")]
     hooks = []
     if case.has_hooks and dist.get_rank() == 0:

@@ -29,10 +29,9 @@ from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import PACKED_DTYPES, IndexTensors, Sizes
-from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile
+from anemoi_gt.ops.triton_backend.tiles import TUNING, ContractionTile, RowTile
 
 LOG2_E = 1.4426950408889634
-PROGRAMS = 528  # that share the sum of dW, all heads; fixed, so that its order never changes
 
 
 @dataclass(frozen=True)
@@ -158,11 +157,7 @@ def dst_segment(sizes: Sizes) -> int:
 
 
 def forward_tile(sizes: Sizes) -> RowTile:
-    """Return the tile of `attend_rows`.
-
-    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.02, 0.60 ms; with packed pairs
-    1.10, 0.61.
-    """
+    """Return the tile of `attend_rows`."""
     tile = _fixed_degree_tile(sizes)
     if tile is not None:
         return tile
@@ -170,11 +165,7 @@ def forward_tile(sizes: Sizes) -> RowTile:
 
 
 def destination_tile(sizes: Sizes) -> RowTile:
-    """Return the tile of `differentiate_rows`.
-
-    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.26, 0.98 ms; with packed pairs
-    1.31, 0.88.
-    """
+    """Return the tile of `differentiate_rows`."""
     tile = _fixed_degree_tile(sizes)
     if tile is not None:
         packed = (
@@ -286,15 +277,16 @@ def join(
         return
     part, rows = pairs[0]
     other_part, other_rows = pairs[1] if len(pairs) > 1 else (None, None)
-    sizes, width = call.sizes, part.shape[-1]
+    sizes, tuning = call.sizes, call.builder.tuning
+    width = part.shape[-1]
     columns = min(tiles.next_power_of_two(width), tiles.JOINED_COLUMNS)
     constants = {
         "H": sizes.heads,
         "WIDTH": width,
         "OTHERS": 0 if other_part is None else other_part.shape[-1],
         "COLUMNS": columns,
-        "SEGMENTS": tiles.JOINED // columns,
-        "STATISTICS": tiles.STATISTICS,
+        "SEGMENTS": tuning.joined // columns,
+        "STATISTICS": tuning.statistics,
         "INT64": sizes.needs_int64,
         "SEGMENT": segment,
         "STRIDE": _row_stride(rows),
@@ -580,10 +572,12 @@ def differentiate_attributes(
     return attr_sums, dscore_sums
 
 
-def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+def weight_launch(
+    sizes: Sizes, tile: ContractionTile | None = None, *, programs: int = TUNING.programs
+) -> Launch:
     """Return the launch of `differentiate_weight` for partial sums, grid[0] of all heads."""
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
-    partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
+    partials = max(1, min(-(-programs // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
     return _contraction_launch(
         edge_projection.weight_bwd, sizes, tile, grid, STRIDE=sizes.row_stride
@@ -617,7 +611,7 @@ def differentiate_weight(
 ) -> None:
     """Fill the gradients of W [H * C, D] and of the bias [H * C]."""
     builder, sizes = call.builder, call.sizes
-    launch = weight_launch(sizes)
+    launch = weight_launch(sizes, programs=builder.tuning.programs)
     num_parts = launch.grid[0] // sizes.heads
     partial = builder.empty(
         (num_parts, sizes.heads * sizes.channels, sizes.attributes), torch.float32

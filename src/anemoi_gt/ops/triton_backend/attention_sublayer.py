@@ -63,10 +63,10 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     Part,
     Piece,
     SublayerBuilder,
-    chunks,
     stacked,
     zero,
 )
+from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
 
 # results of the backward pass by number; the packed gradients of parameters follow
 X_SRC, HALO, X_DST, EDGE_ATTR, CONDITION_SRC, CONDITION_DST = range(6)
@@ -154,7 +154,7 @@ class AttentionSublayer(PlannedOperator):
             call, kept_of(kept), sizes.split_heads(attended), sizes.split_heads(rows.attended)
         )
         z = builder.empty(t.x_dst.shape, _out_dtype(t, options))
-        for begin, end in chunks(t.x_dst.shape[0]):
+        for begin, end in builder.chunks(t.x_dst.shape[0]):
             y = rows.attended.slice(0, begin, end)
             delta = builder.linear(y, weights["projection"], weights.get("projection_bias"))
             builder.add(t.x_dst.slice(0, begin, end), delta, z.slice(0, begin, end))
@@ -287,12 +287,21 @@ def _packed(
 
 
 def _sizes(
-    t: AttentionTensors[Operand], index: IndexTensors[Operand], options: AttentionOptions
+    t: AttentionTensors[Operand],
+    index: IndexTensors[Operand],
+    options: AttentionOptions,
+    tuning: Tuning = TUNING,
 ) -> Sizes:
     """Return the sizes of the call of edge attention."""
     nodes = NodeSizes.of(t, options)
     scale = (nodes.width // nodes.heads) ** -0.5
-    return sizes_of(_operands(t, options), index, scale, row_stride=nodes.row_stride)
+    return sizes_of(
+        _operands(t, options),
+        index,
+        scale,
+        row_stride=nodes.row_stride,
+        int32_limit=tuning.int32_limit,
+    )
 
 
 def _operands(
@@ -352,7 +361,7 @@ def _attention_call(
         edge_weight=weights["edge"],
         edge_bias=weights.get("edge_bias"),
     )
-    return AttentionCall(builder, _sizes(t, index, options), operands, index)
+    return AttentionCall(builder, _sizes(t, index, options, builder.tuning), operands, index)
 
 
 def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:

@@ -213,7 +213,13 @@ def _attention_call(
 ) -> Any:
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 
-    sizes = sizes_of(operands, constants.graph, options.scale, options.dropout_p)
+    sizes = sizes_of(
+        operands,
+        constants.graph,
+        options.scale,
+        options.dropout_p,
+        int32_limit=builder.tuning.int32_limit,
+    )
     return AttentionCall(builder, sizes, operands, constants.graph, constants.seed)
 
 

@@ -36,7 +36,6 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     Part,
     Piece,
     SublayerBuilder,
-    chunks,
     stacked,
 )
 
@@ -93,7 +92,7 @@ class FeedForward(PlannedOperator):
         norm = NormSteps(builder, "norm", t.norm, weights, options.norm)
         network = _Network(builder, t, norm, weights, options)
         y = builder.empty(t.x.shape, _out_dtype(t, options))
-        for begin, end in chunks(t.x.shape[0]):
+        for begin, end in builder.chunks(t.x.shape[0]):
             hidden = None  # scratch of this chunk
             if save and options.keep_hidden:
                 hidden = kept["hidden"].slice(0, begin, end)
@@ -142,7 +141,7 @@ class FeedForward(PlannedOperator):
         needs_condition = bool(needs.norm.condition)
         norm.allocate_gradients(sums, parameters.get("norm_map"), needs_condition=needs_condition)
         dx = builder.empty_like(t.x)
-        for begin, end in chunks(t.x.shape[0]):
+        for begin, end in builder.chunks(t.x.shape[0]):
             is_first = begin == 0
             x = t.x.slice(0, begin, end)
             if options.keep_hidden:
@@ -205,7 +204,7 @@ class _Network(NamedTuple):
             num_hidden,
             self.options.activation,
             gated=is_gated,
-            programs=sublayer_steps.PROGRAMS,
+            programs=sums.programs,
             sums=sums.width,
             first_sum=sums.columns["gate_bias" if is_gated else "hidden_bias"].start,
             is_first=is_first,

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 from anemoi_gt.ops.operands import Operand
 from anemoi_gt.ops.sublayer_tensors import AttentionOptions, AttentionTensors, NormOptions
-from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
+from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
     NodeSums,
     NormSteps,
     Rows,
     SublayerBuilder,
-    chunks,
 )
 
 
@@ -234,7 +233,7 @@ class NodeSets(ABC):
         normed = self.builder.empty_like(dn)
         parts = [(0, x.shape[0])]
         if norm.condition is not None:
-            parts = list(chunks(x.shape[0]))
+            parts = list(self.builder.chunks(x.shape[0]))
         for begin, end in parts:
             total_rows = None if grad_total is None else grad_total.slice(0, begin, end)
             norm.backward(
@@ -451,7 +450,7 @@ class HeadNorms:
             x_stride=x.stride[0],
             grad_stride=gradient.stride[0],
             dx_stride=gradient.stride[0],
-            programs=sublayer_steps.PROGRAMS,
+            programs=sums.programs,
             sums=0 if columns is None else sums.width,
             first_sum=0 if columns is None else columns.start,
             is_first=True,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.kernels.launch import ALIGNMENT, Launch, current_stream, fast_launch_device
+from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
 
 SCRATCH_ALIGNMENT = 512  # bytes; PyTorch's allocator places tensors at such multiples too
 
@@ -128,9 +129,16 @@ class PlanBuilder:
     ----------
     inputs : sequence of (shape, dtype) or None
         The input tensors, which are contiguous; None for an absent one.
+    tuning : Tuning
+        How the steps are cut.
     """
 
-    def __init__(self, inputs: Sequence[tuple[Sequence[int], torch.dtype] | None]):
+    def __init__(
+        self,
+        inputs: Sequence[tuple[Sequence[int], torch.dtype] | None],
+        tuning: Tuning = TUNING,
+    ):
+        self.tuning = tuning
         self.storages: list[Buffer | None] = []  # each as a whole
         self.steps: list[KernelStep | TensorStep] = []
         self.inputs: list[Buffer | None] = []

@@ -12,8 +12,9 @@ from torch import Tensor
 from anemoi_gt.ops.operator import GradientLayout, Operator, Spec
 from anemoi_gt.ops.tree import tree_of
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
+from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
 
-# specs and options whose plans are kept: graphs times layers of different sizes in use at a time
+# specs and options whose plans are cached: graphs times layers of different sizes in use at a time
 PLAN_CACHE_SIZE = 128
 
 
@@ -34,11 +35,11 @@ class PlannedOperator(Operator):
         super().__init__(name, "triton", **trees)
         self.plans_of = self.new_cache()
 
-    def new_cache(self) -> Callable[[tuple, Any], "Plans"]:
-        """Return a function that makes and keeps the plans for specs and options."""
+    def new_cache(self, tuning: Tuning = TUNING) -> Callable[[tuple, Any], "Plans"]:
+        """Return a function that makes and caches the plans for specs and options."""
 
         def plans_of(specs: tuple, options: Any) -> "Plans":
-            return Plans(self, specs, options)
+            return Plans(self, specs, options, tuning)
 
         return lru_cache(PLAN_CACHE_SIZE)(plans_of)
 
@@ -82,10 +83,12 @@ class Plans:
     specs : tuple
         Shape and dtype of each input, None for an absent one.
     options : NamedTuple
+    tuning : Tuning
     """
 
-    def __init__(self, operator: PlannedOperator, specs: tuple, options: Any):
+    def __init__(self, operator: PlannedOperator, specs: tuple, options: Any, tuning: Tuning):
         self.operator, self.specs, self.options = operator, specs, options
+        self.tuning = tuning
         shapes = [None if spec is None else Shaped(*spec) for spec in specs]
         self.tensors, self.constants = self._trees(shapes)
         self.output_specs = operator.forward_specs(self.tensors, self.constants, options)
@@ -101,7 +104,7 @@ class Plans:
     def forward_plan(self, *, save: bool) -> Plan:
         """Return the plan of the forward pass: outputs, and what is kept with `save`."""
         if save not in self._forward:
-            builder = self.operator.builder_class(self.specs)
+            builder = self.operator.builder_class(self.specs, self.tuning)
             trees = self._trees(builder.inputs)
             results = self.operator.add_forward(builder, *trees, self.options, save=save)
             self._forward[save] = builder.finish(results)
@@ -118,7 +121,7 @@ class Plans:
             grads: list[Spec | None] = []
             for spec, has_grad in zip(outputs, has_grads, strict=True):
                 grads.append(spec if has_grad else None)
-            builder = operator.builder_class([*self.specs, kept, *grads])
+            builder = operator.builder_class([*self.specs, kept, *grads], self.tuning)
             kept_buffer, *grad_buffers = builder.inputs[operator.num_inputs :]
             assert kept_buffer is not None
             trees = self._trees(builder.inputs[: operator.num_inputs])

@@ -9,39 +9,14 @@ that a launch writes, if `is_first`, or adds to. A backward kernel runs without 
 writes sums.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.activations import ACTIVATIONS
 from anemoi_gt.ops.sublayer_tensors import NormOptions
-from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
-
-MAX_FEATURES = 4096  # of a norm; beyond that, the gradient kernel spills registers
-MAX_WARPS = 8
-
-
-class Tile(NamedTuple):
-    """Shape of a tile.
-
-    It has at least 8 elements for each thread, one load of 16 bytes. With fewer, two threads would
-    hold the same element, and no output could be the memory of an input.
-    """
-
-    elements: int
-    columns: int  # at most
-    num_warps: int
-
-
-# Measured on an H200 with 528 programs, 16-bit rows of 512 features, 40,962 and 271,040 nodes:
-# NORM_BACKWARD takes 65 and 376 us; with 2048 elements it takes 100 and 610. A row that is wider
-# than a tile has its own tile, and more warps in proportion. HEAD_NORM backward takes 97 and 596 us
-# on an H100, 40,962 and 271,040 nodes of 16 heads of 64 channels; with 1024 elements and 2 warps
-# 121 and 743. Not measured: GATE_BACKWARD, half of ACTIVATION so that it has as many registers.
-NORM_FORWARD = Tile(2048, MAX_FEATURES, 2)
-NORM_BACKWARD = Tile(1024, MAX_FEATURES, 2)
-HEAD_NORM = Tile(2048, MAX_FEATURES, 4)
-ACTIVATION = Tile(2048, 512, 4)
-GATE_BACKWARD = Tile(1024, 512, 4)
+from anemoi_gt.ops.triton_backend import tiles
+from anemoi_gt.ops.triton_backend.tiles import MAX_FEATURES, NodeTile
 
 
 def norm_forward(
@@ -71,7 +46,7 @@ def norm_forward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns, num_warps = _norm_tile(NORM_FORWARD, features)
+    rows, columns, num_warps = _norm_tile(tiles.norm_forward_tile, features)
     stride = features if out_stride is None else out_stride
     entries = _entries(num_rows, batch, out_entry_rows)
     scalars = {
@@ -130,7 +105,7 @@ def norm_backward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns, num_warps = _norm_tile(NORM_BACKWARD, features)
+    rows, columns, num_warps = _norm_tile(tiles.norm_backward_tile, features)
     stride = features if normed_stride is None else normed_stride
     entries = _entries(num_rows, batch, normed_entry_rows)
     scalars = {
@@ -162,7 +137,7 @@ def head_norm_forward(
     """Return the launch of `head_norm_fwd`: x, scale -> out; strides are elements between nodes."""
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
+    pairs, columns, num_warps = _norm_tile(tiles.head_norm_tile, channels)
     num_pairs = num_rows * heads
     scalars = {"num_pairs": num_pairs, "eps": float(norm.eps)}
     constants = {
@@ -200,7 +175,7 @@ def head_norm_backward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
+    pairs, columns, num_warps = _norm_tile(tiles.head_norm_tile, channels)
     num_pairs = num_rows * heads
     last_pair = num_pairs + 2 * programs * pairs
     scalars = {"num_pairs": num_pairs, "first_sum": first_sum, "eps": float(norm.eps)}
@@ -229,7 +204,7 @@ def activation_forward(num_rows: int, features: int, activation: str, *, gated: 
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns = _activation_tile(ACTIVATION, features)
+    rows, columns, num_warps = _activation_tile(tiles.activation_tile, features)
     width = 2 * features if gated else features
     constants = {
         "K": features,
@@ -238,7 +213,7 @@ def activation_forward(num_rows: int, features: int, activation: str, *, gated: 
         "ACTIVATION": _checked(activation),
         "GATED": gated,
         "INT64": _needs_int64(num_rows + rows, width),
-        "num_warps": ACTIVATION.num_warps,
+        "num_warps": num_warps,
     }
     grid = (-(-num_rows // rows), -(-features // columns))
     return Launch(kernels.activation_fwd, grid, {"num_rows": num_rows}, constants)
@@ -262,8 +237,8 @@ def activation_backward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    tile = GATE_BACKWARD if gated else ACTIVATION
-    rows, columns = _activation_tile(tile, features)
+    tile_of = tiles.gate_backward_tile if gated else tiles.activation_tile
+    rows, columns, num_warps = _activation_tile(tile_of, features)
     width = 2 * features if gated else features
     scalars = {"num_rows": num_rows, "first_sum": first_sum}
     constants = {
@@ -275,7 +250,7 @@ def activation_backward(
         "SUMS": sums,
         "IS_FIRST": is_first,
         "INT64": _needs_int64(num_rows + 2 * programs * rows, width),
-        "num_warps": tile.num_warps,
+        "num_warps": num_warps,
     }
     grid = (programs, -(-features // columns))
     return Launch(kernels.activation_bwd, grid, scalars, constants)
@@ -300,25 +275,21 @@ def _entries(num_rows: int, batch: int, entry_rows: int | None) -> _Entries:
     return _Entries(max(1, rows), stride, batch > 1 and stride != rows, batch * stride)
 
 
-def _norm_tile(tile: Tile, features: int) -> tuple[int, int, int]:
-    """Return the rows and columns of a tile, and its warps."""
+def _norm_tile(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
+    """Return the tile of a norm; raise ValueError if a program cannot hold a row."""
     if not 1 <= features <= MAX_FEATURES:
         raise ValueError(
             f"a norm must have 1 to {MAX_FEATURES} features, which a program holds in registers, "
             f"got {features}; compute it by the module"
         )
-    columns = next_power_of_two(features)
-    rows = max(1, tile.elements // columns)
-    widening = max(1, columns // tile.elements)
-    return rows, columns, min(MAX_WARPS, widening * tile.num_warps)
+    return tile_of(features)
 
 
-def _activation_tile(tile: Tile, features: int) -> tuple[int, int]:
-    """Return the rows and columns of a tile."""
+def _activation_tile(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
+    """Return the tile of an activation; raise ValueError without features."""
     if features < 1:
         raise ValueError(f"an activation must have at least 1 feature, got {features}")
-    columns = min(next_power_of_two(features), tile.columns)
-    return max(1, tile.elements // columns), columns
+    return tile_of(features)
 
 
 def _checked(activation: str) -> str:

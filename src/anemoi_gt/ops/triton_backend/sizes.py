@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operands import AttentionOperands, Held, Operand
-from anemoi_gt.ops.triton_backend.tiles import Shape, attribute_columns
+from anemoi_gt.ops.triton_backend.tiles import TUNING, Shape, attribute_columns
 
 # rows may be read as packed 16-bit pairs
 PACKED_DTYPES = {
@@ -137,6 +137,7 @@ def sizes_of(
     *,
     holds: Callable[[bool], bool] = bool,
     fixed_degree_kernels: bool = True,
+    int32_limit: int = TUNING.int32_limit,
 ) -> Sizes:
     """Read the sizes of a call from its operands [.., N, H, C] and index tensors.
 
@@ -150,6 +151,8 @@ def sizes_of(
         admitted.
     fixed_degree_kernels : bool
         Use the kernels for a fixed in-degree where the structure has one.
+    int32_limit : int
+        See `Tuning`.
     """
     query, key, _, edge_attr, edge_weight, edge_bias = operands
     num_dst, heads, channels = query.shape[-3:]
@@ -183,7 +186,7 @@ def sizes_of(
         embedded=embedded,
         shares_attributes=edge_attr is not None and batch != 1 and edge_attr.shape[0] == 1,
         dtype=query.dtype,
-        needs_int64=not all(holds(elements < 2**31) for elements in largest),
+        needs_int64=not all(holds(elements < int32_limit) for elements in largest),
         scale=scale,
         dropout_p=dropout_p,
         fixed_in_degree=degree.shape[0] if degree is not None and fixed_degree_kernels else 0,

@@ -17,35 +17,12 @@ from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.operands import Held, Operand, OperandT
 from anemoi_gt.ops.operator import GradientLayout, GradientLeaf, Spec
 from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
-from anemoi_gt.ops.triton_backend import row_launches
+from anemoi_gt.ops.triton_backend import row_launches, tiles
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder, contiguous_stride
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
-CHUNK = 131072  # rows whose hidden features and modulation exist at a time
-# programs that share sums over nodes; fixed, so that the order of summation does not depend on the
-# device
-PROGRAMS = 528
 PACKED_ALIGNMENT = 8  # elements: 16 bytes of 16-bit elements, which kernels and cuBLAS load at once
 GRADIENT_ALIGNMENT = 32  # elements: 128 bytes of float32
-PACK_ELEMENTS = 2048  # elements of a program of `pack`
-ADD_ELEMENTS = 2048
-SUM_ELEMENTS = 2048  # of a tile whose rows are summed
-# 10,240 and 271,040 rows of 1024 columns take 17 and 193 us on an H100; with 128, 26 and 200
-SUM_COLUMNS = 512
-# 528 rows of 7168 partial sums take 13 us on an H100, a map of 1024 x 1024 takes 6; with 64 x 32
-# and 4 warps, 22 and 13
-TOTAL_ROWS = 256
-TOTAL_COLUMNS = 16
-TOTAL_WARPS = 8
-OUTER_ROWS = 64  # a product over nodes in 16 bits is a multiple of it, and the rows beyond
-
-
-def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of chunks of nearly equal sizes, at most CHUNK rows each."""
-    number = max(1, -(-num_rows // CHUNK))
-    for part in range(number):
-        yield part * num_rows // number, (part + 1) * num_rows // number
-
 
 # ---------------------------------------------------------------------------- packed weights
 
@@ -240,6 +217,12 @@ def _add_wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
 class SublayerBuilder(PlanBuilder):
     """Builder of a plan with steps of sub-layers: GEMMs, casts, residuals and norms."""
 
+    def chunks(self, num_rows: int) -> Iterator[tuple[int, int]]:
+        """Yield begin and end of chunks of nearly equal sizes, at most `tuning.chunk` rows each."""
+        number = max(1, -(-num_rows // self.tuning.chunk))
+        for part in range(number):
+            yield part * num_rows // number, (part + 1) * num_rows // number
+
     def pack(
         self, groups: Mapping[str, Sequence[Piece[Buffer]]], packed: Buffer
     ) -> dict[str, Buffer]:
@@ -264,14 +247,14 @@ class SublayerBuilder(PlanBuilder):
                 ones.append(piece.has_one)
                 sources.append(piece.source)
                 first += prod(piece.shape)
-        num_tiles = sum(-(-size // PACK_ELEMENTS) for size in sizes)
+        num_tiles = sum(-(-size // tiles.PACK_ELEMENTS) for size in sizes)
         absent = elementwise.PACKED - len(sources)
         constants = {
             "SIZES": (*sizes, *(absent * (0,))),
             "FIRSTS": (*firsts, *(absent * (0,))),
             "ONES": (*ones, *(absent * (False,))),
             "WITH_ADDEND": with_addend,
-            "ELEMENTS": PACK_ELEMENTS,
+            "ELEMENTS": tiles.PACK_ELEMENTS,
             "num_warps": 4,
         }
         sources += absent * [None]
@@ -312,9 +295,8 @@ class SublayerBuilder(PlanBuilder):
             else:
                 self.compute(_add_mm, dy.transposed(), x, total)
             return
-        # Rows beyond a multiple of OUTER_ROWS are added by a kernel: cuBLAS may leave some of them
-        # out (docs/upstream.md).
-        aligned = num_rows // OUTER_ROWS * OUTER_ROWS
+        # rows beyond a multiple of OUTER_ROWS are added by a kernel
+        aligned = num_rows // tiles.OUTER_ROWS * tiles.OUTER_ROWS
         if aligned or is_first:
             dy_rows = dy.slice(0, 0, aligned).transposed()
             function = _wide_mm if is_first else _add_wide_mm
@@ -326,15 +308,13 @@ class SublayerBuilder(PlanBuilder):
         from anemoi_gt.kernels import elementwise
 
         m, k = total.shape
-        # a matrix instruction has at least 16 elements along each side
-        tile_m = min(64, max(16, next_power_of_two(m)))
-        tile_k = min(128, max(16, next_power_of_two(k)))
+        tile_m, tile_k = tiles.outer_tile(m, k)
         constants = {
             "M": m,
             "K": k,
             "DY_STRIDE": dy.stride[0],
             "X_STRIDE": x.stride[0],
-            "ROWS": OUTER_ROWS,
+            "ROWS": tiles.OUTER_ROWS,
             "TILE_M": tile_m,
             "TILE_K": tile_k,
             "num_warps": 4,
@@ -359,12 +339,12 @@ class SublayerBuilder(PlanBuilder):
         unit = 16 if numel % 16 == 0 else 1
         constants = {
             "UNIT": unit,
-            "ELEMENTS": ADD_ELEMENTS,
-            "INT64": numel + ADD_ELEMENTS >= 2**31,
+            "ELEMENTS": tiles.ADD_ELEMENTS,
+            "INT64": numel + tiles.ADD_ELEMENTS >= 2**31,
             "num_warps": 4,
         }
         scalars = {"num_units": numel // unit}
-        launch = Launch(elementwise.add, (-(-numel // ADD_ELEMENTS),), scalars, constants)
+        launch = Launch(elementwise.add, (-(-numel // tiles.ADD_ELEMENTS),), scalars, constants)
         self.launch(launch, x=x, y=y, out=out)
 
     def copy(self, source: Buffer, target: Buffer) -> None:
@@ -383,43 +363,44 @@ class SublayerBuilder(PlanBuilder):
         constants = {
             "F": features,
             "W": width,
-            "ROWS": TOTAL_ROWS,
-            "COLUMNS": TOTAL_COLUMNS,
-            "num_warps": TOTAL_WARPS,
+            "ROWS": tiles.TOTAL_ROWS,
+            "COLUMNS": tiles.TOTAL_COLUMNS,
+            "num_warps": tiles.TOTAL_WARPS,
         }
-        launch = Launch(elementwise.map_total, (-(-width // TOTAL_COLUMNS),), {}, constants)
+        launch = Launch(elementwise.map_total, (-(-width // tiles.TOTAL_COLUMNS),), {}, constants)
         self.launch(launch, weight=weight, total=total, out=out)
 
 
 class NodeSums:
-    """Partial sums over nodes, PROGRAMS rows with named columns, each written by a launch."""
+    """Partial sums over nodes, a row for each program, with named columns, written by launches."""
 
     def __init__(self, builder: SublayerBuilder, parts: Mapping[str, Part]):
         self.builder = builder
+        self.programs = builder.tuning.programs
         self.columns: dict[str, slice] = {}
         self.width = 0
         for name, part in parts.items():
             self.columns[name] = slice(self.width, self.width + part.shape[0])
             self.width += part.shape[0]
-        self.partial = builder.empty((PROGRAMS, self.width), torch.float32)
+        self.partial = builder.empty((self.programs, self.width), torch.float32)
 
     def sum_rows(self, name: str, rows: Buffer) -> None:
         """Write the sums of rows [N, W] into the columns called `name`."""
         from anemoi_gt.kernels import elementwise
 
         num_rows, width = rows.shape
-        columns = min(SUM_COLUMNS, next_power_of_two(width))
+        columns = min(tiles.SUM_COLUMNS, next_power_of_two(width))
         constants = {
             "W": width,
             "STRIDE": rows.stride[0],
-            "ROWS": SUM_ELEMENTS // columns,
+            "ROWS": tiles.SUM_ELEMENTS // columns,
             "COLUMNS": columns,
             "SUMS": self.width,
-            "INT64": (num_rows + PROGRAMS * SUM_ELEMENTS) * rows.stride[0] >= 2**31,
+            "INT64": (num_rows + self.programs * tiles.SUM_ELEMENTS) * rows.stride[0] >= 2**31,
             "num_warps": 4,
         }
         scalars = {"num_rows": num_rows, "first_sum": self.columns[name].start}
-        grid = (PROGRAMS, -(-width // columns))
+        grid = (self.programs, -(-width // columns))
         launch = Launch(elementwise.sum_columns, grid, scalars, constants)
         self.builder.launch(launch, rows=rows, partial=self.partial)
 
@@ -428,13 +409,13 @@ class NodeSums:
         from anemoi_gt.kernels import elementwise
 
         constants = {
-            "P": PROGRAMS,
+            "P": self.programs,
             "SUMS": self.width,
-            "ROWS": TOTAL_ROWS,
-            "COLUMNS": TOTAL_COLUMNS,
-            "num_warps": TOTAL_WARPS,
+            "ROWS": tiles.TOTAL_ROWS,
+            "COLUMNS": tiles.TOTAL_COLUMNS,
+            "num_warps": tiles.TOTAL_WARPS,
         }
-        grid = (-(-self.width // TOTAL_COLUMNS),)
+        grid = (-(-self.width // tiles.TOTAL_COLUMNS),)
         launch = Launch(elementwise.sum_partial, grid, {}, constants)
         self.builder.launch(launch, partial=self.partial, total=total)
 
@@ -486,7 +467,7 @@ class NormSteps:
         num_rows, features = x.shape
         parts = [(0, num_rows)]
         if self.condition is not None and rows.batch == 1:
-            parts = list(chunks(num_rows))
+            parts = list(self.builder.chunks(num_rows))
         for begin, end in parts:
             launch = row_launches.norm_forward(
                 end - begin,
@@ -541,7 +522,7 @@ class NormSteps:
             num_rows,
             features,
             self.options,
-            programs=PROGRAMS,
+            programs=sums.programs,
             sums=sums.width,
             first_sum=sums.columns[f"{self.name}_scale"].start,
             is_first=first == 0,

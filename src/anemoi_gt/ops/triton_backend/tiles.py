@@ -1,34 +1,51 @@
-"""Tile shapes: what one program of each kernel holds on chip.
+"""Every number that tunes: what one program of each kernel holds on chip, and how plans are cut.
 
-A heuristic chooses each tile from the sizes of the problem alone, never from a clock, so equal
-sizes give the same bits on every run and device. It is what sweeps over warps, unroll, packed pairs
-and nodes found fastest on one H200 (bf16, H = 16, C = 32 and 64, D = 11 with a bias; encoder,
-processor and decoder of N320 with icosphere 6 where no other graph is named): all heads in one
-program; one warp where a row is reduced, more where it is only summed; several nodes a program
-where a node has one or two edges. Each tile of the row kernels is within 2% of the fastest that was
-measured. On other shapes, `benchmarks/tiles.py` searches.
+Tiles follow from problem sizes only and are never autotuned, so equal sizes give the same bits on
+every run and device. They are what sweeps over warps, unroll, packed pairs and nodes found fastest
+on one H200 (bf16, H = 16, C = 32 and 64, D = 11 with a bias; encoder, processor and decoder of N320
+with icosphere 6): all heads in one program; one warp where a row is reduced, more where it is only
+summed; several nodes a program where a node has one or two edges. Each tile of the row kernels is
+within 2% of the fastest that was measured. benchmarks/NOTES.md has the times, "Tiles", by the names
+of this module. On other shapes, `benchmarks/tiles.py` searches.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-PRODUCT = 16  # smallest inner size of a matrix product
+PRODUCT = 16  # smallest inner size of a matrix instruction
+MAX_WARPS = 8  # of a program
+CACHED_TILES = 128  # choices of each kernel that are cached
+
+
+class Tuning(NamedTuple):
+    """How plans are cut; tests make them small, so that each case has several of everything."""
+
+    chunk: int = 131072  # rows whose hidden features and modulation exist at a time
+    # programs that share sums over nodes, or the sum of dW of all heads; fixed, so that the order
+    # of summation does not depend on the device. Four for each of the 132 SMs of an H100.
+    programs: int = 528
+    # elements of segments' results that a program of `join` reads per step
+    joined: int = 1024
+    statistics: int = 512  # segments whose statistics a program of `join` reads per step
+    int32_limit: int = 2**31  # tensors of edge attention with fewer elements have 32-bit offsets
+
+
+TUNING = Tuning()
+
+
+# ---------------------------------------------------------------------------- edge attention
+
 BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program busy
 MANY_DEGREE = 16  # mean degree from which the remainder of an unrolled loop does not count
 ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 elements in each thread of a warp
 # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
 MAX_ATTRIBUTES = 256
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
-MAX_WARPS = 8  # of a program
-# elements of segments' results that a program reads together, and columns: a sector
-JOINED, JOINED_COLUMNS = (
-    1024,
-    8,
-)
-STATISTICS = 512  # segments whose statistics a program reads together
-PARTS, SUMMED = 16, 256  # partial sums of dW, and elements of it, that a program adds at a time
-CACHED_TILES = 128  # choices of each kernel that are cached
+JOINED_COLUMNS = 8  # columns that a program of `join` reads per step: one 32-byte sector
+# partial sums of dW, and elements of it, that a program of `weight_sum` adds per step
+PARTS = 16
+SUMMED = 256
 
 
 class Shape(NamedTuple):
@@ -39,9 +56,8 @@ class Shape(NamedTuple):
     attributes: int  # columns of W, the bias among them; 0 without raw attributes
     degree: float  # mean number of edges of a node whose edges a program walks
     itemsize: int  # bytes of an element
-    pairs_possible: bool = (
-        False  # the kernel can read two 16-bit elements of a row as one of 32 bits
-    )
+    # the kernel can read two 16-bit elements of a row as one of 32 bits
+    pairs_possible: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class ContractionTile:
     nodes: int  # nodes of a tile
     tiles: int  # tiles that a program takes one after the other, with the weight read once
     channels: int
-    attributes: int  # attributes padded to a power of two, at least 16 for a matrix product
+    attributes: int  # attributes padded to a power of two, at least 16 for a matrix instruction
     num_warps: int
     num_stages: int  # tiles in flight
 
@@ -96,12 +112,7 @@ def _unroll(shape: Shape, elements: float) -> int:
 
 @lru_cache(CACHED_TILES)
 def forward_tile(shape: Shape) -> RowTile:
-    """Return the tile of the forward pass over destinations.
-
-    Measured, with one warp and pairs: encoder 0.770, processor 0.239 ms at C = 64 with unroll 3 (1:
-    1.005, 0.268), decoder 1.553 with 1 (3: 1.625). At C = 32 processor 0.138, decoder 0.919 with 3
-    (1: 0.157, 0.946), encoder 0.411 with 4 and without pairs (with: 0.435; 3 with: 0.453).
-    """
+    """Return the tile of the forward pass over destinations."""
     group, padded = held_by_program(shape)
     warps = _warps(group * padded, 1)
     in_flight = shape.degree >= BUSY_DEGREE or group * padded < ROW_ELEMENTS
@@ -111,12 +122,7 @@ def forward_tile(shape: Shape) -> RowTile:
 
 @lru_cache(CACHED_TILES)
 def destination_tile(shape: Shape) -> RowTile:
-    """Return the tile of the backward pass over destinations.
-
-    Measured, with one warp and pairs: encoder 0.794 ms at C = 64 with unroll 3, 0.420 at C = 32
-    with 4 (1: 0.986, 0.566); processor 0.245, 0.135 with 3 (1: 0.290, 0.164); decoder 1.576, 0.880
-    with 1 (3: 1.574, 0.938).
-    """
+    """Return the tile of the backward pass over destinations."""
     group, padded = held_by_program(shape)
     warps = _warps(group * padded, 1)
     unroll = _unroll(shape, group * padded / warps) if shape.degree >= BUSY_DEGREE else 1
@@ -127,10 +133,7 @@ def destination_tile(shape: Shape) -> RowTile:
 def source_tile(shape: Shape) -> RowTile:
     """Return the tile of the backward pass over sources, whose `shape.attributes` is 0.
 
-    Measured: decoder 1.023 ms at C = 64, 0.525 at C = 32 with four warps (two: 1.382, 0.617),
-    processor 0.178 with four (two: 0.229), at C = 32 0.098 with two (four: 0.122); unroll 4 where a
-    thread holds 8 elements of a row, 2 where it holds 4. Encoder, whose sources have 1.6 edges:
-    0.689, 0.358 with four sources a program and unroll 1 (one source: 0.853, 0.447).
+    Unroll 4 where a thread holds 8 elements of a row, 2 where it holds 4.
     """
     group, padded = held_by_program(shape)
     elements = group * padded
@@ -155,16 +158,12 @@ def fixed_degree_tile(shape: Shape, degree: int) -> RowTile | None:
 
 
 def attribute_columns(attributes: int) -> int:
-    """Return the columns of attribute arrays: a power of two, at least 16 for matrix products."""
+    """Return the columns of attribute arrays: a power of two, at least PRODUCT."""
     return max(PRODUCT, next_power_of_two(max(1, attributes)))
 
 
 def attribute_edges(degree: float) -> int:
-    """Return the edges of an attribute tile over destinations: 1, or a matrix product's.
-
-    Measured: with a product, the forward of the processor takes 0.28 ms, down from 0.35, but the
-    decoder's 1.71, up from 1.55.
-    """
+    """Return the edges of an attribute tile over destinations: 1, or a matrix instruction's."""
     return PRODUCT if degree >= BUSY_DEGREE else 1
 
 
@@ -179,10 +178,7 @@ def attribute_warps(heads: int, attributes: int) -> int:
 
 
 def project_tile(channels: int, attributes: int) -> ContractionTile:
-    """Return the tile of `project`; it fits the shared memory, like other contractions.
-
-    Measured: decoder 0.318 ms at C = 64, 0.224 at C = 32, within 5% of the best.
-    """
+    """Return the tile of `project`; it fits the shared memory, like other contractions."""
     columns = attribute_columns(attributes)
     padded = max(PRODUCT, min(next_power_of_two(channels), 64, 4096 // columns))
     stages = 3 if channels <= padded else 1  # a row is in flight as a whole
@@ -195,12 +191,7 @@ def project_tile(channels: int, attributes: int) -> ContractionTile:
 
 
 def embed_tile(channels: int, attributes: int) -> ContractionTile:
-    """Return the tile of `embed`.
-
-    Measured: decoder 0.616, encoder 0.049 ms at C = 64 (with the tile of `project`: 0.635, 0.056);
-    0.388 and 0.032 at C = 32 with 64 nodes and 8 warps (4 warps: 0.509, 0.036; 128 nodes, 8 warps:
-    0.510, 0.033; 128 nodes, 4 warps: 0.441, 0.032).
-    """
+    """Return the tile of `embed`."""
     tile = project_tile(channels, attributes)
     if tile.attributes > 32 or channels > tile.channels:
         return tile
@@ -210,16 +201,85 @@ def embed_tile(channels: int, attributes: int) -> ContractionTile:
 
 
 def weight_tile(channels: int, attributes: int) -> ContractionTile:
-    """Return the tile of the gradient of W, of which a program takes many.
-
-    Measured with heads as the fast axis and 33 programs a head: decoder 0.641, encoder 0.055 ms at
-    C = 64 (64 programs, heads the slow axis: 0.828, 0.066). At C = 32 with two warps 0.523, 0.041
-    (four: 0.549, 0.041; 128 nodes, two: 0.465, 0.050, which costs 16 layers of a processor what it
-    saves a decoder).
-    """
+    """Return the tile of the gradient of W; a program takes many."""
     tile = project_tile(channels, attributes)
     if tile.attributes > 32 or channels > tile.channels:
         return tile
     if tile.channels >= 64:
         return replace(tile, nodes=64, num_warps=4, num_stages=2)
     return replace(tile, nodes=64, num_warps=2, num_stages=4)
+
+
+# ---------------------------------------------------------------------------- sub-layers
+
+MAX_FEATURES = 4096  # of a norm; beyond that, the gradient kernel spills registers
+PACK_ELEMENTS = 2048  # of a program of `pack`, not measured
+ADD_ELEMENTS = 2048  # of a program of `add`, not measured
+SUM_ELEMENTS = 2048  # of a tile of `sum_columns`, and its columns at most
+SUM_COLUMNS = 512
+TOTAL_ROWS = 256  # of a tile of `sum_partial` and `map_total`
+TOTAL_COLUMNS = 16
+TOTAL_WARPS = 8
+# A GEMM over nodes in 16 bits takes a multiple of it, and `add_outer` the rows beyond: cuBLAS may
+# leave some of them out (docs/upstream.md).
+OUTER_ROWS = 64
+OUTER_TILE = (64, 128)  # rows and columns of a tile of `add_outer`, at most
+
+
+class NodeTile(NamedTuple):
+    """Shape of one program of a row kernel of the sub-layers.
+
+    It has at least 8 elements for each thread, one load of 16 bytes. With fewer, two threads would
+    hold the same element, and no output could alias an input.
+    """
+
+    rows: int
+    columns: int  # a power of two
+    num_warps: int
+
+    @classmethod
+    def of_whole_rows(cls, features: int, elements: int, num_warps: int) -> "NodeTile":
+        """Return a tile of `elements` in whole rows; a wider row has more warps in proportion."""
+        columns = next_power_of_two(features)
+        widening = max(1, columns // elements)
+        return cls(max(1, elements // columns), columns, min(MAX_WARPS, widening * num_warps))
+
+    @classmethod
+    def of_columns(
+        cls, features: int, elements: int, most_columns: int, num_warps: int
+    ) -> "NodeTile":
+        """Return a tile of `elements` in at most so many columns."""
+        columns = min(next_power_of_two(features), most_columns)
+        return cls(max(1, elements // columns), columns, num_warps)
+
+
+def norm_forward_tile(features: int) -> NodeTile:
+    """Return the tile of `norm_fwd`."""
+    return NodeTile.of_whole_rows(features, 2048, num_warps=2)
+
+
+def norm_backward_tile(features: int) -> NodeTile:
+    """Return the tile of `norm_bwd`."""
+    return NodeTile.of_whole_rows(features, 1024, num_warps=2)
+
+
+def head_norm_tile(channels: int) -> NodeTile:
+    """Return the tile of `head_norm_fwd` and `head_norm_bwd`, whose rows are heads of nodes."""
+    return NodeTile.of_whole_rows(channels, 2048, num_warps=4)
+
+
+def activation_tile(features: int) -> NodeTile:
+    """Return the tile of `activation_fwd`, and of `activation_bwd` without a gate."""
+    return NodeTile.of_columns(features, 2048, 512, num_warps=4)
+
+
+def gate_backward_tile(features: int) -> NodeTile:
+    """Return the tile of `activation_bwd` with a gate: half, so it has as many registers."""
+    return NodeTile.of_columns(features, 1024, 512, num_warps=4)
+
+
+def outer_tile(m: int, k: int) -> tuple[int, int]:
+    """Return rows and columns of a tile of `add_outer`, whose result is [m, k]."""
+    most_m, most_k = OUTER_TILE
+    tile_m = min(most_m, max(PRODUCT, next_power_of_two(m)))
+    return tile_m, min(most_k, max(PRODUCT, next_power_of_two(k)))
