@@ -33,7 +33,9 @@ ODD = sublayers.Sizes(
 )
 WIDE = ODD._replace(features=512, hidden=2048, rows=4100, width=512, heads=16)
 WIDEST = WIDE._replace(features=1024, hidden=4096, width=1024, edge_dim=23)
-ALL_SIZES = (sublayers.SMALL, ODD, WIDE, WIDEST)
+# more features than are fused by default
+BEYOND = WIDEST._replace(features=2048, hidden=2048, width=1536, rows=1100)
+ALL_SIZES = (sublayers.SMALL, ODD, WIDE, WIDEST, BEYOND)
 REPEATS = 3
 
 

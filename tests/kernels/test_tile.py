@@ -40,14 +40,16 @@ def test_the_chosen_tile_is_within_2_percent_of_the_fastest_measured(kernel, gra
 
 
 @pytest.mark.parametrize("kernel", ROW_KERNELS)
-def test_every_time_in_a_docstring_is_in_the_results(kernel):
+def test_every_time_in_the_notes_is_in_the_results(kernel):
     known = {
         f"{ms:.3f}"
         for case, times in MEASURED.items()
         if case[0] == kernel
         for ms in times.values()
     }
-    quoted = set(re.findall(r"\d\.\d{3}", ROW_KERNELS[kernel].__doc__))
+    notes = (ROOT / "benchmarks" / "NOTES.md").read_text().splitlines()
+    (row,) = [line for line in notes if line.startswith(f"| `{ROW_KERNELS[kernel].__name__}`")]
+    quoted = set(re.findall(r"\d\.\d{3}", row))
     assert len(quoted) > 8
     assert quoted <= known
 
