@@ -128,25 +128,23 @@ def edge_attention_bwd_dst(
     in_row = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     if D > 0:
+        edge_range = (begin, end, first_edge)
+        attributes = (edge_attr, perm, first_attr)
         project_edges(
             attr_dp,
             1.0,
             projected_grad,
-            edge_attr,
-            perm,
             node,
-            first_edge,
-            first_attr,
-            begin,
-            end,
             head,
-            H,
-            D,
-            BIAS,
-            HEADS,
-            ATTRIBUTES,
-            EDGES,
-            PRECISION,
+            edge_range,
+            attributes,
+            H=H,
+            D=D,
+            BIAS=BIAS,
+            HEADS=HEADS,
+            ATTRIBUTES=ATTRIBUTES,
+            EDGES=EDGES,
+            PRECISION=PRECISION,
         )
         tl.debug_barrier()
 
@@ -168,10 +166,10 @@ def edge_attention_bwd_dst(
     delta = tl.zeros((HEADS,), tl.float32)
     weights = (do, inverse, value, attr_dp if D > 0 else None, exp_scores, dp)
     p_sum, delta = _differentiate_weights(
-        p_sum, delta, begin, main_end, *weights, *edges, H, ROW, PACKED, UNROLL
+        p_sum, delta, begin, main_end, *weights, *edges, H, ROW, PACKED, EACH=UNROLL
     )
     p_sum, delta = _differentiate_weights(
-        p_sum, delta, main_end, end, *weights, *edges, H, ROW, PACKED, 1
+        p_sum, delta, main_end, end, *weights, *edges, H, ROW, PACKED, EACH=1
     )
     if SEGMENT > 0 and slot >= 0:
         store_heads(segment_p, slot, heads, p_sum, H)
@@ -196,8 +194,8 @@ def edge_attention_bwd_dst(
         p_ds,
         dedge_attr,
     )
-    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, ROW, PACKED, UNROLL)
-    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, ROW, PACKED, 1)
+    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, ROW, PACKED, EACH=UNROLL)
+    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, ROW, PACKED, EACH=1)
     if dquery is not None:
         store_unpacked(dquery, node * ROW, in_row, dq, PACKED)
 
@@ -276,8 +274,8 @@ def edge_attention_bwd_dst_hub(
     )
     read = key if segment_dquery is not None else None
     scores = (delta, do, q, inverse, scale, read, exp_scores, dp, p_ds, dedge_attr)
-    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, ROW, PACKED, UNROLL)
-    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, ROW, PACKED, 1)
+    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, ROW, PACKED, EACH=UNROLL)
+    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, ROW, PACKED, EACH=1)
     if segment_dquery is not None:
         store_unpacked(segment_dquery, slot * WIDTH, in_row, dq, PACKED)
 

@@ -133,26 +133,24 @@ def edge_attention_fwd(
     in_row = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
     ROW: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
+    edge_range = (begin, end, first_edge)
+    attributes = (edge_attr, perm, first_attr)
     if D > 0:
         project_edges(
             exp_scores,
             score_scale,
             projected,
-            edge_attr,
-            perm,
             node,
-            first_edge,
-            first_attr,
-            begin,
-            end,
             head,
-            H,
-            D,
-            BIAS,
-            HEADS,
-            ATTRIBUTES,
-            EDGES,
-            PRECISION,
+            edge_range,
+            attributes,
+            H=H,
+            D=D,
+            BIAS=BIAS,
+            HEADS=HEADS,
+            ATTRIBUTES=ATTRIBUTES,
+            EDGES=EDGES,
+            PRECISION=PRECISION,
         )
         tl.debug_barrier()
 
@@ -172,8 +170,8 @@ def edge_attention_fwd(
         heads,
         first_edge,
     )
-    row_max = _score(row_max, begin, main_end, *score, H, ROW, PACKED, UNROLL)
-    row_max = _score(row_max, main_end, end, *score, H, ROW, PACKED, 1)
+    row_max = _score(row_max, begin, main_end, *score, H, ROW, PACKED, EACH=UNROLL)
+    row_max = _score(row_max, main_end, end, *score, H, ROW, PACKED, EACH=1)
     if SEGMENT > 0 and slot >= 0:
         store_heads(segment_max, slot, heads, row_max, H)
     row_max = tl.where(row_max == -float("inf"), 0.0, row_max)  # -inf minus -inf would be NaN
@@ -192,21 +190,18 @@ def edge_attention_fwd(
                 segment_attr_sums,
                 exp_scores,
                 None,
-                edge_attr,
-                dropout,
                 slot,
-                first_edge,
-                first_attr,
-                begin,
-                end,
                 head,
-                H,
-                D,
-                BIAS,
-                HEADS,
-                ATTRIBUTES,
-                EDGES,
-                PRECISION,
+                edge_range,
+                attributes,
+                dropout,
+                H=H,
+                D=D,
+                BIAS=BIAS,
+                HEADS=HEADS,
+                ATTRIBUTES=ATTRIBUTES,
+                EDGES=EDGES,
+                PRECISION=PRECISION,
             )
         return
     inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
@@ -218,21 +213,18 @@ def edge_attention_fwd(
             attr_sums,
             exp_scores,
             inv_denominator,
-            edge_attr,
-            dropout,
             node,
-            first_edge,
-            first_attr,
-            begin,
-            end,
             head,
-            H,
-            D,
-            BIAS,
-            HEADS,
-            ATTRIBUTES,
-            EDGES,
-            PRECISION,
+            edge_range,
+            attributes,
+            dropout,
+            H=H,
+            D=D,
+            BIAS=BIAS,
+            HEADS=HEADS,
+            ATTRIBUTES=ATTRIBUTES,
+            EDGES=EDGES,
+            PRECISION=PRECISION,
         )
 
 
@@ -312,14 +304,11 @@ def _sum_attributes(
     attr_sums,
     exp_scores,
     inv_denominator,
-    edge_attr,
-    dropout,
     node,
-    first_edge,
-    first_attr,
-    begin,
-    end,
     head,
+    edge_range,
+    attributes,
+    dropout,
     H: tl.constexpr,
     D: tl.constexpr,
     BIAS: tl.constexpr,
@@ -328,11 +317,13 @@ def _sum_attributes(
     EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write attr_sums[node, h] = sum_e m_e p_e a_e over edges begin .. end - 1.
+    """Write attr_sums[node, h] = sum_e m_e p_e a_e over a range, as in `project_edges`.
 
     Without inv_denominator, r_e replaces p_e.
     """
-    perm, global_edge_id, seed, b, h, drop_below, survivor = dropout
+    begin, end, first_edge = edge_range
+    edge_attr, perm, first_attr = attributes
+    _, global_edge_id, seed, b, h, drop_below, survivor = dropout
     offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
     tl.debug_barrier()
     sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)

@@ -201,14 +201,10 @@ def project_edges(
     result,
     factor,
     projected,
-    edge_attr,
-    perm,
     node,
-    first_edge,
-    first_attr,
-    begin,
-    end,
     head,
+    edge_range,
+    attributes,
     H: tl.constexpr,
     D: tl.constexpr,
     BIAS: tl.constexpr,
@@ -217,7 +213,13 @@ def project_edges(
     EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write result[e, h] = factor * <projected[node, h], a_e> for the edges begin .. end - 1."""
+    """Write result[e, h] = factor * <projected[node, h], a_e> for the edges of a range.
+
+    `edge_range` is (begin, end, first_edge), of a batch entry whose edges begin at `first_edge`;
+    `attributes` is (edge_attr, perm, first_attr).
+    """
+    begin, end, first_edge = edge_range
+    edge_attr, perm, first_attr = attributes
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
     u = load_row(projected, node, offsets, mask, H * ATTRIBUTES)  # [HEADS, ATTRIBUTES]
