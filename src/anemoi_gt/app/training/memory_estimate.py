@@ -194,9 +194,9 @@ class BlockSizes(NamedTuple):
     @classmethod
     def of(cls, block: Any) -> "BlockSizes":
         """Read the sizes of a `GraphTransformerBaseBlock`."""
-        path = block.path(block.lin_query.weight.new_empty(0, block.channels), None)
-        fused_attention = not isinstance(path.attention, Refusal)
-        fused_feed_forward = not isinstance(path.feed_forward, Refusal)
+        fused = block.fused_parts(block.lin_query.weight.new_empty(0, block.channels), None)
+        fused_attention = not isinstance(fused.attention, Refusal)
+        fused_feed_forward = not isinstance(fused.feed_forward, Refusal)
         feed_forward = sum(parameter.numel() for parameter in block.node_dst_mlp.parameters())
         attention = sum(parameter.numel() for parameter in block.parameters()) - feed_forward
         return cls(
