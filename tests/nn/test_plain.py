@@ -99,7 +99,7 @@ roles = pytest.mark.parametrize("role", (rule.ATTENTION, rule.PYG_ATTENTION, rul
 
 @roles
 def test_a_new_layer_is_plain(role):
-    assert why_not_plain({"conv": layers()[role]}, role) is None
+    assert why_not_plain(("conv", layers()[role], (role,))) is None
 
 
 def test_the_table_has_every_registry_of_hooks_that_there_is():
@@ -117,9 +117,9 @@ def test_a_message_hook_is_seen_while_it_is_there(role, registry):
     layer = layers()[role]
     register = getattr(layer, f"register{registry}".removesuffix("s"))
     hook = register(lambda *_: None)
-    assert why_not_plain({"conv": layer}, role).kind is TRANSIENT
+    assert why_not_plain(("conv", layer, (role,))).kind is TRANSIENT
     hook.remove()
-    assert why_not_plain({"conv": layer}, role) is None
+    assert why_not_plain(("conv", layer, (role,))) is None
 
 
 @roles
@@ -135,10 +135,10 @@ def test_another_method_of_message_passing_is_seen(role, name, where, monkeypatc
         monkeypatch.setattr(type(layer), name, other)
     else:
         layer.__class__ = type("Own", (type(layer),), {name: other})
-    assert why_not_plain({"conv": layer}, role).kind is PERMANENT
+    assert why_not_plain(("conv", layer, (role,))).kind is PERMANENT
     monkeypatch.undo()
     if where != "subclass":
-        assert why_not_plain({"conv": layer}, role) is None
+        assert why_not_plain(("conv", layer, (role,))) is None
 
 
 @roles
@@ -156,7 +156,7 @@ def test_another_method_of_message_passing_is_seen(role, name, where, monkeypatc
 def test_another_aggregation_is_seen(role, change):
     layer = layers()[role]
     change(layer)
-    assert why_not_plain({"conv": layer}, role).kind is PERMANENT
+    assert why_not_plain(("conv", layer, (role,))).kind is PERMANENT
 
 
 REGISTER = {
@@ -182,45 +182,45 @@ def test_a_hook_of_a_module_is_seen_while_it_is_there(register, of_aggregation):
         asked, question = AnemoiConv(4), rule.ANEMOI_ATTENTION
         watched = asked.aggr_module
     hook = getattr(watched, method)(lambda *_: None, **options)
-    assert why_not_plain({"x": asked}, question).kind is TRANSIENT
+    assert why_not_plain(("x", asked, (question,))).kind is TRANSIENT
     hook.remove()
-    assert why_not_plain({"x": asked}, question) is None
+    assert why_not_plain(("x", asked, (question,))) is None
 
 
 @pytest.mark.parametrize("registry", ("forward_hook", "forward_pre_hook", "full_backward_hook"))
 def test_hooks_of_all_modules_are_seen_while_they_are_there(registry):
     register = getattr(torch_module, f"register_module_{registry}")
     hook = register(lambda *_: None)
-    refusal = why_not_plain({"lin": nn.Linear(2, 2)}, rule.LINEAR)
+    refusal = why_not_plain(("lin", nn.Linear(2, 2), (rule.LINEAR,)))
     hook.remove()
     assert refusal.kind is TRANSIENT
-    assert why_not_plain({"lin": nn.Linear(2, 2)}, rule.LINEAR) is None
+    assert why_not_plain(("lin", nn.Linear(2, 2), (rule.LINEAR,))) is None
 
 
 @pytest.mark.parametrize("kind", (nn.Linear, nn.LayerNorm, AutocastLayerNorm), ids=str)
 @pytest.mark.parametrize("name", ("forward", "__call__", "_call_impl"))
 def test_a_patched_class_is_seen_while_it_is_patched(kind, name, monkeypatch):
     module, roles = kind(*[2] * (2 if kind is nn.Linear else 1)), (rule.LINEAR, rule.LAYER_NORM)
-    assert why_not_plain({"x": module}, *roles) is None
+    assert why_not_plain(("x", module, roles)) is None
     method = getattr(kind, name)
     monkeypatch.setattr(kind, name, lambda *args, **kwargs: method(*args, **kwargs))
-    assert why_not_plain({"x": module}, *roles).kind is PERMANENT
+    assert why_not_plain(("x", module, roles)).kind is PERMANENT
     monkeypatch.undo()
-    assert why_not_plain({"x": module}, *roles) is None
+    assert why_not_plain(("x", module, roles)) is None
 
 
 def test_a_norm_depends_on_the_norm_that_it_inherits_from(monkeypatch):
     norm, forward = AutocastLayerNorm(4), nn.LayerNorm.forward
-    assert why_not_plain({"norm": norm}, rule.LAYER_NORM) is None
+    assert why_not_plain(("norm", norm, (rule.LAYER_NORM,))) is None
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: forward(self, x))
-    assert why_not_plain({"norm": norm}, rule.LAYER_NORM).kind is PERMANENT
+    assert why_not_plain(("norm", norm, (rule.LAYER_NORM,))).kind is PERMANENT
 
 
 @pytest.mark.parametrize("name", TABLE["anemoi_gt.nn.block.GraphTransformerProcessorBlock"].methods)
 @pytest.mark.parametrize("where", ("class", "subclass"))
 def test_another_method_of_an_own_block_is_seen(name, where, monkeypatch):
     block, method = GraphTransformerProcessorBlock(**BLOCK_SIZES), None
-    assert why_not_plain({"": block}, rule.BLOCK) is None
+    assert why_not_plain(("", block, (rule.BLOCK,))) is None
     kind = type(block)
     method = getattr(kind, name)
     other = property(lambda self: method.fget(self))
@@ -230,21 +230,21 @@ def test_another_method_of_an_own_block_is_seen(name, where, monkeypatch):
         monkeypatch.setattr(kind, name, other)
     else:
         block.__class__ = type("Own", (kind,), {name: other})
-    assert why_not_plain({"": block}, rule.BLOCK).kind is PERMANENT
+    assert why_not_plain(("", block, (rule.BLOCK,))).kind is PERMANENT
 
 
 def test_a_subclass_of_a_block_that_overrides_nothing_is_plain():
     block = GraphTransformerProcessorBlock(**BLOCK_SIZES)
     block.__class__ = type("Own", (type(block),), {"helper": lambda self: None})
-    assert why_not_plain({"": block}, rule.BLOCK) is None
+    assert why_not_plain(("", block, (rule.BLOCK,))) is None
 
 
 def test_a_lazy_linear_map_is_as_plain_as_another():
     lazy = TransformerConv(-1, 4, edge_dim=-1).lin_edge
     assert lazy._forward_pre_hooks
-    assert why_not_plain({"lin_edge": lazy}, rule.PYG_LINEAR) is None
+    assert why_not_plain(("lin_edge", lazy, (rule.PYG_LINEAR,))) is None
     lazy.register_forward_pre_hook(lambda *_: None)
-    assert why_not_plain({"lin_edge": lazy}, rule.PYG_LINEAR).kind is TRANSIENT
+    assert why_not_plain(("lin_edge", lazy, (rule.PYG_LINEAR,))).kind is TRANSIENT
 
 
 @pytest.mark.compiled
@@ -253,8 +253,8 @@ def test_the_rule_is_traced_without_graph_breaks():
     linear, conv = nn.Linear(2, 2), AnemoiConv(4)
 
     def compute(x):
-        refusal = why_not_plain({"lin": linear}, rule.LINEAR)
-        refusal = refusal or why_not_plain({"conv": conv}, rule.ANEMOI_ATTENTION)
+        refusal = why_not_plain(("lin", linear, (rule.LINEAR,)))
+        refusal = refusal or why_not_plain(("conv", conv, (rule.ANEMOI_ATTENTION,)))
         if refusal is None:
             return x
         return x + len(refusal.text) + (refusal.kind is TRANSIENT)

@@ -1,5 +1,7 @@
 """Operators on trees: flat arguments, schemas, and second derivatives of all of them."""
 
+import importlib
+import pkgutil
 from typing import Generic, NamedTuple, TypeVar
 
 import pytest
@@ -7,10 +9,25 @@ import torch
 from support import sublayers
 from torch import Tensor
 
+import anemoi_gt.ops.triton_backend
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
+from anemoi_gt.ops.operator import Operator
+from anemoi_gt.ops.sublayer_tensors import (
+    AttentionTensors,
+    FeedForwardOptions,
+    FeedForwardTensors,
+)
+from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 from anemoi_gt.ops.tree import form_of, leaf_types, leaves, tree_of
-from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
+from anemoi_gt.ops.triton_backend.attention_sublayer import (
+    attention_sublayer,
+    attention_sublayer_triton,
+)
+from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
+from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
+    feed_forward_sublayer,
+    feed_forward_triton,
+)
 
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -60,6 +77,62 @@ def test_a_schema_has_a_parameter_for_each_leaf():
     assert schema.endswith(
         "float norm_eps, bool norm_is_centred, str activation, ScalarType gemm_dtype, bool keep_hidden, bool save) -> (Tensor, Tensor)"
     )
+
+
+def second_derivative(compute, x):
+    x = x.requires_grad_()
+    (gradient,) = torch.autograd.grad(compute(x).square().sum(), x, create_graph=True)
+    gradient.sum().backward()
+
+
+def forward_mode(compute, x):
+    torch.func.jvp(compute, (x,), (x,))
+
+
+def torch_func(compute, x):
+    torch.func.grad(lambda x: compute(x).sum())(x)
+
+
+def attention_sublayer_of(x):
+    named, _, graph, _, options = sublayers.draw_attention(x.device)
+    tensors = sublayers.fill(AttentionTensors, named | {"x_dst": x})
+    return attention_sublayer(tensors, graph, options)
+
+
+# an operator: a call that it serves, and the shape of an operand
+CALLS = {
+    edge_attention_torch: (lambda x: attend(x, "torch"), (2, 3, 4)),
+    edge_attention_triton: (lambda x: attend(x, "triton"), (2, 3, 4)),
+    attention_sublayer_triton: (attention_sublayer_of, (9, 24)),
+    feed_forward_triton: (lambda x: feed_forward(x), (13, 24)),
+}
+REFUSALS = {
+    second_derivative: "double backward is not supported by",
+    forward_mode: "forward-mode derivatives are not supported by",
+    torch_func: "torch.func.grad, vjp and jacrev are not supported by",
+}
+
+
+def test_every_operator_has_a_call():
+    packages = anemoi_gt.ops.torch_backend, anemoi_gt.ops.triton_backend
+    found = set()
+    for package in packages:
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            members = vars(importlib.import_module(module.name)).values()
+            found |= {member for member in members if isinstance(member, Operator)}
+    assert found == set(CALLS)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS.items(), ids=lambda pair: pair[0].__name__)
+@pytest.mark.parametrize(
+    "operator", CALLS, ids=lambda operator: f"{operator.name}_{operator.backend}"
+)
+def test_a_refusal_names_the_operator_that_raised_it(operator, refusal, kernel_device):
+    compute, shape = CALLS[operator]
+    differentiate, text = refusal
+    x = torch.randn(shape, device=kernel_device)
+    with pytest.raises(RuntimeError, match=f"^{text} {operator.name}, got "):
+        differentiate(compute, x)
 
 
 def strided(*shape):

@@ -235,7 +235,7 @@ def _why_not(upstream: TransformerConv, subclasses: tuple[type, ...]) -> Refusal
             f"{qualified_name(kind)} is a subclass, which may compute something else; see "
             "`subclasses`"
         )
-    refusal = why_not_plain({"": upstream}, PYG_ATTENTION)
+    refusal = why_not_plain(("", upstream, (PYG_ATTENTION,)))
     if refusal is not None and refusal.kind is RefusalKind.PERMANENT:
         return refusal
     for name in ("lin_query", "lin_key"):
@@ -248,7 +248,7 @@ def _why_not(upstream: TransformerConv, subclasses: tuple[type, ...]) -> Refusal
     embed = upstream.lin_edge
     if embed is None:
         return None
-    refusal = why_not_plain({"lin_edge": embed}, PYG_LINEAR)
+    refusal = why_not_plain(("lin_edge", embed, (PYG_LINEAR,)))
     if refusal is not None and refusal.kind is RefusalKind.PERMANENT:
         return refusal
     return None

@@ -102,16 +102,12 @@ def as_in_forward(module: nn.Module, question: str, answers: tuple[Any, ...]) ->
     if in_backward_pass():
         refused = None if last is None else last.get(question)
         return answers if refused is None else _with_refusals(answers, refused)
-    refusals = _refusals_in(answers)
+    refusals = tuple([answer if isinstance(answer, Refusal) else None for answer in answers])
     if last is not None:
         last[question] = refusals
     elif any(refusals):
         _LAST[module] = {question: refusals}
     return answers
-
-
-def _refusals_in(answers: tuple) -> Refusals:
-    return tuple([answer if isinstance(answer, Refusal) else None for answer in answers])
 
 
 def _with_refusals(answers: tuple, refusals: Refusals) -> tuple:

@@ -212,7 +212,7 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def fused_parts(self, x_dst: Tensor, cond: Tensor | None) -> FusedParts:
         """Return the parts of fused sub-layers, or refusals; called once per call of the block."""
-        refusal = why_not_plain({"": self}, BLOCK)
+        refusal = why_not_plain(("", self, (BLOCK,)))
         if refusal is None:
             fused = FusedParts.of(self, x_dst, cond, self.config)
         else:

@@ -365,7 +365,7 @@ class GraphTransformerConv(MessagePassing):
         if torch.jit.is_tracing():
             refusal: Refusal | None = transient("torch.jit.trace records it")
         else:
-            refusal = why_not_plain({"": self}, ATTENTION)
+            refusal = why_not_plain(("", self, (ATTENTION,)))
         (refusal,) = as_in_forward(self, "messages", (refusal,))
         if refusal is None:
             return None

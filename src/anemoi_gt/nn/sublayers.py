@@ -10,7 +10,8 @@ module is, the refusal names it; that costs its own sub-layer only.
 
 Ask once per call of a block and hand the answer down. Nothing is remembered between calls: the
 answer depends on mutable modules, and to read them takes no longer than to compare them with what
-they were. It is about 40 us a block, and torch.compile turns it into guards.
+they were. It is 25 to 30 us a block, and torch.compile turns it into guards. All modules of a
+sub-layer are asked for by one call of the rule, and read afterwards.
 """
 
 import warnings
@@ -44,6 +45,15 @@ Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinatio
 Submodule = Any
 
 EPS = torch.finfo(torch.float32).eps  # of an RMSNorm whose eps is None, for 16-bit rows too
+HEAD_NORMS = ("q_norm", "k_norm")
+# Roles that the modules of a sub-layer must have.
+LINEAR, SEQUENTIAL = (plain.LINEAR,), (plain.SEQUENTIAL,)
+NORM = (plain.LAYER_NORM, plain.RMS_NORM, plain.CONDITIONAL_NORM)
+LAYER_NORM = (plain.LAYER_NORM,)
+HEAD_NORM = (plain.LAYER_NORM, plain.RMS_NORM, plain.IDENTITY)
+MLP = (plain.MLP, plain.SEQUENTIAL)
+GATED_LINEAR, ACTIVATION = (plain.GATED_LINEAR,), (plain.ACTIVATION,)
+WITHOUT_CONDITION = (nn.LayerNorm, nn.RMSNorm)
 ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge", "projection")
 
 
@@ -207,8 +217,11 @@ def linear_parameters(
 
     It has the role `role` of `nn.plain`, and is `name` in its block or layer.
     """
+    refused = why_not_plain((name, linear, (role,)))
+    if refused is not None:
+        return refused
     try:
-        return _read_linears({name: linear}, role)[0]
+        return _read_linears({name: linear})[0]
     except CannotFuseError as error:
         refusal: Refusal = error.args[0]
         return refusal
@@ -229,44 +242,59 @@ def _read_feed_forward(
     sublayers: Sublayers,
     norm_name: str,
     mlp_name: str,
-) -> FeedForwardParts:
-    norm_parts = _read_norm(norm, norm_name, sublayers)
+) -> FeedForwardParts | Refusal:
+    asked = _asked_of_norm(norm, norm_name)
     # Up to anemoi-models 0.11 the network is the Sequential itself.
     layers, layers_name = mlp, mlp_name
     if type(mlp) is not nn.Sequential:
-        _check_plain({mlp_name: mlp}, plain.MLP, plain.SEQUENTIAL)
-        if getattr(mlp, "layer_norm", None) is not None:
-            raise _cannot_fuse(f"its {mlp_name} ends with a norm")
-        layers, layers_name = mlp._modules.get("mlp"), f"{mlp_name}.mlp"
-    _check_plain({layers_name: layers}, plain.SEQUENTIAL)
-
-    modules = tuple(layers._modules.values())
-    gate: Linear[Tensor] = Linear()
+        asked.append((mlp_name, mlp, MLP))
+        layers, layers_name = _child(mlp, "mlp"), f"{mlp_name}.mlp"
+    asked.append((layers_name, layers, SEQUENTIAL))
+    modules = tuple(layers._modules.values()) if isinstance(layers, nn.Module) else ()
+    gated: Submodule = None
+    activation: Submodule
     if len(modules) == 3:
         linear_in, activation, linear_out = modules
-        hidden, out = _read_linears({f"{layers_name}.0": linear_in, f"{layers_name}.2": linear_out})
-        activation_path = f"{layers_name}.1"
+        hidden_name, out_name = f"{layers_name}.0", f"{layers_name}.2"
+        activation_name = f"{layers_name}.1"
     elif len(modules) == 2:
         gated, linear_out = modules
-        gated_name = f"{layers_name}.0"
-        _check_plain({gated_name: gated}, plain.GATED_LINEAR)
-        children = gated._modules
-        linears = {
-            f"{gated_name}.gate_proj": children.get("gate_proj"),
-            f"{gated_name}.value_proj": children.get("value_proj"),
-            f"{layers_name}.1": linear_out,
-        }
-        gate, hidden, out = _read_linears(linears)
-        activation, activation_path = children.get("gating"), f"{gated_name}.gating"
+        gated_name, out_name = f"{layers_name}.0", f"{layers_name}.1"
+        gate_name, hidden_name = f"{gated_name}.gate_proj", f"{gated_name}.value_proj"
+        activation_name = f"{gated_name}.gating"
+        linear_in, activation = _child(gated, "value_proj"), _child(gated, "gating")
+        asked.append((gated_name, gated, GATED_LINEAR))
+        asked.append((gate_name, _child(gated, "gate_proj"), LINEAR))
     else:
+        refusal = why_not_plain(*asked)
+        if refusal is not None:
+            return refusal
         raise _cannot_fuse(
             f"its {layers_name} has {len(modules)} layers, and a linear map, an activation and a "
             "linear map, or a gated linear map and a linear map are needed"
         )
+    asked.append((hidden_name, linear_in, LINEAR))
+    asked.append((out_name, linear_out, LINEAR))
+    asked.append((activation_name, activation, ACTIVATION))
+    refusal = why_not_plain(*asked)
+    if refusal is not None:
+        return refusal
 
-    num_hidden = hidden.weight.shape[0]
+    approximate = activation.__dict__.get("approximate")  # of a GELU
+    kernel_activation = ACTIVATION_NAMES.get((type(activation), approximate))
+    if kernel_activation is None:
+        got = f"its {activation_name} has approximate={approximate!r}"
+        raise _cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
+    if layers is not mlp and getattr(mlp, "layer_norm", None) is not None:
+        raise _cannot_fuse(f"its {mlp_name} ends with a norm")
+    norm_parts = _read_norm(norm, norm_name, sublayers)
+    hidden, out = _read_linears({hidden_name: linear_in, out_name: linear_out})
+    gate: Linear[Tensor] = Linear()
+    if gated is not None:
+        (gate,) = _read_linears({gate_name: gated._modules["gate_proj"]})
+    num_hidden, num_inputs = hidden.weight.shape
     features = norm_parts.features
-    if hidden.weight.shape[1] != features:
+    if num_inputs != features:
         raise _shape_mismatch(hidden.weight, (num_hidden, features), layers_name, norm_name)
     if out.weight.shape != (features, num_hidden):
         raise _shape_mismatch(out.weight, (features, num_hidden), layers_name, norm_name)
@@ -278,51 +306,80 @@ def _read_feed_forward(
         gate=gate,
         hidden=hidden,
         out=out,
-        activation=_read_activation(activation, activation_path),
+        activation=kernel_activation,
         has_condition=norm_parts.has_condition,
         dtype=hidden.weight.dtype,
         gemm_dtype=hidden.weight.dtype,
     )
 
 
-def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts:
-    _check_dropout(block)
+def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusal:
     modules = block._modules
-    norm, norm_src = _read_attention_norms(modules, sublayers)
+    # Anemoi's attention is a module, which its integration has found to be plain, or a function.
+    attention = modules.get("conv", block)
+    if attention.__dict__.get("dropout", 0.0) and attention.training:
+        raise _cannot_fuse("its attention drops weights in training")
+
+    norm_dst = modules.get("layer_norm_attention")
+    norm_src = modules.get("layer_norm_attention_src", norm_dst)  # of a mapper
+    asked = _asked_of_norm(norm_dst, "layer_norm_attention")
+    if norm_src is not norm_dst:
+        asked += _asked_of_norm(norm_src, "layer_norm_attention_src")
     linears = {name: modules.get(name) for name in ATTENTION_LINEARS}
+    for name, linear in linears.items():
+        asked.append((name, linear, LINEAR))
+    # Anemoi's blocks have the flag, and norms only where it is set; ours have identities instead.
+    has_head_norms = block.__dict__.get("qk_norm", True)
+    for name in HEAD_NORMS if has_head_norms else ():
+        if modules.get(name) is not None:
+            asked.append((name, modules[name], HEAD_NORM))
+    refusal = why_not_plain(*asked)
+    if refusal is not None:
+        return refusal
+
+    norm = _read_norm(norm_dst, "layer_norm_attention", sublayers)
+    norm_of_sources = norm
+    # In a mapper the norm has two names. Anemoi calls it by one of them, this library by the other.
+    if modules.get("layer_norm_attention_dest", norm_dst) is not norm_dst:
+        raise _cannot_fuse("its layer_norm_attention_dest is not its layer_norm_attention")
+    if norm_src is not norm_dst:
+        norm_of_sources = _read_norm(norm_src, "layer_norm_attention_src", sublayers)
+    if norm_of_sources.features != norm.features:
+        raise _cannot_fuse("its norms of sources and destinations have different features")
+    if norm_of_sources.has_condition != norm.has_condition:
+        raise _cannot_fuse("one of its norms of sources and destinations takes a condition")
     query, self_term, key, value, edge, projection = _read_linears(linears)
     width = query.weight.shape[0]
     features = norm.features
-    weights = {
-        "lin_query": query.weight,
-        "lin_self": self_term.weight,
-        "lin_key": key.weight,
-        "lin_value": value.weight,
-    }
-    for name, weight in weights.items():
-        if weight.shape != (width, features):
-            others = "layer_norm_attention" if name == "lin_query" else "lin_query"
-            raise _shape_mismatch(weight, (width, features), name, others)
-    if edge.weight.shape[0] != width:
-        raise _shape_mismatch(edge.weight, (width, edge.weight.shape[1]), "lin_edge", "lin_query")
+    shape = (width, features)
+    if query.weight.shape != shape:
+        raise _shape_mismatch(query.weight, shape, "lin_query", "layer_norm_attention")
+    if self_term.weight.shape != shape:
+        raise _shape_mismatch(self_term.weight, shape, "lin_self", "lin_query")
+    if key.weight.shape != shape:
+        raise _shape_mismatch(key.weight, shape, "lin_key", "lin_query")
+    if value.weight.shape != shape:
+        raise _shape_mismatch(value.weight, shape, "lin_value", "lin_query")
+    edge_width, num_attributes = edge.weight.shape
+    if edge_width != width:
+        raise _shape_mismatch(edge.weight, (width, num_attributes), "lin_edge", "lin_query")
     if projection.weight.shape != (features, width):
         raise _shape_mismatch(projection.weight, (features, width), "projection", "lin_query")
     if width > sublayers.max_features:
         got = f"its queries have {width} features"
         raise _cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
-    if edge.weight.shape[1] > sublayers.max_attributes:
-        got = f"its edges have {edge.weight.shape[1]} attributes"
+    if num_attributes > sublayers.max_attributes:
+        got = f"its edges have {num_attributes} attributes"
         raise _cannot_fuse(f"{got}, and at most {sublayers.max_attributes} are possible")
 
     heads = block.num_heads
     query_norm = key_norm = NO_HEAD_NORM
-    # Anemoi's blocks have the flag, and norms only where it is set; ours have identities instead.
-    if block.__dict__.get("qk_norm", True):
+    if has_head_norms:
         query_norm, key_norm = _read_head_norms(modules, width // heads)
     return AttentionParts(
         sublayer=sublayers.attention,
         norm=norm,
-        norm_src=norm_src,
+        norm_src=norm_of_sources,
         query=query,
         self_term=self_term,
         key=key,
@@ -338,42 +395,28 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts:
     )
 
 
-def _read_attention_norms(
-    modules: dict[str, Submodule], sublayers: Sublayers
-) -> tuple[NormParts, NormParts]:
-    """Return the norms of destinations and of sources, which are the same object in a processor."""
-    dst = modules.get("layer_norm_attention")
-    norm = _read_norm(dst, "layer_norm_attention", sublayers)
-    src = modules.get("layer_norm_attention_src")
-    if src is None:
-        return norm, norm
-    # In a mapper the norm has two names. Anemoi calls it by one of them, this library by the other.
-    if modules.get("layer_norm_attention_dest") is not dst:
-        raise _cannot_fuse("its layer_norm_attention_dest is not its layer_norm_attention")
-    if src is dst:
-        return norm, norm
-    norm_src = _read_norm(src, "layer_norm_attention_src", sublayers)
-    if norm_src.features != norm.features:
-        raise _cannot_fuse("its norms of sources and destinations have different features")
-    if norm_src.has_condition != norm.has_condition:
-        raise _cannot_fuse("one of its norms of sources and destinations takes a condition")
-    return norm, norm_src
+def _asked_of_norm(norm: Submodule, name: str) -> list[plain.Asked]:
+    """Return what must be plain of a norm: itself, and the modules of a conditional one."""
+    asked: list[plain.Asked] = [(name, norm, NORM)]
+    if not isinstance(norm, WITHOUT_CONDITION):
+        asked.append((f"{name}.norm", _child(norm, "norm"), LAYER_NORM))
+        asked.append((f"{name}.scale", _child(norm, "scale"), LINEAR))
+        asked.append((f"{name}.bias", _child(norm, "bias"), LINEAR))
+    return asked
 
 
 def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
     """Return the parts of a layer norm, plain or conditional, or of an RMSNorm."""
     scale: Any
     shift: Any
-    _check_plain({name: norm}, plain.LAYER_NORM, plain.RMS_NORM, plain.CONDITIONAL_NORM)
-    has_condition = not isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+    has_condition = not isinstance(norm, WITHOUT_CONDITION)
     if has_condition:
         children = norm._modules
-        inner, inner_name = children.get("norm"), f"{name}.norm"
-        _check_plain({inner_name: inner}, plain.LAYER_NORM)
-        if any(parameter is not None for parameter in _read_parameters(inner, name)):
-            raise _cannot_fuse(f"its {inner_name} has its own affine parameters")
+        inner = children["norm"]
+        if _read_parameters(inner, name) != (None, None):
+            raise _cannot_fuse(f"its {name}.norm has its own affine parameters")
         (scale, scale_bias), (shift, shift_bias) = _read_linears(
-            {f"{name}.scale": children.get("scale"), f"{name}.bias": children.get("bias")}
+            {f"{name}.scale": children["scale"], f"{name}.bias": children["bias"]}
         )
         num_conditions = scale.shape[1]
         if scale_bias is None or shift_bias is None:
@@ -411,11 +454,10 @@ def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
 
 def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[HeadNorm, HeadNorm]:
     """Return the norms of queries and of keys."""
-    named = {name: modules[name] for name in ("q_norm", "k_norm") if modules.get(name) is not None}
-    _check_plain(named, plain.LAYER_NORM, plain.RMS_NORM, plain.IDENTITY)
     norms = {"q_norm": NO_HEAD_NORM, "k_norm": NO_HEAD_NORM}
-    for name, norm in named.items():
-        if type(norm) is nn.Identity:
+    for name in HEAD_NORMS:
+        norm = modules.get(name)
+        if norm is None or type(norm) is nn.Identity:
             continue
         scale, shift = _read_parameters(norm, name)
         if shift is not None:
@@ -433,64 +475,41 @@ def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[Head
     return norms["q_norm"], norms["k_norm"]
 
 
-def _read_linears(linears: dict[str, Submodule], role: str = plain.LINEAR) -> list[Linear[Tensor]]:
+def _read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
     """Return weight and bias of linear maps, by their names in the block."""
-    _check_plain(linears, role)
-    parameters = []
+    read = []
     for name, linear in linears.items():
-        weight = linear._parameters.get("weight")
-        bias = linear._parameters.get("bias")
+        parameters = linear._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
         has_no_bias = bias is None and "bias" not in linear.__dict__
         if type(weight) is not nn.Parameter or not (has_no_bias or type(bias) is nn.Parameter):
             weight, bias = _read_parameters(linear, name)
             if weight is None:
                 raise _cannot_fuse(f"its {name} has no weight")
-        parameters.append(Linear(weight, bias))
-    return parameters
-
-
-def _read_activation(activation: Submodule, name: str) -> str:
-    """Return the name of an activation for the kernels."""
-    _check_plain({name: activation}, plain.ACTIVATION)
-    known = ACTIVATION_NAMES.get((type(activation), getattr(activation, "approximate", None)))
-    if known is None:
-        got = f"its {name} has approximate={activation.approximate!r}"
-        raise _cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
-    return known
+        read.append(Linear(weight, bias))
+    return read
 
 
 def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None, Tensor | None]:
     """Return `weight` and `bias` of a module, None where it has none."""
-    parameters = []
+    read = []
+    parameters = module._parameters
     for name in ("weight", "bias"):
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            parameter = module.__dict__.get(name)  # replicas of DataParallel hold plain tensors
-        # Subclasses with their own data: DTensor, and quantisation of other libraries.
-        is_plain = parameter is None or type(parameter) is nn.Parameter
-        if not is_plain and hasattr(parameter, "__tensor_flatten__"):
-            kind = qualified_name(type(parameter))
-            raise _cannot_fuse(f"its {module_name} has a {name} of the tensor subclass {kind}")
-        parameters.append(parameter)
-    return parameters[0], parameters[1]
+        parameter = parameters.get(name)
+        if type(parameter) is not nn.Parameter:
+            if parameter is None:  # replicas of DataParallel hold plain tensors
+                parameter = module.__dict__.get(name)
+            # Subclasses with their own data: DTensor, and quantisation of other libraries.
+            if parameter is not None and hasattr(parameter, "__tensor_flatten__"):
+                kind = qualified_name(type(parameter))
+                raise _cannot_fuse(f"its {module_name} has a {name} of the tensor subclass {kind}")
+        read.append(parameter)
+    return read[0], read[1]
 
 
-def _check_plain(modules: dict[str, Submodule], *roles: str) -> None:
-    """Raise CannotFuseError unless modules, by their names in the block, are plain."""
-    refusal = why_not_plain(modules, *roles)
-    if refusal is not None:
-        raise CannotFuseError(refusal)
-
-
-def _check_dropout(block: Any) -> None:
-    """Raise CannotFuseError if attention dropout is active."""
-    # Anemoi's attention is a module, which its integration has found to be plain, or a function.
-    attention = block._modules.get("conv")
-    if attention is None:
-        attention = block
-    dropout = attention.__dict__.get("dropout", 0.0)
-    if dropout and attention.training:
-        raise _cannot_fuse("its attention drops weights in training")
+def _child(module: Submodule, name: str) -> Submodule:
+    """Return a submodule, or None if there is none; the module may be anything."""
+    return module._modules.get(name) if isinstance(module, nn.Module) else None
 
 
 def _shape_mismatch(

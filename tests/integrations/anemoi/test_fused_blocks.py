@@ -7,7 +7,11 @@ from functools import cache, partial
 
 import pytest
 import torch
-from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi.models.layers.block import (
+    GraphTransformerBaseBlock,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessorBlock,
+)
 from anemoi.models.layers.mlp import MLP
 from support import anemoi_model as small
 from support.anemoi_model import (
@@ -419,6 +423,24 @@ def test_an_unsupported_option_costs_only_its_sub_layer_and_is_logged_once(reaso
     assert re.match(reason, computed.reason)
     (message,) = said()
     assert re.match(f"a sub-layer of an Anemoi block is not fused: {reason}", message)
+
+
+def test_a_helper_of_another_version_costs_only_its_sub_layer_and_is_named(said, monkeypatch):
+    helper = GraphTransformerBaseBlock.run_node_dst_mlp
+
+    def with_another_body(self, x, **layer_kwargs):
+        return 2 * helper(self, x, **layer_kwargs)
+
+    monkeypatch.setattr(GraphTransformerBaseBlock, "run_node_dst_mlp", with_another_body)
+    block, inputs = block_of("processor"), block_inputs()
+    exact = differentiate_block(block, inputs)
+    with autocast():
+        anemoi = differentiate_block(block, inputs)
+    with integration.install(backend="triton"), autocast(), Operators() as operators:
+        ours = differentiate_block(block, inputs)
+    assert_as_accurate(ours, anemoi, exact, torch.bfloat16)
+    assert counted(operators.names) == {ATTENTION: 1, FEED_FORWARD: 0}
+    assert re.search("whose run_node_dst_mlp was replaced", said()[0])
 
 
 @pytest.mark.parametrize("reason", UNSERVED)

@@ -23,7 +23,7 @@ LAUNCH = KERNELS / "launch.py"
 TOOLCHAIN = PACKAGE / "toolchain.py"  # around the first launch of a kernel
 PLAN = PACKAGE / "ops" / "triton_backend" / "plan.py"
 MOST_FUNCTIONS = 9  # from the forward of a block to the launch of the kernel that reads edge_attr
-MOST_CALLS = 130  # in one forward, without the calls of plans and launches
+MOST_CALLS = 100  # in one forward, without the calls of plans and launches
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 
 

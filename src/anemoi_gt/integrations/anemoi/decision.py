@@ -141,7 +141,7 @@ def _decide(
     settings = SETTINGS.of(block)
     if settings is None:
         return Decision(None, UPSTREAM)
-    overridden = why_not_plain({"": block}, ANEMOI_BLOCK)
+    overridden = why_not_plain(("", block, (ANEMOI_BLOCK,)))
     refusal = overridden or _why_not_attention(block, call)
     (refusal,) = as_in_forward(block, "attention", (refusal,))
     if refusal is not None:
@@ -260,7 +260,7 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
         getattr(conv, "__self__", None),
     ):
         return None
-    refusal = why_not_plain({"conv": conv}, ANEMOI_ATTENTION)
+    refusal = why_not_plain(("conv", conv, (ANEMOI_ATTENTION,)))
     if refusal is None and conv.out_channels != block.out_channels_conv:
         return permanent(
             f"its conv has out_channels {conv.out_channels}, and its heads have "

@@ -191,7 +191,7 @@ def get_edges(
     model_comm_group: Any,
 ) -> Any:
     """Hand out cached lists of a `StaticGraphProvider` without synchronising the device."""
-    refusal = why_not_plain({"": self}, ANEMOI_PROVIDER)
+    refusal = why_not_plain(("", self, (ANEMOI_PROVIDER,)))
     if refusal is not None:
         warn_once(f"edges are made and sorted at each step: {refusal.text}")
     if refusal is not None or is_exporting() or torch.jit.is_tracing():

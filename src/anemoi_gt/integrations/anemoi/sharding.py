@@ -56,7 +56,7 @@ def get_edges(
     model_comm_group: Any,
 ) -> Any:
     """Shard a `StaticGraphProvider` by the same range of every copy of a batch."""
-    if why_not_plain({"": self}, ANEMOI_PROVIDER) is not None or not (
+    if why_not_plain(("", self, (ANEMOI_PROVIDER,))) is not None or not (
         shard_edges
         and batch_size > 1
         and SETTINGS.any_sharding
@@ -252,7 +252,7 @@ def _splits_copies(model: Any) -> bool:  # a module of anemoi-models, which has 
         all(isinstance(module, mapper.GraphTransformerBaseMapper) for module in mappers)
         and (has_edges or isinstance(model.processor, layers.NoOpProcessor))
         and all(isinstance(provider, providers.StaticGraphProvider) for provider in static)
-        and all(why_not_plain({"": provider}, ANEMOI_PROVIDER) is None for provider in static)
+        and all(why_not_plain(("", provider, (ANEMOI_PROVIDER,))) is None for provider in static)
         and all(shards_edges(block) for block in blocks)
     )
 
