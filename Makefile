@@ -20,6 +20,8 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 PIP := .venv/$(INSTALL) --constraint constraints.txt
 INSTALLED := .venv/.installed
 PYTEST := bin/python -m pytest --dist worksteal
+# Containers switch it off, and every process that a test starts would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quick demo test test-anemoi nightly bench lint format docs clean
 .PHONY: nightly-upstream nightly-interpreter nightly-lowest nightly-torch
@@ -38,8 +40,8 @@ test: $(INSTALLED)-test
 
 # Older releases of torch trace less than the pinned one, so compiled code is tested with the release that Anemoi requires, too.
 test-anemoi: .venv-anemoi/.installed
-	.venv-anemoi/bin/python -m pytest tests/anemoi_application $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
-	.venv-anemoi/bin/python -m pytest tests/integrations/anemoi tests/nn -m "compiled and not upstream"
+	OMP_NUM_THREADS=1 .venv-anemoi/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH)) \
+		-m "(process or compiled) and not upstream" tests/anemoi_application tests/integrations/anemoi tests/nn
 
 bench: $(INSTALLED)-graphs
 	$(BIN)/python benchmarks/run.py --output outputs/bench.json
@@ -87,7 +89,7 @@ install_versions = for version in $(1); do \
 # anemoi-training, whose metadata do not name them. The interpreter of Triton 3.6 cannot run with numpy 2.4.
 OLD_NUMPY := 'numpy<2.4'
 .venv-anemoi/.installed: pyproject.toml | .venv-anemoi/bin/python
-	.venv-anemoi/$(INSTALL) --editable '.[anemoi-application]' pytest $(OLD_NUMPY)
+	.venv-anemoi/$(INSTALL) --editable '.[anemoi-application]' pytest pytest-xdist $(OLD_NUMPY)
 	touch $@
 
 .venv-docs/.installed: pyproject.toml constraints.txt | .venv-docs/bin/python

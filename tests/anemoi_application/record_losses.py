@@ -1,4 +1,4 @@
-"""A callback that writes the losses, batch times, and numbers of attentions and halo exchanges of a training."""
+"""A callback that writes the id of a training, its losses, batch times, and numbers of attentions and halo exchanges."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ class RecordLosses(pl.Callback):
 
     def __init__(self, path):
         self.path = Path(path)
-        self.report = {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0}
+        self.report = {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0, "id": None}
 
     def on_train_start(self, trainer, module):
         ours = sys.modules.get("anemoi_gt.integrations.anemoi.blocks")
@@ -41,5 +41,6 @@ class RecordLosses(pl.Callback):
         self.report["losses"].append(float(outputs["loss"]))
 
     def on_train_end(self, trainer, *_):
+        self.report["id"] = Path(trainer.checkpoint_callback.dirpath).name
         if trainer.is_global_zero:  # the ranks share the path
             self.path.write_text(json.dumps(self.report))

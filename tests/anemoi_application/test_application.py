@@ -4,6 +4,7 @@
 installed as users do.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -11,15 +12,20 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from support.once import compute_once
+
+pytestmark = pytest.mark.process
 
 HERE = Path(__file__).parent
 COMMANDS = Path(sys.executable).parent
 BLOCK = "anemoi.models.layers.block.GraphTransformerProcessorBlock"
 RELATIVE = 1e-5  # of losses: sums in another order, over 30 steps of AdamW
 SECONDS = 600  # a training or forecast takes one minute on two cores
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "--no-python")
 
 
 def run(*command, import_first=(), **environment):
@@ -50,33 +56,53 @@ def run(*command, import_first=(), **environment):
     return output
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, era5_path):
-    """A folder with the data set."""
-    folder = tmp_path_factory.mktemp("anemoi")
-    (folder / "recipe.yaml").write_text(
-        (HERE / "recipe.yaml").read_text().replace("GRIB", str(Path(era5_path).resolve()))
+@pytest.fixture(scope="session")
+def once(tmp_path_factory, worker_id):
+    """Return a result that tests share, even if several processes run them: once(what, compute)."""
+
+    def call(what, compute):
+        name = hashlib.sha256(what.encode()).hexdigest()  # overrides have characters of paths
+        return compute_once(name, compute, tmp_path_factory, worker_id)
+
+    return call
+
+
+def make_data_set(folder, era5_path):
+    """Make the data set in a folder, and return the folder."""
+    recipe = folder / "recipe.yaml"
+    grib = str(Path(era5_path).resolve())
+    recipe.write_text((HERE / "recipe.yaml").read_text().replace("GRIB", grib))
+    run("anemoi-datasets", "create", recipe, folder / "uk.zarr")
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, once, era5_path):
+    """A folder with the data set, for trainings and forecasts."""
+    return Path(
+        once("data set", lambda: make_data_set(tmp_path_factory.mktemp("anemoi"), era5_path))
     )
-    run("anemoi-datasets", "create", folder / "recipe.yaml", folder / "uk.zarr")
-    return folder
 
 
-@pytest.fixture(scope="module")
-def train(folder):
+def run_training(folder, launcher, config, *overrides):
+    """Train with one of the configs here; return what `record_losses` has recorded, and the log.
+
+    Trainings that run side by side share the data set and the folder of runs, and nothing else.
+    """
+    own = Path(tempfile.mkdtemp(dir=folder))
+    arguments = (f"--config-dir={HERE}", f"--config-name={config}", *overrides)
+    command = (*launcher, COMMANDS / "anemoi-training", "train", *arguments)
+    log = run(*command, FOLDER=folder, OWN=own)
+    return json.loads((own / "losses.json").read_text()) | {"log": log}
+
+
+@pytest.fixture(scope="session")
+def train(folder, once):
     """Train with one of the configs here and overrides, once; returns what it did and the id of its run."""
-    done = {}
 
     def start(config, *overrides, launcher=()):
-        key = (config, *overrides, *launcher)
-        if key not in done:
-            losses = folder / f"{len(done)}.json"
-            before = set((folder / "out").glob("checkpoint/*"))
-            arguments = (f"--config-dir={HERE}", f"--config-name={config}", *overrides)
-            command = (*launcher, COMMANDS / "anemoi-training", "train", *arguments)
-            log = run(*command, FOLDER=folder, LOSSES=losses)
-            (new,) = set((folder / "out").glob("checkpoint/*")) - before
-            done[key] = json.loads(losses.read_text()) | {"id": new.name, "log": log}
-        return done[key]
+        what = " ".join(("train", *launcher, config, *overrides))
+        return once(what, lambda: run_training(folder, launcher, config, *overrides))
 
     return start
 
@@ -134,7 +160,7 @@ def test_compiled_code_is_not_taken_for_an_export():
 
 @pytest.mark.parametrize(
     "launcher",
-    ((), ("torchrun", "--nproc-per-node=2", "--no-python")),
+    ((), TORCHRUN),
     ids=("Lightning", "torchrun"),
 )
 def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_one(train, launcher):
@@ -154,25 +180,40 @@ def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train):
     assert replayed["attentions"] > eager["attentions"] > 0  # in warm-up and capture
 
 
-def forecast(folder, checkpoint, name, *overrides, launcher=(), data="uk.zarr", import_first=()):
-    """Run a forecast; returns the 2 m temperature [time, point] and the log."""
-    import netCDF4
-
+def run_forecast(folder, checkpoint, *overrides, launcher=(), data="uk.zarr", import_first=()):
+    """Run a forecast; return the name of its file, and the log."""
+    file = Path(tempfile.mkdtemp(dir=folder)) / "forecast.nc"
     options = (f"checkpoint={checkpoint}", f"input.dataset.dataset={folder / data}", *overrides)
     command = (*launcher, COMMANDS / "anemoi-inference", "run", HERE / "forecast.yaml")
-    output = f"output.netcdf.path={folder / name}"
-    log = run(*command, output, *options, import_first=import_first)
-    with netCDF4.Dataset(folder / name) as file:
-        return file.variables["2t"][:], log
+    log = run(*command, f"output.netcdf.path={file}", *options, import_first=import_first)
+    return str(file), log
+
+
+@pytest.fixture(scope="session")
+def forecast(folder, train, once):
+    """Forecast with the checkpoint of a training, once; returns the temperature [time, point] and the log."""
+
+    def start(config, *overrides, launcher=(), **options):
+        import netCDF4
+
+        checkpoint = folder / "out" / "checkpoint" / train(config)["id"] / "inference-last.ckpt"
+        what = " ".join(("forecast", *launcher, config, *overrides))
+        name, log = once(
+            what,
+            lambda: run_forecast(folder, checkpoint, *overrides, launcher=launcher, **options),
+        )
+        with netCDF4.Dataset(name) as file:
+            return file.variables["2t"][:], log
+
+    return start
 
 
 @pytest.mark.parametrize("config", ("untouched", "with_us"))
-def test_the_runner_uses_anemoi_gt_logs_it_and_gives_the_same_forecast(folder, train, config):
-    checkpoint = folder / "out" / "checkpoint" / train(config)["id"] / "inference-last.ckpt"
+def test_the_runner_uses_anemoi_gt_logs_it_and_gives_the_same_forecast(forecast, config):
     said = "anemoi_gt computes the attention of 4 graph-transformer blocks"
-    theirs, log = forecast(folder, checkpoint, f"{config}_theirs.nc")
+    theirs, log = forecast(config)
     assert said not in log
-    ours, log = forecast(folder, checkpoint, f"{config}_ours.nc", "runner=anemoi-gt")
+    ours, log = forecast(config, "runner=anemoi-gt")
     assert said in log
     assert ours.shape == theirs.shape
     assert ours.shape[0] == 3
@@ -181,7 +222,6 @@ def test_the_runner_uses_anemoi_gt_logs_it_and_gives_the_same_forecast(folder, t
     assert abs(ours[-1] - ours[0]).max() > 0.1
 
 
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "--no-python")
 SPELLINGS = {  # options, the key of the cluster where ranks are spawned, and the launcher
     "around ours": (("runner.parallel.base_runner=anemoi-gt",), "runner.parallel", ()),
     "inside ours": (("runner.anemoi-gt.runner=parallel",), "runner.anemoi-gt", ()),
@@ -196,17 +236,15 @@ def free_port():
         return listener.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def prepared_ranks(folder):
+@pytest.fixture
+def prepared_ranks(tmp_path):
     """A folder with a `sitecustomize.py` for the ranks that anemoi-inference 0.13.0 spawns.
 
     They have no log handler. And they never end: a spawned process waits for its children before it
     shuts its process pools down, and one of those is a worker of the pool by which anemoi-datasets
     0.5.47 reports its usage. No setting closes that pool.
     """
-    ranks = folder / "ranks"
-    ranks.mkdir()
-    (ranks / "sitecustomize.py").write_text(
+    (tmp_path / "sitecustomize.py").write_text(
         """
 import logging
 import sys
@@ -224,23 +262,18 @@ def shut_pool_down():
 Finalize(None, shut_pool_down, exitpriority=100)
 """
     )
-    return ranks
+    return tmp_path
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_rank_of_a_parallel_forecast_computes_with_us(
-    folder, train, prepared_ranks, spelling
-):
-    checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
-    expected, _ = forecast(folder, checkpoint, "one_rank.nc")
+def test_every_rank_of_a_parallel_forecast_computes_with_us(forecast, prepared_ranks, spelling):
+    expected, _ = forecast("untouched")
     options, spawning, launcher = SPELLINGS[spelling]
     if spawning is not None:
         cluster = f"{spawning}.cluster.manual"
         options = (*options, f"{cluster}.world_size=2", f"{cluster}.port={free_port()}")
     ours, log = forecast(
-        folder,
-        checkpoint,
-        f"{spelling}.nc",
+        "untouched",
         *options,
         "verbosity=1",  # without one, ranks other than the first log nothing
         launcher=launcher,
@@ -250,13 +283,11 @@ def test_every_rank_of_a_parallel_forecast_computes_with_us(
     assert abs(ours - expected).max() < 1e-3  # kelvin, float32 at 280 K
 
 
-def test_a_model_without_graph_transformers_is_refused_before_data_are_read(folder, train):
-    trained = train("gnn")["id"]
-    checkpoint = folder / "out" / "checkpoint" / trained / "inference-last.ckpt"
+def test_a_model_without_graph_transformers_is_refused_before_data_are_read(forecast):
     with pytest.raises(
         AssertionError, match="must have a graph-transformer block, got .* without one"
     ):
-        forecast(folder, checkpoint, "refused.nc", "runner=anemoi-gt", data="missing.zarr")
+        forecast("gnn", "runner=anemoi-gt", data="missing.zarr")
 
 
 def test_a_training_without_graph_transformers_says_so_when_the_model_is_built(train):
@@ -268,21 +299,19 @@ def test_a_training_without_graph_transformers_says_so_when_the_model_is_built(t
     assert "Trainer.fit" not in before_training
 
 
-def test_every_option_of_install_and_the_runner_to_wrap_are_keys_of_the_runner(folder, train):
-    checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
-    theirs, _ = forecast(folder, checkpoint, "untouched_theirs.nc")
+def test_every_option_of_install_and_the_runner_to_wrap_are_keys_of_the_runner(forecast):
+    theirs, _ = forecast("untouched")
     options = "runner=forecaster,backend=torch,precision=fp32,fuse_edges=false,blocks=false"
     options += ",sharding=false,activation_checkpointing=none,keep_hidden=false"
     keys = [f"runner.anemoi-gt.{option}" for option in options.split(",")]
-    ours, log = forecast(folder, checkpoint, "options.nc", *keys)
+    ours, log = forecast("untouched", *keys)
     assert "anemoi_gt computes the attention of 4 graph-transformer blocks" in log
     # kelvin, float32 at 280 K
     assert abs(ours - theirs).max() < 1e-3
 
 
-def test_the_runner_refuses_a_wrong_option(folder, train):
-    checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
+def test_the_runner_refuses_a_wrong_option(forecast):
     with pytest.raises(
         AssertionError, match="backend must be one of auto, triton, torch, got 'cuda'"
     ):
-        forecast(folder, checkpoint, "refused.nc", "runner.anemoi-gt.backend=cuda")
+        forecast("untouched", "runner.anemoi-gt.backend=cuda")
