@@ -12,6 +12,7 @@ import torch
 from hydra import compose, initialize_config_module
 from support import applications
 from support.applications import last_error, logging_as_before
+from support.once import compute_once
 
 from anemoi_gt import __main__ as command_line
 from anemoi_gt.app import export_command as application
@@ -72,10 +73,13 @@ def started(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def package(checkpoint, started):
-    path = checkpoint.with_name("model.pt2")
-    started(f"checkpoint={checkpoint}", f"out={path}", "max_batch=4")
-    return path
+def package(checkpoint, started, tmp_path_factory, worker_id):
+    def export():
+        path = checkpoint.with_name("model.pt2")
+        started(f"checkpoint={checkpoint}", f"out={path}", "max_batch=4")
+        return str(path)
+
+    return Path(compute_once("package", export, tmp_path_factory, worker_id))
 
 
 @pytest.fixture
@@ -96,9 +100,9 @@ def test_package_runs_in_python_without_this_library(package, example, run_witho
     torch.testing.assert_close(torch.load(forecast), expected)
 
 
-@pytest.fixture(scope="module")
-def cpp_program(tmp_path_factory):
-    torch_folder, program = Path(torch.__file__).parent, tmp_path_factory.mktemp("cpp") / "run"
+def compile_program(program):
+    """Compile the example in C++; return its path."""
+    torch_folder = Path(torch.__file__).parent
     libraries = torch_folder / "lib"
     compiler = [
         "g++",
@@ -111,7 +115,13 @@ def cpp_program(tmp_path_factory):
     ]
     linker = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
     subprocess.run([*compiler, *linker], check=True, capture_output=True, timeout=300)
-    return program
+    return str(program)
+
+
+@pytest.fixture(scope="module")
+def cpp_program(tmp_path_factory, worker_id):
+    compile_it = partial(compile_program, tmp_path_factory.mktemp("cpp") / "run")
+    return Path(compute_once("program in C++", compile_it, tmp_path_factory, worker_id))
 
 
 WRONG_FIELDS = {

@@ -35,7 +35,8 @@ from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
 from anemoi_gt.integrations.pyg import GraphData, swap_back, swap_layers
 from anemoi_gt.nn import GraphTransformerProcessorBlock
 
-NODES, EDGES = 12, 50
+NODES = 12
+EDGES = 50
 
 
 models = pytest.mark.parametrize("make", MODELS, ids=lambda model: model.__name__)

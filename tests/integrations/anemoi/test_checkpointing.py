@@ -22,7 +22,8 @@ WHOLE = (
     "GraphTransformerForwardMapper",
     "GraphTransformerBackwardMapper",
 )
-ATTENTION, ACTIVATION = "anemoi_gt.edge_attention_torch.default", "aten.gelu.default"
+ATTENTION = "anemoi_gt.edge_attention_torch.default"
+ACTIVATION = "aten.gelu.default"
 MODES = ("none", "full")
 
 

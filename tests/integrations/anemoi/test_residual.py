@@ -7,7 +7,10 @@ from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEnc
 
 from anemoi_gt.integrations import anemoi as integration
 
-BATCH, TIME, ENSEMBLE, GRID = 2, 2, 3, 5
+BATCH = 2
+TIME = 2
+ENSEMBLE = 3
+GRID = 5
 # prognostic variables of output and input
 INDICES = {
     "global": ([0, 3, 1], [2, 4, 0]),

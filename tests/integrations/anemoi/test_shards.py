@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from anemoi.models.distributed.shapes import GraphShardInfo
 from support import anemoi_shards
 from support.anemoi_model import build, make_options
 from support.anemoi_shards import CASES, LAYERS
+from support.once import compute_once
 from support.same_numbers import assert_same_numbers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,15 +28,20 @@ EXCHANGES = LAYERS + 2  # of a forward pass: each layer, encoder and decoder
 TRAINED = 5
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The files that the ranks wrote."""
-    folder = tmp_path_factory.mktemp("shards")
+def run_ranks(folder):
+    """Run all cases on ranks, which write files into the folder; return it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, anemoi_shards.__file__, str(folder)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
-    return folder
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, worker_id):
+    """The files that the ranks wrote."""
+    run = partial(run_ranks, tmp_path_factory.mktemp("shards"))
+    return Path(compute_once("shards", run, tmp_path_factory, worker_id))
 
 
 @cache

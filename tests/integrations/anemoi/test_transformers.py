@@ -19,7 +19,8 @@ from anemoi_gt.nn.activation_checkpointing import keeping_answers
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 KINDS = {"processor": TransformerProcessorBlock, "mapper": TransformerMapperBlock}
-NODES, CHANNELS = 12, 16
+NODES = 12
+CHANNELS = 16
 FEED_FORWARD = "anemoi_gt.feed_forward_triton.default"
 FUSED = partial(integration.install, backend="triton", blocks=True)
 
