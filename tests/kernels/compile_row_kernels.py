@@ -16,7 +16,8 @@ from anemoi_gt.ops.sublayer_tensors import NormOptions
 from anemoi_gt.ops.triton_backend import row_launches
 
 NORM = NormOptions(1e-5)
-SINGLE, HALF = torch.float32, torch.bfloat16
+SINGLE = torch.float32
+HALF = torch.bfloat16
 SUMS = {"programs": 528, "sums": 8192, "first_sum": 0}
 
 

@@ -8,7 +8,7 @@ The second run of a plan uses the kernels that the first has compiled.
     python relaunch.py empty         launches of four runs over a graph without destinations
     python relaunch.py sizes         how often each kernel is compiled for graphs of several sizes
     python relaunch.py unaligned     launches with operands at odd addresses, when aligned ones were compiled before
-    python relaunch.py watched       metadata that a launch hook gets in the second run
+    python relaunch.py watched       names of the launches of the second run, and metadata that a launch hook gets
 """
 
 import json
@@ -164,11 +164,13 @@ def unaligned():
 
 
 def watched():
-    """Print names and bytes from a launch hook, installed after all kernels are compiled."""
+    """Print the names of launches, then names and bytes from a hook, installed after all kernels are compiled."""
     run(SMALL)
+    DRIVER.launches.clear()
     records = []
     knobs.runtime.launch_enter_hook.add(lambda metadata: records.append(metadata.get()))
     run(SMALL)
+    print(json.dumps([name for name, *_ in DRIVER.launches]))
     for record in records:
         print(json.dumps({name: record[name] for name in ("name", "bytes") if name in record}))
 

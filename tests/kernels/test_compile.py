@@ -24,6 +24,9 @@ KERNELS = {
     "join_segments",
 } | GROUPING
 KERNELS |= {f"edge_attention_{n}" for n in ATTENTION}
+# of a forward and a backward pass over a graph without hubs and with unequal degrees
+PLAIN = KERNELS - GROUPING - {"join_segments"}
+PLAIN -= {name for name in KERNELS if "hub" in name or "fixed_degree" in name}
 # of fused sub-layers
 NODE_ROWS = {
     "norm_fwd",
@@ -123,6 +126,7 @@ def test_names_in_a_profile_contain_dtype_and_sizes():
     }
 
 
+WITHOUT_CHANNELS = {"attribute_bwd", "join_segments"}  # in their names
 # Bytes on the stack, where a kernel of the default model has any; Triton 3.7.
 STACK = {"cuda:100": 16}
 OTHERS = [
@@ -133,8 +137,12 @@ OTHERS = [
 @pytest.mark.parametrize("target", ["cuda:90", *OTHERS])
 def test_standard_shapes_spill_nothing(target):
     compiled = compile_kernels("standard", target)
-    # attribute_bwd one, join_segments by dtype: no channels
-    assert len({line["name"] for line in compiled}) == 23
+    assert {line["kernel"] for line in compiled} == KERNELS - GROUPING
+    of_channels = {
+        channels: {line["kernel"] for line in compiled if f"_c{channels}" in line["name"]}
+        for channels in (32, 64)
+    }
+    assert of_channels[32] == of_channels[64] == KERNELS - GROUPING - WITHOUT_CHANNELS
     for line in compiled:
         assert line["local"] == 0, line
         assert line["stack"] <= STACK.get(target, 0), line
@@ -205,9 +213,6 @@ def test_a_profiler_gets_bytes_and_flops_of_a_launch():
     }
 
 
-LAUNCHES, WITH_HUBS = 10, 16  # of a forward and a backward pass with raw attributes
-
-
 @cache
 def relaunch(what):
     return lines_of(Path(__file__).with_name("relaunch.py"), what, timeout=300)
@@ -216,7 +221,7 @@ def relaunch(what):
 @pytest.mark.parametrize(("what", "repeats"), [("repeated", True), ("public", False)])
 def test_the_second_run_of_a_plan_passes_the_driver_tritons_arguments(what, repeats):
     first, second = relaunch(what)
-    assert len(first["launches"]) == LAUNCHES + WITH_HUBS
+    assert first["launches"]
     assert second["launches"] == first["launches"]
     if repeats:
         assert first["tensors"][0] > 0
@@ -234,25 +239,26 @@ def test_a_graph_without_destinations_runs_repeatedly():
 
 def test_a_kernel_is_compiled_once_for_all_sizes_of_a_graph():
     (compilations,) = relaunch("sizes")
-    assert set(compilations.values()) == {1}, compilations
-    assert len(compilations) == 8, compilations
+    assert compilations == dict.fromkeys(PLAIN, 1)
 
 
 def test_unaligned_operands_go_to_a_kernel_compiled_for_them_which_is_then_repeated():
     lines = relaunch("unaligned")
-    assert len(lines) == 2 * LAUNCHES
+    first = lines[: len(lines) // 2]
+    second = lines[len(lines) // 2 :]
+    assert [line["name"] for line in first] == [line["name"] for line in second]
     # a launch that reads no such operand repeats what was compiled for aligned ones
-    assert all(line["odd"] > 0 or line["repeated"] for line in lines[:LAUNCHES]), lines
-    compiled = {line["name"].split("_h2")[0] for line in lines[:LAUNCHES] if line["odd"]}
+    assert all(line["odd"] > 0 or line["repeated"] for line in first), first
+    compiled = {line["name"].split("_h2")[0] for line in first if line["odd"]}
     kernels = ("project", "fwd", "bwd_dst", "bwd_attributes", "bwd_src", "embed", "bwd_weight")
     dtypes = {f"edge_attention_{name}_bf16" for name in kernels}
     assert compiled == dtypes
-    assert all(line["repeated"] for line in lines[LAUNCHES:])
+    assert all(line["repeated"] for line in second)
 
 
 def test_a_launch_hook_sees_every_launch_and_its_bytes():
-    lines = relaunch("watched")
-    assert len(lines) == LAUNCHES
+    launched, *lines = relaunch("watched")
+    assert [line["name"] for line in lines] == launched
     names = {line["name"] for line in lines if line.get("bytes")}
     expected = ("fwd_bf16_h2_c16_d3", "bwd_dst_bf16_h2_c16_d3", "bwd_src_bf16_h2_c16")
     assert names == {f"edge_attention_{name}" for name in expected}

@@ -11,7 +11,10 @@ from torch_geometric.nn import TransformerConv
 
 from anemoi_gt import GraphStructure, GraphTransformerConv
 
-SRC, DST, EDGES, DIM = 9, 7, 30, 5
+SRC = 9
+DST = 7
+EDGES = 30
+DIM = 5
 
 
 @pytest.fixture
@@ -191,43 +194,73 @@ def test_a_pyg_batch_of_different_graphs_matches_its_graphs():
     assert_same(from_structure, out)
 
 
-def test_wrong_inputs_are_refused(conv, x, edge_index, edge_attr):
-    graph = GraphStructure.from_edge_index(edge_index, (SRC, DST))
-    plain = GraphTransformerConv((6, 4), 8).double()
-    reverse = GraphTransformerConv((6, 4), 8, flow="target_to_source").double()
-    cases = [
-        (
-            lambda: conv((x[0], None), edge_index, edge_attr),
-            r"tensors \(x_src, x_dst\), got \(Tensor, NoneType\)",
+EDGE_DIM = {"edge_dim": DIM}
+WRONG = (  # options of the layer, arguments of its call, message
+    (
+        EDGE_DIM,
+        lambda x, edges, attr: ((x[0], None), edges, attr),
+        r"tensors \(x_src, x_dst\), got \(Tensor, NoneType\)",
+    ),
+    (
+        EDGE_DIM,
+        lambda x, edges, attr: ((*x, x[1]), edges, attr),
+        r"got \(Tensor, Tensor, Tensor\)",
+    ),
+    (
+        EDGE_DIM,
+        lambda x, edges, attr: ((x[0][0], x[1]), edges, attr),
+        r"x_src must have shape .* got \(6,\)",
+    ),
+    (
+        EDGE_DIM,
+        lambda x, edges, _: (x, edges),
+        "edge_attr must be passed if and only if .* got none and edge_dim=5",
+    ),
+    (
+        {},
+        lambda x, edges, attr: (x, edges, attr),
+        r"got shape \(30, 5\) and edge_dim=None",
+    ),
+    (
+        EDGE_DIM,
+        lambda x, edges, attr: (x, edges, attr[1:]),
+        r"edge_attr must have shape .* got \(29, 5\)",
+    ),
+    (
+        EDGE_DIM,
+        lambda x, edges, attr: (
+            x,
+            GraphStructure.from_edge_index(edges, (SRC, DST)),
+            attr[:, 1:],
         ),
-        (
-            lambda: conv((x[0], x[1], x[1]), edge_index, edge_attr),
-            r"got \(Tensor, Tensor, Tensor\)",
-        ),
-        (
-            lambda: conv((x[0][0], x[1]), edge_index, edge_attr),
-            r"x_src must have shape .* got \(6,\)",
-        ),
-        (
-            lambda: conv(x, edge_index),
-            "edge_attr must be passed if and only if .* got none and edge_dim=5",
-        ),
-        (lambda: plain(x, edge_index, edge_attr), r"got shape \(30, 5\) and edge_dim=None"),
-        (lambda: conv(x, edge_index, edge_attr[1:]), r"edge_attr must have shape .* got \(29, 5\)"),
-        (lambda: conv(x, graph, edge_attr[:, 1:]), r"edge_attr must have shape .* got \(30, 4\)"),
-        (
-            lambda: conv(x, edge_index[0], edge_attr),
-            r"edge_index must have shape \[2, E\] .* got \(30,\)",
-        ),
-        (
-            lambda: conv(x, edge_index.float(), edge_attr),
-            "edge_index must have dtype int32 or int64, got .*float32",
-        ),
-        (lambda: conv(x, "edges", edge_attr), "edge_index must be a GraphStructure, .* got str"),
-        (
-            lambda: reverse(x, graph),
-            "'target_to_source' must be used with an edge_index .* got GraphStructure",
-        ),
-    ]
-    for wrong, message in cases:
-        raises(wrong, message)
+        r"edge_attr must have shape .* got \(30, 4\)",
+    ),
+    (
+        EDGE_DIM,
+        lambda x, edges, attr: (x, edges[0], attr),
+        r"edge_index must have shape \[2, E\] .* got \(30,\)",
+    ),
+    (
+        EDGE_DIM,
+        lambda x, edges, attr: (x, edges.float(), attr),
+        "edge_index must have dtype int32 or int64, got .*float32",
+    ),
+    (
+        EDGE_DIM,
+        lambda x, _, attr: (x, "edges", attr),
+        "edge_index must be a GraphStructure, .* got str",
+    ),
+    (
+        {"flow": "target_to_source"},
+        lambda x, edges, _: (x, GraphStructure.from_edge_index(edges, (SRC, DST))),
+        "'target_to_source' must be used with an edge_index .* got GraphStructure",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"), WRONG, ids=[case[2] for case in WRONG]
+)
+def test_wrong_inputs_are_refused(x, edge_index, edge_attr, options, arguments, message):
+    conv = GraphTransformerConv((6, 4), 8, heads=3, **options).double()
+    raises(lambda: conv(*arguments(x, edge_index, edge_attr)), message)
