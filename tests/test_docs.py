@@ -43,7 +43,8 @@ EXTERNAL = {  # every external link, so that new ones are reviewed; not accessed
 }
 RUNNER = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)  # messages may be wrapped
 BUILT = {"__init__", "__post_init__"}  # documented by their class
-DOI, ARXIV = re.compile(r"doi:\s*(\S+)"), re.compile(r"arXiv:\s*(\S+)")
+DOI = re.compile(r"doi:\s*(\S+)")
+ARXIV = re.compile(r"arXiv:\s*(\S+)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -30,8 +30,12 @@ EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 from_edge_index = GraphStructure.from_edge_index
 GRAPH = from_edge_index(EDGES, (4, 3))
 RING = torch.tensor([[0, 1, 2], [1, 2, 0]])
-QUERY, KEY, LSE = torch.ones(3, 2, 8), torch.ones(4, 2, 8), torch.ones(3, 2)
-POINTS, CONV, AREA = octahedral(4), GraphTransformerConv(8, 8), (60, 0, 30, 30)
+QUERY = torch.ones(3, 2, 8)
+KEY = torch.ones(4, 2, 8)
+LSE = torch.ones(3, 2)
+POINTS = octahedral(4)
+CONV = GraphTransformerConv(8, 8)
+AREA = (60, 0, 30, 30)
 
 
 def attend(**wrong):

@@ -26,10 +26,12 @@ EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 GRAPH = GraphStructure.from_edge_index(EDGES, (4, 3))
 SQUARE = GraphStructure.from_edge_index(torch.tensor([[1, 2, 0], [0, 1, 2]]), 3)
 RING = torch.tensor([[0, 1, 2], [1, 2, 0]])
-X, ATTRIBUTES = torch.ones(3, 16), torch.ones(3, 3)
+X = torch.ones(3, 16)
+ATTRIBUTES = torch.ones(3, 3)
 SIZES = {"num_heads": 2, "edge_dim": 3}
 BLOCK = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16} | SIZES
-NARROW, WIDTH = torch.ones(3, 15), r"{} must have shape \[N, 16\] or \[B, N, 16\], got \(3, 15\)"
+NARROW = torch.ones(3, 15)
+WIDTH = r"{} must have shape \[N, 16\] or \[B, N, 16\], got \(3, 15\)"
 PAIR = r"x must be a pair of tensors \(x_src, x_dst\), "
 NO_GRAPH = r"graph must be a GraphStructure, got Tensor; .*from_edge_index"
 MAPPER = {"in_channels_src": 16, "in_channels_dst": 16, "num_channels": 16} | SIZES
@@ -38,12 +40,15 @@ PROCESSOR = {"num_layers": 2, "num_channels": 16} | SIZES
 BLOCKS = (nn.GraphTransformerProcessorBlock(**BLOCK), nn.GraphTransformerProcessor(**PROCESSOR))
 ONE_SET = (GraphTransformerConv(16, 8, heads=2, edge_dim=3), *BLOCKS)  # layers on one set of nodes
 PAIRED = (nn.GraphTransformerMapperBlock(**BLOCK), nn.GraphTransformerForwardMapper(**MAPPER))
-CONV, NORM = GraphTransformerConv(16, 8), ConditionalLayerNorm(16, 4)
+CONV = GraphTransformerConv(16, 8)
+NORM = ConditionalLayerNorm(16, 4)
 CHUNKS = split_destinations(SQUARE, 2)
 POINTS = octahedral(4)
-FIELDS, ENCODER = torch.ones(1, 208, 2), ("data", "to", "hidden")
+FIELDS = torch.ones(1, 208, 2)
+ENCODER = ("data", "to", "hidden")
 MESHED = icosphere_graph(POINTS, refinement=1)
-LENGTH, TURNED = MESHED[ENCODER].edge_length, MESHED[ENCODER].edge_index.T
+LENGTH = MESHED[ENCODER].edge_length
+TURNED = MESHED[ENCODER].edge_index.T
 CONDITIONAL = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4))
 
 

@@ -15,7 +15,8 @@ from .conftest import SMALL, assert_same, without_speed
 
 pytestmark = pytest.mark.process
 
-STEPS, VALID_EVERY = 30, 10
+STEPS = 30
+VALID_EVERY = 10
 RUN = [
     *(
         *SMALL,

@@ -11,7 +11,8 @@ from suite import plot, problems, table
 from suite.table import figure
 from support.pages import PAGES, ROOT, commands
 
-RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
 
 
 def load(name):
@@ -114,7 +115,8 @@ def test_page_has_the_configurations_of_the_benchmark():
     assert f"{fastest['median_ms'] / replayed['median_ms']:.2f}x faster" in page
 
 
-WITH, WITHOUT = "", ", no recomputation"
+WITH = ""
+WITHOUT = ", no recomputation"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from anemoi_gt.data.nodes import Nodes
 ENCODER = ("data", "to", "hidden")
 PROCESSOR = ("hidden", "to", "hidden")
 DECODER = ("hidden", "to", "data")
-O8, O16 = octahedral(8), octahedral(16)
+O8 = octahedral(8)
+O16 = octahedral(16)
 UK = regional(np.linspace(58, 50, 33), np.linspace(-10, 2, 49))
 ALPS = (49.0, 4.0, 43.0, 17.0)
 

@@ -7,7 +7,9 @@ from support.refusals import raises, refused
 from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
 
-BERN, SEATTLE, NOWHERE = Nodes([47.0], [7.4]), Nodes([47.6], [-122.3]), Nodes([], [])
+BERN = Nodes([47.0], [7.4])
+SEATTLE = Nodes([47.6], [-122.3])
+NOWHERE = Nodes([], [])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7])

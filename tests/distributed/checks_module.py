@@ -34,7 +34,8 @@ from distributed.ranks import (
     on_ranks,
 )
 
-UP, ALONG = ("data", "mesh"), ("mesh", "mesh")
+UP = ("data", "mesh")
+ALONG = ("mesh", "mesh")
 
 
 class Net(nn.Module):

@@ -25,7 +25,9 @@ from distributed.ranks import (
     shared_folder,
 )
 
-STEPS, BATCH, MAX_NORM = 10, 4, 0.1
+STEPS = 10
+BATCH = 4
+MAX_NORM = 0.1
 MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 1))  # (data, model)
 
 

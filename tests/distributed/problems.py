@@ -10,7 +10,10 @@ from torch import nn
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.distributed import shard_graph
 
-HEADS, CHANNELS, WIDTH, EDGE_DIM = 5, 4, 6, 3
+HEADS = 5
+CHANNELS = 4
+WIDTH = 6
+EDGE_DIM = 3
 CONFIG = AttentionConfig(backend="torch")
 
 
@@ -40,7 +43,8 @@ def symmetric(edge_index):
     return both[:, torch.randperm(both.shape[1], **on_cpu(3)).to(both.device)]
 
 
-data, mesh = sphere_points(41, seed=1), sphere_points(17, seed=2)
+data = sphere_points(41, seed=1)
+mesh = sphere_points(17, seed=2)
 GRAPHS = {  # name: (edge_index, (num_src, num_dst))
     "asymmetric": (nearest(data, data, 4), (41, 41)),
     "symmetric": (symmetric(nearest(mesh, mesh, 3)), (17, 17)),

@@ -18,8 +18,15 @@ from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels
 # theirs says that a gate needs no activation
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")
 
-CHANNELS, HEADS, HIDDEN, DIM, CONDITION = 12, 3, 20, 5, 4
-SRC, DST, EDGES, SAMPLES = 9, 7, 40, 2
+CHANNELS = 12
+HEADS = 3
+HIDDEN = 20
+DIM = 5
+CONDITION = 4
+SRC = 9
+DST = 7
+EDGES = 40
+SAMPLES = 2
 KINDS = {"processor": "GraphTransformerProcessorBlock", "mapper": "GraphTransformerMapperBlock"}
 # What a column's value means as keywords of their `load_layer_kernels` and of our `LayerKernels`.
 CONDITIONAL = {

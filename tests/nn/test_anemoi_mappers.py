@@ -15,7 +15,11 @@ from torch_geometric.data import HeteroData
 from anemoi_gt import GraphStructure, nn
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, split_destinations
 
-SRC, DST, EDGES, DIM, CONDITION = 13, 11, 50, 5, 4
+SRC = 13
+DST = 11
+EDGES = 50
+DIM = 5
+CONDITION = 4
 SIZES = {
     "num_channels": 12,
     "num_heads": 3,

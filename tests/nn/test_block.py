@@ -17,7 +17,9 @@ from anemoi_gt import (
 )
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels
 
-CHANNELS, HEADS, DIM = 12, 3, 4
+CHANNELS = 12
+HEADS = 3
+DIM = 4
 SIZES = {
     "in_channels": CHANNELS,
     "hidden_dim": 20,

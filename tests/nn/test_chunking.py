@@ -12,7 +12,10 @@ from support.same_numbers import assert_same
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, nn
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, split_destinations
 
-SRC, DST, EDGES, DIM = 13, 11, 50, 3
+SRC = 13
+DST = 11
+EDGES = 50
+DIM = 3
 BLOCK = {
     "in_channels": 12,
     "out_channels": 12,

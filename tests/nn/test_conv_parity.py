@@ -11,7 +11,9 @@ from torch_geometric.nn import TransformerConv
 
 from anemoi_gt import GraphTransformerConv
 
-SRC, DST, EDGES = 9, 7, 40
+SRC = 9
+DST = 7
+EDGES = 40
 FLAGS = (False, True)
 NAMES = ("heads", "concat", "beta", "edge_dim", "bias", "root_weight")
 VALUES = product((1, 3), FLAGS, FLAGS, (None, 5), FLAGS, FLAGS)

@@ -26,7 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
 ]
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
-ATTENTION, FEED_FORWARD = "attention_sublayer_triton", "feed_forward_triton"
+ATTENTION = "attention_sublayer_triton"
+FEED_FORWARD = "feed_forward_triton"
 ALONE = "edge_attention_triton"
 TRITON = AttentionConfig("triton")
 autocast = partial(torch.autocast, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)

@@ -20,7 +20,8 @@ from anemoi_gt.nn import plain as rule
 from anemoi_gt.nn.plain import TABLE, why_not_plain
 from anemoi_gt.refusal import RefusalKind
 
-PERMANENT, TRANSIENT = RefusalKind.PERMANENT, RefusalKind.TRANSIENT
+PERMANENT = RefusalKind.PERMANENT
+TRANSIENT = RefusalKind.TRANSIENT
 BLOCK_SIZES = {
     **{"in_channels": 8, "hidden_dim": 8, "out_channels": 8},
     **{"num_heads": 2, "edge_dim": 3},

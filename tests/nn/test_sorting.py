@@ -9,7 +9,8 @@ from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
 
-EDGE_INDEX, NODES = GRAPHS["shuffled"][0], max(GRAPHS["shuffled"][1])
+EDGE_INDEX = GRAPHS["shuffled"][0]
+NODES = max(GRAPHS["shuffled"][1])
 
 
 def groupings(operators):

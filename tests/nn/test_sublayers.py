@@ -29,7 +29,11 @@ from anemoi_gt.refusal import Refusal
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # a gate needs no activation
 
 LIMITS = BACKENDS["triton"].sublayers
-CHANNELS, HEADS, HIDDEN, DIM, CONDITION = 24, 2, 40, 3, 4
+CHANNELS = 24
+HEADS = 2
+HIDDEN = 40
+DIM = 3
+CONDITION = 4
 KINDS = {"processor": "GraphTransformerProcessorBlock", "mapper": "GraphTransformerMapperBlock"}
 LIBRARIES = ("anemoi_gt", "anemoi")
 IMPLEMENTATIONS = ("mlp", "glu", "swiglu", "geglu", "reglu")

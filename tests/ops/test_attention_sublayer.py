@@ -19,8 +19,12 @@ from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 SIZES = sublayers.Sizes()
-FEATURES, WIDTH, HEADS, EDGES = SIZES.features, SIZES.width, SIZES.heads, SIZES.edges
-EDGE_DIM, BIASES = SIZES.edge_dim, sublayers.BIASES
+FEATURES = SIZES.features
+WIDTH = SIZES.width
+HEADS = SIZES.heads
+EDGES = SIZES.edges
+EDGE_DIM = SIZES.edge_dim
+BIASES = sublayers.BIASES
 NAMES = list(leaf_types(AttentionTensors))
 draw = sublayers.draw_attention
 

@@ -18,7 +18,9 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 SIZES = sublayers.Sizes()
-ROWS, FEATURES, HIDDEN = SIZES.rows, SIZES.features, SIZES.hidden
+ROWS = SIZES.rows
+FEATURES = SIZES.features
+HIDDEN = SIZES.hidden
 NAMES = list(leaf_types(FeedForwardTensors))
 WEIGHTS = ("gate_weight", "hidden_weight", "out_weight")
 draw = sublayers.draw_feed_forward

@@ -8,7 +8,11 @@ from support.same_numbers import assert_same
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.torch_backend import edge_attention_torch, reference
 
-BATCH, NODES, EDGES, HEADS, CHANNELS = 2, 9, 40, 6, 4
+BATCH = 2
+NODES = 9
+EDGES = 40
+HEADS = 6
+CHANNELS = 4
 TORCH = AttentionConfig(backend="torch")
 
 

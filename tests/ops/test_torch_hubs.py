@@ -9,7 +9,8 @@ from support.same_numbers import assert_same
 from anemoi_gt import GraphStructure
 from anemoi_gt.ops.torch_backend import edge_attention_torch
 
-NODES, EDGES = 40, 1000
+NODES = 40
+EDGES = 1000
 
 
 def hubs(seed=0):

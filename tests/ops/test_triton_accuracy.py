@@ -24,7 +24,8 @@ SUMMED = [
 CASES = full_cases() if torch.cuda.is_available() else pairwise_cases() + SUMMED
 # the corpus of a CPU has the same cases again
 judged = run if torch.cuda.is_available() else cache(run)
-FORMS, SHAPES = COLUMNS["form"], COLUMNS["shape"]
+FORMS = COLUMNS["form"]
+SHAPES = COLUMNS["shape"]
 # channels of the contractions in three pieces, the last not full
 # with the bias: all a program holds, more
 BEYOND_A_TILE = (  # graph, dtype; heads, channels, edge_dim

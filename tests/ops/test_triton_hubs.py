@@ -18,7 +18,9 @@ from support.run import attend, leaves_of, structure, with_hubs
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.graph.checks import HUB_DEGREE
 
-SEGMENT, SMALL = HUB_DEGREE // 2, 4  # edges of a segment, and of the small ones here
+# edges of a segment, and of the small ones here
+SEGMENT = HUB_DEGREE // 2
+SMALL = 4
 TRITON = AttentionConfig("triton")
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

@@ -114,7 +114,9 @@ def differentiate(model, x, **options):
     return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-NODES, EDGES = 13, 48  # of the graph of a single block
+# of the graph of a single block
+NODES = 13
+EDGES = 48
 
 
 class OwnLinear(torch.nn.Linear):

@@ -13,7 +13,9 @@ from support.differentiate import differentiate, randomise
 from support.run import leaves_of
 from support.same_numbers import assert_same
 
-CHANNELS, HEADS, DIM = 8, 2, 3
+CHANNELS = 8
+HEADS = 2
+DIM = 3
 # Sources, destinations, edges, batch. Dynamo unifies sizes that are equal in the first call, so all
 # differ from each other, from the lengths of pointers (nodes + 1), and from CHANNELS, HEADS and DIM.
 SIZES = ((9, 14, 31, 4), (11, 17, 53, 5), (43, 6, 77, 10))

@@ -5,7 +5,8 @@ import numpy as np
 
 from anemoi_gt.data.grids import regional
 
-ROWS, COLUMNS = np.array([58.0, 56.0, 54.0]), np.array([350.0, 352.0, 354.0, 356.0])
+ROWS = np.array([58.0, 56.0, 54.0])
+COLUMNS = np.array([350.0, 352.0, 354.0, 356.0])
 UK = regional(ROWS, COLUMNS)
 FIRST = (
     "sample",

@@ -9,7 +9,9 @@ from anemoi_gt.data.grids import regional
 
 NODES = {"data": 30, "hidden": 11}
 KINDS = {("data", "to", "hidden"): 60, ("hidden", "to", "hidden"): 50, ("hidden", "to", "data"): 90}
-SAMPLES, IN, OUT = 2, 5, 3
+SAMPLES = 2
+IN = 5
+OUT = 3
 
 
 def weather_graph(nodes=NODES, kinds=KINDS):

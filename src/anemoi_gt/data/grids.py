@@ -88,6 +88,14 @@ def classic(n: int) -> Nodes:
     >>> len(classic(320))
     542080
     """
+    return reduced_gaussian(classic_row_lengths(n))
+
+
+def classic_row_lengths(n: int) -> np.ndarray:
+    """Return the number of points in each row of N<n>, from north to south.
+
+    Raises ValueError as `classic` does.
+    """
     check_integer("n", n, least=None, note=", the number of rows between a pole and the equator")
     text = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text()
     table = {
@@ -101,7 +109,7 @@ def classic(n: int) -> Nodes:
     # LENGTHxROWS from pole to equator, or LENGTH of a single row
     runs = (run.partition("x") for run in table[n])
     half = np.concatenate([np.full(int(rows or 1), int(length)) for length, _, rows in runs])
-    return reduced_gaussian(np.concatenate([half, half[::-1]]))
+    return np.concatenate([half, half[::-1]])
 
 
 def grid(name: str) -> Nodes:

@@ -6,7 +6,8 @@ import torch
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.data.nodes import Nodes
 
-NODES, SAMPLES = 5, 3
+NODES = 5
+SAMPLES = 3
 
 
 class Random(ForecastDataset):

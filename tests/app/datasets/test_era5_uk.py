@@ -197,7 +197,8 @@ def test_without_a_network_the_message_asks_for_the_file(monkeypatch):
         era5_uk(None)
 
 
-TIMES, VALUES = FIRST_HOUR + np.arange(HOURS), 280 + draw(HOURS, 6, seed=0)
+TIMES = FIRST_HOUR + np.arange(HOURS)
+VALUES = 280 + draw(HOURS, 6, seed=0)
 PRESENT = np.arange(HOURS) != 100
 
 

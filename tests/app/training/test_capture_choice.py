@@ -12,7 +12,8 @@ from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.capture_choice import replays_steps
 from anemoi_gt.app.training.step import TrainingStep
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 REPLAYED = "training steps are replayed from a CUDA graph"
 DISABLED = "CUDA graph disabled: "
 CHECKPOINTED = {"checkpoint_groups": 2, "dropout": 0.1}

@@ -19,7 +19,8 @@ from ..conftest import assert_same
 
 pytestmark = pytest.mark.compiled
 
-CPU, STEPS = torch.device("cpu"), 4
+CPU = torch.device("cpu")
+STEPS = 4
 MOVES = "reorder_for_compute_comm_overlap"  # an option of Inductor
 
 

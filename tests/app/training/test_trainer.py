@@ -168,13 +168,11 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(run, part, reason):
 
 
 @pytest.mark.filterwarnings("error")  # a skipped first step warns of nothing
-def test_a_step_whose_gradients_overflow_is_skipped_and_the_scale_lowered(
-    make_model, splits, monkeypatch
-):
-    monkeypatch.setattr("anemoi_gt.app.training.step.LOSS_SCALE", 2.0**60)
+def test_a_step_whose_gradients_overflow_is_skipped_and_the_scale_lowered(make_model, splits):
     step = TrainingStep(
         make_model(), splits.train.weights, TrainingConfig(precision="16-mixed", device="cpu"), CPU
     )
+    step.scaler.load_state_dict(step.scaler.state_dict() | {"scale": 2.0**60})
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     step.training_step(next(TrainingBatches(splits.train, 2, 1, seed=0, device=CPU).since(0)))
     assert all(map(torch.equal, step.model.parameters(), before))
