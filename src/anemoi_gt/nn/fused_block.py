@@ -164,7 +164,7 @@ def attention(
         edge_attr = edge_attr.squeeze(0)
     rows = (_optional_rows(x_src), _rows(x_dst))
     tensors = parts.tensors(rows, edge_attr, row_conditions_of(x, cond), _optional_rows(halo))
-    z = parts.sublayer(tensors, graph, parts.options(batch))
+    z = parts.sublayer.compute(tensors, graph, parts.options(batch))
     return z.view(x_dst.shape)
 
 
@@ -173,7 +173,7 @@ def feed_forward(parts: FeedForwardParts, x: Tensor, cond: Tensor | None) -> Ten
     rows = x.reshape(-1, x.shape[-1])
     condition = None if cond is None else row_conditions(cond, x)
     tensors = parts.tensors(rows, condition)
-    return parts.sublayer(tensors, parts.options()).view(x.shape)
+    return parts.sublayer.compute(tensors, parts.options()).view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

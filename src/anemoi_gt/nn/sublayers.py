@@ -15,7 +15,6 @@ sub-layer are asked for by one call of the rule, and read afterwards.
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import qualified_name, why_not_plain
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
-from anemoi_gt.ops.backends import Sublayers
+from anemoi_gt.ops.backends import Sublayer, Sublayers
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionOptions,
     AttentionTensors,
@@ -69,7 +68,7 @@ class NormParts(NamedTuple):
 class FeedForwardParts(NamedTuple):
     """Parameters and options of a feed-forward sub-layer."""
 
-    sublayer: Callable[..., Tensor]  # computes it from `tensors` and `options`
+    sublayer: Sublayer  # of `tensors` and `options`
     norm: NormParts
     gate: Linear[Tensor]
     hidden: Linear[Tensor]
@@ -95,7 +94,7 @@ class FeedForwardParts(NamedTuple):
 class AttentionParts(NamedTuple):
     """Parameters and options of an attention sub-layer."""
 
-    sublayer: Callable[..., Tensor]  # computes it from `tensors`, a graph and `options`
+    sublayer: Sublayer  # of `tensors`, a graph and `options`
     norm: NormParts  # of destinations
     norm_src: NormParts  # of sources; `norm` itself if the block has one norm
     query: Linear[Tensor]

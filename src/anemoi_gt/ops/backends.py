@@ -9,20 +9,33 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.ops import torch_backend, triton_backend
-from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
-from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
-from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES
+from anemoi_gt.ops.triton_backend.attention_sublayer import (
+    attention_kept_bytes,
+    attention_sublayer,
+)
+from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
+    feed_forward_kept_bytes,
+    feed_forward_sublayer,
+)
+from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, MAX_FUSED_FEATURES
 from anemoi_gt.refusal import Refusal, RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced
 
 log = logging.getLogger(__name__)
 
 
+class Sublayer(NamedTuple):
+    """A fused sub-layer: functions of the tree of its tensors, a graph if it has one, options."""
+
+    compute: Callable[..., Tensor]
+    kept_bytes: Callable[..., int]  # kept for the backward pass, besides the inputs
+
+
 class Sublayers(NamedTuple):
     """The fused sub-layers of a backend, with the formulas of `ops.sublayer_tensors`."""
 
-    attention: Callable[..., Tensor]
-    feed_forward: Callable[..., Tensor]
+    attention: Sublayer
+    feed_forward: Sublayer
     max_features: int  # of a row
     max_attributes: int  # of an edge
 
@@ -43,8 +56,12 @@ BACKENDS = {  # in the order in which `auto` tries them
     "triton": Backend(
         triton_backend.attend,
         triton_backend.why_not,
-        # a program of its row kernels holds a row in registers
-        Sublayers(attention_sublayer, feed_forward_sublayer, 1024, MAX_ATTRIBUTES - 1),
+        Sublayers(
+            Sublayer(attention_sublayer, attention_kept_bytes),
+            Sublayer(feed_forward_sublayer, feed_forward_kept_bytes),
+            MAX_FUSED_FEATURES,
+            MAX_ATTRIBUTES - 1,
+        ),
     ),
     "torch": Backend(
         torch_backend.attend,

@@ -6,24 +6,24 @@
     kept           inputs of checkpointed groups of processor layers, or all saved activations
     working set    activations of the largest mapper chunk or group of layers, and their gradients
 
-Saved for a destination are the inputs and outputs of two norms, the query, the result of the
-attention, the input of its projection, and input and output of the activation in the feed-forward
-network; for a source, its input, normalised features, key and value. Norms save float32. A fused
-attention sub-layer saves its inputs, query, key, value and the result of the attention; a fused
-feed-forward sub-layer saves its input and the input of the activation. Both also save their weights
-in the dtype of the matrix products. Edges, and rows that other ranks read, add little. Compiled
-blocks need less.
+A fused sub-layer says what it keeps besides its input. Modules save for a destination the inputs
+and outputs of two norms, the query, the result of the attention, the input of its projection, and
+input and output of the activation in the feed-forward network; for a source, its input, normalised
+features, key and value. Norms save float32. Edges of modules, and rows that other ranks read, add
+little. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.step import autocast
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, StaticEdges
+from anemoi_gt.nn.fused_block import FusedParts
 from anemoi_gt.refusal import Refusal
 
 STATE = 20
@@ -85,10 +85,8 @@ def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEs
     num_groups = model.processor.checkpoint_groups
     layer = BlockSizes.of(layers[0])
     layers_in_group = -(-len(layers) // (num_groups or 1))
-    num_src = _structures(model.processor_edges)[0].num_src
-    group = num_hidden * (layers_in_group * _destination(layer, size) + _gradients(layer, size))
-    group += num_src * layers_in_group * _source(layer, size)
-    group += layers_in_group * size * layer.cast_weights
+    graph = _structures(model.processor_edges)[0]
+    group = layers_in_group * layer.kept(graph, size) + num_hidden * layer.gradients(size)
     mappers = [
         *_mappers(model.encoder, model.encoder_edges, size),
         *_mappers(model.decoder, model.decoder_edges, size),
@@ -164,17 +162,15 @@ def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
     sizes = []
     for name, mapper in mappers.items():
         block = BlockSizes.of(mapper.proc)
-        source = _source(block, size) + (FLOAT32 + size) * mapper.in_channels_src
-        destination = _destination(block, size) + (FLOAT32 + size) * mapper.in_channels_dst
+        source = (FLOAT32 + size) * mapper.in_channels_src
+        destination = (FLOAT32 + size) * mapper.in_channels_dst
         if isinstance(mapper, GraphTransformerBackwardMapper):  # the norm at its end
             destination += (size + FLOAT32) * block.channels
         source_gradient = 3 * size * block.channels
-        destination_gradient = _gradients(block, size)
-        weights = size * block.cast_weights
         total = largest = 0
         for graph in _structures(edges[name]):
-            chunk = graph.num_src * source + graph.num_dst * destination + weights
-            gradients = max(graph.num_dst * destination_gradient, graph.num_src * source_gradient)
+            chunk = graph.num_src * source + graph.num_dst * destination + block.kept(graph, size)
+            gradients = max(graph.num_dst * block.gradients(size), graph.num_src * source_gradient)
             total += chunk
             largest = max(largest, chunk + gradients)
         sizes.append((total, largest))
@@ -187,47 +183,56 @@ class BlockSizes(NamedTuple):
     channels: int  # features of a node
     width: int  # features of query, key or value, over all heads
     hidden: int  # features of the hidden layer, including both gate and value of a gated network
-    fused_attention: bool
-    fused_feed_forward: bool
-    cast_weights: int  # parameters of the fused sub-layers, which are saved in 16 bits
+    edge_dim: int
+    is_one_set: bool  # sources are the destinations, with one norm
+    fused: FusedParts
 
     @classmethod
     def of(cls, block: Any) -> "BlockSizes":
         """Read the sizes of a `GraphTransformerBaseBlock`."""
-        fused = block.fused_parts(block.lin_query.weight.new_empty(0, block.channels), None)
-        fused_attention = not isinstance(fused.attention, Refusal)
-        fused_feed_forward = not isinstance(fused.feed_forward, Refusal)
-        feed_forward = sum(parameter.numel() for parameter in block.node_dst_mlp.parameters())
-        attention = sum(parameter.numel() for parameter in block.parameters()) - feed_forward
         return cls(
             channels=block.channels,
             width=block.lin_query.out_features,
             hidden=block.hidden_dim * (1 if block.mlp_implementation == "mlp" else 2),
-            fused_attention=fused_attention,
-            fused_feed_forward=fused_feed_forward,
-            cast_weights=attention * fused_attention + feed_forward * fused_feed_forward,
+            edge_dim=block.lin_edge.in_features,
+            is_one_set=block.source_norm is block.layer_norm_attention,
+            fused=block.fused_parts(block.lin_query.weight.new_empty(0, block.channels), None),
         )
 
+    def kept(self, graph: GraphStructure, size: int) -> int:
+        """Return the bytes that both sub-layers keep on a graph, inputs included."""
+        return self._kept_by_attention(graph, size) + self._kept_by_feed_forward(graph, size)
 
-def _destination(block: BlockSizes, size: int) -> int:
-    """Return the bytes that are saved for a destination."""
-    if block.fused_attention:
-        attention = size * (block.channels + 2 * block.width)
-    else:
-        attention = FLOAT32 * block.channels + size * (block.channels + 3 * block.width)
-    if block.fused_feed_forward:
-        return attention + size * (block.channels + block.hidden)
-    return attention + FLOAT32 * block.channels + size * (block.channels + 2 * block.hidden)
+    def _kept_by_attention(self, graph: GraphStructure, size: int) -> int:
+        parts = self.fused.attention
+        if isinstance(parts, Refusal):
+            destination = FLOAT32 * self.channels + size * (self.channels + 3 * self.width)
+            source = (FLOAT32 + size) * self.channels + size * 2 * self.width
+            return graph.num_dst * destination + graph.num_src * source
+        num_sources = graph.num_src
+        if self.is_one_set:
+            num_sources -= graph.num_dst  # the halo of a shard
+        x_src = torch.empty(num_sources, self.channels, device="meta")
+        x_dst = torch.empty(graph.num_dst, self.channels, device="meta")
+        edge_attr = torch.empty(graph.num_edges, self.edge_dim, device="meta")
+        if self.is_one_set:
+            tensors = parts.tensors((None, x_dst), edge_attr, (None, None), halo=x_src)
+        else:
+            tensors = parts.tensors((x_src, x_dst), edge_attr, (None, None), halo=None)
+        kept = parts.sublayer.kept_bytes(tensors, graph, parts.options(batch=1))
+        return kept + size * self.channels * (num_sources + graph.num_dst)
 
+    def _kept_by_feed_forward(self, graph: GraphStructure, size: int) -> int:
+        parts = self.fused.feed_forward
+        if isinstance(parts, Refusal):
+            destination = FLOAT32 * self.channels + size * (self.channels + 2 * self.hidden)
+            return graph.num_dst * destination
+        z = torch.empty(graph.num_dst, self.channels, device="meta")
+        kept = parts.sublayer.kept_bytes(parts.tensors(z, None), parts.options())
+        return kept + size * self.channels * graph.num_dst
 
-def _source(block: BlockSizes, size: int) -> int:
-    """Return the bytes that are saved for a source, which in mappers has a norm of its own."""
-    norm = size if block.fused_attention else FLOAT32 + size
-    return size * 2 * block.width + norm * block.channels
-
-
-def _gradients(block: BlockSizes, size: int) -> int:
-    """Return the peak gradient bytes of a destination, at the activation or the projections."""
-    if block.fused_feed_forward:
-        return size * (3 * block.width + 2 * block.channels)
-    return size * (2 * block.hidden + block.channels)
+    def gradients(self, size: int) -> int:
+        """Return the peak gradient bytes of a destination, at the activation or the projections."""
+        if isinstance(self.fused.feed_forward, Refusal):
+            return size * (2 * self.hidden + self.channels)
+        return size * (3 * self.width + 2 * self.channels)

@@ -88,6 +88,13 @@ def attention_sublayer(
     return z
 
 
+def attention_kept_bytes(
+    tensors: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
+) -> int:
+    """Return the bytes that a call keeps for its backward pass, besides its inputs."""
+    return kept_layout(tensors, IndexTensors.of(graph), options).num_bytes
+
+
 class AttentionSublayer(PlannedOperator):
     """Outputs z; keeps rows of nodes, cast weights and what edge attention keeps."""
 

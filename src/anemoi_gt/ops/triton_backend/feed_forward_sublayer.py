@@ -53,6 +53,13 @@ def feed_forward_sublayer(
     return y
 
 
+def feed_forward_kept_bytes(
+    tensors: FeedForwardTensors[Tensor], options: FeedForwardOptions
+) -> int:
+    """Return the bytes that a call keeps for its backward pass, besides its inputs."""
+    return kept_layout(tensors, options).num_bytes
+
+
 class FeedForward(PlannedOperator):
     """Outputs y; keeps the cast weights, and h if the options say so."""
 

@@ -213,6 +213,9 @@ def weight_tile(channels: int, attributes: int) -> ContractionTile:
 # ---------------------------------------------------------------------------- sub-layers
 
 MAX_FEATURES = 4096  # of a norm; beyond that, the gradient kernel spills registers
+# of a sub-layer that is fused; the kernels take MAX_FEATURES, but more than 1024 are not measured
+# (benchmarks/wide_blocks.py)
+MAX_FUSED_FEATURES = 1024
 PACK_ELEMENTS = 2048  # of a program of `pack`, not measured
 ADD_ELEMENTS = 2048  # of a program of `add`, not measured
 SUM_ELEMENTS = 2048  # of a tile of `sum_columns`, and its columns at most
