@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import runpy
 import sys
 
@@ -150,6 +151,20 @@ def test_a_checkpoint_that_cannot_be_written_is_named(written, alone):
         OSError, match="^could not write the checkpoint .*last.partial: FileExistsError"
     ):
         save_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
+    assert load_values(written, "config")["seed"] == 1
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_former_one_and_no_other_file(written, alone):
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2**16, hard)
+    )  # the next write fails, as on a full disk
+    try:
+        with pytest.raises(OSError, match="^could not write the checkpoint .*last.partial: "):
+            save_checkpoint(written, {"weight": torch.zeros(2**16)}, {}, alone)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert not written.with_name("last.partial").exists()
     assert load_values(written, "config")["seed"] == 1
 
 
