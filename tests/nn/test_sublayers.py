@@ -638,20 +638,20 @@ def test_a_norm_with_two_conditions():
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_more_features_than_a_program_holds(library):
+def test_more_features_than_are_measured(library):
     wide = {"in_channels": 1026, "out_channels": 1026}
     block = make(library=library, **wide)
     assert (
         attention_parts(block)
-        == "its layer_norm_attention has 1026 features, and at most 1024 are possible"
+        == "its layer_norm_attention has 1026 features, and more than 1024 are not measured"
     )
     assert (
         network_parts(block)
-        == "its layer_norm_mlp_dst has 1026 features, and at most 1024 are possible"
+        == "its layer_norm_mlp_dst has 1026 features, and more than 1024 are not measured"
     )
     block = make(library=library, attn_channels=1026)
     assert_one_reason(
-        block, "attention", "its queries have 1026 features, and at most 1024 are possible"
+        block, "attention", "its queries have 1026 features, and more than 1024 are not measured"
     )
 
 

@@ -366,7 +366,7 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
         raise _shape_mismatch(projection.weight, (features, width), "projection", "lin_query")
     if width > sublayers.max_features:
         got = f"its queries have {width} features"
-        raise _cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
+        raise _cannot_fuse(f"{got}, and more than {sublayers.max_features} are not measured")
     if num_attributes > sublayers.max_attributes:
         got = f"its edges have {num_attributes} attributes"
         raise _cannot_fuse(f"{got}, and at most {sublayers.max_attributes} are possible")
@@ -443,7 +443,7 @@ def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
         raise _shape_mismatch(shift, shape, shift_name, others)
     if features > sublayers.max_features:
         got = f"its {name} has {features} features"
-        raise _cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
+        raise _cannot_fuse(f"{got}, and more than {sublayers.max_features} are not measured")
     parameters: Norm[Tensor] = Norm(scale, shift)
     if has_condition:
         parameters = Norm(scale_map=Linear(scale, scale_bias), shift_map=Linear(shift, shift_bias))
