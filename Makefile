@@ -17,6 +17,8 @@ WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 
 BIN := .venv/bin
 INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
+# For environments that one command uses: a module is compiled when it is imported, and most never are.
+INSTALL_ONCE := $(INSTALL) --no-compile
 PIP := .venv/$(INSTALL) --constraint constraints.txt
 INSTALLED := .venv/.installed
 PYTEST := bin/python -m pytest --dist worksteal
@@ -89,12 +91,12 @@ install_versions = for version in $(1); do \
 # anemoi-training, whose metadata do not name them. The interpreter of Triton 3.6 cannot run with numpy 2.4.
 OLD_NUMPY := 'numpy<2.4'
 .venv-anemoi/.installed: pyproject.toml | .venv-anemoi/bin/python
-	.venv-anemoi/$(INSTALL) --editable '.[anemoi-application]' pytest pytest-xdist $(OLD_NUMPY)
+	.venv-anemoi/$(INSTALL_ONCE) --editable '.[anemoi-application]' pytest pytest-xdist $(OLD_NUMPY)
 	touch $@
 
 .venv-docs/.installed: pyproject.toml constraints.txt | .venv-docs/bin/python
-	.venv-docs/$(INSTALL) --constraint constraints.txt torch
-	.venv-docs/$(INSTALL) --constraint constraints.txt --editable '.[docs]'
+	.venv-docs/$(INSTALL_ONCE) --constraint constraints.txt torch
+	.venv-docs/$(INSTALL_ONCE) --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 nightly: nightly-upstream nightly-interpreter nightly-lowest nightly-torch
@@ -112,17 +114,17 @@ WITHOUT_PAGES := -m "not (pages or upstream or nightly)"
 
 # torch, torch-geometric, einops and hydra of the lower bounds in pyproject.toml, which the second command keeps.
 nightly-lowest: .venv-lowest/bin/python
-	.venv-lowest/$(INSTALL) uv
+	.venv-lowest/$(INSTALL_ONCE) uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[hydra]'
-	.venv-lowest/$(INSTALL) --editable '.[test]' $(OLD_NUMPY)
-	.venv-lowest/$(INSTALL) $(ANEMOI)
+	.venv-lowest/$(INSTALL_ONCE) --editable '.[test]' $(OLD_NUMPY)
+	.venv-lowest/$(INSTALL_ONCE) $(ANEMOI)
 	OMP_NUM_THREADS=1 .venv-lowest/$(PYTEST) -n $(CORES) $(WITHOUT_PAGES)
 
 # Tested releases besides the pinned and the lowest one (src/anemoi_gt/tested_versions.py).
 nightly-torch: nightly-torch-2.11 nightly-torch-2.15
 nightly-torch-%: .venv-torch-%/bin/python
-	.venv-torch-$*/$(INSTALL) 'torch==$*.*' --editable '.[test]' $(OLD_NUMPY)
-	.venv-torch-$*/$(INSTALL) $(ANEMOI)
+	.venv-torch-$*/$(INSTALL_ONCE) 'torch==$*.*' --editable '.[test]' $(OLD_NUMPY)
+	.venv-torch-$*/$(INSTALL_ONCE) $(ANEMOI)
 	OMP_NUM_THREADS=1 .venv-torch-$*/$(PYTEST) -n $(CORES) $(WITHOUT_PAGES)
 
 .PRECIOUS: $(INSTALLED)-% %/bin/python
