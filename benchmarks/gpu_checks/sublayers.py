@@ -1,4 +1,4 @@
-"""Both sub-layers of a block over a corpus of norms, conditions, activations, batches and halos."""
+"""Both sub-layers of a block, and the linear layer, over a corpus of norms, sizes and options."""
 
 import multiprocessing
 from functools import partial
@@ -13,10 +13,13 @@ from anemoi_gt.ops.sublayer_tensors import (
     AttentionTensors,
     FeedForwardOptions,
     FeedForwardTensors,
+    NormLinearOptions,
+    NormLinearTensors,
     NormOptions,
 )
 from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
+from anemoi_gt.ops.triton_backend.norm_linear import norm_linear
 from gpu_checks import DEVICE
 
 # The reference materialises several tensors of batch x destinations x edges x width elements.
@@ -124,6 +127,21 @@ def _feed_forward(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.
     return ours, plain, named, grad
 
 
+def _norm_linear(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dtype):
+    """Return both implementations of a linear layer, its tensors and a gradient."""
+    # the widths of the case, of which some are odd, scaled
+    scale = sizes.features // sublayers.SMALL.features
+    widths = {name: case[name] * scale + case[name] % 2 for name in ("columns", "out_columns")}
+    named, grad = sublayers.draw_norm_linear(DEVICE, seed=number, rows=sizes.rows, **case | widths)
+    norm = NormOptions() if case["norm"] is None else NormOptions(sublayers.EPS, case["centred"])
+    options = NormLinearOptions(norm, dtype)
+
+    def ours(named):
+        return norm_linear(sublayers.fill(NormLinearTensors, named), options)
+
+    return ours, partial(sublayers.norm_linear, norm=norm), named, grad
+
+
 def _add_errors(corpus, ours, plain, named, grad, dtype, case: str) -> None:
     """Check that repeated runs give equal bits, then add the errors of a case."""
     result = sublayers.results_of(ours, named, grad, torch.float32)
@@ -141,4 +159,5 @@ def _add_errors(corpus, ours, plain, named, grad, dtype, case: str) -> None:
 MAKERS = {
     "attention": (_attention, sublayers.ATTENTION_CASES),
     "feed-forward": (_feed_forward, sublayers.FEED_FORWARD_CASES),
+    "linear": (_norm_linear, sublayers.NORM_LINEAR_CASES),
 }

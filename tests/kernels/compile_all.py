@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 import triton
 from support.plans import new_plans
+from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
@@ -97,7 +98,7 @@ def run(call):
 
 
 def run_block(dtype):
-    """Forward and backward of both fused sub-layers of a block with norms of queries and keys, from other sources."""
+    """Forward and backward of both fused sub-layers of a block with norms of queries and keys, from other sources, and of a linear layer."""
     sizes = {
         "in_channels": 64,
         "hidden_dim": 80,
@@ -119,7 +120,9 @@ def run_block(dtype):
         z = fused_block.attention(
             attention, nodes, graph, torch.zeros(graph.num_edges, 3), (None, None)
         )
-        fused_block.feed_forward(feed_forward, z, None).float().sum().backward()
+        y = fused_block.feed_forward(feed_forward, z, None)
+        layer = sublayers.linear_parts(nn.Linear(64, 101), "layer", fused)
+        fused_block.linear(layer._replace(gemm_dtype=dtype), y).float().sum().backward()
 
 
 def record(work):

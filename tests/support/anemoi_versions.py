@@ -22,6 +22,7 @@ from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import blocks as attending
 from support import anemoi_sublayers, anemoi_transformer_versions
+from support.operators import Operators
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
 if VERSION >= (0, 15):
@@ -219,6 +220,40 @@ def updated_sources():
     return {"error": error, "outcome": outcome}
 
 
+def mapper_layers():
+    """Compare what the mappers embed and extract in float32, fused and by Anemoi, and the shapes that they return.
+
+    Returns the error, and the number of fused layers.
+    """
+    if VERSION >= (0, 19):
+        return None
+    model = build()
+    error = 0.0
+    names = []
+    for kind in ("Forward", "Backward"):
+        mapper_class = getattr(mapper, f"GraphTransformer{kind}Mapper")
+        of_kind = next(module for module in model.modules() if isinstance(module, mapper_class))
+        columns = (of_kind.in_channels_src, of_kind.in_channels_dst)
+        x = tuple(torch.randn(6, number) for number in columns)
+        sharding = () if VERSION >= (0, 15) else (tuple([[6, number]] for number in columns),)
+
+        def call(of_kind=of_kind, x=x, sharding=sharding):
+            x_src, x_dst, *shapes = of_kind.pre_process(x, *sharding)
+            rows = {"sources": x_src, "destinations": x_dst}
+            if of_kind.out_channels_dst is not None:
+                rows["fields"] = of_kind.post_process(x_dst, *shapes[1:])
+            return rows, shapes
+
+        with torch.no_grad():
+            theirs, shapes = call()
+            with integration.install(backend="triton", blocks=True), Operators() as operators:
+                ours, ours_shapes = call()
+        assert shapes == ours_shapes
+        error = max(error, max_error(ours, theirs))
+        names += operators.names
+    return {"error": error, "fused": names.count("anemoi_gt.norm_linear_triton.default")}
+
+
 def compiled(kind):
     """Return the error of a compiled block under `install`, and the anemoi_gt operators in its graph."""
     block, inputs = make_block(kind)
@@ -275,6 +310,7 @@ def report_all():
     report["version"] = version("anemoi-models")
     report["messages"] = list(dict.fromkeys(messages))
     report["updated sources"] = updated_sources()
+    report["mapper layers"] = mapper_layers()
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
     if VERSION < (0, 19):
@@ -290,6 +326,7 @@ def report_minor():
     messages = collect_messages()
     report = compare(build("GraphTransformer"))
     report["updated sources"] = updated_sources()
+    report["mapper layers"] = mapper_layers()
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
     return report | {"version": version("anemoi-models"), "messages": messages}

@@ -2,6 +2,7 @@
 
     pack           parameters in another dtype, one after another in one tensor
     add            x + y in the dtype of the result; without y a cast
+    resize         rows in another dtype, with columns left out, or zeros behind them
     sum_columns    sums over nodes of rows, a row of partial sums for each program
     sum_partial    the totals of partial sums
     map_total      W^T s of totals s: the sum over nodes of W^T rows, without reading rows
@@ -157,6 +158,31 @@ def add(
     if y is not None:
         total += tl.load(y + element, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + element, _rounded(total, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    repr=kernel_name("anemoi_gt_resize", "out", "W_OUT"),
+    do_not_specialize=["num_rows", "out_rows"],
+)
+def resize(
+    x,  # [N, W]
+    out,  # [N_OUT, W_OUT]
+    num_rows,  # N
+    out_rows,  # N_OUT
+    W: tl.constexpr,
+    W_OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INT64: tl.constexpr,
+):
+    """Grid (ceil(N_OUT / ROWS), ceil(W_OUT / COLUMNS)): out = x, and 0 where x has no element."""
+    row = as_index(tl.program_id(0), INT64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < num_rows)[:, None] & (column < W)[None, :]
+    rows = tl.load(x + row[:, None] * W + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    mask = (row < out_rows)[:, None] & (column < W_OUT)[None, :]
+    address = out + row[:, None] * W_OUT + column[None, :]
+    tl.store(address, _rounded(rows, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(

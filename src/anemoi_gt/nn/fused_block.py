@@ -1,14 +1,19 @@
-"""The sub-layers of a block of this library, fused if possible and faster; decided per call.
+"""Sub-layers of a block and linear layers of a mapper, fused if possible and faster.
+
+Decided per call:
 
 fused = FusedParts.of(block, x_dst, cond, config)    parts of fused sub-layers, or refusals
 z = attention(fused.attention, ...)                  where they are parts
 y = feed_forward(fused.feed_forward, ...)
+
+parts = linear_layer_parts(layer, name, x, computation)
+y = linear(parts, x)                                 where it has parts
 """
 
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
@@ -16,14 +21,16 @@ from anemoi_gt.nn.sublayers import (
     AttentionParts,
     Conditions,
     FeedForwardParts,
+    LinearParts,
     Nodes,
     attention_parts,
     feed_forward_parts,
+    linear_parts,
 )
 from anemoi_gt.ops.backends import Sublayers, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.operands import AttentionOperands, check_operands
-from anemoi_gt.refusal import Refusal, not_faster, permanent
+from anemoi_gt.refusal import Refusal, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 
 NO_SUBLAYERS = permanent("the backend of its attention has no fused sub-layers")
@@ -31,6 +38,9 @@ NO_SOURCES = not_faster("its sources are not updated")
 NOT_FASTER = not_faster(
     "sub-layers are fused under 16-bit autocast where the backend of the attention has them"
 )
+
+FUSED_BY_COMPILER = not_faster("compiled code fuses casts and norms, and pads rows")
+NO_LAYER = not_faster("it is no layer")
 
 
 class Computation(NamedTuple):
@@ -123,7 +133,7 @@ class FusedParts(NamedTuple):
         return cls(attention, feed_forward, sources)
 
 
-Parts = TypeVar("Parts", AttentionParts, FeedForwardParts)
+Parts = TypeVar("Parts", AttentionParts, FeedForwardParts, LinearParts)
 
 
 def for_call(
@@ -138,9 +148,39 @@ def for_call(
         return permanent(
             f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
         )
-    if isinstance(parts, AttentionParts):
-        return parts._replace(gemm_dtype=computation.gemm_dtype)
-    return parts._replace(gemm_dtype=computation.gemm_dtype, keep_hidden=computation.keep_hidden)
+    if isinstance(parts, FeedForwardParts):
+        parts = parts._replace(keep_hidden=computation.keep_hidden)
+    return parts._replace(gemm_dtype=computation.gemm_dtype)
+
+
+def linear_layer_parts(
+    layer: Any, name: str, x: Tensor, computation: Computation
+) -> LinearParts | Refusal:
+    """Decide for a linear layer on features like x, called `name` in its mapper.
+
+    It may be a Sequential of a norm and a linear map.
+    """
+    if torch.compiler.is_compiling():
+        return FUSED_BY_COMPILER
+    if torch.jit.is_tracing():
+        return transient("torch.jit.trace records it")
+    if computation.sublayers is None:
+        return NO_SUBLAYERS
+    if type(layer) is nn.Identity:
+        return NO_LAYER
+    parts = for_call(linear_parts(layer, name, computation.sublayers), x, None, computation)
+    if isinstance(parts, Refusal):
+        return parts
+    features = parts.linear.weight.shape[1]
+    if x.shape[-1] != features:
+        return permanent(f"its {name} takes {features} features, got {x.shape[-1]}")
+    return parts
+
+
+def linear(parts: LinearParts, x: Tensor) -> Tensor:
+    """Return rows [.., N, F_out] of a linear layer."""
+    y = parts.layer(parts.tensors(_rows(x)), parts.options())
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def attention(

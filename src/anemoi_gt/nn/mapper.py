@@ -13,13 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
+from anemoi_gt.nn.activation_checkpointing import as_in_forward, checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.chunking import Chunk, Pair, Rows, map_chunks
+from anemoi_gt.nn.fused_block import NOT_FASTER, Computation, linear, linear_layer_parts
 from anemoi_gt.nn.input_validation import check_conditions, check_sides, stored_parameter
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.nn.norm import apply_norm
+from anemoi_gt.nn.sublayers import LinearParts
 from anemoi_gt.option_checks import check_integer
+from anemoi_gt.refusal import Refusal
+from anemoi_gt.torch_compat import is_exporting
 
 
 class GraphTransformerBaseMapper(nn.Module):
@@ -121,8 +125,23 @@ class GraphTransformerBaseMapper(nn.Module):
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return destination features [..., N_dst, num_channels] of a graph or one chunk."""
-        x = self.emb_nodes_src(_concatenate(x[0])), self.emb_nodes_dst(_concatenate(x[1]))
-        return self.proc(x, graph, edge_attr, cond=cond)[1]
+        x_src = self._apply_linear("emb_nodes_src", _concatenate(x[0]))
+        x_dst = self._apply_linear("emb_nodes_dst", _concatenate(x[1]))
+        return self.proc((x_src, x_dst), graph, edge_attr, cond=cond)[1]
+
+    def _apply_linear(self, name: str, x: Tensor) -> Tensor:
+        """Return the result of the linear layer `name`, fused where that is faster."""
+        layer = getattr(self, name)
+        parts: LinearParts | Refusal = NOT_FASTER
+        if not is_exporting():
+            computation = Computation.of(x, self.proc.config)
+            if computation.is_faster_fused:
+                parts = linear_layer_parts(layer, name, x, computation)
+        (parts,) = as_in_forward(self, name, (parts,))
+        if isinstance(parts, Refusal):
+            # a norm may have more rows than PyTorch's kernel takes
+            return apply_norm(layer, x) if isinstance(layer, nn.Sequential) else layer(x)
+        return linear(parts, x)
 
 
 class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
@@ -192,7 +211,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return destination fields [..., N_dst, out_channels_dst] of a graph or one chunk."""
         x_dst = super().map_nodes(x, graph, edge_attr, cond)
-        return apply_norm(self.node_data_extractor, x_dst)  # a norm, then a linear map
+        return self._apply_linear("node_data_extractor", x_dst)
 
 
 def _concatenate(rows: Rows) -> Tensor:

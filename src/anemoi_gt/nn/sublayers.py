@@ -1,12 +1,14 @@
-"""Parts of the two fused sub-layers of a block, or the refusal of a sub-layer that cannot be fused.
+"""Parts of fused sub-layers of a block, and of linear layers, or the refusal of one.
 
     attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,   n = norm(x)
     feed_forward_sublayer   y_i = z_i + W_out act(W_in norm(z_i) + b) + b
+    norm_linear             y_i = W norm(x_i) + b, or W x_i + b
 
 `attention_parts` and `feed_forward_parts` read the modules of a block of this library or of Anemoi,
-whose submodules have the same names. A fused sub-layer uses parameters without calling their
-modules, so these must be plain (`nn.plain`), with plain tensors as parameters. Whatever else a
-module is, the refusal names it; that costs its own sub-layer only.
+whose submodules have the same names, `linear_parts` reads a layer of a mapper. A fused sub-layer
+uses parameters without calling their modules, so these must be plain (`nn.plain`), with plain
+tensors as parameters. Whatever else a module is, the refusal names it; that costs its own sub-layer
+only.
 
 Ask once per call of a block and hand the answer down. Nothing is remembered between calls: the
 answer depends on mutable modules, and to read them takes no longer than to compare them with what
@@ -15,6 +17,7 @@ sub-layer are asked for by one call of the rule, and read afterwards.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +34,8 @@ from anemoi_gt.ops.sublayer_tensors import (
     FeedForwardTensors,
     Linear,
     Norm,
+    NormLinearOptions,
+    NormLinearTensors,
     NormOptions,
 )
 from anemoi_gt.refusal import Refusal, permanent
@@ -153,6 +158,29 @@ class AttentionParts(NamedTuple):
         )
 
 
+class LinearParts(NamedTuple):
+    """Parameters and options of a linear layer, perhaps after a norm."""
+
+    layer: Callable[..., Tensor]  # computes it from `tensors` and `options`
+    norm: NormParts | None
+    linear: Linear[Tensor]
+    has_condition: bool  # whether the norm needs a condition
+    dtype: torch.dtype  # of the parameters
+    gemm_dtype: torch.dtype  # the parameters', or in a call autocast's
+
+    def tensors(self, x: Tensor) -> NormLinearTensors:
+        """Return the tensors of a call on rows x [N, F]."""
+        if self.norm is None:
+            return NormLinearTensors(x, None, None, self.linear)
+        parameters = self.norm.parameters
+        return NormLinearTensors(x, parameters.scale, parameters.shift, self.linear)
+
+    def options(self) -> NormLinearOptions:
+        """Return the options of the operator."""
+        norm = NormOptions() if self.norm is None else self.norm.options
+        return NormLinearOptions(norm, self.gemm_dtype)
+
+
 class HeadNorm(NamedTuple):
     """A norm of queries or keys, over the channels of a head."""
 
@@ -209,6 +237,18 @@ def attention_parts(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
         return refusal
 
 
+def linear_parts(layer: Submodule, name: str, sublayers: Sublayers) -> LinearParts | Refusal:
+    """Return the parts of a linear map, or of a norm and a linear map in a Sequential, or why not.
+
+    It is `name` in its mapper.
+    """
+    try:
+        return _read_linear_layer(layer, name, sublayers)
+    except CannotFuseError as error:
+        refusal: Refusal = error.args[0]
+        return refusal
+
+
 def linear_parameters(
     linear: Submodule, name: str, role: str = plain.LINEAR
 ) -> tuple[Tensor, Tensor | None] | Refusal:
@@ -232,6 +272,42 @@ def warn_of_embedded_edges(text: str) -> None:
     warnings.warn(
         f"edge attributes are embedded into a tensor [E, H, C] before the attention: {text}",
         stacklevel=3,
+    )
+
+
+def _read_linear_layer(layer: Submodule, name: str, sublayers: Sublayers) -> LinearParts | Refusal:
+    asked: list[plain.Asked] = []
+    norm: Submodule = None
+    linear, linear_name = layer, name
+    if isinstance(layer, nn.Sequential):
+        asked.append((name, layer, SEQUENTIAL))
+        modules = tuple(layer._modules.values())
+        if len(modules) != 2:
+            raise _cannot_fuse(
+                f"its {name} has {len(modules)} layers, and a norm and a linear map are needed"
+            )
+        norm, linear = modules
+        linear_name = f"{name}.1"
+        asked += _asked_of_norm(norm, f"{name}.0")
+    asked.append((linear_name, linear, LINEAR))
+    refusal = why_not_plain(*asked)
+    if refusal is not None:
+        return refusal
+    norm_parts = None
+    if norm is not None:
+        norm_parts = _read_norm(norm, f"{name}.0", sublayers)
+    (parameters,) = _read_linears({linear_name: linear})
+    weight = parameters.weight
+    if norm_parts is not None and weight.shape[1] != norm_parts.features:
+        shape = (weight.shape[0], norm_parts.features)
+        raise _shape_mismatch(weight, shape, linear_name, f"{name}.0")
+    return LinearParts(
+        layer=sublayers.norm_linear,
+        norm=norm_parts,
+        linear=parameters,
+        has_condition=norm_parts is not None and norm_parts.has_condition,
+        dtype=weight.dtype,
+        gemm_dtype=weight.dtype,
     )
 
 

@@ -17,6 +17,7 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
     feed_forward_kept_bytes,
     feed_forward_sublayer,
 )
+from anemoi_gt.ops.triton_backend.norm_linear import norm_linear
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, MAX_FUSED_FEATURES
 from anemoi_gt.refusal import Refusal, RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced
@@ -32,10 +33,11 @@ class Sublayer(NamedTuple):
 
 
 class Sublayers(NamedTuple):
-    """The fused sub-layers of a backend, with the formulas of `ops.sublayer_tensors`."""
+    """The fused sub-layers and layers of a backend, with the formulas of `ops.sublayer_tensors`."""
 
     attention: Sublayer
     feed_forward: Sublayer
+    norm_linear: Callable[..., Tensor]
     max_features: int  # of a row
     max_attributes: int  # of an edge
 
@@ -59,6 +61,7 @@ BACKENDS = {  # in the order in which `auto` tries them
         Sublayers(
             Sublayer(attention_sublayer, attention_kept_bytes),
             Sublayer(feed_forward_sublayer, feed_forward_kept_bytes),
+            norm_linear,
             MAX_FUSED_FEATURES,
             MAX_ATTRIBUTES - 1,
         ),

@@ -1,7 +1,8 @@
-"""Tensors and options of the two fused sub-layers of a block, as trees.
+"""Tensors and options of the fused sub-layers of a block and of linear layers, as trees.
 
     attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b, n = norm(x)
     feed_forward_sublayer   y_i = x_i + W_out act(W_hidden norm(x_i) + b) + b
+    norm_linear             y_i = W norm(x_i) + b, or W x_i + b
 
 Dimensions: N nodes of a batch entry, B batch entries, F features, K_h hidden features, H heads of C
 channels, D edge attributes, R halo rows, K features of a condition.
@@ -37,6 +38,10 @@ class Norm(NamedTuple, Generic[Held]):
     shift_map: Linear[Held] = Linear()
 
 
+class NoConstants(NamedTuple):
+    """The constants of an operator on rows, which reads no graph."""
+
+
 class FeedForwardTensors(NamedTuple, Generic[Held]):
     """Tensors of a feed-forward sub-layer, or what belongs to each of them."""
 
@@ -50,7 +55,7 @@ class FeedForwardTensors(NamedTuple, Generic[Held]):
 class NormOptions(NamedTuple):
     """Options of a norm."""
 
-    eps: float = 0.0  # positive; 0 for an absent norm of heads
+    eps: float = 0.0  # positive; 0 for an absent norm of heads or of a linear layer
     is_centred: bool = True  # layer norm; if not, RMSNorm, whose mean is taken as 0
 
     def constants(self) -> dict[str, bool]:
@@ -100,3 +105,19 @@ class AttentionOptions(NamedTuple):
     query_norm: NormOptions
     key_norm: NormOptions
     gemm_dtype: torch.dtype  # of the operands of the attention too
+
+
+class NormLinearTensors(NamedTuple, Generic[Held]):
+    """Tensors of a linear layer, perhaps after a norm, or what belongs to each of them."""
+
+    x: Held  # [N, F]
+    scale: Held | None  # [F], of the norm; None for 1, and without a norm
+    shift: Held | None  # [F]
+    linear: Linear[Held]  # [F_out, F]
+
+
+class NormLinearOptions(NamedTuple):
+    """Options of a linear layer."""
+
+    norm: NormOptions  # eps 0 for an absent norm
+    gemm_dtype: torch.dtype  # of y too

@@ -80,6 +80,7 @@ def test_models_of_minor_versions_compute_the_same_under_install(report):
     assert report["same"]
     assert report["error"] < 2e-6
     assert_updated_sources_are_as_anemois(report)
+    assert_layers_of_mappers_are_fused(report)
     if release_of(report) < (0, 15):
         assert_transformers_are_as_anemois(report)
 
@@ -101,6 +102,18 @@ def assert_updated_sources_are_as_anemois(report):
     else:
         assert result["outcome"] == "fused", report["version"]
         assert result["error"] < 2e-6, report["version"]
+
+
+def assert_layers_of_mappers_are_fused(report):
+    """Assert that embeddings and output layer are fused, and agree with Anemoi."""
+    layers = report["mapper layers"]
+    assert layers["fused"] == 4, report["version"]
+    assert layers["error"] < 2e-6, report["version"]
+
+
+@every_old_version
+def test_embeddings_and_output_layers_of_mappers_are_fused_with_the_same_numbers(report):
+    assert_layers_of_mappers_are_fused(report)
 
 
 def definitions(version):
@@ -183,6 +196,6 @@ def test_install_names_the_methods_that_differ_from_known_versions(report):
     else:
         assert not methods, f"anemoi-models {report['version']}: {methods}"
     is_named = "target_features.shard_tensor" in sharding
-    is_kept = sharding.endswith("Anemoi's sharding is kept")
+    is_kept = sharding.endswith("keeping Anemoi's sharding")
     is_old = report["version"] in OLD
     assert (is_named and is_kept) is is_old, f"anemoi-models {report['version']}: {sharding}"

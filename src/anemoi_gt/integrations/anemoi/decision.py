@@ -33,7 +33,7 @@ from anemoi_gt.nn.plain import (
     why_not_plain,
     why_not_plain_method,
 )
-from anemoi_gt.nn.sublayers import feed_forward_parts, linear_parameters
+from anemoi_gt.nn.sublayers import LinearParts, feed_forward_parts, linear_parameters
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 
@@ -107,6 +107,34 @@ def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | Non
     decision = _decide_transformer(block, norm_name, x, cond)
     _record(block, decision)
     return decision
+
+
+def decide_linear(mapper: Any, name: str, x: Tensor) -> LinearParts | Refusal:
+    """Return the parts of the linear layer `name` of a mapper for features x, or why it is called.
+
+    Log and keep the reason if it is refused. Raise ValueError if the named backend cannot run.
+    """
+    layer = getattr(mapper, name)
+    parts = _linear_of(mapper, layer, name, x)
+    (parts,) = as_in_forward(mapper, name, (parts,))
+    if torch.compiler.is_compiling():
+        return parts
+    reason = None
+    if isinstance(parts, Refusal) and parts.kind is not RefusalKind.NOT_FASTER:
+        reason = parts.text
+        report.warn_once(f"a linear layer of an Anemoi mapper is not fused: {reason}")
+    report.record_layer(layer, reason)
+    return parts
+
+
+def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> LinearParts | Refusal:
+    settings = SETTINGS.of(mapper.proc)
+    if settings is None or settings.blocks is False or is_exporting():
+        return UNWANTED
+    computation = Computation.of(x, settings.config)
+    if settings.blocks is None and not computation.is_faster_fused:
+        return NOT_FASTER
+    return fused_block.linear_layer_parts(layer, name, x, computation)
 
 
 def _record(block: Any, decision: Decision) -> None:

@@ -22,6 +22,7 @@ from anemoi_gt.integrations.anemoi import (
     blocks,
     decision,
     edge_lists,
+    mappers,
     models,
     report,
     sharding,
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 BLOCK = ("anemoi.models.layers.block", "GraphTransformerBaseBlock")
 PROVIDER = ("anemoi.models.layers.graph_provider", "StaticGraphProvider")
 MAPPER = ("anemoi.models.layers.mapper", "GraphTransformerBaseMapper")
+ENCODER = (MAPPER[0], "GraphTransformerForwardMapper")
+DECODER = (MAPPER[0], "GraphTransformerBackwardMapper")
 PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
 INTERFACE = ("anemoi.models.interface", "AnemoiModelInterface")
@@ -61,6 +64,9 @@ PATCHES = {
     (MAPPER_BLOCK, "forward"): blocks.mapper_block,
     (TRANSFORMER_BLOCK, "forward"): blocks.transformer_processor_block,
     (TRANSFORMER_MAPPER_BLOCK, "forward"): blocks.transformer_mapper_block,
+    (ENCODER, "pre_process"): mappers.pre_process,
+    (DECODER, "pre_process"): mappers.pre_process,
+    (DECODER, "post_process"): mappers.post_process,
     (PROVIDER, "_get_edges_impl"): edge_lists.get_edges,
     (MAPPER, "prepare_edge_sharding_wrapper"): edge_lists.prepare_edge_sharding,
     (PROCESSOR, "forward"): edge_lists.processor_forward,
@@ -98,7 +104,11 @@ CALLED = (
     (PARTITION[:1], "shard_tensor"),
     (MAPPER[:1], "gather_tensor"),
 )
-OLDER = {(MODEL, "_assert_valid_sharding"): BASE}  # the class that had the method in 0.9.6 to 0.11
+OLDER = {  # the classes that had these methods in 0.9.6 to 0.11
+    (MODEL, "_assert_valid_sharding"): BASE,
+    (ENCODER, "pre_process"): (MAPPER[0], "ForwardMapperPreProcessMixin"),
+    (DECODER, "post_process"): (MAPPER[0], "BackwardMapperPostProcessMixin"),
+}
 _upstream: dict[tuple[Any, str], Any] = {}  # by owner and name: the replaced methods and functions
 
 
@@ -231,7 +241,8 @@ class Installed(Settings):
     ----------
     computed : tuple of Computed
         For each graph-transformer block of a model that has run: path, class, "fused",
-        "attention only", "upstream" or "not yet", and the reason if it was not fused.
+        "attention only", "upstream" or "not yet", and the reason if it was not fused. Embeddings
+        and output layers of mappers are listed only if a reason keeps them with upstream.
     """
 
     computed: tuple[report.Computed, ...] = ()
@@ -342,12 +353,12 @@ def graph_transformer_processor(**options: Any) -> nn.Module:
 
 def graph_transformer_forward_mapper(**options: Any) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with swapped blocks."""
-    return _build_swapped(find(MAPPER[0], "GraphTransformerForwardMapper"), options)
+    return _build_swapped(find(*ENCODER), options)
 
 
 def graph_transformer_backward_mapper(**options: Any) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with swapped blocks."""
-    return _build_swapped(find(MAPPER[0], "GraphTransformerBackwardMapper"), options)
+    return _build_swapped(find(*DECODER), options)
 
 
 def _build_swapped(kind: Any, options: dict[str, Any]) -> nn.Module:

@@ -26,6 +26,8 @@ Recorded = tuple[str, str | None]  # outcome of a decision, and its reason
 
 # those that have computed, in eager code
 _BLOCKS: WeakKeyDictionary[nn.Module, Recorded] = WeakKeyDictionary()
+# linear layers of mappers that upstream computes, and why
+_LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _TRACED: dict[type, Recorded] = {}
 # Anemoi models, in order of first use
 _MODELS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
@@ -55,6 +57,16 @@ def record(block: nn.Module, outcome: str, reason: str | None) -> None:
         _CLEAN.clear()
 
 
+def record_layer(layer: nn.Module, reason: str | None) -> None:
+    """Keep why a linear layer of a mapper is not fused; None if it is, or need not be."""
+    if _LAYERS.get(layer) != reason:
+        if reason is None:
+            del _LAYERS[layer]
+        else:
+            _LAYERS[layer] = reason
+        _CLEAN.clear()
+
+
 @constant_when_traced
 def record_traced(kind: type, outcome: str, reason: str | None) -> None:
     """Keep how a block of this class is computed in compiled code."""
@@ -65,6 +77,7 @@ def record_traced(kind: type, outcome: str, reason: str | None) -> None:
 def clear() -> None:
     """Clear all records, so that models are logged again."""
     _BLOCKS.clear()
+    _LAYERS.clear()
     _TRACED.clear()
     _MODELS.clear()
     _LOGGED_LINES.clear()
@@ -83,7 +96,10 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def computed() -> tuple[Computed, ...]:
-    """Return a record of each block of all known models, and of other blocks that have run."""
+    """Return a record of each block of all known models, and of other blocks that have run.
+
+    Linear layers of mappers follow if they are not fused.
+    """
     records = []
     seen = set()
     for model in list(_MODELS):
@@ -94,7 +110,15 @@ def computed() -> tuple[Computed, ...]:
     for block in list(_BLOCKS):
         if id(block) not in seen:
             records.append(_of_block("", block))
+    names: dict[nn.Module, str] = {}
+    for model in list(_MODELS):
+        names |= {module: path for path, module in model.named_modules()}
+    records += [_of_layer(names.get(layer, ""), layer) for layer in list(_LAYERS)]
     return tuple(records)
+
+
+def _of_layer(path: str, layer: nn.Module) -> Computed:
+    return Computed(path, type(layer).__name__, WORDS["upstream"], _LAYERS[layer])
 
 
 def _of_block(path: str, block: nn.Module) -> Computed:
@@ -143,7 +167,11 @@ def after_step(model: nn.Module) -> None:
     blocks = blocks_of(model)
     if not any(block in _BLOCKS or type(block) in _TRACED for _, block in blocks):
         return
-    line = summary(tuple(_of_block(path, block) for path, block in blocks))
+    records = [_of_block(path, block) for path, block in blocks]
+    layers = [
+        _of_layer(path, module) for path, module in model.named_modules() if module in _LAYERS
+    ]
+    line = summary((*records, *layers))
     logged = _LOGGED_LINES.setdefault(model, set())
     if line not in logged:
         logged.add(line)

@@ -49,6 +49,9 @@ GENERATIONS = (
             "ConditionalLayerNorm.forward": "bf3964141119",
             "NamedNodesAttributes.forward": "ffca76074056",
             "AnemoiModelEncProcDec._assert_valid_sharding": "6a4999d2f176",
+            "ForwardMapperPreProcessMixin.pre_process": "65fd33b10fa4",
+            "GraphTransformerBackwardMapper.pre_process": "714d561494f5",
+            "BackwardMapperPostProcessMixin.post_process": "a1a7b5297d90",
         },
     ),
     Generation(
@@ -96,6 +99,11 @@ GENERATIONS = (
     Generation(
         first="0.12.0",
         bodies={
+            "ForwardMapperPreProcessMixin.pre_process": None,
+            "BackwardMapperPostProcessMixin.post_process": None,
+            "GraphTransformerForwardMapper.pre_process": "36f285e8c65f",
+            "GraphTransformerBackwardMapper.pre_process": "965ac610d2f8",
+            "GraphTransformerBackwardMapper.post_process": "a1a7b5297d90",
             "AnemoiModelEncProcDec._assert_valid_sharding": "6a4999d2f176",
         },
     ),
@@ -117,6 +125,9 @@ GENERATIONS = (
     Generation(
         first="0.15.0",
         bodies={
+            "GraphTransformerForwardMapper.pre_process": "6fc1afbcba7c",
+            "GraphTransformerBackwardMapper.pre_process": "05ec7d8318db",
+            "GraphTransformerBackwardMapper.post_process": "18f7e49f6201",
             "GraphTransformerProcessorBlock.forward": "235b62477ad0",
             "GraphTransformerMapperBlock.forward": "cdbf461630da",
             "TransformerProcessorBlock.forward": "49ab498464d0",
@@ -173,6 +184,7 @@ GENERATIONS = (
     Generation(
         first="0.19.0",
         bodies={
+            "GraphTransformerBackwardMapper.pre_process": "6fc1afbcba7c",
             "AnemoiModelEncProcDec._assemble_output": "9098c5665a8b",
         },
     ),

@@ -22,7 +22,12 @@ from torch import Tensor
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.ops.operands import Operand, OperandT
 from anemoi_gt.ops.operator import GradientLayout, Spec
-from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors, Linear
+from anemoi_gt.ops.sublayer_tensors import (
+    FeedForwardOptions,
+    FeedForwardTensors,
+    Linear,
+    NoConstants,
+)
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend import row_launches, sublayer_steps
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
@@ -38,10 +43,6 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     SublayerBuilder,
     stacked,
 )
-
-
-class NoConstants(NamedTuple):
-    """The sub-layer reads no graph."""
 
 
 def feed_forward_sublayer(

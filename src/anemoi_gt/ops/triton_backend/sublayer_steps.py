@@ -355,6 +355,30 @@ class SublayerBuilder(PlanBuilder):
         else:
             self.compute(_copy, source, target)
 
+    def resize(self, x: Buffer, out: Buffer) -> None:
+        """Copy x [N, W] into `out` [N_out, W_out] in its dtype; zeros where x has no element."""
+        from anemoi_gt.kernels import elementwise
+
+        if x.shape == out.shape:
+            self.add(x, None, out)
+            return
+        num_rows, width = x.shape
+        out_rows, out_width = out.shape
+        columns = min(tiles.RESIZE_COLUMNS, next_power_of_two(out_width))
+        rows = tiles.RESIZE_ELEMENTS // columns
+        constants = {
+            "W": width,
+            "W_OUT": out_width,
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "INT64": (out_rows + rows) * max(width, out_width) + columns >= 2**31,
+            "num_warps": 4,
+        }
+        scalars = {"num_rows": num_rows, "out_rows": out_rows}
+        grid = (-(-out_rows // rows), -(-out_width // columns))
+        launch = Launch(elementwise.resize, grid, scalars, constants)
+        self.launch(launch, x=x, out=out)
+
     def map_total(self, weight: Buffer, total: Buffer, out: Buffer) -> None:
         """Write W^T total [W] into `out`, of W [F, W] and total [F]."""
         from anemoi_gt.kernels import elementwise
