@@ -17,6 +17,7 @@ from anemoi.models.models import encoder_processor_decoder
 from anemoi.utils.config import DotDict
 from omegaconf import DictConfig
 
+from anemoi_gt import GraphStructure
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi as integration
@@ -148,11 +149,25 @@ def compare(model):
     with integration.install():
         ours = differentiate(model)
         same = pickle.dumps(model) == pickled and list(model.state_dict()) == keys
+        sorted_lists = []
+        build_structure = GraphStructure.from_edge_index
+        GraphStructure.from_edge_index = lambda *args, **options: (
+            sorted_lists.append(args[0].shape[1]) or build_structure(*args, **options)
+        )
+        again = differentiate(model)
+        GraphStructure.from_edge_index = build_structure
     attending.edge_attention = attend
+    for name in ours:
+        assert torch.equal(again[name], ours[name]), f"{name} differs in a second pass"
     again = differentiate(model)
     for name in theirs:
         assert torch.equal(again[name], theirs[name]), f"{name} has changed after uninstall"
-    return {"error": max_error(ours, theirs), "raw": raw, "same": same}
+    return {
+        "error": max_error(ours, theirs),
+        "raw": raw,
+        "same": same,
+        "sorted again": len(sorted_lists),
+    }
 
 
 def make_block(kind):
@@ -218,6 +233,27 @@ def updated_sources():
             except ValueError as refusal:
                 outcome = str(refusal)
     return {"error": error, "outcome": outcome}
+
+
+def changed_edges():
+    """Return the error of an encoder whose edges are written between two passes under `install`, before 0.12."""
+    encoder = next(
+        m for m in build().modules() if isinstance(m, mapper.GraphTransformerForwardMapper)
+    )
+    nodes = [GRAPH[name].num_nodes for name in ("data", "hidden")]
+    columns = (encoder.in_channels_src, encoder.in_channels_dst)
+    x = tuple(map(torch.randn, nodes, columns))
+    shapes = tuple([[number, width]] for number, width in zip(nodes, columns, strict=True))
+
+    def call():
+        return {"out": encoder(x, 1, shapes)[1]}
+
+    with torch.no_grad():
+        with integration.install():
+            call()
+            encoder.edge_index_base[0] = encoder.edge_index_base[0].flip(0)
+            ours = call()
+        return max_error(ours, call())
 
 
 def mapper_layers():
@@ -313,6 +349,8 @@ def report_all():
     report["mapper layers"] = mapper_layers()
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
+    if VERSION < (0, 12):
+        report["changed edges"] = changed_edges()
     if VERSION < (0, 19):
         report["AIFS"] = compare(build())
         report["one chunk"] = compare(build(chunks=1))

@@ -72,6 +72,17 @@ def test_models_compute_the_same_under_install_and_keep_their_states_and_pickles
         assert report[name]["error"] < 2e-6, name
 
 
+@every_old_version
+def test_a_second_pass_sorts_no_edges_of_mappers(report):
+    for name in ("AIFS", "one chunk"):  # whose processor is a transformer
+        assert report[name]["sorted again"] == 0, name
+
+
+@of_versions("0.9.3", "0.11.2")
+def test_edges_that_were_written_are_not_taken_for_those_of_an_earlier_pass(report):
+    assert report["changed edges"] < 2e-6
+
+
 @of_versions(*OTHERS)
 def test_models_of_minor_versions_compute_the_same_under_install(report):
     """0.12.0 is tested because a method has the parameters of another version there, but not its body."""

@@ -9,9 +9,12 @@ rank. Everything that follows from the graph only is cached:
     list, number of parts     -> the number of edges of each part    build_graph_partition
     list, its partition       -> the renumbered list of a chunk      GraphPartition.materialise
     list, sizes of the shards -> the renumbered list of this rank    prepare_edge_sharding_wrapper
+    mapper, equal list        -> the list of an earlier pass         run_processor_chunk_..
+    list, destinations        -> the renumbered list of a chunk      run_processor_chunk_..
     shard, group, its sizes   -> the list of this rank and its halo  sharding
 
-`_get_edges_impl` is a method of `StaticGraphProvider`.
+`_get_edges_impl` is a method of `StaticGraphProvider`. `run_processor_chunk_edge_sharding` is that
+of anemoi-models before 0.16, where each pass makes new lists, which are recognised by content.
 
 The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes
 the structure as an input of the compiled code. Lists belong to the edges of their provider, which
@@ -30,7 +33,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anemoi_gt.custom_ops import define_operator
@@ -46,6 +49,9 @@ _ATTRIBUTE = "_anemoi_gt_cache"
 # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
 _BY_BASE = WeakTensorKeyDictionary()
 _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
+# before 0.16: the list of the last pass of a mapper, and {list: (version, equal list of a mapper)}
+_BY_MAPPER: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
+_EQUAL = WeakTensorKeyDictionary()
 
 
 class Derived:
@@ -70,6 +76,8 @@ class EdgeCache:
     sources: Tensor | None = (
         None  # [N_src] int64, for a chunk: the sources of the whole list that remain
     )
+    # for a chunk before 0.16: its edges in the whole list
+    edges: slice | Tensor | None = None
     exchange: HaloExchange | None = None  # for a rank's edges, numbered by its nodes and its halo
     # for a shard: the list that it was cut from, until that is freed
     whole: Callable[[], Tensor | None] = lambda: None
@@ -175,6 +183,8 @@ def clear_cache() -> None:
     """Free all cached lists."""
     _BY_BASE.clear()
     _BY_TENSOR.clear()
+    _BY_MAPPER.clear()
+    _EQUAL.clear()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -387,6 +397,54 @@ def materialise(
         return x_src if is_whole else rows_of(x_src, sources), rows_of(x_dst, destinations)
 
     return share(x), rows_of(edge_attr, edges), chunk, None if cond is None else share(cond)
+
+
+def list_of_mapper(mapper: nn.Module, edge_index: Tensor, num_nodes: tuple[int, int]) -> Tensor:
+    """Return a cached list with the content of `edge_index`: of an earlier pass of a mapper.
+
+    It is compared once a pass, which synchronises the device, as the code that made it does.
+    """
+    version, known = _EQUAL.get(edge_index, (None, None))
+    if known is None or version != version_of(edge_index) or not _is_list(known, num_nodes):
+        known = _BY_MAPPER.get(mapper)
+        if (
+            known is None
+            or not _is_list(known, num_nodes)
+            or known.device != edge_index.device
+            or not torch.equal(known, edge_index)
+        ):
+            with torch.inference_mode(mode=False):
+                known = cached_list(edge_index.clone(), num_nodes)
+            _BY_MAPPER[mapper] = known
+        _EQUAL[edge_index] = (version_of(edge_index), known)
+    return known
+
+
+def _is_list(edge_index: Tensor, num_nodes: tuple[int, int]) -> bool:
+    cache = lookup(edge_index)
+    return cache is not None and cache.num_nodes == num_nodes
+
+
+def cut_destinations(edge_index: Tensor, first: int, count: int) -> tuple[Tensor, EdgeCache]:
+    """Return the edges of a cached list into destinations from `first` on, and their cache.
+
+    Both sides are renumbered, and unused sources dropped. They are cut once.
+    """
+
+    def cut() -> Tensor:
+        with torch.inference_mode(mode=False):
+            src, dst = edge_index
+            edges = ((dst >= first) & (dst < first + count)).nonzero().flatten()
+            sources, src = torch.unique(src[edges], return_inverse=True)
+            chunk = torch.stack([src, dst[edges] - first])
+        rows: slice | Tensor = edges
+        begin, end = (0, 0) if len(edges) == 0 else (int(edges[0]), int(edges[-1]) + 1)
+        if end - begin == len(edges):
+            rows = slice(begin, end)
+        return cached_list(chunk, (sources.shape[0], count), sources=sources, edges=rows)
+
+    chunk = derived_list(edge_index, Derived.name("destinations", first, count), cut)
+    return chunk, getattr(chunk, _ATTRIBUTE)
 
 
 # Dynamo calls a function that is assumed constant while it traces, with the real list, and reads

@@ -67,6 +67,7 @@ PATCHES = {
     (ENCODER, "pre_process"): mappers.pre_process,
     (DECODER, "pre_process"): mappers.pre_process,
     (DECODER, "post_process"): mappers.post_process,
+    (MAPPER, "run_processor_chunk_edge_sharding"): mappers.mapper_chunk,
     (PROVIDER, "_get_edges_impl"): edge_lists.get_edges,
     (MAPPER, "prepare_edge_sharding_wrapper"): edge_lists.prepare_edge_sharding,
     (PROCESSOR, "forward"): edge_lists.processor_forward,
@@ -452,11 +453,15 @@ def _matches() -> dict[tuple, Match]:
 def _seams() -> list[tuple]:
     """Return the methods to replace in this version.
 
-    Before 0.12.1, PyTorch's `checkpoint` is replaced where it is imported.
+    Before 0.12.1, PyTorch's `checkpoint` is replaced where it is imported. Since 0.16, chunks of
+    mappers are cut by GraphPartition.
     """
-    old = not hasattr(find(*MAPPER[:1]), "maybe_checkpoint")
-    absent = "maybe_checkpoint" if old else "checkpoint"
-    return [seam for seam in PATCHES if seam[1] != absent]
+    absent = ["checkpoint"]
+    if not hasattr(find(*MAPPER[:1]), "maybe_checkpoint"):
+        absent = ["maybe_checkpoint"]
+    if hasattr(find(*PARTITION[:1]), PARTITION[1]):
+        absent.append("run_processor_chunk_edge_sharding")
+    return [seam for seam in PATCHES if seam[1] not in absent]
 
 
 def _match(seam: tuple, patch: Replacement) -> Match:

@@ -3,17 +3,21 @@
 x_src, x_dst = emb_nodes_src(x_src), emb_nodes_dst(x_dst)      pre_process, before a block
 y            = node_data_extractor(x_dst)                      post_process, after it
 
-Before 0.15 these methods shard and gather rows between ranks as well.
+Before 0.15 these methods shard and gather rows between ranks as well. Before 0.16 a mapper cuts and
+renumbers the edges of each chunk at each pass; here, they are cut once (`edge_lists`).
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anemoi_gt.integrations.anemoi.decision import decide_linear
+from anemoi_gt.integrations.anemoi.edge_lists import cut_destinations, list_of_mapper
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
+from anemoi_gt.nn.chunk_gradients import rows_of
 from anemoi_gt.refusal import Refusal
 
 
@@ -66,6 +70,68 @@ def post_process(
         return x_dst
     shapes = Upstream.mapper.change_channels_in_shape(shapes_dst, self.out_channels_dst)
     return Upstream.mapper.gather_tensor(x_dst, 0, shapes, model_comm_group)
+
+
+CHUNK = "self x dst_chunk edge_attr edge_index {} batch_size size model_comm_group cond kwargs"
+
+
+@replaces(CHUNK.format("shapes"), CHUNK.format("shard_info"))
+def mapper_chunk(
+    upstream: Callable,
+    self: Any,
+    x: Any,
+    dst_chunk: Tensor,
+    edge_attr: Tensor,
+    edge_index: Tensor,
+    shards: Any,
+    batch_size: int,
+    size: Any,
+    model_comm_group: Any = None,
+    cond: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Return the rows of a chunk of destinations, before 0.16."""
+    first, count = int(dst_chunk.storage_offset()), dst_chunk.shape[0]
+    if torch.compiler.is_compiling() or not _is_range(dst_chunk, first):
+        arguments = (x, dst_chunk, edge_attr, edge_index, shards, batch_size, size)
+        return upstream(self, *arguments, model_comm_group, cond, **kwargs)
+    whole = list_of_mapper(self, edge_index, (size[0], size[1]))
+    chunk, cache = cut_destinations(whole, first, count)
+    sources, edges = cache.sources, cache.edges
+    assert sources is not None
+    assert edges is not None
+    destinations = slice(first, first + count)
+
+    def of_chunk(pair: Any) -> tuple[Tensor, Tensor]:
+        x_src, x_dst = pair
+        is_whole = sources.shape[0] == x_src.shape[0]
+        return x_src if is_whole else rows_of(x_src, sources), rows_of(x_dst, destinations)
+
+    sharding: tuple = ()
+    if not hasattr(shards, "dst_nodes"):  # shapes, before 0.15
+        sharding = (shards, model_comm_group, True, True)  # both sides are sharded
+    x_src, x_dst, *_ = self.pre_process(of_chunk(x), *sharding)
+    cond = None if cond is None else of_chunk(cond)
+    (_, out), _ = self.proc(
+        (x_src, x_dst),
+        rows_of(edge_attr, edges),
+        chunk,
+        shards,
+        batch_size,
+        (x_src.shape[0], x_dst.shape[0]),
+        model_comm_group,
+        cond=cond,
+        **kwargs,
+    )
+    if not sharding:
+        return self.post_process(out)
+    names = {"shapes_dst": shards[1], "model_comm_group": model_comm_group}
+    return self.post_process(out, **names, keep_x_dst_sharded=True)
+
+
+def _is_range(index: Tensor, first: int) -> bool:
+    """Return whether an index holds the numbers from `first` on; synchronises the device."""
+    return torch.equal(index, torch.arange(first, first + len(index), device=index.device))
 
 
 def _linear(mapper: Any, name: str, x: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ GENERATIONS = (
             "ConditionalLayerNorm.forward": "bf3964141119",
             "NamedNodesAttributes.forward": "ffca76074056",
             "AnemoiModelEncProcDec._assert_valid_sharding": "6a4999d2f176",
+            "GraphTransformerBaseMapper.run_processor_chunk_edge_sharding": "5ba678e49980",
             "ForwardMapperPreProcessMixin.pre_process": "65fd33b10fa4",
             "GraphTransformerBackwardMapper.pre_process": "714d561494f5",
             "BackwardMapperPostProcessMixin.post_process": "a1a7b5297d90",
@@ -101,6 +102,7 @@ GENERATIONS = (
         bodies={
             "ForwardMapperPreProcessMixin.pre_process": None,
             "BackwardMapperPostProcessMixin.post_process": None,
+            "GraphTransformerBaseMapper.run_processor_chunk_edge_sharding": "d069fbf559f1",
             "GraphTransformerForwardMapper.pre_process": "36f285e8c65f",
             "GraphTransformerBackwardMapper.pre_process": "965ac610d2f8",
             "GraphTransformerBackwardMapper.post_process": "a1a7b5297d90",
@@ -125,6 +127,7 @@ GENERATIONS = (
     Generation(
         first="0.15.0",
         bodies={
+            "GraphTransformerBaseMapper.run_processor_chunk_edge_sharding": "4ce742130478",
             "GraphTransformerForwardMapper.pre_process": "6fc1afbcba7c",
             "GraphTransformerBackwardMapper.pre_process": "05ec7d8318db",
             "GraphTransformerBackwardMapper.post_process": "18f7e49f6201",
@@ -144,6 +147,7 @@ GENERATIONS = (
     Generation(
         first="0.16.0",
         bodies={
+            "GraphTransformerBaseMapper.run_processor_chunk_edge_sharding": None,
             "GraphTransformerProcessorBlock.forward": "1402274f5596",
             "GraphTransformerMapperBlock.forward": "b3cb110f0b5b",
             "GraphTransformerBaseBlock.apply_gt": "771805a19916",
