@@ -11,7 +11,7 @@ from suite.graphs import Coo
 from suite.problems import GRADIENTS, Problem
 
 COLD = 4  # times the L2 cache that all sets of operands fill together
-MOST_SETS = 32
+MAX_SETS = 32
 
 
 @dataclass(frozen=True)
@@ -97,5 +97,5 @@ def draw(problem: Problem, coo: Coo, seed: int = 0) -> Operands:
 def rotation(make: Callable[[int], Operands | Coo], cache: int) -> list:
     """Return sets `make(0)`, `make(1)`, ... that together outgrow a cache of `cache` bytes."""
     first = make(0)
-    sets = min(math.ceil(COLD * cache / first.nbytes), MOST_SETS)
+    sets = min(math.ceil(COLD * cache / first.nbytes), MAX_SETS)
     return [first, *(make(seed) for seed in range(1, sets))]

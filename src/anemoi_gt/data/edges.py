@@ -32,7 +32,7 @@ MAX_NEIGHBOURS = 64
 # Distances that differ by less are equal. It lies between rounding in float64 (1e-16) and rounding
 # of positions (1e-7).
 TIE = 1e-9
-MOST_TIES = 8  # a vertex of a triangular mesh has at most six equidistant neighbours
+MAX_TIES = 8  # a vertex of a triangular mesh has at most six equidistant neighbours
 
 
 def sort_by_destination(edge_index: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ def _neighbours(
     Missing neighbours have infinite distance. On regular grids, many sources are equidistant; ties
     go to the lower index, independent of rounding.
     """
-    candidates = np.arange(1, min(k + MOST_TIES, len(source)) + 1)
+    candidates = np.arange(1, min(k + MAX_TIES, len(source)) + 1)
     distance, neighbours = _tree(source).query(
         _points(destination), k=candidates, distance_upper_bound=radius * (1 + TIE), workers=-1
     )

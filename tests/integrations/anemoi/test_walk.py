@@ -22,8 +22,8 @@ KERNELS = PACKAGE / "kernels"
 LAUNCH = KERNELS / "launch.py"
 TOOLCHAIN = PACKAGE / "toolchain.py"  # around the first launch of a kernel
 PLAN = PACKAGE / "ops" / "triton_backend" / "plan.py"
-MOST_FUNCTIONS = 9  # from the forward of a block to the launch of the kernel that reads edge_attr
-MOST_CALLS = 100  # in one forward, without the calls of plans and launches
+MAX_FUNCTIONS = 9  # from the forward of a block to the launch of the kernel that reads edge_attr
+MAX_CALLS = 100  # in one forward, without the calls of plans and launches
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 
 
@@ -74,7 +74,7 @@ def test_few_functions_lie_between_a_block_and_the_kernel_that_reads_its_edges(k
     _, chain = walk_of(kind)
     assert f"{kind}_block" in chain, chain
     assert chain[-1] == "on", chain
-    assert len(chain) <= MOST_FUNCTIONS, chain
+    assert len(chain) <= MAX_FUNCTIONS, chain
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +84,7 @@ def test_a_forward_of_a_fused_block_calls_few_functions(kind):
     counted = [code for code in calls if Path(code.co_filename) not in (PLAN, LAUNCH)]
     names = [f"{Path(code.co_filename).name}:{code.co_name}" for code in counted]
     assert f"{kind}_block" in {code.co_name for code in counted}
-    assert len(counted) <= MOST_CALLS, (len(counted), sorted(names))
+    assert len(counted) <= MAX_CALLS, (len(counted), sorted(names))
 
 
 def test_edge_attr_has_one_name_from_the_block_to_the_kernel():

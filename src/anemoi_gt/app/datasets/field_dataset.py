@@ -461,7 +461,7 @@ class FieldDataset(ForecastDataset):
             names = ",".join(constant)
             raise ValueError(
                 f"variables must change within {self.lead_time:g} h, {names} does not: leave it "
-                f"out of data.variables, or take it as an input alone, data.forcings=[{names}]"
+                f"out of data.variables, or take it as an input only, data.forcings=[{names}]"
             )
         return other
 

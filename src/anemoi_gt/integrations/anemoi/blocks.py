@@ -144,7 +144,7 @@ def transformer_processor_block(
     normed = self.layer_norm_attention(x, **_named_condition(cond))
     x = x + self.attention(normed, shards, batch_size, model_comm_group=group)
     x = fused_block.feed_forward(parts, x, cond)
-    return x if Upstream.returns_rows_alone else (x,)
+    return x if Upstream.returns_rows_only else (x,)
 
 
 @replaces(

@@ -36,7 +36,7 @@ class Upstream:
     blocks: tuple[type, ...] = ()  # of processors and of mappers
     # blocks of transformers whose forward we know, of processors and of mappers
     transformers: tuple[type, ...] = ()
-    returns_rows_alone: bool = False  # the processor block of transformers, not a tuple
+    returns_rows_only: bool = False  # the processor block of transformers, not a tuple
     triton_conv: object = (
         None  # for `triton`; before 0.18.0 the class with this `apply`; None before 0.11
     )
@@ -74,7 +74,7 @@ def resolve_upstream() -> None:
     kinds = (block.TransformerProcessorBlock, block.TransformerMapperBlock)
     Upstream.transformers = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
     processor_forward = difference_of(block.TransformerProcessorBlock.forward)
-    Upstream.returns_rows_alone = processor_forward is Difference.ROWS_ONLY
+    Upstream.returns_rows_only = processor_forward is Difference.ROWS_ONLY
     mapper_forward = difference_of(block.GraphTransformerMapperBlock.forward)
     is_of_destinations = mapper_forward is Difference.CONDITION_OF_SOURCES
     Upstream.sources_take_destination_condition = is_of_destinations
