@@ -236,7 +236,7 @@ def updated_sources():
 
 
 def changed_edges():
-    """Return the error of an encoder whose edges are written between two passes under `install`, before 0.12."""
+    """Return the error of an encoder whose edges are written between two passes under `install`, before 0.12, and of a chunk that is no range."""
     encoder = next(
         m for m in build().modules() if isinstance(m, mapper.GraphTransformerForwardMapper)
     )
@@ -248,12 +248,18 @@ def changed_edges():
     def call():
         return {"out": encoder(x, 1, shapes)[1]}
 
+    def reversed_chunk():
+        chunk = torch.arange(4).flip(0)  # which begins where an earlier one did
+        edge_attr = encoder.trainable(encoder.edge_attr, 1)
+        arguments = (chunk, edge_attr, encoder.edge_index_base, shapes, 1, tuple(nodes))
+        return {"reversed": encoder.run_processor_chunk_edge_sharding(x, *arguments)}
+
     with torch.no_grad():
         with integration.install():
             call()
             encoder.edge_index_base[0] = encoder.edge_index_base[0].flip(0)
-            ours = call()
-        return max_error(ours, call())
+            ours = call() | reversed_chunk()
+        return max_error(ours, call() | reversed_chunk())
 
 
 def mapper_layers():

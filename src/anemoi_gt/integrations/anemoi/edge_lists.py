@@ -425,25 +425,27 @@ def _is_list(edge_index: Tensor, num_nodes: tuple[int, int]) -> bool:
     return cache is not None and cache.num_nodes == num_nodes
 
 
-def cut_destinations(edge_index: Tensor, first: int, count: int) -> tuple[Tensor, EdgeCache]:
-    """Return the edges of a cached list into destinations from `first` on, and their cache.
+def cut_destinations(edge_index: Tensor, destinations: slice) -> tuple[Tensor, EdgeCache]:
+    """Return the edges of a cached list into a range of destinations, and their cache.
 
     Both sides are renumbered, and unused sources dropped. They are cut once.
     """
 
+    first, stop = destinations.start, destinations.stop
+
     def cut() -> Tensor:
         with torch.inference_mode(mode=False):
             src, dst = edge_index
-            edges = ((dst >= first) & (dst < first + count)).nonzero().flatten()
+            edges = ((dst >= first) & (dst < stop)).nonzero().flatten()
             sources, src = torch.unique(src[edges], return_inverse=True)
             chunk = torch.stack([src, dst[edges] - first])
         rows: slice | Tensor = edges
         begin, end = (0, 0) if len(edges) == 0 else (int(edges[0]), int(edges[-1]) + 1)
         if end - begin == len(edges):
             rows = slice(begin, end)
-        return cached_list(chunk, (sources.shape[0], count), sources=sources, edges=rows)
+        return cached_list(chunk, (sources.shape[0], stop - first), sources=sources, edges=rows)
 
-    chunk = derived_list(edge_index, Derived.name("destinations", first, count), cut)
+    chunk = derived_list(edge_index, Derived.name("destinations", first, stop), cut)
     return chunk, getattr(chunk, _ATTRIBUTE)
 
 

@@ -19,6 +19,7 @@ from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.chunk_gradients import rows_of
 from anemoi_gt.refusal import Refusal
+from anemoi_gt.torch_compat import is_exporting
 
 
 @replaces("self x", "self x shard_shapes model_comm_group x_src_is_sharded x_dst_is_sharded")
@@ -91,16 +92,15 @@ def mapper_chunk(
     **kwargs: Any,
 ) -> Tensor:
     """Return the rows of a chunk of destinations, before 0.16."""
-    first, count = int(dst_chunk.storage_offset()), dst_chunk.shape[0]
-    if torch.compiler.is_compiling() or not _is_range(dst_chunk, first):
+    destinations = _range_of(dst_chunk)
+    if destinations is None:
         arguments = (x, dst_chunk, edge_attr, edge_index, shards, batch_size, size)
         return upstream(self, *arguments, model_comm_group, cond, **kwargs)
     whole = list_of_mapper(self, edge_index, (size[0], size[1]))
-    chunk, cache = cut_destinations(whole, first, count)
+    chunk, cache = cut_destinations(whole, destinations)
     sources, edges = cache.sources, cache.edges
     assert sources is not None
     assert edges is not None
-    destinations = slice(first, first + count)
 
     def of_chunk(pair: Any) -> tuple[Tensor, Tensor]:
         x_src, x_dst = pair
@@ -129,9 +129,18 @@ def mapper_chunk(
     return self.post_process(out, **names, keep_x_dst_sharded=True)
 
 
-def _is_range(index: Tensor, first: int) -> bool:
-    """Return whether an index holds the numbers from `first` on; synchronises the device."""
-    return torch.equal(index, torch.arange(first, first + len(index), device=index.device))
+def _range_of(index: Tensor) -> slice | None:
+    """Return the range that an index [N] holds in order, or None; synchronises the device.
+
+    None too where a call is recorded, by which the comparison would become a constant.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_exporting():
+        return None
+    first = int(index.storage_offset())  # of a part of `arange`, as upstream makes it
+    stop = first + index.shape[0]
+    if not torch.equal(index, torch.arange(first, stop, device=index.device)):
+        return None
+    return slice(first, stop)
 
 
 def _linear(mapper: Any, name: str, x: Tensor) -> Tensor:
