@@ -285,6 +285,18 @@ def test_the_tested_releases_of_torch_are_those_of_the_makefile():
     assert releases == {torch_release for torch_release, _ in tested_versions.TESTED}
 
 
+def test_the_workflow_of_each_night_runs_every_part_of_make_nightly():
+    makefile = (ROOT / "Makefile").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    parts = set()
+    for target in ("nightly", "nightly-torch"):
+        (listed,) = re.findall(rf"^{target}: (.*)$", makefile, re.MULTILINE)
+        parts |= set(listed.split())
+    (matrix,) = re.findall(r"target: \[(.*)\]", workflow)
+    # a job has no room for two releases of torch
+    assert parts - {"nightly-torch"} == set(matrix.split(", ")) - {"test-anemoi"}
+
+
 def test_the_versions_of_anemoi_models_are_those_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
     gate, nightly = re.findall(r"call install_versions,([\d. ]+)", makefile)
