@@ -123,6 +123,7 @@ def test_every_operator_has_a_call():
     assert found == set(CALLS)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("refusal", REFUSALS.items(), ids=lambda pair: pair[0].__name__)
 @pytest.mark.parametrize(
     "operator", CALLS, ids=lambda operator: f"{operator.name}_{operator.backend}"
@@ -154,6 +155,7 @@ def feed_forward(x):
     return feed_forward_sublayer(tensors, options)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("compute", "shape", "name"),
     [
