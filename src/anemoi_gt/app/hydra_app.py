@@ -397,7 +397,11 @@ def run_command(
 
     sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
     logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
-    OmegaConf.register_new_resolver("anemoi_gt_options", options_help, replace=True)
+    # OmegaConf 2.4 renamed it; before, the short name is that of a function without `replace`
+    register = OmegaConf.register_resolver
+    if "replace" not in inspect.signature(register).parameters:
+        register = OmegaConf.register_new_resolver
+    register("anemoi_gt_options", options_help, replace=True)
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt == signal.SIG_DFL:  # set by the console script while packages are imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
