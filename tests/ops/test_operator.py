@@ -93,17 +93,23 @@ def torch_func(compute, x):
     torch.func.grad(lambda x: compute(x).sum())(x)
 
 
-def attention_sublayer_of(x):
-    named, _, graph, _, options = sublayers.draw_attention(x.device)
-    tensors = sublayers.fill(AttentionTensors, named | {"x_dst": x})
-    return attention_sublayer(tensors, graph, options)
+# Graphs are made outside of transforms, in which PyTorch 2.9 cannot read their indices.
+GRAPH = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
+ATTENTION = sublayers.draw_attention("cpu")
+
+
+def attend_sublayer(x):
+    named, _, graph, _, options = ATTENTION
+    tensors = {name: tensor.to(x.device) for name, tensor in named.items()} | {"x_dst": x}
+    graph = graph.to(x.device)
+    return attention_sublayer(sublayers.fill(AttentionTensors, tensors), graph, options)
 
 
 # an operator: a call that it serves, and the shape of an operand
 CALLS = {
     edge_attention_torch: (lambda x: attend(x, "torch"), (2, 3, 4)),
     edge_attention_triton: (lambda x: attend(x, "triton"), (2, 3, 4)),
-    attention_sublayer_triton: (attention_sublayer_of, (9, 24)),
+    attention_sublayer_triton: (attend_sublayer, (9, 24)),
     feed_forward_triton: (lambda x: feed_forward(x), (13, 24)),
 }
 REFUSALS = {
@@ -142,8 +148,7 @@ def strided(*shape):
 
 
 def attend(query, backend):
-    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
-    graph = graph.to(query.device)
+    graph = GRAPH.to(query.device)
     rows = torch.randn(2, 3, 4, device=query.device)
     return edge_attention(query, rows, rows, graph, config=AttentionConfig(backend))[0]
 
