@@ -16,6 +16,8 @@ from anemoi_gt.ops.sublayer_tensors import (
     AttentionTensors,
     FeedForwardOptions,
     FeedForwardTensors,
+    NormLinearOptions,
+    NormLinearTensors,
 )
 from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 from anemoi_gt.ops.tree import form_of, leaf_types, leaves, tree_of
@@ -28,6 +30,7 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
     feed_forward_sublayer,
     feed_forward_triton,
 )
+from anemoi_gt.ops.triton_backend.norm_linear import norm_linear, norm_linear_triton
 
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -105,12 +108,19 @@ def attend_sublayer(x):
     return attention_sublayer(sublayers.fill(AttentionTensors, tensors), graph, options)
 
 
+def linear_after_norm(x):
+    named, _ = sublayers.draw_norm_linear(x.device)
+    options = NormLinearOptions(sublayers.NORM, torch.float32)
+    return norm_linear(sublayers.fill(NormLinearTensors, named | {"x": x}), options)
+
+
 # an operator: a call that it serves, and the shape of an operand
 CALLS = {
     edge_attention_torch: (lambda x: attend(x, "torch"), (2, 3, 4)),
     edge_attention_triton: (lambda x: attend(x, "triton"), (2, 3, 4)),
     attention_sublayer_triton: (attend_sublayer, (9, 24)),
     feed_forward_triton: (lambda x: feed_forward(x), (13, 24)),
+    norm_linear_triton: (linear_after_norm, sublayers.draw_norm_linear("cpu")[0]["x"].shape),
 }
 REFUSALS = {
     second_derivative: "double backward is not supported by",
