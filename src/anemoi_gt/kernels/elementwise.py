@@ -263,12 +263,13 @@ def map_total(
 def add_outer(
     dy,  # [N, M] with DY_STRIDE between rows
     x,  # [N, K] with X_STRIDE between rows
-    total,  # [M, K] float32
+    total,  # [M, K] float32 with TOTAL_STRIDE between rows
     num_rows,  # N, at most ROWS
     M: tl.constexpr,
     K: tl.constexpr,
     DY_STRIDE: tl.constexpr,
     X_STRIDE: tl.constexpr,
+    TOTAL_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -286,7 +287,7 @@ def add_outer(
     b_mask = (row < num_rows)[:, None] & (k < K)[None, :]
     b = tl.load(x + row[:, None] * X_STRIDE + k[None, :], mask=b_mask, other=0.0)
     mask = (m < M)[:, None] & (k < K)[None, :]
-    address = total + m[:, None] * K + k[None, :]
+    address = total + m[:, None] * TOTAL_STRIDE + k[None, :]
     sums = tl.load(address, mask=mask, other=0.0)
     if INTERPRETED:  # which has no products of bfloat16
         a = a.to(tl.float32)

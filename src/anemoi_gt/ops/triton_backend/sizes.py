@@ -162,8 +162,8 @@ def sizes_of(
     # D never changes: a constant
     edge_dim = 0 if edge_weight is None else int(edge_weight.shape[1])
     embedded = edge_attr is not None and edge_weight is None
-    dst_segment = _segment_of(index.dst_hubs, num_edges, holds)
-    src_segment = _segment_of(index.src_hubs, num_edges, holds)
+    dst_segment = segment_of(index.dst_hubs, num_edges, holds)
+    src_segment = segment_of(index.src_hubs, num_edges, holds)
     row_stride = row_stride or heads * channels
 
     columns = attribute_columns(edge_dim + int(edge_bias is not None))
@@ -197,7 +197,9 @@ def sizes_of(
     )
 
 
-def _segment_of(hubs: Operand | None, num_edges: int, holds: Callable[[bool], bool]) -> int:
+def segment_of(
+    hubs: Operand | None, num_edges: int, holds: Callable[[bool], bool] = bool
+) -> int:
     """Return the edges of a hub segment, half the hub limit; 0 for graphs without hubs."""
     if hubs is None:
         return 0

@@ -200,14 +200,14 @@ def _add_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
     out.addmm_(x, y)
 
 
-def _wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
+def wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
     if x.is_cuda:
         torch.mm(x, y, out_dtype=torch.float32, out=out)
     else:  # PyTorch 2.13 has `out_dtype` on GPUs only
         out.copy_(x @ y)
 
 
-def _add_wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
+def add_wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
     if x.is_cuda:
         torch.addmm(out, x, y, out_dtype=torch.float32, out=out)
     else:
@@ -286,6 +286,10 @@ class SublayerBuilder(PlanBuilder):
         """Add x y to `out` [N, M] by one GEMM, for x [N, K] and y [K, M]."""
         self.compute(_add_mm, x, y, out)
 
+    def accumulate(self, x: Buffer, y: Buffer, out: Buffer) -> None:
+        """Add the matrix product of x [N, K] and y [K, M] to `out`, in float32 if that is."""
+        self.compute(_add_mm if out.dtype == x.dtype else add_wide_mm, x, y, out)
+
     def outer_product(self, dy: Buffer, x: Buffer, total: Buffer, *, is_first: bool) -> None:
         """Write dy^T x, the gradient of a weight, into float32 `total`; add unless `is_first`."""
         num_rows = dy.shape[0]
@@ -299,7 +303,7 @@ class SublayerBuilder(PlanBuilder):
         aligned = num_rows // tiles.OUTER_ROWS * tiles.OUTER_ROWS
         if aligned or is_first:
             dy_rows = dy.slice(0, 0, aligned).transposed()
-            function = _wide_mm if is_first else _add_wide_mm
+            function = wide_mm if is_first else add_wide_mm
             self.compute(function, dy_rows, x.slice(0, 0, aligned), total)
         if aligned < num_rows:
             self._add_outer(dy.slice(0, aligned, num_rows), x.slice(0, aligned, num_rows), total)
@@ -314,6 +318,7 @@ class SublayerBuilder(PlanBuilder):
             "K": k,
             "DY_STRIDE": dy.stride[0],
             "X_STRIDE": x.stride[0],
+            "TOTAL_STRIDE": total.stride[0],
             "ROWS": tiles.OUTER_ROWS,
             "TILE_M": tile_m,
             "TILE_K": tile_k,

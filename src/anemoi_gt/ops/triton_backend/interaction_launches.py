@@ -1,0 +1,183 @@
+"""Launches of the kernels of graph networks, `anemoi_gt.kernels.interaction`.
+
+Each function returns a `Launch` from sizes and options alone, as in `row_launches`.
+"""
+
+from anemoi_gt.kernels.launch import Launch
+from anemoi_gt.ops.sublayer_tensors import NormOptions
+from anemoi_gt.ops.triton_backend.row_launches import (
+    ACTIVATION,
+    NORM_BACKWARD,
+    NORM_FORWARD,
+    Tile,
+    _activation_tile,
+    _checked,
+    _needs_int64,
+    _norm_tile,
+)
+from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
+
+ENDS = 1024  # edges of a program of `edge_ends`
+SEGMENT_SUM = Tile(2048, 512, 4)
+JOINED_SEGMENTS = 8
+
+
+def edge_ends(num_dst: int, num_edges: int) -> Launch:
+    """Return the launch of `edge_ends`: colptr, row, perm -> dst, src [num_edges]."""
+    from anemoi_gt.kernels import interaction
+
+    scalars = {"num_dst": num_dst, "num_edges": num_edges, "steps": num_dst.bit_length()}
+    constants = {"EDGES": ENDS, "INT64": num_edges + ENDS >= 2**31, "num_warps": 4}
+    return Launch(interaction.edge_ends, (-(-num_edges // ENDS),), scalars, constants)
+
+
+def gather_activation(
+    num_rows: int,
+    features: int,
+    activation: str,
+    *,
+    gated: bool,
+    first_row: int,
+    num_edges: int,
+    num_dst: int,
+    num_src: int,
+    batch: int,
+) -> Launch:
+    """Return the launch of `gather_activation`: p, at_dst, at_src, dst, src -> p, out.
+
+    `num_rows` rows of edges begin at row `first_row` of [batch * num_edges]; `features` are the
+    columns of `out`.
+    """
+    from anemoi_gt.kernels import interaction
+
+    rows, columns = _activation_tile(ACTIVATION, features)
+    width = 2 * features if gated else features
+    scalars = {
+        "num_rows": num_rows,
+        "first_row": first_row,
+        "num_edges": num_edges,
+        "num_dst": num_dst,
+        "num_src": num_src,
+    }
+    most_rows = max(num_rows + rows, batch * num_dst, batch * num_src)
+    constants = {
+        "K": features,
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "ACTIVATION": _checked(activation),
+        "GATED": gated,
+        "ENTRIES": batch > 1,
+        "INT64": _needs_int64(most_rows, width) or first_row + num_rows + rows >= 2**31,
+        "num_warps": ACTIVATION.num_warps,
+    }
+    grid = (-(-num_rows // rows), -(-features // columns))
+    return Launch(interaction.gather_activation, grid, scalars, constants)
+
+
+def residual_norm_forward(num_rows: int, features: int, norm: NormOptions) -> Launch:
+    """Return the launch of `residual_norm_fwd`: r, x, scale, shift -> y."""
+    from anemoi_gt.kernels import interaction
+
+    rows, columns, num_warps = _norm_tile(NORM_FORWARD, features)
+    scalars = {"num_rows": num_rows, "eps": float(norm.eps)}
+    constants = {
+        "F": features,
+        "FEATURES": columns,
+        **norm.constants(),
+        "ROWS": rows,
+        "INT64": _needs_int64(num_rows + rows, features),
+        "num_warps": num_warps,
+    }
+    return Launch(interaction.residual_norm_fwd, (-(-num_rows // rows),), scalars, constants)
+
+
+def residual_norm_backward(
+    num_rows: int,
+    features: int,
+    norm: NormOptions,
+    *,
+    programs: int,
+    sums: int,
+    first_sum: int,
+    is_first: bool,
+    first_row: int,
+    num_edges: int,
+    num_nodes: int,
+    batch: int,
+) -> Launch:
+    """Return the launch of `residual_norm_bwd`.
+
+    Its tensors are r, grad, grad_sum, ends, scale -> dr, dx, partial. The columns of `partial` from
+    `first_sum` on are `features` sums of dscale, the same number of dshift, and of dr. Rows are
+    edges as in `gather_activation` where there is a grad_sum.
+    """
+    from anemoi_gt.kernels import interaction
+
+    rows, columns, num_warps = _norm_tile(NORM_BACKWARD, features)
+    scalars = {
+        "num_rows": num_rows,
+        "first_row": first_row,
+        "num_edges": num_edges,
+        "num_nodes": num_nodes,
+        "first_sum": first_sum,
+        "eps": float(norm.eps),
+    }
+    most_rows = max(num_rows + 3 * programs * rows, batch * num_nodes)
+    constants = {
+        "F": features,
+        "FEATURES": columns,
+        **norm.constants(),
+        "ROWS": rows,
+        "SUMS": sums,
+        "IS_FIRST": is_first,
+        "ENTRIES": batch > 1,
+        "INT64": _needs_int64(most_rows, features) or first_row + most_rows >= 2**31,
+        "num_warps": num_warps,
+    }
+    return Launch(interaction.residual_norm_bwd, (programs,), scalars, constants)
+
+
+def segment_sum(
+    features: int, *, num_nodes: int, num_edges: int, batch: int, segment: int
+) -> Launch:
+    """Return the launch of `segment_sum`: x, pointers, order, perm -> out, segments.
+
+    `segment` is the number of edges of a hub's segment, 0 without hubs.
+    """
+    from anemoi_gt.kernels import interaction
+
+    columns = min(next_power_of_two(features), SEGMENT_SUM.columns)
+    edges = max(1, SEGMENT_SUM.elements // columns)
+    blocks = -(-num_edges // segment) if segment else 0
+    constants = {
+        "W": features,
+        "COLUMNS": columns,
+        "EDGES": edges,
+        "SEGMENT": segment,
+        "INT64": _needs_int64(batch * max(num_edges, num_nodes) + edges, features),
+        "num_warps": SEGMENT_SUM.num_warps,
+    }
+    grid = (batch * (blocks + num_nodes), -(-features // columns))
+    scalars = {"num_nodes": num_nodes, "num_edges": num_edges}
+    return Launch(interaction.segment_sum, grid, scalars, constants)
+
+
+def join_segment_sums(
+    features: int, *, num_nodes: int, num_edges: int, batch: int, segment: int
+) -> Launch:
+    """Return the launch of `join_segment_sums`: segments, pointers -> out."""
+    from anemoi_gt.kernels import interaction
+
+    columns = min(next_power_of_two(features), SEGMENT_SUM.columns)
+    blocks = -(-num_edges // segment)
+    constants = {
+        "W": features,
+        "COLUMNS": columns,
+        "SEGMENTS": JOINED_SEGMENTS,
+        "SEGMENT": segment,
+        "INT64": _needs_int64(batch * max(num_edges, num_nodes), features),
+        "num_warps": SEGMENT_SUM.num_warps,
+    }
+    grid = (batch * blocks, -(-features // columns))
+    scalars = {"num_nodes": num_nodes, "num_edges": num_edges}
+    return Launch(interaction.join_segment_sums, grid, scalars, constants)

@@ -1,0 +1,347 @@
+"""The edge update of a graph network as one operator: gather, network, norm, residual, sum.
+
+    z_e = W_e e_e        a_i = W_i x_i + b        b_j = W_j x_j        p_e = z_e + a_i + b_j
+    e'_e = e_e + norm(r_e), r: see `network_steps`        s_i = sum of e'_e over the in-edges of i
+
+W_1 of the first layer is [W_i, W_j, W_e]. Edges stay in the caller's order; sums over the edges of
+a node read them through the structure, those of hubs in segments. Kept for the backward pass: p, q,
+r and the ends of the edges.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.custom_ops import needs_gradient
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops.network_tensors import InteractionOptions, InteractionTensors
+from anemoi_gt.ops.operands import Operand
+from anemoi_gt.ops.operator import GradientLayout, Spec
+from anemoi_gt.ops.tree import leaves
+from anemoi_gt.ops.triton_backend import interaction_launches, network_steps
+from anemoi_gt.ops.triton_backend.network_steps import (
+    EdgeRows,
+    NetworkParts,
+    NetworkSteps,
+    residual_gradient,
+)
+from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer
+from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, segment_of
+from anemoi_gt.ops.triton_backend.sublayer_steps import (
+    NodeSums,
+    PackedWeights,
+    SublayerBuilder,
+    chunks,
+)
+
+# results of the backward pass by number; the block of parameters follows
+X_SRC, X_DST, EDGES = range(3)
+
+
+def interaction_sublayer(
+    tensors: InteractionTensors[Tensor], graph: GraphStructure, options: InteractionOptions
+) -> tuple[Tensor, Tensor]:
+    """Return e' [B * E, F] and s [B * N_dst, F]; `graph` is the structure of one batch entry."""
+    flat = interaction_triton.flatten(tensors)
+    save = needs_gradient(*flat)
+    if save:
+        graph = graph.with_reverse()
+    edges, sums = interaction_triton(flat, IndexTensors.of(graph), options, save=save)
+    return edges, sums
+
+
+class InteractionSublayer(PlannedOperator):
+    """Outputs e' and s; keeps the cast weights, p, q, r and the ends of the edges."""
+
+    builder_class = SublayerBuilder
+
+    def __init__(self) -> None:
+        super().__init__(
+            "interaction",
+            tensors=InteractionTensors,
+            constants=IndexTensors,
+            options=InteractionOptions,
+            outputs=("edges", "sums"),
+            num_results=4,
+        )
+
+    def forward_specs(
+        self,
+        tensors: InteractionTensors[Operand],
+        constants: IndexTensors[Operand],
+        options: InteractionOptions,
+    ) -> list[Spec]:
+        """Return the specs of e', s and the kept block."""
+        t = tensors
+        dtype = network_steps.out_dtype(t.edges.dtype, options.network)
+        edges, sums = t.edges.shape, (t.x_dst.shape[0], t.edges.shape[1])
+        kept = _kept_layout(t, constants, options)
+        return [(edges, dtype), (sums, dtype), ((kept.num_bytes,), torch.uint8)]
+
+    def add_forward(
+        self,
+        builder: SublayerBuilder,
+        tensors: InteractionTensors[Buffer],
+        constants: IndexTensors[Buffer],
+        options: InteractionOptions,
+        *,
+        save: bool,
+    ) -> list[Buffer]:
+        """Add the steps of the forward pass."""
+        t = tensors
+        layout = _kept_layout(t, constants, options)
+        if save:
+            kept = builder.empty_parts(layout, together=True)
+        else:
+            names = ("packed", "dst", "src")
+            kept = {name: builder.empty(*layout.parts[name][1:]) for name in names}
+        weights = builder.pack(network_steps.packed_network(t.network), kept["packed"])
+        call = _Call(builder, t, constants, options, weights, kept)
+        call.find_ends()
+        steps = NetworkSteps(builder, t.network, weights, options.network, kept)
+        at_dst, at_src = call.project_nodes()
+        specs = self.forward_specs(t, constants, options)
+        out, sums = (builder.empty(*spec) for spec in specs[:2])
+        for begin, end in chunks(t.edges.shape[0]):
+            p = steps.rows("first", begin, end)
+            builder.linear(call.edge_rows(begin, end), call.of_edges, None, p)
+            h = call.gather_and_activate(p, at_dst, at_src, begin, end)
+            steps.forward(h, t.edges.slice(0, begin, end), out.slice(0, begin, end), begin, end)
+        call.sum_in_edges(out, sums)
+        return [out, sums, builder.whole(kept["packed"])] if save else [out, sums]
+
+    def gradient_layout(
+        self,
+        tensors: InteractionTensors[Operand],
+        constants: IndexTensors[Operand],
+        options: InteractionOptions,
+        needs: InteractionTensors[bool],
+    ) -> GradientLayout:
+        """Return the layout of the gradients of rows, and a block of parameters."""
+        t = tensors
+        whole: list[Spec | None] = [None, None, None]
+        rows = {X_SRC: (t.x_src, needs.x_src), X_DST: (t.x_dst, needs.x_dst)}
+        rows[EDGES] = (t.edges, needs.edges)
+        for result, (tensor, need) in rows.items():
+            if tensor is not None and need:
+                whole[result] = (tensor.shape, tensor.dtype)
+        parts = NetworkParts.of(t.network)
+        tree: InteractionTensors = InteractionTensors(X_SRC, X_DST, EDGES, parts.tree)
+        block = parts.block(needs.network)
+        return block.layout(whole, leaves(tree), leaves(t), leaves(needs))
+
+    def add_backward(
+        self,
+        builder: SublayerBuilder,
+        tensors: InteractionTensors[Buffer],
+        constants: IndexTensors[Buffer],
+        options: InteractionOptions,
+        kept: Buffer,
+        grads: Sequence[Buffer | None],
+        needs: InteractionTensors[bool],
+    ) -> list[Buffer | None]:
+        """Add the steps of the backward pass."""
+        t = tensors
+        grad, grad_sum = grads
+        kept_parts = _kept_layout(t, constants, options).buffers(kept)
+        packed = PackedWeights.of(network_steps.packed_network(t.network))
+        weights = packed.views(kept_parts["packed"])
+        call = _Call(builder, t, constants, options, weights, kept_parts)
+        steps = NetworkSteps(builder, t.network, weights, options.network, kept_parts)
+        parts = NetworkParts.of(t.network)
+        block, parameters = parts.block(needs.network).allocate(builder)
+        grad_weight = parameters.get("first")
+        sums = NodeSums(builder, parts.sums)
+        dedges = builder.empty_like(t.edges) if needs.edges else None
+        dp = builder.empty_like(kept_parts["first"])
+        ends = EdgeRows(kept_parts["dst"], call.num_edges, call.num_dst, options.batch)
+        for begin, end in chunks(t.edges.shape[0]):
+            dp_rows = dp.slice(0, begin, end)
+            dedge_rows = None if dedges is None else dedges.slice(0, begin, end)
+            steps.differentiate(
+                grad, grad_sum, ends, dedge_rows, sums, parameters, dp_rows, begin, end
+            )
+            if dedge_rows is not None:
+                residual_gradient(builder, dp_rows, call.of_edges, dedge_rows, adds=True)
+            if grad_weight is not None:
+                into = call.columns_of_edges(grad_weight)
+                rows = call.edge_rows(begin, end)
+                builder.outer_product(dp_rows, rows, into, is_first=begin == 0)
+        dx_src, dx_dst = call.differentiate_nodes(dp, needs, grad_weight)
+        sums.reduce_into(parameters["sums"])
+        return [dx_src, dx_dst, dedges, block]
+
+
+class _Call:
+    """Nodes, edges and structure of a call of the edge update."""
+
+    def __init__(
+        self,
+        builder: SublayerBuilder,
+        t: InteractionTensors[Buffer],
+        index: IndexTensors[Buffer],
+        options: InteractionOptions,
+        weights: dict[str, Buffer],
+        kept: dict[str, Buffer],
+    ):
+        self.builder, self.tensors, self.index, self.options = builder, t, index, options
+        self.dst, self.src = kept["dst"], kept["src"]
+        self.dtype = options.network.dtype
+        self.gated = network_steps.is_gated(t.network)
+        self.x_src = t.x_dst if t.x_src is None else t.x_src
+        self.batch = options.batch
+        self.num_dst = t.x_dst.shape[0] // self.batch
+        self.num_src = self.x_src.shape[0] // self.batch
+        self.num_edges = index.row.shape[0]
+        weight = weights["first"]
+        self.of_dst = self.columns_of_dst(weight)
+        self.of_src = self.columns_of_src(weight)
+        self.of_edges = self.columns_of_edges(weight)
+        self.bias = weights.get("first_bias")
+
+    def columns_of_dst(self, weight: Buffer) -> Buffer:
+        """Return W_i of W_1, or of its gradient."""
+        return weight.slice(1, 0, self.tensors.x_dst.shape[1])
+
+    def columns_of_src(self, weight: Buffer) -> Buffer:
+        """Return W_j."""
+        first = self.tensors.x_dst.shape[1]
+        return weight.slice(1, first, first + self.x_src.shape[1])
+
+    def columns_of_edges(self, weight: Buffer) -> Buffer:
+        """Return W_e."""
+        return weight.slice(1, weight.shape[1] - self.tensors.edges.shape[1], weight.shape[1])
+
+    def find_ends(self) -> None:
+        """Write destination and source of each edge in the caller's order."""
+        launch = interaction_launches.edge_ends(self.num_dst, self.num_edges)
+        index = self.index
+        self.builder.launch(
+            launch,
+            colptr=index.colptr,
+            row=index.row,
+            perm=index.perm,
+            dst=self.dst,
+            src=self.src,
+        )
+
+    def node_rows(self) -> tuple[Buffer, Buffer]:
+        """Return x of destinations and sources in the dtype of the products."""
+        x_dst = self.builder.cast(self.tensors.x_dst, self.dtype)
+        if self.tensors.x_src is None:
+            return x_dst, x_dst
+        return x_dst, self.builder.cast(self.tensors.x_src, self.dtype)
+
+    def edge_rows(self, begin: int, end: int) -> Buffer:
+        """Return rows of edges in the dtype of the products."""
+        return self.builder.cast(self.tensors.edges.slice(0, begin, end), self.dtype)
+
+    def project_nodes(self) -> tuple[Buffer, Buffer]:
+        """Return a of destinations and b of sources."""
+        x_dst, x_src = self.node_rows()
+        at_dst = self.builder.linear(x_dst, self.of_dst, self.bias)
+        return at_dst, self.builder.linear(x_src, self.of_src, None)
+
+    def gather_and_activate(
+        self, p: Buffer, at_dst: Buffer, at_src: Buffer, begin: int, end: int
+    ) -> Buffer:
+        """Complete p of edges `begin` to `end`, which is z; return h."""
+        features = self.tensors.network.first.value.weight.shape[0]
+        h = self.builder.empty((end - begin, features), self.dtype)
+        launch = interaction_launches.gather_activation(
+            end - begin,
+            features,
+            self.options.network.activation,
+            gated=self.gated,
+            first_row=begin,
+            num_edges=self.num_edges,
+            num_dst=self.num_dst,
+            num_src=self.num_src,
+            batch=self.batch,
+        )
+        self.builder.launch(
+            launch, p=p, at_dst=at_dst, at_src=at_src, dst=self.dst, src=self.src, out=h
+        )
+        return h
+
+    def sum_in_edges(self, rows: Buffer, out: Buffer) -> None:
+        """Write the sums of edge rows over in-edges."""
+        segment = segment_of(self.index.dst_hubs, self.num_edges)
+        self._sum(rows, self.index.colptr, None, self.num_dst, segment, out)
+
+    def sum_out_edges(self, rows: Buffer, out: Buffer) -> None:
+        """Write the sums of edge rows over out-edges."""
+        segment = segment_of(self.index.src_hubs, self.num_edges)
+        index = self.index
+        self._sum(rows, index.rowptr, index.csr_to_csc, self.num_src, segment, out)
+
+    def _sum(
+        self,
+        rows: Buffer,
+        pointers: Buffer | None,
+        order: Buffer | None,
+        num_nodes: int,
+        segment: int,
+        out: Buffer,
+    ) -> None:
+        width = rows.shape[1]
+        sizes = {"num_nodes": num_nodes, "num_edges": self.num_edges, "batch": self.batch}
+        segments = None
+        if segment:
+            blocks = -(-self.num_edges // segment)
+            segments = self.builder.empty((self.batch * blocks, width), torch.float32)
+        launch = interaction_launches.segment_sum(width, **sizes, segment=segment)
+        self.builder.launch(
+            launch,
+            x=rows,
+            pointers=pointers,
+            order=order,
+            perm=self.index.perm,
+            out=out,
+            segments=segments,
+        )
+        if segments is not None:
+            launch = interaction_launches.join_segment_sums(width, **sizes, segment=segment)
+            self.builder.launch(launch, segments=segments, pointers=pointers, out=out)
+
+    def differentiate_nodes(
+        self, dp: Buffer, needs: InteractionTensors[bool], grad_weight: Buffer | None
+    ) -> tuple[Buffer | None, Buffer | None]:
+        """Return dx of sources and destinations, where needed; fill W_i and W_j of `grad_weight`."""
+        builder, t = self.builder, self.tensors
+        x_dst, x_src = self.node_rows()
+        of_dst = builder.empty((x_dst.shape[0], dp.shape[1]), self.dtype)
+        of_src = builder.empty((x_src.shape[0], dp.shape[1]), self.dtype)
+        self.sum_in_edges(dp, of_dst)
+        self.sum_out_edges(dp, of_src)
+        if grad_weight is not None:
+            into_dst, into_src = self.columns_of_dst(grad_weight), self.columns_of_src(grad_weight)
+            builder.outer_product(of_dst, x_dst, into_dst, is_first=True)
+            builder.outer_product(of_src, x_src, into_src, is_first=True)
+        dx_src = dx_dst = None
+        if needs.x_dst:
+            dx_dst = builder.empty_like(t.x_dst)
+            residual_gradient(builder, of_dst, self.of_dst, dx_dst, adds=False)
+            if t.x_src is None:
+                residual_gradient(builder, of_src, self.of_src, dx_dst, adds=True)
+        if t.x_src is not None and needs.x_src:
+            dx_src = builder.empty_like(t.x_src)
+            residual_gradient(builder, of_src, self.of_src, dx_src, adds=False)
+        return dx_src, dx_dst
+
+
+def _kept_layout(
+    t: InteractionTensors[Operand], index: IndexTensors[Operand], options: InteractionOptions
+) -> BlockLayout:
+    """Return the layout of what the forward pass keeps."""
+    packed = PackedWeights.of(network_steps.packed_network(t.network))
+    specs: dict[str, Spec] = {"packed": ((packed.num_elements,), options.network.dtype)}
+    for name in ("dst", "src"):
+        specs[name] = (tuple(index.row.shape), index.row.dtype)
+    rows = network_steps.kept_specs(t.network, t.edges.shape[0], options.network)
+    return BlockLayout.of(specs | rows)
+
+
+interaction_triton = InteractionSublayer()

@@ -1,0 +1,302 @@
+"""Plan steps of a network with a norm on its output (`anemoi_gt.ops.network_tensors`).
+
+    p = first layer of u, h = act(p)       q = W_2 h + b_2, g = act(q)       r = W_out g + b_out
+    y = x + norm(r)
+
+Kept for the backward pass, in 16 bits: p, q, r. It recomputes h, g and the normalised rows in the
+passes that read these. Rows are taken in chunks: what else is as large exists for a chunk.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from anemoi_gt.ops.network_tensors import Layer, Network, NetworkOptions
+from anemoi_gt.ops.operands import Operand, OperandT
+from anemoi_gt.ops.operator import Spec
+from anemoi_gt.ops.sublayer_tensors import Linear, Norm
+from anemoi_gt.ops.triton_backend import interaction_launches, row_launches, sublayer_steps
+from anemoi_gt.ops.triton_backend.plan import Buffer
+from anemoi_gt.ops.triton_backend.sublayer_steps import (
+    GradientBlock,
+    NodeSums,
+    Part,
+    Piece,
+    SublayerBuilder,
+    stacked,
+)
+
+
+def is_gated(network: Network[Operand]) -> bool:
+    """Return whether hidden layers have a gate."""
+    return network.first.gate.weight is not None
+
+
+def has_second(network: Network[Operand]) -> bool:
+    """Return whether there are two hidden layers."""
+    return network.second.value.weight is not None
+
+
+def packed_network(network: Network[OperandT]) -> dict[str, list[Piece[OperandT]]]:
+    """Return the packed parameters by the group that stacks them."""
+    groups = {}
+    for name, layer in (("first", network.first), ("second", network.second)):
+        if layer.value.weight is not None:
+            groups[name] = stacked(layer.gate.weight, layer.value.weight)
+        if layer.value.bias is not None:
+            groups[f"{name}_bias"] = stacked(layer.gate.bias, layer.value.bias)
+    groups["out"] = stacked(network.out.weight)
+    if network.out.bias is not None:
+        groups["out_bias"] = stacked(network.out.bias)
+    return groups
+
+
+def kept_specs(
+    network: Network[Operand], num_rows: int, options: NetworkOptions
+) -> dict[str, Spec]:
+    """Return the specs of p, q and r of all rows; r is kept for its norm."""
+    factor = 2 if is_gated(network) else 1
+    specs: dict[str, Spec] = {}
+    for name, layer in (("first", network.first), ("second", network.second)):
+        if layer.value.weight is not None:
+            specs[name] = ((num_rows, factor * layer.value.weight.shape[0]), options.dtype)
+    if options.norm.eps:
+        specs["out"] = ((num_rows, network.out.weight.shape[0]), options.dtype)
+    return specs
+
+
+class NetworkParts(NamedTuple):
+    """The gradients of a network's parameters in their block, and the tree of all of them."""
+
+    groups: dict[str, list[Part]]  # of weights
+    sums: dict[str, Part]  # sums over rows, by the names of their columns
+    tree: Network
+
+    @classmethod
+    def of(cls, network: Network[Operand]) -> "NetworkParts":
+        """Return the parts for these parameters."""
+        features = network.out.weight.shape[0]
+        # `residual_norm_bwd` writes the first three side by side
+        sums = {name: Part((features,)) for name in ("norm_scale", "norm_shift", "out_bias")}
+        groups: dict[str, list[Part]] = {}
+        layers = {}
+        for name, layer in (("first", network.first), ("second", network.second)):
+            layers[name] = Layer()
+            if layer.value.weight is None:
+                continue
+            linears = []
+            groups[name] = []
+            for kind, linear in (("gate_", layer.gate), ("", layer.value)):
+                if linear.weight is None:
+                    linears.append(Linear())
+                    continue
+                weight = Part(tuple(linear.weight.shape))
+                groups[name].append(weight)
+                bias = Part((linear.weight.shape[0],))
+                sums[f"{name}_{kind}bias"] = bias
+                linears.append(Linear(weight, bias))
+            layers[name] = Layer(*linears)
+        groups["out"] = [Part(tuple(network.out.weight.shape))]
+        tree: Network = Network(
+            **layers,
+            out=Linear(groups["out"][0], sums["out_bias"]),
+            norm=Norm(sums["norm_scale"], sums["norm_shift"]),
+        )
+        return cls(groups, sums, tree)
+
+    def block(self, needs: Network[bool]) -> GradientBlock:
+        """Return the layout of the block, without weights if none needs a gradient."""
+        groups = dict(self.groups) if needs_weights(needs) else {}
+        groups["sums"] = list(self.sums.values())
+        return GradientBlock.of(groups)
+
+
+def needs_weights(needs: Network[bool]) -> bool:
+    """Return whether a weight needs a gradient; not in a frozen network."""
+    linears = (*needs.first, *needs.second, needs.out)
+    return any(linear.weight for linear in linears)
+
+
+class EdgeRows(NamedTuple):
+    """Where the rows of a chunk of edges end: at which rows of nodes."""
+
+    ends: Buffer  # [E], of one batch entry
+    num_edges: int
+    num_nodes: int
+    batch: int
+
+
+class NetworkSteps:
+    """The steps of a network, on a chunk of rows from `begin` to `end` at a time.
+
+    Parameters
+    ----------
+    builder : SublayerBuilder
+    network : Network
+    weights : dict
+        The packed parameters.
+    options : NetworkOptions
+    kept : dict
+        p, q and r of all rows; without one of them it is scratch.
+    """
+
+    def __init__(
+        self,
+        builder: SublayerBuilder,
+        network: Network[Buffer],
+        weights: dict[str, Buffer],
+        options: NetworkOptions,
+        kept: dict[str, Buffer],
+    ):
+        self.builder, self.network, self.weights = builder, network, weights
+        self.options, self.kept = options, kept
+        self.is_gated = is_gated(network)
+        self.has_second = has_second(network)
+        self.features = network.out.weight.shape[0]
+
+    def hidden(self, name: str) -> int:
+        """Return the features of the hidden layer `name`."""
+        return getattr(self.network, name).value.weight.shape[0]
+
+    def rows(self, name: str, begin: int, end: int) -> Buffer:
+        """Return the memory of rows of p, q or r."""
+        if name in self.kept:
+            return self.kept[name].slice(0, begin, end)
+        width = self.features
+        if name != "out":
+            width = (2 if self.is_gated else 1) * self.hidden(name)
+        return self.builder.empty((end - begin, width), self.options.dtype)
+
+    def activate(self, name: str, pre: Buffer) -> Buffer:
+        """Return the activated rows of a hidden layer."""
+        features = self.hidden(name)
+        out = self.builder.empty((pre.shape[0], features), self.options.dtype)
+        launch = row_launches.activation_forward(
+            pre.shape[0], features, self.options.activation, gated=self.is_gated
+        )
+        self.builder.launch(launch, hidden=pre, out=out)
+        return out
+
+    def forward(self, h: Buffer, x: Buffer | None, y: Buffer, begin: int, end: int) -> None:
+        """Write y of rows h, with x if it is added."""
+        builder, weights = self.builder, self.weights
+        if self.has_second:
+            q = self.rows("second", begin, end)
+            builder.linear(h, weights["second"], weights.get("second_bias"), q)
+            h = self.activate("second", q)
+        has_norm = bool(self.options.norm.eps)
+        is_output = not has_norm and x is None and y.dtype == self.options.dtype
+        r = y if is_output else self.rows("out", begin, end)
+        builder.linear(h, weights["out"], weights.get("out_bias"), r)
+        if is_output:
+            return
+        if not has_norm:
+            builder.add(r, x, y)
+            return
+        norm = self.network.norm
+        launch = interaction_launches.residual_norm_forward(end - begin, self.features, self.options.norm)
+        builder.launch(launch, r=r, x=x, scale=norm.scale, shift=norm.shift, y=y)
+
+    def differentiate(
+        self,
+        grad: Buffer | None,
+        grad_sum: Buffer | None,
+        edges: EdgeRows | None,
+        dx: Buffer | None,
+        sums: NodeSums,
+        parameters: dict[str, Buffer],
+        dp: Buffer,
+        begin: int,
+        end: int,
+    ) -> None:
+        """Write dp of rows from dy and, for edges, the gradients of sums over them.
+
+        dx gets what comes through the residual connection. Gradients of parameters are added to
+        those of earlier chunks.
+        """
+        builder, weights, is_first = self.builder, self.weights, begin == 0
+        dr = builder.empty((end - begin, self.features), self.options.dtype)
+        has_norm = bool(self.options.norm.eps)
+        launch = interaction_launches.residual_norm_backward(
+            end - begin,
+            self.features,
+            self.options.norm,
+            programs=sublayer_steps.PROGRAMS,
+            sums=sums.width,
+            first_sum=sums.columns["norm_scale"].start,
+            is_first=is_first,
+            first_row=begin,
+            num_edges=1 if edges is None else edges.num_edges,
+            num_nodes=1 if edges is None else edges.num_nodes,
+            batch=1 if edges is None else edges.batch,
+        )
+        builder.launch(
+            launch,
+            r=self.kept["out"].slice(0, begin, end) if has_norm else None,
+            grad=None if grad is None else grad.slice(0, begin, end),
+            grad_sum=grad_sum,
+            ends=None if edges is None or grad_sum is None else edges.ends,
+            scale=self.network.norm.scale,
+            dr=dr,
+            dx=dx,
+            partial=sums.partial,
+        )
+        if self.has_second:
+            pre = self.kept["second"].slice(0, begin, end)
+            da = builder.product(dr, weights["out"])
+            dq = builder.empty_like(pre)
+            activated = self._differentiate("second", pre, da, dq, sums, is_first=is_first)
+            if "out" in parameters:
+                builder.outer_product(dr, activated, parameters["out"], is_first=is_first)
+            da = builder.product(dq, weights["second"])
+        else:
+            dq = dr
+            da = builder.product(dr, weights["out"])
+        pre = self.kept["first"].slice(0, begin, end)
+        activated = self._differentiate("first", pre, da, dp, sums, is_first=is_first)
+        name = "second" if self.has_second else "out"
+        if name in parameters:
+            builder.outer_product(dq, activated, parameters[name], is_first=is_first)
+
+    def _differentiate(
+        self, name: str, pre: Buffer, da: Buffer, out: Buffer, sums: NodeSums, *, is_first: bool
+    ) -> Buffer:
+        """Write the gradient of a hidden layer's p or q; return its activated rows."""
+        features = self.hidden(name)
+        launch = row_launches.activation_backward(
+            pre.shape[0],
+            features,
+            self.options.activation,
+            gated=self.is_gated,
+            programs=sublayer_steps.PROGRAMS,
+            sums=sums.width,
+            first_sum=sums.columns[f"{name}_gate_bias" if self.is_gated else f"{name}_bias"].start,
+            is_first=is_first,
+        )
+        activated = self.builder.empty_like(da)
+        self.builder.launch(
+            launch,
+            hidden=pre,
+            grad_activated=da,
+            activated=activated,
+            grad_hidden=out,
+            partial=sums.partial,
+        )
+        return activated
+
+
+def residual_gradient(
+    builder: SublayerBuilder, dp: Buffer, weight: Buffer, dx: Buffer, *, adds: bool
+) -> None:
+    """Write dp W into dx of any dtype; add it if there is a residual connection."""
+    if adds:
+        builder.accumulate(dp, weight, dx)
+    elif dx.dtype == dp.dtype:
+        builder.product(dp, weight, dx)
+    else:
+        builder.compute(sublayer_steps.wide_mm, dp, weight, dx)
+
+
+def out_dtype(x: torch.dtype, options: NetworkOptions) -> torch.dtype:
+    """Return the dtype of y."""
+    return torch.promote_types(x, options.out_dtype) if options.residual else options.out_dtype
