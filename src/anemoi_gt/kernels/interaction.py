@@ -276,7 +276,7 @@ def segment_sum(
     order,  # [E], CSC position of each edge of a node; None: the position itself
     perm,  # [E] or None
     out,  # [B * N, W]
-    segments,  # [B * blocks, W] float32: sums of hubs' segments; None without hubs
+    segments,  # [B * spans, W] float32: sums of hubs' segments; None without hubs
     num_nodes,
     num_edges,
     W: tl.constexpr,
@@ -285,7 +285,7 @@ def segment_sum(
     SEGMENT: tl.constexpr,
     INT64: tl.constexpr,
 ):
-    """Grid (B * (blocks + N), ceil(W / COLUMNS)): a program sums the edges of a node or segment."""
+    """Grid (B * (spans + N), ceil(W / COLUMNS)): a program sums the edges of a node or segment."""
     if segments is not None:
         b, i, begin, end, slot = row_or_segment(
             pointers, None, num_nodes, num_edges, SEGMENT, INT64
@@ -309,8 +309,7 @@ def segment_sum(
         sums += tl.load(x + e[:, None] * W + w[None, :], mask=mask, other=0.0).to(tl.float32)
     total = tl.sum(sums, axis=0)
     if segments is not None:
-        if slot >= 0:
-            tl.store(segments + slot * W + w, total, mask=inside)
+        tl.store(segments + slot * W + w, total, mask=inside & (slot >= 0))
     at = out + (b * num_nodes + i) * W + w
     tl.store(at, total.to(out.dtype.element_ty), mask=inside & (slot < 0))
 
@@ -320,7 +319,7 @@ def segment_sum(
     do_not_specialize=["num_nodes", "num_edges"],
 )
 def join_segment_sums(
-    segments,  # [B * blocks, W] float32
+    segments,  # [B * spans, W] float32
     pointers,  # [N + 1]
     out,  # [B * N, W]
     num_nodes,
@@ -331,7 +330,7 @@ def join_segment_sums(
     SEGMENT: tl.constexpr,
     INT64: tl.constexpr,
 ):
-    """Grid (B * blocks, ceil(W / COLUMNS)): the program of a hub's first segment writes its sum."""
+    """Grid (B * spans, ceil(W / COLUMNS)): the program of a hub's first segment writes its sum."""
     b, i, begin, end, slot, first, count = segment_of_program(
         pointers, num_nodes, num_edges, SEGMENT, INT64
     )

@@ -1,14 +1,15 @@
 """Tensors and options of networks with a norm on their output, and of the edge update, as trees.
 
-    network(u) = norm(W_out act(W_2 act(W_1 u + b_1) + b_2) + b_out)       second layer, norm: optional
+    network(u) = norm(W_out act(W_2 act(W_1 u + b_1) + b_2) + b_out)
 
-    network_sublayer        y_n = x_n + network([x_n, m_n])                without x_n +, m_n: optional
+    network_sublayer        y_n = x_n + network([x_n, m_n])                or network([x_n, m_n])
     interaction_sublayer    e'_e = e_e + network([x_i, x_j, e_e])          edge e from j to i
                             s_i  = sum of e'_e over the in-edges of i
 
-The first layer of the edge update factors over nodes: W_1 u = W_e e_e + (W_i x_i + b_1) + W_j x_j.
-An interaction network (Battaglia et al. 2016, https://arxiv.org/abs/1612.00222) is both, the second
-on [x_i, s_i]; GraphCast (Lam et al. 2023, supplement 3.5-3.7) consists of them.
+The second layer, the norm and m_n are optional. The first layer of the edge update factors over
+nodes: W_1 u = W_e e_e + (W_i x_i + b_1) + W_j x_j. An interaction network (Battaglia et al. 2016,
+https://arxiv.org/abs/1612.00222) is both, the second on [x_i, s_i]; GraphCast (Lam et al. 2023,
+supplement 3.5 to 3.7) consists of them.
 
 Dimensions: N nodes of a batch entry, B batch entries, E edges of one, F features of a row, K and L
 hidden features.
@@ -60,7 +61,7 @@ class NetworkOptions(NamedTuple):
 
     norm: NormOptions  # eps 0 for an absent norm
     activation: str  # of hidden layers, or of their gates; see `anemoi_gt.ops.activations`
-    dtype: torch.dtype  # of the products
+    gemm_dtype: torch.dtype
     out_dtype: torch.dtype
     residual: bool  # whether x is added
 

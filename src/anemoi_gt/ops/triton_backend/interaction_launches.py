@@ -5,21 +5,13 @@ Each function returns a `Launch` from sizes and options alone, as in `row_launch
 
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.sublayer_tensors import NormOptions
+from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.row_launches import (
-    ACTIVATION,
-    NORM_BACKWARD,
-    NORM_FORWARD,
-    Tile,
-    _activation_tile,
-    _checked,
-    _needs_int64,
-    _norm_tile,
+    activation_tile_of,
+    checked_activation,
+    needs_int64,
+    norm_tile,
 )
-from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
-
-ENDS = 1024  # edges of a program of `edge_ends`
-SEGMENT_SUM = Tile(2048, 512, 4)
-JOINED_SEGMENTS = 8
 
 
 def edge_ends(num_dst: int, num_edges: int) -> Launch:
@@ -27,8 +19,8 @@ def edge_ends(num_dst: int, num_edges: int) -> Launch:
     from anemoi_gt.kernels import interaction
 
     scalars = {"num_dst": num_dst, "num_edges": num_edges, "steps": num_dst.bit_length()}
-    constants = {"EDGES": ENDS, "INT64": num_edges + ENDS >= 2**31, "num_warps": 4}
-    return Launch(interaction.edge_ends, (-(-num_edges // ENDS),), scalars, constants)
+    constants = {"EDGES": tiles.ENDS, "INT64": num_edges + tiles.ENDS >= 2**31, "num_warps": 4}
+    return Launch(interaction.edge_ends, (-(-num_edges // tiles.ENDS),), scalars, constants)
 
 
 def gather_activation(
@@ -50,7 +42,7 @@ def gather_activation(
     """
     from anemoi_gt.kernels import interaction
 
-    rows, columns = _activation_tile(ACTIVATION, features)
+    rows, columns, num_warps = activation_tile_of(tiles.activation_tile, features)
     width = 2 * features if gated else features
     scalars = {
         "num_rows": num_rows,
@@ -64,11 +56,11 @@ def gather_activation(
         "K": features,
         "COLUMNS": columns,
         "ROWS": rows,
-        "ACTIVATION": _checked(activation),
+        "ACTIVATION": checked_activation(activation),
         "GATED": gated,
         "ENTRIES": batch > 1,
-        "INT64": _needs_int64(most_rows, width) or first_row + num_rows + rows >= 2**31,
-        "num_warps": ACTIVATION.num_warps,
+        "INT64": needs_int64(most_rows, width) or first_row + num_rows + rows >= 2**31,
+        "num_warps": num_warps,
     }
     grid = (-(-num_rows // rows), -(-features // columns))
     return Launch(interaction.gather_activation, grid, scalars, constants)
@@ -78,14 +70,14 @@ def residual_norm_forward(num_rows: int, features: int, norm: NormOptions) -> La
     """Return the launch of `residual_norm_fwd`: r, x, scale, shift -> y."""
     from anemoi_gt.kernels import interaction
 
-    rows, columns, num_warps = _norm_tile(NORM_FORWARD, features)
+    rows, columns, num_warps = norm_tile(tiles.norm_forward_tile, features)
     scalars = {"num_rows": num_rows, "eps": float(norm.eps)}
     constants = {
         "F": features,
         "FEATURES": columns,
         **norm.constants(),
         "ROWS": rows,
-        "INT64": _needs_int64(num_rows + rows, features),
+        "INT64": needs_int64(num_rows + rows, features),
         "num_warps": num_warps,
     }
     return Launch(interaction.residual_norm_fwd, (-(-num_rows // rows),), scalars, constants)
@@ -113,7 +105,7 @@ def residual_norm_backward(
     """
     from anemoi_gt.kernels import interaction
 
-    rows, columns, num_warps = _norm_tile(NORM_BACKWARD, features)
+    rows, columns, num_warps = norm_tile(tiles.norm_backward_tile, features)
     scalars = {
         "num_rows": num_rows,
         "first_row": first_row,
@@ -131,7 +123,7 @@ def residual_norm_backward(
         "SUMS": sums,
         "IS_FIRST": is_first,
         "ENTRIES": batch > 1,
-        "INT64": _needs_int64(most_rows, features) or first_row + most_rows >= 2**31,
+        "INT64": needs_int64(most_rows, features) or first_row + most_rows >= 2**31,
         "num_warps": num_warps,
     }
     return Launch(interaction.residual_norm_bwd, (programs,), scalars, constants)
@@ -146,18 +138,17 @@ def segment_sum(
     """
     from anemoi_gt.kernels import interaction
 
-    columns = min(next_power_of_two(features), SEGMENT_SUM.columns)
-    edges = max(1, SEGMENT_SUM.elements // columns)
-    blocks = -(-num_edges // segment) if segment else 0
+    edges, columns, num_warps = tiles.segment_sum_tile(features)
+    spans = -(-num_edges // segment) if segment else 0
     constants = {
         "W": features,
         "COLUMNS": columns,
         "EDGES": edges,
         "SEGMENT": segment,
-        "INT64": _needs_int64(batch * max(num_edges, num_nodes) + edges, features),
-        "num_warps": SEGMENT_SUM.num_warps,
+        "INT64": needs_int64(batch * max(num_edges, num_nodes) + edges, features),
+        "num_warps": num_warps,
     }
-    grid = (batch * (blocks + num_nodes), -(-features // columns))
+    grid = (batch * (spans + num_nodes), -(-features // columns))
     scalars = {"num_nodes": num_nodes, "num_edges": num_edges}
     return Launch(interaction.segment_sum, grid, scalars, constants)
 
@@ -168,16 +159,16 @@ def join_segment_sums(
     """Return the launch of `join_segment_sums`: segments, pointers -> out."""
     from anemoi_gt.kernels import interaction
 
-    columns = min(next_power_of_two(features), SEGMENT_SUM.columns)
-    blocks = -(-num_edges // segment)
+    _, columns, num_warps = tiles.segment_sum_tile(features)
+    spans = -(-num_edges // segment)
     constants = {
         "W": features,
         "COLUMNS": columns,
-        "SEGMENTS": JOINED_SEGMENTS,
+        "SEGMENTS": tiles.JOINED_SEGMENTS,
         "SEGMENT": segment,
-        "INT64": _needs_int64(batch * max(num_edges, num_nodes), features),
-        "num_warps": SEGMENT_SUM.num_warps,
+        "INT64": needs_int64(batch * max(num_edges, num_nodes), features),
+        "num_warps": num_warps,
     }
-    grid = (batch * blocks, -(-features // columns))
+    grid = (batch * spans, -(-features // columns))
     scalars = {"num_nodes": num_nodes, "num_edges": num_edges}
     return Launch(interaction.join_segment_sums, grid, scalars, constants)

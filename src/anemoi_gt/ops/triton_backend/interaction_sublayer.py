@@ -26,14 +26,13 @@ from anemoi_gt.ops.triton_backend.network_steps import (
     NetworkSteps,
     residual_gradient,
 )
-from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer
+from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, segment_of
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
     NodeSums,
     PackedWeights,
     SublayerBuilder,
-    chunks,
 )
 
 # results of the backward pass by number; the block of parameters follows
@@ -73,7 +72,7 @@ class InteractionSublayer(PlannedOperator):
         constants: IndexTensors[Operand],
         options: InteractionOptions,
     ) -> list[Spec]:
-        """Return the specs of e', s and the kept block."""
+        """Return the specs of e', s and the kept bytes."""
         t = tensors
         dtype = network_steps.out_dtype(t.edges.dtype, options.network)
         edges, sums = t.edges.shape, (t.x_dst.shape[0], t.edges.shape[1])
@@ -104,7 +103,7 @@ class InteractionSublayer(PlannedOperator):
         at_dst, at_src = call.project_nodes()
         specs = self.forward_specs(t, constants, options)
         out, sums = (builder.empty(*spec) for spec in specs[:2])
-        for begin, end in chunks(t.edges.shape[0]):
+        for begin, end in builder.chunks(t.edges.shape[0]):
             p = steps.rows("first", begin, end)
             builder.linear(call.edge_rows(begin, end), call.of_edges, None, p)
             h = call.gather_and_activate(p, at_dst, at_src, begin, end)
@@ -119,7 +118,7 @@ class InteractionSublayer(PlannedOperator):
         options: InteractionOptions,
         needs: InteractionTensors[bool],
     ) -> GradientLayout:
-        """Return the layout of the gradients of rows, and a block of parameters."""
+        """Return the layout of the gradients of rows, and the packed gradients."""
         t = tensors
         whole: list[Spec | None] = [None, None, None]
         rows = {X_SRC: (t.x_src, needs.x_src), X_DST: (t.x_dst, needs.x_dst)}
@@ -129,8 +128,8 @@ class InteractionSublayer(PlannedOperator):
                 whole[result] = (tensor.shape, tensor.dtype)
         parts = NetworkParts.of(t.network)
         tree: InteractionTensors = InteractionTensors(X_SRC, X_DST, EDGES, parts.tree)
-        block = parts.block(needs.network)
-        return block.layout(whole, leaves(tree), leaves(t), leaves(needs))
+        packed = parts.packed(needs.network)
+        return packed.layout(whole, leaves(tree), leaves(t), leaves(needs))
 
     def add_backward(
         self,
@@ -146,18 +145,18 @@ class InteractionSublayer(PlannedOperator):
         t = tensors
         grad, grad_sum = grads
         kept_parts = _kept_layout(t, constants, options).buffers(kept)
-        packed = PackedWeights.of(network_steps.packed_network(t.network))
-        weights = packed.views(kept_parts["packed"])
+        groups = network_steps.packed_network(t.network)
+        weights = PackedWeights.of(groups).views(kept_parts["packed"])
         call = _Call(builder, t, constants, options, weights, kept_parts)
         steps = NetworkSteps(builder, t.network, weights, options.network, kept_parts)
         parts = NetworkParts.of(t.network)
-        block, parameters = parts.block(needs.network).allocate(builder)
+        packed_gradients, parameters = parts.packed(needs.network).allocate(builder)
         grad_weight = parameters.get("first")
         sums = NodeSums(builder, parts.sums)
         dedges = builder.empty_like(t.edges) if needs.edges else None
         dp = builder.empty_like(kept_parts["first"])
         ends = EdgeRows(kept_parts["dst"], call.num_edges, call.num_dst, options.batch)
-        for begin, end in chunks(t.edges.shape[0]):
+        for begin, end in builder.chunks(t.edges.shape[0]):
             dp_rows = dp.slice(0, begin, end)
             dedge_rows = None if dedges is None else dedges.slice(0, begin, end)
             steps.differentiate(
@@ -171,7 +170,7 @@ class InteractionSublayer(PlannedOperator):
                 builder.outer_product(dp_rows, rows, into, is_first=begin == 0)
         dx_src, dx_dst = call.differentiate_nodes(dp, needs, grad_weight)
         sums.reduce_into(parameters["sums"])
-        return [dx_src, dx_dst, dedges, block]
+        return [dx_src, dx_dst, dedges, packed_gradients]
 
 
 class _Call:
@@ -188,7 +187,7 @@ class _Call:
     ):
         self.builder, self.tensors, self.index, self.options = builder, t, index, options
         self.dst, self.src = kept["dst"], kept["src"]
-        self.dtype = options.network.dtype
+        self.dtype = options.network.gemm_dtype
         self.gated = network_steps.is_gated(t.network)
         self.x_src = t.x_dst if t.x_src is None else t.x_src
         self.batch = options.batch
@@ -290,8 +289,8 @@ class _Call:
         sizes = {"num_nodes": num_nodes, "num_edges": self.num_edges, "batch": self.batch}
         segments = None
         if segment:
-            blocks = -(-self.num_edges // segment)
-            segments = self.builder.empty((self.batch * blocks, width), torch.float32)
+            spans = -(-self.num_edges // segment)
+            segments = self.builder.empty((self.batch * spans, width), torch.float32)
         launch = interaction_launches.segment_sum(width, **sizes, segment=segment)
         self.builder.launch(
             launch,
@@ -309,7 +308,7 @@ class _Call:
     def differentiate_nodes(
         self, dp: Buffer, needs: InteractionTensors[bool], grad_weight: Buffer | None
     ) -> tuple[Buffer | None, Buffer | None]:
-        """Return dx of sources and destinations, where needed; fill W_i and W_j of `grad_weight`."""
+        """Return dx of sources and of destinations if needed; write dW_i and dW_j."""
         builder, t = self.builder, self.tensors
         x_dst, x_src = self.node_rows()
         of_dst = builder.empty((x_dst.shape[0], dp.shape[1]), self.dtype)
@@ -334,14 +333,14 @@ class _Call:
 
 def _kept_layout(
     t: InteractionTensors[Operand], index: IndexTensors[Operand], options: InteractionOptions
-) -> BlockLayout:
+) -> MemoryLayout:
     """Return the layout of what the forward pass keeps."""
     packed = PackedWeights.of(network_steps.packed_network(t.network))
-    specs: dict[str, Spec] = {"packed": ((packed.num_elements,), options.network.dtype)}
+    specs: dict[str, Spec] = {"packed": ((packed.num_elements,), options.network.gemm_dtype)}
     for name in ("dst", "src"):
         specs[name] = (tuple(index.row.shape), index.row.dtype)
     rows = network_steps.kept_specs(t.network, t.edges.shape[0], options.network)
-    return BlockLayout.of(specs | rows)
+    return MemoryLayout.of(specs | rows)
 
 
 interaction_triton = InteractionSublayer()

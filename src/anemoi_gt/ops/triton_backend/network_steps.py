@@ -18,8 +18,8 @@ from anemoi_gt.ops.sublayer_tensors import Linear, Norm
 from anemoi_gt.ops.triton_backend import interaction_launches, row_launches, sublayer_steps
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    GradientBlock,
     NodeSums,
+    PackedGradients,
     Part,
     Piece,
     SublayerBuilder,
@@ -59,9 +59,9 @@ def kept_specs(
     specs: dict[str, Spec] = {}
     for name, layer in (("first", network.first), ("second", network.second)):
         if layer.value.weight is not None:
-            specs[name] = ((num_rows, factor * layer.value.weight.shape[0]), options.dtype)
+            specs[name] = ((num_rows, factor * layer.value.weight.shape[0]), options.gemm_dtype)
     if options.norm.eps:
-        specs["out"] = ((num_rows, network.out.weight.shape[0]), options.dtype)
+        specs["out"] = ((num_rows, network.out.weight.shape[0]), options.gemm_dtype)
     return specs
 
 
@@ -79,7 +79,7 @@ class NetworkParts(NamedTuple):
         # `residual_norm_bwd` writes the first three side by side
         sums = {name: Part((features,)) for name in ("norm_scale", "norm_shift", "out_bias")}
         groups: dict[str, list[Part]] = {}
-        layers = {}
+        layers: dict[str, Layer] = {}
         for name, layer in (("first", network.first), ("second", network.second)):
             layers[name] = Layer()
             if layer.value.weight is None:
@@ -104,11 +104,11 @@ class NetworkParts(NamedTuple):
         )
         return cls(groups, sums, tree)
 
-    def block(self, needs: Network[bool]) -> GradientBlock:
+    def packed(self, needs: Network[bool]) -> PackedGradients:
         """Return the layout of the block, without weights if none needs a gradient."""
         groups = dict(self.groups) if needs_weights(needs) else {}
         groups["sums"] = list(self.sums.values())
-        return GradientBlock.of(groups)
+        return PackedGradients.of(groups)
 
 
 def needs_weights(needs: Network[bool]) -> bool:
@@ -165,12 +165,12 @@ class NetworkSteps:
         width = self.features
         if name != "out":
             width = (2 if self.is_gated else 1) * self.hidden(name)
-        return self.builder.empty((end - begin, width), self.options.dtype)
+        return self.builder.empty((end - begin, width), self.options.gemm_dtype)
 
     def activate(self, name: str, pre: Buffer) -> Buffer:
         """Return the activated rows of a hidden layer."""
         features = self.hidden(name)
-        out = self.builder.empty((pre.shape[0], features), self.options.dtype)
+        out = self.builder.empty((pre.shape[0], features), self.options.gemm_dtype)
         launch = row_launches.activation_forward(
             pre.shape[0], features, self.options.activation, gated=self.is_gated
         )
@@ -185,7 +185,7 @@ class NetworkSteps:
             builder.linear(h, weights["second"], weights.get("second_bias"), q)
             h = self.activate("second", q)
         has_norm = bool(self.options.norm.eps)
-        is_output = not has_norm and x is None and y.dtype == self.options.dtype
+        is_output = not has_norm and x is None and y.dtype == self.options.gemm_dtype
         r = y if is_output else self.rows("out", begin, end)
         builder.linear(h, weights["out"], weights.get("out_bias"), r)
         if is_output:
@@ -194,7 +194,9 @@ class NetworkSteps:
             builder.add(r, x, y)
             return
         norm = self.network.norm
-        launch = interaction_launches.residual_norm_forward(end - begin, self.features, self.options.norm)
+        launch = interaction_launches.residual_norm_forward(
+            end - begin, self.features, self.options.norm
+        )
         builder.launch(launch, r=r, x=x, scale=norm.scale, shift=norm.shift, y=y)
 
     def differentiate(
@@ -215,13 +217,13 @@ class NetworkSteps:
         those of earlier chunks.
         """
         builder, weights, is_first = self.builder, self.weights, begin == 0
-        dr = builder.empty((end - begin, self.features), self.options.dtype)
+        dr = builder.empty((end - begin, self.features), self.options.gemm_dtype)
         has_norm = bool(self.options.norm.eps)
         launch = interaction_launches.residual_norm_backward(
             end - begin,
             self.features,
             self.options.norm,
-            programs=sublayer_steps.PROGRAMS,
+            programs=sums.programs,
             sums=sums.width,
             first_sum=sums.columns["norm_scale"].start,
             is_first=is_first,
@@ -268,7 +270,7 @@ class NetworkSteps:
             features,
             self.options.activation,
             gated=self.is_gated,
-            programs=sublayer_steps.PROGRAMS,
+            programs=sums.programs,
             sums=sums.width,
             first_sum=sums.columns[f"{name}_gate_bias" if self.is_gated else f"{name}_bias"].start,
             is_first=is_first,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.custom_ops import needs_gradient
-from anemoi_gt.ops.network_tensors import Network, NetworkOptions, NetworkTensors
+from anemoi_gt.ops.network_tensors import NetworkOptions, NetworkTensors
 from anemoi_gt.ops.operands import Operand
 from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.tree import leaves
@@ -22,13 +22,12 @@ from anemoi_gt.ops.triton_backend.network_steps import (
     NetworkSteps,
     residual_gradient,
 )
-from anemoi_gt.ops.triton_backend.plan import BlockLayout, Buffer
+from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
     NodeSums,
     PackedWeights,
     SublayerBuilder,
-    chunks,
 )
 
 
@@ -55,19 +54,17 @@ class NetworkSublayer(PlannedOperator):
         )
 
     def forward_specs(
-        self, tensors: NetworkTensors[Operand], _, options: NetworkOptions
+        self, tensors: NetworkTensors[Operand], _: NoConstants, options: NetworkOptions
     ) -> list[Spec]:
-        """Return the specs of y and the kept block."""
+        """Return the specs of y and the kept bytes."""
         t = tensors
-        features = t.network.out.weight.shape[0]
-        y = ((t.x.shape[0], features), network_steps.out_dtype(t.x.dtype, options))
-        return [y, ((_kept_layout(t, options).num_bytes,), torch.uint8)]
+        return [_out_spec(t, options), ((_kept_layout(t, options).num_bytes,), torch.uint8)]
 
     def add_forward(
         self,
         builder: SublayerBuilder,
         tensors: NetworkTensors[Buffer],
-        _,
+        _: NoConstants,
         options: NetworkOptions,
         *,
         save: bool,
@@ -82,9 +79,8 @@ class NetworkSublayer(PlannedOperator):
         weights = builder.pack(network_steps.packed_network(t.network), kept["packed"])
         inputs = _Inputs(builder, t, weights, options)
         steps = NetworkSteps(builder, t.network, weights, options, kept)
-        (y_shape, y_dtype), _ = self.forward_specs(t, None, options)
-        y = builder.empty(y_shape, y_dtype)
-        for begin, end in chunks(t.x.shape[0]):
+        y = builder.empty(*_out_spec(t, options))
+        for begin, end in builder.chunks(t.x.shape[0]):
             p = steps.rows("first", begin, end)
             inputs.project(p, begin, end)
             h = steps.activate("first", p)
@@ -95,11 +91,11 @@ class NetworkSublayer(PlannedOperator):
     def gradient_layout(
         self,
         tensors: NetworkTensors[Operand],
-        _,
+        _: NoConstants,
         options: NetworkOptions,
         needs: NetworkTensors[bool],
     ) -> GradientLayout:
-        """Return the layout of dx, of the gradient of more inputs, and a block of parameters."""
+        """Return the layout of dx, of the gradient of more inputs, and the packed gradients."""
         t = tensors
         whole: list[Spec | None] = [None, None]
         for result, (rows, need) in enumerate(((t.x, needs.x), (t.more, needs.more))):
@@ -107,14 +103,14 @@ class NetworkSublayer(PlannedOperator):
                 whole[result] = (rows.shape, rows.dtype)
         parts = NetworkParts.of(t.network)
         tree: NetworkTensors = NetworkTensors(0, 1, parts.tree)
-        block = parts.block(needs.network)
-        return block.layout(whole, leaves(tree), leaves(t), leaves(needs))
+        packed = parts.packed(needs.network)
+        return packed.layout(whole, leaves(tree), leaves(t), leaves(needs))
 
     def add_backward(
         self,
         builder: SublayerBuilder,
         tensors: NetworkTensors[Buffer],
-        _,
+        _: NoConstants,
         options: NetworkOptions,
         kept: Buffer,
         grads: Sequence[Buffer],
@@ -124,16 +120,16 @@ class NetworkSublayer(PlannedOperator):
         t = tensors
         (grad,) = grads
         kept_parts = _kept_layout(t, options).buffers(kept)
-        packed = PackedWeights.of(network_steps.packed_network(t.network))
-        weights = packed.views(kept_parts["packed"])
+        groups = network_steps.packed_network(t.network)
+        weights = PackedWeights.of(groups).views(kept_parts["packed"])
         inputs = _Inputs(builder, t, weights, options)
         steps = NetworkSteps(builder, t.network, weights, options, kept_parts)
         parts = NetworkParts.of(t.network)
-        block, parameters = parts.block(needs.network).allocate(builder)
+        packed_gradients, parameters = parts.packed(needs.network).allocate(builder)
         sums = NodeSums(builder, parts.sums)
         dx = builder.empty_like(t.x) if needs.x else None
         dmore = builder.empty_like(t.more) if needs.more and t.more is not None else None
-        for begin, end in chunks(t.x.shape[0]):
+        for begin, end in builder.chunks(t.x.shape[0]):
             p = kept_parts["first"].slice(0, begin, end)
             dp = builder.empty_like(p)
             dx_rows = None if dx is None else dx.slice(0, begin, end)
@@ -152,7 +148,7 @@ class NetworkSublayer(PlannedOperator):
             inputs.differentiate(dp, dx_rows, dmore_rows, parameters.get("first"), begin, end)
         inputs.finish(parameters.get("first"))
         sums.reduce_into(parameters["sums"])
-        return [dx, dmore, block]
+        return [dx, dmore, packed_gradients]
 
 
 class _Inputs:
@@ -217,14 +213,20 @@ class _Inputs:
             self.builder.copy(*halves)
 
     def _rows(self, rows: Buffer, begin: int, end: int) -> Buffer:
-        return self.builder.cast(rows.slice(0, begin, end), self.options.dtype)
+        return self.builder.cast(rows.slice(0, begin, end), self.options.gemm_dtype)
 
 
-def _kept_layout(t: NetworkTensors[Operand], options: NetworkOptions) -> BlockLayout:
+def _out_spec(t: NetworkTensors[Operand], options: NetworkOptions) -> Spec:
+    """Return shape and dtype of y."""
+    shape = (t.x.shape[0], t.network.out.weight.shape[0])
+    return shape, network_steps.out_dtype(t.x.dtype, options)
+
+
+def _kept_layout(t: NetworkTensors[Operand], options: NetworkOptions) -> MemoryLayout:
     """Return the layout of what the forward pass keeps: packed weights, p, q and r."""
     packed = PackedWeights.of(network_steps.packed_network(t.network))
-    specs: dict[str, Spec] = {"packed": ((packed.num_elements,), options.dtype)}
-    return BlockLayout.of(specs | network_steps.kept_specs(t.network, t.x.shape[0], options))
+    specs: dict[str, Spec] = {"packed": ((packed.num_elements,), options.gemm_dtype)}
+    return MemoryLayout.of(specs | network_steps.kept_specs(t.network, t.x.shape[0], options))
 
 
 network_triton = NetworkSublayer()

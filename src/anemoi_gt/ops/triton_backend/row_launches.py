@@ -46,7 +46,7 @@ def norm_forward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns, num_warps = _norm_tile(tiles.norm_forward_tile, features)
+    rows, columns, num_warps = norm_tile(tiles.norm_forward_tile, features)
     stride = features if out_stride is None else out_stride
     entries = _entries(num_rows, batch, out_entry_rows)
     scalars = {
@@ -62,7 +62,7 @@ def norm_forward(
         "ROWS": rows,
         "OUT_STRIDE": stride,
         "ENTRIES": entries.are_apart,
-        "INT64": _needs_int64(entries.last_row + rows, max(stride, 2 * features)),
+        "INT64": needs_int64(entries.last_row + rows, max(stride, 2 * features)),
         "num_warps": num_warps,
     }
     return Launch(kernels.norm_fwd, (-(-num_rows // rows),), scalars, constants)
@@ -105,7 +105,7 @@ def norm_backward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns, num_warps = _norm_tile(tiles.norm_backward_tile, features)
+    rows, columns, num_warps = norm_tile(tiles.norm_backward_tile, features)
     stride = features if normed_stride is None else normed_stride
     entries = _entries(num_rows, batch, normed_entry_rows)
     scalars = {
@@ -125,7 +125,7 @@ def norm_backward(
         "SUMS": sums,
         "IS_FIRST": is_first,
         "TOTAL": total,
-        "INT64": _needs_int64(entries.last_row + 2 * programs * rows, max(stride, 2 * features)),
+        "INT64": needs_int64(entries.last_row + 2 * programs * rows, max(stride, 2 * features)),
         "num_warps": num_warps,
     }
     return Launch(kernels.norm_bwd, (programs,), scalars, constants)
@@ -137,7 +137,7 @@ def head_norm_forward(
     """Return the launch of `head_norm_fwd`: x, scale -> out; strides are elements between nodes."""
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    pairs, columns, num_warps = _norm_tile(tiles.head_norm_tile, channels)
+    pairs, columns, num_warps = norm_tile(tiles.head_norm_tile, channels)
     num_pairs = num_rows * heads
     scalars = {"num_pairs": num_pairs, "eps": float(norm.eps)}
     constants = {
@@ -175,7 +175,7 @@ def head_norm_backward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    pairs, columns, num_warps = _norm_tile(tiles.head_norm_tile, channels)
+    pairs, columns, num_warps = norm_tile(tiles.head_norm_tile, channels)
     num_pairs = num_rows * heads
     last_pair = num_pairs + 2 * programs * pairs
     scalars = {"num_pairs": num_pairs, "first_sum": first_sum, "eps": float(norm.eps)}
@@ -204,15 +204,15 @@ def activation_forward(num_rows: int, features: int, activation: str, *, gated: 
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns, num_warps = _activation_tile(tiles.activation_tile, features)
+    rows, columns, num_warps = activation_tile_of(tiles.activation_tile, features)
     width = 2 * features if gated else features
     constants = {
         "K": features,
         "COLUMNS": columns,
         "ROWS": rows,
-        "ACTIVATION": _checked(activation),
+        "ACTIVATION": checked_activation(activation),
         "GATED": gated,
-        "INT64": _needs_int64(num_rows + rows, width),
+        "INT64": needs_int64(num_rows + rows, width),
         "num_warps": num_warps,
     }
     grid = (-(-num_rows // rows), -(-features // columns))
@@ -238,18 +238,18 @@ def activation_backward(
     from anemoi_gt.kernels import norms_and_activations as kernels
 
     tile_of = tiles.gate_backward_tile if gated else tiles.activation_tile
-    rows, columns, num_warps = _activation_tile(tile_of, features)
+    rows, columns, num_warps = activation_tile_of(tile_of, features)
     width = 2 * features if gated else features
     scalars = {"num_rows": num_rows, "first_sum": first_sum}
     constants = {
         "K": features,
         "COLUMNS": columns,
         "ROWS": rows,
-        "ACTIVATION": _checked(activation),
+        "ACTIVATION": checked_activation(activation),
         "GATED": gated,
         "SUMS": sums,
         "IS_FIRST": is_first,
-        "INT64": _needs_int64(num_rows + 2 * programs * rows, width),
+        "INT64": needs_int64(num_rows + 2 * programs * rows, width),
         "num_warps": num_warps,
     }
     grid = (programs, -(-features // columns))
@@ -275,7 +275,7 @@ def _entries(num_rows: int, batch: int, entry_rows: int | None) -> _Entries:
     return _Entries(max(1, rows), stride, batch > 1 and stride != rows, batch * stride)
 
 
-def _norm_tile(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
+def norm_tile(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
     """Return the tile of a norm; raise ValueError if a program cannot hold a row."""
     if not 1 <= features <= MAX_FEATURES:
         raise ValueError(
@@ -285,23 +285,23 @@ def _norm_tile(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
     return tile_of(features)
 
 
-def _activation_tile(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
+def activation_tile_of(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
     """Return the tile of an activation; raise ValueError without features."""
     if features < 1:
         raise ValueError(f"an activation must have at least 1 feature, got {features}")
     return tile_of(features)
 
 
-def _checked(activation: str) -> str:
+def checked_activation(activation: str) -> str:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     return activation
 
 
-def _needs_int64(rows: int, stride: int) -> bool:
+def needs_int64(rows: int, stride: int) -> bool:
     """Return whether an offset in `rows` rows can pass 2^31; `rows` includes masked rows ahead."""
     return rows * stride >= 2**31
 
 
 def _pairs_need_int64(num_pairs: int, heads: int, *strides: int) -> bool:
-    return _needs_int64(-(-num_pairs // heads) + 1, max(heads, *strides))
+    return needs_int64(-(-num_pairs // heads) + 1, max(heads, *strides))

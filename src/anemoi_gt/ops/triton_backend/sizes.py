@@ -197,9 +197,7 @@ def sizes_of(
     )
 
 
-def segment_of(
-    hubs: Operand | None, num_edges: int, holds: Callable[[bool], bool] = bool
-) -> int:
+def segment_of(hubs: Operand | None, num_edges: int, holds: Callable[[bool], bool] = bool) -> int:
     """Return the edges of a hub segment, half the hub limit; 0 for graphs without hubs."""
     if hubs is None:
         return 0

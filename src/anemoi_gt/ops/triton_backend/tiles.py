@@ -288,3 +288,14 @@ def outer_tile(m: int, k: int) -> tuple[int, int]:
     most_m, most_k = OUTER_TILE
     tile_m = min(most_m, max(PRODUCT, next_power_of_two(m)))
     return tile_m, min(most_k, max(PRODUCT, next_power_of_two(k)))
+
+
+# ---------------------------------------------------------------------------- graph networks
+
+ENDS = 1024  # edges of a program of `edge_ends`
+JOINED_SEGMENTS = 8  # of a hub, that a program of `join_segment_sums` reads per step
+
+
+def segment_sum_tile(features: int) -> NodeTile:
+    """Return the tile of `segment_sum`, whose rows are edges of a node."""
+    return NodeTile.of_columns(features, 1024, 512, num_warps=1)
