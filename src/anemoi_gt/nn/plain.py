@@ -42,6 +42,7 @@ PYG_ATTENTION = "PyG's TransformerConv"
 ANEMOI_BLOCK = "Anemoi's graph-transformer block"
 ANEMOI_MAPPER_BLOCK = "Anemoi's graph-transformer mapper block"
 ANEMOI_ATTENTION = "Anemoi's attention"
+ANEMOI_GRAPH_CONV = "Anemoi's GraphConv"
 ANEMOI_PROVIDER = "Anemoi's StaticGraphProvider"
 
 # Registries of hooks that a call of a module runs. Hooks with keyword arguments, and those that
@@ -198,6 +199,19 @@ TABLE: dict[str, Kind] = {
         ANEMOI_ATTENTION,
         **MESSAGE_PASSING | {"methods": ("forward", *MESSAGE_PASSING["methods"])},
         read=OF_ATTENTION,
+    ),
+    "anemoi.models.layers.conv.GraphConv": Kind(
+        ANEMOI_GRAPH_CONV,
+        **MESSAGE_PASSING
+        | {
+            "methods": ("forward", *MESSAGE_PASSING["methods"]),
+            "fixed": (
+                ("node_dim", (-2, 0)),  # the same of rows [N, F]
+                *MESSAGE_PASSING["fixed"][1:],
+                ("flow", ("source_to_target",)),
+            ),
+        },
+        read=("edge_mlp",),
     ),
     "anemoi.models.layers.block.GraphTransformerProcessorBlock": ANEMOI_BLOCKS,
     "anemoi.models.layers.block.GraphTransformerMapperBlock": ANEMOI_BLOCKS,
@@ -391,7 +405,11 @@ def _why_unknown(
     function: Callable,
     unknown_body: Callable[[Callable], str | None] | None,
 ) -> str | None:
-    """Return why a method is not the code of its class that was read, or None."""
+    """Return why a method is not the code of its class that was read, or None.
+
+    A replacement of this library computes what it replaces.
+    """
+    function = getattr(function, "replaces", function)
     defined_in = _defining_class(owner, name)
     if not _is_defined_in(function, defined_in):
         return f"is a {qualified_name(kind)}, whose {name} was replaced"

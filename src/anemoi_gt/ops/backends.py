@@ -17,6 +17,8 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
     feed_forward_kept_bytes,
     feed_forward_sublayer,
 )
+from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_sublayer
+from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer
 from anemoi_gt.ops.triton_backend.norm_linear import norm_linear
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, MAX_FUSED_FEATURES
 from anemoi_gt.refusal import Refusal, RefusalKind
@@ -33,11 +35,16 @@ class Sublayer(NamedTuple):
 
 
 class Sublayers(NamedTuple):
-    """The fused sub-layers and layers of a backend, with the formulas of `ops.sublayer_tensors`."""
+    """The fused sub-layers and layers of a backend.
+
+    The formulas are in `ops.sublayer_tensors` and `ops.network_tensors`.
+    """
 
     attention: Sublayer
     feed_forward: Sublayer
     norm_linear: Callable[..., Tensor]
+    network: Callable[..., Tensor]
+    interaction: Callable[..., tuple[Tensor, Tensor]]
     max_features: int  # of a row
     max_attributes: int  # of an edge
 
@@ -62,6 +69,8 @@ BACKENDS = {  # in the order in which `auto` tries them
             Sublayer(attention_sublayer, attention_kept_bytes),
             Sublayer(feed_forward_sublayer, feed_forward_kept_bytes),
             norm_linear,
+            network_sublayer,
+            interaction_sublayer,
             MAX_FUSED_FEATURES,
             MAX_ATTRIBUTES - 1,
         ),

@@ -198,7 +198,7 @@ def _decide(
                 if isinstance(part, Refusal) and part not in (NO_SOURCES, *refusals):
                     refusals.append(part)
             if refusals:
-                _report_not_fused(settings, refusals, log_reason)
+                report_not_fused(settings, refusals, log_reason)
                 reason = "; ".join([refusal.text for refusal in refusals])
     if not isinstance(fused.attention, Refusal):
         return Decision(settings, FUSED, has_raw_edges=True, reason=reason, fused=fused)
@@ -228,7 +228,7 @@ def _decide_transformer(
     if isinstance(fused, FusedParts):
         return Decision(settings, FEED_FORWARD, fused=fused)
     if fused.kind is not RefusalKind.NOT_FASTER:
-        _report_not_fused(settings, (fused,), log_reason)
+        report_not_fused(settings, (fused,), log_reason)
     return Decision(settings, UPSTREAM, reason=fused.text)
 
 
@@ -255,8 +255,10 @@ def _feed_forward_of(
     return FusedParts(permanent("its attention is Anemoi's"), parts, NO_SOURCES)
 
 
-def _report_not_fused(
-    settings: Settings, refusals: Iterable[Refusal], log_reason: Callable[[str], None]
+def report_not_fused(
+    settings: Settings,
+    refusals: Iterable[Refusal],
+    log_reason: Callable[[str], None] = report.warn_once,
 ) -> None:
     """Log why sub-layers are not fused; raise ValueError with blocks=True and a named backend."""
     is_wanted = settings.blocks and settings.config.backend != "auto"

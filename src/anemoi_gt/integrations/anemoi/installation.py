@@ -22,6 +22,7 @@ from anemoi_gt.integrations.anemoi import (
     blocks,
     decision,
     edge_lists,
+    graph_networks,
     mappers,
     models,
     report,
@@ -33,6 +34,7 @@ from anemoi_gt.integrations.anemoi.upstream import (
     Replacement,
     Upstream,
     find,
+    recognise_modules,
     resolve_upstream,
 )
 from anemoi_gt.integrations.anemoi.versions import NEWEST, OLDEST, unknown_body
@@ -56,12 +58,18 @@ NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
 NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
 PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
 MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
+GRAPH_NETWORK_BLOCK = (BLOCK[0], "GraphConvProcessorBlock")
+GRAPH_NETWORK_MAPPER_BLOCK = (BLOCK[0], "GraphConvMapperBlock")
+NETWORK = ("anemoi.models.layers.mlp", "MLP")
 TRANSFORMER_BLOCK = (BLOCK[0], "TransformerProcessorBlock")
 TRANSFORMER_MAPPER_BLOCK = (BLOCK[0], "TransformerMapperBlock")
 # (class, or module that holds a function, name of the method or function): its replacement
 PATCHES = {
     (PROCESSOR_BLOCK, "forward"): blocks.processor_block,
     (MAPPER_BLOCK, "forward"): blocks.mapper_block,
+    (GRAPH_NETWORK_BLOCK, "forward"): graph_networks.processor_block,
+    (GRAPH_NETWORK_MAPPER_BLOCK, "forward"): graph_networks.mapper_block,
+    (NETWORK, "forward"): graph_networks.network,
     (TRANSFORMER_BLOCK, "forward"): blocks.transformer_processor_block,
     (TRANSFORMER_MAPPER_BLOCK, "forward"): blocks.transformer_mapper_block,
     (ENCODER, "pre_process"): mappers.pre_process,
@@ -284,15 +292,17 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
     by their classes.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    computed = []
     with install(), torch.autocast(device.type, torch.bfloat16):
-        decisions = [
-            (path, block, decision.examine(block, device))
-            for path, block in report.blocks_of(model)
-        ]
-    return tuple(
-        report.Computed(path, type(block).__name__, report.WORDS[found.outcome], found.reason)
-        for path, block, found in decisions
-    )
+        for path, block in report.blocks_of(model):
+            if isinstance(block, Upstream.graph_networks):
+                outcome, reason = graph_networks.examine(block, device)
+            else:
+                found = decision.examine(block, device)
+                outcome, reason = found.outcome, found.reason
+            kind = type(block).__name__
+            computed.append(report.Computed(path, kind, report.WORDS[outcome], reason))
+    return tuple(computed)
 
 
 def uninstall() -> None:
@@ -331,16 +341,20 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    if not any(isinstance(module, find(*BLOCK)) for module in model.modules()):
+    kinds = (find(*BLOCK), find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
+    if not any(isinstance(module, kinds) for module in model.modules()):
         raise ValueError(
-            f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} "
-            "without one"
+            "model must have a graph-transformer block of Anemoi, or a block of a graph network, "
+            f"got {type(model).__name__} without one"
         )
     settings = _switch_on(
         config, fuse_edges=fuse_edges, blocks=blocks, sharding=sharding, keep_hidden=keep_hidden
     )
     for _, block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
+    for module in model.modules():
+        if isinstance(module, Upstream.network):
+            SETTINGS.choose(module, settings)
     return model
 
 
@@ -437,6 +451,7 @@ def _apply_patches(*, is_named: bool) -> None:
     for (owner, name), match in replacements.items():
         _upstream[owner, name] = match.upstream
         setattr(owner, name, match.replacement)
+    recognise_modules()  # with the replacements as their methods
     _reset_compiled()
 
 

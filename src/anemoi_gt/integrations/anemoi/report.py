@@ -20,6 +20,7 @@ WORDS = {
     "fused": "fused",
     "attention": "attention only",
     "feed_forward": "feed-forward only",
+    "edge_update": "edge update only",
     "upstream": "upstream",
 }
 Recorded = tuple[str, str | None]  # outcome of a decision, and its reason
@@ -91,7 +92,11 @@ def add_model(model: nn.Module) -> None:
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks of a model that we compute, or a sub-layer of, and their paths."""
-    kinds: tuple[type[nn.Module], ...] = (Upstream.block, *Upstream.transformers)
+    kinds: tuple[type[nn.Module], ...] = (
+        Upstream.block,
+        *Upstream.graph_networks,
+        *Upstream.transformers,
+    )
     return [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
 
 

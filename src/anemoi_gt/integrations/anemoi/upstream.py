@@ -34,6 +34,9 @@ class Upstream:
     partition: ModuleType  # distributed.khop_edges, since 0.16
     block: type  # GraphTransformerBaseBlock
     blocks: tuple[type, ...] = ()  # of processors and of mappers
+    # blocks of graph networks whose forward we know, of processors and of mappers
+    graph_networks: tuple[type, ...] = ()
+    network: type  # MLP
     # blocks of transformers whose forward we know, of processors and of mappers
     transformers: tuple[type, ...] = ()
     returns_rows_only: bool = False  # the processor block of transformers, not a tuple
@@ -73,6 +76,9 @@ def resolve_upstream() -> None:
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
     kinds = (block.TransformerProcessorBlock, block.TransformerMapperBlock)
     Upstream.transformers = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
+    kinds = (block.GraphConvProcessorBlock, block.GraphConvMapperBlock)
+    Upstream.graph_networks = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
+    Upstream.network = find("anemoi.models.layers.mlp", "MLP")
     processor_forward = difference_of(block.TransformerProcessorBlock.forward)
     Upstream.returns_rows_only = processor_forward is Difference.ROWS_ONLY
     mapper_forward = difference_of(block.GraphTransformerMapperBlock.forward)

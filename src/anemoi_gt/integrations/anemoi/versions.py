@@ -44,6 +44,11 @@ GENERATIONS = (
             "GraphTransformerBaseBlock.shard_output_seq": "3bf11187f487",
             "GraphTransformerConv.forward": "8cd77816c7f3",
             "GraphTransformerConv.message": "bf31becf5946",
+            "GraphConvProcessorBlock.forward": "3550da909c8f",
+            "GraphConvMapperBlock.forward": "01b6f419f915",
+            "GraphConv.forward": "37145c392b55",
+            "GraphConv.message": "5489a51e6955",
+            "GraphConv.aggregate": "d2b5e8844c78",
             "MLP.forward": "e8a2b63923e4",
             "AutocastLayerNorm.forward": "445eb0e7afd6",
             "ConditionalLayerNorm.forward": "bf3964141119",
@@ -76,6 +81,7 @@ GENERATIONS = (
     Generation(
         first="0.11.0",
         bodies={
+            "GraphConvProcessorBlock.forward": "247f12ff9040",
             "GraphTransformerProcessorBlock.forward": "c6899e101f50",
             "TransformerProcessorBlock.forward": "3f0de62983e5",
             "GraphTransformerBaseBlock.apply_gt": "9b1bff722dec",
@@ -131,6 +137,8 @@ GENERATIONS = (
             "GraphTransformerForwardMapper.pre_process": "6fc1afbcba7c",
             "GraphTransformerBackwardMapper.pre_process": "05ec7d8318db",
             "GraphTransformerBackwardMapper.post_process": "18f7e49f6201",
+            "GraphConvProcessorBlock.forward": "6295462cc375",
+            "GraphConvMapperBlock.forward": "6e65a27da67e",
             "GraphTransformerProcessorBlock.forward": "235b62477ad0",
             "GraphTransformerMapperBlock.forward": "cdbf461630da",
             "TransformerProcessorBlock.forward": "49ab498464d0",
