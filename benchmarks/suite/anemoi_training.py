@@ -43,12 +43,17 @@ BLOCKS = {
     "GraphTransformerProcessorBlock",
     "GraphTransformerMapperBlock",
     "TransformerProcessorBlock",
+    "GraphConvProcessorBlock",
+    "GraphConvMapperBlock",
 }
 WHOLE = {
     "GraphTransformerProcessor",
     "GraphTransformerForwardMapper",
     "GraphTransformerBackwardMapper",
     "TransformerProcessor",
+    "GNNProcessor",
+    "GNNForwardMapper",
+    "GNNBackwardMapper",
 }
 EUROPE = (72.0, -25.0, 34.0, 45.0)  # north, west, south, east of the area of a stretched grid
 FORCINGS = 8
@@ -79,6 +84,7 @@ CASES = {
     "ensemble of 4": Case("graphtransformer_ens", channels=1024, members=4),
     "diffusion": Case("graphtransformer_transport_edm", channels=1024),
     "transformer": Case("transformer", channels=1024),
+    "gnn": Case("gnn"),
 }
 
 
