@@ -57,7 +57,7 @@ WHOLE = {
 }
 EUROPE = (72.0, -25.0, 34.0, 45.0)  # north, west, south, east of the area of a stretched grid
 FORCINGS = 8
-LOSS_SCALE = 4096  # of the gradients that are compared, into the range of float16
+LOSS_SCALE = 65536  # of the gradients that are compared: where GradScaler begins
 
 
 class Case(NamedTuple):

@@ -58,11 +58,13 @@ class NetworkParts(NamedTuple):
         return self.network.out.weight.dtype
 
     def options(
-        self, gemm_dtype: torch.dtype, *, is_autocast: bool, residual: bool
+        self, gemm_dtype: torch.dtype, device: torch.device, *, is_autocast: bool, residual: bool
     ) -> NetworkOptions:
-        """Return the options of a call."""
-        # PyTorch computes a layer norm in float32 under autocast, and returns that
-        out_dtype = torch.float32 if is_autocast and not self.is_cast else gemm_dtype
+        """Return the options of a call on a device."""
+        out_dtype = gemm_dtype
+        # autocast computes a layer norm in float32 on a GPU, not on a CPU, and returns that
+        if is_autocast and device.type == "cuda" and not self.is_cast:
+            out_dtype = torch.float32
         return NetworkOptions(self.norm, self.activation, gemm_dtype, out_dtype, residual)
 
 

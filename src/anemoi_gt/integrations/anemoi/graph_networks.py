@@ -31,7 +31,12 @@ from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.fused_block import NO_SUBLAYERS, NOT_FASTER, Computation
 from anemoi_gt.nn.networks import NetworkParts, network_parts
 from anemoi_gt.nn.plain import why_not_plain
-from anemoi_gt.ops.network_tensors import InteractionOptions, InteractionTensors, NetworkTensors
+from anemoi_gt.ops.network_tensors import (
+    InteractionOptions,
+    InteractionTensors,
+    NetworkOptions,
+    NetworkTensors,
+)
 from anemoi_gt.refusal import Refusal, RefusalKind, permanent
 from anemoi_gt.torch_compat import is_exporting
 
@@ -112,9 +117,7 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
             report.warn_once(f"an MLP of Anemoi is not fused: {parts.text}")
         return upstream(self, x)
     assert computation is not None  # or there would be no parts
-    options = parts.options(
-        computation.gemm_dtype, is_autocast=computation.is_autocast, residual=False
-    )
+    options = _options(parts, computation, x, residual=False)
     rows = x.reshape(-1, x.shape[-1])
     out = parts.sublayers.network(NetworkTensors(rows, None, parts.network), options)
     return out.view(*x.shape[:-1], parts.features)
@@ -219,6 +222,17 @@ def _for_call(
     )
 
 
+def _options(
+    parts: NetworkParts, computation: Computation, x: Tensor, *, residual: bool
+) -> NetworkOptions:
+    return parts.options(
+        computation.gemm_dtype,
+        x.device,
+        is_autocast=computation.is_autocast,
+        residual=residual,
+    )
+
+
 def _is_embedding(mlp: Any) -> bool:
     """Return whether an MLP has a norm, or several hidden layers."""
     layers = mlp._modules.get("mlp")
@@ -236,9 +250,7 @@ def _update_edges(
     graph, batch = structure_of(
         edge_index, (num_src, x_dst.shape[0]), reverse=torch.is_grad_enabled()
     )
-    options = parts.options(
-        computation.gemm_dtype, is_autocast=computation.is_autocast, residual=True
-    )
+    options = _options(parts, computation, x_dst, residual=True)
     tensors = InteractionTensors(x_src, x_dst, edges, parts.network)
     return parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
 
@@ -249,7 +261,5 @@ def _update_nodes(block: Any, found: GraphNetwork, x: Tensor, sums: Tensor | Non
     if isinstance(parts, Refusal):
         return block.node_mlp(torch.cat([x, x if sums is None else sums], dim=1)) + x
     assert computation is not None
-    options = parts.options(
-        computation.gemm_dtype, is_autocast=computation.is_autocast, residual=True
-    )
+    options = _options(parts, computation, x, residual=True)
     return parts.sublayers.network(NetworkTensors(x, sums, parts.network), options)
