@@ -9,7 +9,7 @@ import torch
 
 from support.oracle import magnitude, oracle, plain
 
-FACTOR = {"out": 2.0, "lse": 2.0}
+FACTOR = dict.fromkeys(("out", "lse", "edges", "sums"), 2.0)
 GRADIENT_FACTOR = 3.0
 FLOOR = 16
 

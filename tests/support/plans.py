@@ -8,6 +8,8 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer_t
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_triton
 from anemoi_gt.ops.triton_backend.norm_linear import norm_linear_triton
+from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_triton
+from anemoi_gt.ops.triton_backend.network_sublayer import network_triton
 from anemoi_gt.ops.triton_backend.tiles import Tuning
 
 OPERATORS = (
@@ -15,6 +17,8 @@ OPERATORS = (
     attention_sublayer_triton,
     feed_forward_triton,
     norm_linear_triton,
+    network_triton,
+    interaction_triton,
 )
 
 

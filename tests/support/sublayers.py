@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.ops import activations
+from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionOptions,
     AttentionTensors,
@@ -25,7 +26,13 @@ EPS = 1e-5
 NORM = NormOptions(EPS)
 FORMS = {  # of each kind of tensors, and the names of its leaves; types cannot be read when traced
     kind: (form_of(kind), tuple(leaf_types(kind)))
-    for kind in (FeedForwardTensors, AttentionTensors, NormLinearTensors)
+    for kind in (
+        FeedForwardTensors,
+        AttentionTensors,
+        NormLinearTensors,
+        NetworkTensors,
+        InteractionTensors,
+    )
 }
 BIASES = ("query", "self_term", "key", "value", "edge", "projection")
 FEED_FORWARD_CASES = pairwise(

@@ -1,0 +1,261 @@
+"""Networks on rows and the edge update in plain PyTorch, and the cases and tensors to test them."""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.ops.network_tensors import (
+    InteractionOptions,
+    InteractionTensors,
+    NetworkOptions,
+    NetworkTensors,
+)
+from anemoi_gt.ops.sublayer_tensors import NormOptions
+from anemoi_gt.ops.tree import leaf_types
+from support.pairwise import pairwise
+from support.run import with_hubs
+from support.sublayers import ACTIVATIONS, EPS, draw_norm, normed
+
+NORMS = {  # options of the norm, and its parameters
+    "none": (NormOptions(), "bare"),
+    "bare layer norm": (NormOptions(EPS), "bare"),
+    "layer norm": (NormOptions(EPS), "both"),
+    "layer norm with shift": (NormOptions(EPS), "shift"),
+    "RMSNorm": (NormOptions(EPS, is_centred=False), "scale"),
+}
+HIDDEN = {  # hidden layers, and the kinds of linear maps in each
+    "one": (1, ("value",)),
+    "one gated": (1, ("gate", "value")),
+    "two": (2, ("value",)),
+    "two gated": (2, ("gate", "value")),
+}
+OF_A_NETWORK = {
+    "norm": tuple(NORMS),
+    "hidden": tuple(HIDDEN),
+    "bias": (True, False),
+    "activation": ("silu", "gelu", "relu"),
+    "rows": ("float32", "GEMM"),  # dtypes of rows and of outputs
+    "out": ("float32", "GEMM"),
+}
+INPUTS = ("x", "x and more", "x twice")
+NETWORK_CASES = pairwise(**OF_A_NETWORK, inputs=INPUTS, residual=(True, False))
+INTERACTION_CASES = pairwise(
+    **OF_A_NETWORK,
+    nodes=("one set", "two sets"),
+    batch=(1, 2),
+    segment=(None, 2),  # edges of a segment of hubs
+    edges=(29, 0),
+)
+# names of the results of each operator over all cases
+GRADIENTS = {
+    kind: {f"d{name}" for name in leaf_types(kind) if "condition" not in name and "map" not in name}
+    for kind in (NetworkTensors, InteractionTensors)
+}
+
+
+class Sizes(NamedTuple):
+    """Sizes of a problem; small ones fill no tile."""
+
+    rows: int = 13  # of a network on rows
+    features: int = 24  # of its x, or of edges
+    more: int = 10
+    out: int = 7  # of a network without the residual connection
+    hidden: int = 16
+    second: int = 20
+    src: int = 8  # features of sources, if they are other nodes than destinations
+    dst: int = 12
+    num_src: int = 7
+    num_dst: int = 9
+    edges: int = 29
+
+
+SIZES = Sizes()
+
+
+def draw_network(
+    device,
+    norm="layer norm",
+    inputs="x and more",
+    dtype=torch.float32,
+    *,
+    hidden="one",
+    bias=True,
+    residual=True,
+    activation="silu",
+    rows="float32",
+    out="float32",
+    seed=0,
+    sizes=SIZES,
+):
+    """Draw tensors by name and the gradient of the output; return them with the options."""
+    generator = torch.Generator().manual_seed(seed)
+    features = sizes.features
+    shapes = {"x": (sizes.rows, features)}
+    if inputs == "x and more":
+        shapes["more"] = (sizes.rows, sizes.more)
+    width = {"x": features, "x and more": features + sizes.more, "x twice": 2 * features}[inputs]
+    out_features = features if residual else sizes.out
+    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    named = _in_dtype(named, rows, dtype)
+    named |= draw_parameters(width, out_features, norm, hidden, bias, sizes, generator)
+    grads = {"out": torch.randn(sizes.rows, out_features, generator=generator)}
+    options = _options(norm, activation, dtype, out, residual=residual)
+    return _to(device, named), _to(device, grads), options
+
+
+def draw_interaction(
+    device,
+    norm="layer norm",
+    nodes="two sets",
+    batch=1,
+    segment=None,
+    dtype=torch.float32,
+    *,
+    hidden="one",
+    bias=True,
+    activation="silu",
+    rows="float32",
+    out="float32",
+    edges=None,
+    seed=0,
+    sizes=SIZES,
+):
+    """Draw tensors by name and gradients of the outputs; return them with a structure, edge_index and options.
+
+    Edges are not sorted, and the last destination is isolated.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    features, num_dst = sizes.features, sizes.num_dst
+    edges = sizes.edges if edges is None else edges
+    num_src, src = (num_dst, sizes.dst) if nodes == "one set" else (sizes.num_src, sizes.src)
+    shapes = {"x_dst": (batch * num_dst, sizes.dst), "edges": (batch * edges, features)}
+    if nodes == "two sets":
+        shapes["x_src"] = (batch * num_src, src)
+    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    named = _in_dtype(named, rows, dtype)
+    width = sizes.dst + src + features
+    named |= draw_parameters(width, features, norm, hidden, bias, sizes, generator)
+    sources = torch.randint(num_src, (edges,), generator=generator)
+    destinations = torch.randint(num_dst - 1, (edges,), generator=generator)
+    edge_index = torch.stack([sources, destinations]).to(device)
+    graph = with_hubs(GraphStructure.from_edge_index(edge_index, (num_src, num_dst)), segment)
+    grads = {
+        "edges": torch.randn(batch * edges, features, generator=generator),
+        "sums": torch.randn(batch * num_dst, features, generator=generator),
+    }
+    options = InteractionOptions(batch, _options(norm, activation, dtype, out, residual=True))
+    return _to(device, named), _to(device, grads), graph, edge_index, options
+
+
+def draw_parameters(inputs, out, norm, hidden, bias, sizes, generator):
+    """Draw the parameters of a network by name, of the sizes of a new model's."""
+    layers, kinds = HIDDEN[hidden]
+    maps = {"out": (out, sizes.second if layers == 2 else sizes.hidden)}
+    for kind in kinds:
+        maps[f"first_{kind}"] = (sizes.hidden, inputs)
+        if layers == 2:
+            maps[f"second_{kind}"] = (sizes.second, sizes.hidden)
+    drawn = {}
+    for name, shape in maps.items():
+        weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        drawn[f"network_{name}_weight"] = weight
+        if bias:
+            drawn[f"network_{name}_bias"] = torch.randn(shape[0], generator=generator)
+    _, parameters = NORMS[norm]
+    return drawn | draw_norm("network_norm", parameters, out, 0, generator)
+
+
+def _options(norm, activation, dtype, out, *, residual):
+    options, _ = NORMS[norm]
+    out_dtype = dtype if out == "GEMM" else torch.float32
+    return NetworkOptions(options, activation, dtype, out_dtype, residual)
+
+
+def _in_dtype(named, rows, dtype):
+    return {name: tensor.to(dtype) if rows == "GEMM" else tensor for name, tensor in named.items()}
+
+
+def _to(device, named):
+    return {name: tensor.to(device) for name, tensor in named.items()}
+
+
+def results_of(compute, named, grads, dtype=None):
+    """Return the outputs of `compute(named)` and gradients by name, from leaves in a dtype or in their own.
+
+    Outputs without a gradient in `grads` are not differentiated.
+    """
+    leaves = {
+        name: tensor.detach().to(dtype or tensor.dtype).requires_grad_()
+        for name, tensor in named.items()
+    }
+    outputs = compute(leaves)
+    gradients = torch.autograd.grad(
+        [outputs[name] for name in grads],
+        list(leaves.values()),
+        [grad.to(outputs[name].dtype) for name, grad in grads.items()],
+    )
+    result = {name: output.detach() for name, output in outputs.items()}
+    return result | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+
+
+def network_sublayer(named, options):
+    """Return y of a network on rows."""
+    x, more = named["x"], named.get("more")
+    if named["network_first_value_weight"].shape[1] == 2 * x.shape[1]:
+        more = x
+    y = network(named, x if more is None else torch.cat([x, more], 1), options)
+    return {"out": _rounded(x + y if options.residual else y, x, options)}
+
+
+def interaction_sublayer(named, edge_index, options):
+    """Return e' and s of an edge update; a batch is one larger graph."""
+    dst, batch = named["x_dst"], options.batch
+    src = named.get("x_src", dst)
+    entry = torch.arange(batch, device=dst.device)[:, None]
+    source, destination = (
+        (end + entry * (nodes.shape[0] // batch)).flatten()
+        for end, nodes in zip(edge_index, (src, dst), strict=True)
+    )
+    edges = named["edges"]
+    rows = torch.cat([dst[destination], src[source], edges], 1)
+    edges = _rounded(edges + network(named, rows, options.network), edges, options.network)
+    terms = edges.to(torch.promote_types(edges.dtype, torch.float32))
+    sums = terms.new_zeros(dst.shape[0], edges.shape[1]).index_add(0, destination, terms)
+    return {"edges": edges, "sums": sums.to(edges.dtype)}
+
+
+def network(named, rows, options):
+    """Return the output of a network, normalised."""
+    hidden = _hidden(named, "first", rows, options.activation)
+    if "network_second_value_weight" in named:
+        hidden = _hidden(named, "second", hidden, options.activation)
+    out = _mapped(named, "out", hidden)
+    if not options.norm.eps:
+        return out
+    out = out.to(torch.promote_types(out.dtype, torch.float32))
+    return normed(out, named, "network_norm", options.norm)
+
+
+def _hidden(named, layer, rows, activation):
+    value = _mapped(named, f"{layer}_value", rows)
+    if f"network_{layer}_gate_weight" not in named:
+        return ACTIVATIONS[activation](value)
+    return ACTIVATIONS[activation](_mapped(named, f"{layer}_gate", rows)) * value
+
+
+def _mapped(named, name, rows):
+    weight = named[f"network_{name}_weight"]
+    # as autocast does, also where it is off
+    rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
+    return functional.linear(rows, weight, named.get(f"network_{name}_bias"))
+
+
+def _rounded(y, x, options):
+    """Return y in the dtype of the output, unless in float64."""
+    if y.dtype == torch.float64:
+        return y
+    return y.to(
+        torch.promote_types(x.dtype, options.out_dtype) if options.residual else options.out_dtype
+    )
