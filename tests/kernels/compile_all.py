@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -34,7 +35,18 @@ from anemoi_gt.graph.grouping import group_both_ends_unordered, group_edges_unor
 from anemoi_gt.nn import GraphTransformerMapperBlock, fused_block, sublayers
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.backends import BACKENDS
+from anemoi_gt.ops.network_tensors import (
+    InteractionOptions,
+    InteractionTensors,
+    Layer,
+    Network,
+    NetworkOptions,
+    NetworkTensors,
+)
 from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
+from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_sublayer
+from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer
 
 WARP = {"cuda": 32, "hip": 64}
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -123,6 +135,31 @@ def run_block(dtype):
         y = fused_block.feed_forward(feed_forward, z, None)
         layer = sublayers.linear_parts(nn.Linear(64, 101), "layer", fused)
         fused_block.linear(layer._replace(gemm_dtype=dtype), y).float().sum().backward()
+
+
+def run_networks(dtype, features, graph, *, gated=False):
+    """Forward and backward of an edge update from other sources, then of the update of its nodes."""
+
+    def draw(*shape):
+        return torch.zeros(*shape, requires_grad=True)
+
+    def network(inputs):
+        value = Linear(draw(features, inputs), draw(features))
+        layer = Layer(value if gated else Linear(), value)
+        norm = Norm(draw(features), draw(features))
+        return Network(layer, Layer(), Linear(draw(features, features), draw(features)), norm)
+
+    src, dst, edges = (
+        draw(number, features) for number in (graph.num_src, graph.num_dst, graph.num_edges)
+    )
+    options = NetworkOptions(NormOptions(1e-5), "silu", dtype, torch.float32, residual=True)
+    _, sums = interaction_sublayer(
+        InteractionTensors(src, dst, edges, network(3 * features)),
+        graph,
+        InteractionOptions(1, options),
+    )
+    tensors = NetworkTensors(dst, sums, network(2 * features))
+    network_sublayer(tensors, options).sum().backward()
 
 
 def record(work):
@@ -235,6 +272,9 @@ def every():
     launches = list(recorded(*calls))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         launches += distinct(record(lambda dtype=dtype: run_block(dtype)))
+        for features, graph, gated in ((512, bare_graph(), False), (1024, hub_graph(), True)):
+            work = partial(run_networks, dtype, features, graph, gated=gated)
+            launches += distinct(record(work))
     for dtype in (torch.int32, torch.int64):
         edges = torch.zeros(2, 7, dtype=dtype)
         launches += record(lambda edges=edges: group_edges_unordered(edges, 3, edges.dtype))

@@ -1,4 +1,6 @@
-"""Compile the row kernels of sub-layers for a GPU that need not be there, and print JSON lines.
+"""Compile the row kernels of sub-layers and graph networks for a GPU that need not be there.
+
+One JSON line is printed for each:
 
 python compile_row_kernels.py resources cuda:90    registers and spills of rows of 512 and 1024
 python compile_row_kernels.py binaries hip:gfx942  what comes out for any GPU
@@ -13,11 +15,12 @@ from compile_all import ALIGNED, WARP, compile_launch, resources
 from triton.backends.compiler import GPUTarget
 
 from anemoi_gt.ops.sublayer_tensors import NormOptions
-from anemoi_gt.ops.triton_backend import row_launches
+from anemoi_gt.ops.triton_backend import interaction_launches, row_launches
 
 NORM = NormOptions(1e-5)
 SINGLE = torch.float32
 HALF = torch.bfloat16
+INDEX = torch.int32
 SUMS = {"programs": 528, "sums": 8192, "first_sum": 0}
 
 
@@ -54,6 +57,43 @@ def launches(features, x, half, num_rows=1000):
             num_rows, 4 * features, activation, gated=gated, **SUMS
         )
         yield backward, dict.fromkeys(names, half) | {"partial": SINGLE}
+    yield from launches_of_networks(features, x, half, num_rows)
+
+
+def launches_of_networks(features, x, half, num_rows):
+    """Yield the launches of `interaction_launches`, for as many nodes of a batch of two as rows."""
+    kernels = interaction_launches
+    ends = kernels.edge_ends(num_rows, num_rows * features)
+    yield ends, dict.fromkeys(("colptr", "row", "perm", "dst", "src"), INDEX)
+    of_edges = {"first_row": 7, "num_edges": num_rows, "batch": 2}
+    for activation, gated in (("silu", False), ("gelu", False), ("silu", True)):
+        gather = kernels.gather_activation(
+            num_rows,
+            features,
+            activation,
+            gated=gated,
+            num_dst=num_rows,
+            num_src=num_rows,
+            **of_edges,
+        )
+        tensors = dict.fromkeys(("p", "at_dst", "at_src", "out"), half)
+        yield gather, tensors | {"dst": INDEX, "src": INDEX}
+    parameters = {"scale": SINGLE, "shift": SINGLE}
+    forward = kernels.residual_norm_forward(num_rows, features, NORM)
+    yield forward, {"r": half, "x": x, "y": x} | parameters
+    backward = kernels.residual_norm_backward(
+        num_rows, features, NORM, is_first=False, num_nodes=num_rows, **of_edges, **SUMS
+    )
+    tensors = {"r": half, "grad": x, "scale": SINGLE, "dr": half, "dx": x, "partial": SINGLE}
+    yield backward, tensors
+    yield backward, tensors | {"grad_sum": x, "ends": INDEX}
+    sizes = {"num_nodes": num_rows, "num_edges": num_rows, "batch": 2}
+    for rows, segment in ((x, 0), (half, 0), (half, 128)):
+        sums = kernels.segment_sum(features, segment=segment, **sizes)
+        tensors = {"x": rows, "out": rows} | dict.fromkeys(("pointers", "order", "perm"), INDEX)
+        yield sums, tensors | ({"segments": SINGLE} if segment else {})
+    joined = kernels.join_segment_sums(features, segment=128, **sizes)
+    yield joined, {"segments": SINGLE, "pointers": INDEX, "out": half}
 
 
 def compiled(launch, dtypes, target):

@@ -36,6 +36,15 @@ NODE_ROWS = {
     "activation_fwd",
     "activation_bwd",
 }
+# of graph networks
+NETWORKS = {
+    "edge_ends",
+    "gather_activation",
+    "residual_norm_fwd",
+    "residual_norm_bwd",
+    "segment_sum",
+    "join_segment_sums",
+}
 # norms and products
 BETWEEN = {
     "pack",
@@ -98,7 +107,7 @@ TARGETS += [pytest.param("every", target, marks=pytest.mark.nightly) for target 
 @pytest.mark.parametrize(("launches", "target"), TARGETS)
 def test_every_kernel_compiles(launches, target):
     compiled = compile_kernels(launches, target)
-    assert {line["kernel"] for line in compiled} == KERNELS | NODE_ROWS | BETWEEN
+    assert {line["kernel"] for line in compiled} == KERNELS | NODE_ROWS | NETWORKS | BETWEEN
     assert all(
         line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]]
         for line in compiled

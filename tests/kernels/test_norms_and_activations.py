@@ -552,8 +552,14 @@ KERNELS = {
     "head_norm_bwd",
     "activation_fwd",
     "activation_bwd",
+    "edge_ends",  # of graph networks from here
+    "gather_activation",
+    "residual_norm_fwd",
+    "residual_norm_bwd",
+    "segment_sum",
+    "join_segment_sums",
 }
-GROWING = {  # arguments whose size grows with nodes
+GROWING = {  # arguments whose size grows with nodes or edges
     "x",
     "grad_normed",
     "grad_total",
@@ -566,6 +572,18 @@ GROWING = {  # arguments whose size grows with nodes
     "grad_activated",
     "activated",
     "grad_hidden",
+    "p",
+    "at_dst",
+    "at_src",
+    "dst",
+    "src",
+    "ends",
+    "r",
+    "y",
+    "dr",
+    "grad",
+    "grad_sum",
+    "segments",
 }
 
 
