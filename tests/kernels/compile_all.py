@@ -272,9 +272,12 @@ def every():
     launches = list(recorded(*calls))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         launches += distinct(record(lambda dtype=dtype: run_block(dtype)))
-        for features, graph, gated in ((512, bare_graph(), False), (1024, hub_graph(), True)):
-            work = partial(run_networks, dtype, features, graph, gated=gated)
-            launches += distinct(record(work))
+    for dtype, features, graph, gated in (
+        (torch.float32, 512, bare_graph(), False),
+        (torch.float16, 1024, hub_graph(), True),
+        (torch.bfloat16, 512, full_graph(91), True),
+    ):
+        launches += distinct(record(partial(run_networks, dtype, features, graph, gated=gated)))
     for dtype in (torch.int32, torch.int64):
         edges = torch.zeros(2, 7, dtype=dtype)
         launches += record(lambda edges=edges: group_edges_unordered(edges, 3, edges.dtype))

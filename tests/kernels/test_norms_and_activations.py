@@ -578,6 +578,8 @@ GROWING = {  # arguments whose size grows with nodes or edges
     "dst",
     "src",
     "ends",
+    "row",
+    "perm",
     "r",
     "y",
     "dr",
