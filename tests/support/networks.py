@@ -36,7 +36,7 @@ OF_A_NETWORK = {
     "hidden": tuple(HIDDEN),
     "bias": (True, False),
     "activation": ("silu", "gelu", "relu"),
-    "rows": ("float32", "GEMM"),  # dtypes of rows and of outputs
+    "rows": ("float32", "GEMM", "float16"),  # their dtype: float32, that of the GEMMs, or another
     "out": ("float32", "GEMM"),
 }
 INPUTS = ("x", "x and more", "x twice")
@@ -174,7 +174,8 @@ def _options(norm, activation, dtype, out, *, residual):
 
 
 def _in_dtype(named, rows, dtype):
-    return {name: tensor.to(dtype) if rows == "GEMM" else tensor for name, tensor in named.items()}
+    row_dtype = {"float32": torch.float32, "GEMM": dtype, "float16": torch.float16}[rows]
+    return {name: tensor.to(row_dtype) for name, tensor in named.items()}
 
 
 def _to(device, named):
@@ -205,7 +206,7 @@ def network_sublayer(named, options):
     x, more = named["x"], named.get("more")
     if named["network_first_value_weight"].shape[1] == 2 * x.shape[1]:
         more = x
-    y = network(named, x if more is None else torch.cat([x, more], 1), options)
+    y = network(named, _concatenated(x) if more is None else _concatenated(x, more), options)
     return {"out": _rounded(x + y if options.residual else y, x, options)}
 
 
@@ -219,7 +220,7 @@ def interaction_sublayer(named, edge_index, options):
         for end, nodes in zip(edge_index, (src, dst), strict=True)
     )
     edges = named["edges"]
-    rows = torch.cat([dst[destination], src[source], edges], 1)
+    rows = _concatenated(dst[destination], src[source], edges)
     edges = _rounded(edges + network(named, rows, options.network), edges, options.network)
     terms = edges.to(torch.promote_types(edges.dtype, torch.float32))
     sums = terms.new_zeros(dst.shape[0], edges.shape[1]).index_add(0, destination, terms)
@@ -238,6 +239,11 @@ def network(named, rows, options):
     return normed(out, named, "network_norm", options.norm)
 
 
+def _concatenated(*rows):
+    """Return rows side by side, in float32 at least: autocast does not mix both 16-bit dtypes."""
+    return torch.cat([x.to(torch.promote_types(x.dtype, torch.float32)) for x in rows], 1)
+
+
 def _hidden(named, layer, rows, activation):
     value = _mapped(named, f"{layer}_value", rows)
     if f"network_{layer}_gate_weight" not in named:
@@ -246,10 +252,8 @@ def _hidden(named, layer, rows, activation):
 
 
 def _mapped(named, name, rows):
-    weight = named[f"network_{name}_weight"]
-    # as autocast does, also where it is off
-    rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
-    return functional.linear(rows, weight, named.get(f"network_{name}_bias"))
+    weight, bias = named[f"network_{name}_weight"], named.get(f"network_{name}_bias")
+    return functional.linear(rows, weight, bias)
 
 
 def _rounded(y, x, options):

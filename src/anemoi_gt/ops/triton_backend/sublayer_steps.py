@@ -200,15 +200,18 @@ def _add_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
     out.addmm_(x, y)
 
 
+# PyTorch 2.13 has products of another dtype, float32, on GPUs only.
+
+
 def wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
-    if x.is_cuda:
+    if x.is_cuda and out.dtype == torch.float32:
         torch.mm(x, y, out_dtype=torch.float32, out=out)
-    else:  # PyTorch 2.13 has `out_dtype` on GPUs only
+    else:
         out.copy_(x @ y)
 
 
 def add_wide_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
-    if x.is_cuda:
+    if x.is_cuda and out.dtype == torch.float32:
         torch.addmm(out, x, y, out_dtype=torch.float32, out=out)
     else:
         out.add_(x @ y)
