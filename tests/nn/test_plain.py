@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from anemoi.models.layers.conv import GraphConv
 from anemoi.models.layers.conv import GraphTransformerConv as AnemoiConv
+from anemoi.models.layers.utils import load_layer_kernels
 from support.reads import methods_of, reads_of
 from support.upstream import OLD, OTHERS, PINNED, each, folder_of
 from torch import nn
@@ -54,8 +56,9 @@ def start_of(row):
 @pytest.mark.parametrize("path", TABLE)
 def test_every_attribute_that_the_code_of_a_class_reads_is_in_the_table(path):
     kind = import_class(path)
-    if issubclass(kind, MessagePassing):
-        kind(*[3] * (1 if kind is AnemoiConv else 2))  # PyG generates `propagate` of its class
+    if issubclass(kind, MessagePassing):  # PyG generates `propagate` of the class of a layer
+        sizes = {AnemoiConv: (3,), GraphConv: (3, 3, load_layer_kernels())}
+        kind(*sizes.get(kind, (3, 3)))
     unknown = reads_of(methods_of(kind), start_of(TABLE[path])) - known_names(TABLE[path])
     assert not unknown, f"{path} depends on {sorted(unknown)}, which nn.plain does not look at"
 

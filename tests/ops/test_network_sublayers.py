@@ -10,13 +10,13 @@ from support.plans import new_plans
 
 from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
 from anemoi_gt.ops.tree import leaf_types, leaves
-from anemoi_gt.ops.triton_backend import sublayer_steps
 from anemoi_gt.ops.triton_backend.interaction_sublayer import (
     interaction_sublayer,
     interaction_triton,
 )
 from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer, network_triton
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
+from anemoi_gt.ops.triton_backend.tiles import OUTER_ROWS
 
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -24,10 +24,9 @@ SIZES = networks.SIZES
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(few_programs, monkeypatch):
+def small_chunks():
     """Several chunks of rows, the last of another size."""
-    monkeypatch.setattr(sublayer_steps, "CHUNK", 5)
-    with new_plans():
+    with new_plans(chunk=5, programs=3):
         yield
 
 
@@ -89,13 +88,10 @@ def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(name, dtyp
 
 
 @BOTH
-def test_products_over_aligned_rows_and_those_beyond_are_as_accurate(
-    name, kernel_device, monkeypatch
-):
-    monkeypatch.setattr(sublayer_steps, "CHUNK", sublayer_steps.OUTER_ROWS + 10)
+def test_products_over_aligned_rows_and_those_beyond_are_as_accurate(name, kernel_device):
     corpus = Corpus()
     sizes = SIZES._replace(rows=140, edges=70)  # two chunks, of edges of two batch entries
-    with new_plans():
+    with new_plans(chunk=OUTER_ROWS + 10, programs=3):
         for hidden in ("one", "two gated"):
             case = CASE[name] | {"hidden": hidden, "sizes": sizes}
             add_case(corpus, name, kernel_device, torch.float16, **case)
@@ -124,11 +120,10 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
 
 
 @BOTH
-def test_chunks_change_only_rounding(name, kernel_device, monkeypatch):
+def test_chunks_change_only_rounding(name, kernel_device):
     named, grads, _, ours = draw(name, kernel_device, torch.float32, **CASE[name])
     in_chunks = networks.results_of(ours, named, grads)
-    monkeypatch.setattr(sublayer_steps, "CHUNK", 100)
-    with new_plans():
+    with new_plans(chunk=100, programs=3):
         whole = networks.results_of(ours, named, grads)
     for result, expected in in_chunks.items():
         torch.testing.assert_close(whole[result], expected, rtol=1e-4, atol=1e-5)

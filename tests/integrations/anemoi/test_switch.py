@@ -172,7 +172,8 @@ def test_a_swapped_block_is_forgotten_when_it_dies():
 
 def test_swap_layers_asks_for_blocks_of_anemoi():
     with pytest.raises(
-        ValueError, match="must have a graph-transformer block of Anemoi, got Linear without one"
+        ValueError,
+        match="must have a graph-transformer block of Anemoi, or a block of a graph network, got Linear",
     ):
         integration.swap_layers(torch.nn.Linear(2, 2))
 
