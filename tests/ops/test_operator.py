@@ -6,11 +6,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import pytest
 import torch
-from support import sublayers
+from support import networks, sublayers
 from torch import Tensor
 
 import anemoi_gt.ops.triton_backend
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
 from anemoi_gt.ops.operator import Operator
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionTensors,
@@ -30,6 +31,11 @@ from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
     feed_forward_sublayer,
     feed_forward_triton,
 )
+from anemoi_gt.ops.triton_backend.interaction_sublayer import (
+    interaction_sublayer,
+    interaction_triton,
+)
+from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer, network_triton
 from anemoi_gt.ops.triton_backend.norm_linear import norm_linear, norm_linear_triton
 
 # numpy's, of the interpreter
@@ -114,6 +120,19 @@ def linear_after_norm(x):
     return norm_linear(sublayers.fill(NormLinearTensors, named | {"x": x}), options)
 
 
+def update_of_edges(x):
+    named, _, graph, _, options = networks.draw_interaction(x.device)
+    out, _ = interaction_sublayer(
+        sublayers.fill(InteractionTensors, named | {"x_dst": x}), graph, options
+    )
+    return out
+
+
+def network(x):
+    named, _, options = networks.draw_network(x.device)
+    return network_sublayer(sublayers.fill(NetworkTensors, named | {"x": x}), options)
+
+
 # an operator: a call that it serves, and the shape of an operand
 CALLS = {
     edge_attention_torch: (lambda x: attend(x, "torch"), (2, 3, 4)),
@@ -121,6 +140,8 @@ CALLS = {
     attention_sublayer_triton: (attend_sublayer, (9, 24)),
     feed_forward_triton: (lambda x: feed_forward(x), (13, 24)),
     norm_linear_triton: (linear_after_norm, sublayers.draw_norm_linear("cpu")[0]["x"].shape),
+    interaction_triton: (update_of_edges, (networks.SIZES.num_dst, networks.SIZES.dst)),
+    network_triton: (network, (networks.SIZES.rows, networks.SIZES.features)),
 }
 REFUSALS = {
     second_derivative: "double backward is not supported by",
