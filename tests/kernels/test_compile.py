@@ -49,6 +49,7 @@ NETWORKS = {
 BETWEEN = {
     "pack",
     "add",
+    "resize",
     "sum_columns",
     "sum_partial",
     "map_total",
