@@ -12,6 +12,7 @@ pass uses.
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -193,17 +194,27 @@ def capture_cuda_graph(
     # the device would hold it up to three times. `torch.cuda.graph` frees the side stream's memory.
     gc.collect()
     torch.cuda.empty_cache()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    stream = _capture_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
             (warm_up or function)()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog queries events meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         outputs = function()
     return outputs, graph.replay
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of warm-ups and captures on a device.
+
+    cuBLAS keeps workspaces of 68 MB for each stream that it has computed on (torch 2.11), so a
+    stream for each capture would add them at every epoch.
+    """
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

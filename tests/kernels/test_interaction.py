@@ -9,7 +9,7 @@ from support.sublayers import ACTIVATIONS, EPS, bare_norm
 from anemoi_gt.ops.sublayer_tensors import NormOptions
 from anemoi_gt.ops.triton_backend import interaction_launches
 
-FEATURES = (1, 67, 600)
+FEATURES = (3, 67, 600)
 NORMS = (NormOptions(EPS), NormOptions(EPS, is_centred=False))
 BATCH = 2
 PROGRAMS = 2  # few, so that each has several tiles
