@@ -40,22 +40,9 @@ class NetworkParts(NamedTuple):
     norm: NormOptions  # eps 0 without a norm
     activation: str
     is_cast: bool  # whether the result has the dtype of the GEMMs under autocast too
+    features: int  # that it returns
+    dtype: torch.dtype  # of the parameters
     sublayers: Sublayers
-
-    @property
-    def inputs(self) -> int:
-        """Features that the network takes."""
-        return self.network.first.value.weight.shape[1]
-
-    @property
-    def features(self) -> int:
-        """Features that it returns."""
-        return self.network.out.weight.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return self.network.out.weight.dtype
 
     def options(
         self, gemm_dtype: torch.dtype, device: torch.device, *, is_autocast: bool, residual: bool
@@ -191,5 +178,7 @@ def _read_network(
         activation=names.pop(),
         # Anemoi's AutocastLayerNorm casts its result to the dtype of its input
         is_cast=norm is None or type(norm) is not nn.LayerNorm,
+        features=features,
+        dtype=out.weight.dtype,
         sublayers=sublayers,
     )
