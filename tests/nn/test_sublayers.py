@@ -639,19 +639,19 @@ def test_a_norm_with_two_conditions():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_more_features_than_are_measured(library):
-    wide = {"in_channels": 1026, "out_channels": 1026}
+    wide = {"in_channels": 2050, "out_channels": 2050}
     block = make(library=library, **wide)
     assert (
         attention_parts(block)
-        == "its layer_norm_attention has 1026 features, and more than 1024 are not measured"
+        == "its layer_norm_attention has 2050 features, and more than 2048 are not measured"
     )
     assert (
         network_parts(block)
-        == "its layer_norm_mlp_dst has 1026 features, and more than 1024 are not measured"
+        == "its layer_norm_mlp_dst has 2050 features, and more than 2048 are not measured"
     )
-    block = make(library=library, attn_channels=1026)
+    block = make(library=library, attn_channels=2050)
     assert_one_reason(
-        block, "attention", "its queries have 1026 features, and more than 1024 are not measured"
+        block, "attention", "its queries have 2050 features, and more than 2048 are not measured"
     )
 
 
