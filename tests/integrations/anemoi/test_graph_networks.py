@@ -17,6 +17,8 @@ from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.nn.plain import PYG_HOOKS
 
+pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("few_programs")]
+
 NODES = 13
 EDGES = 29
 FEATURES = 16
