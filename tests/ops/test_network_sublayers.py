@@ -255,3 +255,28 @@ def test_second_derivatives_and_forward_mode_are_refused(name, kernel_device):
     message = f"forward-mode derivatives are not supported by {name}, got an operand with a tangent"
     with pytest.raises(RuntimeError, match=message):
         torch.func.jvp(of_one, (x,), (x,))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda x: x[:, :-1]),
+        ("network_out_weight", lambda weight: weight[:-1]),
+        ("network_first_value_weight", lambda weight: weight.repeat(1, 2)),  # as of [x, x]
+    ],
+    ids=["inputs", "outputs", "a layer of twice the inputs"],
+)
+def test_rows_and_parameters_of_a_network_that_do_not_fit_are_refused(name, change, kernel_device):
+    named, _, options = networks.draw_network(kernel_device)
+    with pytest.raises(ValueError, match="must (take|have)"):
+        network(named | {name: change(named[name])}, options)
+
+
+@pytest.mark.parametrize("name", ["x_src", "x_dst", "edges"])
+@pytest.mark.parametrize(
+    "change", [lambda x: x[:-1], lambda x: x[:, :-1]], ids=["rows", "features"]
+)
+def test_rows_of_an_edge_update_that_do_not_fit_are_refused(name, change, kernel_device):
+    named, _, graph, _, options = networks.draw_interaction(kernel_device)
+    with pytest.raises(ValueError, match=r"must (take|have|be \[)"):
+        interaction(named | {name: change(named[name])}, graph, options)

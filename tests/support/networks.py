@@ -102,6 +102,7 @@ def draw_network(
     named |= draw_parameters(width, out_features, norm, hidden, bias, sizes, generator)
     grads = {"out": torch.randn(sizes.rows, out_features, generator=generator)}
     options = _options(norm, activation, dtype, out, residual=residual)
+    options = options._replace(repeats_x=inputs == "x twice")
     return _to(device, named), _to(device, grads), options
 
 

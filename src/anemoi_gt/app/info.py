@@ -159,7 +159,7 @@ def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
         )
     blocks = examine(model)
     if not blocks:
-        yield "blocks", "none: the model has no graph-transformer block"
+        yield "blocks", "none: the model has no block that anemoi_gt computes"
         return
     yield "blocks", report.summary(blocks)
     for block in blocks:

@@ -18,11 +18,11 @@ from anemoi_gt.nn.sublayers import (
     SEQUENTIAL,
     CannotFuseError,
     Submodule,
-    _cannot_fuse,
-    _child,
-    _read_linears,
-    _read_norm,
-    _shape_mismatch,
+    cannot_fuse,
+    child_of,
+    read_linears,
+    read_norm,
+    shape_mismatch,
 )
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backends import Sublayers
@@ -82,7 +82,7 @@ def _read_network(
     mlp: Submodule, sublayers: Sublayers, name: str, *, is_called: bool
 ) -> NetworkParts | Refusal:
     prefix = f"{name}." if name else ""
-    layers, norm = _child(mlp, "mlp"), _child(mlp, "layer_norm")
+    layers, norm = child_of(mlp, "mlp"), child_of(mlp, "layer_norm")
     asked: list[plain.Asked] = []
     if not is_called:
         asked.append((name, mlp, (plain.MLP,)))
@@ -99,8 +99,8 @@ def _read_network(
             num_gated += 1
             asked.append((path, module, GATED_LINEAR))
             for child in ("gate_proj", "value_proj"):
-                linears.append((f"{path}.{child}", _child(module, child)))
-            activations.append((f"{path}.gating", _child(module, "gating")))
+                linears.append((f"{path}.{child}", child_of(module, child)))
+            activations.append((f"{path}.gating", child_of(module, "gating")))
         elif hasattr(module, "weight"):
             linears.append((path, module))
         else:
@@ -125,52 +125,52 @@ def _read_network(
             kind = "gated"
         kinds.append(kind)
     if num_hidden not in (1, 2) or kinds != expected:
-        raise _cannot_fuse(f"its {prefix}mlp has {len(modules)} layers, and {LAYERS}")
+        raise cannot_fuse(f"its {prefix}mlp has {len(modules)} layers, and {LAYERS}")
     names = set()
     for path, module in activations:
         approximate = module.__dict__.get("approximate")  # of a GELU
         known = ACTIVATION_NAMES.get((type(module), approximate))
         if known is None:
             got = f"its {path} has approximate={approximate!r}"
-            raise _cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
+            raise cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
         names.add(known)
     if len(names) != 1:
-        raise _cannot_fuse(f"its {prefix}mlp has several kinds of activations")
+        raise cannot_fuse(f"its {prefix}mlp has several kinds of activations")
 
-    read = _read_linears(dict(linears))
+    read = read_linears(dict(linears))
     out = read.pop()
     hidden = []
-    width = read[-1].weight.shape[1] if num_hidden == 1 else read[0].weight.shape[1]
+    width = read[0].weight.shape[1]
     while read:
         gate: Linear[Tensor] = read.pop(0) if is_gated else Linear()
         layer = Layer(gate, read.pop(0))
         shape = (layer.value.weight.shape[0], width)
         for linear in layer:
             if linear.weight is not None and linear.weight.shape != shape:
-                raise _shape_mismatch(linear.weight, shape, f"{prefix}mlp", "first layer")
+                raise shape_mismatch(linear.weight, shape, f"{prefix}mlp", "first layer")
         if is_gated and (layer.gate.bias is None) != (layer.value.bias is None):
-            raise _cannot_fuse(f"its {prefix}mlp has a bias in a gate or its value, not in both")
+            raise cannot_fuse(f"its {prefix}mlp has a bias in a gate or its value, not in both")
         hidden.append(layer)
         width = layer.value.weight.shape[0]
     if out.weight.shape[1] != width:
         shape = (out.weight.shape[0], width)
-        raise _shape_mismatch(out.weight, shape, f"{prefix}mlp", "last hidden layer")
+        raise shape_mismatch(out.weight, shape, f"{prefix}mlp", "last hidden layer")
     features = out.weight.shape[0]
     if features > sublayers.max_features:
         got = f"its {prefix}mlp returns {features} features"
-        raise _cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
+        raise cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
     parameters: Norm[Tensor] = Norm()
     options = NormOptions()
     if norm is not None:
-        norm_parts = _read_norm(norm, f"{prefix}layer_norm", sublayers)
+        norm_parts = read_norm(norm, f"{prefix}layer_norm", sublayers)
         parameters, options = norm_parts.parameters, norm_parts.options
         if norm_parts.features != features:
-            raise _shape_mismatch(
+            raise shape_mismatch(
                 out.weight, (norm_parts.features, width), f"{prefix}mlp", "layer_norm"
             )
         if options.eps <= 0.0:
             got = f"its {prefix}layer_norm has eps {options.eps}"
-            raise _cannot_fuse(f"{got}, and a positive number is needed")
+            raise cannot_fuse(f"{got}, and a positive number is needed")
     second = hidden[1] if num_hidden == 2 else Layer()
     return NetworkParts(
         network=Network(hidden[0], second, out, parameters),

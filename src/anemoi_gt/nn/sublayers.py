@@ -260,7 +260,7 @@ def linear_parameters(
     if refused is not None:
         return refused
     try:
-        return _read_linears({name: linear})[0]
+        return read_linears({name: linear})[0]
     except CannotFuseError as error:
         refusal: Refusal = error.args[0]
         return refusal
@@ -283,7 +283,7 @@ def _read_linear_layer(layer: Submodule, name: str, sublayers: Sublayers) -> Lin
         asked.append((name, layer, SEQUENTIAL))
         modules = tuple(layer._modules.values())
         if len(modules) != 2:
-            raise _cannot_fuse(
+            raise cannot_fuse(
                 f"its {name} has {len(modules)} layers, and a norm and a linear map are needed"
             )
         norm, linear = modules
@@ -295,12 +295,12 @@ def _read_linear_layer(layer: Submodule, name: str, sublayers: Sublayers) -> Lin
         return refusal
     norm_parts = None
     if norm is not None:
-        norm_parts = _read_norm(norm, f"{name}.0", sublayers)
-    (parameters,) = _read_linears({linear_name: linear})
+        norm_parts = read_norm(norm, f"{name}.0", sublayers)
+    (parameters,) = read_linears({linear_name: linear})
     weight = parameters.weight
     if norm_parts is not None and weight.shape[1] != norm_parts.features:
         shape = (weight.shape[0], norm_parts.features)
-        raise _shape_mismatch(weight, shape, linear_name, f"{name}.0")
+        raise shape_mismatch(weight, shape, linear_name, f"{name}.0")
     return LinearParts(
         layer=sublayers.norm_linear,
         norm=norm_parts,
@@ -323,7 +323,7 @@ def _read_feed_forward(
     layers, layers_name = mlp, mlp_name
     if type(mlp) is not nn.Sequential:
         asked.append((mlp_name, mlp, MLP))
-        layers, layers_name = _child(mlp, "mlp"), f"{mlp_name}.mlp"
+        layers, layers_name = child_of(mlp, "mlp"), f"{mlp_name}.mlp"
     asked.append((layers_name, layers, SEQUENTIAL))
     modules = tuple(layers._modules.values()) if isinstance(layers, nn.Module) else ()
     gated: Submodule = None
@@ -337,14 +337,14 @@ def _read_feed_forward(
         gated_name, out_name = f"{layers_name}.0", f"{layers_name}.1"
         gate_name, hidden_name = f"{gated_name}.gate_proj", f"{gated_name}.value_proj"
         activation_name = f"{gated_name}.gating"
-        linear_in, activation = _child(gated, "value_proj"), _child(gated, "gating")
+        linear_in, activation = child_of(gated, "value_proj"), child_of(gated, "gating")
         asked.append((gated_name, gated, GATED_LINEAR))
-        asked.append((gate_name, _child(gated, "gate_proj"), LINEAR))
+        asked.append((gate_name, child_of(gated, "gate_proj"), LINEAR))
     else:
         refusal = why_not_plain(*asked)
         if refusal is not None:
             return refusal
-        raise _cannot_fuse(
+        raise cannot_fuse(
             f"its {layers_name} has {len(modules)} layers, and a linear map, an activation and a "
             "linear map, or a gated linear map and a linear map are needed"
         )
@@ -359,22 +359,22 @@ def _read_feed_forward(
     kernel_activation = ACTIVATION_NAMES.get((type(activation), approximate))
     if kernel_activation is None:
         got = f"its {activation_name} has approximate={approximate!r}"
-        raise _cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
+        raise cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
     if layers is not mlp and getattr(mlp, "layer_norm", None) is not None:
-        raise _cannot_fuse(f"its {mlp_name} ends with a norm")
-    norm_parts = _read_norm(norm, norm_name, sublayers)
-    hidden, out = _read_linears({hidden_name: linear_in, out_name: linear_out})
+        raise cannot_fuse(f"its {mlp_name} ends with a norm")
+    norm_parts = read_norm(norm, norm_name, sublayers)
+    hidden, out = read_linears({hidden_name: linear_in, out_name: linear_out})
     gate: Linear[Tensor] = Linear()
     if gated is not None:
-        (gate,) = _read_linears({gate_name: gated._modules["gate_proj"]})
+        (gate,) = read_linears({gate_name: gated._modules["gate_proj"]})
     num_hidden, num_inputs = hidden.weight.shape
     features = norm_parts.features
     if num_inputs != features:
-        raise _shape_mismatch(hidden.weight, (num_hidden, features), layers_name, norm_name)
+        raise shape_mismatch(hidden.weight, (num_hidden, features), layers_name, norm_name)
     if out.weight.shape != (features, num_hidden):
-        raise _shape_mismatch(out.weight, (features, num_hidden), layers_name, norm_name)
+        raise shape_mismatch(out.weight, (features, num_hidden), layers_name, norm_name)
     if gate.weight is not None and gate.weight.shape != hidden.weight.shape:
-        raise _shape_mismatch(gate.weight, (num_hidden, features), layers_name, norm_name)
+        raise shape_mismatch(gate.weight, (num_hidden, features), layers_name, norm_name)
     return FeedForwardParts(
         sublayer=sublayers.feed_forward,
         norm=norm_parts,
@@ -393,7 +393,7 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
     # Anemoi's attention is a module, which its integration has found to be plain, or a function.
     attention = modules.get("conv", block)
     if attention.__dict__.get("dropout", 0.0) and attention.training:
-        raise _cannot_fuse("its attention drops weights in training")
+        raise cannot_fuse("its attention drops weights in training")
 
     norm_dst = modules.get("layer_norm_attention")
     norm_src = modules.get("layer_norm_attention_src", norm_dst)  # of a mapper
@@ -412,40 +412,40 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
     if refusal is not None:
         return refusal
 
-    norm = _read_norm(norm_dst, "layer_norm_attention", sublayers)
+    norm = read_norm(norm_dst, "layer_norm_attention", sublayers)
     norm_of_sources = norm
     # In a mapper the norm has two names. Anemoi calls it by one of them, this library by the other.
     if modules.get("layer_norm_attention_dest", norm_dst) is not norm_dst:
-        raise _cannot_fuse("its layer_norm_attention_dest is not its layer_norm_attention")
+        raise cannot_fuse("its layer_norm_attention_dest is not its layer_norm_attention")
     if norm_src is not norm_dst:
-        norm_of_sources = _read_norm(norm_src, "layer_norm_attention_src", sublayers)
+        norm_of_sources = read_norm(norm_src, "layer_norm_attention_src", sublayers)
     if norm_of_sources.features != norm.features:
-        raise _cannot_fuse("its norms of sources and destinations have different features")
+        raise cannot_fuse("its norms of sources and destinations have different features")
     if norm_of_sources.has_condition != norm.has_condition:
-        raise _cannot_fuse("one of its norms of sources and destinations takes a condition")
-    query, self_term, key, value, edge, projection = _read_linears(linears)
+        raise cannot_fuse("one of its norms of sources and destinations takes a condition")
+    query, self_term, key, value, edge, projection = read_linears(linears)
     width = query.weight.shape[0]
     features = norm.features
     shape = (width, features)
     if query.weight.shape != shape:
-        raise _shape_mismatch(query.weight, shape, "lin_query", "layer_norm_attention")
+        raise shape_mismatch(query.weight, shape, "lin_query", "layer_norm_attention")
     if self_term.weight.shape != shape:
-        raise _shape_mismatch(self_term.weight, shape, "lin_self", "lin_query")
+        raise shape_mismatch(self_term.weight, shape, "lin_self", "lin_query")
     if key.weight.shape != shape:
-        raise _shape_mismatch(key.weight, shape, "lin_key", "lin_query")
+        raise shape_mismatch(key.weight, shape, "lin_key", "lin_query")
     if value.weight.shape != shape:
-        raise _shape_mismatch(value.weight, shape, "lin_value", "lin_query")
+        raise shape_mismatch(value.weight, shape, "lin_value", "lin_query")
     edge_width, num_attributes = edge.weight.shape
     if edge_width != width:
-        raise _shape_mismatch(edge.weight, (width, num_attributes), "lin_edge", "lin_query")
+        raise shape_mismatch(edge.weight, (width, num_attributes), "lin_edge", "lin_query")
     if projection.weight.shape != (features, width):
-        raise _shape_mismatch(projection.weight, (features, width), "projection", "lin_query")
+        raise shape_mismatch(projection.weight, (features, width), "projection", "lin_query")
     if width > sublayers.max_features:
         got = f"its queries have {width} features"
-        raise _cannot_fuse(f"{got}, and more than {sublayers.max_features} are not measured")
+        raise cannot_fuse(f"{got}, and more than {sublayers.max_features} are not measured")
     if num_attributes > sublayers.max_attributes:
         got = f"its edges have {num_attributes} attributes"
-        raise _cannot_fuse(f"{got}, and at most {sublayers.max_attributes} are possible")
+        raise cannot_fuse(f"{got}, and at most {sublayers.max_attributes} are possible")
 
     heads = block.num_heads
     query_norm = key_norm = NO_HEAD_NORM
@@ -471,16 +471,16 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
 
 
 def _asked_of_norm(norm: Submodule, name: str) -> list[plain.Asked]:
-    """Return what must be plain of a norm: itself, and the modules of a conditional one."""
+    """Return a norm, and the children of a conditional one, for `why_not_plain`."""
     asked: list[plain.Asked] = [(name, norm, NORM)]
     if not isinstance(norm, WITHOUT_CONDITION):
-        asked.append((f"{name}.norm", _child(norm, "norm"), LAYER_NORM))
-        asked.append((f"{name}.scale", _child(norm, "scale"), LINEAR))
-        asked.append((f"{name}.bias", _child(norm, "bias"), LINEAR))
+        asked.append((f"{name}.norm", child_of(norm, "norm"), LAYER_NORM))
+        asked.append((f"{name}.scale", child_of(norm, "scale"), LINEAR))
+        asked.append((f"{name}.bias", child_of(norm, "bias"), LINEAR))
     return asked
 
 
-def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
+def read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
     """Return the parts of a layer norm, plain or conditional, or of an RMSNorm."""
     scale: Any
     shift: Any
@@ -489,13 +489,13 @@ def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
         children = norm._modules
         inner = children["norm"]
         if _read_parameters(inner, name) != (None, None):
-            raise _cannot_fuse(f"its {name}.norm has its own affine parameters")
-        (scale, scale_bias), (shift, shift_bias) = _read_linears(
+            raise cannot_fuse(f"its {name}.norm has its own affine parameters")
+        (scale, scale_bias), (shift, shift_bias) = read_linears(
             {f"{name}.scale": children["scale"], f"{name}.bias": children["bias"]}
         )
         num_conditions = scale.shape[1]
         if scale_bias is None or shift_bias is None:
-            raise _cannot_fuse(f"its {name} has linear maps without a bias")
+            raise cannot_fuse(f"its {name} has linear maps without a bias")
     else:
         inner = norm
         scale, shift = _read_parameters(inner, name)
@@ -503,7 +503,7 @@ def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
     normalized_shape = inner.normalized_shape
     if len(normalized_shape) != 1:
         got = f"its {name} is over {len(normalized_shape)} dimensions"
-        raise _cannot_fuse(f"{got}, and one is needed")
+        raise cannot_fuse(f"{got}, and one is needed")
     features = normalized_shape[0]
     shape: tuple[int, ...]
     if has_condition:
@@ -514,12 +514,12 @@ def _read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
         scale_name, shift_name, others = name, name, "normalized_shape"
     # Kernels read `features` elements of both, or rows of them with a condition.
     if scale is not None and scale.shape != shape:
-        raise _shape_mismatch(scale, shape, scale_name, "normalized_shape")
+        raise shape_mismatch(scale, shape, scale_name, "normalized_shape")
     if shift is not None and shift.shape != shape:
-        raise _shape_mismatch(shift, shape, shift_name, others)
+        raise shape_mismatch(shift, shape, shift_name, others)
     if features > sublayers.max_features:
         got = f"its {name} has {features} features"
-        raise _cannot_fuse(f"{got}, and more than {sublayers.max_features} are not measured")
+        raise cannot_fuse(f"{got}, and more than {sublayers.max_features} are not measured")
     parameters: Norm[Tensor] = Norm(scale, shift)
     if has_condition:
         parameters = Norm(scale_map=Linear(scale, scale_bias), shift_map=Linear(shift, shift_bias))
@@ -536,21 +536,21 @@ def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[Head
             continue
         scale, shift = _read_parameters(norm, name)
         if shift is not None:
-            raise _cannot_fuse(f"its {name} has a bias")
+            raise cannot_fuse(f"its {name} has a bias")
         shape = tuple(norm.normalized_shape)
         if shape != (channels,):
             got = f"its {name} is over {shape}"
-            raise _cannot_fuse(f"{got}, and its heads have {channels} channels")
+            raise cannot_fuse(f"{got}, and its heads have {channels} channels")
         options = NormOptions(EPS if norm.eps is None else norm.eps, type(norm) is not nn.RMSNorm)
         if options.eps <= 0.0:
-            raise _cannot_fuse(f"its {name} has eps {norm.eps}, and a positive number is needed")
+            raise cannot_fuse(f"its {name} has eps {norm.eps}, and a positive number is needed")
         if scale is not None and scale.shape != shape:
-            raise _shape_mismatch(scale, shape, name, "normalized_shape")
+            raise shape_mismatch(scale, shape, name, "normalized_shape")
         norms[name] = HeadNorm(scale, options)
     return norms["q_norm"], norms["k_norm"]
 
 
-def _read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
+def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
     """Return weight and bias of linear maps, by their names in the block."""
     read = []
     for name, linear in linears.items():
@@ -560,7 +560,7 @@ def _read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
         if type(weight) is not nn.Parameter or not (has_no_bias or type(bias) is nn.Parameter):
             weight, bias = _read_parameters(linear, name)
             if weight is None:
-                raise _cannot_fuse(f"its {name} has no weight")
+                raise cannot_fuse(f"its {name} has no weight")
         read.append(Linear(weight, bias))
     return read
 
@@ -577,23 +577,23 @@ def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None
             # Subclasses with their own data: DTensor, and quantisation of other libraries.
             if parameter is not None and hasattr(parameter, "__tensor_flatten__"):
                 kind = qualified_name(type(parameter))
-                raise _cannot_fuse(f"its {module_name} has a {name} of the tensor subclass {kind}")
+                raise cannot_fuse(f"its {module_name} has a {name} of the tensor subclass {kind}")
         read.append(parameter)
     return read[0], read[1]
 
 
-def _child(module: Submodule, name: str) -> Submodule:
+def child_of(module: Submodule, name: str) -> Submodule:
     """Return a submodule, or None if there is none; the module may be anything."""
     return module._modules.get(name) if isinstance(module, nn.Module) else None
 
 
-def _shape_mismatch(
+def shape_mismatch(
     parameter: Tensor, shape: tuple[int, ...], name: str, others: str
 ) -> CannotFuseError:
     """Return the error for a parameter of another shape than `shape`."""
     got = f"its {name} has a parameter {tuple(parameter.shape)}"
-    return _cannot_fuse(f"{got}, and its {others} needs {tuple(shape)}")
+    return cannot_fuse(f"{got}, and its {others} needs {tuple(shape)}")
 
 
-def _cannot_fuse(text: str) -> CannotFuseError:
+def cannot_fuse(text: str) -> CannotFuseError:
     return CannotFuseError(permanent(text))

@@ -18,7 +18,10 @@ hidden features.
 from typing import Generic, NamedTuple
 
 import torch
+from torch import Tensor
 
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.checks import have_size
 from anemoi_gt.ops.operands import Held
 from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
 
@@ -43,7 +46,7 @@ class NetworkTensors(NamedTuple, Generic[Held]):
     """Tensors of a network on rows, or what belongs to each of them."""
 
     x: Held  # [N, F_x]
-    more: Held | None  # [N, F_m]: more inputs; None with weights [K, 2 F_x]: x itself
+    more: Held | None  # [N, F_m]: more inputs
     network: Network[Held]
 
 
@@ -64,6 +67,7 @@ class NetworkOptions(NamedTuple):
     gemm_dtype: torch.dtype
     out_dtype: torch.dtype
     residual: bool  # whether x is added
+    repeats_x: bool = False  # whether x takes the place of `more` too
 
 
 class InteractionOptions(NamedTuple):
@@ -71,3 +75,52 @@ class InteractionOptions(NamedTuple):
 
     batch: int
     network: NetworkOptions  # with the residual connection
+
+
+def check_network(t: NetworkTensors[Tensor], options: NetworkOptions) -> None:
+    """Raise ValueError unless rows and parameters of a network fit together: kernels rely on it."""
+    inputs = t.x.shape[1]
+    if t.more is not None:
+        _check_rows("more", t.more, t.x.shape[0])
+        inputs += t.more.shape[1]
+    elif options.repeats_x:
+        inputs *= 2
+    _check_inputs(t.network, inputs)
+    if options.residual:
+        _check_residual(t.network, "x", t.x)
+
+
+def check_interaction(
+    t: InteractionTensors[Tensor], graph: GraphStructure, options: InteractionOptions
+) -> None:
+    """Raise ValueError unless rows, parameters and structure of an edge update fit together."""
+    batch = options.batch
+    x_src = t.x_dst if t.x_src is None else t.x_src
+    _check_rows("x_dst", t.x_dst, batch * graph.num_dst)
+    _check_rows("x_src", x_src, batch * graph.num_src)
+    _check_rows("edges", t.edges, batch * graph.num_edges)
+    _check_inputs(t.network, t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1])
+    _check_residual(t.network, "edges", t.edges)
+
+
+def _check_rows(name: str, rows: Tensor, number: int) -> None:
+    if rows.dim() != 2 or not have_size(rows.shape[0], number):
+        raise ValueError(f"{name} must be [{number}, features], got {tuple(rows.shape)}")
+
+
+def _check_inputs(network: Network[Tensor], inputs: int) -> None:
+    weight = network.first.value.weight
+    if weight.shape[1] != inputs:
+        raise ValueError(
+            f"the first layer must take the {inputs} features of its inputs, side by side, got a "
+            f"weight {tuple(weight.shape)}"
+        )
+
+
+def _check_residual(network: Network[Tensor], name: str, rows: Tensor) -> None:
+    features = network.out.weight.shape[0]
+    if rows.shape[1] != features:
+        raise ValueError(
+            f"{name} must have the {features} features that the network returns (residual "
+            f"connection), got {tuple(rows.shape)}"
+        )

@@ -173,7 +173,7 @@ def test_a_model_without_graph_transformers_is_named_when_it_is_built(interface,
 
     interface(make)
     (message,) = said()
-    assert message == "Linear has no graph-transformer block: anemoi_gt is not used"
+    assert message == "Linear has no block that anemoi_gt computes: it is not used"
 
 
 def test_a_rebuilt_model_stays_swapped(graph, interface, attentions):

@@ -211,6 +211,22 @@ def test_an_embedding_is_fused_and_its_own_hooks_are_called():
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("implementation", ["mlp", "swiglu"])
+def test_a_network_of_two_hidden_layers_is_fused_without_a_norm_and_refuses_other_inputs(
+    implementation,
+):
+    sizes = {"n_extra_layers": 1, "layer_norm": False, "mlp_implementation": implementation}
+    mlp = MLP(6, 16, 4, load_layer_kernels(AUTOCAST), **sizes)
+    x = torch.randn(7, 6)
+    expected = mlp(x)
+    with integration.install(backend="triton", blocks=True):
+        out = mlp(x)
+        assert out.grad_fn.name() == "ViewBackward0"
+        assert_same_numbers(out, expected)
+        with pytest.raises(ValueError, match="the first layer must take the 3 features"):
+            mlp(x[:, :3])  # half of them, as a layer that takes its rows twice would have
+
+
 def test_a_hook_that_is_gone_at_the_recomputation_does_not_change_the_path():
     block = make_block("processor")
     expected = run(block, "processor")

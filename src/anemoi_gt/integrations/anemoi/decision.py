@@ -1,4 +1,4 @@
-"""How a block is computed, decided once in each of its forward passes.
+"""The outcome for a block, decided once in each of its forward passes.
 
     fused         its attention sub-layer fused, and its feed-forward sub-layer if possible
     attention     the block's modules around anemoi_gt's attention; feed-forward fused if possible
@@ -45,7 +45,7 @@ SIZES_OF_TRACE = transient("torch.jit.trace records it, which would make constan
 
 
 class Decision(NamedTuple):
-    """How a block is computed in one forward pass."""
+    """Outcome for a block in one forward pass."""
 
     settings: Settings | None  # None: neither installed nor swapped
     outcome: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM

@@ -49,7 +49,7 @@ SHARDED = permanent("its nodes are sharded by Anemoi")
 NOT_OF_GRAPH_NETWORK = permanent("it has one hidden layer and no norm")
 
 
-class GraphNetwork(NamedTuple):
+class BlockParts(NamedTuple):
     """The parts of both updates of a block in one call, or refusals."""
 
     computation: Computation | None
@@ -68,13 +68,13 @@ def processor_block(
     **kwargs: Any,
 ) -> Any:
     """Compute a block on one set of nodes."""
-    found = _decide(self, x, edge_index, _group_of(*args, **kwargs))
-    if isinstance(found.edges, Refusal):
+    parts = _decide(self, x, edge_index, _group_of(*args, **kwargs))
+    if isinstance(parts.edges, Refusal):
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     if getattr(self, "emb_edges", None) is not None:  # not before 0.11
         edge_attr = self.emb_edges(edge_attr)
-    edges, sums = _update_edges(found, None, x, edge_attr, edge_index)
-    return _update_nodes(self, found, x, sums), edges
+    edges, sums = _update_edges(parts, None, x, edge_attr, edge_index)
+    return _update_nodes(self, parts, x, sums), edges
 
 
 @replaces(OLDER, PARAMETERS)
@@ -89,13 +89,13 @@ def mapper_block(
 ) -> Any:
     """Compute a block from sources to destinations."""
     x_src, x_dst = x
-    found = _decide(self, x_dst, edge_index, _group_of(*args, **kwargs))
-    if isinstance(found.edges, Refusal):
+    parts = _decide(self, x_dst, edge_index, _group_of(*args, **kwargs))
+    if isinstance(parts.edges, Refusal):
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
-    edges, sums = _update_edges(found, x_src, x_dst, edge_attr, edge_index)
-    out = _update_nodes(self, found, x_dst, sums)
+    edges, sums = _update_edges(parts, x_src, x_dst, edge_attr, edge_index)
+    out = _update_nodes(self, parts, x_dst, sums)
     if self.update_src_nodes:
-        x_src = _update_nodes(self, found, x_src, None)
+        x_src = _update_nodes(self, parts, x_src, None)
     return (x_src, out), edges
 
 
@@ -127,7 +127,10 @@ def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
     """Predict outcome and reason of a block on one rank and device; log nothing."""
     x = torch.empty(0, 1, device=device)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
-    return _outcome(_parts_of(block, x, edge_index, None))
+    settings = SETTINGS.of(block)
+    if settings is None:
+        return UPSTREAM, None
+    return _outcome(_parts_of(block, settings, x, edge_index, None))
 
 
 def _group_of(
@@ -144,30 +147,34 @@ def _group_of(
     return model_comm_group
 
 
-def _decide(block: Any, x_dst: Tensor, edge_index: Any, group: Any) -> GraphNetwork:
+def _decide(block: Any, x_dst: Tensor, edge_index: Any, group: Any) -> BlockParts:
     """Return the parts of a block; log or raise what is less than requested."""
     settings = SETTINGS.of(block)
     if settings is None:
-        return GraphNetwork(None, UNWANTED, UNWANTED)
-    found = _parts_of(block, x_dst, edge_index, group)
-    edges, nodes = as_in_forward(block, "graph network", (found.edges, found.nodes))
-    found = found._replace(edges=edges, nodes=nodes)
-    refusals = [part for part in (edges, nodes) if isinstance(part, Refusal)]
-    if refusals and refusals[0].kind is not RefusalKind.NOT_FASTER:
-        report_not_fused(settings, refusals[:1])
-    outcome, reason = _outcome(found)
+        return BlockParts(None, UNWANTED, UNWANTED)
+    parts = _parts_of(block, settings, x_dst, edge_index, group)
+    edges, nodes = as_in_forward(block, "graph network", (parts.edges, parts.nodes))
+    parts = parts._replace(edges=edges, nodes=nodes)
+    refusals: list[Refusal] = []
+    for part in (edges, nodes):
+        if isinstance(part, Refusal) and part not in refusals:
+            refusals.append(part)
+    reported = [refusal for refusal in refusals if refusal.kind is not RefusalKind.NOT_FASTER]
+    report_not_fused(settings, reported)
+    outcome, reason = _outcome(parts)
     if torch.compiler.is_compiling():
         report.record_traced(type(block), outcome, reason)
     else:
         report.record(block, outcome, reason)
-    return found
+    return parts
 
 
-def _outcome(found: GraphNetwork) -> tuple[str, str | None]:
-    if isinstance(found.edges, Refusal):
-        return UPSTREAM, found.edges.text
-    if isinstance(found.nodes, Refusal):
-        return EDGES, found.nodes.text
+def _outcome(parts: BlockParts) -> tuple[str, str | None]:
+    """Return the outcome, and the reason if the block is not fused as a whole."""
+    if isinstance(parts.edges, Refusal):
+        return UPSTREAM, parts.edges.text
+    if isinstance(parts.nodes, Refusal):
+        return EDGES, parts.nodes.text
     return FUSED, None
 
 
@@ -183,10 +190,11 @@ def _computation_of(settings: Settings, x: Tensor) -> tuple[Computation | None, 
     return computation, None
 
 
-def _parts_of(block: Any, x_dst: Tensor, edge_index: Any, group: Any) -> GraphNetwork:
-    settings = SETTINGS.of(block)
-    if settings is None or settings.blocks is False or is_exporting():
-        return GraphNetwork(None, UNWANTED, UNWANTED)
+def _parts_of(
+    block: Any, settings: Settings, x_dst: Tensor, edge_index: Any, group: Any
+) -> BlockParts:
+    if settings.blocks is False or is_exporting():
+        return BlockParts(None, UNWANTED, UNWANTED)
     computation, refusal = _computation_of(settings, x_dst)
     if refusal is None and is_distributed(group):
         refusal = SHARDED
@@ -199,12 +207,12 @@ def _parts_of(block: Any, x_dst: Tensor, edge_index: Any, group: Any) -> GraphNe
     if refusal is None:
         refusal = why_not_plain(("conv", block.conv, (plain.ANEMOI_GRAPH_CONV,)))
     if refusal is not None:
-        return GraphNetwork(None, refusal, refusal)
+        return BlockParts(None, refusal, refusal)
     assert computation is not None
     assert computation.sublayers is not None
     edges = network_parts(block.conv.edge_mlp, computation.sublayers, "conv.edge_mlp")
     nodes = network_parts(block.node_mlp, computation.sublayers, "node_mlp")
-    return GraphNetwork(
+    return BlockParts(
         computation,
         _for_call(edges, x_dst, computation),
         _for_call(nodes, x_dst, computation),
@@ -222,28 +230,40 @@ def _for_call(
     )
 
 
-def _options(
-    parts: NetworkParts, computation: Computation, x: Tensor, *, residual: bool
-) -> NetworkOptions:
-    return parts.options(
-        computation.gemm_dtype,
-        x.device,
-        is_autocast=computation.is_autocast,
-        residual=residual,
-    )
-
-
 def _is_embedding(mlp: Any) -> bool:
     """Return whether an MLP has a norm, or several hidden layers."""
-    layers = mlp._modules.get("mlp")
-    return mlp._modules.get("layer_norm") is not None or (layers is not None and len(layers) > 3)
+    if mlp._modules.get("layer_norm") is not None:
+        return True
+    num_maps = 0
+    for layer in mlp._modules["mlp"].children():
+        if hasattr(layer, "weight") or hasattr(layer, "gate_proj"):
+            num_maps += 1
+    return num_maps > 2
+
+
+def _options(
+    parts: NetworkParts,
+    computation: Computation,
+    x: Tensor,
+    *,
+    residual: bool,
+    repeats_x: bool = False,
+) -> NetworkOptions:
+    options = parts.options(
+        computation.gemm_dtype, x.device, is_autocast=computation.is_autocast, residual=residual
+    )
+    return options._replace(repeats_x=repeats_x)
 
 
 def _update_edges(
-    found: GraphNetwork, x_src: Tensor | None, x_dst: Tensor, edges: Tensor, edge_index: Tensor
+    block_parts: BlockParts,
+    x_src: Tensor | None,
+    x_dst: Tensor,
+    edges: Tensor,
+    edge_index: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return e' and the sums over the in-edges of destinations; x_src None for one set of nodes."""
-    parts, computation = found.edges, found.computation
+    parts, computation = block_parts.edges, block_parts.computation
     assert isinstance(parts, NetworkParts)
     assert computation is not None
     num_src = (x_dst if x_src is None else x_src).shape[0]
@@ -255,11 +275,12 @@ def _update_edges(
     return parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
 
 
-def _update_nodes(block: Any, found: GraphNetwork, x: Tensor, sums: Tensor | None) -> Tensor:
+def _update_nodes(block: Any, block_parts: BlockParts, x: Tensor, sums: Tensor | None) -> Tensor:
     """Return updated rows of nodes; those without in-edges take their own rows for the sums."""
-    parts, computation = found.nodes, found.computation
+    parts, computation = block_parts.nodes, block_parts.computation
     if isinstance(parts, Refusal):
-        return block.node_mlp(torch.cat([x, x if sums is None else sums], dim=1)) + x
+        more = x if sums is None else sums
+        return block.node_mlp(torch.cat([x, more], dim=1)) + x
     assert computation is not None
-    options = _options(parts, computation, x, residual=True)
+    options = _options(parts, computation, x, residual=True, repeats_x=sums is None)
     return parts.sublayers.network(NetworkTensors(x, sums, parts.network), options)

@@ -171,7 +171,9 @@ def install(
     activation_checkpointing: str | Mapping[str, str | None] | None = None,
     keep_hidden: bool = True,
 ) -> Installation:
-    """Switch all graph-transformer blocks of Anemoi, existing and future, to anemoi_gt.
+    """Switch all blocks of Anemoi's graph transformers and graph networks to anemoi_gt.
+
+    That is existing and future blocks, and the MLPs that embed rows of graph networks.
 
     Parameters
     ----------
@@ -249,8 +251,9 @@ class Installed(Settings):
     Attributes
     ----------
     computed : tuple of Computed
-        For each graph-transformer block of a model that has run: path, class, "fused",
-        "attention only", "upstream" or "not yet", and the reason if it was not fused. Embeddings
+        For each block of a model that has run: path, class, "fused", "attention only",
+        "feed-forward only", "edge update only", "upstream" or "not yet", and the reason if it was
+        not fused. Embeddings
         and output layers of mappers are listed only if a reason keeps them with upstream.
     """
 
@@ -321,7 +324,7 @@ def swap_layers(
     sharding: bool = True,
     keep_hidden: bool = True,
 ) -> nn.Module:
-    """Switch the graph-transformer blocks of one model to anemoi_gt.
+    """Switch the blocks of graph transformers and graph networks of one model to anemoi_gt.
 
     Parameters
     ----------
@@ -334,7 +337,7 @@ def swap_layers(
     Raises
     ------
     ValueError
-        If it has no graph-transformer block, or for another backend or precision.
+        If it has no such block, or for another backend or precision.
     ImportError
         As for `install`.
     """

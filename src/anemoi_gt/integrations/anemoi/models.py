@@ -31,7 +31,7 @@ def _settings_by_path(interface: Any) -> dict:
 
 @wraps_any
 def update_metadata(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Log it if a model that was just built has no graph-transformer block."""
+    """Log it if a model that was just built has no block that anemoi_gt computes."""
     result = upstream(self, *args, **kwargs)
     report.after_build(self.model)  # its own forward pass defines the paths of its blocks
     return result

@@ -1,4 +1,4 @@
-"""How blocks are computed: for `installed()`, `anemoi-gt info` and one log line per model.
+"""Outcomes for blocks: for `installed()`, `anemoi-gt info` and one log line per model.
 
 A block of compiled code is not seen one by one: blocks of its class are counted by what was traced.
 """
@@ -37,7 +37,7 @@ _CLEAN: WeakSet[nn.Module] = WeakSet()  # models without a change since their la
 
 
 class Computed(NamedTuple):
-    """How a block is computed, and why it is not fused."""
+    """Outcome for a block, and why it is not fused."""
 
     path: str  # of the module in its model, empty for a block outside of a known model
     kind: str  # name of its class
@@ -184,8 +184,8 @@ def after_step(model: nn.Module) -> None:
 
 
 def after_build(model: nn.Module) -> None:
-    """Log that a model does not use anemoi_gt if it has no graph-transformer block."""
+    """Log that a model does not use anemoi_gt if it has none of its blocks."""
     add_model(model)
     if not blocks_of(model):
-        message = "%s has no graph-transformer block: anemoi_gt is not used"
+        message = "%s has no block that anemoi_gt computes: it is not used"
         log.warning(message, type(model).__name__)

@@ -15,14 +15,18 @@ from torch import Tensor
 
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.network_tensors import InteractionOptions, InteractionTensors
+from anemoi_gt.ops.network_tensors import (
+    InteractionOptions,
+    InteractionTensors,
+    check_interaction,
+)
 from anemoi_gt.ops.operands import Operand
 from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend import interaction_launches, network_steps
 from anemoi_gt.ops.triton_backend.network_steps import (
     EdgeRows,
-    NetworkParts,
+    NetworkGradients,
     NetworkSteps,
     residual_gradient,
 )
@@ -35,7 +39,7 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     SublayerBuilder,
 )
 
-# results of the backward pass by number; the block of parameters follows
+# results of the backward pass by number; the packed gradients follow
 X_SRC, X_DST, EDGES = range(3)
 
 
@@ -43,6 +47,7 @@ def interaction_sublayer(
     tensors: InteractionTensors[Tensor], graph: GraphStructure, options: InteractionOptions
 ) -> tuple[Tensor, Tensor]:
     """Return e' [B * E, F] and s [B * N_dst, F]; `graph` is the structure of one batch entry."""
+    check_interaction(tensors, graph, options)
     flat = interaction_triton.flatten(tensors)
     save = needs_gradient(*flat)
     if save:
@@ -126,7 +131,7 @@ class InteractionSublayer(PlannedOperator):
         for result, (tensor, need) in rows.items():
             if tensor is not None and need:
                 whole[result] = (tensor.shape, tensor.dtype)
-        parts = NetworkParts.of(t.network)
+        parts = NetworkGradients.of(t.network)
         tree: InteractionTensors = InteractionTensors(X_SRC, X_DST, EDGES, parts.tree)
         packed = parts.packed(needs.network)
         return packed.layout(whole, leaves(tree), leaves(t), leaves(needs))
@@ -149,7 +154,7 @@ class InteractionSublayer(PlannedOperator):
         weights = PackedWeights.of(groups).views(kept_parts["packed"])
         call = _Call(builder, t, constants, options, weights, kept_parts)
         steps = NetworkSteps(builder, t.network, weights, options.network, kept_parts)
-        parts = NetworkParts.of(t.network)
+        parts = NetworkGradients.of(t.network)
         packed_gradients, parameters = parts.packed(needs.network).allocate(builder)
         grad_weight = parameters.get("first")
         sums = NodeSums(builder, parts.sums)
@@ -311,6 +316,8 @@ class _Call:
         """Return dx of sources and of destinations if needed; write dW_i and dW_j."""
         builder, t = self.builder, self.tensors
         x_dst, x_src = self.node_rows()
+        if grad_weight is None and not (needs.x_dst or needs.x_src):
+            return None, None
         of_dst = builder.empty((x_dst.shape[0], dp.shape[1]), self.dtype)
         of_src = builder.empty((x_src.shape[0], dp.shape[1]), self.dtype)
         self.sum_in_edges(dp, of_dst)

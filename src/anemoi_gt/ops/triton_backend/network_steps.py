@@ -65,15 +65,15 @@ def kept_specs(
     return specs
 
 
-class NetworkParts(NamedTuple):
-    """The gradients of a network's parameters in their block, and the tree of all of them."""
+class NetworkGradients(NamedTuple):
+    """The packed gradients of a network's parameters, and the tree of all of them."""
 
     groups: dict[str, list[Part]]  # of weights
     sums: dict[str, Part]  # sums over rows, by the names of their columns
     tree: Network
 
     @classmethod
-    def of(cls, network: Network[Operand]) -> "NetworkParts":
+    def of(cls, network: Network[Operand]) -> "NetworkGradients":
         """Return the parts for these parameters."""
         features = network.out.weight.shape[0]
         # `residual_norm_bwd` writes the first three side by side
@@ -105,7 +105,7 @@ class NetworkParts(NamedTuple):
         return cls(groups, sums, tree)
 
     def packed(self, needs: Network[bool]) -> PackedGradients:
-        """Return the layout of the block, without weights if none needs a gradient."""
+        """Return their layout, without weights if none needs a gradient."""
         groups = dict(self.groups) if needs_weights(needs) else {}
         groups["sums"] = list(self.sums.values())
         return PackedGradients.of(groups)

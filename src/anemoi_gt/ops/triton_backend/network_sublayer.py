@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.custom_ops import needs_gradient
-from anemoi_gt.ops.network_tensors import NetworkOptions, NetworkTensors
+from anemoi_gt.ops.network_tensors import NetworkOptions, NetworkTensors, check_network
 from anemoi_gt.ops.operands import Operand
 from anemoi_gt.ops.operator import GradientLayout, Spec
+from anemoi_gt.ops.sublayer_tensors import NoConstants
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend import network_steps
-from anemoi_gt.ops.triton_backend.feed_forward_sublayer import NoConstants
 from anemoi_gt.ops.triton_backend.network_steps import (
-    NetworkParts,
+    NetworkGradients,
     NetworkSteps,
     residual_gradient,
 )
@@ -33,6 +33,7 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
 
 def network_sublayer(tensors: NetworkTensors[Tensor], options: NetworkOptions) -> Tensor:
     """Return y [N, F] = x + network([x, more]), or without x."""
+    check_network(tensors, options)
     flat = network_triton.flatten(tensors)
     (y,) = network_triton(flat, NoConstants(), options, save=needs_gradient(*flat))
     return y
@@ -101,7 +102,7 @@ class NetworkSublayer(PlannedOperator):
         for result, (rows, need) in enumerate(((t.x, needs.x), (t.more, needs.more))):
             if rows is not None and need:
                 whole[result] = (rows.shape, rows.dtype)
-        parts = NetworkParts.of(t.network)
+        parts = NetworkGradients.of(t.network)
         tree: NetworkTensors = NetworkTensors(0, 1, parts.tree)
         packed = parts.packed(needs.network)
         return packed.layout(whole, leaves(tree), leaves(t), leaves(needs))
@@ -124,7 +125,7 @@ class NetworkSublayer(PlannedOperator):
         weights = PackedWeights.of(groups).views(kept_parts["packed"])
         inputs = _Inputs(builder, t, weights, options)
         steps = NetworkSteps(builder, t.network, weights, options, kept_parts)
-        parts = NetworkParts.of(t.network)
+        parts = NetworkGradients.of(t.network)
         packed_gradients, parameters = parts.packed(needs.network).allocate(builder)
         sums = NodeSums(builder, parts.sums)
         dx = builder.empty_like(t.x) if needs.x else None
@@ -165,10 +166,9 @@ class _Inputs:
         self.bias = weights.get("first_bias")
         weight = weights["first"]
         width = t.x.shape[1]
-        self.is_folded = t.more is None and weight.shape[1] == 2 * width
         self.of_x = weight.slice(1, 0, width)
         self.of_more = weight.slice(1, width, weight.shape[1])
-        if self.is_folded:
+        if options.repeats_x:
             folded = builder.empty((weight.shape[0], width), weight.dtype)
             builder.compute_into(folded, torch.add, self.of_x, self.of_more)
             self.of_x = folded
@@ -207,7 +207,7 @@ class _Inputs:
 
     def finish(self, grad_weight: Buffer | None) -> None:
         """Write the rest of the gradient of the weight, once all rows are in it."""
-        if self.is_folded and grad_weight is not None:
+        if self.options.repeats_x and grad_weight is not None:
             width = self.tensors.x.shape[1]
             halves = (grad_weight.slice(1, 0, width), grad_weight.slice(1, width, 2 * width))
             self.builder.copy(*halves)
