@@ -154,7 +154,7 @@ def run_networks(dtype, features, graph, *, gated=False):
     )
     options = NetworkOptions(NormOptions(1e-5), "silu", dtype, torch.float32, residual=True)
     _, sums = interaction_sublayer(
-        InteractionTensors(src, dst, edges, network(3 * features)),
+        InteractionTensors(src, None, dst, edges, network(3 * features)),
         graph,
         InteractionOptions(1, options),
     )

@@ -58,7 +58,10 @@ OPERATORS = {
     "interaction": (InteractionTensors, interaction_triton),
 }
 CASES = {"network": networks.NETWORK_CASES, "interaction": networks.INTERACTION_CASES}
-CASE = {"network": {"inputs": "x and more"}, "interaction": {"batch": 2, "segment": 2}}
+CASE = {
+    "network": {"inputs": "x and more"},
+    "interaction": {"batch": 2, "segment": 2, "halo": 3},
+}
 BOTH = pytest.mark.parametrize("name", OPERATORS)
 
 
@@ -221,9 +224,31 @@ def test_a_frozen_network_costs_no_product_for_its_weights(name, kernel_device):
         plans.backward_plan(tuple(key in keys for key in leaf_types(kind)), has_grads)[0]
         for keys in (set(named), {key for key in named if not key.startswith("network")})
     )
-    # of `first` for each kind of rows, of `second` and `out`, in chunks of rows; nodes are whole
-    products = {"network": 3 * (2 + 1 + 1), "interaction": 12 * (1 + 1 + 1) + 2}[name]
+    # Of `first` for each kind of rows, of `second` and `out`, in chunks of rows. Nodes are whole, but
+    # sources with a halo are two tensors in each of two batch entries.
+    products = {"network": 3 * (2 + 1 + 1), "interaction": 12 * (1 + 1 + 1) + 1 + 2 * 2}[name]
     assert len(frozen.steps) == len(trained.steps) - products
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes"),
+    [
+        ("two sets", {"num_src": 0}),  # all sources are those of other ranks
+        ("two sets", {"num_src": 0, "num_dst": 0, "edges": 0}),
+        ("one set", {"num_dst": 0, "edges": 0}),
+    ],
+    ids=["no own sources", "two empty sets", "one empty set"],
+)
+def test_a_rank_without_nodes_of_its_own_gets_the_gradients_of_its_halo(
+    nodes, sizes, kernel_device
+):
+    case = {"nodes": nodes, "sizes": SIZES._replace(**sizes)}
+    named, grads, plainly, ours = draw(
+        "interaction", kernel_device, torch.float32, batch=2, halo=3, **case
+    )
+    exact = networks.results_of(plainly, named, grads, torch.float64)
+    for result, value in networks.results_of(ours, named, grads).items():
+        torch.testing.assert_close(value.double(), exact[result], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("used", ["edges", "sums"])
@@ -272,11 +297,11 @@ def test_rows_and_parameters_of_a_network_that_do_not_fit_are_refused(name, chan
         network(named | {name: change(named[name])}, options)
 
 
-@pytest.mark.parametrize("name", ["x_src", "x_dst", "edges"])
+@pytest.mark.parametrize("name", ["x_src", "halo", "x_dst", "edges"])
 @pytest.mark.parametrize(
     "change", [lambda x: x[:-1], lambda x: x[:, :-1]], ids=["rows", "features"]
 )
 def test_rows_of_an_edge_update_that_do_not_fit_are_refused(name, change, kernel_device):
-    named, _, graph, _, options = networks.draw_interaction(kernel_device)
+    named, _, graph, _, options = networks.draw_interaction(kernel_device, batch=2, halo=3)
     with pytest.raises(ValueError, match=r"must (take|have|be \[)"):
         interaction(named | {name: change(named[name])}, graph, options)

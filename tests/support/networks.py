@@ -48,6 +48,14 @@ INTERACTION_CASES = pairwise(
     segment=(None, 2),  # edges of a segment of hubs
     edges=(29, 0),
 )
+INTERACTION_CASES += pairwise(
+    halo=(5, 0),  # rows of each batch entry
+    nodes=("one set", "two sets"),
+    batch=(1, 2),
+    segment=(None, 2),
+    hidden=("one", "one gated"),
+    rows=("float32", "GEMM", "float16"),
+)
 # names of the results of each operator over all cases
 GRADIENTS = {
     kind: {f"d{name}" for name in leaf_types(kind) if "condition" not in name and "map" not in name}
@@ -114,6 +122,7 @@ def draw_interaction(
     segment=None,
     dtype=torch.float32,
     *,
+    halo=None,
     hidden="one",
     bias=True,
     activation="silu",
@@ -125,7 +134,8 @@ def draw_interaction(
 ):
     """Draw tensors by name and gradients of the outputs; return them with a structure, edge_index and options.
 
-    Edges are not sorted, and the last destination is isolated.
+    Edges are not sorted, and the last destination is isolated. `halo` is the number of sources of
+    other ranks in each batch entry.
     """
     generator = torch.Generator().manual_seed(seed)
     features, num_dst = sizes.features, sizes.num_dst
@@ -134,12 +144,15 @@ def draw_interaction(
     shapes = {"x_dst": (batch * num_dst, sizes.dst), "edges": (batch * edges, features)}
     if nodes == "two sets":
         shapes["x_src"] = (batch * num_src, src)
+    if halo is not None:
+        shapes["halo"] = (batch * halo, src)
+        num_src += halo
     named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     named = _in_dtype(named, rows, dtype)
     width = sizes.dst + src + features
     named |= draw_parameters(width, features, norm, hidden, bias, sizes, generator)
-    sources = torch.randint(num_src, (edges,), generator=generator)
-    destinations = torch.randint(num_dst - 1, (edges,), generator=generator)
+    sources = torch.randint(max(1, num_src), (edges,), generator=generator)
+    destinations = torch.randint(max(1, num_dst - 1), (edges,), generator=generator)
     edge_index = torch.stack([sources, destinations]).to(device)
     graph = with_hubs(GraphStructure.from_edge_index(edge_index, (num_src, num_dst)), segment)
     grads = {
@@ -215,6 +228,9 @@ def interaction_sublayer(named, edge_index, options):
     """Return e' and s of an edge update; a batch is one larger graph."""
     dst, batch = named["x_dst"], options.batch
     src = named.get("x_src", dst)
+    if "halo" in named:  # after the own sources of each batch entry
+        entries = [rows.unflatten(0, (batch, -1)) for rows in (src, named["halo"])]
+        src = _concatenated(*entries).flatten(0, 1)
     entry = torch.arange(batch, device=dst.device)[:, None]
     source, destination = (
         (end + entry * (nodes.shape[0] // batch)).flatten()
@@ -241,7 +257,7 @@ def network(named, rows, options):
 
 
 def _concatenated(*rows):
-    """Return rows side by side, in float32 at least: autocast does not mix both 16-bit dtypes."""
+    """Return tensors side by side, in float32 at least: autocast does not mix both 16-bit dtypes."""
     return torch.cat([x.to(torch.promote_types(x.dtype, torch.float32)) for x in rows], 1)
 
 

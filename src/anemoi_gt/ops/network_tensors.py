@@ -11,8 +11,8 @@ nodes: W_1 u = W_e e_e + (W_i x_i + b_1) + W_j x_j. An interaction network (Batt
 https://arxiv.org/abs/1612.00222) is both, the second on [x_i, s_i]; GraphCast (Lam et al. 2023,
 supplement 3.5 to 3.7) consists of them.
 
-Dimensions: N nodes of a batch entry, B batch entries, E edges of one, F features of a row, K and L
-hidden features.
+Dimensions: N nodes of a batch entry, B batch entries, E edges of one, R halo rows, F features of a
+row, K and L hidden features.
 """
 
 from typing import Generic, NamedTuple
@@ -51,9 +51,13 @@ class NetworkTensors(NamedTuple, Generic[Held]):
 
 
 class InteractionTensors(NamedTuple, Generic[Held]):
-    """Tensors of an edge update, or what belongs to each of them."""
+    """Tensors of an edge update, or what belongs to each of them.
+
+    The halo, sources of other ranks, follows a rank's own sources in each batch entry.
+    """
 
     x_src: Held | None  # [B * N_src, F_src]; None where sources are the destinations
+    halo: Held | None  # [B * R, F_src]
     x_dst: Held  # [B * N_dst, F_dst]
     edges: Held  # [B * E, F]
     network: Network[Held]
@@ -96,8 +100,12 @@ def check_interaction(
     """Raise ValueError unless rows, parameters and structure of an edge update fit together."""
     batch = options.batch
     x_src = t.x_dst if t.x_src is None else t.x_src
+    own_sources = batch * graph.num_src
+    if t.halo is not None:
+        _check_halo(t.halo, x_src.shape[1], batch)
+        own_sources -= t.halo.shape[0]
     _check_rows("x_dst", t.x_dst, batch * graph.num_dst)
-    _check_rows("x_src", x_src, batch * graph.num_src)
+    _check_rows("x_src", x_src, own_sources)
     _check_rows("edges", t.edges, batch * graph.num_edges)
     _check_inputs(t.network, t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1])
     _check_residual(t.network, "edges", t.edges)
@@ -106,6 +114,15 @@ def check_interaction(
 def _check_rows(name: str, rows: Tensor, number: int) -> None:
     if rows.dim() != 2 or not have_size(rows.shape[0], number):
         raise ValueError(f"{name} must be [{number}, features], got {tuple(rows.shape)}")
+
+
+def _check_halo(halo: Tensor, features: int, batch: int) -> None:
+    is_entries = halo.dim() == 2 and have_size(halo.shape[0] % batch, 0)
+    if not is_entries or halo.shape[1] != features:
+        raise ValueError(
+            f"halo must be [{batch} * R, {features}], rows of each batch entry with the features "
+            f"of x_src, got {tuple(halo.shape)}"
+        )
 
 
 def _check_inputs(network: Network[Tensor], inputs: int) -> None:

@@ -271,7 +271,7 @@ def _update_edges(
         edge_index, (num_src, x_dst.shape[0]), reverse=torch.is_grad_enabled()
     )
     options = _options(parts, computation, x_dst, residual=True)
-    tensors = InteractionTensors(x_src, x_dst, edges, parts.network)
+    tensors = InteractionTensors(x_src, None, x_dst, edges, parts.network)
     return parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
 
 

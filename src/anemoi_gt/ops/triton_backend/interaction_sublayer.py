@@ -4,11 +4,13 @@
     e'_e = e_e + norm(r_e), r: see `network_steps`        s_i = sum of e'_e over the in-edges of i
 
 W_1 of the first layer is [W_i, W_j, W_e]. Edges stay in the caller's order; sums over the edges of
-a node read them through the structure, those of hubs in segments. Kept for the backward pass: p, q,
-r and the ends of the edges.
+a node read them through the structure, those of hubs in segments. On a shard of a graph, own
+sources are followed by a halo, whose b_j and gradients are rows of the same tensors. Kept for the
+backward pass: p, q, r and the ends of the edges.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +42,16 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
 )
 
 # results of the backward pass by number; the packed gradients follow
-X_SRC, X_DST, EDGES = range(3)
+X_SRC, HALO, X_DST, EDGES = range(4)
 
 
 def interaction_sublayer(
     tensors: InteractionTensors[Tensor], graph: GraphStructure, options: InteractionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return e' [B * E, F] and s [B * N_dst, F]; `graph` is the structure of one batch entry."""
+    """Return e' [B * E, F] and s [B * N_dst, F].
+
+    `graph` is the structure of one batch entry, from own sources and halo to destinations.
+    """
     check_interaction(tensors, graph, options)
     flat = interaction_triton.flatten(tensors)
     save = needs_gradient(*flat)
@@ -68,7 +73,7 @@ class InteractionSublayer(PlannedOperator):
             constants=IndexTensors,
             options=InteractionOptions,
             outputs=("edges", "sums"),
-            num_results=4,
+            num_results=5,
         )
 
     def forward_specs(
@@ -125,14 +130,14 @@ class InteractionSublayer(PlannedOperator):
     ) -> GradientLayout:
         """Return the layout of the gradients of rows, and the packed gradients."""
         t = tensors
-        whole: list[Spec | None] = [None, None, None]
-        rows = {X_SRC: (t.x_src, needs.x_src), X_DST: (t.x_dst, needs.x_dst)}
-        rows[EDGES] = (t.edges, needs.edges)
+        whole: list[Spec | None] = [None, None, None, None]
+        rows = {X_SRC: (t.x_src, needs.x_src), HALO: (t.halo, needs.halo)}
+        rows |= {X_DST: (t.x_dst, needs.x_dst), EDGES: (t.edges, needs.edges)}
         for result, (tensor, need) in rows.items():
             if tensor is not None and need:
                 whole[result] = (tensor.shape, tensor.dtype)
         parts = NetworkGradients.of(t.network)
-        tree: InteractionTensors = InteractionTensors(X_SRC, X_DST, EDGES, parts.tree)
+        tree: InteractionTensors = InteractionTensors(X_SRC, HALO, X_DST, EDGES, parts.tree)
         packed = parts.packed(needs.network)
         return packed.layout(whole, leaves(tree), leaves(t), leaves(needs))
 
@@ -173,9 +178,17 @@ class InteractionSublayer(PlannedOperator):
                 into = call.columns_of_edges(grad_weight)
                 rows = call.edge_rows(begin, end)
                 builder.outer_product(dp_rows, rows, into, is_first=begin == 0)
-        dx_src, dx_dst = call.differentiate_nodes(dp, needs, grad_weight)
+        dx = call.differentiate_nodes(dp, needs, grad_weight)
         sums.reduce_into(parameters["sums"])
-        return [dx_src, dx_dst, dedges, packed_gradients]
+        return [dx.get(X_SRC), dx.get(HALO), dx.get(X_DST), dedges, packed_gradients]
+
+
+class _Span(NamedTuple):
+    """Consecutive sources that are rows of one tensor."""
+
+    tensor: int  # X_SRC, HALO, or X_DST where sources are the destinations
+    rows: slice
+    among_sources: slice
 
 
 class _Call:
@@ -194,10 +207,19 @@ class _Call:
         self.dst, self.src = kept["dst"], kept["src"]
         self.dtype = options.network.gemm_dtype
         self.gated = network_steps.is_gated(t.network)
-        self.x_src = t.x_dst if t.x_src is None else t.x_src
         self.batch = options.batch
+        # rows of nodes by the numbers of their gradients
+        self.nodes = {X_DST: t.x_dst}
+        for number, rows in ((X_SRC, t.x_src), (HALO, t.halo)):
+            if rows is not None:
+                self.nodes[number] = rows
+        # the tensors of sources, in their order
+        self.source_tensors = [X_DST if t.x_src is None else X_SRC]
+        if t.halo is not None and t.halo.shape[0]:
+            self.source_tensors.append(HALO)
         self.num_dst = t.x_dst.shape[0] // self.batch
-        self.num_src = self.x_src.shape[0] // self.batch
+        self.num_src = sum(self.nodes[tensor].shape[0] for tensor in self.source_tensors)
+        self.num_src //= self.batch
         self.num_edges = index.row.shape[0]
         weight = weights["first"]
         self.of_dst = self.columns_of_dst(weight)
@@ -211,8 +233,8 @@ class _Call:
 
     def columns_of_src(self, weight: Buffer) -> Buffer:
         """Return W_j."""
-        first = self.tensors.x_dst.shape[1]
-        return weight.slice(1, first, first + self.x_src.shape[1])
+        edges = self.tensors.edges.shape[1]
+        return weight.slice(1, self.tensors.x_dst.shape[1], weight.shape[1] - edges)
 
     def columns_of_edges(self, weight: Buffer) -> Buffer:
         """Return W_e."""
@@ -231,12 +253,20 @@ class _Call:
             src=self.src,
         )
 
-    def node_rows(self) -> tuple[Buffer, Buffer]:
-        """Return x of destinations and sources in the dtype of the products."""
-        x_dst = self.builder.cast(self.tensors.x_dst, self.dtype)
-        if self.tensors.x_src is None:
-            return x_dst, x_dst
-        return x_dst, self.builder.cast(self.tensors.x_src, self.dtype)
+    def source_spans(self) -> Iterator[_Span]:
+        """Yield the spans of all sources: one, or with a halo two of each batch entry."""
+        entries = self.batch if len(self.source_tensors) > 1 else 1
+        first = 0
+        for entry in range(entries):
+            for tensor in self.source_tensors:
+                number = self.nodes[tensor].shape[0] // entries
+                rows = slice(entry * number, (entry + 1) * number)
+                yield _Span(tensor, rows, among_sources=slice(first, first + number))
+                first += number
+
+    def node_rows(self) -> dict[int, Buffer]:
+        """Return rows of nodes in the dtype of the products."""
+        return {number: self.builder.cast(x, self.dtype) for number, x in self.nodes.items()}
 
     def edge_rows(self, begin: int, end: int) -> Buffer:
         """Return rows of edges in the dtype of the products."""
@@ -244,9 +274,13 @@ class _Call:
 
     def project_nodes(self) -> tuple[Buffer, Buffer]:
         """Return a of destinations and b of sources."""
-        x_dst, x_src = self.node_rows()
-        at_dst = self.builder.linear(x_dst, self.of_dst, self.bias)
-        return at_dst, self.builder.linear(x_src, self.of_src, None)
+        x = self.node_rows()
+        at_dst = self.builder.linear(x[X_DST], self.of_dst, self.bias)
+        at_src = self.builder.empty((self.batch * self.num_src, at_dst.shape[1]), self.dtype)
+        for tensor, rows, among_sources in self.source_spans():
+            out = at_src.rows(among_sources)
+            self.builder.linear(x[tensor].rows(rows), self.of_src, None, out)
+        return at_dst, at_src
 
     def gather_and_activate(
         self, p: Buffer, at_dst: Buffer, at_src: Buffer, begin: int, end: int
@@ -312,30 +346,39 @@ class _Call:
 
     def differentiate_nodes(
         self, dp: Buffer, needs: InteractionTensors[bool], grad_weight: Buffer | None
-    ) -> tuple[Buffer | None, Buffer | None]:
-        """Return dx of sources and of destinations if needed; write dW_i and dW_j."""
-        builder, t = self.builder, self.tensors
-        x_dst, x_src = self.node_rows()
-        if grad_weight is None and not (needs.x_dst or needs.x_src):
-            return None, None
-        of_dst = builder.empty((x_dst.shape[0], dp.shape[1]), self.dtype)
-        of_src = builder.empty((x_src.shape[0], dp.shape[1]), self.dtype)
+    ) -> dict[int, Buffer]:
+        """Return the gradients of rows of nodes that are needed; write dW_i and dW_j."""
+        builder = self.builder
+        needed = {X_SRC: needs.x_src, HALO: needs.halo, X_DST: needs.x_dst}
+        dx = {n: builder.empty_like(rows) for n, rows in self.nodes.items() if needed[n]}
+        if grad_weight is None and not dx:
+            return dx
+        of_dst = builder.empty((self.batch * self.num_dst, dp.shape[1]), self.dtype)
+        of_src = builder.empty((self.batch * self.num_src, dp.shape[1]), self.dtype)
         self.sum_in_edges(dp, of_dst)
         self.sum_out_edges(dp, of_src)
         if grad_weight is not None:
-            into_dst, into_src = self.columns_of_dst(grad_weight), self.columns_of_src(grad_weight)
-            builder.outer_product(of_dst, x_dst, into_dst, is_first=True)
-            builder.outer_product(of_src, x_src, into_src, is_first=True)
-        dx_src = dx_dst = None
-        if needs.x_dst:
-            dx_dst = builder.empty_like(t.x_dst)
-            residual_gradient(builder, of_dst, self.of_dst, dx_dst, adds=False)
-            if t.x_src is None:
-                residual_gradient(builder, of_src, self.of_src, dx_dst, adds=True)
-        if t.x_src is not None and needs.x_src:
-            dx_src = builder.empty_like(t.x_src)
-            residual_gradient(builder, of_src, self.of_src, dx_src, adds=False)
-        return dx_src, dx_dst
+            self._differentiate_weights(of_dst, of_src, grad_weight)
+        if X_DST in dx:
+            residual_gradient(builder, of_dst, self.of_dst, dx[X_DST], adds=False)
+        for tensor, rows, among_sources in self.source_spans():
+            if tensor in dx:
+                sums, into = of_src.rows(among_sources), dx[tensor].rows(rows)
+                # to what the same nodes get as destinations
+                residual_gradient(builder, sums, self.of_src, into, adds=tensor == X_DST)
+        return dx
+
+    def _differentiate_weights(self, of_dst: Buffer, of_src: Buffer, grad_weight: Buffer) -> None:
+        """Write dW_i and dW_j from the sums of dp over the edges of destinations and sources."""
+        x = self.node_rows()
+        into = self.columns_of_dst(grad_weight)
+        self.builder.outer_product(of_dst, x[X_DST], into, is_first=True)
+        into = self.columns_of_src(grad_weight)
+        is_first = True
+        for tensor, rows, among_sources in self.source_spans():
+            sums = of_src.rows(among_sources)
+            self.builder.outer_product(sums, x[tensor].rows(rows), into, is_first=is_first)
+            is_first = False
 
 
 def _kept_layout(
