@@ -338,6 +338,11 @@ def matching_variants(patterns: list[str]) -> list[str]:
 def add_model_options(parser) -> None:
     """Add the options that select models: cases, and overrides of their sizes."""
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    add_size_options(parser)
+
+
+def add_size_options(parser) -> None:
+    """Add the folder of Anemoi's YAML, and overrides of the sizes of a case."""
     parser.add_argument(
         "--configs", type=Path, help="folder that holds model/, the YAML of Anemoi's models"
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import accuracy
 import anemoi_curves
+import anemoi_forecasts
 import anemoi_inference
 import check_gpu
 import cpu_attention
@@ -24,7 +25,15 @@ import train_9km
 import wide_blocks
 from anemoi.models.layers.attention import SDPAAttentionWrapper
 from gpu_checks import model
-from suite import anemoi_training, baselines, correctness, graphs, operands, problems
+from suite import (
+    anemoi_training,
+    baselines,
+    correctness,
+    graphs,
+    operands,
+    point_vortices,
+    problems,
+)
 from suite.baselines import compiled, eager
 from suite.inference import (
     CONTENDERS,
@@ -265,6 +274,36 @@ def test_loss_curves_of_anemoi_models_are_compared(tmp_path, anemoi_configs, cas
     assert len(curves["losses"]) == 4
     assert set(curves["apart"]["install"]) == {0, 1}
     assert curves["within"] == {"install": True}
+
+
+def test_forecasts_of_an_anemoi_model_are_compared(tmp_path, anemoi_configs):
+    few = "--training-steps 2 --training-flows 2 --flows 1 --days 1 --variants untouched install"
+    sizes = "--grid O4 --refinement 1 --channels 32 --layers 2 --device cpu --commit abc"
+    options = ["--configs", str(anemoi_configs), "--output", str(tmp_path / "f.json")]
+    report = anemoi_forecasts.main([*sizes.split(), *few.split(), *options])
+    curves = report["curves"]
+    assert report["hours"] == [6, 12, 18, 24]
+    assert all(0 < value < 1e-2 for value in curves["apart, install and untouched"])
+    assert curves["apart, install and install again"] == [0.0] * 4
+
+
+def test_point_vortices_move_with_the_flow_of_their_stream_function():
+    flow = point_vortices.draw(1, 6, torch.Generator().manual_seed(0))
+    points = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)).double()
+    points = (points / points.norm(dim=-1, keepdim=True)).requires_grad_()
+    values = point_vortices.fields(flow, points / points.norm(dim=-1, keepdim=True))[0]
+    (slope,) = torch.autograd.grad(values[:, 2].sum(), points)
+    torch.testing.assert_close(torch.linalg.cross(points, slope), values[:, 4:7])
+    # the Laplacian on a sphere: second derivatives by the angles of three rotations, summed
+    points, values = points.detach(), values.detach()
+    laplacian = 0
+    for axis in torch.eye(3, dtype=torch.float64):
+        turn = torch.linalg.cross(axis.expand(3, 3), torch.eye(3, dtype=torch.float64))
+        for angle in (1e-3, -1e-3):
+            turned = points @ torch.linalg.matrix_exp(angle * turn)
+            near = point_vortices.fields(flow, turned)[0]
+            laplacian = laplacian + (near[:, 2] - values[:, 2]) / angle**2
+    torch.testing.assert_close(laplacian, values[:, 3], rtol=1e-3, atol=1e-6)
 
 
 def test_inference_of_an_anemoi_model_is_timed(tmp_path):
