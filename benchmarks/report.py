@@ -1,17 +1,21 @@
-"""Tables and plots of a results file from benchmarks/run.py.
+"""Write the tables and plots of the documentation, or print the tables of a results file.
 
-python benchmarks/report.py benchmarks/results/h200.json                               print tables
-python benchmarks/report.py benchmarks/results/h200.json --page docs/performance.md    update a page
-python benchmarks/report.py benchmarks/results/h200.json --bars docs/_static/speed.svg plot the bars
+    python benchmarks/report.py                                      write the pages and plots
+    python benchmarks/report.py outputs/h200.json                    print the tables of a run
 
-A plot is written twice: for light backgrounds and, as NAME-dark.svg, for dark backgrounds.
+Tables are made from benchmarks/results and put between the comments `<!-- table: NAME -->` and
+`<!-- end of NAME -->` of README.md and docs; `suite/page_tables.py` has the names. The plot of the
+README is written twice: for light backgrounds and, as speed-dark.svg, for dark backgrounds.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from suite import plot, table
+from suite import ROOT, page_tables, plot, table
+from suite.results_files import load
+
+PLOT = ROOT / "docs" / "_static" / "speed.svg"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -19,26 +23,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, help="results file from run.py")
-    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file")
-    parser.add_argument(
-        "--bars", type=Path, help="SVG file for a bar plot of forward and backward times"
-    )
+    parser.add_argument("results", type=Path, nargs="?", help="results file from run.py")
     return parser.parse_args(arguments)
 
 
+def pages() -> list[Path]:
+    """Return the pages that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Print the tables, or write the outputs that the command line selects."""
+    """Print the tables of a file, or write all pages and plots."""
     options = parse(arguments)
-    results = json.loads(options.results.read_text())
-    if options.page:
-        text = options.page.read_text()
-        text = table.put_into(text, options.results.name, table.summary(results))
-        options.page.write_text(text)
-    if options.bars:
-        plot.write(plot.bars(results), options.bars)
-    if not (options.page or options.bars):
-        print(table.tables(results))
+    if options.results:
+        print(table.tables(json.loads(options.results.read_text())))
+        return
+    for page in pages():
+        text = page.read_text()
+        filled = page_tables.fill(text)
+        if filled != text:
+            page.write_text(filled)
+            print(f"written: {page.relative_to(ROOT)}")
+    plot.write(plot.bars(load("n320_h200.json")), PLOT)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
     python benchmarks/sharding.py --ranks 4 --commit HASH --output
     benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --output FILE       on a CPU, with gloo
-    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x2.json --page
-    docs/distributed.md
 
 torchrun starts the ranks, in one job per number of ranks. If a job fails, this is reported, and the
 results of its completed tasks are kept. With --alone RANK, a single GPU does the work of one rank,
@@ -36,7 +34,7 @@ from suite import ROOT, results
 from suite.command_line import make_parser
 from suite.environment import describe
 from suite.plot import BAR, WIDE, canvas, words
-from suite.table import EMPTY, markdown, put_into
+from suite.table import EMPTY, markdown
 
 PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
 PLOTTED = PARTS[:4]  # the large graph
@@ -182,15 +180,11 @@ def weak(report: dict) -> list[tuple[dict, dict]]:
 
 def tables(report: dict) -> str:
     """Return all tables in Markdown."""
-    return f"{summary(report)}\n\n{details(report)}"
+    return f"{times(report)}\n\n{details(report)}"
 
 
-def summary(report: dict) -> str:
-    """Return the environment, times and efficiency."""
-    facts = report["environment"]
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
-    caption = f"{facts['device']}, {facts['dtype']}, {facts['date'].split()[0]}; {versions}"
-    caption += f", NCCL {facts['nccl']}."
+def times(report: dict) -> str:
+    """Return times and efficiency."""
     ranks = _ranks(report)
     header = ["Forward and backward, ms"]
     for n in ranks:
@@ -203,7 +197,7 @@ def summary(report: dict) -> str:
             if n > 1:
                 row.append(_cell(efficiency(records, n), ".3f"))
         rows.append(row)
-    return f"{caption}\n\n{markdown(header, rows)}"
+    return markdown(header, rows)
 
 
 def details(report: dict) -> str:
@@ -331,12 +325,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="run only this rank of each job, without communication",
     )
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument(
-        "--table", type=Path, help="results file; make its tables and measure nothing"
-    )
-    parser.add_argument(
-        "--page", type=Path, help="Markdown page with comments that name the file of --table"
-    )
     options = parser.parse_args(arguments)
     if options.tiny:
         vars(options).update(TINY)
@@ -344,29 +332,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure or read the results, then write tables; return 1 if a job failed."""
+    """Measure, then print tables; return 1 if a job failed."""
     options = parse(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
+    facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None
+    facts["dtype"] = "bfloat16 autocast" if device == "cuda" else "float32"
+    facts["alone"] = options.alone
     errors = []
-    if options.table:
-        report = json.loads(options.table.read_text())
-    else:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        facts = describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None
-        facts["dtype"] = "bfloat16 autocast" if device == "cuda" else "float32"
-        facts["alone"] = options.alone
-        report = {"environment": facts, "errors": errors, "results": []}
-        for ranks in (n for n in RANKS if n <= options.ranks):
-            error = run_job(ranks, tasks_of(options, ranks), report, options)
-            if error:
-                errors.append(f"{ranks} ranks: {error}")
-            if options.output:
-                results.write(report, options.output)
+    report = {"environment": facts, "errors": errors, "results": []}
+    for ranks in (n for n in RANKS if n <= options.ranks):
+        error = run_job(ranks, tasks_of(options, ranks), report, options)
+        if error:
+            errors.append(f"{ranks} ranks: {error}")
+        if options.output:
+            results.write(report, options.output)
     print(tables(report), *errors, sep="\n\n")
-    if options.page:
-        options.page.write_text(
-            put_into(options.page.read_text(), options.table.name, summary(report))
-        )
     return int(bool(errors))
 
 

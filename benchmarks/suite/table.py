@@ -1,6 +1,5 @@
-"""Tables of a results file, in Markdown, and the page that holds them."""
+"""Tables of a results file of benchmarks/run.py, in Markdown."""
 
-import re
 from collections.abc import Sequence
 
 from suite.problems import PASSES, STRUCTURE
@@ -11,6 +10,7 @@ HEADINGS = {
     "replay": "From a CUDA graph",
     "structure": "Building the structure",
 }
+STEADY = 0.1  # interquartile range over the median
 EMPTY = "–"  # noqa: RUF001  a dash, as printers set it
 
 
@@ -20,10 +20,10 @@ def tables(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """Return environment, forward and backward times, memory, and reasons of empty cells."""
+    """Return forward and backward times, memory, and reasons of empty cells."""
     lines = _lines(results)
     times = _times(results, lines, ("forward_backward",), HEADINGS["forward_backward"])
-    return _joined(_environment(results), times, _memory(results, lines), _notes(results))
+    return _joined(times, _memory(results, lines), _notes(results))
 
 
 def details(results: dict) -> str:
@@ -43,36 +43,11 @@ def _joined(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def put_into(page: str, name: str, text: str) -> str:
-    """Return the page with `text` between the comments that name a results file.
-
-    Raises
-    ------
-    ValueError
-        If the page has no such comments.
-    """
-    begin, end = f"<!-- figures of {name} -->", f"<!-- end of {name} -->"
-    match = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
-    if not match:
-        raise ValueError(
-            f"the page must hold the lines {begin!r} and {end!r}: add them where figures belong"
-        )
-    return f"{page[: match.start()]}{begin}\n\n{text}\n\n{end}{page[match.end() :]}"
-
-
 def lower_bound_seconds(results: dict, problem: str, kind: str) -> float:
     """Return the time to copy the bytes of a pass on the device, by the run's fastest copy."""
     return results["problems"][problem]["bytes"][kind] / max(
         results["environment"]["copy_bytes_per_second"]
     )
-
-
-def _environment(results: dict) -> str:
-    facts = results["environment"]
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
-    copy = max(facts["copy_bytes_per_second"]) / 1e9
-    caption = f"{facts['device']}, {facts['date'].split()[0]}; {versions}."
-    return f"{caption} Copy bandwidth in the same run: {copy:,.0f} GB/s."
 
 
 def _times(results: dict, lines: dict, kinds: tuple[str, ...], heading: str) -> str:
@@ -124,12 +99,9 @@ def _titles(results: dict) -> list[str]:
 
 def _notes(results: dict) -> str:
     """Return a note on units, spread and the reasons of empty cells."""
-    timed = [line for line in results["results"] if "median_ms" in line]
-    spread = max(
-        (line["quartiles_ms"][1] - line["quartiles_ms"][0]) / line["median_ms"] for line in timed
-    )
-    text = "Medians in ms; in brackets, time relative to anemoi_gt. "
-    text += f"The interquartile range is at most {spread:.0%} of the median."
+    copy = max(results["environment"]["copy_bytes_per_second"]) / 1e9
+    text = "Medians in ms; in brackets, time relative to anemoi_gt. A copy in the same run moves "
+    text += f"{copy:,.0f} GB/s. {_spread(results)}"
     titles = dict(zip(results["baselines"], _titles(results), strict=True))
     problems_by_reason = {}
     for line in results["results"]:
@@ -144,6 +116,22 @@ def _notes(results: dict) -> str:
         unique_names = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
         text += f"\n- {baseline} {reason}: {unique_names}"
     return text.replace("\n-", "\n\n-", 1)
+
+
+def _spread(results: dict) -> str:
+    """Return a sentence on the interquartile ranges, with the problems where they are large."""
+    spreads = {}
+    for line in results["results"]:
+        if "median_ms" in line:
+            low, high = line["quartiles_ms"]
+            spread = (high - low) / line["median_ms"]
+            spreads[line["problem"]] = max(spread, spreads.get(line["problem"], 0.0))
+    steady = [spread for spread in spreads.values() if spread <= STEADY]
+    text = f"The interquartile range is at most {max(steady):.0%} of the median" if steady else ""
+    unsteady = [f"`{name}` ({spread:.0%})" for name, spread in spreads.items() if spread > STEADY]
+    if unsteady:
+        text += f", except for {', '.join(unsteady)}"
+    return f"{text}."
 
 
 def _cell(line: dict, reference_ms: float | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Sphinx extension: plots and tables of results files, made at build time, in theme colours.
+"""Sphinx extension: plots of results files, made at build time, in theme colours.
 
 ```{roofline} n320_h200.json
 ```
@@ -6,10 +6,7 @@
 ```{times} n320_h200.json
 ```
 
-```{sharding} sharding_h200x2.json
-```
-
-```{results-tables} n320_variants_h200.json
+```{sharding} sharding_4253340_h200x4.json
 ```
 """
 
@@ -24,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import sharding  # noqa: E402
-from suite import plot, table  # noqa: E402
+from suite import plot  # noqa: E402
 
 
 class ResultsFigure(SphinxDirective):
@@ -42,28 +39,6 @@ class ResultsFigure(SphinxDirective):
         for path in paths:
             self.env.note_dependency(str(path))
         return [json.loads(path.read_text()) for path in paths]
-
-
-class Tables(ResultsFigure):
-    """`results-tables`: all tables of a results file."""
-
-    tables = staticmethod(table.tables)
-
-    def run(self):
-        """Replace the directive by the tables."""
-        return self.parse_text_to_nodes(type(self).tables(*self.results()))
-
-
-class Details(Tables):
-    """`results-details`: the tables that supplement the summary in the page."""
-
-    tables = staticmethod(table.details)
-
-
-class ShardingDetails(Tables):
-    """`sharding-details`: memory, halo and weak scaling."""
-
-    tables = staticmethod(sharding.details)
 
 
 class Roofline(ResultsFigure):
@@ -117,7 +92,4 @@ def setup(app):
     app.add_directive("roofline", Roofline)
     app.add_directive("times", Times)
     app.add_directive("sharding", Sharding)
-    app.add_directive("results-tables", Tables)
-    app.add_directive("results-details", Details)
-    app.add_directive("sharding-details", ShardingDetails)
     return {"parallel_read_safe": True}

@@ -31,6 +31,8 @@ from suite import (
     correctness,
     graphs,
     operands,
+    page_tables,
+    plot,
     point_vortices,
     problems,
 )
@@ -59,13 +61,11 @@ SMALL_MODEL = shlex.split(
 SHORT = shlex.split("--precision 32 --warmup 1 --variant-seconds 0")
 
 
-def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, monkeypatch, capsys):
+def test_the_suite_measures_and_makes_tables_and_plots(tiny, tmp_path, monkeypatch, capsys):
     # its processes need no new imports
     monkeypatch.setattr("multiprocessing.get_context", lambda _: PROCESSES)
     start_server()
     out = tmp_path / "r.json"
-    page = tmp_path / "page.md"
-    page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")
     names = ["anemoi_gt", "pyg", "anemoi"]
     options = ["--device", "cpu", "--output", str(out), "--commit", "abc"]
     run.main(["--problems", "tiny", "--baselines", *names, *options])
@@ -75,9 +75,10 @@ def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, mo
         *itertools.product(tiny.passes[:2], names[:2]),
         *itertools.product(tiny.passes[2:], names[:1]),
     }
-    report.main([str(out), "--page", str(page), f"--bars={tmp_path / 'bars.svg'}"])
+    report.main([str(out)])
+    plot.write(plot.bars(results), tmp_path / "bars.svg")
     assert results["environment"]["commit"] == "abc"
-    assert "| `encoder-tiny-c8` |" in page.read_text()
+    assert "| `encoder-tiny-c8` |" in capsys.readouterr().out
     assert all((tmp_path / f"{name}.svg").stat().st_size > 500 for name in ("bars", "bars-dark"))
 
 
@@ -132,7 +133,7 @@ def test_accuracy_measures_errors(monkeypatch, tmp_path):
     monkeypatch.setattr(accuracy, "corpus", some_problems)
     accuracy.main(["--device", "cpu", "--output", str(tmp_path / "a.json"), "--commit", "abc"])
     errors = json.loads((tmp_path / "a.json").read_text())["errors"]["float32"]
-    assert set(errors) == set(accuracy.TITLES)
+    assert set(errors) == set(page_tables.ERRORS)
     assert all(0 < error["relative"] < 1e-6 for error in errors.values())
 
 

@@ -1,13 +1,10 @@
-"""The sharding benchmark runs on a small model and two ranks, and the page has its tables."""
+"""The sharding benchmark runs on a small model and two ranks."""
 
 import json
-import re
 
 import pytest
 import sharding
-from suite.table import put_into
 from support.forked import forked_commands
-from support.pages import ROOT
 
 pytestmark = pytest.mark.ranks
 
@@ -67,27 +64,3 @@ def test_strategies_of_anemoi_are_compiled_too_and_its_halo_is_replayed(monkeypa
     ]
     assert names_of(1) == expected
     assert sorted(names_of(2)) == sorted([*expected, heads])
-
-
-def test_the_page_holds_the_figures_of_the_results():
-    page = (ROOT / "docs" / "distributed.md").read_text()
-    (file,) = set(re.findall(r"^```\{sharding.*\} (.+)$", page, re.MULTILINE))
-    results = ROOT / "benchmarks" / "results"
-    two = json.loads((results / file).read_text())
-    expected = put_into(page, file, sharding.summary(two))
-    assert expected == page, (
-        f"run python benchmarks/sharding.py --table {file} --page docs/distributed.md"
-    )
-
-
-def test_the_page_holds_the_figures_of_four_gpus():
-    page = (ROOT / "docs" / "distributed.md").read_text()
-    results = ROOT / "benchmarks" / "results"
-    printed = (results / "sharding_h200x4.txt").read_text().splitlines()
-    section = page.partition("On four H200")[2]
-    rows = re.findall(r"^\| anemoi.*\|$", section, re.MULTILINE)
-    assert len(rows) == 5
-    assert set(rows) <= set(printed)
-    runs = json.loads((results / "train_9km_h200x4.json").read_text())["runs"]
-    (run,) = (run for run in runs if run.get("compiled") and run["num_chunks"] == 8)
-    assert f"{run['seconds']:.2f} s on four, in {run['peak_gb']:.1f} GB" in section

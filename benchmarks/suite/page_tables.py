@@ -1,0 +1,376 @@
+"""Tables of the pages, by name, from results files.
+
+A page holds a table between two comments, which `benchmarks/report.py` fills:
+
+    <!-- table: graph-networks -->
+    <!-- end of graph-networks -->
+
+Below each table is a line with device, versions, commits and dates.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import sharding
+
+from suite import table
+from suite.results_files import RESULTS, FileFacts, load, sources
+from suite.table import EMPTY, markdown
+from suite.training_tables import family_table, fits_table, overview_table
+
+GIB = 2**30 / 1e9  # GB
+SPOT = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
+
+
+def fill(page: str) -> str:
+    """Return a page with its tables."""
+    return SPOT.sub(_filled, page)
+
+
+def _filled(spot: re.Match) -> str:
+    name = spot[1]
+    return f"<!-- table: {name} -->\n\n{TABLES[name]()}\n\n<!-- end of {name} -->"
+
+
+def _with_sources(header: list[str], rows: list[list[str]], *names: str) -> str:
+    used = [FileFacts.of(name) for name in names]
+    return f"{markdown(header, rows)}\n\n{sources(used)}"
+
+
+def _ratio(theirs: float, ours: float) -> str:
+    return f"{theirs / ours:.2f}x"
+
+
+# --------------------------------------------------------------------------- models
+
+
+def inference() -> str:
+    """Forecast steps and mappers of Anemoi's models, untouched and under `install`."""
+    titles = {
+        "forecast": "forecast step, N320",
+        "encoder": "encoder of AIFS Single",
+        "decoder": "decoder of AIFS Single",
+    }
+    names = (
+        "anemoi_inference_h200.json",
+        "anemoi_inference_0.9.3_h200.json",
+        "anemoi_inference_0.9.3_encoder_h100.json",
+    )
+    rows = []
+    for name in names:
+        facts, lines = FileFacts.of(name), {}
+        for line in load(name)["results"]:
+            lines.setdefault((line["part"], line["chunks"]), {})[line["contender"]] = line
+        for (part, chunks), by_contender in lines.items():
+            theirs, ours = by_contender["untouched"], by_contender["install"]
+            row = [titles[part], chunks, _gpu(facts)]
+            for line in (theirs, ours):
+                row += [f"{line['median_ms']:.1f}", f"{line['peak_gib'] * GIB:.1f}"]
+            row.append(_ratio(theirs["median_ms"], ours["median_ms"]))
+            row.append(f"{ours['peak_gib'] / theirs['peak_gib']:.0%}")
+            rows.append([*row, facts.commit])
+    header = ["", "chunks", "GPU", "anemoi-models, ms", "GB", "anemoi_gt, ms", "GB"]
+    return _with_sources([*header, "faster", "memory", "commit"], rows, *names)
+
+
+def inference_9km() -> str:
+    """Encoder and decoder at 9 km without gradients."""
+    titles = {"anemoi_gt": "anemoi_gt", "anemoi": "anemoi-models"}
+    names = ("inference_9km_h200.json", "inference_9km_0.2.0_h200.json")
+    rows = []
+    for name in names:
+        facts = FileFacts.of(name)
+        for line in load(name)["runs"]:
+            is_older = name == names[1]
+            # the older run has the decoder of anemoi-models in a number of chunks that fits
+            if line["outcome"] != "right" or (is_older and _part(line) != ("decoder", "anemoi")):
+                continue
+            row = [line["part"], titles[line["contender"]], line["num_chunks"]]
+            row += [f"{line['seconds']:.3f}", f"{line['peak_gib'] * GIB:.1f}"]
+            row.append(f"{line['rms_error']:.4f} ({line['rms_error_of_plain']:.4f})")
+            rows.append([*row, facts.commit])
+    rows.sort(key=lambda row: row[0], reverse=True)
+    header = ["", "", "chunks", "s", "GB", "RMS error (plain PyTorch)", "commit"]
+    return _with_sources(header, rows, *names)
+
+
+def _part(line: dict) -> tuple[str, str]:
+    return line["part"], line["contender"]
+
+
+def training_9km() -> str:
+    """Training steps at 9 km, on one GPU and several."""
+    names = (
+        "train_9km_h200.json",
+        "train_9km_anemoi_chunks_h200.json",
+        "train_9km_install_0.2.0_h200.json",
+        "train_9km_h200x2.json",
+        "train_9km_h200x4.json",
+    )
+    titles = {"anemoi-models, install": "anemoi-models, `install`"}
+    steps = {}
+    for name in names:
+        facts = FileFacts.of(name)
+        for line in load(name)["runs"]:
+            if "num_chunks" not in line or line["outcome"] not in ("done", "out of memory"):
+                continue
+            contender = line["contender"]
+            key = (line.get("ranks", 1), contender, line["num_chunks"], line["compiled"])
+            if key in steps or ("0.2.0" in name and contender == "anemoi_gt"):
+                continue  # the first file that has a step is the newest
+            seconds = f"{line['seconds']:.2f}" if "seconds" in line else line["outcome"]
+            gb = f"{line['peak_gb']:.1f}" if "peak_gb" in line else EMPTY
+            form = "blocks compiled" if line["compiled"] else "eager"
+            row = [titles.get(contender, contender), form, line["num_chunks"]]
+            steps[key] = [key[0], *row, seconds, gb, facts.commit]
+    rows = [steps[key] for key in sorted(steps)]
+    header = ["GPUs", "", "", "chunks", "s", "GB on each", "commit"]
+    return _with_sources(header, rows, *names)
+
+
+def several_gpus() -> str:
+    """Forward and backward of one graph on one, two and four GPUs."""
+    name = "sharding_4253340_h200x4.json"
+    report = load(name)
+    tables = f"{sharding.times(report)}\n\n{sharding.details(report)}"
+    return f"{tables}\n\n{sources([FileFacts.of(name)])}"
+
+
+def pyg_models() -> str:
+    """Models of PyTorch Geometric, as they are and with swapped layers."""
+    titles = {
+        "UnifiedMessagePassing": "unified message passing",
+        "TemporalEmbedding": "temporal embedding",
+        "TextGraphEncoder": "text and graph encoder",
+        "ConditionalProcessor, float32": "weather processor, float32",
+        "ConditionalProcessor, bfloat16": "weather processor, bfloat16",
+    }
+    names = ("pyg_models_h200.json", "pyg_weather_h100.json")
+    rows = []
+    for name in names:
+        facts = FileFacts.of(name)
+        for model, line in load(name)["models"].items():
+            row = [titles[model], _gpu(facts)]
+            for contender in ("pyg", "new graph", "one graph"):
+                row += [f"{line[contender]['median_ms']:.1f}", f"{line[contender]['peak_gb']:.1f}"]
+            row.append(_ratio(line["pyg"]["median_ms"], line["one graph"]["median_ms"]))
+            row.append(f"{line['one graph']['peak_gb'] / line['pyg']['peak_gb']:.0%}")
+            rows.append([*row, facts.commit])
+    header = ["", "GPU", "PyG, ms", "GB", "anemoi_gt, a new graph each step, ms", "GB"]
+    header += ["anemoi_gt, one graph, ms", "GB", "faster", "memory", "commit"]
+    return _with_sources(header, rows, *names)
+
+
+def package() -> str:
+    """An exported package beside the eager model."""
+    name = "export_h200.json"
+    results = load(name)["results"]
+    line = results["batch_1"]
+    rows = [
+        ["eager", f"{line['eager_ms']:.1f}", f"{line['eager_peak_gb']:.1f}"],
+        ["package", f"{line['package_ms']:.1f}", f"{line['package_peak_gb']:.1f}"],
+    ]
+    text = _with_sources(["", "ms per call", "peak, GB"], rows, name)
+    facts = f"The file has {results['package_mb']:,.0f} MB, including weights and graph. "
+    facts += (
+        f"Exporting takes {results['export_s']:.0f} s, compiling {results['compile_s']:.0f} s, "
+    )
+    facts += f"loading {line['load_s']:.0f} s. The outputs of package and model differ by at most "
+    return f"{text}\n\n{facts}{line['error']:.1%}."
+
+
+def era5_uk() -> str:
+    """Scores of the forecasts of era5_uk: the model of two seeds, and baselines."""
+    name = "era5_uk_cpu.txt"
+    text = (RESULTS / name).read_text()
+    runs = re.findall(r"training\.seed=(\d+)\n((?:    .*\n)+)", text)
+    line = re.compile(r"^    (\S.*?) {2,}(-?\d+\.\d{4}) +(-?\d+\.\d{4})$", re.MULTILINE)
+    rows = {}
+    for seed, run in runs:
+        for forecast, rmse, bias in line.findall(run):
+            title = f"model, seed {seed}" if forecast == "model" else forecast
+            rows[title] = [title, f"{float(rmse):.3f}", f"{float(bias):.3f}"]
+    del rows["ridge per point, 24 days"]  # the other one knows more days
+    ordered = sorted(rows.values(), key=lambda row: float(row[1]))
+    return _with_sources(["forecast", "RMSE [K]", "bias [K]"], ordered, name)
+
+
+def curves() -> str:
+    """Distances between loss curves."""
+    cases = (
+        ("graph transformer", "anemoi_curves_h200.json", "benchmark"),
+        ("ensemble of 2", "anemoi_curves_families_h200.json", "ensemble"),
+        ("diffusion", "anemoi_curves_families_h200.json", "diffusion"),
+    )
+    rows = []
+    for title, name, case in cases:
+        measured = load(name)[case]["16-mixed"]
+        apart = max(measured["apart"]["install"].values())
+        rows.append([title, f"{apart:.1e}", f"{measured['spread_of_seeds']:.1e}"])
+    header = ["", "`install`, eager", "another seed, untouched"]
+    return _with_sources(header, rows, *dict.fromkeys(name for _, name, _ in cases))
+
+
+# --------------------------------------------------------------------------- attention
+
+
+def attention(name: str, *, details: bool = False) -> str:
+    """All tables of a file of benchmarks/run.py."""
+    results = load(f"{name}.json")
+    text = table.tables(results) if details else table.summary(results)
+    return f"{text}\n\n{sources([FileFacts.of(f'{name}.json')])}"
+
+
+def attention_factors() -> str:
+    """The range of factors of encoder, processor and decoder, and of a small graph."""
+    lines = {}
+    for line in load("n320_h200.json")["results"]:
+        lines.setdefault((line["problem"], line["pass"]), {})[line["baseline"]] = line
+    pairs = []
+    for (problem, kind), by_baseline in lines.items():
+        if kind == "forward_backward" and re.fullmatch(r"\w+-n320-c64", problem):
+            pairs.append((by_baseline["anemoi_gt"], by_baseline["anemoi"]))
+    times = [theirs["median_ms"] / ours["median_ms"] for ours, theirs in pairs]
+    shares = [ours["peak_bytes"] / theirs["peak_bytes"] for ours, theirs in pairs]
+    small = lines["edges1000-c64", "forward_backward"]
+    replayed = lines["edges1000-c64", "replay"]
+    return (
+        f"Forward and backward of the attention are {min(times):.1f}-{max(times):.1f}x faster than "
+        f"in anemoi-models and need {100 * min(shares):.0f}-{max(shares):.0%} of the memory "
+        "(encoder, processor and decoder at N320, 64 channels per head). With 1,000 edges, where "
+        f"they are launch-bound, they are {_over(small)}x faster, or {_over(replayed)}x with both "
+        "replayed from a CUDA graph."
+    )
+
+
+def _over(by_baseline: dict) -> str:
+    ratio = by_baseline["anemoi"]["median_ms"] / by_baseline["anemoi_gt"]["median_ms"]
+    return f"{ratio:.1f}"
+
+
+def attention_newest() -> str:
+    """Forward and backward of the newest kernels on two GPUs, beside anemoi-models only."""
+    names = ("n320_attention_h200.json", "n320_attention_h100.json")
+    rows = {}
+    for name in names:
+        for line in load(name)["results"]:
+            if line["pass"] == "forward_backward":
+                rows.setdefault(line["problem"], []).append(line["median_ms"])
+    cells = []
+    for problem, (ours, theirs, ours_h100, theirs_h100) in rows.items():
+        row = [f"`{problem}`", table.figure(theirs), table.figure(ours), _ratio(theirs, ours)]
+        row += [table.figure(theirs_h100), table.figure(ours_h100), _ratio(theirs_h100, ours_h100)]
+        cells.append(row)
+    header = ["Forward and backward, ms", "H200: anemoi-models", "anemoi_gt", "faster"]
+    header += ["H100: anemoi-models", "anemoi_gt", "faster"]
+    return _with_sources(header, cells, *names)
+
+
+def cpu_layers() -> str:
+    """A whole layer on a CPU beside PyG's."""
+    name = "cpu_attention.json"
+    rows = []
+    for line in load(name)["results"]:
+        for kind in ("forward", "forward_backward"):
+            time = line[kind]
+            title = f"{kind.replace('_', ' and ')}, {line['channels']} channels per head"
+            ours, theirs = f"{time['anemoi_gt']:.0f}", f"{time['pyg']:.0f}"
+            rows.append([title, theirs, ours, _ratio(time["pyg"], time["anemoi_gt"])])
+    return _with_sources(["", "PyG, ms", "anemoi_gt, ms", "faster"], rows, name)
+
+
+def cpu_batches() -> str:
+    """A whole layer on a CPU beside PyG's, on mini-batches of small graphs."""
+    name = "cpu_batches.json"
+    rows = []
+    for line in load(name)["results"]:
+        time = line["forward_backward"]
+        row = [line["batch"], f"{line['edges']:,}", f"{time['pyg']:.2f}"]
+        for contender in ("new graph", "one graph"):
+            row += [f"{time[contender]:.2f}", _ratio(time["pyg"], time[contender])]
+        rows.append(row)
+    header = ["mini-batch", "edges", "PyG, ms", "anemoi_gt, a new graph each step, ms", "faster"]
+    return _with_sources([*header, "anemoi_gt, one graph, ms", "faster"], rows, name)
+
+
+ERRORS = {
+    "out": "`out`",
+    "lse": "`lse`",
+    "dquery": "gradient of query",
+    "dkey": "gradient of key",
+    "dvalue": "gradient of value",
+    "dedge_attr": "gradient of attributes",
+    "dedge_weight": "gradient of weight",
+    "dedge_bias": "gradient of bias",
+}
+
+
+def accuracy() -> str:
+    """Errors of backend `torch`."""
+    return f"{errors(load('accuracy_cpu.json'))}\n\n{sources([FileFacts.of('accuracy_cpu.json')])}"
+
+
+def errors(measured: dict) -> str:
+    """Return the errors that benchmarks/accuracy.py measures as a Markdown table."""
+    dtypes = list(measured["errors"])
+    rows = []
+    for name, title in ERRORS.items():
+        row = [title]
+        for dtype in dtypes:
+            error = measured["errors"][dtype][name]
+            row.append(f"{error['relative']:.1e} ({error['over_plain']:.2f})")
+        rows.append(row)
+    return markdown(["", *dtypes], rows)
+
+
+def accuracy_random() -> str:
+    """The largest errors of backend `triton` over random graphs."""
+    name = "check_gpu_random_h200.log"
+    text = (RESULTS / name).read_text()
+    number = sum(int(count) for count in re.findall(r"seed \d+: (\d+) as accurate", text))
+    largest = {}
+    for dtype, factor in re.findall(r"(bfloat16|float16|float32) (\d\.\d\d) \(", text):
+        largest[dtype] = max(largest.get(dtype, 0.0), float(factor))
+    limits = ", ".join(f"{factor:.2f} in {dtype}" for dtype, factor in sorted(largest.items()))
+    facts = FileFacts.of(name)
+    return (
+        f"Backend `triton`, over {number:,} random graphs ({facts.device}, `{facts.commit}`, "
+        f"{facts.date.split()[0]}): the RMS error of every result and gradient, relative to that "
+        f"of plain PyTorch, is at most {limits}."
+    )
+
+
+def _gpu(facts: FileFacts) -> str:
+    return facts.device.removeprefix("NVIDIA ").split()[0]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "training-h200": partial(overview_table, "h200"),
+    "training-h100": partial(overview_table, "h100"),
+    "graph-transformer-n320": partial(family_table, "benchmark"),
+    "graph-transformer-small": partial(family_table, "O96", "O32"),
+    "ensembles": partial(family_table, "ensemble", "ensemble of 4"),
+    "diffusion": partial(family_table, "diffusion"),
+    "stretched-grid": partial(family_table, "stretched"),
+    "transformer": partial(family_table, "transformer"),
+    "graph-networks": partial(family_table, "gnn"),
+    "fits": fits_table,
+    "training-9km": training_9km,
+    "several-gpus": several_gpus,
+    "inference": inference,
+    "inference-9km": inference_9km,
+    "pyg": pyg_models,
+    "package": package,
+    "era5-uk": era5_uk,
+    "curves": curves,
+    "attention-factors": attention_factors,
+    "attention": partial(attention, "n320_h200", details=True),
+    "attention-newest": attention_newest,
+    "attention-variants": partial(attention, "n320_variants_h200"),
+    "attention-skewed": partial(attention, "skewed_h200"),
+    "cpu": cpu_layers,
+    "cpu-batches": cpu_batches,
+    "accuracy": accuracy,
+    "accuracy-random": accuracy_random,
+}
