@@ -17,7 +17,7 @@ import sharding
 from suite import table
 from suite.results_files import RESULTS, FileFacts, load, sources
 from suite.table import EMPTY, markdown
-from suite.training_tables import family_table, fits_table, overview_table
+from suite.training_tables import differences, family_table, fits_table, overview_table
 
 GIB = 2**30 / 1e9  # GB
 SPOT = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
@@ -212,6 +212,28 @@ def curves() -> str:
     return _with_sources(header, rows, *dict.fromkeys(name for _, name, _ in cases))
 
 
+def forecasts() -> str:
+    """Differences between ten-day forecasts of forms of one model, by lead time."""
+    name = "anemoi_forecasts_h100.json"
+    results = load(name)
+    curves_by_name = results["curves"]
+    titles = {
+        "apart, untouched, compiled whole and untouched": "untouched: compiled and eager",
+        "apart, install and untouched": "`install` and untouched, both eager",
+        "apart, install, compiled whole and untouched": "`install` compiled, untouched eager",
+        "apart, install and install again": "`install`, repeated",
+        "error, untouched": "error of the untouched forecast",
+        "error, install": "error of the forecast under `install`",
+    }
+    shown = [results["hours"].index(24 * day) for day in (1, 3, 5, 7, 10)]
+    rows = []
+    for curve, title in titles.items():
+        values = [curves_by_name[curve][place] for place in shown]
+        rows.append([title, *(f"{value:.1e}" if value else "0" for value in values)])
+    header = ["RMS difference", "1 day", "3 days", "5 days", "7 days", "10 days"]
+    return _with_sources(header, rows, name)
+
+
 # --------------------------------------------------------------------------- attention
 
 
@@ -348,6 +370,7 @@ def _gpu(facts: FileFacts) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "training-h200": partial(overview_table, "h200"),
     "training-h100": partial(overview_table, "h100"),
+    "training-differences": differences,
     "graph-transformer-n320": partial(family_table, "benchmark"),
     "graph-transformer-small": partial(family_table, "O96", "O32"),
     "ensembles": partial(family_table, "ensemble", "ensemble of 4"),
@@ -364,6 +387,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "package": package,
     "era5-uk": era5_uk,
     "curves": curves,
+    "forecasts": forecasts,
     "attention-factors": attention_factors,
     "attention": partial(attention, "n320_h200", details=True),
     "attention-newest": attention_newest,

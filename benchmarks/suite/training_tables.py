@@ -44,6 +44,7 @@ class Step(NamedTuple):
     ms: float | None
     gb: float | None
     kernels_ms: float | None
+    difference: dict[str, float]  # of loss and gradients from the untouched model, relative
     facts: FileFacts
 
     @property
@@ -69,6 +70,7 @@ def step_of(name: str, record: dict, facts: FileFacts) -> Step | None:
         ms=record.get("median_ms"),
         gb=record.get("peak_gb"),
         kernels_ms=record.get("profile", {}).get("total_ms"),
+        difference=record.get("difference", {}),
         facts=facts,
     )
 
@@ -210,6 +212,21 @@ def fits_table() -> str:
             used.append(step.facts)
     header = ["training step", "checkpointing", "peak, GB", "fits on GPUs with, GB"]
     return f"{markdown(header, rows)}\n\n{sources(used)}"
+
+
+def differences() -> str:
+    """Return a sentence on the largest differences from untouched models."""
+    compared = []
+    for family in FAMILIES:
+        for step in steps_of(family, "h200"):
+            if step.library == OURS and step.difference:
+                compared.append(step.difference)
+    loss = max(difference["loss"] for difference in compared)
+    gradients = max(difference["gradients"] for difference in compared)
+    return (
+        f"Losses differ from the untouched model by at most {loss:.1e}, gradients by "
+        f"{gradients:.1e} of their norm (16-mixed)."
+    )
 
 
 def _or_empty(value: float | None) -> str:

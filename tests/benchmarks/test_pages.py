@@ -18,7 +18,7 @@ from support.pages import BLOCK, PAGES, ROOT, commands, name_of
 
 DOCS = ROOT / "docs"
 # Pages for users. Design, contributing and issues of others tell what was tried, and when.
-GUIDES = [DOCS / f"{name}.md" for name in ("performance",)]
+GUIDES = [DOCS / f"{name}.md" for name in ("performance", "anemoi")]
 # A measurement: a number before a unit, a factor, or both ends of a range.
 QUOTED = re.compile(r"(\d[\d.,]*)(?:-(\d[\d.,]*))?(?: (?:ms|s|GB|MB)\b|x (?:faster|less|slower))")
 # Limits and settings, not measurements.
