@@ -126,15 +126,48 @@ def training_9km() -> str:
             steps[key] = [key[0], *row, seconds, gb, facts.commit]
     rows = [steps[key] for key in sorted(steps)]
     header = ["GPUs", "", "", "chunks", "s", "GB on each", "commit"]
-    return _with_sources(header, rows, *names)
+    return f"{_with_sources(header, rows, *names)}\n\n{_scaling_9km(names[0], *names[3:])}"
+
+
+def _scaling_9km(*names: str) -> str:
+    """Return the speedup and the memory of two and four GPUs, with compiled blocks in 8 chunks."""
+    by_ranks = {}
+    for name in names:
+        for line in load(name)["runs"]:
+            form = (line.get("contender"), line.get("num_chunks"), line.get("compiled"))
+            if line["outcome"] == "done" and form == ("anemoi_gt", 8, True):
+                by_ranks.setdefault(line.get("ranks", 1), line)
+    one, two, four = (by_ranks[ranks] for ranks in (1, 2, 4))
+    return _scaling(
+        one["seconds"] / two["seconds"],
+        one["seconds"] / four["seconds"],
+        two["peak_gb"] / one["peak_gb"],
+        four["peak_gb"] / one["peak_gb"],
+    )
+
+
+def _scaling(faster_two: float, faster_four: float, share_two: float, share_four: float) -> str:
+    return (
+        f"Two GPUs are {faster_two:.2f}x faster than one and need {share_two:.0%} of its memory "
+        f"each; four are {faster_four:.2f}x faster and need {share_four:.0%}."
+    )
 
 
 def several_gpus() -> str:
     """Forward and backward of one graph on one, two and four GPUs."""
     name = "sharding_4253340_h200x4.json"
     report = load(name)
+    by_name = sharding.series(report)
+    replayed, eager = by_name["anemoi_gt, CUDA graph"], by_name["anemoi_gt"]
+    scaling = _scaling(
+        replayed[1]["ms"] / replayed[2]["ms"],
+        replayed[1]["ms"] / replayed[4]["ms"],
+        eager[2]["peak_gb"] / eager[1]["peak_gb"],
+        eager[4]["peak_gb"] / eager[1]["peak_gb"],
+    )
     tables = f"{sharding.times(report)}\n\n{sharding.details(report)}"
-    return f"{tables}\n\n{sources([FileFacts.of(name)])}"
+    told = f"Replayed from a CUDA graph: {scaling[0].lower()}{scaling[1:]}"
+    return f"{tables}\n\n{sources([FileFacts.of(name)])}\n\n{told}"
 
 
 def pyg_models() -> str:

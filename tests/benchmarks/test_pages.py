@@ -18,9 +18,13 @@ from support.pages import BLOCK, PAGES, ROOT, commands, name_of
 
 DOCS = ROOT / "docs"
 # Pages for users. Design, contributing and issues of others tell what was tried, and when.
-GUIDES = [DOCS / f"{name}.md" for name in ("performance", "anemoi")]
+GUIDES = [
+    page
+    for page in report.pages()
+    if page.stem not in ("design", "contributing", "upstream", "README")
+]
 # A measurement: a number before a unit, a factor, or both ends of a range.
-QUOTED = re.compile(r"(\d[\d.,]*)(?:-(\d[\d.,]*))?(?: (?:ms|s|GB|MB)\b|x (?:faster|less|slower))")
+QUOTED = re.compile(r"(\d[\d.,]*)(?:-(\d[\d.,]*))?(?: (?:ms|s|GB)\b|x (?:faster|less|slower))")
 # Limits and settings, not measurements.
 SETTINGS = {"300 s", "30 s"}
 
