@@ -17,6 +17,7 @@ from support import upstream
 
 import anemoi_gt
 from anemoi_gt import tested_versions
+from anemoi_gt.__main__ import APPLICATIONS
 
 SOURCE = Path(anemoi_gt.__file__).parent
 ROOT = SOURCE.parents[1]
@@ -96,7 +97,7 @@ FOREIGN = {
         part: {"torch"}
         for part in ("torch_compat", "tested_versions", "custom_ops", "graph", "ops", "explanation")
     },
-    "toolchain": {"torch"},
+    "toolchain": set(),
     "distributed": {"torch", "filelock"},  # torch requires filelock and sympy
     "export": {"torch", "sympy"},
     "kernels": {"triton"},
@@ -199,6 +200,15 @@ def test_modules_need_torch_geometric_and_einops_only():
     assert result.stdout.startswith("GraphTransformerConv("), result.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in APPLICATIONS)], ids=str
+)
+def test_help_and_version_need_no_torch(arguments):
+    result = run_without({"torch"}, f"from anemoi_gt.__main__ import main\nmain({arguments})")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
 def test_no_module_or_package_name_occurs_twice():
     paths = [path for path in modules() if path.stem != "__main__"]
     names = [path.parent.name if path.name == "__init__.py" else path.stem for path in paths]
@@ -229,9 +239,8 @@ def test_docstring_examples_run(path):
     name = ".".join(("anemoi_gt", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
         ".__init__"
     )
-    result = doctest.testmod(
-        importlib.import_module(name), extraglobs={"torch": torch, **vars(anemoi_gt)}
-    )
+    public = {name: getattr(anemoi_gt, name) for name in anemoi_gt.__all__}
+    result = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch, **public})
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import anemoi_gt
-from anemoi_gt.app.hydra_app import meanings
+from anemoi_gt.app.command_line import meanings
 
 CONFIGS = files("anemoi_gt.configs")
 ABSENT = object()

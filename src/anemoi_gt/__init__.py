@@ -3,20 +3,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops import attention_weights, edge_attention, merge
-from anemoi_gt.tested_versions import UntestedVersionsWarning
 from anemoi_gt.version import __version__
 
 if TYPE_CHECKING:  # type checkers do not run `__getattr__`
+    from anemoi_gt.attention_config import AttentionConfig
     from anemoi_gt.explanation import explain, explain_attention
+    from anemoi_gt.graph import GraphStructure
     from anemoi_gt.nn import (
         EncoderProcessorDecoder,
         GraphTransformerConv,
         GraphTransformerMapperBlock,
         GraphTransformerProcessorBlock,
     )
+    from anemoi_gt.ops import attention_weights, edge_attention, merge
+    from anemoi_gt.tested_versions import UntestedVersionsWarning
 
 __all__ = [
     "AttentionConfig",
@@ -35,9 +35,30 @@ __all__ = [
 ]
 
 
+_DEFINED_IN = {
+    "AttentionConfig": "attention_config",
+    "EncoderProcessorDecoder": "nn",
+    "GraphStructure": "graph",
+    "GraphTransformerConv": "nn",
+    "GraphTransformerMapperBlock": "nn",
+    "GraphTransformerProcessorBlock": "nn",
+    "UntestedVersionsWarning": "tested_versions",
+    "attention_weights": "ops",
+    "edge_attention": "ops",
+    "explain": "explanation",
+    "explain_attention": "explanation",
+    "merge": "ops",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import modules on first use, so that the structure and the operation need only torch."""
-    if name not in __all__:
+    """Import a name when it is first used: the command line's help then needs no PyTorch."""
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")
-    package = "anemoi_gt.explanation" if name.startswith("explain") else "anemoi_gt.nn"
-    return getattr(import_module(package), name)
+    value = getattr(import_module(f"anemoi_gt.{_DEFINED_IN[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

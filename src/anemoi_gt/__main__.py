@@ -4,6 +4,7 @@ import argparse
 import sys
 from importlib import import_module
 
+from anemoi_gt.app.command_line import print_help
 from anemoi_gt.toolchain import compile_cache_problem
 from anemoi_gt.version import __version__
 
@@ -21,6 +22,10 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments[0] in APPLICATIONS:
         name, *rest = arguments
         sys.argv = [f"anemoi_gt.{name}", *rest]  # read by Hydra
+        names_checkpoint = any(argument.startswith("checkpoint=") for argument in rest)
+        if not names_checkpoint and not {"--help", "-h"}.isdisjoint(rest):
+            print_help(name)
+            return
         try:
             application = import_module(f"anemoi_gt.app.{name}_command")
         except OSError as error:  # PyTorch makes the folder of its cache when it is imported

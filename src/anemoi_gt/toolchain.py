@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import cache
 from subprocess import CalledProcessError
 from tempfile import TemporaryFile
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Result = TypeVar("Result")
 
@@ -83,7 +84,7 @@ def with_cache(launch: Callable[[], Result]) -> Result:
     raise OSError(cache_problem(problem)) from problem
 
 
-def compile_problem(device: torch.device) -> str | None:
+def compile_problem(device: "torch.device") -> str | None:
     """Return why torch.compile cannot compile for a device, or None."""
     problem = compile_cache_problem()
     if problem is not None:

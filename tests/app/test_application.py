@@ -11,7 +11,8 @@ import torch
 from omegaconf import OmegaConf
 
 from anemoi_gt.app import train_command as train
-from anemoi_gt.app.hydra_app import GROUPS, check_types
+from anemoi_gt.app.command_line import GROUPS
+from anemoi_gt.app.hydra_app import check_types
 from anemoi_gt.app.training.run_files import save_checkpoint
 from anemoi_gt.app.training.step import TrainingStep
 from anemoi_gt.distributed.process_group import VARIABLES
@@ -128,7 +129,7 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
         ("training.learning_rate=true", "training.learning_rate must be float, got True"),
         ("graph.refinement=abc", "graph.refinement must be int, got 'abc'"),
         ("data.grid_name=[O4]", "data.grid_name must be str, got ['O4']"),
-        ("resume=maybe", "resume must be true or false, got 'maybe'"),
+        ("resume=maybe", "resume must be bool, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
         (
             "model.channels=7",
@@ -336,6 +337,7 @@ def test_help_explains_every_option_in_a_line(start, capsys):
     }
     assert set(explained) == options | {"resume", "init_from", "explain", "plots.variables"}
     assert explained["training.steps"] == "int: Optimiser steps"
+    assert explained["plots.variables"] == "list of str, optional: Variables to plot"
     assert (
         explained["model.dropout"]
         == "float: Probability of dropping an attention weight in training"

@@ -12,10 +12,11 @@ from support.pages import ROOT, blocks
 from support.weather import hourly_field
 
 from anemoi_gt import AttentionConfig
+from anemoi_gt.app.command_line import GROUPS
 from anemoi_gt.app.datasets import era5_uk
 from anemoi_gt.app.datasets.readers import READERS
 from anemoi_gt.app.datasets.xarray_reader import read_dataset
-from anemoi_gt.app.hydra_app import GROUPS, build
+from anemoi_gt.app.hydra_app import build
 from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data.grids import regional
 from anemoi_gt.nn import GraphTransformerBaseBlock

@@ -210,7 +210,7 @@ def error_line(started, capsys):
         ),
         ("out={folder}/m.pt2", "checkpoint must be given, as checkpoint=VALUE"),
         ("{checkpoint}", "out must be given, as out=VALUE"),
-        ("{checkpoint} out=5", "out must be a file name, such as model.pt2, got 5"),
+        ("{checkpoint} out=5", "must end in .pt2, which PyTorch's loader requires, got 5"),
         ("{checkpoint} out=", "out must be a file name, such as model.pt2, got ''"),
         ("{checkpoint} out={folder}/m.so", "must end in .pt2"),
         (

@@ -199,7 +199,7 @@ main()
 @pytest.mark.process
 def test_an_interrupt_while_packages_are_imported_prints_nothing():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", INTERRUPTED]
+    command = [sys.executable, "-c", INTERRUPTED, "train"]
     result = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert result.returncode == -signal.SIGINT
     assert result.stderr == b""

@@ -1,7 +1,4 @@
-"""Code shared by the Hydra applications: objects from configs, command line, help, errors.
-
-The config groups are in `anemoi_gt.configs`.
-"""
+"""Code shared by the Hydra applications: objects from configs, folders, errors."""
 
 import inspect
 import json
@@ -14,9 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import make_dataclass
-from importlib.resources import files
-from itertools import pairwise
+from dataclasses import is_dataclass, make_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
@@ -24,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
 import torch
 from torch import nn
 
+from anemoi_gt.app.command_line import GROUPS, OPTIONS, hydra_main
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, load
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.trained import check_same_network, current_config, current_target, schema_of
@@ -51,7 +47,6 @@ log = logging.getLogger(__name__)
 
 # imported at the start, so that a missing one does not end the run after an hour of training
 REQUIRED_MODULES = ("hydra", "tqdm", "matplotlib", "scipy")
-GROUPS = ("attention", "data", "graph", "model", "training")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
 ERRORS_OF_JOB = (FloatingPointError, OSError)  # other errors are bugs, shown with their traceback
 
@@ -257,8 +252,6 @@ def check_types(config: "DictConfig", *groups: str) -> None:
     type, or if the command line removed a group.
     """
     from hydra.utils import get_object
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException, ValidationError
 
     missing = [group for group in groups if group not in config]
     if missing:
@@ -275,15 +268,42 @@ def check_types(config: "DictConfig", *groups: str) -> None:
         except NameError:  # an annotation that is imported for type checkers only
             continue
         for name, value in config[group].items():
-            try:
-                schema = OmegaConf.structured(make_dataclass(group, [(name, hints.get(name, Any))]))
-            except OmegaConfBaseException:
-                continue
-            try:
-                config[group][name] = OmegaConf.merge(schema, {name: value})[name]
-            except ValidationError:
-                kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
-                raise ValueError(f"{group}.{name} must be {kind}, got {value!r}") from None
+            config[group][name] = as_type(f"{group}.{name}", value, hints.get(name, Any))
+
+
+def check_options(config: "DictConfig", options: type) -> None:
+    """Convert the options of a command to the types in its structured config.
+
+    Raises ValueError for a wrong type, and MissingMandatoryValue for an option without a value.
+    """
+    for name, kind in get_type_hints(options).items():
+        if name not in config:  # a run that continues has no init_from
+            continue
+        if is_dataclass(kind):
+            for inner, inner_kind in get_type_hints(kind).items():
+                value = config[name][inner]
+                config[name][inner] = as_type(f"{name}.{inner}", value, inner_kind)
+        else:
+            config[name] = as_type(name, config[name], kind)
+
+
+def as_type(name: str, value: Any, kind: Any) -> Any:
+    """Return the value of a config as an annotated type; raise ValueError if it has another.
+
+    A value is returned as it is if structured configs do not support the type.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+    try:
+        schema = OmegaConf.structured(make_dataclass("Schema", [("value", kind)]))
+    except OmegaConfBaseException:
+        return value
+    try:
+        return OmegaConf.merge(schema, {"value": value})["value"]
+    except ValidationError:
+        named = kind.__name__ if isinstance(kind, type) else kind
+        raise ValueError(f"{name} must be {named}, got {value!r}") from None
 
 
 def check_device(config: "DictConfig") -> TrainingConfig:
@@ -366,13 +386,12 @@ def run_command(
     """
     module = f"anemoi_gt.{name}"
     try:
-        hydra, *_ = (import_extra(required, "train") for required in REQUIRED_MODULES)
+        for required in REQUIRED_MODULES:
+            import_extra(required, "train")
         config_name = choose_config()
         existing = check_folder(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)
-
-    from omegaconf import OmegaConf
 
     composed = []
 
@@ -380,7 +399,7 @@ def run_command(
         error: BaseException | str
         composed.append(config)
         try:
-            return prepare_job(prepare, config)()
+            return prepare_job(name, prepare, config)()
         except Stopped as stopped:
             message = f"{stopped}: {resume_command(output_folder())}"
             exit_with_error(module, message, stopped.exit_status)
@@ -395,21 +414,12 @@ def run_command(
             raise error
         exit_with_error(module, error)
 
-    sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
     logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
-    # OmegaConf 2.4 renamed it; before, the short name is that of a function without `replace`
-    register = OmegaConf.register_resolver
-    if "replace" not in inspect.signature(register).parameters:
-        register = OmegaConf.register_new_resolver
-    register("anemoi_gt_options", options_help, replace=True)
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt == signal.SIG_DFL:  # set by the console script while packages are imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    application = hydra.main(
-        version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
-    )
     try:
-        application(run)()
+        hydra_main(config_name, run)
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)
     except SystemExit as ended:
@@ -447,13 +457,14 @@ def run_command_on_checkpoint(
 
 
 def prepare_job(
-    prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
+    name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
 ) -> Callable[[], Any]:
-    """Return the job for a config; raise user errors as a ConfigError with one sentence."""
+    """Return the job of an application; raise user errors as a ConfigError with one sentence."""
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
+        check_options(config, OPTIONS[name])
         return prepare(config)
     except MissingMandatoryValue as error:  # left at ???
         raise ConfigError(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error
@@ -523,62 +534,3 @@ def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoR
     # one call, so that the output of several ranks does not interleave
     sys.stderr.write(f"{rank}{module}: {message}\n")
     sys.exit(status)
-
-
-def quote_null(argument: str) -> str:
-    """Quote the null in `attention/precision=null`, because Hydra does not accept it unquoted."""
-    groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
-    return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)
-
-
-def meanings(target: str) -> dict[str, str]:
-    """Return the type and description of each parameter of a callable, from its docstring."""
-    from hydra.utils import get_object
-
-    lines = (inspect.getdoc(get_object(target)) or "").splitlines()
-    begin = lines.index("Parameters") + 2 if "Parameters" in lines else len(lines)
-    described: dict[str, str] = {}
-    names: list[str] = []
-    for line, below in pairwise([*lines[begin:], ""]):
-        if below.startswith("---"):  # the heading of the next section
-            break
-        if line and not line.startswith(" "):
-            name, _, kind = line.partition(" : ")
-            names = name.split(", ")
-            described |= dict.fromkeys(names, f"*{kind}.*".replace('"', "") if kind else "")
-        elif line:
-            described |= {name: f"{described[name]} {line.strip()}".strip() for name in names}
-    return described
-
-
-def options_help(*, _root_: "DictConfig") -> str:
-    """Return one line per option of a composed config: name, value and short description."""
-    from omegaconf import OmegaConf
-
-    text = files("anemoi_gt.configs").joinpath(f"{_root_.hydra.job.name}.yaml").read_text()
-    rows = []
-    for option, meaning in re.findall(r"^(\w+: \S+)  # (.*)$", text, re.MULTILINE):
-        rows.append((option.replace(": ", "=", 1), meaning))
-    nested = re.findall(r"^(plots):\n  (\w+: \S+)  # (.*)$", text, re.MULTILINE)
-    for group, option, meaning in nested:
-        rows.append((f"{group}.{option.replace(': ', '=', 1)}", meaning))
-    for group in _root_:
-        if group == "hydra" or OmegaConf.is_missing(_root_, group):
-            continue
-        if not OmegaConf.is_dict(_root_[group]):
-            continue
-        values = OmegaConf.to_container(_root_[group], resolve=True)
-        if "_target_" not in values:
-            continue
-        described = meanings(values["_target_"])
-        for option, value in values.items():
-            if option.startswith("_"):
-                continue
-            if not isinstance(value, str):
-                value = json.dumps(value)
-            kind, _, meaning = re.sub(r"[*`]", "", described.get(option, "")).partition(". ")
-            first_sentence = re.split(r"(?<=[a-z0-9)])[.;] ", meaning)[0].rstrip(".")
-            help_text = f"{kind}: {first_sentence}" if first_sentence else kind
-            rows.append((f"{group}.{option}={value}", help_text))
-    width = min(45, max(len(option) for option, _ in rows))
-    return "\n".join(f"{option:{width}}  {meaning}" for option, meaning in rows).replace("$", "$$")

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt.app import hydra_app
+from anemoi_gt.app.command_line import GROUPS
 from anemoi_gt.app.datasets.forecast_dataset import Splits, share_of_batch, with_units
 from anemoi_gt.app.evaluate_command import write_report
 from anemoi_gt.app.plots import chosen_variables
@@ -393,10 +394,10 @@ def primary_config(arguments: list[str]) -> str:
         check_former_model(former, int(os.environ["WORLD_SIZE"]))
         sys.argv += former
     keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
-    if keys & set(hydra_app.GROUPS):
+    if keys & set(GROUPS):
         return "train"
     if isinstance(config, dict):
-        kept = (*hydra_app.GROUPS, "init_from")
+        kept = (*GROUPS, "init_from")
         config = {"init_from": None} | {key: config[key] for key in kept if key in config}
     hydra_app.store_config(config, checkpoint)
     return "resume"

@@ -40,8 +40,6 @@ def checkpoint_to_continue(folder: Path, writer: str, *, resume: bool) -> Path |
     kind. Raises ValueError if the folder holds a run, but `resume` is False, the run is of the
     other kind, or its last checkpoint is missing.
     """
-    if not isinstance(resume, bool):
-        raise ValueError(f"resume must be true or false, got {resume!r}")
     last = find_run(folder / LAST)
     if last is not None:
         former_writer = ONE_PROCESS if last.name == LAST else TORCHRUN
