@@ -125,7 +125,7 @@ def chunk_result(x: Tensor) -> Tensor:
     """Copy the result of a checkpointed chunk, so that compiled code keeps it for the next chunk.
 
     It does not keep one of several results of an operator, such as a fused sub-layer (torch 2.13,
-    docs/upstream.md).
+    docs/contributing.md).
     """
     return x.clone()
 
