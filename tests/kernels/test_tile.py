@@ -54,6 +54,14 @@ def test_every_time_in_the_notes_is_in_the_results(kernel):
     assert quoted <= known
 
 
+CHOICES = [name for name in vars(tiles) if name.endswith("_tile") and name != "outer_tile"]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_tile_says_on_which_device_and_problem_it_was_measured(name):
+    assert re.search(r"H[12]00, |Not measured", getattr(tiles, name).__doc__)
+
+
 @pytest.mark.parametrize("choose", [forward_tile, destination_tile])
 def test_rows_are_read_as_pairs_only_where_possible(choose):
     single = shape_of("forward", "processor", 64)._replace(pairs_possible=False)

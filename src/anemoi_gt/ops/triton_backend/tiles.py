@@ -1,34 +1,44 @@
 """Every number that tunes: what one program of each kernel holds on chip, and how plans are cut.
 
 Tiles follow from problem sizes only and are never autotuned, so equal sizes give the same bits on
-every run and device. They are what sweeps over warps, unroll, packed pairs and nodes found fastest
-on one H200 (bf16, H = 16, C = 32 and 64, D = 11 with a bias; encoder, processor and decoder of N320
-with icosphere 6): all heads in one program; one warp where a row is reduced, more where it is only
-summed; several nodes a program where a node has one or two edges. Each tile of the row kernels is
-within 2% of the fastest that was measured. benchmarks/NOTES.md has the times, "Tiles", by the names
-of this module. On other shapes, `benchmarks/tiles.py` searches.
+every run and device. Each entry says where it was measured; benchmarks/NOTES.md, "Tiles", has the
+times and the alternatives by the names of this module. On other shapes, `benchmarks/tiles.py`
+searches. "N320" stands for its encoder, processor and decoder with icosphere 6, in bf16 with 16
+heads of 32 and 64 channels, 11 attributes and a bias.
+
+What sweeps over warps, unroll, packed pairs and nodes found: all heads in one program; one warp
+where a row is reduced, more where it is only summed; several nodes a program where a node has one
+or two edges. Each tile of the row kernels is within 2% of the fastest that was measured.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-PRODUCT = 16  # smallest inner size of a matrix instruction
-MAX_WARPS = 8  # of a program
-CACHED_TILES = 128  # choices of each kernel that are cached
+# smallest inner size of a matrix instruction
+PRODUCT = 16
+# warps of a program
+MAX_WARPS = 8
+# choices of each kernel that are cached
+CACHED_TILES = 128
 
 
 class Tuning(NamedTuple):
     """How plans are cut; tests make them small, so that each case has several of everything."""
 
-    chunk: int = 131072  # rows whose hidden features and modulation exist at a time
+    # rows whose hidden features and modulation exist at a time. H200, decoder of N320 (row 39)
+    chunk: int = 131072
     # programs that share sums over nodes, or the sum of dW of all heads; fixed, so that the order
     # of summation does not depend on the device. Four for each of the 132 SMs of an H100.
+    # H200, 40,962 and 271,040 nodes
     programs: int = 528
-    # elements of segments' results that a program of `join` reads per step
+    # elements of segments' results that a program of `join` reads per step.
+    # H200, a hub with a sixth of 1,200,000 edges (row 32h)
     joined: int = 1024
-    statistics: int = 512  # segments whose statistics a program of `join` reads per step
-    int32_limit: int = 2**31  # tensors of edge attention with fewer elements have 32-bit offsets
+    # segments whose statistics a program of `join` reads per step. Not measured
+    statistics: int = 512
+    # tensors of edge attention with fewer elements have 32-bit offsets
+    int32_limit: int = 2**31
 
 
 TUNING = Tuning()
@@ -36,15 +46,21 @@ TUNING = Tuning()
 
 # ---------------------------------------------------------------------------- edge attention
 
-BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program busy
-MANY_DEGREE = 16  # mean degree from which the remainder of an unrolled loop does not count
-ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 elements in each thread of a warp
+# mean degree from which the edges of one node keep a program busy. H200, N320
+BUSY_DEGREE = 4
+# mean degree from which the remainder of an unrolled loop does not count. H200, N320
+MANY_DEGREE = 16
+# heads x channels that a program holds: 32 elements in each thread of a warp
+ROW_ELEMENTS = 1024
 # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
 MAX_ATTRIBUTES = 256
-FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
-JOINED_COLUMNS = 8  # columns that a program of `join` reads per step: one 32-byte sector
-# partial sums of dW, and elements of it, that a program of `weight_sum` adds per step
+# bytes of rows in flight for which a warp has registers
+FLIGHT_BYTES = 6144
+# columns that a program of `join` reads per step: one 32-byte sector
+JOINED_COLUMNS = 8
+# partial sums of dW that a program of `weight_sum` adds per step. Not measured
 PARTS = 16
+# elements of dW that it adds per step. Not measured
 SUMMED = 256
 
 
@@ -112,7 +128,10 @@ def _unroll(shape: Shape, elements: float) -> int:
 
 @lru_cache(CACHED_TILES)
 def forward_tile(shape: Shape) -> RowTile:
-    """Return the tile of the forward pass over destinations."""
+    """Return the tile of the forward pass over destinations.
+
+    H200, N320: "Tiles".
+    """
     group, padded = held_by_program(shape)
     warps = _warps(group * padded, 1)
     in_flight = shape.degree >= BUSY_DEGREE or group * padded < ROW_ELEMENTS
@@ -122,7 +141,10 @@ def forward_tile(shape: Shape) -> RowTile:
 
 @lru_cache(CACHED_TILES)
 def destination_tile(shape: Shape) -> RowTile:
-    """Return the tile of the backward pass over destinations."""
+    """Return the tile of the backward pass over destinations.
+
+    H200, N320: "Tiles".
+    """
     group, padded = held_by_program(shape)
     warps = _warps(group * padded, 1)
     unroll = _unroll(shape, group * padded / warps) if shape.degree >= BUSY_DEGREE else 1
@@ -133,7 +155,7 @@ def destination_tile(shape: Shape) -> RowTile:
 def source_tile(shape: Shape) -> RowTile:
     """Return the tile of the backward pass over sources, whose `shape.attributes` is 0.
 
-    Unroll 4 where a thread holds 8 elements of a row, 2 where it holds 4.
+    Unroll 4 where a thread holds 8 elements of a row, 2 where it holds 4. H200, N320: "Tiles".
     """
     group, padded = held_by_program(shape)
     elements = group * padded
@@ -148,9 +170,11 @@ def fixed_degree_tile(shape: Shape, degree: int) -> RowTile | None:
     """Return the tile of the fixed-degree kernels, or None if they do not support the shape.
 
     A program holds all heads and all edges of a destination; a thread at most 32 elements of a row,
-    of 2 `degree` rows, which for 4 edges are 168 registers without spills.
+    of 2 `degree` rows, which for 4 edges are 168 registers without spills. H200, decoder of N320:
+    "Tiles".
     """
-    heads, padded = next_power_of_two(shape.heads), next_power_of_two(shape.channels)
+    heads = next_power_of_two(shape.heads)
+    padded = next_power_of_two(shape.channels)
     widest = heads * max(padded, attribute_columns(shape.attributes) if shape.attributes else 1)
     if not 1 <= degree <= BUSY_DEGREE or widest > MAX_WARPS * ROW_ELEMENTS:
         return None
@@ -163,7 +187,10 @@ def attribute_columns(attributes: int) -> int:
 
 
 def attribute_edges(degree: float) -> int:
-    """Return the edges of an attribute tile over destinations: 1, or a matrix instruction's."""
+    """Return the edges of an attribute tile over destinations: 1, or a matrix instruction's.
+
+    H200, processor and decoder of N320: "Tiles".
+    """
     return PRODUCT if degree >= BUSY_DEGREE else 1
 
 
@@ -178,20 +205,26 @@ def attribute_warps(heads: int, attributes: int) -> int:
 
 
 def project_tile(channels: int, attributes: int) -> ContractionTile:
-    """Return the tile of `project`; it fits the shared memory, like other contractions."""
+    """Return the tile of `project`; it fits the shared memory, like other contractions.
+
+    H200, decoder of N320: "Tiles".
+    """
     columns = attribute_columns(attributes)
     padded = max(PRODUCT, min(next_power_of_two(channels), 64, 4096 // columns))
-    stages = 3 if channels <= padded else 1  # a row is in flight as a whole
+    # several stages only where a row is in flight as a whole
+    stages = 3 if channels <= padded else 1
     if padded >= 64 and columns <= 32:
         return ContractionTile(64, 2, padded, columns, num_warps=4, num_stages=stages)
     nodes = 32 if columns <= 128 else 16
-    return ContractionTile(
-        nodes, 4, padded, columns, num_warps=2 if columns <= 32 else 4, num_stages=stages
-    )
+    warps = 2 if columns <= 32 else 4
+    return ContractionTile(nodes, 4, padded, columns, num_warps=warps, num_stages=stages)
 
 
 def embed_tile(channels: int, attributes: int) -> ContractionTile:
-    """Return the tile of `embed`."""
+    """Return the tile of `embed`.
+
+    H200, encoder and decoder of N320: "Tiles".
+    """
     tile = project_tile(channels, attributes)
     if tile.attributes > 32 or channels > tile.channels:
         return tile
@@ -201,7 +234,10 @@ def embed_tile(channels: int, attributes: int) -> ContractionTile:
 
 
 def weight_tile(channels: int, attributes: int) -> ContractionTile:
-    """Return the tile of the gradient of W; a program takes many."""
+    """Return the tile of the gradient of W; a program takes many.
+
+    H200, encoder and decoder of N320: "Tiles".
+    """
     tile = project_tile(channels, attributes)
     if tile.attributes > 32 or channels > tile.channels:
         return tile
@@ -212,23 +248,33 @@ def weight_tile(channels: int, attributes: int) -> ContractionTile:
 
 # ---------------------------------------------------------------------------- sub-layers
 
-MAX_FEATURES = 4096  # of a norm; beyond that, the gradient kernel spills registers
-# of a sub-layer that is fused: a block of 2048 takes 24.1 ms on an H100, its modules 27.1, compiled
-# 25.2 (benchmarks/wide_blocks.py); the kernels take MAX_FEATURES, but more are not measured
+# of a norm; beyond that, the gradient kernel spills registers
+MAX_FEATURES = 4096
+# of a sub-layer that is fused; the kernels take MAX_FEATURES.
+# H100, a processor block of N320 with 1024, 1536 and 2048 channels (row 88)
 MAX_FUSED_FEATURES = 2048
-PACK_ELEMENTS = 2048  # of a program of `pack`, not measured
-ADD_ELEMENTS = 2048  # of a program of `add`, not measured
-RESIZE_ELEMENTS = 2048  # of a tile of `resize`, not measured, and its columns at most
+# elements of a program of `pack`. Not measured
+PACK_ELEMENTS = 2048
+# elements of a program of `add`. H100, at the rate of a copy (row 81)
+ADD_ELEMENTS = 2048
+# elements of a tile of `resize`. Not measured
+RESIZE_ELEMENTS = 2048
+# columns of a tile of `resize`, at most. Not measured
 RESIZE_COLUMNS = 256
-SUM_ELEMENTS = 2048  # of a tile of `sum_columns`, and its columns at most
+# elements of a tile of `sum_columns`. H100, 10,240 and 271,040 rows of 1024: "Tiles"
+SUM_ELEMENTS = 2048
+# columns of a tile of `sum_columns`, at most
 SUM_COLUMNS = 512
-TOTAL_ROWS = 256  # of a tile of `sum_partial` and `map_total`
+# rows, columns and warps of a tile of `sum_partial` and `map_total`.
+# H100, 528 of 7168 partial sums and a map of 1024 x 1024: "Tiles"
+TOTAL_ROWS = 256
 TOTAL_COLUMNS = 16
 TOTAL_WARPS = 8
 # A GEMM over nodes in 16 bits takes a multiple of it, and `add_outer` the rows beyond: cuBLAS may
 # leave some of them out (docs/upstream.md).
 OUTER_ROWS = 64
-OUTER_TILE = (64, 128)  # rows and columns of a tile of `add_outer`, at most
+# rows and columns of a tile of `add_outer`, at most. H100, ranks of N320 (row 79a)
+OUTER_TILE = (64, 128)
 
 
 class NodeTile(NamedTuple):
@@ -259,27 +305,36 @@ class NodeTile(NamedTuple):
 
 
 def norm_forward_tile(features: int) -> NodeTile:
-    """Return the tile of `norm_fwd`."""
+    """Return the tile of `norm_fwd`. H100, at 0.99 of a copy (row 81)."""
     return NodeTile.of_whole_rows(features, 2048, num_warps=2)
 
 
 def norm_backward_tile(features: int) -> NodeTile:
-    """Return the tile of `norm_bwd`."""
+    """Return the tile of `norm_bwd`. H200, 40,962 and 271,040 rows of 512: "Tiles"."""
     return NodeTile.of_whole_rows(features, 1024, num_warps=2)
 
 
 def head_norm_tile(channels: int) -> NodeTile:
-    """Return the tile of `head_norm_fwd` and `head_norm_bwd`, whose rows are heads of nodes."""
+    """Return the tile of `head_norm_fwd` and `head_norm_bwd`, whose rows are heads of nodes.
+
+    H100, 40,962 and 271,040 nodes with 16 heads of 64: "Tiles".
+    """
     return NodeTile.of_whole_rows(channels, 2048, num_warps=4)
 
 
 def activation_tile(features: int) -> NodeTile:
-    """Return the tile of `activation_fwd`, and of `activation_bwd` without a gate."""
+    """Return the tile of `activation_fwd`, and of `activation_bwd` without a gate.
+
+    H100, at 0.95 of a copy (row 81).
+    """
     return NodeTile.of_columns(features, 2048, 512, num_warps=4)
 
 
 def gate_backward_tile(features: int) -> NodeTile:
-    """Return the tile of `activation_bwd` with a gate: half, so it has as many registers."""
+    """Return the tile of `activation_bwd` with a gate: half, so it has as many registers.
+
+    Not measured.
+    """
     return NodeTile.of_columns(features, 1024, 512, num_warps=4)
 
 
@@ -292,10 +347,15 @@ def outer_tile(m: int, k: int) -> tuple[int, int]:
 
 # ---------------------------------------------------------------------------- graph networks
 
-ENDS = 1024  # edges of a program of `edge_ends`
-JOINED_SEGMENTS = 8  # of a hub, that a program of `join_segment_sums` reads per step
+# edges of a program of `edge_ends`. Not measured
+ENDS = 1024
+# segments of a hub that a program of `join_segment_sums` reads per step. Not measured
+JOINED_SEGMENTS = 8
 
 
 def segment_sum_tile(features: int) -> NodeTile:
-    """Return the tile of `segment_sum`, whose rows are edges of a node."""
+    """Return the tile of `segment_sum`, whose rows are edges of a node.
+
+    H100, edges of N320 by destination and by source, 512 features (row 86a).
+    """
     return NodeTile.of_columns(features, 1024, 512, num_warps=1)
