@@ -26,6 +26,7 @@ import anemoi_gt.distributed
 import anemoi_gt.export
 import anemoi_gt.nn
 from anemoi_gt.integrations import anemoi, pyg
+from anemoi_gt.ops.activations import ACTIVATIONS
 
 MARKDOWN_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HTML_LINK = re.compile(r'(?:src|href|srcset)="([^"]+)"')
@@ -291,6 +292,14 @@ def test_import_table_of_the_contributing_page_is_the_enforced_one():
         part: set() if imports == "nothing" else set(imports.split(", ")) for part, imports in rows
     }
     assert table == {part: imports for part, imports in MAY_IMPORT.items() if part != "version"}
+
+
+def test_the_mathematics_lists_every_activation():
+    text = (ROOT / "docs" / "mathematics.md").read_text()
+    table = text.partition("| `f` | `f(h)` | `f'(h)` |\n")[2].partition("\n\n")[0]
+    listed = [row.split("|")[1].split(",")[0].strip().lower() for row in table.splitlines()[1:]]
+    kinds = [activation.kind.__name__.lower() for activation in ACTIVATIONS.values()]
+    assert sorted(listed) == sorted(kinds)
 
 
 def test_changelog_has_the_format_of_keep_a_changelog():
