@@ -271,7 +271,7 @@ TOTAL_ROWS = 256
 TOTAL_COLUMNS = 16
 TOTAL_WARPS = 8
 # A GEMM over nodes in 16 bits takes a multiple of it, and `add_outer` the rows beyond: cuBLAS may
-# leave some of them out (docs/upstream.md).
+# leave some of them out (docs/contributing.md).
 OUTER_ROWS = 64
 # rows and columns of a tile of `add_outer`, at most. H100, ranks of N320 (row 79a)
 OUTER_TILE = (64, 128)
