@@ -223,8 +223,9 @@ def attribute_bwd(
     if SEGMENT == 0:
         end = tl.load(colptr + i + 1)
         begin = tl.load(colptr + i)
-    for start in range(begin, end, EDGES):
-        e = start + tl.arange(0, EDGES)
+    # from 0, because Triton 3.5 fails to coalesce the loads of a loop from `begin`
+    for start in range(0, end - begin, EDGES):
+        e = begin + start + tl.arange(0, EDGES)
         inside = e < end
         edge = caller_edges(perm, e, inside)
         a = load_attributes(edge_attr, b * attr_stride + edge, inside, D, BIAS, ATTRIBUTES)
