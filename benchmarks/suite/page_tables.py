@@ -14,7 +14,7 @@ from functools import partial
 
 import sharding
 
-from suite import table
+from suite import readme_tables, table
 from suite.results_files import RESULTS, FileFacts, load, sources
 from suite.table import EMPTY, markdown
 from suite.training_tables import differences, family_table, fits_table, overview_table
@@ -423,6 +423,8 @@ def _gpu(facts: FileFacts) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "readme-training": readme_tables.training_steps,
+    "readme-others": readme_tables.other_models,
     "training-h200": partial(overview_table, "h200"),
     "training-h100": partial(overview_table, "h100"),
     "training-differences": differences,

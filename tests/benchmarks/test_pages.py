@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 GUIDES = [
     page
     for page in report.pages()
-    if page.stem not in ("design", "contributing", "upstream", "README")
+    if page.stem not in ("design", "contributing")
 ]
 # A measurement: a number before a unit, a factor, or both ends of a range.
 QUOTED = re.compile(r"(\d[\d.,]*)(?:-(\d[\d.,]*))?(?: (?:ms|s|GB)\b|x (?:faster|less|slower))")
