@@ -6,6 +6,7 @@
 #   tested torch, Triton's interpreter as it is
 # make demo   train the example model on a sphere, on a CPU, and draw the forecast
 # make bench  time attention beside PyG's, and anemoi-models' where it is installed, on what this machine has
+# make tables  write the tables and plots of the pages from benchmarks/results
 # make lint, make docs, make format
 # Each command makes its environment by itself; PYTHON chooses the interpreter (3.11 to 3.13).
 
@@ -25,7 +26,7 @@ PYTEST := bin/python -m pytest --dist worksteal
 # Containers switch it off, and every process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quick demo test test-anemoi nightly bench lint format docs clean
+.PHONY: quick demo test test-anemoi nightly bench tables lint format docs clean
 .PHONY: nightly-upstream nightly-interpreter nightly-lowest nightly-torch
 
 quick: $(INSTALLED)-test
@@ -48,6 +49,9 @@ test-anemoi: .venv-anemoi/.installed
 bench: $(INSTALLED)-graphs
 	$(BIN)/python benchmarks/run.py --output outputs/bench.json
 	$(BIN)/python benchmarks/report.py outputs/bench.json
+
+tables: $(INSTALLED)-graphs
+	$(BIN)/python benchmarks/report.py
 
 lint: $(INSTALLED)-lint
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Write the tables and plots of the documentation, or print the tables of a results file.
 
-    python benchmarks/report.py                                      write the pages and plots
-    python benchmarks/report.py outputs/h200.json                    print the tables of a run
+    make tables                                       write the pages and plots
+    python benchmarks/report.py outputs/h200.json     print the tables of a run
 
 Tables are made from benchmarks/results and put between the comments `<!-- table: NAME -->` and
 `<!-- end of NAME -->` of README.md and docs; `suite/page_tables.py` has the names. The plot of the

@@ -45,7 +45,7 @@ def quoted_in(text):
 @pytest.mark.parametrize("page", report.pages(), ids=name_of)
 def test_tables_of_a_page_are_those_of_the_results(page):
     text = page.read_text()
-    assert fill(text) == text, "run python benchmarks/report.py"
+    assert fill(text) == text, "run make tables"
 
 
 def test_every_table_is_on_a_page_once():
@@ -94,7 +94,7 @@ def test_plots_of_the_readme_match_the_results():
     for name, theme in (("speed", plot.LIGHT), ("speed-dark", plot.DARK)):
         committed = (DOCS / "_static" / f"{name}.svg").read_text()
         assert committed == plot.as_file(plot.bars(load("n320_h200.json")), theme), (
-            "run python benchmarks/report.py"
+            "run make tables"
         )
 
 
