@@ -17,7 +17,7 @@ import sharding
 from suite import readme_tables, table
 from suite.results_files import RESULTS, FileFacts, load, sources
 from suite.table import EMPTY, markdown
-from suite.training_tables import differences, family_table, fits_table, overview_table
+from suite.training_tables import differences, factor, family_table, fits_table, overview_table
 
 GIB = 2**30 / 1e9  # GB
 SPOT = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
@@ -39,7 +39,7 @@ def _with_sources(header: list[str], rows: list[list[str]], *names: str) -> str:
 
 
 def _ratio(theirs: float, ours: float) -> str:
-    return f"{theirs / ours:.2f}x"
+    return factor(theirs / ours)
 
 
 # --------------------------------------------------------------------------- models
@@ -407,9 +407,9 @@ def accuracy_random() -> str:
     text = (RESULTS / name).read_text()
     number = sum(int(count) for count in re.findall(r"seed \d+: (\d+) as accurate", text))
     largest = {}
-    for dtype, factor in re.findall(r"(bfloat16|float16|float32) (\d\.\d\d) \(", text):
-        largest[dtype] = max(largest.get(dtype, 0.0), float(factor))
-    limits = ", ".join(f"{factor:.2f} in {dtype}" for dtype, factor in sorted(largest.items()))
+    for dtype, times in re.findall(r"(bfloat16|float16|float32) (\d\.\d\d) \(", text):
+        largest[dtype] = max(largest.get(dtype, 0.0), float(times))
+    limits = ", ".join(f"{times:.2f} in {dtype}" for dtype, times in sorted(largest.items()))
     facts = FileFacts.of(name)
     return (
         f"Backend `triton`, over {number:,} random graphs ({facts.device}, `{facts.commit}`, "

@@ -122,7 +122,12 @@ def faster(theirs: Step | None, ours: Step | None) -> str:
     """Return a speedup, as 1.32x."""
     if theirs is None or ours is None or ours.ms is None:
         return EMPTY
-    return f"{theirs.ms / ours.ms:.2f}x"
+    return factor(theirs.ms / ours.ms)
+
+
+def factor(ratio: float) -> str:
+    """Return a factor with three digits."""
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
 def memory(theirs: Step | None, ours: Step | None) -> str:

@@ -17,12 +17,8 @@ from suite.training_tables import FAMILIES, steps_of
 from support.pages import BLOCK, PAGES, ROOT, commands, name_of
 
 DOCS = ROOT / "docs"
-# Pages for users. Design, contributing and issues of others tell what was tried, and when.
-GUIDES = [
-    page
-    for page in report.pages()
-    if page.stem not in ("design", "contributing")
-]
+# Pages for users; design and contributing tell what was tried.
+GUIDES = [page for page in report.pages() if page.stem not in ("design", "contributing")]
 # A measurement: a number before a unit, a factor, or both ends of a range.
 QUOTED = re.compile(r"(\d[\d.,]*)(?:-(\d[\d.,]*))?(?: (?:ms|s|GB)\b|x (?:faster|less|slower))")
 # Limits and settings, not measurements.
