@@ -11,6 +11,7 @@ Below each table is a line with device, versions, commits and dates.
 import re
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 import sharding
 
@@ -119,13 +120,22 @@ def training_9km() -> str:
             key = (line.get("ranks", 1), contender, line["num_chunks"], line["compiled"])
             if key in steps or ("0.2.0" in name and contender == "anemoi_gt"):
                 continue  # the first file that has a step is the newest
-            seconds = f"{line['seconds']:.2f}" if "seconds" in line else line["outcome"]
-            gb = f"{line['peak_gb']:.1f}" if "peak_gb" in line else EMPTY
-            form = "blocks compiled" if line["compiled"] else "eager"
-            row = [titles.get(contender, contender), form, line["num_chunks"]]
-            steps[key] = [key[0], *row, seconds, gb, facts.commit]
-    rows = [steps[key] for key in sorted(steps)]
-    header = ["GPUs", "", "", "chunks", "s", "GB on each", "commit"]
+            steps[key] = line, facts
+    rows = []
+    for (ranks, contender, chunks, compiled), (line, facts) in sorted(
+        steps.items(), key=itemgetter(0)
+    ):
+        form = "blocks compiled" if compiled else "eager"
+        row = [ranks, titles.get(contender, contender), form, chunks]
+        if "seconds" not in line:
+            rows.append([*row, line["outcome"], EMPTY, EMPTY, facts.commit])
+            continue
+        row += [f"{line['seconds']:.2f}", f"{line['peak_gb']:.1f}"]
+        theirs, _ = steps.get((ranks, "anemoi-models", chunks, compiled), (None, None))
+        is_compared = theirs and theirs is not line
+        row.append(_ratio(theirs["seconds"], line["seconds"]) if is_compared else EMPTY)
+        rows.append([*row, facts.commit])
+    header = ["GPUs", "", "", "chunks", "s", "GB on each", "faster", "commit"]
     return f"{_with_sources(header, rows, *names)}\n\n{_scaling_9km(names[0], *names[3:])}"
 
 

@@ -85,11 +85,8 @@ def steps_of(family: str, device: str) -> list[Step]:
                 step = step_of(name, record, facts)
                 if step is None:
                     continue
-                before = chosen.get(name)
-                is_theirs = step.library == THEIRS
-                if is_theirs and before and before.ms and before.ms <= (step.ms or before.ms):
-                    continue
-                chosen[name] = step
+                if name not in chosen or _replaces(step, chosen[name]):
+                    chosen[name] = step
     return sorted(
         chosen.values(),
         key=lambda step: (
@@ -99,6 +96,13 @@ def steps_of(family: str, device: str) -> list[Step]:
             step.captured,
         ),
     )
+
+
+def _replaces(step: Step, before: Step) -> bool:
+    """Return whether a step of a newer run is told instead of the one before."""
+    if step.library == OURS or before.ms is None:
+        return True
+    return step.ms is not None and step.ms < before.ms
 
 
 def _runs(device: str) -> list[tuple[FileFacts, dict]]:
