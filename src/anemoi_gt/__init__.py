@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # type checkers do not run `__getattr__`
         GraphTransformerConv,
         GraphTransformerMapperBlock,
         GraphTransformerProcessorBlock,
+        InteractionBlock,
+        InteractionConv,
     )
     from anemoi_gt.ops import attention_weights, edge_attention, merge
     from anemoi_gt.tested_versions import UntestedVersionsWarning
@@ -25,6 +27,8 @@ __all__ = [
     "GraphTransformerConv",
     "GraphTransformerMapperBlock",
     "GraphTransformerProcessorBlock",
+    "InteractionBlock",
+    "InteractionConv",
     "UntestedVersionsWarning",
     "__version__",
     "attention_weights",
@@ -42,6 +46,8 @@ _DEFINED_IN = {
     "GraphTransformerConv": "nn",
     "GraphTransformerMapperBlock": "nn",
     "GraphTransformerProcessorBlock": "nn",
+    "InteractionBlock": "nn",
+    "InteractionConv": "nn",
     "UntestedVersionsWarning": "tested_versions",
     "attention_weights": "ops",
     "edge_attention": "ops",

@@ -17,7 +17,12 @@ from torch_geometric.nn import MeanAggregation, TransformerConv
 from torch_geometric.nn.conv import MessagePassing
 
 from anemoi_gt.integrations.anemoi.upstream import recognise_modules
-from anemoi_gt.nn import AutocastLayerNorm, GraphTransformerConv, GraphTransformerProcessorBlock
+from anemoi_gt.nn import (
+    AutocastLayerNorm,
+    GraphTransformerConv,
+    GraphTransformerProcessorBlock,
+    InteractionConv,
+)
 from anemoi_gt.nn import plain as rule
 from anemoi_gt.nn.plain import TABLE, why_not_plain
 from anemoi_gt.refusal import RefusalKind
@@ -94,11 +99,14 @@ def layers():
         rule.ATTENTION: GraphTransformerConv(6, 4),
         rule.PYG_ATTENTION: TransformerConv(6, 4),
         rule.ANEMOI_ATTENTION: AnemoiConv(4),
+        rule.INTERACTION: InteractionConv(6, 4),
     }
 
 
 MESSAGE_METHODS = tuple(rule.MESSAGE_PASSING["methods"])
-roles = pytest.mark.parametrize("role", (rule.ATTENTION, rule.PYG_ATTENTION, rule.ANEMOI_ATTENTION))
+roles = pytest.mark.parametrize(
+    "role", (rule.ATTENTION, rule.PYG_ATTENTION, rule.ANEMOI_ATTENTION, rule.INTERACTION)
+)
 
 
 @roles

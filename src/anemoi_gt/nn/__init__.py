@@ -1,4 +1,4 @@
-"""Layers as modules: convolution, blocks, mappers, processor and the whole model."""
+"""Layers as modules: convolutions, blocks, mappers, processor and the whole model."""
 
 from anemoi_gt.nn.block import (
     GraphTransformerBaseBlock,
@@ -8,6 +8,7 @@ from anemoi_gt.nn.block import (
 )
 from anemoi_gt.nn.chunking import Chunk, split_destinations
 from anemoi_gt.nn.conv import GraphTransformerConv
+from anemoi_gt.nn.interaction_network import InteractionBlock, InteractionConv
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mapper import (
     GraphTransformerBackwardMapper,
@@ -32,6 +33,8 @@ __all__ = [
     "GraphTransformerMapperBlock",
     "GraphTransformerProcessor",
     "GraphTransformerProcessorBlock",
+    "InteractionBlock",
+    "InteractionConv",
     "LayerKernels",
     "ShardedGraph",
     "StaticEdges",

@@ -335,7 +335,8 @@ class GraphTransformerBaseBlock(nn.Module):
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
 
     def _make_mlp(self) -> MLP:
-        return MLP(self.channels, self.hidden_dim, self.mlp_implementation, self.layer_kernels)
+        sizes = (self.channels, self.hidden_dim, self.channels)
+        return MLP(*sizes, self.mlp_implementation, self.layer_kernels)
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return rearrange(

@@ -1,4 +1,4 @@
-"""MLP: two linear maps with an activation or a gate between them, applied to each node.
+"""MLP: linear maps with an activation or a gate between them, applied to each row.
 
 y = W_out act(W_in x)                                    "mlp"
 y = W_out (gate(W_gate x) * W_value x)                   "glu", "swiglu", "geglu", "reglu"
@@ -9,6 +9,7 @@ import math
 from torch import Tensor, nn
 
 from anemoi_gt.nn.layer_kernels import LayerKernels
+from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.option_checks import check_integer, check_number
 
 GATES = {"glu": nn.Sigmoid, "swiglu": nn.SiLU, "geglu": nn.GELU, "reglu": nn.ReLU}
@@ -30,14 +31,26 @@ class GatedLinear(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward network with one hidden layer, with the state dict of Anemoi's plain `MLP`.
+    """Network of hidden layers and a linear map, with the state dict of Anemoi's `MLP`.
 
     Of the implementations, "mlp" uses `kernels.Activation`, the others a gate of Shazeer (2020),
-    with 1.5 times the parameters. Input and output have `channels` features. Raise ValueError for a
-    width below 1, or another name.
+    with 1.5 times the parameters. With `norm` the output is normalised by `kernels.LayerNorm`.
+    Raise ValueError for a width or a number of hidden layers below 1, or another name.
     """
 
-    def __init__(self, channels: int, hidden_dim: int, implementation: str, kernels: LayerKernels):
+    layer_norm: nn.Module | None
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_dim: int,
+        out_features: int,
+        implementation: str,
+        kernels: LayerKernels,
+        *,
+        hidden_layers: int = 1,
+        norm: bool = False,
+    ):
         super().__init__()
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(
@@ -45,15 +58,24 @@ class MLP(nn.Module):
                 f"{implementation!r}"
             )
         check_integer("hidden_dim", hidden_dim)
-        if implementation == "mlp":
-            hidden = [kernels.Linear(channels, hidden_dim), kernels.Activation()]
-        else:
-            hidden = [GatedLinear(channels, hidden_dim, GATES[implementation](), kernels)]
-        self.mlp = nn.Sequential(*hidden, kernels.Linear(hidden_dim, channels))
+        check_integer("hidden_layers", hidden_layers)
+        layers: list[nn.Module] = []
+        width = in_features
+        for _ in range(hidden_layers):
+            if implementation == "mlp":
+                layers += [kernels.Linear(width, hidden_dim), kernels.Activation()]
+            else:
+                gate = GATES[implementation]()
+                layers.append(GatedLinear(width, hidden_dim, gate, kernels))
+            width = hidden_dim
+        self.mlp = nn.Sequential(*layers, kernels.Linear(width, out_features))
+        layer_norm = kernels.LayerNorm(normalized_shape=out_features) if norm else None
+        self.register_module("layer_norm", layer_norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `x` [..., channels] to [..., channels]."""
-        return self.mlp(x)
+        """Map `x` [..., in_features] to [..., out_features]."""
+        y = self.mlp(x)
+        return y if self.layer_norm is None else apply_norm(self.layer_norm, y)
 
 
 def hidden_width(channels: int, ratio: float) -> int:

@@ -1,6 +1,7 @@
 """Parts of a fused network: linear maps and activations, with a norm on its output or without.
 
-`network_parts` reads an MLP as Anemoi builds it, or refuses it, by the rules of `nn.sublayers`.
+`network_parts` reads an MLP as Anemoi and this library build it, or refuses it, by the rules of
+`nn.sublayers`.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backends import Sublayers
 from anemoi_gt.ops.network_tensors import Layer, Network, NetworkOptions
 from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
-from anemoi_gt.refusal import Refusal
+from anemoi_gt.refusal import Refusal, permanent
 
 LAYERS = "one or two hidden layers and a linear map are needed"
 
@@ -56,30 +57,49 @@ class NetworkParts(NamedTuple):
 
 
 def network_parts(
-    mlp: Submodule, sublayers: Sublayers, name: str, *, is_called: bool = False
+    mlp: Submodule,
+    sublayers: Sublayers,
+    name: str,
+    *,
+    is_called: bool = False,
+    norms: tuple[str, ...] = LAYER_NORM,
 ) -> NetworkParts | Refusal:
     """Return the parts of an MLP, or why it cannot be fused.
 
     Parameters
     ----------
     mlp : nn.Module
-        Of anemoi-models, with children `mlp` and `layer_norm`.
+        Of anemoi-models or of this library, with children `mlp` and `layer_norm`.
     sublayers : Sublayers
         Of the backend that is to compute it.
     name : str
         In its block, for the text of a refusal.
     is_called : bool
         Whether the MLP is called, and only its children are not.
+    norms : tuple of str
+        Roles of its norm. An RMSNorm has another dtype under autocast than a layer norm, on some
+        devices and versions of PyTorch: callers that keep what Anemoi returns do not admit it.
     """
     try:
-        return _read_network(mlp, sublayers, name, is_called=is_called)
+        return _read_network(mlp, sublayers, name, is_called=is_called, norms=norms)
     except CannotFuseError as error:
         refusal: Refusal = error.args[0]
         return refusal
 
 
+def for_call(
+    parts: NetworkParts | Refusal, x: Tensor, *, is_autocast: bool
+) -> NetworkParts | Refusal:
+    """Return the parts for a call on rows like x, or why it cannot use them."""
+    if isinstance(parts, Refusal) or is_autocast or x.dtype == parts.dtype:
+        return parts
+    return permanent(
+        f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
+    )
+
+
 def _read_network(
-    mlp: Submodule, sublayers: Sublayers, name: str, *, is_called: bool
+    mlp: Submodule, sublayers: Sublayers, name: str, *, is_called: bool, norms: tuple[str, ...]
 ) -> NetworkParts | Refusal:
     prefix = f"{name}." if name else ""
     layers, norm = child_of(mlp, "mlp"), child_of(mlp, "layer_norm")
@@ -88,7 +108,7 @@ def _read_network(
         asked.append((name, mlp, (plain.MLP,)))
     asked.append((f"{prefix}mlp", layers, SEQUENTIAL))
     if norm is not None:
-        asked.append((f"{prefix}layer_norm", norm, LAYER_NORM))
+        asked.append((f"{prefix}layer_norm", norm, norms))
     modules = list(layers._modules.items()) if isinstance(layers, nn.Module) else []
     linears: list[tuple[str, Submodule]] = []  # of each hidden layer the gate first, if it has one
     activations: list[tuple[str, Submodule]] = []
@@ -161,7 +181,7 @@ def _read_network(
         raise cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
     parameters: Norm[Tensor] = Norm()
     options = NormOptions()
-    if norm is not None:
+    if norm is not None and type(norm) is not nn.Identity:
         norm_parts = read_norm(norm, f"{prefix}layer_norm", sublayers)
         parameters, options = norm_parts.parameters, norm_parts.options
         if norm_parts.features != features:
@@ -177,7 +197,7 @@ def _read_network(
         norm=options,
         activation=names.pop(),
         # Anemoi's AutocastLayerNorm casts its result to the dtype of its input
-        is_cast=norm is None or type(norm) is not nn.LayerNorm,
+        is_cast=type(norm) is not nn.LayerNorm,
         features=features,
         dtype=out.weight.dtype,
         sublayers=sublayers,

@@ -38,6 +38,7 @@ GATED_LINEAR = "a gated linear map"
 SUM = "PyG's SumAggregation"
 BLOCK = "a block of anemoi_gt"
 ATTENTION = "a GraphTransformerConv"
+INTERACTION = "an InteractionConv"
 PYG_ATTENTION = "PyG's TransformerConv"
 ANEMOI_BLOCK = "Anemoi's graph-transformer block"
 ANEMOI_MAPPER_BLOCK = "Anemoi's graph-transformer mapper block"
@@ -96,6 +97,8 @@ MESSAGE_PASSING: dict[str, Any] = {
     "registries": PYG_HOOKS,
 }
 GENERATED = ("propagate", "collect")
+# of the edge update of a graph network, besides `node_dim`
+FIXED_OF_EDGES = (*MESSAGE_PASSING["fixed"][1:], ("flow", ("source_to_target",)))
 OF_ATTENTION = ("heads", "out_channels", "dropout", "training", "flow")
 NORM = Kind(LAYER_NORM, read=("normalized_shape", "weight", "bias", "eps"))
 PROJECTIONS = ("lin_query", "lin_key", "lin_value", "lin_self", "lin_edge", "projection")
@@ -158,7 +161,7 @@ TABLE: dict[str, Kind] = {
         CONDITIONAL_NORM, read=("norm", "scale", "bias")
     ),
     "anemoi_gt.nn.mapper.FieldExtractor": Kind(SEQUENTIAL),
-    "anemoi_gt.nn.mlp.MLP": Kind(MLP, read=("mlp",)),
+    "anemoi_gt.nn.mlp.MLP": Kind(MLP, read=("mlp", "layer_norm")),
     "anemoi_gt.nn.mlp.GatedLinear": Kind(GATED_LINEAR, read=("gate_proj", "value_proj", "gating")),
     "anemoi_gt.nn.block.GraphTransformerProcessorBlock": OWN_BLOCK,
     "anemoi_gt.nn.block.GraphTransformerMapperBlock": OWN_BLOCK,
@@ -166,6 +169,13 @@ TABLE: dict[str, Kind] = {
         ATTENTION,
         **MESSAGE_PASSING | {"methods": (*MESSAGE_PASSING["methods"], "_split_heads")},
         read=("lin_edge", *OF_ATTENTION),
+        runs_hooks=False,
+        subclasses=True,
+    ),
+    "anemoi_gt.nn.interaction_network.InteractionConv": Kind(
+        INTERACTION,
+        **MESSAGE_PASSING | {"fixed": (("node_dim", (-2,)), *FIXED_OF_EDGES)},
+        read=("edge_mlp",),
         runs_hooks=False,
         subclasses=True,
     ),
@@ -205,11 +215,7 @@ TABLE: dict[str, Kind] = {
         **MESSAGE_PASSING
         | {
             "methods": ("forward", *MESSAGE_PASSING["methods"]),
-            "fixed": (
-                ("node_dim", (-2, 0)),  # the same of rows [N, F]
-                *MESSAGE_PASSING["fixed"][1:],
-                ("flow", ("source_to_target",)),
-            ),
+            "fixed": (("node_dim", (-2, 0)), *FIXED_OF_EDGES),  # the same of rows [N, F]
         },
         read=("edge_mlp",),
     ),

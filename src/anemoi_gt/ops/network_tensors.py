@@ -8,8 +8,8 @@
 
 The second layer, the norm and m_n are optional. The first layer of the edge update factors over
 nodes: W_1 u = W_e e_e + (W_i x_i + b_1) + W_j x_j. An interaction network (Battaglia et al. 2016,
-https://arxiv.org/abs/1612.00222) is both, the second on [x_i, s_i]; GraphCast (Lam et al. 2023,
-supplement 3.5 to 3.7) consists of them.
+https://arxiv.org/abs/1612.00222) is both, the second on [x_i, s_i]. Anemoi's graph networks consist
+of them; GraphCast (Lam et al. 2023, supplement 3.5 to 3.7) sums the networks, not e'_e.
 
 Dimensions: N nodes of a batch entry, B batch entries, E edges of one, R halo rows, F features of a
 row, K and L hidden features.

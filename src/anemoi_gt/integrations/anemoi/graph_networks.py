@@ -29,7 +29,7 @@ from anemoi_gt.integrations.anemoi.upstream import replaces
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.fused_block import NO_SUBLAYERS, NOT_FASTER, Computation
-from anemoi_gt.nn.networks import NetworkParts, network_parts
+from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import why_not_plain
 from anemoi_gt.ops.network_tensors import (
     InteractionOptions,
@@ -108,9 +108,8 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     computation, refusal = _computation_of(settings, x)
     parts: NetworkParts | Refusal = refusal or NOT_OF_GRAPH_NETWORK
     if computation is not None and computation.sublayers is not None and _is_embedding(self):
-        parts = _for_call(
-            network_parts(self, computation.sublayers, "", is_called=True), x, computation
-        )
+        parts = network_parts(self, computation.sublayers, "", is_called=True)
+        parts = for_call(parts, x, is_autocast=computation.is_autocast)
     (parts,) = as_in_forward(self, "network", (parts,))
     if isinstance(parts, Refusal):
         if parts.kind is not RefusalKind.NOT_FASTER and parts is not NOT_OF_GRAPH_NETWORK:
@@ -214,19 +213,8 @@ def _parts_of(
     nodes = network_parts(block.node_mlp, computation.sublayers, "node_mlp")
     return BlockParts(
         computation,
-        _for_call(edges, x_dst, computation),
-        _for_call(nodes, x_dst, computation),
-    )
-
-
-def _for_call(
-    parts: NetworkParts | Refusal, x: Tensor, computation: Computation
-) -> NetworkParts | Refusal:
-    """Return the parts for a call on rows like x, or why it cannot use them."""
-    if isinstance(parts, Refusal) or computation.is_autocast or x.dtype == parts.dtype:
-        return parts
-    return permanent(
-        f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
+        for_call(edges, x_dst, is_autocast=computation.is_autocast),
+        for_call(nodes, x_dst, is_autocast=computation.is_autocast),
     )
 
 

@@ -1,0 +1,458 @@
+"""Graph networks as PyG layers: the edge update with its sum, and a block with the node update.
+
+For an edge e from source j to destination i:
+
+    e'_e = e_e + edge_mlp([x_i, x_j, e_e])        s_i = sum of e'_e over the in-edges of i
+    x'_i = x_i + node_mlp([x_i, s_i])
+
+The `torch` backend is PyG's message passing with modules; `triton` has one operator for each line
+(`anemoi_gt.ops.network_tensors`).
+"""
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.typing import OptTensor, PairTensor
+
+from anemoi_gt.attention_config import AttentionConfig, check_config
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.checks import have_size
+from anemoi_gt.nn.activation_checkpointing import as_in_forward
+from anemoi_gt.nn.block import ShardedGraph
+from anemoi_gt.nn.fused_block import NOT_FASTER, Computation
+from anemoi_gt.nn.input_validation import (
+    check_attributes,
+    check_dtype,
+    check_features,
+    check_nodes,
+    stored_parameter,
+)
+from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
+from anemoi_gt.nn.mlp import MLP
+from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
+from anemoi_gt.nn.plain import IDENTITY, INTERACTION, LAYER_NORM, RMS_NORM, Asked, why_not_plain
+from anemoi_gt.nn.pyg_inputs import read_edges
+from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
+from anemoi_gt.ops.network_tensors import (
+    InteractionOptions,
+    InteractionTensors,
+    NetworkOptions,
+    NetworkTensors,
+)
+from anemoi_gt.option_checks import check_integer
+from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
+from anemoi_gt.torch_compat import constant_when_traced, is_exporting
+
+NO_OPERATORS = not_faster("its backend has no operators of graph networks")
+NORMS = (LAYER_NORM, RMS_NORM, IDENTITY)
+
+
+class InteractionConv(MessagePassing):
+    """Edge update of a graph network, and its sum over the in-edges of each destination.
+
+    For an edge e from source j to destination i:
+
+        e'_e = e_e + edge_mlp([x_i, x_j, e_e])
+        s_i  = sum of e'_e over the in-edges of i
+
+    The network `edge_mlp` has hidden layers with an activation or a gate, a linear map and a norm.
+    On backend `triton` no tensor of its inputs side by side is materialised.
+
+    Parameters
+    ----------
+    in_channels : int or (int, int)
+        Features of a node, or of a source and of a destination.
+    edge_dim : int
+        Features of an edge, which the update keeps.
+    hidden_dim : int, optional
+        Features of a hidden layer; None is `edge_dim`.
+    hidden_layers : int
+        Hidden layers of a network; backend `triton` has one or two.
+    mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
+        Plain or gated hidden layers.
+    layer_kernels : LayerKernels
+        Classes of linear maps, of the norm on the output, and of the activation:
+        `LayerNorm=torch.nn.RMSNorm` is an RMSNorm, `LayerNorm=torch.nn.Identity` no norm.
+    config : AttentionConfig
+        Backend of the layer, precision of its matrix products, and sorting of raw edges. `auto`
+        selects `triton` on a GPU under 16-bit autocast, or with a 16-bit precision.
+
+    Raises
+    ------
+    ValueError
+        For a size that is not an integer or below 1, an unknown mlp_implementation, or incomplete
+        layer kernels.
+
+    Notes
+    -----
+    Results have the dtype of `edge_attr`. While a PyG explainer, a message hook or
+    `torch.jit.trace` is active, the layer computes with PyG's messages, with a warning. So it does
+    if a method of message passing or a module of `edge_mlp` is replaced; backend `triton`, if it is
+    named, raises ValueError then.
+
+    Examples
+    --------
+    >>> conv = InteractionConv((4, 6), edge_dim=8)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), (5, 2))
+    >>> edges, sums = conv((torch.randn(5, 4), torch.randn(2, 6)), graph, torch.randn(3, 8))
+    >>> edges.shape, sums.shape
+    (torch.Size([3, 8]), torch.Size([2, 8]))
+
+    References
+    ----------
+    Battaglia et al. (2016), Interaction Networks for Learning about Objects, Relations and Physics,
+    section 2.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        edge_dim: int,
+        hidden_dim: int | None = None,
+        hidden_layers: int = 1,
+        *,
+        mlp_implementation: str = "mlp",
+        layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+    ):
+        super().__init__(aggr="add", node_dim=-2)
+        self.in_channels = _both_sides(in_channels)
+        check_integer("edge_dim", edge_dim)
+        check_kernels(layer_kernels)
+        check_config(config)
+        self.edge_dim, self.config = edge_dim, config
+        self.edge_mlp = MLP(
+            sum(self.in_channels) + edge_dim,
+            edge_dim if hidden_dim is None else hidden_dim,
+            edge_dim,
+            mlp_implementation,
+            layer_kernels,
+            hidden_layers=hidden_layers,
+            norm=True,
+        )
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphStructure | ShardedGraph | Tensor,  # or a SparseTensor
+        edge_attr: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Update the edges; return them, and their sums over in-edges.
+
+        Parameters
+        ----------
+        x : Tensor [N, F] or [B, N, F], or a pair (x_src, x_dst) of them
+            The batch shares one graph; different graphs form one graph, as PyG's `Batch` makes it.
+        edge_index : GraphStructure, ShardedGraph, Tensor [2, E], EdgeIndex, or adjacency adj_t
+            For a ShardedGraph, x_src holds the local sources, and edges are those of the rank.
+            adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src], whose values
+            [E, edge_dim] replace an `edge_attr` of None. All but the first are sorted in every
+            call (see `AttentionConfig.stable_sort`).
+        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
+            Features of the edges in the caller's order.
+
+        Returns
+        -------
+        edges : Tensor [E, edge_dim] or [B, E, edge_dim]
+            In the caller's order.
+        sums : Tensor [N_dst, edge_dim] or [B, N_dst, edge_dim]
+            0 for a destination without in-edges.
+
+        Raises
+        ------
+        ValueError
+            When x, edges and features do not fit together, or `config` names a backend that cannot
+            run.
+        """
+        x_src, x_dst = self._sides(x)
+        if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
+            edge_index, ShardedGraph
+        ):
+            x_src = edge_index.start_exchange(x_src).wait()
+            edge_index = edge_index.structure
+        sizes = (x_src.shape[-2], x_dst.shape[-2])
+        graph, edges = read_edges(edge_index, edge_attr, sizes, self.config)
+        check_nodes(graph, x_src, x_dst)
+        edges = self._in_batch(edges, graph, x_dst)
+        dtype = edges.dtype
+        is_one_set = x_src is x_dst
+        with _precision(self.config, x_dst.device):
+            x_dst, edges = _read(x_dst, self.config), _read(edges, self.config)
+            x_src = x_dst if is_one_set else _read(x_src, self.config)
+            own: Asked = ("", self, (INTERACTION,))
+            network = _network_of(self, "edge_mlp", self.edge_mlp, x_dst, self.config, own)
+            if isinstance(network, Refusal):
+                ends = graph.edge_index()
+                # propagate_type: (x: PairTensor, edge_attr: Tensor)
+                edges, sums = self.propagate(ends, size=sizes, x=(x_src, x_dst), edge_attr=edges)
+            else:
+                sources = None if is_one_set else x_src
+                edges, sums = _fused_edges(*network, sources, x_dst, graph, edges)
+        return edges.to(dtype), sums.to(dtype)
+
+    def message(self, x_i: Tensor, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        """Return the updated edges [.., E, edge_dim], which are PyG's messages."""
+        return edge_attr + self.edge_mlp(torch.cat([x_i, x_j, edge_attr], dim=-1))
+
+    def aggregate(
+        self,
+        inputs: Tensor,
+        index: Tensor,
+        ptr: OptTensor = None,
+        dim_size: Optional[int] = None,  # noqa: UP045  PyG supports no other spelling
+    ) -> tuple[Tensor, Tensor]:
+        """Return the updated edges, and their sums."""
+        terms = inputs.to(accumulator_dtype(inputs.dtype))
+        return inputs, super().aggregate(terms, index, ptr=ptr, dim_size=dim_size)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.in_channels}, edge_dim={self.edge_dim})"
+
+    def _sides(self, x: Tensor | PairTensor) -> PairTensor:
+        """Return (x_src, x_dst), checked."""
+        sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
+        if len(sides) != 2:
+            raise ValueError(
+                f"x must be a tensor or a pair of tensors (x_src, x_dst), got {len(sides)} elements"
+            )
+        like = stored_parameter(self.edge_mlp.mlp[-1])
+        if self.config.precision is not None and like.dtype != torch.float32:
+            raise ValueError(
+                f"the weights of a layer with a precision must be float32, got {like.dtype}; use "
+                "AttentionConfig(precision=None)"
+            )
+        for name, side, channels in zip(("x_src", "x_dst"), sides, self.in_channels, strict=True):
+            check_features(name, side, channels, like)
+        return sides
+
+    def _in_batch(self, edges: Tensor | None, graph: GraphStructure, x_dst: Tensor) -> Tensor:
+        """Return the features of edges with the batch dimension of nodes, checked."""
+        check_attributes(edges, self.edge_dim)
+        assert edges is not None  # or the check would have raised
+        check_dtype("edge_attr", edges, like=stored_parameter(self.edge_mlp.mlp[-1]))
+        batch = x_dst.shape[:-2]
+        if not have_size(edges.shape[-2], graph.num_edges) or edges.shape[:-2] not in ((), batch):
+            raise ValueError(
+                f"edge_attr must have {graph.num_edges} rows, one per edge of the graph, and the "
+                f"batch {tuple(batch)} of x or none, got {tuple(edges.shape)}"
+            )
+        return edges.expand(*batch, *edges.shape[-2:])
+
+
+class InteractionBlock(nn.Module):
+    """Block of a graph network: the update of its edges, then of its destination nodes.
+
+    For an edge e from source j to destination i:
+
+        e'_e = e_e + edge_mlp([x_i, x_j, e_e])        s_i = sum of e'_e over the in-edges of i
+        x'_i = x_i + node_mlp([x_i, s_i])
+
+    The first line is `conv`, an `InteractionConv`. State dicts equal Anemoi's
+    `GraphConvProcessorBlock` with two hidden layers, if `in_channels`, `edge_dim` and `hidden_dim`
+    are the same.
+
+    Parameters
+    ----------
+    in_channels : int or (int, int)
+        Features of a node, or of a source and of a destination; destinations keep theirs.
+    edge_dim : int
+        Features of an edge, which the update keeps.
+    hidden_dim, hidden_layers, mlp_implementation, layer_kernels, config
+        As for `InteractionConv`, of both networks.
+
+    Raises
+    ------
+    ValueError
+        For a size that is not an integer or below 1, an unknown mlp_implementation, or incomplete
+        layer kernels.
+
+    Notes
+    -----
+    GraphCast sums the updates edge_mlp(..) without e_e; its weights are those of another function.
+
+    Examples
+    --------
+    >>> block = InteractionBlock(16, edge_dim=16)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), 5)
+    >>> x, edges = torch.randn(2, 5, 16), torch.randn(3, 16)
+    >>> for _ in range(2):
+    ...     x, edges = block(x, graph, edges)
+    >>> x.shape, edges.shape
+    (torch.Size([2, 5, 16]), torch.Size([2, 3, 16]))
+
+    References
+    ----------
+    Battaglia et al. (2018), Relational inductive biases, deep learning, and graph networks, section
+    3.2. Lam et al. (2023), Learning skillful medium-range global weather forecasting, supplement
+    3.5 to 3.7.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        edge_dim: int,
+        hidden_dim: int | None = None,
+        hidden_layers: int = 1,
+        *,
+        mlp_implementation: str = "mlp",
+        layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+    ):
+        super().__init__()
+        _, channels = _both_sides(in_channels)
+        check_integer("edge_dim", edge_dim)
+        check_kernels(layer_kernels)
+        hidden_dim = edge_dim if hidden_dim is None else hidden_dim
+        # in Anemoi's order: the same seed gives the same weights
+        self.node_mlp = MLP(
+            channels + edge_dim,
+            hidden_dim,
+            channels,
+            mlp_implementation,
+            layer_kernels,
+            hidden_layers=hidden_layers,
+            norm=True,
+        )
+        self.conv = InteractionConv(
+            in_channels,
+            edge_dim,
+            hidden_dim,
+            hidden_layers,
+            mlp_implementation=mlp_implementation,
+            layer_kernels=layer_kernels,
+            config=config,
+        )
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphStructure | ShardedGraph | Tensor,  # or a SparseTensor
+        edge_attr: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Update edges and destinations.
+
+        Parameters
+        ----------
+        x, edge_index, edge_attr
+            As for `InteractionConv`.
+
+        Returns
+        -------
+        x : Tensor [N_dst, F] or [B, N_dst, F]
+            Destinations, in the dtype of theirs.
+        edges : Tensor [E, edge_dim] or [B, E, edge_dim]
+            In the dtype and order of `edge_attr`.
+
+        Raises
+        ------
+        ValueError
+            When x, edges and features do not fit together, or the config names a backend that
+            cannot run.
+        """
+        edges, sums = self.conv(x, edge_index, edge_attr)
+        x_dst = x if isinstance(x, Tensor) else x[1]
+        return self._update_nodes(x_dst, sums), edges
+
+    def _update_nodes(self, x: Tensor, sums: Tensor) -> Tensor:
+        """Return nodes x [.., N, F] after their update from the sums over their edges."""
+        config = self.conv.config
+        with _precision(config, x.device):
+            rows, more = _read(x, config), _read(sums, config)
+            network = _network_of(self, "node_mlp", self.node_mlp, rows, config)
+            if isinstance(network, Refusal):
+                out = rows + self.node_mlp(torch.cat([rows, more], dim=-1))
+            else:
+                parts, options = network
+                tensors = NetworkTensors(rows.flatten(0, -2), more.flatten(0, -2), parts.network)
+                out = parts.sublayers.network(tensors, options).view(x.shape)
+        return out.to(x.dtype)
+
+
+def _precision(config: AttentionConfig, device: torch.device) -> AbstractContextManager:
+    """Return the context in which modules multiply matrices in the precision of a config."""
+    if config.precision is None:
+        return nullcontext()
+    if config.precision == "fp32":
+        return without_autocast(device.type)
+    return torch.autocast(device.type, DTYPES[config.precision])
+
+
+def _read(rows: Tensor, config: AttentionConfig) -> Tensor:
+    """Return rows as networks read them: in float32 if that is the precision."""
+    return rows.float() if config.precision == "fp32" else rows
+
+
+def _network_of(
+    layer: nn.Module, name: str, mlp: MLP, x: Tensor, config: AttentionConfig, *asked: Asked
+) -> tuple[NetworkParts, NetworkOptions] | Refusal:
+    """Return a network of a layer and its options in a call on rows like x, or why not fused.
+
+    `asked` must be plain as well. Raise ValueError if the config names a backend with operators.
+    """
+    computation = Computation.of(x, config)
+    sublayers = computation.sublayers
+    parts: NetworkParts | Refusal
+    if sublayers is None or (x.dim() == 3 and x.shape[0] == 0):
+        parts = NO_OPERATORS
+    elif config.backend == "auto" and not computation.is_faster_fused:
+        parts = NOT_FASTER
+    elif is_exporting():
+        parts = permanent("an exported program has no operators of this library")
+    elif torch.jit.is_tracing():
+        parts = transient("torch.jit.trace records it")
+    else:
+        refusal = why_not_plain(*asked)
+        parts = refusal or network_parts(mlp, sublayers, name, norms=NORMS)
+        parts = for_call(parts, x, is_autocast=computation.is_autocast)
+    (parts,) = as_in_forward(layer, name, (parts,))
+    if isinstance(parts, Refusal):
+        if parts.kind is RefusalKind.PERMANENT and config.backend != "auto":
+            raise ValueError(
+                f"attention backend {config.backend!r} cannot run {type(layer).__name__}: "
+                f"{parts.text}; backend 'auto' falls back to plain PyTorch"
+            )
+        if parts.kind is not RefusalKind.NOT_FASTER:
+            _warn_of_modules(type(layer).__name__, parts.text)
+        return parts
+    dtype = computation.gemm_dtype
+    # results are cast to the dtype of the rows that they update
+    return parts, NetworkOptions(parts.norm, parts.activation, dtype, dtype, residual=True)
+
+
+@constant_when_traced
+def _warn_of_modules(layer: str, text: str) -> None:
+    warnings.warn(f"{layer} falls back to plain PyTorch: {text}", stacklevel=4)
+
+
+def _fused_edges(
+    parts: NetworkParts,
+    options: NetworkOptions,
+    x_src: Tensor | None,
+    x_dst: Tensor,
+    graph: GraphStructure,
+    edges: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the updated edges, and their sums; x_src is None on one set of nodes."""
+    sources = None if x_src is None else x_src.flatten(0, -2)
+    tensors = InteractionTensors(sources, x_dst.flatten(0, -2), edges.flatten(0, -2), parts.network)
+    batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
+    out, sums = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
+    return out.view(edges.shape), sums.view(*x_dst.shape[:-1], edges.shape[-1])
+
+
+def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the features of a source and of a destination, checked."""
+    sides = (
+        tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
+    )
+    if len(sides) != 2:
+        raise ValueError(
+            f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}"
+        )
+    for side in sides:
+        check_integer("in_channels", side)
+    return sides

@@ -1,0 +1,448 @@
+"""Graph networks as PyG layers: numbers of both backends, forms of edges, compiled code, tools, and Anemoi's weights."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShardInfo
+from anemoi.models.layers.block import GraphConvMapperBlock, GraphConvProcessorBlock
+from anemoi.models.layers.utils import load_layer_kernels
+from support.accuracy import Corpus
+from support.interaction_networks import CASES, DST, SRC, make
+from support.operators import Operators
+from support.refusals import raises
+from support.same_numbers import assert_same, assert_same_numbers
+from torch.utils.checkpoint import checkpoint
+from torch_geometric import EdgeIndex
+from torch_geometric.explain import Explainer, GNNExplainer
+
+from anemoi_gt import AttentionConfig, GraphStructure, InteractionBlock, InteractionConv
+from anemoi_gt.nn import LayerKernels
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.usefixtures("few_programs"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
+]
+BACKENDS = ("torch", "triton")
+OPERATORS = ["anemoi_gt.interaction_triton.default", "anemoi_gt.network_triton.default"]
+both = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def autocast(device, dtype=torch.bfloat16):
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+@both
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(
+    backend, dtype, kernel_device
+):
+    corpus = Corpus()
+    for seed, case in enumerate(CASES):
+        problem = make(kernel_device, dtype, AttentionConfig(backend), seed, **case)
+        exact = problem.plain_results(torch.float64)
+        results = problem.results(autocast=autocast(kernel_device, dtype))
+        plain = problem.plain_results(autocast=autocast(kernel_device, dtype))
+        for name, x in plain.items():
+            assert results[name].dtype == x.dtype, (case, name)
+        corpus.add_errors(results, exact, plain)
+    corpus.assert_accurate()
+
+
+@both
+def test_in_float64_gradients_are_those_of_finite_differences(backend):
+    if backend == "triton":
+        problem = make(config=AttentionConfig("triton"))
+        problem.block.double()
+        inputs = {name: x.double() for name, x in problem.inputs.items()}
+        raises(lambda: problem.call(**inputs), "'triton' cannot run here: .* got torch.float64")
+        return
+    problem = make(hidden_layers=2, nodes="one set", batch="none", edges=5)
+    problem.block.double()
+    inputs = [x.double().requires_grad_() for x in problem.inputs.values()]
+    graph = problem.graph
+    assert torch.autograd.gradcheck(lambda x, edges: problem.block(x, graph, edges), inputs)
+
+
+@both
+def test_only_the_triton_backend_computes_with_the_operators_of_graph_networks(
+    backend, kernel_device
+):
+    problem = make(kernel_device, config=AttentionConfig(backend))
+    with Operators() as operators:
+        problem.call()
+    ours = [name for name in operators.names if name.startswith("anemoi_gt.")]
+    assert ours == (OPERATORS if backend == "triton" else [])
+
+
+@both
+def test_results_are_the_same_bits_each_time(backend, kernel_device):
+    problem = make(kernel_device, config=AttentionConfig(backend), hidden_layers=2)
+    assert_same(problem.results(), problem.results(), tolerance=0)
+
+
+@both
+def test_isolated_destinations_get_a_sum_of_zero(backend, kernel_device):
+    problem = make(kernel_device, config=AttentionConfig(backend))
+    _, sums = problem.call(problem.block.conv)
+    assert not sums[:, -1].any()
+    assert sums[:, problem.edge_index[1]].ne(0).any(-1).all()
+
+
+@pytest.mark.compiled
+@both
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_a_compiled_block_gives_the_bits_of_an_eager_one(backend, dynamic, kernel_device):
+    torch.compiler.reset()
+    compiled = None
+    for edges in (29, 17):
+        problem = make(kernel_device, config=AttentionConfig(backend), edges=edges)
+        if compiled is None:
+            block = problem.block
+            compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        problem = problem._replace(block=block)
+        assert_same(problem.results(compiled), problem.results(), tolerance=0)
+
+
+@both
+def test_a_batch_on_one_graph_matches_its_elements(backend, kernel_device):
+    problem = make(kernel_device, config=AttentionConfig(backend), batch="of nodes and edges")
+    nodes, edges = problem.call()
+    for entry in range(2):
+        one = {name: x[entry] for name, x in problem.inputs.items()}
+        assert_same(problem.call(**one), (nodes[entry], edges[entry]), tolerance=1e-5)
+
+
+def test_an_empty_batch_gives_empty_results(kernel_device):
+    problem = make(kernel_device, config=AttentionConfig("triton"))
+    nodes, edges = problem.call(
+        **{name: x[:0] for name, x in problem.inputs.items()} | of_one(problem)
+    )
+    assert nodes.shape == (0, DST, 12)
+    assert edges.shape == (0, 29, 24)
+
+
+def of_one(problem):
+    """Return the features of edges, which a batch shares."""
+    return {"edge_attr": problem.inputs["edge_attr"]}
+
+
+def adjacency(layout, edge_index, values):
+    sizes = (DST, SRC, *values.shape[1:])
+    coo = torch.sparse_coo_tensor(edge_index.flip(0), values, sizes, check_invariants=True)
+    return coo.to_sparse_csr() if layout == "CSR" else coo.coalesce()
+
+
+@both
+def test_edges_in_every_form_give_the_same_results_in_the_callers_order(backend, kernel_device):
+    problem = make(kernel_device, config=AttentionConfig(backend), batch="none", edges=20)
+    # a sparse matrix has no edge twice
+    cells = torch.randperm(SRC * (DST - 1), generator=torch.Generator().manual_seed(0))[:20]
+    edge_index = torch.stack([cells % SRC, cells // SRC]).to(kernel_device)
+    problem = problem._replace(edge_index=edge_index)
+    nodes, edges = problem.call()
+    assert_same(problem.call(edges=edge_index), (nodes, edges), tolerance=0)
+    by_pyg = EdgeIndex(edge_index, sparse_size=(SRC, DST))
+    assert_same(problem.call(edges=by_pyg), (nodes, edges), tolerance=0)
+    order = edge_index[1].argsort(stable=True)
+    for reverse in (False, True):
+        structure = GraphStructure.from_edge_index(
+            edge_index[:, order], (SRC, DST), reverse=reverse
+        )
+        edge_attr = problem.inputs["edge_attr"][order]
+        ordered = problem.call(edges=structure, edge_attr=edge_attr)
+        assert_same(ordered, (nodes, edges[order]), tolerance=1e-6)
+    for layout in ("CSR", "COO"):
+        adj_t = adjacency(layout, edge_index, torch.arange(1.0, 21.0, device=kernel_device))
+        order = adj_t.values().long() - 1
+        edge_attr = problem.inputs["edge_attr"][order]
+        ordered = problem.call(edges=adj_t, edge_attr=edge_attr)
+        assert_same(ordered, (nodes, edges[order]), tolerance=1e-6)
+        adj_t = adjacency(layout, edge_index, problem.inputs["edge_attr"])
+        assert_same(problem.call(edges=adj_t, edge_attr=None), ordered, tolerance=0)
+
+
+@both
+def test_a_16_bit_precision_is_that_of_autocast_and_results_have_the_dtype_of_their_rows(
+    backend, kernel_device
+):
+    for rows, dtype in (("float32", torch.float32), ("16 bits", torch.bfloat16)):
+        problem = make(kernel_device, torch.bfloat16, AttentionConfig(backend), rows=rows)
+        expected = problem.results(autocast=autocast(kernel_device))
+        assert expected["out"].dtype == expected["edges"].dtype == dtype
+        problem.block.conv.config = AttentionConfig(backend, precision="bf16")
+        assert_same(problem.results(), expected, tolerance=0)
+
+
+@both
+def test_precision_float32_is_that_of_no_autocast(backend, kernel_device):
+    problem = make(kernel_device, config=AttentionConfig(backend, "fp32"), nodes="one set")
+    expected = problem.results()
+    results = problem.results(autocast=autocast(kernel_device))
+    assert_same(results, expected, tolerance=0)
+    conv = problem.block.conv
+    halved = {name: x.bfloat16() for name, x in problem.inputs.items()}
+    wide = problem.call(conv, **{name: x.float() for name, x in halved.items()})
+    assert_same(problem.call(conv, **halved), tuple(x.bfloat16() for x in wide), tolerance=0)
+
+
+def test_auto_selects_the_operators_only_in_16_bits(monkeypatch, kernel_device):
+    # the interpreter counts as a GPU here
+    backends = "anemoi_gt.ops.backends.BACKENDS"
+    from anemoi_gt.ops.backends import BACKENDS as by_name
+
+    served = by_name["triton"]._replace(why_not=lambda _: None)
+    monkeypatch.setattr(backends, by_name | {"triton": served})
+    problem = make(kernel_device, config=AttentionConfig("auto"))
+    names = []
+    for precision in (None, "bf16"):
+        problem.block.conv.config = AttentionConfig("auto", precision)
+        with Operators() as operators:
+            problem.call()
+        names.append([name for name in operators.names if name.startswith("anemoi_gt.")])
+    assert names == [[], OPERATORS]
+
+
+@pytest.mark.parametrize("kind", (GraphConvProcessorBlock, GraphConvMapperBlock))
+@pytest.mark.parametrize("implementation", ("mlp", "swiglu"))
+@both
+@pytest.mark.filterwarnings("ignore:mlp_implementation")
+def test_weights_of_anemois_block_give_its_numbers(backend, implementation, kind, kernel_device):
+    torch.manual_seed(0)
+    theirs = kind(
+        in_channels=16,
+        out_channels=16,
+        num_chunks=1,
+        mlp_implementation=implementation,
+        update_src_nodes=False,
+        layer_kernels=load_layer_kernels(),
+    )
+    torch.manual_seed(0)
+    ours = InteractionBlock(
+        *(16, 16),
+        hidden_layers=2,
+        mlp_implementation=implementation,
+        config=AttentionConfig(backend),
+    )
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name  # by the same seed
+    torch.nn.init.normal_(theirs.node_mlp.layer_norm.weight)
+    ours.load_state_dict(theirs.state_dict())
+    for block in (theirs, ours):
+        block.to(kernel_device)
+    x, edges = torch.randn(9, 16, device=kernel_device), torch.randn(29, 16, device=kernel_device)
+    edge_index = torch.randint(9, (2, 29), device=kernel_device)
+
+    def call_theirs(x, edges):
+        if kind is GraphConvProcessorBlock:
+            return theirs(x, edges, edge_index, GraphShardInfo(), None, (9, 9))
+        shards = BipartiteGraphShardInfo()
+        (_, nodes), edges = theirs((x, x), edges, edge_index, shards, None, (9, 9))
+        return nodes, edges
+
+    def results(call, block):
+        leaves = [x.detach().requires_grad_(), edges.detach().requires_grad_()]
+        outputs = call(*leaves)
+        loss = sum(out.square().sum() for out in outputs)
+        return [*outputs, *torch.autograd.grad(loss, [*leaves, *block.parameters()])]
+
+    expected = results(call_theirs, theirs)
+    assert_same_numbers(results(lambda x, edges: ours(x, edge_index, edges), ours), expected)
+
+
+HOOKS = {
+    "message hook": lambda block: block.conv.register_message_forward_hook(lambda *_: None),
+    "hook of an activation": lambda block: block.conv.edge_mlp.mlp[1].register_forward_hook(
+        lambda *_: None
+    ),
+    "hook of the node update": lambda block: block.node_mlp.register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_falls_back_to_plain_pytorch_with_a_warning_whatever_the_backend(
+    hook, kernel_device
+):
+    problem = make(kernel_device, config=AttentionConfig("triton"))
+    expected = problem.results()
+    handle = HOOKS[hook](problem.block)
+    with pytest.warns(UserWarning, match="falls back to plain PyTorch: its? .*has hooks"):
+        assert_same_numbers(problem.results(), expected)
+    handle.remove()
+    assert_same(problem.results(), expected, tolerance=0)
+
+
+def test_a_hook_that_is_gone_at_the_recomputation_does_not_change_the_path(kernel_device):
+    problem = make(kernel_device, config=AttentionConfig("triton"))
+    expected = problem.results()
+    hook = problem.block.conv.register_message_forward_hook(lambda *_: None)
+
+    def call(*arguments):
+        out = checkpoint(problem.block, *arguments, use_reentrant=False)
+        hook.remove()
+        return out
+
+    with pytest.warns(UserWarning, match="falls back to plain PyTorch"):
+        assert_same_numbers(problem.results(call), expected)
+
+
+class Doubled(InteractionConv):
+    """A user's layer with another message."""
+
+    def message(self, x_i, x_j, edge_attr):
+        return 2 * super().message(x_i, x_j, edge_attr)
+
+
+def activated_by_tanh(block):
+    block.conv.edge_mlp.mlp[1] = torch.nn.Tanh()
+
+
+def of_a_subclass(block):
+    block.conv.__class__ = Doubled
+
+
+CHANGES = {
+    "its edge_mlp.mlp.1 is a .*Tanh": activated_by_tanh,
+    "it is a .*Doubled, which overrides message": of_a_subclass,
+    "its edge_mlp.mlp has 7 layers": None,
+}
+
+
+@pytest.mark.parametrize("refusal", CHANGES)
+def test_a_named_backend_raises_for_what_it_does_not_compute_and_torch_computes_it(
+    refusal, kernel_device
+):
+    change = CHANGES[refusal]
+    problem = make(kernel_device, hidden_layers=3 if change is None else 1)
+    if change is not None:
+        expected = problem.call()
+        change(problem.block)
+        changed = problem.call()
+        assert not torch.allclose(changed[1], expected[1])
+    problem.block.conv.config = AttentionConfig("triton")
+    message = f"backend 'triton' cannot run InteractionConv: {refusal}"
+    raises(problem.call, message.replace("InteractionConv", "(InteractionConv|Doubled)"))
+
+
+class TwoBlocks(torch.nn.Module):
+    """A model whose output is its nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([InteractionBlock(6, 5) for _ in range(2)])
+
+    def forward(self, x, edge_index, edge_attr):
+        for block in self.blocks:
+            x, edge_attr = block(x, edge_index, edge_attr)
+        return x
+
+
+def test_pygs_explainer_masks_the_edges_that_reach_a_node():
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(8, (2, 25), generator=generator)
+    mode = {"mode": "regression", "task_level": "node", "return_type": "raw"}
+    explainer = Explainer(
+        TwoBlocks().eval(),
+        GNNExplainer(epochs=3),
+        explanation_type="model",
+        model_config=mode,
+        edge_mask_type="object",
+    )
+    x, edges = torch.randn(8, 6, generator=generator), torch.randn(25, 5, generator=generator)
+    mask = explainer(x, edge_index, edge_attr=edges, index=2).edge_mask
+    assert mask[edge_index[1] == 2].gt(0).all()
+
+
+def test_copies_are_complete_and_independent():
+    problem = make()
+    expected = problem.call()
+    for twin in (copy.deepcopy(problem.block), pickle.loads(pickle.dumps(problem.block))):
+        assert_same(problem.call(twin), expected, tolerance=0)
+        torch.nn.init.zeros_(twin.conv.edge_mlp.mlp[0].weight)
+    assert_same(problem.call(), expected, tolerance=0)
+
+
+def test_an_exported_block_is_plain_pytorch_which_a_named_backend_is_not(kernel_device):
+    problem = make(kernel_device, nodes="one set", batch="none")
+    arguments = (problem.inputs["x_dst"], problem.edge_index, problem.inputs["edge_attr"])
+    program = torch.export.export(problem.block, arguments)
+    assert_same(program.module()(*arguments), problem.call(), tolerance=1e-6)
+    problem.block.conv.config = AttentionConfig("triton")
+    raises(
+        lambda: torch.export.export(problem.block, arguments),
+        "cannot run InteractionConv: an exported program",
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of each size that a trace records
+def test_a_traced_block_is_plain_pytorch(kernel_device):
+    problem = make(kernel_device, config=AttentionConfig("triton"), nodes="one set", batch="none")
+    graph, expected = problem.graph, problem.call()
+
+    class OnOneGraph(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = problem.block
+
+        def forward(self, x, edges):
+            return self.block(x, graph, edges)
+
+    inputs = (problem.inputs["x_dst"], problem.inputs["edge_attr"])
+    traced = torch.jit.trace(OnOneGraph(), inputs, check_trace=False)
+    assert "interaction_triton" not in str(traced.inlined_graph)
+    assert_same(traced(*inputs), expected, tolerance=1e-5)
+
+
+X = torch.ones(3, 4)
+EDGES = torch.tensor([[0, 1, 2], [1, 2, 0]])
+ATTRIBUTES = torch.ones(3, 5)
+CONV = InteractionConv(4, 5)
+WRONG = [
+    (lambda: InteractionConv(0, 5), "in_channels must be at least 1, got 0"),
+    (lambda: InteractionConv((4, 4, 4), 5), "in_channels must be an integer or a pair"),
+    (lambda: InteractionConv(4, 5.0), "edge_dim must be an integer, got 5.0"),
+    (lambda: InteractionBlock(4, 0), "edge_dim must be at least 1, got 0"),
+    (lambda: InteractionBlock(4, 5, 0), "hidden_dim must be at least 1, got 0"),
+    (lambda: InteractionBlock(4, 5, hidden_layers=0), "hidden_layers must be at least 1, got 0"),
+    (lambda: InteractionBlock(4, 5, mlp_implementation="tanh"), "mlp_implementation must be one"),
+    (lambda: InteractionBlock(4, 5, layer_kernels=3), "layer_kernels must have the attributes"),
+    (lambda: InteractionBlock(4, 5, config="triton"), "config must be an AttentionConfig"),
+    (lambda: CONV((X, X, X), EDGES, ATTRIBUTES), "x must be a tensor or a pair .* got 3 elements"),
+    (lambda: CONV((X, None), EDGES, ATTRIBUTES), "x_dst must be a tensor .*, got NoneType"),
+    (lambda: CONV(X[:, 1:], EDGES, ATTRIBUTES), r"x_src must have shape .*, got \(3, 3\)"),
+    (lambda: CONV(X.long(), EDGES, ATTRIBUTES), "x_src must be floating point, got torch.int64"),
+    (lambda: CONV(X.double(), EDGES, ATTRIBUTES), "x_src must have the dtype of the weights"),
+    (lambda: CONV(X, EDGES, ATTRIBUTES.double()), "edge_attr must have the dtype of the weights"),
+    (lambda: CONV(X, EDGES, None), "edge_attr must be a tensor .*, got NoneType"),
+    (lambda: CONV(X, EDGES, ATTRIBUTES[:, 1:]), r"edge_attr must have shape .*, got \(3, 4\)"),
+    (lambda: CONV(X, EDGES, ATTRIBUTES[1:]), r"edge_attr must have 3 rows, .* got \(2, 5\)"),
+    (
+        lambda: CONV(X, EDGES, ATTRIBUTES.expand(2, 3, 5)),
+        r"edge_attr must have 3 rows, .* batch \(\) of x or none, got \(2, 3, 5\)",
+    ),
+    (lambda: CONV(X, EDGES[0], ATTRIBUTES), r"edge_index must have shape \[2, E\]"),
+    (lambda: CONV(X, EDGES + 1, ATTRIBUTES), "edge_index"),
+    (lambda: CONV(X, "edges", ATTRIBUTES), "edge_index must be a GraphStructure, .* got str"),
+    (
+        lambda: CONV(X, GraphStructure.from_edge_index(EDGES, 4), ATTRIBUTES),
+        "x must have 4 rows, one per source of the graph",
+    ),
+    (
+        lambda: InteractionBlock(4, 5, config=AttentionConfig(precision="bf16")).bfloat16()(
+            X.bfloat16(), EDGES, ATTRIBUTES.bfloat16()
+        ),
+        "with a precision must be float32, got torch.bfloat16; use .*precision=None",
+    ),
+    (
+        lambda: InteractionBlock(4, 5, layer_kernels=LayerKernels(Activation=torch.nn.GELU())),
+        "layer_kernels.Activation must be a class",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_options_and_inputs_are_refused(wrong, message):
+    raises(wrong, message)
