@@ -26,6 +26,7 @@ from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.fused_block import NOT_FASTER, Computation
 from anemoi_gt.nn.input_validation import (
     check_attributes,
+    check_batch,
     check_dtype,
     check_features,
     check_nodes,
@@ -169,29 +170,36 @@ class InteractionConv(MessagePassing):
             run.
         """
         x_src, x_dst = self._sides(x)
+        is_one_set = x_src is x_dst
+        features: Tensor | None = edge_attr
         if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
             edge_index, ShardedGraph
         ):
-            x_src = edge_index.start_exchange(x_src).wait()
-            edge_index = edge_index.structure
-        sizes = (x_src.shape[-2], x_dst.shape[-2])
-        graph, edges = read_edges(edge_index, edge_attr, sizes, self.config)
-        check_nodes(graph, x_src, x_dst)
-        edges = self._in_batch(edges, graph, x_dst)
+            pending = edge_index.start_exchange(x_src)
+            x_src, halo, graph = pending.own, pending.wait_halo(), edge_index.structure
+            x_dst = x_src if is_one_set else x_dst
+            check_batch(x_src, x_dst)  # start_exchange has checked the local sources
+        else:
+            halo = None
+            sizes = (x_src.shape[-2], x_dst.shape[-2])
+            graph, features = read_edges(edge_index, edge_attr, sizes, self.config)
+            check_nodes(graph, x_src, x_dst)
+        edges = self._in_batch(features, graph, x_dst)
         dtype = edges.dtype
-        is_one_set = x_src is x_dst
         with _precision(self.config, x_dst.device):
             x_dst, edges = _read(x_dst, self.config), _read(edges, self.config)
             x_src = x_dst if is_one_set else _read(x_src, self.config)
+            halo = None if halo is None else _read(halo, self.config)
             own: Asked = ("", self, (INTERACTION,))
             network = _network_of(self, "edge_mlp", self.edge_mlp, x_dst, self.config, own)
             if isinstance(network, Refusal):
-                ends = graph.edge_index()
+                x = (x_src if halo is None else torch.cat([x_src, halo], dim=-2), x_dst)
+                sizes, ends = (x[0].shape[-2], x_dst.shape[-2]), graph.edge_index()
                 # propagate_type: (x: PairTensor, edge_attr: Tensor)
-                edges, sums = self.propagate(ends, size=sizes, x=(x_src, x_dst), edge_attr=edges)
+                edges, sums = self.propagate(ends, size=sizes, x=x, edge_attr=edges)
             else:
-                sources = None if is_one_set else x_src
-                edges, sums = _fused_edges(*network, sources, x_dst, graph, edges)
+                nodes = (None if is_one_set else x_src, halo, x_dst)
+                edges, sums = _fused_edges(*network, nodes, graph, edges)
         return edges.to(dtype), sums.to(dtype)
 
     def message(self, x_i: Tensor, x_j: Tensor, edge_attr: Tensor) -> Tensor:
@@ -431,14 +439,22 @@ def _warn_of_modules(layer: str, text: str) -> None:
 def _fused_edges(
     parts: NetworkParts,
     options: NetworkOptions,
-    x_src: Tensor | None,
-    x_dst: Tensor,
+    nodes: tuple[Tensor | None, Tensor | None, Tensor],
     graph: GraphStructure,
     edges: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the updated edges, and their sums; x_src is None on one set of nodes."""
-    sources = None if x_src is None else x_src.flatten(0, -2)
-    tensors = InteractionTensors(sources, x_dst.flatten(0, -2), edges.flatten(0, -2), parts.network)
+    """Return the updated edges, and their sums.
+
+    `nodes` are sources, None on one set of nodes, their halo, if there is one, and destinations.
+    """
+    x_src, halo, x_dst = nodes
+    tensors = InteractionTensors(
+        x_src=None if x_src is None else x_src.flatten(0, -2),
+        halo=None if halo is None else halo.flatten(0, -2),
+        x_dst=x_dst.flatten(0, -2),
+        edges=edges.flatten(0, -2),
+        network=parts.network,
+    )
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
     out, sums = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
     return out.view(edges.shape), sums.view(*x_dst.shape[:-1], edges.shape[-1])
