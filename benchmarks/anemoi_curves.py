@@ -7,7 +7,7 @@
 
 See `families.py` for cases, variants and options; the ensemble and the diffusion model are small,
 see `SMALL`. The fields to predict are a fixed smooth function of the input. At every step, the
-input and the noise of an ensemble or a diffusion model are drawn anew, the same for all runs with
+input and the noise of an ensemble or a diffusion model are drawn again, the same for all runs with
 one seed. For each case and precision, each variant runs with two seeds.
 
 The tolerance was fixed before any run: curves agree if, at every step, the smoothed curves of one

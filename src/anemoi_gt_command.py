@@ -9,9 +9,8 @@ def main() -> None:
     # An ignored SIGINT, as in a shell's background job, stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.path.insert(
-        0, ""
-    )  # as python -m does, because a `_target_` may be in the working directory
+    # as python -m does, because a `_target_` may be in the working directory
+    sys.path.insert(0, "")
     from anemoi_gt.__main__ import main
 
     main()

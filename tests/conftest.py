@@ -11,7 +11,7 @@ from support.applications import logging_as_before
 from support.garbage import collect_seldom
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, hence before any test module
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, so before any test module
 
 # A collection after each compilation visits young objects of the whole process, and frees none that
 # a test waits for; processes that tests start read the variable.

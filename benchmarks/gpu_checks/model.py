@@ -134,7 +134,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], name: str) -> None
 
 
 def forward_in_graph(capture: Callable = capture) -> str:
-    """Compare replays of a captured forward pass on new fields with eager passes, bit by bit."""
+    """Compare replays of a captured forward pass on new fields with eager passes, bit for bit."""
     training = Training(HERE)
     expected = []
     outputs = []
@@ -152,7 +152,7 @@ def forward_in_graph(capture: Callable = capture) -> str:
 
 
 def step_in_graph(capture: Callable = capture) -> str:
-    """Compare replays of a captured training step on new fields with eager steps, bit by bit."""
+    """Compare replays of a captured training step on new fields with eager steps, bit for bit."""
     checked = []
     for options in ({}, {"checkpoint_groups": 1, "mapper_chunks": 2}):
         eager = Training(HERE, **options)

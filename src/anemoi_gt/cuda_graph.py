@@ -77,8 +77,11 @@ class CUDAGraphedStep:
         capture: Capture,
         remedy: str,
     ):
-        self.function, self.parameters, self.device = function, list(parameters), device
-        self.capture, self.remedy = capture, remedy
+        self.function = function
+        self.parameters = list(parameters)
+        self.device = device
+        self.capture = capture
+        self.remedy = remedy
         self._captured: CapturedPass | None = None
 
     def __call__(self, batch: Any) -> Any:
@@ -138,7 +141,8 @@ class CUDAGraphedStep:
                 parameter.grad = None
 
     def _capture(self, batch: Any) -> CapturedPass:
-        states, static = generator_states(self.device), tree_map_only(Tensor, Tensor.clone, batch)
+        states = generator_states(self.device)
+        static = tree_map_only(Tensor, Tensor.clone, batch)
         try:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 outputs, replay = self.capture(lambda: self._outputs(static))
@@ -224,7 +228,9 @@ def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterato
     Raises ValueError at the end if a recomputation drew random numbers, which would differ from the
     forward pass. `state` returns the state of the generator, None during capture.
     """
-    module, begin, drew = torch.utils.checkpoint, None, False
+    module = torch.utils.checkpoint
+    begin = None
+    drew = False
 
     def end_recomputation() -> None:
         nonlocal begin, drew

@@ -1,4 +1,4 @@
-"""Evaluation: the scores of the end of training, from the checkpoint alone."""
+"""Evaluation: the scores of the end of training, from nothing but the checkpoint."""
 
 import json
 import sys

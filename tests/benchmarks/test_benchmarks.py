@@ -104,7 +104,7 @@ def test_every_baseline_is_correct(tiny, tmp_path, monkeypatch, name, batch):
 
 
 def allow_interpreter():
-    """Let anemoi-models' operators, registered for GPUs alone, run on a CPU in Triton's interpreter."""
+    """Let anemoi-models' operators, registered for GPUs only, run on a CPU in Triton's interpreter."""
     from anemoi.models.triton import gt
 
     for operator in (gt.graph_transformer_attention, gt.graph_transformer_attention_backward):

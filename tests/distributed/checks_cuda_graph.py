@@ -104,7 +104,7 @@ def the_default_replays_between_gpus_with_the_bits_of_uncaptured_steps(group, ve
 def compiled_steps_agree_with_uncaptured_ones_to_rounding(group, verdict):
     with without_default_device():
         two_ranks = dist.new_group(range(2), backend="gloo")
-        # Inductor draws other random numbers than uncaptured steps, hence other dropout masks.
+        # Inductor draws other random numbers than uncaptured steps, so dropout masks differ.
         options = {"precision": "32-true", "dropout": 0.0, "group": two_ranks}
         folder = shared_folder(group)
         mesh = mesh_of(1, 2)

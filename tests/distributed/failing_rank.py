@@ -14,7 +14,7 @@ started = time.time()  # before the imports, which take seconds
 def fail(kind):
     print(f"{kind} at {time.time()}", flush=True)
     if kind == "raising":
-        raise RuntimeError("a bug on this rank alone")
+        raise RuntimeError("a bug on this rank only")
     os.kill(os.getpid(), {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}[kind])
 
 

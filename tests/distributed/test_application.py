@@ -349,7 +349,7 @@ def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(
     assert seconds < BUSY, output
     report = output[output.index("Root Cause") :]
     assert "rank      : 1 " in report, output
-    assert "RuntimeError: a bug on this rank alone" in report, output
+    assert "RuntimeError: a bug on this rank only" in report, output
     assert_checkpoint_is_whole(run, 8)
 
 

@@ -5,7 +5,7 @@
 
 Tensors are fake: they have a device and no memory. AOTInductor traces an exported program again and
 then sees the kernels of an operator; so does this script. Triton must be imported without its
-interpreter, hence this process, whose path has the tests' `kernels`.
+interpreter, so this is a process of its own, whose path has the tests' `kernels`.
 """
 
 import json

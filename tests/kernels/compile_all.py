@@ -8,7 +8,7 @@
     python compile_all.py facts              what row kernels say of a launch to a profiler; nothing is compiled
 
 The launches are the package's own: they are recorded, not run, so what compiles here is what runs
-on a GPU. Triton must be imported without its interpreter, hence in a process of its own.
+on a GPU. Triton must be imported without its interpreter, so this is a process of its own.
 """
 
 import json

@@ -214,7 +214,7 @@ def test_an_infinite_logit_stays_in_its_destination(problem_and_graph, backend, 
 def test_logits_of_minus_infinity_give_zero_like_no_edge(problem_and_graph, backend, form):
     problem, graph = problem_and_graph("duplicates", form, heads=1, channels=2, edge_dim=3)
     problem.query[:] = 1.0
-    problem.key[0] = -torch.inf  # destination 0 keeps source 1; destination 1 reads source 1 alone
+    problem.key[0] = -torch.inf  # destination 0 keeps source 1; destination 1 reads only source 1
     mixed = attend(problem, graph, backend)
     assert bool(torch.isfinite(mixed["out"]).all())
     assert bool(torch.isfinite(mixed["lse"]).all())

@@ -79,7 +79,7 @@ def test_a_gradient_by_torch_func_is_refused(attend, operands, transform):
 def test_a_batch_of_incoming_gradients_gives_the_gradients_of_each(
     attend, operands, is_checkpointed
 ):
-    """PyTorch's vmap is around the backward pass alone, as in `jacobian(vectorize=True)`."""
+    """PyTorch's vmap is around the backward pass only, as in `jacobian(vectorize=True)`."""
     forward = partial(checkpoint, attend, use_reentrant=False) if is_checkpointed else attend
     out, _ = forward(operands)
     leaves = list(operands.values())

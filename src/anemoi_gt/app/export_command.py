@@ -80,6 +80,7 @@ def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]
         log.info("exporting a model of %d parameters", num_parameters)
         program = export_model(model, first, max_batch)
         write_package(program, temporary, origin | describe(data, model, max_batch, device))
+        # both sizes: PyTorch specialises a size of 1
         batches = [first] if batch_size == 1 else [first, batch]
         with torch.no_grad():
             rounding = model.rounding(model(*batch))
@@ -91,7 +92,7 @@ def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]
             compared=model.normalised_change,
             rounding=rounding,
         )
-        os.replace(temporary, out)
+        os.replace(temporary, out)  # in the same folder, and so atomic
     sizes = " and ".join(str(len(inputs[0])) for inputs in batches)
     log.info(
         "verified: relative error %.1e from the model, for batch sizes %s", report.error, sizes

@@ -77,6 +77,7 @@ def describe_forecast(
         coordinates["number"] = ("number", _labels(dataset.members, members), names)
     mapping = None if dataset.grid is None else dataset.grid.mapping
     if mapping is not None:
+        # in CF, the attributes of a grid mapping count, not its value
         coordinates[mapping[0]] = ((), np.int32(0), mapping[1])
     variables: dict[str, tuple] = {}
     for v, (name, units) in enumerate(zip(dataset.variables, dataset.units, strict=True)):

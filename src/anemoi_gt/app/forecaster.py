@@ -98,6 +98,7 @@ class Forecaster:
             self._model = model.to(self._device).eval()
         with cpu_threads(training.threads):
             forecast = forecast_members(self._model, dataset, range(len(dataset)), steps)
+        # as if it had been read from a file: dates in place of hours since the start
         return import_extra("xarray", "xarray").decode_cf(forecast)
 
 

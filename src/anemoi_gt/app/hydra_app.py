@@ -105,7 +105,7 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     graph = instantiate(config.graph)(train.nodes)
     check_fit(graph)
     log.info("graph: %s", describe_graph(graph))
-    torch.manual_seed(config.training.seed)
+    torch.manual_seed(config.training.seed)  # here, so that data and graph do not change weights
     make_model = instantiate(config.model)
     attention = instantiate(config.attention)
     model = make_model(graph, train.in_channels, train.out_channels, config=attention)
@@ -217,6 +217,7 @@ def check_folder(arguments: list[str]) -> Path:
     folder = Path(str(value or "outputs")).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
+        # os.access would not see what only a write meets, such as a quota
         TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
         raise ValueError(

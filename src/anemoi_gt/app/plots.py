@@ -191,6 +191,7 @@ def drawn_steps(steps: int) -> list[int]:
 @contextmanager
 def _png(path: Path, size: tuple[float, float]) -> Iterator:
     """Yield a figure of this size in inches, then write it to a PNG file."""
+    # pyplot would choose a backend, and keep every figure until it is closed
     figure = import_extra("matplotlib.figure", "train").Figure(
         figsize=size, dpi=150, layout="constrained"
     )

@@ -47,7 +47,8 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
                 f"sample must be one of the {len(test)} test samples, -1 the last, got {sample}"
             )
         sample %= len(test)
-        starts, chosen = [test], [range(sample, sample + 1)]
+        starts = [test]
+        chosen = [range(sample, sample + 1)]
     for dataset, samples in zip(starts, chosen, strict=True):
         dataset.advance(samples[0], [])  # raise if there are no rollouts
     return partial(rollout, run, starts, chosen, config.steps, path)

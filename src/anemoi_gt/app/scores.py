@@ -73,7 +73,7 @@ class Errors:
 
     def add(self, name: str, i: int, forecast: Tensor, truth: Tensor) -> None:
         """Add the forecast [N, V] of sample i by method `name`."""
-        error = (forecast - truth).double()
+        error = (forecast - truth).double()  # float32 sums over millions of nodes would round
         weighted = torch.stack([error.square(), error]) * self._dataset.weights[:, None]
         self._moments.setdefault(name, {})[i] = weighted.mean(dim=1)
 

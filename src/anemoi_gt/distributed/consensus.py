@@ -26,6 +26,7 @@ def raise_on_all_ranks(
     ranks and has the first problem.
     """
     problems = [None] * dist.get_world_size(group)
+    # also without a problem: another rank may have one, and waits here
     dist.all_gather_object(problems, problem, group=group)
     failing = [rank for rank, text in enumerate(problems) if text is not None]
     if failing:
@@ -118,7 +119,7 @@ def is_timeout(error: BaseException) -> bool:
 
 def fingerprint(*tensors: Tensor) -> str:
     """Return a hash of the dtypes, shapes and bits of tensors."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256()  # not hash(), which differs between processes
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from anemoi_gt.distributed.process_group import AXES, check_mesh, world_group
 
+# of gradients in one all-reduce: a copy of this size at a time, and few launches
 BUCKET_BYTES = 64 * 2**20
 
 
@@ -170,7 +171,7 @@ def _reduce(parameters: list[Parameter], groups: list[dist.ProcessGroup], factor
         parts = []
         for parameter in bucket:
             gradient = parameter.grad
-            if gradient is None:
+            if gradient is None:  # all ranks must reduce the same bytes
                 gradient = parameter.grad = torch.zeros_like(parameter)
             parts.append(_local(gradient))
         flat = torch.cat([part.flatten() for part in parts])
@@ -186,6 +187,7 @@ def _reduce(parameters: list[Parameter], groups: list[dist.ProcessGroup], factor
 
 def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
     """Return the sum of squared gradients in float64, on the device of the mesh."""
+    # float64: a squared norm of gradients with a scaled loss may exceed the range of float32
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for same_layout in _by_layout(parameters):
         gradients = [parameter.grad for parameter in same_layout if parameter.grad is not None]

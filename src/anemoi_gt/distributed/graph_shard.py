@@ -100,6 +100,7 @@ class GraphShard:
             return LocalRows(x_src, is_prepared=prepare is not None)
         if prepare is None:
             return self.halo.start(cast_for_autocast(x_src))
+        # not cast: a norm reads float32 rows, and its result has the dtype to be sent
         return self.halo.start(x_src, prepare, cond)
 
     def _check_sources(self, x_src: Tensor) -> None:
@@ -164,6 +165,7 @@ def shard_graph(
         y = block(x, shard, edge_attr)                           # rows of local destinations
     """
     _check_member(group)
+    # Every rank takes part in all collectives below, so errors are raised on all ranks before.
     with consensus(group):
         check_structure(graph)
         values: dict[str, str | None] = {"graph": fingerprint(*graph.state_dict().values())}
@@ -260,6 +262,7 @@ def shard_edges(
     dst = destinations.positions(edge_index[1])
     num_local = sources.ranges.counts[rank]
     is_local = sources.ranges.owns(rank, src)
+    # sorted by position, and so by owner: ranges of positions ascend with the rank
     halo, halo_row = torch.unique(src[~is_local], return_inverse=True)
     row = src - sources.ranges.of(rank).start
     row[~is_local] = num_local + halo_row

@@ -105,7 +105,7 @@ def scatter_model(
         sender = ranks[0][0] if data == 0 else ranks[0][column]
         dist.recv_object_list(received, src=sender, group=group)
     if data == 0:
-        for row in ranks[1:]:
+        for row in ranks[1:]:  # to the ranks of the other replicas with the same rows
             dist.send_object_list(received, dst=row[column], group=group)
     shard, rows, edges = received[0]
     shard = shard.to(mesh.device_type)
@@ -150,7 +150,7 @@ def strip_sharded_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecode
             empty = tensor.detach().new_empty(0, *tensor.shape[1:])
             is_trained = isinstance(tensor, nn.Parameter)
             copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_trained else empty
-    return copy.deepcopy(model, copies)
+    return copy.deepcopy(model, copies)  # as its memo: what is in it is taken in place of a copy
 
 
 def _unit_vectors(sin_cos_lat_lon: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ class Ranges:
         if bool((cost < 0).any()):
             raise ValueError(f"cost must be at least 0, got {int(cost.min())}")
         cumulative = torch.nn.functional.pad(cost.cumsum(0), (1, 0))
+        # Both sides times the number of ranks: a division would round.
         targets = cumulative[-1] * torch.arange(num_ranks + 1, device=cost.device)
         scaled = cumulative * num_ranks
         right = torch.searchsorted(scaled, targets).clamp(max=cost.shape[0])
@@ -113,6 +114,7 @@ class Ranges:
     def owner(self, index: Tensor) -> Tensor:
         """Return the rank that owns each position of `index` [n], int64."""
         ends = torch.tensor(self.bounds[1:], device=index.device)
+        # searchsorted warns of an input that is not contiguous, and copies it
         return torch.searchsorted(ends, index.long().contiguous(), right=True)
 
 

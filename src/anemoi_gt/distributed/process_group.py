@@ -142,7 +142,8 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     options = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # object collectives copy their pickles to this device
+        # with device_id, NCCL connects here, and not in the first collective of a step
         dist.init_process_group("nccl", **options, device_id=device)
     else:
         dist.init_process_group("gloo", **options)

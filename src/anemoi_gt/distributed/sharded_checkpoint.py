@@ -73,12 +73,13 @@ class ShardedTable:
             rows = rows.full_tensor()
         returned = self.exchange.send_reverse(rows[self.order])
         chunk = self.exchange.scatter_add(returned, rows.new_zeros(num_local, *rows.shape[1:]))
+        # for its shape and strides: DTensor would assume chunks of equal size
         table = torch.empty((self.size, *rows.shape[1:]), device="meta")
         return DTensor.from_local(
             chunk,
             self.mesh,
             [Replicate(), Shard(0)],
-            run_check=False,
+            run_check=False,  # a check would communicate
             shape=table.shape,
             stride=table.stride(),
         )
@@ -162,7 +163,7 @@ def _write_checkpoint(
     former = _former(folder)
     is_first = dist.get_rank(group) == 0
     if is_first:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed
     dist.barrier(group)
     try:
         dcp.save(_to_dtensors(state, tables), checkpoint_id=partial, process_group=group)

@@ -9,7 +9,7 @@ For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^
     lse_i = (row_max_i + log2 sum_e r_e) / log2(e)
     o_i   = sum_e m_e p_e v_j,     A_i = sum_e m_e p_e a_e     W A_i joins o_i in `edge_projection`
 
-m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
+m_e is the dropout factor. Embedded features x_e [H, C] replace W a_e: k_j + x_e, v_j + x_e.
 
 Work on D elements per edge and work on a row of C elements per edge are separate loops over the
 same edges: fusing both loops costs a layout conversion per edge. Work on D elements uses small

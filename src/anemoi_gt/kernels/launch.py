@@ -93,8 +93,10 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: dict, constants: dict):
-        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
-        self.scalars, self.constants = scalars, constants
+        self.kernel = kernel
+        self.grid = (*grid, 1, 1)[:3]
+        self.scalars = scalars
+        self.constants = constants
         values = scalars | constants
         first = next(position for position, name in enumerate(kernel.arg_names) if name in values)
         self.tensors = kernel.arg_names[:first]
@@ -120,7 +122,7 @@ class Launch:
         return of_kernel.setdefault((widths, *self.constants.items(), dtypes), {})
 
     def __call__(self, **tensors: Any) -> None:
-        """Launch on tensors by name, on the current device; None for an absent one."""
+        """Launch on tensors by name, on the current device; None leaves one out."""
         self.on([tensors[name] for name in self.tensors])
 
     def on(self, ordered: list) -> None:

@@ -35,6 +35,7 @@ def checkpoint_activations(
     )
     if not torch.compiler.is_compiling():
         function = keeping_answers(function)
+    # The reentrant form runs the forward pass under no_grad, and the recomputation with gradients.
     return checkpoint(
         function, *inputs, use_reentrant=False, preserve_rng_state=draws or not captured
     )
@@ -55,7 +56,7 @@ class _CheckpointedCall:
         if self.position is None:
             self.answers.append(answers)
             return answers
-        if self.position >= len(self.answers):
+        if self.position >= len(self.answers):  # more questions than in the first call
             return answers
         self.position += 1
         return self.answers[self.position - 1]
@@ -68,7 +69,8 @@ _LAST: WeakKeyDictionary[nn.Module, dict[str, Refusals]] = WeakKeyDictionary()
 
 def keeping_answers(function: Callable) -> Callable:
     """Wrap a function to checkpoint; its recomputations take the answers of its first call."""
-    call, has_run = _CheckpointedCall(), False
+    call = _CheckpointedCall()
+    has_run = False
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -158,9 +158,13 @@ class GraphTransformerBaseBlock(nn.Module):
         check_probability("dropout", dropout)
         check_kernels(layer_kernels)
         check_config(config)
-        self.channels, self.hidden_dim, self.num_heads = out_channels, hidden_dim, num_heads
-        self.mlp_implementation, self.layer_kernels = mlp_implementation, layer_kernels
-        self.dropout, self.config = dropout, config
+        self.channels = out_channels
+        self.hidden_dim = hidden_dim
+        self.num_heads = num_heads
+        self.mlp_implementation = mlp_implementation
+        self.layer_kernels = layer_kernels
+        self.dropout = dropout
+        self.config = config
 
         Linear = layer_kernels.Linear
         self.lin_key = Linear(in_channels, width)
@@ -174,6 +178,7 @@ class GraphTransformerBaseBlock(nn.Module):
         self.layer_norm_attention = self._make_norm()
         self.layer_norm_mlp_dst = self._make_norm()
         self.node_dst_mlp = self._make_mlp()
+        # without modules it is the identity, and has no keys in the state dict, as in Anemoi
         mixing = (Linear(edge_dim, edge_dim), layer_kernels.Activation()) if edge_pre_mlp else ()
         self.edge_pre_mlp = nn.Sequential(*mixing)
 
@@ -203,7 +208,8 @@ class GraphTransformerBaseBlock(nn.Module):
             )
             return self.combine(out, self.lin_self(dst))
         pending = graph.start_exchange(src)
-        query, skip = self.make_query(dst), self.lin_self(dst)
+        query = self.make_query(dst)
+        skip = self.lin_self(dst)
         key, value = self.key_value(pending.wait())
         out, _ = edge_attention(
             query, key, value, graph.structure, *edges, dropout_p=dropout_p, config=self.config
@@ -264,12 +270,16 @@ class GraphTransformerBaseBlock(nn.Module):
             if cond[0] is None:
                 pending = graph.start_exchange(x_src, prepare=partial(norm, cond=None))
             else:
+                # a row for each source: the exchange selects the conditions of the rows it sends
                 rows = cond[0].expand(*x_src.shape[:-1], cond[0].shape[-1])
                 pending = graph.start_exchange(x_src, prepare=norm, cond=rows)
-            x_src, halo, structure = pending.own, pending.wait_halo(), graph.structure
+            x_src = pending.own
+            halo = pending.wait_halo()
+            structure = graph.structure
         if len(self.edge_pre_mlp):
             check_dtype("edge_attr", edge_attr, like=self.lin_edge.weight)
             edge_attr = self.edge_pre_mlp(edge_attr)
+        # without x_src, the sub-layer normalises the rows of one set once
         nodes = (None, x_src) if is_one_set else (x_src, x_dst)
         return fused_block.attention(parts, nodes, structure, edge_attr, cond, halo)
 
@@ -278,7 +288,8 @@ class GraphTransformerBaseBlock(nn.Module):
     ) -> Tensor:
         """Return rows x after the feed-forward sub-layer of `side`, "dst" or "src"."""
         if isinstance(parts, Refusal):
-            norm, mlp = getattr(self, f"layer_norm_mlp_{side}"), getattr(self, f"node_{side}_mlp")
+            norm = getattr(self, f"layer_norm_mlp_{side}")
+            mlp = getattr(self, f"node_{side}_mlp")
             return x + mlp(apply_norm(norm, x, cond))
         return fused_block.feed_forward(parts, x, cond)
 
@@ -325,6 +336,7 @@ class GraphTransformerBaseBlock(nn.Module):
             check_dtype("edge_attr", edge_attr, like=stored_parameter(self.lin_edge))
         edge_attr = self.edge_pre_mlp(edge_attr)
         embedding = linear_parameters(self.lin_edge, "lin_edge")
+        # a hook that came or left since the forward pass must not change what is saved
         (embedding,) = as_in_forward(self, "lin_edge", (embedding,))
         if isinstance(embedding, Refusal):
             warn_of_embedded_edges(embedding.text)
@@ -428,6 +440,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         super().__init__(**options)
         self.update_src_nodes = update_src_nodes
         self.layer_norm_attention_src = self._make_norm()
+        # one module with two names, which both occur in state dicts of Anemoi
         self.layer_norm_attention_dest = self.layer_norm_attention
         if update_src_nodes:
             self.layer_norm_mlp_src = self._make_norm()

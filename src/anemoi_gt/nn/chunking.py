@@ -210,6 +210,7 @@ def map_chunks(
     for chunk in chunks:
         sides = (sources, x_dst), edge_attr, (conditions, cond_dst)
         results.append(call(chunk.apply, layer, *sides))
+    # torch.cat of one tensor copies it
     return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
 
 
@@ -221,6 +222,7 @@ def is_chunked(graph: object) -> TypeGuard[tuple[Chunk, ...] | list[Chunk] | Sha
 def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     colptr = graph.colptr[dst.start : dst.stop + 1]
     edges = slice(int(colptr[0]), int(colptr[-1]))
+    # ascending, so local sources come before the halo
     src, row = graph.row[edges].unique(return_inverse=True)
     schedule = graph.dst_schedule
     if schedule is not None:
@@ -231,7 +233,7 @@ def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     structure = GraphStructure(
         colptr - colptr[0],
         row.to(graph.row.dtype),
-        torch.empty(src.shape[0], 0, device=graph.device),
+        torch.empty(src.shape[0], 0, device=graph.device),  # the number of sources, as a shape
         global_edge_id=global_edge_id,
         dst_schedule=schedule,
         fixed_in_degree=graph.fixed_in_degree,

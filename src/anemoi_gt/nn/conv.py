@@ -116,12 +116,14 @@ class GraphTransformerConv(MessagePassing):
         **kwargs: Any,
     ):
         kwargs.setdefault("aggr", "add")
+        # as in PyG's TransformerConv: messages are [E, heads, C]
         super().__init__(node_dim=0, **kwargs)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.heads = heads
         self.edge_dim = edge_dim
         self.concat = concat
+        # without root_weight there is nothing to combine, and PyG makes no lin_beta either
         self.beta = beta and root_weight
         self.root_weight = root_weight
         self.dropout = dropout
@@ -212,11 +214,14 @@ class GraphTransformerConv(MessagePassing):
             return map_chunks(
                 lambda x, graph, attr, _: self.forward(x, graph, attr), edge_index, x, edge_attr
             )
-        edges, pending = edge_index, None
+        edges = edge_index
+        pending = None
+        # isinstance of a protocol looks up each of its members, so common classes come first
         if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
             edge_index, ShardedGraph
         ):
-            pending, edges = edge_index.start_exchange(x_src), edge_index.structure
+            pending = edge_index.start_exchange(x_src)
+            edges = edge_index.structure
         query = self._split_heads(self.lin_query(x_dst))
         x_src = x_src if pending is None else pending.wait()
         key, value = (self._split_heads(linear(x_src)) for linear in (self.lin_key, self.lin_value))
@@ -404,11 +409,13 @@ class GraphTransformerConv(MessagePassing):
             graph, edge_attr = self._edges(edges, edge_attr, size)
             edge_index = graph.edge_index()
         self._check_attributes(edge_attr)
+        # PyG reads the types of arguments from the next line
         # propagate_type: (query: Tensor, key: Tensor, value: Tensor, edge_attr: OptTensor)
         out = self.propagate(
             edge_index, size=size, query=query, key=key, value=value, edge_attr=edge_attr
         )
-        alpha, self._alpha = self._alpha, None
+        alpha = self._alpha
+        self._alpha = None  # or the layer would keep the graph of autograd alive
         return out, alpha
 
 

@@ -55,6 +55,7 @@ class Computation(NamedTuple):
     def of(cls, x: Tensor, config: AttentionConfig, *, keep_hidden: bool = True) -> "Computation":
         """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
         dtype = autocast_dtype(x)
+        # an empty tensor: the choice depends on device and dtype
         backend = choose_backend(config.backend, x.new_empty(0, dtype=dtype))
         is_autocast = autocast_is_active(x.device.type)
         return cls(dtype, is_autocast, backend.sublayers, keep_hidden)
@@ -111,7 +112,7 @@ class FusedParts(NamedTuple):
         attention: AttentionParts | Refusal
         if refused_attention is not None:
             attention = refused_attention
-        elif config.precision is not None:
+        elif config.precision is not None:  # sub-layers have one dtype for all their operands
             attention = permanent("the precision of its attention is set")
         else:
             attention = for_call(attention_parts(block, sublayers), x, cond, computation)
@@ -200,6 +201,7 @@ def attention(
     x_src, x_dst = x
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
     _check(parts, x, graph, edge_attr, halo)
+    # a batch of one reads attributes as one graph does: no batch stride in the kernels
     if batch == 1 and edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
     rows = (_optional_rows(x_src), _rows(x_dst))
@@ -254,6 +256,7 @@ def _check(
         num_src = num_src + halo.shape[-2]
     width = parts.query.weight.shape[0]
     heads = (parts.heads, width // parts.heads)
+    # one element, expanded: shapes and dtypes are checked, and nothing is allocated
     query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)
     key = x_dst.new_empty(()).expand(*x_dst.shape[:-2], num_src, *heads)
     edge_bias = parts.edge.bias

@@ -126,6 +126,7 @@ class GraphTransformerBaseMapper(nn.Module):
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return destination features [..., N_dst, num_channels] of a graph or one chunk."""
         x_src = self._apply_linear("emb_nodes_src", _concatenate(x[0]))
+        # concatenated here, in the chunk: no tensor with the columns of all nodes exists
         x_dst = self._apply_linear("emb_nodes_dst", _concatenate(x[1]))
         return self.proc((x_src, x_dst), graph, edge_attr, cond=cond)[1]
 
@@ -202,6 +203,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         check_integer("out_channels_dst", out_channels_dst)
         super().__init__(**options)
         channels = self.proc.channels
+        # as Anemoi does, whose state dict has no embedding for hidden nodes
         embed = nn.Identity if self.in_channels_src == channels else self.proc.layer_kernels.Linear
         self.emb_nodes_src = embed(self.in_channels_src, channels)
         self.node_data_extractor = FieldExtractor(

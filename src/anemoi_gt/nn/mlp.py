@@ -85,6 +85,7 @@ def hidden_width(channels: int, ratio: float) -> int:
     """
     check_integer("channels", channels)
     check_number("mlp_ratio", ratio)
+    # not round(), which rounds halves to even
     width = math.floor(ratio * channels + 0.5) if math.isfinite(ratio) else 0
     if width < 1:
         raise ValueError(

@@ -152,6 +152,7 @@ class EncoderProcessorDecoder(nn.Module):
         self.processor = GraphTransformerProcessor(
             edge_dim=self.processor_edges.edge_dim, **layers, **options
         )
+        # not an option of the processor, which has groups
         options["gradient_checkpointing"] = checkpoint_groups is not None
         self.encoder = nn.ModuleDict(
             {name: self._make_encoder(name, options) for name in self.in_channels}
@@ -182,6 +183,7 @@ class EncoderProcessorDecoder(nn.Module):
         fields: Any = {DATA: x} if self.has_one_data_set else x
         self._check_input(fields)
         batch = next(iter(fields.values())).shape[0]
+        # views: samples share node features, and mappers concatenate them chunk by chunk
         columns = {
             name: [part.expand(batch, -1, -1) for part in nodes.columns()]
             for name, nodes in self.nodes.items()
@@ -192,6 +194,7 @@ class EncoderProcessorDecoder(nn.Module):
             for name, parts in columns.items()
         }
 
+        # a generator: besides the sum, one encoder's result is in memory at a time
         encoded = (
             encoder((data[name], mesh), *self.encoder_edges[name]())
             for name, encoder in self.encoder.items()
@@ -302,6 +305,7 @@ def _by_data_set(
 
 def _is_module_name(name: object) -> bool:
     """Return whether a name can be a key of a ModuleDict, and so of the state dict."""
+    # ModuleDict keeps its modules among the attributes, and refuses a name that is one already
     if not isinstance(name, str) or name == "" or "." in name:
         return False
     return not hasattr(nn.ModuleDict(), name)

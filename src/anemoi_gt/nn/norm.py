@@ -100,6 +100,7 @@ class ConditionalLayerNorm(nn.Module):
                 f"{tuple(cond.shape)}"
             )
         check_dtype("cond", cond, like=stored_parameter(self.scale))
+        # autocast runs layer norms in float32 on a GPU, and the block would go on in it
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
 
@@ -139,6 +140,7 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
     try:
         return norm(x, **options)
     except TypeError as error:
+        # asked only now: reading a signature takes longer than a small norm
         if _accepts(norm, x, **options):
             raise
         kind = type(norm).__name__

@@ -103,7 +103,8 @@ class GraphTransformerProcessor(nn.Module):
         check_features("x", x, first.channels, like=stored_parameter(first.lin_query))
         if self.checkpoint_groups is None:
             return _run(self.proc, x, graph, edge_attr, cond)
-        layers, groups = len(self.proc), self.checkpoint_groups
+        layers = len(self.proc)
+        groups = self.checkpoint_groups
         for i in range(groups):
             group = self.proc[layers * i // groups : layers * (i + 1) // groups]
             draws = self.training and any(block.dropout > 0 for block in group)
@@ -115,6 +116,7 @@ class GraphTransformerProcessor(nn.Module):
 
 def _run_group(*inputs: Any) -> Tensor:
     x = _run(*inputs)
+    # an export has no operator of this library, and no backward pass
     return chunk_result(x) if torch.compiler.is_compiling() and not is_exporting() else x
 
 

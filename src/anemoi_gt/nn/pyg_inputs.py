@@ -23,6 +23,7 @@ def read_edges(
     if isinstance(edges, GraphStructure):
         return edges, edge_attr
     stable = config.stable_sort
+    # grouping makes both structures at once; after sorting, the reverse waits for a backward pass
     reverse = not stable and torch.is_grad_enabled()
     if is_adjacency(edges):
         values = _values(edges)

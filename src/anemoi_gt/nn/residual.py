@@ -55,4 +55,5 @@ class Residual(IndexBuffers):
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         """Return `y` [..., out_channels] with the channels of `x` [..., in_channels] added."""
         self.check_unchanged()
+        # its gradient is a gather; that of `y[..., o] += x[..., i]` accumulates by index
         return y.index_add(-1, self.outputs, x.index_select(-1, self.inputs).to(y.dtype))

@@ -128,6 +128,7 @@ class IndexBuffers(nn.Module):
                 )
         self._versions = versions
 
+    # A write in place increases the version of a tensor, except through `.data`.
     def _sum_of_versions(self) -> int:
         tensors = [tensor for tensor in self._buffers.values() if tensor is not None]
         return sum(tensor._version for tensor in tensors if not tensor.is_inference())
@@ -137,6 +138,7 @@ def _checksum(indices: Tensor | None) -> tuple[int, int] | None:
     """Return two sums of integers that depend on their order; None without integers to read."""
     if indices is None or indices.is_meta or indices.is_floating_point():
         return None
+    # two sums: a shift of all indices changes the first, a permutation the second
     values = indices.detach().flatten().long()
     positions = torch.arange(1, values.numel() + 1, device=values.device)
     return int(values.sum()), int((values * positions).sum())
@@ -235,6 +237,7 @@ class StaticEdges(nn.Module):
     def split(self, num_chunks: int) -> None:
         """Split the graph into another number of chunks of destinations; 1 is the whole graph."""
         chunks = split_destinations(self.structure(), num_chunks)
+        # one chunk would be the whole graph, which `structure` holds
         self.chunks = nn.ModuleList(_StaticChunk(chunk) for chunk in chunks if num_chunks > 1)
 
     def attributes(self) -> Tensor:

@@ -133,8 +133,11 @@ class Operator(ABC):
         outputs: tuple[str, ...],
         num_results: int,
     ):
-        self.name, self.backend, self.outputs = name, backend, outputs
-        self.tensors_form, self.constants_form = form_of(tensors), form_of(constants)
+        self.name = name
+        self.backend = backend
+        self.outputs = outputs
+        self.tensors_form = form_of(tensors)
+        self.constants_form = form_of(constants)
         self.options_form = form_of(options)
         self.num_tensors = len(leaf_types(tensors))
         self.num_inputs = self.num_tensors + len(leaf_types(constants))
@@ -335,7 +338,8 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
         def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
             *flat, constants, options = arguments
             inputs = operator.readable((*flat, *constants))
-            ctx.passes, ctx.options = operator.passes(inputs, options), options
+            ctx.passes = operator.passes(inputs, options)
+            ctx.options = options
             *outputs, kept = ctx.passes.forward(inputs, save=True)
             ctx.set_materialize_grads(False)
             # Not the readable copies: a second derivative of their originals must be refused.

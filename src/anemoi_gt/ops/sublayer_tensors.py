@@ -18,7 +18,7 @@ from anemoi_gt.ops.operands import Held
 class Linear(NamedTuple, Generic[Held]):
     """y = W x + b."""
 
-    weight: Held = None  # type: ignore[assignment]  # [F_out, F_in]; None for an absent map
+    weight: Held = None  # type: ignore[assignment]  # [F_out, F_in]; None without the map
     bias: Held | None = None  # [F_out]
 
 
@@ -55,7 +55,7 @@ class FeedForwardTensors(NamedTuple, Generic[Held]):
 class NormOptions(NamedTuple):
     """Options of a norm."""
 
-    eps: float = 0.0  # positive; 0 for an absent norm of heads or of a linear layer
+    eps: float = 0.0  # positive; 0 without a norm of heads or of a linear layer
     is_centred: bool = True  # layer norm; if not, RMSNorm, whose mean is taken as 0
 
     def constants(self) -> dict[str, bool]:
@@ -119,5 +119,5 @@ class NormLinearTensors(NamedTuple, Generic[Held]):
 class NormLinearOptions(NamedTuple):
     """Options of a linear layer."""
 
-    norm: NormOptions  # eps 0 for an absent norm
+    norm: NormOptions  # eps 0 without a norm
     gemm_dtype: torch.dtype  # of y too

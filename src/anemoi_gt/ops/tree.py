@@ -2,7 +2,7 @@
 
 A tree of a call's tensors, with other leaves, is what modules are read into, what a plan holds
 (buffers), which gradients are needed (bools), and where the gradients are. PyTorch takes and
-returns flat sequences of leaves, depth first; an absent tensor is the leaf None.
+returns flat sequences of leaves, depth first; a tensor that is absent is the leaf None.
 
     class Linear(NamedTuple, Generic[T]):        leaf_types(Layer[Tensor])
         weight: T                                    x, map_weight, map_bias

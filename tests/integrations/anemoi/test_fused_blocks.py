@@ -342,7 +342,7 @@ def of_tensor_subclass(block):
     block.lin_query.weight = nn.Parameter(TwoTensor(weight, weight))
 
 
-NO_ATTENTION = {  # reason: a change after which the feed-forward sub-layer alone is fused
+NO_ATTENTION = {  # reason: a change after which only the feed-forward sub-layer is fused
     "its lin_query is a support.anemoi_model.OwnLinear, and a torch.nn.Linear is needed": lambda block: (
         setattr(block.lin_query, "__class__", OwnLinear)
     ),
@@ -361,7 +361,7 @@ NO_ATTENTION = {  # reason: a change after which the feed-forward sub-layer alon
     "its attention drops weights in training": lambda block: setattr(block.conv, "dropout", 1.0),
     "its lin_query has a weight of the tensor subclass": of_tensor_subclass,
 }
-NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alone is fused
+NO_FEED_FORWARD = {  # reason: a change after which only the attention sub-layer is fused
     "its node_dst_mlp.mlp.1 is a torch.nn.modules.activation.Tanh, and one of GELU, SiLU, "
     "ReLU, Sigmoid, Mish": with_part("node_dst_mlp.mlp.1", lambda _: nn.Tanh()),
     "its node_dst_mlp.mlp.1 has hooks, which": lambda block: block.node_dst_mlp.mlp[

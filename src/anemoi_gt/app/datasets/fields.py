@@ -222,7 +222,7 @@ def _at_first_time(read: Callable[[int], np.ndarray], num_times: int, index: int
 
 
 def group(series: Sequence[Series]) -> dict[str, list[Series]]:
-    """Return the series of each variable, by a name that tells it from the others.
+    """Return the series of each variable, by a name that distinguishes it from the others.
 
     A parameter with one key keeps its name; otherwise level and interval are appended, as far as
     they differ: `z_500`, `z_sfc`, `tp_6h`. Raises ValueError if two keys would get one name.
@@ -249,7 +249,7 @@ def group(series: Sequence[Series]) -> dict[str, list[Series]]:
 
 
 def _name(key: Key, keys: Sequence[Key]) -> str:
-    """Return the name of a variable: the parameter, and what tells `key` from the other `keys`."""
+    """Return the name of a variable: the parameter, and how `key` differs from the other `keys`."""
     words = [key.parameter]
     kinds = {tuple(level.kind for level in other.levels) for other in keys}
     for d, level in enumerate(key.levels):

@@ -349,9 +349,11 @@ class TrainingBatches:
     def since(self, step: int) -> Iterator[Sample]:
         """Yield the batches after the first `step` batches; each is loaded when it is requested."""
         generator = torch.Generator().manual_seed(self.seed)
+        # without replacement: one permutation of the samples after the other
         order = RandomSampler(
             self.dataset, num_samples=self.steps * self.batch_size, generator=generator
         )
+        # skipped indices are drawn, and their samples not loaded
         remaining = islice(enumerate(order), step * self.batch_size, None)
         local_samples = (
             sample

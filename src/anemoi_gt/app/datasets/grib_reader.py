@@ -61,7 +61,8 @@ def _messages(eccodes: ModuleType, file: BinaryIO) -> Iterator[tuple[int, int, i
 
     A message of GRIB 2 may hold several fields, such as u and v.
     """
-    last, part = -1, 0
+    last = -1
+    part = 0
     while (message := eccodes.codes_grib_new_from_file(file)) is not None:
         try:
             offset = eccodes.codes_get(message, "offset", int)

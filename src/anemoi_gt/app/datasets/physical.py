@@ -58,7 +58,8 @@ class PhysicalModel(nn.Module):
         self, inputs: PhysicalInputs, model: nn.Module, change_mean: Tensor, change_std: Tensor
     ):
         super().__init__()
-        self.inputs, self.model = inputs, model
+        self.inputs = inputs
+        self.model = model
         self.register_buffer("change_mean", change_mean)
         self.register_buffer("change_std", change_std)
 

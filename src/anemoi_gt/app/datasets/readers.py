@@ -81,7 +81,8 @@ def _read(file: str) -> tuple[list[Series], dict[str, str]]:
         elif is_grib(file):
             return read_grib(file)
         else:
-            opened, zeros = open_netcdf(file), []
+            opened = open_netcdf(file)
+            zeros = []
     except (ImportError, FieldError):
         raise
     except Exception as error:  # each format raises errors of its own

@@ -238,7 +238,8 @@ class SphereDataset(ForecastDataset):
     def others(self, size: int, key: tuple[int, ...]) -> "SphereDataset":
         """Return other samples on the same nodes, with the same normalisation."""
         other = copy.copy(self)
-        other.size, other.key = size, key
+        other.size = size
+        other.key = key
         return other
 
     def normalisation(self) -> dict[str, Tensor]:

@@ -333,7 +333,8 @@ class _DatasetReader:
             # Without a coordinate of starts, `time` is one if the steps do not follow it.
             follows = set(step.dims) <= set(time.dims) and "standard_name" in time.attrs
             if not follows and time.name != "valid_time":
-                start, time = time, None
+                start = time
+                time = None
         origin = ""
         if step is not None:
             (step,) = self._find(part, "step")[:1]
@@ -408,7 +409,8 @@ def _hours(step: "xarray.DataArray") -> Any:
 def _level(coordinate: "xarray.DataArray", index: int) -> Level:
     """Return the level at a position along a dimension."""
     value = coordinate.values[index]
-    name, attrs = str(coordinate.name), coordinate.attrs
+    name = str(coordinate.name)
+    attrs = coordinate.attrs
     units = str(attrs.get("units", ""))
     if isinstance(value, np.timedelta64):  # which NumPy also treats as an integer
         hours = value / np.timedelta64(1, "h")

@@ -28,6 +28,7 @@ def progress_bar(steps: int, done: int, **options: Any) -> "tqdm":
     """
     tqdm = import_extra("tqdm", "train").tqdm
     interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    # after maxinterval, tqdm's own thread redraws the bar even without a step
     options |= {"mininterval": interval, "maxinterval": interval}
     return tqdm(total=steps, initial=done, unit=" steps", desc="training", **options)
 
@@ -37,7 +38,7 @@ class Meter:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor] = []  # on the device: reading one would wait for its step
         self.start()
 
     def start(self) -> None:
@@ -123,5 +124,5 @@ class StopRequest:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        if number == signal.SIGINT:
+        if number == signal.SIGINT:  # the next one interrupts
             signal.signal(signal.SIGINT, signal.default_int_handler)

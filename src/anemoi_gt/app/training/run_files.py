@@ -45,6 +45,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder"
         )
+    # read once, so that the checksums are those of the bytes that are loaded
     content = io.BytesIO(path.read_bytes())
     try:
         check_checksums(content)
@@ -106,7 +107,7 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
         raise ValueError(
             "the checkpoint must have weights of the configured model, none fits by name and shape"
         )
-    model.load_state_dict(fitting, strict=False)
+    model.load_state_dict(fitting, strict=False)  # the others keep their initial values
     return unfit
 
 

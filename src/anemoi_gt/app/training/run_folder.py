@@ -17,9 +17,13 @@ from anemoi_gt.distributed.sharded_checkpoint import find_run
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-LAST, BEST, METRICS = "last.pt", "best.pt", "metrics.jsonl"
-LOCK, CONFIG = ".lock", ".hydra/config.yaml"
-ONE_PROCESS, TORCHRUN = "one process", "torchrun"
+LAST = "last.pt"
+BEST = "best.pt"
+METRICS = "metrics.jsonl"
+LOCK = ".lock"
+CONFIG = ".hydra/config.yaml"
+ONE_PROCESS = "one process"
+TORCHRUN = "torchrun"
 REMEDY = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true with torchrun"}
 ELSEWHERE = "another hydra.run.dir starts a new one"
 

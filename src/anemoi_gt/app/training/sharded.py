@@ -203,7 +203,9 @@ class ShardedTrainingStep(TrainingStep):
         group: dist.ProcessGroup,
     ):
         super().__init__(model, weights, config, device, mesh=mesh)
-        self.num_nodes, self.mesh, self.group = num_nodes, mesh, group
+        self.num_nodes = num_nodes
+        self.mesh = mesh
+        self.group = group
         self.shared, self.own = shard.parameters(self.model)
 
     def forward_backward(self, batch: Sample) -> Tensor:
@@ -248,6 +250,7 @@ class ShardedTrainingStep(TrainingStep):
 
     def state_dict(self) -> dict:
         """Return all state that a step changes; the optimiser state is by parameter name."""
+        # `save_checkpoint` finds the tables of a state by the names of their parameters
         return super().state_dict() | {
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer)
         }
@@ -270,6 +273,7 @@ def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     if num_replicas == 1:
         yield
         return
+    # from the CPU's generator, which has the same state on all ranks: each draws all seeds
     seeds = torch.randint(2**62, (num_replicas,), device="cpu").tolist()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

@@ -78,14 +78,16 @@ class TrainingStep:
         *,
         mesh: DeviceMesh | None = None,
     ):
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         if config.warmup_steps > config.steps:
             log.warning(
                 "training.warmup_steps is %d, taken as training.steps=%d",
                 config.warmup_steps,
                 config.steps,
             )
-        self.model, self.weights = model.to(device), weights.to(device)
+        self.model = model.to(device)
+        self.weights = weights.to(device)
         self.average = AveragedModel(
             self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay)
         )
@@ -100,6 +102,7 @@ class TrainingStep:
         # A step without gradients changes nothing; without it, LambdaLR warns if the scaler skips
         # the first step.
         self.optimizer.step()
+        # disabled in other precisions, it passes losses, gradients and steps on unchanged
         self.scaler = torch.amp.GradScaler(
             device.type, init_scale=LOSS_SCALE, enabled=config.precision == "16-mixed"
         )
@@ -111,7 +114,7 @@ class TrainingStep:
 
     def training_step(self, batch: Sample) -> Tensor:
         """Take one optimiser step and return the loss before it, a detached scalar."""
-        self.model.train()
+        self.model.train()  # validation has left it in evaluation mode
         loss = self.forward_backward(batch)
         self.optimizer_step()
         return loss

@@ -78,7 +78,8 @@ def _on_device(index: Tensor | list[int], device: torch.device) -> Tensor:
     """Return an index on a device, copied there once."""
     if not isinstance(index, Tensor) or index.device == device or torch.compiler.is_compiling():
         return torch.as_tensor(index, device=device)
-    copies, key = _ON_DEVICE.setdefault(index, {}), (device, index._version)
+    copies = _ON_DEVICE.setdefault(index, {})
+    key = (device, index._version)
     if key not in copies:
         with torch.inference_mode(mode=False):
             copies.clear()

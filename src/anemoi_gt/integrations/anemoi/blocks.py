@@ -52,17 +52,18 @@ def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) ->
         return upstream(self, *args, **kwargs)
     parts = decision.fused.attention
     if not isinstance(parts, Refusal):
-        x, halo, edge_index = call.x, None, call.edge_index
+        x = call.x
+        halo = None
+        edge_index = call.edge_index
         if local is not None:
-            norm, sizes = self.layer_norm_attention, call.shards.nodes
+            norm = self.layer_norm_attention
+            sizes = call.shards.nodes
             pending = start_halo(
                 self, x, local, call.batch_size, sizes, call.group, norm, call.cond
             )
-            x, halo, edge_index = (
-                pending.own.flatten(0, 1),
-                pending.wait_halo().flatten(0, 1),
-                local,
-            )
+            x = pending.own.flatten(0, 1)
+            halo = pending.wait_halo().flatten(0, 1)
+            edge_index = local
         conditions = (call.cond, call.cond)
         out = _fused_attention(
             self,

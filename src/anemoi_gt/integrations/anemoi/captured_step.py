@@ -122,7 +122,8 @@ def slots_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator
 
     `accepts` gets the name of an attribute and its value, or a value in its dictionaries.
     """
-    seen, left = set(), [("", vars(module))]
+    seen = set()
+    left = [("", vars(module))]
     while left:
         outer, holder = left.pop()
         if id(holder) in seen:

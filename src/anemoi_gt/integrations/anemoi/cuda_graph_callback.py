@@ -96,7 +96,8 @@ class CUDAGraphCallback(Callback):
                     "a training batch of other shapes than the captured one runs without the CUDA "
                     "graph"
                 )
-                self._refused, self._gradients = True, None
+                self._refused = True
+                self._gradients = None
                 with trainer.precision_plugin.train_step_context():
                     # past DDP, which would average gradients
                     return module.training_step(batch, *rest)
@@ -141,7 +142,8 @@ class CUDAGraphCallback(Callback):
                     f"training_step must return a loss to be captured, got {output!r}: "
                     f"{self.remedy}"
                 )
-            loss, scaler = loss / accumulated, getattr(trainer.precision_plugin, "scaler", None)
+            loss = loss / accumulated
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
             self._differentiate(loss if scaler is None else scaler.scale(loss))
         return tree_map_only(Tensor, Tensor.detach, (output, logged))
 
@@ -178,7 +180,9 @@ class CUDAGraphCallback(Callback):
     def _release(self) -> None:
         if self._step is not None:
             self._step.reset()
-        self._step, self._gradients, self._refused = None, None, False
+        self._step = None
+        self._gradients = None
+        self._refused = False
 
 
 class InstallCallback(CUDAGraphCallback):

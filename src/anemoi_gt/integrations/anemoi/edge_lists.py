@@ -73,9 +73,8 @@ class EdgeCache:
         1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
     )
     validate: bool = True  # check the values when the list is sorted, which synchronises the device
-    sources: Tensor | None = (
-        None  # [N_src] int64, for a chunk: the sources of the whole list that remain
-    )
+    # [N_src] int64, for a chunk: the sources of the whole list that remain
+    sources: Tensor | None = None
     # for a chunk before 0.16: its edges in the whole list
     edges: slice | Tensor | None = None
     exchange: HaloExchange | None = None  # for a rank's edges, numbered by its nodes and its halo
@@ -224,7 +223,8 @@ def get_edges(
 def _expanded_list(provider: Any, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
     """Return a provider's edges, repeated for a batch, and the number of nodes on both sides."""
     base, inc = provider.edge_index_base, provider.edge_inc
-    expanded, versions = _BY_BASE.setdefault(base, {}), (version_of(base), version_of(inc))
+    expanded = _BY_BASE.setdefault(base, {})
+    versions = (version_of(base), version_of(inc))
     made_from, edge_index = expanded.get(batch_size, (None, None))
     is_fresh = made_from is not None and made_from[0] is inc and made_from[1] == versions
     cache = lookup(edge_index) if is_fresh else None

@@ -138,7 +138,8 @@ class Installation:
     """
 
     def __init__(self, settings: Settings, before: Settings | None):
-        self._settings, self._before = settings, before
+        self._settings = settings
+        self._before = before
 
     def __enter__(self) -> "Installation":
         # another `with` or `uninstall` may have removed them
@@ -278,12 +279,12 @@ def replacements() -> dict[str, str | None]:
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
-    reasons = {seam: match.reason for seam, match in _matches().items()}
-    shards = {seam: _match(seam, patch).reason for seam, patch in SHARDING.items()}
-    if any(shards.values()) or any(reasons[seam] for seam in CALLED):
+    reasons = {target: match.reason for target, match in _matches().items()}
+    shards = {target: _match(target, patch).reason for target, patch in SHARDING.items()}
+    if any(shards.values()) or any(reasons[target] for target in CALLED):
         shards = {
-            seam: reason or "sharding is replaced as a whole, or not at all"
-            for seam, reason in shards.items()
+            target: reason or "sharding is replaced as a whole, or not at all"
+            for target, reason in shards.items()
         }
     return {f"{owner[-1]}.{name}": reason for (owner, name), reason in (shards | reasons).items()}
 
@@ -302,7 +303,8 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
                 outcome, reason = graph_networks.examine(block, device)
             else:
                 found = decision.examine(block, device)
-                outcome, reason = found.outcome, found.reason
+                outcome = found.outcome
+                reason = found.reason
             kind = type(block).__name__
             computed.append(report.Computed(path, kind, report.WORDS[outcome], reason))
     return tuple(computed)
@@ -442,7 +444,7 @@ def _apply_patches(*, is_named: bool) -> None:
             "; ".join(missing),
         )
     replacements = {
-        (match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None
+        (match.owner, target[1]): match for target, match in matches.items() if match.reason is None
     }
     replacements = _with_sharding(
         replacements, [f"{path[0]}.{name}" for path, name in CALLED if matches[path, name].reason]
@@ -459,16 +461,17 @@ def _apply_patches(*, is_named: bool) -> None:
 
 
 def _matches() -> dict[tuple, Match]:
-    """Return the replacement in this version, or the reason for none, by seam."""
-    matches = {seam: _match(seam, PATCHES[seam]) for seam in _seams()}
-    provider, partition = (PROVIDER, "_get_edges_impl"), (PARTITION, "materialise")
+    """Return the replacement in this version, or the reason for none, by target."""
+    matches = {target: _match(target, PATCHES[target]) for target in _targets()}
+    provider = (PROVIDER, "_get_edges_impl")
+    partition = (PARTITION, "materialise")
     if matches[provider].reason is None and matches[partition].reason is not None:
         reason = "its lists are sorted afterwards, where GraphPartition.materialise is not replaced"
         matches[provider] = Match(None, None, None, reason)
     return matches
 
 
-def _seams() -> list[tuple]:
+def _targets() -> list[tuple]:
     """Return the methods to replace in this version.
 
     Before 0.12.1, PyTorch's `checkpoint` is replaced where it is imported. Since 0.16, chunks of
@@ -479,14 +482,14 @@ def _seams() -> list[tuple]:
         absent = ["maybe_checkpoint"]
     if hasattr(find(*PARTITION[:1]), PARTITION[1]):
         absent.append("run_processor_chunk_edge_sharding")
-    return [seam for seam in PATCHES if seam[1] not in absent]
+    return [target for target in PATCHES if target[1] not in absent]
 
 
-def _match(seam: tuple, patch: Replacement) -> Match:
-    """Find the method of a seam, if its parameters match a known version."""
-    reason: str | None = f"this anemoi-models has no {'.'.join(seam[0])}"
-    name = seam[1]
-    for path in filter(None, (seam[0], OLDER.get(seam))):
+def _match(target: tuple, patch: Replacement) -> Match:
+    """Find the method of a target, if its parameters match a known version."""
+    reason: str | None = f"this anemoi-models has no {'.'.join(target[0])}"
+    name = target[1]
+    for path in filter(None, (target[0], OLDER.get(target))):
         try:
             owner = find(*path)
         except ImportError:

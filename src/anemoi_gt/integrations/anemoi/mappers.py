@@ -98,7 +98,8 @@ def mapper_chunk(
         return upstream(self, *arguments, model_comm_group, cond, **kwargs)
     whole = list_of_mapper(self, edge_index, (size[0], size[1]))
     chunk, cache = cut_destinations(whole, destinations)
-    sources, edges = cache.sources, cache.edges
+    sources = cache.sources
+    edges = cache.edges
     assert sources is not None
     assert edges is not None
 

@@ -196,10 +196,8 @@ def noise(
     model_comm_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Select this rank's nodes from the noise of every ensemble member."""
-    copies, arguments = (
-        batch_size * ensemble_size,
-        (x, batch_size, ensemble_size, grid_size, grid_shard_sizes),
-    )
+    copies = batch_size * ensemble_size
+    arguments = (x, batch_size, ensemble_size, grid_size, grid_shard_sizes)
     if copies == 1 or not (SETTINGS.any_sharding and is_distributed(model_comm_group)):
         return upstream(self, *arguments, noise_dtype, model_comm_group)
     x, noise = upstream(self, *arguments, noise_dtype, None)
@@ -380,7 +378,9 @@ def _make_local_edges(
             read = [part[0].unique() for part in by_rank]
             wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
             exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
-            (src, dst), own_range, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
+            src, dst = by_rank[rank]
+            own_range = sources.of(rank)
+            num_own = sources.counts[rank]
             src = torch.where(
                 sources.owns(rank, src),
                 src - own_range.start,

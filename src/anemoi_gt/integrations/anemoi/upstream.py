@@ -68,10 +68,8 @@ def resolve_upstream() -> None:
         import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor")
     )
     block = import_module("anemoi.models.layers.block")
-    Upstream.block_module, Upstream.shapes = (
-        block,
-        import_module("anemoi.models.distributed.shapes"),
-    )
+    Upstream.block_module = block
+    Upstream.shapes = import_module("anemoi.models.distributed.shapes")
     Upstream.block = block.GraphTransformerBaseBlock
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
     kinds = (block.TransformerProcessorBlock, block.TransformerMapperBlock)

@@ -280,7 +280,9 @@ class _Passes(NamedTuple):
     ) -> tuple[list[Tensor | None], GradientLayout]:
         """Return the gradients of the six operands, of p kept by the forward pass."""
         flat = FlatArguments._make((*inputs, *self.options))
-        p, (grad_out, grad_lse), required = kept, grads, Needs(*needs)
+        p = kept
+        (grad_out, grad_lse) = grads
+        required = Needs(*needs)
         operands = flat[:6]
         layout = GradientLayout.separate(operands, needs)
         dtype = flat.query.dtype

@@ -97,7 +97,8 @@ def gradients(
     `into` has the buffers to write, rows with the row stride of `Sizes`. Without it they are
     allocated like the operands. The gradient of edge_attr always is.
     """
-    builder, sizes = call.builder, call.sizes
+    builder = call.builder
+    sizes = call.sizes
     is_raw = call.operands.edge_weight is not None
     if into is None:
         into = AttentionOperands(
@@ -277,7 +278,8 @@ def join(
         return
     part, rows = pairs[0]
     other_part, other_rows = pairs[1] if len(pairs) > 1 else (None, None)
-    sizes, tuning = call.sizes, call.builder.tuning
+    sizes = call.sizes
+    tuning = call.builder.tuning
     width = part.shape[-1]
     columns = min(tiles.next_power_of_two(width), tiles.JOINED_COLUMNS)
     constants = {
@@ -382,7 +384,8 @@ def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
 
 def attend_rows(call: AttentionCall, kept: Kept, out: Buffer) -> tuple[Buffer, Buffer | None]:
     """Attend over destinations, into `out` without W A; fill `kept`, return lse and A."""
-    builder, sizes = call.builder, call.sizes
+    builder = call.builder
+    sizes = call.sizes
     inv_denominator, exp_scores, projected = kept
     lse = builder.empty(out.shape[:-1], torch.float32)
     attr_sums = None if projected is None else builder.empty_like(projected)
@@ -432,7 +435,8 @@ def differentiate_rows(
     Return p_ds [B, E, 2, H], m p and ds of each edge, and sums: A and B of each destination where
     the in-degree is fixed and attributes are raw, else None. With sums, dedge_attr is filled too.
     """
-    builder, sizes = call.builder, call.sizes
+    builder = call.builder
+    sizes = call.sizes
     p_ds = builder.empty((sizes.batch, sizes.num_edges, 2, sizes.heads), scratch_dtype(sizes.dtype))
     buffers = call.destination_buffers()
     buffers |= {"inv_denominator": kept.inv_denominator, "exp_scores": kept.exp_scores}
@@ -502,7 +506,8 @@ def differentiate_sources(
     call: AttentionCall, p_ds: Buffer, grad_out: Buffer, dkey: Buffer | None, dvalue: Buffer | None
 ) -> None:
     """Differentiate over sources: fill dkey and dvalue."""
-    sizes, index = call.sizes, call.index
+    sizes = call.sizes
+    index = call.index
     assert index.rowptr is not None  # what needs gradients has the reverse structure
     segment_dkey = _segment_rows(call, dkey, sizes.channels, sizes.src_segment)
     segment_dvalue = _segment_rows(call, dvalue, sizes.channels, sizes.src_segment)
@@ -548,7 +553,8 @@ def differentiate_attributes(
     dedge_attr: Buffer | None,
 ) -> tuple[Buffer, Buffer]:
     """Return A and B of each destination [B, N_dst, H, columns]; fill dedge_attr [B, E, D]."""
-    sizes, index = call.sizes, call.index
+    sizes = call.sizes
+    index = call.index
     attr_sums = call.builder.empty_like(projected_grad)
     dscore_sums = call.builder.empty_like(projected_grad)
     segment_attr_sums = _segment_rows(call, attr_sums, sizes.columns, sizes.dst_segment)
@@ -610,7 +616,8 @@ def differentiate_weight(
     dbias: Buffer | None,
 ) -> None:
     """Fill the gradients of W [H * C, D] and of the bias [H * C]."""
-    builder, sizes = call.builder, call.sizes
+    builder = call.builder
+    sizes = call.sizes
     launch = weight_launch(sizes, programs=builder.tuning.programs)
     num_parts = launch.grid[0] // sizes.heads
     partial = builder.empty(

@@ -88,11 +88,9 @@ def embeds_first(
     if columns > MAX_ATTRIBUTES or edge_dim <= channels:
         return columns > MAX_ATTRIBUTES
     samples, sets = (operand.shape[0] if query.dim() == 4 else 1 for operand in (query, edge_attr))
-    nodes, edges, columns = (
-        samples * query.shape[-3],
-        sets * edge_attr.shape[-2],
-        attribute_columns(columns),
-    )
+    nodes = samples * query.shape[-3]
+    edges = sets * edge_attr.shape[-2]
+    columns = attribute_columns(columns)
     factored, embedded = nodes * heads * (3 * channels + 4 * columns), edges * heads * 2 * channels
     if save:
         factored += nodes * heads * (5 * channels + 9 * columns) + edges * (4 * heads + edge_dim)

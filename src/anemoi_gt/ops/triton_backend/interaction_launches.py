@@ -1,6 +1,6 @@
 """Launches of the kernels of graph networks, `anemoi_gt.kernels.interaction`.
 
-Each function returns a `Launch` from sizes and options alone, as in `row_launches`.
+Each function returns a `Launch` from sizes and options only, as in `row_launches`.
 """
 
 from anemoi_gt.kernels.launch import Launch

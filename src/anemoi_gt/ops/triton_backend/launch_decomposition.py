@@ -79,7 +79,7 @@ def edge_attention_triton_exported(
     out = builder.empty_like(buffers.query)
     lse = attend(AttentionCall(builder, sizes, buffers, index), kept, out)
 
-    tensors: list[Any] = list(inputs)  # None for an absent one
+    tensors: list[Any] = list(inputs)  # None where there is none
     for storage in builder.storages[len(inputs) :]:
         assert storage is not None  # only an absent input is
         tensors.append(tensors[0].new_empty(storage.shape, dtype=storage.dtype))

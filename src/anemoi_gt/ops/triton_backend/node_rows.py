@@ -148,7 +148,9 @@ class NodeSets(ABC):
         options: AttentionOptions,
         weights: dict[str, Buffer],
     ):
-        self.builder, self.tensors, self.options = builder, t, options
+        self.builder = builder
+        self.tensors = t
+        self.options = options
         self.sizes = NodeSizes.of(t, options)
         self.norm = NormSteps(builder, "norm", t.norm, weights, options.norm)
         self.projections = Projections(builder, weights["nodes"], weights.get("nodes_bias"))
@@ -250,7 +252,8 @@ class NodeSets(ABC):
         self, norm: NormSteps, x: Buffer, dx: Buffer, grad_total: Buffer | None, dn: Buffer
     ) -> tuple[Buffer, Buffer | None]:
         """Do so for own sources and halo; return normalised rows and the gradient of the halo."""
-        sizes, halo = self.sizes, self.tensors.halo
+        sizes = self.sizes
+        halo = self.tensors.halo
         if sizes.batch > 1 and sizes.halo:
             normed = self.builder.empty_like(dn)
             rows = Rows(sizes.batch, sizes.sources)
@@ -365,11 +368,9 @@ class TwoSets(NodeSets):
 
     def differentiate(self, grad: Buffer) -> RowGradients:
         """Differentiate destinations, then sources."""
-        x, of_destinations, of_sources = (
-            self.tensors.x_dst,
-            self.of_destinations(),
-            self.of_sources(),
-        )
+        x = self.tensors.x_dst
+        of_destinations = self.of_destinations()
+        of_sources = self.of_sources()
         dx = self.builder.empty_like(x)
         dst, src = self.gradient_tensors["dst"], self.gradient_tensors["src"]
         dn = self.builder.product(dst, of_destinations.weight)
@@ -393,7 +394,9 @@ class HeadNorms:
         t: AttentionTensors[Buffer],
         options: AttentionOptions,
     ):
-        self.builder, self.sizes, self.options = builder, sizes, options
+        self.builder = builder
+        self.sizes = sizes
+        self.options = options
         self.query = (t.query_scale, options.query_norm)
         self.key = (t.key_scale, options.key_norm)
 

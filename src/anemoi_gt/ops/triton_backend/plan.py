@@ -128,7 +128,7 @@ class PlanBuilder:
     Parameters
     ----------
     inputs : sequence of (shape, dtype) or None
-        The input tensors, which are contiguous; None for an absent one.
+        The input tensors, which are contiguous; None where there is none.
     tuning : Tuning
         How the steps are cut.
     """
@@ -173,7 +173,7 @@ class PlanBuilder:
         return storage
 
     def launch(self, launch: Launch, **buffers: Buffer | None) -> None:
-        """Add a kernel launch on buffers, by argument name; None for an absent argument."""
+        """Add a kernel launch on buffers, by argument name; None to leave one out."""
         self.steps.append(KernelStep(launch, tuple(buffers[name] for name in launch.tensors)))
 
     def compute(self, function: Callable[..., object], *buffers: Buffer) -> None:

@@ -81,13 +81,15 @@ class Plans:
     ----------
     operator : PlannedOperator
     specs : tuple
-        Shape and dtype of each input, None for an absent one.
+        Shape and dtype of each input; None where there is none.
     options : NamedTuple
     tuning : Tuning
     """
 
     def __init__(self, operator: PlannedOperator, specs: tuple, options: Any, tuning: Tuning):
-        self.operator, self.specs, self.options = operator, specs, options
+        self.operator = operator
+        self.specs = specs
+        self.options = options
         self.tuning = tuning
         shapes = [None if spec is None else Shaped(*spec) for spec in specs]
         self.tensors, self.constants = self._trees(shapes)
@@ -97,7 +99,8 @@ class Plans:
 
     def _trees(self, leaves: Sequence) -> tuple[Any, Any]:
         """Return tensors and constants of one leaf for each input."""
-        operator, num_tensors = self.operator, self.operator.num_tensors
+        operator = self.operator
+        num_tensors = self.operator.num_tensors
         tensors = tree_of(operator.tensors_form, leaves[:num_tensors])
         return tensors, tree_of(operator.constants_form, leaves[num_tensors:])
 

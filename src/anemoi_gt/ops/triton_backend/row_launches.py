@@ -1,7 +1,7 @@
 """Launches of the row kernels, `anemoi_gt.kernels.norms_and_activations`.
 
 Each function returns a `Launch` from sizes and options only. Call it with tensors by the kernel's
-argument names, None for an absent one. Outputs may alias inputs where the kernel's docstring says
+argument names; None leaves one out. Outputs may alias inputs where the kernel's docstring says
 so.
 
 `programs` is the number of rows of `partial` [programs, sums], and `first_sum` the first column

@@ -484,7 +484,10 @@ class NormSteps:
         weights: dict[str, Buffer],
         options: NormOptions,
     ):
-        self.builder, self.name, self.norm, self.options = builder, name, norm, options
+        self.builder = builder
+        self.name = name
+        self.norm = norm
+        self.options = options
         self.condition: Buffer | None = None  # in the dtype of the weight
         self.grad_condition: Buffer | None = None  # [N, K], if needed
         if norm.condition is not None:
@@ -548,7 +551,8 @@ class NormSteps:
         `grad_total`, the gradient of the residual connection. The gradients of scale and shift, or
         of their maps, are added to those of earlier rows unless these are the first.
         """
-        builder, sums = self.builder, self.sums
+        builder = self.builder
+        sums = self.sums
         num_rows, features = x.shape
         launch = row_launches.norm_backward(
             num_rows,
