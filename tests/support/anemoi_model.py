@@ -43,7 +43,7 @@ def make_options(**changes):
 
 
 def make_family_options(family, **changes):
-    """Return the options of a small model of a family in the file, "ensemble" or "transport"."""
+    """Return the options of a small model of a family in the file: "ensemble", "transport" or "graph network"."""
     config = OmegaConf.merge(OmegaConf.load(CONFIG), OmegaConf.load(FAMILIES)[family], changes)
     return options_of(config)
 

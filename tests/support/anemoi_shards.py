@@ -57,7 +57,7 @@ class Case:
     has_dynamic_sizes: bool = False  # in compiled code, after a batch of another size
     counted: bool = False
     fused: bool = False  # fused blocks, in float32
-    # of `make_family_options`: fused; one rank also computes in float32, with the same noise
+    # of `make_family_options`; those with noise are fused, and one rank also computes in float32
     family: str | None = None
     has_hooks: bool = (
         False  # on the first rank, on modules that anemoi_gt's attention does not call
@@ -146,6 +146,21 @@ def make_cases():
         "fused transport-2": Case(2, batch=1, **transport),
         "fused transport-3": Case(3, batch=1, **transport),
     }
+    networks = {"family": "graph network"}
+    fused = networks | FUSED
+    cases |= {
+        "graph network-1": Case(1, graph="asymmetric", counted=True, **networks),
+        "graph network-2x2": Case(2, models=2, **networks),
+        "graph network-3": Case(3, graph="asymmetric", counted=True, **networks),
+        "graph network-4": Case(4, graph="tiny", **networks),
+        "Anemoi's graph network-3": Case(3, **WITHOUT_OURS, **networks),
+        "fused graph network-2": Case(2, graph="small", compiled="blocks", **fused),
+        "fused graph network-4": Case(4, graph="tiny", **fused),
+        "fused graph network, gathered": Case(
+            3, graph="small", install={"sharding": False}, **fused
+        ),
+        "fused graph network, hooks on one rank": Case(2, graph="small", has_hooks=True, **fused),
+    }
     for strategy, ranks in product(("edges", "heads"), (2, 3)):
         # Anemoi shards only a batch of one
         options = {"heads": 8, "shard_strategy": strategy}
@@ -181,7 +196,8 @@ def graph(name):
 
 def model_of(case):
     """Return the model of a case; cases share models, and ranks inherit them from the process that forks."""
-    dtype = torch.float32 if case.fused or case.family else torch.float64
+    has_noise = case.family in ("ensemble", "transport")
+    dtype = torch.float32 if case.fused or has_noise else torch.float64
     options = tuple(sorted(case.options.items()))
     return make_model(case.graph, case.family, case.ensemble > 1, options, case.compiled, dtype)
 
@@ -361,6 +377,9 @@ def run_case(case, group, index, everyone):
                 counts.append(counted)
         else:
             loss = run(model, case, index, group)
+        if case.fused and not case.has_hooks:
+            outcomes = {computed.outcome for computed in integration.installed().computed}
+            assert outcomes == {"fused"}, outcomes
     for hook in hooks:
         hook.remove()
     gradients = gradients_of_strategy(model, group, everyone)

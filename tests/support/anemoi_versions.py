@@ -22,7 +22,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import blocks as attending
-from support import anemoi_sublayers, anemoi_transformer_versions
+from support import anemoi_network_versions, anemoi_sublayers, anemoi_transformer_versions
 from support.operators import Operators
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
@@ -353,6 +353,7 @@ def report_all():
     report["messages"] = list(dict.fromkeys(messages))
     report["updated sources"] = updated_sources()
     report["mapper layers"] = mapper_layers()
+    report["graph networks"] = anemoi_network_versions.compare(max_error)
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
     if VERSION < (0, 12):
@@ -371,6 +372,7 @@ def report_minor():
     report = compare(build("GraphTransformer"))
     report["updated sources"] = updated_sources()
     report["mapper layers"] = mapper_layers()
+    report["graph networks"] = anemoi_network_versions.compare(max_error)
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
     return report | {"version": version("anemoi-models"), "messages": messages}

@@ -90,15 +90,22 @@ def test_with_anemois_sharding_lists_are_sorted_once(folder, ranks, strategy):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["symmetric-3-batch1", "asymmetric-4-batch2"])
+@pytest.mark.parametrize(
+    ("name", "on_one_rank", "repeated"),  # exchanges of checkpointed layers
+    [
+        ("symmetric-3-batch1", "symmetric-1-batch1", LAYERS),
+        ("asymmetric-4-batch2", "symmetric-1-batch1", LAYERS),
+        ("graph network-3", "graph network-1", EXCHANGES),  # of blocks, also in mappers
+    ],
+)
 def test_a_step_sorts_nothing_and_exchanges_only_halo_rows_and_gradients_of_trained_attributes(
-    folder, name
+    folder, name, on_one_rank, repeated
 ):
-    _, _, (_, one_rank_counts) = torch.load(folder / "symmetric-1-batch1.pt")
+    _, _, (_, one_rank_counts) = torch.load(folder / f"{on_one_rank}.pt")
     _, _, (_, counts) = torch.load(folder / f"{name}.pt")
     assert not one_rank_counts
     assert counts.pop("all_reduce") == 1  # of the loss, by the test
-    assert counts.pop("send") == EXCHANGES + LAYERS  # once more in checkpointed layers
+    assert counts.pop("send") == EXCHANGES + repeated
     assert sum(counts.values()) == TRAINED  # and no list is sorted in this second step
 
 

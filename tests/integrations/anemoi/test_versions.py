@@ -92,6 +92,7 @@ def test_models_of_minor_versions_compute_the_same_under_install(report):
     assert report["error"] < 2e-6
     assert_updated_sources_are_as_anemois(report)
     assert_layers_of_mappers_are_fused(report)
+    assert_graph_networks_are_fused(report)
     if release_of(report) < (0, 15):
         assert_transformers_are_as_anemois(report)
 
@@ -125,6 +126,28 @@ def assert_layers_of_mappers_are_fused(report):
 @every_old_version
 def test_embeddings_and_output_layers_of_mappers_are_fused_with_the_same_numbers(report):
     assert_layers_of_mappers_are_fused(report)
+
+
+def assert_graph_networks_are_fused(report):
+    """Assert that blocks of graph networks are fused, also with gathered nodes unless these are many, and agree with Anemoi."""
+    results = report["graph networks"]
+    assert len(results) == 4  # two kinds of blocks, on one rank and on two
+    for name, result in results.items():
+        assert result["outcome"] == result["many edges"] == ["fused", None], name
+        assert result["error"] < 3e-6, name
+        if name.endswith("on 2"):
+            outcome, reason = result["few edges"]
+            assert outcome == "upstream", name
+            assert "gathers more than two nodes for each edge" in reason
+        else:
+            assert result["few edges"] == ["fused", None], name
+
+
+@every_version
+def test_blocks_of_graph_networks_are_fused_with_the_same_numbers_on_one_rank_and_on_several(
+    report,
+):
+    assert_graph_networks_are_fused(report)
 
 
 def definitions(version):

@@ -5,10 +5,15 @@ A block updates its edges, then its nodes (`anemoi_gt.ops.network_tensors`):
     e'_e = e_e + edge_mlp([x_i, x_j, e_e])        s_i = sum of e'_e
     x'_i = x_i + node_mlp([x_i, s_i])
 
-Sources of the encoder have no in-edges, and get x_j + node_mlp([x_j, x_j]). On several ranks Anemoi
-gathers all nodes, and its own code computes.
+Sources of the encoder have no in-edges, and get x_j + node_mlp([x_j, x_j]).
+
+On several ranks, Anemoi hands a block the nodes of its rank and all edges into them, gathers the
+nodes of all ranks, and takes the sums of its own; it reduces their gradients in float32. Here a
+block exchanges the halo of its rank instead (`sharding`) where its edges are a shard of a
+`StaticGraphProvider`'s, and gathers as Anemoi does with other edges and with `sharding=False`.
 """
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +29,8 @@ from anemoi_gt.integrations.anemoi.decision import (
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
-from anemoi_gt.integrations.anemoi.sharding import is_distributed
-from anemoi_gt.integrations.anemoi.upstream import replaces
+from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_rows
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.fused_block import NO_SUBLAYERS, NOT_FASTER, Computation
@@ -37,13 +42,14 @@ from anemoi_gt.ops.network_tensors import (
     NetworkOptions,
     NetworkTensors,
 )
-from anemoi_gt.refusal import Refusal, RefusalKind, permanent
+from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
 
 EDGES = "edge_update"  # the edge update fused, the update of nodes by modules
 PARAMETERS = "self x edge_attr edge_index shard_info model_comm_group size layer_kwargs"
 OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
-SHARDED = permanent("its nodes are sharded by Anemoi")
+# The first layer multiplies E + N_src + N_dst rows, and that of modules 3 E.
+GATHERED = not_faster("Anemoi gathers more than two nodes for each edge of its rank")
 # Networks of other models are parts of fused sub-layers, and a single hidden layer without a norm
 # gains little by itself.
 NOT_OF_GRAPH_NETWORK = permanent("it has one hidden layer and no norm")
@@ -57,6 +63,82 @@ class BlockParts(NamedTuple):
     nodes: NetworkParts | Refusal
 
 
+class Ranks(NamedTuple):
+    """The ranks that share the nodes of a block."""
+
+    group: Any
+    src: Any  # numbers of own sources of each rank; their shapes before 0.15
+    dst: Any
+
+    @classmethod
+    def of(
+        cls,
+        shards: Any = None,
+        model_comm_group: Any = None,
+        size: Any = None,
+        *,
+        shard_info: Any = None,
+        shapes: Any = None,
+        **others: Any,
+    ) -> "Ranks | None":
+        """Read the arguments of a block after its edges; return None on one rank."""
+        del size, others
+        if not is_distributed(model_comm_group):
+            return None
+        shards = shards or shard_info or shapes
+        if isinstance(shards, tuple):
+            return cls(model_comm_group, *shards)
+        if hasattr(shards, "nodes"):
+            return cls(model_comm_group, shards.nodes, shards.nodes)
+        return cls(model_comm_group, shards.src_nodes, shards.dst_nodes)
+
+
+class Nodes(NamedTuple):
+    """The nodes that a block updates, and those that its edges read."""
+
+    own_src: Tensor | None  # None where sources are the destinations
+    own_dst: Tensor
+    src: Tensor | None
+    halo: Tensor | None
+    dst: Tensor
+    edge_index: Tensor  # between sources, followed by the halo, and destinations
+    gathered: Ranks | None = None  # the ranks whose nodes Anemoi gathered
+
+    @classmethod
+    def on_one_rank(cls, x_src: Tensor | None, x_dst: Tensor, edge_index: Tensor) -> "Nodes":
+        """Return the nodes of a call without other ranks."""
+        return cls(x_src, x_dst, x_src, None, x_dst, edge_index)
+
+    @classmethod
+    def with_halo(cls, x_src: Tensor | None, x_dst: Tensor, local: Tensor, ranks: Ranks) -> "Nodes":
+        """Exchange the halo of `local`, a list of `local_edges`."""
+        own = x_dst if x_src is None else x_src
+        pending = start_rows(own, local, 1, ranks.src, ranks.group)
+        own, halo = pending.own.flatten(0, 1), pending.wait_halo().flatten(0, 1)
+        if x_src is None:
+            return cls(None, own, None, halo, own, local)
+        return cls(own, x_dst, own, halo, x_dst, local)
+
+    @classmethod
+    def gather(
+        cls, x_src: Tensor | None, x_dst: Tensor, edge_index: Tensor, ranks: Ranks
+    ) -> "Nodes":
+        """Gather the nodes of all ranks as Anemoi does."""
+        gather = Upstream.block_module.sync_tensor
+        src = None if x_src is None else gather(x_src, 0, ranks.src, ranks.group)
+        dst = gather(x_dst, 0, ranks.dst, ranks.group)
+        return cls(x_src, x_dst, src, None, dst, edge_index, ranks)
+
+    def own_sums(self, sums: Tensor) -> Tensor:
+        """Return the sums over the edges of own destinations."""
+        if self.gathered is None:
+            return sums
+        _, _, sizes = self.gathered
+        return Upstream.block_module.shard_tensor(
+            sums, 0, sizes, self.gathered.group, gather_in_backward=False
+        )
+
+
 @replaces(OLDER, PARAMETERS)
 def processor_block(
     upstream: Any,
@@ -68,13 +150,16 @@ def processor_block(
     **kwargs: Any,
 ) -> Any:
     """Compute a block on one set of nodes."""
-    parts = _decide(self, x, edge_index, _group_of(*args, **kwargs))
-    if isinstance(parts.edges, Refusal):
+    ranks = Ranks.of(*args, **kwargs)
+    local = _local_edges(self, edge_index, ranks)
+    parts = _decide(self, x, edge_index, ranks if local is None else None)
+    if isinstance(parts.edges, Refusal) and local is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     if getattr(self, "emb_edges", None) is not None:  # not before 0.11
         edge_attr = self.emb_edges(edge_attr)
-    edges, sums = _update_edges(parts, None, x, edge_attr, edge_index)
-    return _update_nodes(self, parts, x, sums), edges
+    nodes = _nodes_of(None, x, edge_index, ranks, local)
+    edges, sums = _update_edges(self, parts, nodes, edge_attr)
+    return _update_nodes(self, parts, nodes.own_dst, sums), edges
 
 
 @replaces(OLDER, PARAMETERS)
@@ -89,11 +174,16 @@ def mapper_block(
 ) -> Any:
     """Compute a block from sources to destinations."""
     x_src, x_dst = x
-    parts = _decide(self, x_dst, edge_index, _group_of(*args, **kwargs))
-    if isinstance(parts.edges, Refusal):
+    ranks = Ranks.of(*args, **kwargs)
+    local = _local_edges(self, edge_index, ranks)
+    parts = _decide(self, x_dst, edge_index, ranks if local is None else None)
+    if isinstance(parts.edges, Refusal) and local is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
-    edges, sums = _update_edges(parts, x_src, x_dst, edge_attr, edge_index)
-    out = _update_nodes(self, parts, x_dst, sums)
+    nodes = _nodes_of(x_src, x_dst, edge_index, ranks, local)
+    assert nodes.own_src is not None  # a mapper has two sets
+    edges, sums = _update_edges(self, parts, nodes, edge_attr)
+    out = _update_nodes(self, parts, nodes.own_dst, sums)
+    x_src = nodes.own_src
     if self.update_src_nodes:
         x_src = _update_nodes(self, parts, x_src, None)
     return (x_src, out), edges
@@ -132,26 +222,37 @@ def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
     return _outcome(_parts_of(block, settings, x, edge_index, None))
 
 
-def _group_of(
-    shards: Any = None,
-    model_comm_group: Any = None,
-    size: Any = None,
-    *,
-    shard_info: Any = None,
-    shapes: Any = None,
-    **others: Any,
-) -> Any:
-    """Return the group of ranks among the arguments of a block after its edges."""
-    del shards, size, shard_info, shapes, others
-    return model_comm_group
+def _local_edges(block: Any, edge_index: Any, ranks: Ranks | None) -> Tensor | None:
+    """Return this rank's edges, numbered by its nodes and halo, or None if there is no halo."""
+    if ranks is None or is_exporting() or torch.jit.is_tracing():
+        return None
+    return local_edges(block, edge_index, (ranks.src, ranks.dst), 1, ranks.group)
 
 
-def _decide(block: Any, x_dst: Tensor, edge_index: Any, group: Any) -> BlockParts:
-    """Return the parts of a block; log or raise what is less than requested."""
+def _nodes_of(
+    x_src: Tensor | None,
+    x_dst: Tensor,
+    edge_index: Tensor,
+    ranks: Ranks | None,
+    local: Tensor | None,
+) -> Nodes:
+    """Return the nodes of a call; x_src None for one set of nodes."""
+    if ranks is None:
+        return Nodes.on_one_rank(x_src, x_dst, edge_index)
+    if local is not None:
+        return Nodes.with_halo(x_src, x_dst, local, ranks)
+    return Nodes.gather(x_src, x_dst, edge_index, ranks)
+
+
+def _decide(block: Any, x_dst: Tensor, edge_index: Any, gathered: Ranks | None) -> BlockParts:
+    """Return the parts of a block; log or raise what is less than requested.
+
+    `gathered`: the ranks whose nodes Anemoi gathers, if it does.
+    """
     settings = SETTINGS.of(block)
     if settings is None:
         return BlockParts(None, UNWANTED, UNWANTED)
-    parts = _parts_of(block, settings, x_dst, edge_index, group)
+    parts = _parts_of(block, settings, x_dst, edge_index, gathered)
     edges, nodes = as_in_forward(block, "graph network", (parts.edges, parts.nodes))
     parts = parts._replace(edges=edges, nodes=nodes)
     refusals: list[Refusal] = []
@@ -190,17 +291,18 @@ def _computation_of(settings: Settings, x: Tensor) -> tuple[Computation | None, 
 
 
 def _parts_of(
-    block: Any, settings: Settings, x_dst: Tensor, edge_index: Any, group: Any
+    block: Any, settings: Settings, x_dst: Tensor, edge_index: Any, gathered: Ranks | None
 ) -> BlockParts:
     if settings.blocks is False or is_exporting():
         return BlockParts(None, UNWANTED, UNWANTED)
     computation, refusal = _computation_of(settings, x_dst)
-    if refusal is None and is_distributed(group):
-        refusal = SHARDED
     if refusal is None and (
         not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided
     ):
         refusal = permanent("its edges are no edge_index [2, E]")
+    if refusal is None and gathered is not None and settings.blocks is None:
+        num_nodes = _num_nodes(gathered.src) + _num_nodes(gathered.dst)
+        refusal = GATHERED if num_nodes > 2 * edge_index.shape[1] else None
     if refusal is None and settings.config.precision is not None:
         refusal = permanent("the precision of the attention is set")
     if refusal is None:
@@ -216,6 +318,11 @@ def _parts_of(
         for_call(edges, x_dst, is_autocast=computation.is_autocast),
         for_call(nodes, x_dst, is_autocast=computation.is_autocast),
     )
+
+
+def _num_nodes(sizes: Any) -> int:
+    """Return the number of nodes of all ranks from their sizes, or shapes."""
+    return sum(size if isinstance(size, int) else size[0] for size in sizes)
 
 
 def _is_embedding(mlp: Any) -> bool:
@@ -244,23 +351,37 @@ def _options(
 
 
 def _update_edges(
-    block_parts: BlockParts,
-    x_src: Tensor | None,
-    x_dst: Tensor,
-    edges: Tensor,
-    edge_index: Tensor,
+    block: Any, block_parts: BlockParts, nodes: Nodes, edges: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return e' and the sums over the in-edges of destinations; x_src None for one set of nodes."""
+    """Return e' and the sums over the in-edges of own destinations."""
     parts, computation = block_parts.edges, block_parts.computation
-    assert isinstance(parts, NetworkParts)
+    if isinstance(parts, Refusal):  # ranks may decide differently, and must exchange the same rows
+        return _update_edges_by_modules(block, nodes, edges)
     assert computation is not None
-    num_src = (x_dst if x_src is None else x_src).shape[0]
+    num_src = (nodes.dst if nodes.src is None else nodes.src).shape[0]
+    if nodes.halo is not None:
+        num_src += nodes.halo.shape[0]
     graph, batch = structure_of(
-        edge_index, (num_src, x_dst.shape[0]), reverse=torch.is_grad_enabled()
+        nodes.edge_index, (num_src, nodes.dst.shape[0]), reverse=torch.is_grad_enabled()
     )
-    options = _options(parts, computation, x_dst, residual=True)
-    tensors = InteractionTensors(x_src, None, x_dst, edges, parts.network)
-    return parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
+    options = _options(parts, computation, nodes.dst, residual=True)
+    tensors = InteractionTensors(nodes.src, nodes.halo, nodes.dst, edges, parts.network)
+    edges, sums = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
+    return edges, nodes.own_sums(sums)
+
+
+def _update_edges_by_modules(block: Any, nodes: Nodes, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Do so by the block's conv, in Anemoi's chunks of edges, with the halo."""
+    src = nodes.dst if nodes.src is None else nodes.src
+    assert nodes.halo is not None  # or Anemoi's forward would compute
+    x = (torch.cat([src, nodes.halo]), nodes.dst)
+    chunks = zip(
+        edges.tensor_split(block.num_chunks),
+        nodes.edge_index.tensor_split(block.num_chunks, 1),
+        strict=True,
+    )
+    sums, updated = zip(*(block.conv(x, *chunk) for chunk in chunks), strict=True)
+    return torch.cat(updated), reduce(torch.add, sums)
 
 
 def _update_nodes(block: Any, block_parts: BlockParts, x: Tensor, sums: Tensor | None) -> Tensor:

@@ -193,9 +193,10 @@ def install(
         too. A sub-layer that cannot be fused is computed by the block's own modules, which is
         logged once; with True and a named backend it raises. False replaces the attention only.
     sharding : bool
-        Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges",
-        for graphs of any symmetry, batches and ensembles. False keeps Anemoi's own sharding, as
-        does a version whose methods differ, which is logged.
+        Exchange halo rows only, if Anemoi shards a model over several ranks: graph transformers
+        with strategy "edges", for graphs of any symmetry, batches and ensembles, and graph
+        networks. False keeps Anemoi's own sharding, as does a version whose methods differ, which
+        is logged.
     activation_checkpointing : {None, "none", "full"} or mapping
         Save everything ("none") or the inputs of each chunk ("full") for the backward pass, for all
         components or by "encoder", "processor" and "decoder". None follows the

@@ -5,6 +5,7 @@ shard strategy "edges"
 
     processor block    exchanges halo rows of the normed nodes, in autocast's dtype
     mapper             exchanges halo rows of the sources; nothing is gathered
+    graph network      exchanges halo rows of the sources of a block, which has no shard strategy
     provider           edges of one copy of the graph; attributes for each copy in the batch
     model              each copy of each node set is split along the grid: [copies, local nodes]
 
@@ -98,7 +99,7 @@ def prepare_edge_sharding(
         x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
 
     def with_halo(rows: Tensor) -> Tensor:
-        pending = _exchange_of(local).start(_by_copy(rows, batch_size, src, model_comm_group))
+        pending = start_rows(rows, local, batch_size, src, model_comm_group)
         return pending.wait().flatten(0, 1)
 
     x_src = with_halo(x_src)
@@ -228,10 +229,12 @@ def is_distributed(group: Any) -> bool:
 def shards_edges(block: nn.Module) -> bool:
     """Return whether a block uses anemoi_gt's halo exchange."""
     settings = SETTINGS.of(block)
+    # blocks of graph networks are sharded by edges only
+    by_edges = isinstance(block, Upstream.graph_networks)
     return (
         settings is not None
         and settings.sharding
-        and getattr(block, "shard_strategy", None) == "edges"
+        and (by_edges or getattr(block, "shard_strategy", None) == "edges")
     )
 
 
@@ -284,6 +287,13 @@ def _own_rows(rows: Tensor, sizes: list[int], copies: int, group: Any) -> Tensor
     """Return this rank's rows of each copy of replicated nodes; gradients are gathered."""
     rows = rows.unflatten(0, (copies, -1))
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
+
+
+def start_rows(
+    x: Tensor, local: Tensor, copies: int, sizes: list[int], group: Any
+) -> PendingExchange:
+    """Send halo rows of sources as they are; `local` is a `local_edges`."""
+    return _exchange_of(local).start(_by_copy(x, copies, sizes, group))
 
 
 def start_halo(
