@@ -45,7 +45,7 @@ def state(folder):
     return load_checkpoint(folder / "last.pt")
 
 
-def test_a_run_is_resumed_by_its_folder_alone_and_with_more_steps(begun, start, capsys):
+def test_a_run_is_resumed_by_nothing_but_its_folder_and_with_more_steps(begun, start, capsys):
     config = state(begun)["config"]
     start(train, "resume=true", f"hydra.run.dir={begun}")
     assert state(begun)["config"] == config

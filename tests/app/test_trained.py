@@ -224,7 +224,7 @@ def test_inputs_far_from_the_training_samples_are_warned_of_once(
 
 
 @pytest.mark.parametrize("kind", ["fields", "sphere", "era5_uk"])
-def test_a_schema_survives_a_checkpoint_bit_by_bit(kind, tmp_path):
+def test_a_schema_survives_a_checkpoint_bit_for_bit(kind, tmp_path):
     if kind == "fields":
         weather_file().to_netcdf(tmp_path / "weather.nc")
         data = field_data(str(tmp_path / "weather.nc"), diagnostics=["tp"]).train

@@ -106,7 +106,7 @@ def test_commands_on_the_pages_are_valid(script):
         assert all(problems.select(options.problems) for options in parsed)
 
 
-def test_replayed_losses_are_those_of_launched_steps_bit_by_bit():
+def test_replayed_losses_are_those_of_eager_steps_bit_for_bit():
     losses = load("anemoi_curves_h200.json")["benchmark"]["16-mixed"]["losses"]
     for seed in (0, 1):
         launched, replayed = (losses[f"install{how}, seed {seed}"] for how in ("", ", captured"))

@@ -79,7 +79,7 @@ def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
     }
 
 
-def test_layers_have_the_names_of_their_modules_and_are_listed_once_if_they_differ_by_name_alone():
+def test_layers_have_the_names_of_their_modules_and_are_listed_once_if_they_differ_only_by_name():
     model, x = weather_model(num_layers=3, trainable_edges=8)
     explanation = explain(model, x)
     names = ["encoder.data.proc", *(f"processor.proc.{i}" for i in range(3)), "decoder.data.proc"]

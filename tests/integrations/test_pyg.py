@@ -256,7 +256,7 @@ def test_a_submodule_removed_from_a_swapped_layer_stays_removed():
     assert not [name for name in swap_back(model).state_dict() if "lin_skip" in name]
 
 
-def test_swapping_back_leaves_layers_that_were_built_as_ours():
+def test_swapping_back_leaves_layers_that_were_built_as_anemoi_gt():
     model = nn.ModuleList([GraphTransformerConv(6, 4), TransformerConv(6, 4)])
     swap_back(swap_layers(model))
     assert [type(layer) for layer in model] == [GraphTransformerConv, TransformerConv]

@@ -221,7 +221,7 @@ def test_gradients_of_a_norm_with_any_dtypes(
     )
 
 
-def test_gradient_of_a_norm_alone_writes_nothing_else(draw, poisoned):
+def test_gradient_of_only_a_norm_writes_nothing_else(draw, poisoned):
     x, grad_normed, dx = draw(37, 67), draw(37, 67), poisoned(37, 67)
     launch = row_launches.norm_backward(37, 67, NORM, programs=PROGRAMS, sums=0, first_sum=0)
     launch(

@@ -170,7 +170,7 @@ def make_pair(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_state_dicts_load_both_ways_and_output_and_all_gradients_are_theirs_in_float64(row):
+def test_state_dicts_load_both_ways_and_output_and_all_gradients_are_anemois_in_float64(row):
     theirs, ours = make_pair(row)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert_same(run_ours(ours, row), run_theirs(theirs, row))
@@ -178,7 +178,7 @@ def test_state_dicts_load_both_ways_and_output_and_all_gradients_are_theirs_in_f
     assert_same(theirs.state_dict(), ours.state_dict(), 0)
 
 
-def test_float32_loses_no_more_than_theirs_over_all_options():
+def test_float32_loses_no_more_than_anemoi_over_all_options():
     corpus = Corpus()
     for row in ROWS:
         theirs, ours = make_pair(row)
@@ -197,7 +197,7 @@ def test_float32_loses_no_more_than_theirs_over_all_options():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_seed_draws_the_weights_that_theirs_has(kind):
+def test_one_seed_draws_the_weights_of_anemoi(kind):
     row = PLAIN | {"kind": kind, "mlp_implementation": "glu", "qk_norm": True, "edge_pre_mlp": True}
     row |= {"update_src_nodes": True, "attn_channels": 6}
     torch.manual_seed(5)

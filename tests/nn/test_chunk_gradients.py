@@ -47,7 +47,7 @@ def gradient(make_loss, share, **options):
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("kind", CHUNKS)
 @pytest.mark.parametrize("shape", [(NUM_ROWS, 3), (2, NUM_ROWS, 3)], ids=["rows", "batch"])
-def test_gradients_are_those_of_autograd_bit_by_bit(kind, checkpointed, shape):
+def test_gradients_are_those_of_autograd_bit_for_bit(kind, checkpointed, shape):
     gradients = []
     for share, select in ((lambda x: x, read), (shared, rows_of)):
         leaf = draw(shape)

@@ -74,7 +74,7 @@ def test_raw_edges_are_grouped_without_sorting_on_request(
     assert set(groupings(operators)) == {"sort"}
 
 
-def test_raw_edges_are_grouped_by_destination_alone_without_gradients(unordered, kernel_device):
+def test_raw_edges_are_grouped_only_by_destination_without_gradients(unordered, kernel_device):
     layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(
         kernel_device
     )

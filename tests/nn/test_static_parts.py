@@ -43,7 +43,7 @@ def test_state_dict_holds_only_trainable_features(part):
     assert list(part.state_dict()) == ["trainable"]
 
 
-def test_dtype_of_the_module_leaves_indices_alone():
+def test_dtype_of_the_module_does_not_change_indices():
     graph, edge_attr = make_edges().double()()
     assert edge_attr.dtype == torch.float64
     assert graph.row.dtype == torch.int32
@@ -118,7 +118,7 @@ def test_a_structure_for_inference_drops_the_reverse_and_the_fixed_in_degree():
     assert kept().fixed_in_degree is None
 
 
-def test_an_average_of_the_buffers_of_a_model_is_refused_in_words():
+def test_an_average_of_the_buffers_of_a_model_is_refused():
     """Lightning's default averages buffers; integers are truncated by it."""
     graph = weather_graph()
     sizes = {"in_channels": 4, "out_channels": 1, "channels": 16, "heads": 2}

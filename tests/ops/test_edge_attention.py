@@ -47,7 +47,7 @@ def test_a_batch_equals_its_elements(form, shared):
     assert_same(attend(stack(elements), graph, "torch"), expected, F64)
 
 
-def test_gradient_of_lse_alone_is_right():
+def test_gradient_of_only_lse_is_right():
     problem, graph = problem_and_graph()
     problem.grad_out.zero_()
     expected = oracle(problem)

@@ -79,7 +79,7 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
             assert torch.equal(traced[name], expected), name
 
 
-def test_chunks_change_rounding_alone(kernel_device):
+def test_chunks_change_only_rounding(kernel_device):
     named, grad = draw(kernel_device, 4)
     exact = sublayers.results_of(by_operator, named, grad, torch.float32)
     with new_plans(chunk=100, programs=3):

@@ -93,7 +93,7 @@ def test_kernels_run_only_for_gradients_that_are_needed(launched, graph, wanted,
     assert {re.sub(r"edge_attention_|_(bf16|fp32).*", "", name) for name in backward} == expected
 
 
-def test_a_gradient_that_does_not_arrive_is_not_made_up(launched, graph):
+def test_a_missing_incoming_gradient_is_not_made_up(launched, graph):
     query, key, value, *edges = operands_of("raw").values()
     edge_attention(query, key, value, graph, *edges, config=CONFIG)[0].sum().backward()
     (rows,) = [launch for launch in launched if "bwd_dst" in launch.name]

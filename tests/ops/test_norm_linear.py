@@ -181,7 +181,7 @@ def test_x_and_cast_weights_are_kept_and_nothing_else(norm, kernel_device):
     assert num_bytes <= kept.numel() <= num_bytes + 2 * 512
 
 
-def test_chunks_change_rounding_alone(kernel_device):
+def test_chunks_change_only_rounding(kernel_device):
     named, grad = draw(kernel_device)
     exact = sublayers.results_of(by_operator, named, grad, torch.float32)
     with new_plans(chunk=100, programs=3):

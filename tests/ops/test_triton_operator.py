@@ -132,7 +132,7 @@ def test_a_dispatch_mode_sees_both_operators(problem_and_graph):
 
 
 @pytest.mark.parametrize("form", ["raw", "embedded", "none"])
-def test_a_checkpointed_pass_may_be_watched_or_recorded_in_one_direction_alone(
+def test_a_checkpointed_pass_may_be_watched_or_recorded_in_one_direction_only(
     problem_and_graph, form
 ):
     problem, graph = problem_and_graph("one_edge", form)

@@ -551,7 +551,7 @@ def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[Head
 
 
 def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
-    """Return weight and bias of linear maps, by their names in the block."""
+    """Return weight and bias of linear maps; `linears` are by name in the block."""
     read = []
     for name, linear in linears.items():
         parameters = linear._parameters

@@ -145,7 +145,7 @@ def splits():
     return sphere("O12", **SIZES)
 
 
-def test_samples_follow_from_seed_and_index_alone(splits):
+def test_samples_follow_only_from_seed_and_index(splits):
     for part, same in zip(
         splits, sphere("O12", train_size=24, valid_size=9, test_size=9), strict=True
     ):

@@ -111,7 +111,7 @@ def test_a_cuda_graph_that_is_switched_off_or_on_at_a_stop_changes_no_bit(traine
     assert without_speed(fit(load(parts[1]))) == without_speed(records)
 
 
-def test_compilation_that_is_switched_off_at_a_stop_changes_rounding_alone(trainer):
+def test_compilation_that_is_switched_off_at_a_stop_changes_only_rounding(trainer):
     with without_inductor():
         records, compiled = fit(trainer("whole")), trainer("run", compile=True)
         stop(compiled)

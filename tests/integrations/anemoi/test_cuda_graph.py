@@ -302,7 +302,7 @@ def test_one_callback_installs_and_replays_with_the_bits_of_eager_steps(graph):
     assert captures
 
 
-def test_one_callback_launches_steps_that_cannot_be_captured_and_says_so_once(graph, caplog):
+def test_one_callback_runs_steps_that_cannot_be_captured_and_says_so_once(graph, caplog):
     with anemoi.install(backend="torch"):
         expected = fit(graph)
     try:

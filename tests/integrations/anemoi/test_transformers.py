@@ -132,7 +132,7 @@ def test_without_fused_sublayers_blocks_compute_with_anemois_code():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_examined_and_told(kind):
+def test_blocks_are_examined_and_reported(kind):
     model = torch.nn.Sequential(block_of(kind))
     (computed,) = examine(model)
     assert (computed.path, computed.kind) == ("0", KINDS[kind].__name__)

@@ -57,7 +57,7 @@ from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator, Shape
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
     NodeSums,
-    NormParts,
+    NormGradients,
     PackedGradients,
     PackedWeights,
     Part,
@@ -398,8 +398,8 @@ class _Parts(NamedTuple):
             "projection_weight": [projection.weight],
             "edge_weight": [edge.weight],
         }
-        norm = NormParts.of(t.norm, features, CONDITION_DST)
-        norm_src = NormParts.of(t.norm_src, features, CONDITION_SRC)
+        norm = NormGradients.of(t.norm, features, CONDITION_DST)
+        norm_src = NormGradients.of(t.norm_src, features, CONDITION_SRC)
         of_scale, of_shift = norm.sums
         sums = {"norm_scale": of_scale, "norm_shift": of_shift, "norm_total": Part((features,))}
         projection = projection._replace(bias=sums["norm_total"])

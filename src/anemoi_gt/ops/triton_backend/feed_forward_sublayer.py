@@ -34,7 +34,7 @@ from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
     NodeSums,
-    NormParts,
+    NormGradients,
     NormSteps,
     PackedGradients,
     PackedWeights,
@@ -233,7 +233,7 @@ class _Parts(NamedTuple):
 
     hidden: list[Part]  # weights, of the gate first
     out: Part
-    norm: NormParts
+    norm: NormGradients
     sums: dict[str, Part]  # sums over nodes, by the names of their columns
     tree: FeedForwardTensors
 
@@ -241,7 +241,7 @@ class _Parts(NamedTuple):
     def of(cls, t: FeedForwardTensors[Operand]) -> "_Parts":
         """Return the parts for these tensors."""
         hidden, features = t.hidden.weight.shape
-        norm = NormParts.of(t.norm, features, condition_result=1)
+        norm = NormGradients.of(t.norm, features, condition_result=1)
         scale, shift = norm.sums
         sums = {"norm_scale": scale, "norm_shift": shift, "norm_total": Part((features,))}
         gate: Linear = Linear()

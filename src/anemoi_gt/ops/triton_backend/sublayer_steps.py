@@ -164,7 +164,7 @@ class PackedGradients(NamedTuple):
         return GradientLayout(results, (*(None for _ in whole), self.sizes), tuple(found))
 
 
-class NormParts(NamedTuple):
+class NormGradients(NamedTuple):
     """The gradients of a norm among those of parameters."""
 
     sums: tuple[Part, Part]  # sums over nodes: of scale and shift, or of the biases of their maps
@@ -172,8 +172,8 @@ class NormParts(NamedTuple):
     tree: Norm  # of these parts; the number of a result for the condition
 
     @classmethod
-    def of(cls, norm: Norm[Operand], features: int, condition_result: int) -> "NormParts":
-        """Return the parts of a norm of `features`."""
+    def of(cls, norm: Norm[Operand], features: int, condition_result: int) -> "NormGradients":
+        """Return the gradients of a norm of `features`."""
         sums = (Part((features,)), Part((features,)))
         if norm.condition is None:
             return cls(sums, (), Norm(*sums))
