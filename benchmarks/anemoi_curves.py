@@ -1,9 +1,9 @@
-"""Loss curves of Anemoi's models, untouched and in other variants, relative to the seed spread.
+r"""Loss curves of Anemoi's models, untouched and in other variants, relative to the seed spread.
 
     python benchmarks/anemoi_curves.py --output benchmarks/results/anemoi_curves.json
     python benchmarks/anemoi_curves.py ensemble diffusion --precisions 16-mixed
-    python benchmarks/anemoi_curves.py ensemble --configs FOLDER --grid O8 --refinement 2
-    --channels 16 --layers 2 --training-steps 20
+    python benchmarks/anemoi_curves.py ensemble --configs FOLDER --grid O8 --refinement 2 \
+        --channels 16 --layers 2 --training-steps 20
 
 See `families.py` for cases, variants and options; the ensemble and the diffusion model are small,
 see `SMALL`. The fields to predict are a fixed smooth function of the input. At every step, the

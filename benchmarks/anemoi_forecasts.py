@@ -1,8 +1,8 @@
-"""Ten-day forecasts of an Anemoi model under `install`, beside two untouched forms of it.
+r"""Ten-day forecasts of an Anemoi model under `install`, beside two untouched forms of it.
 
     python benchmarks/anemoi_forecasts.py --output benchmarks/results/anemoi_forecasts.json
-    python benchmarks/anemoi_forecasts.py --configs FOLDER --grid O8 --refinement 2 --channels 16
-    --layers 2 --training-steps 3 --training-flows 2 --flows 2 --days 1
+    python benchmarks/anemoi_forecasts.py --configs FOLDER --grid O8 --refinement 2 --channels 16 \
+        --layers 2 --training-steps 3 --training-flows 2 --flows 2 --days 1
 
 The model is trained here, on a chaotic flow that is known exactly (`suite.point_vortices`); all
 forms compute with the same weights, in steps of 6 hours. In a table by lead time:

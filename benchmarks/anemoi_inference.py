@@ -1,9 +1,9 @@
-"""Inference with Anemoi's models, untouched and under `install`: time and memory by chunks.
+r"""Inference with Anemoi's models, untouched and under `install`: time and memory by chunks.
 
     python benchmarks/anemoi_inference.py --output benchmarks/results/anemoi_inference_h200.json
     PYTHONPATH=FOLDER python benchmarks/anemoi_inference.py --parts encoder decoder
-    python benchmarks/anemoi_inference.py --grids O8 O4 --refinement 2 --channels 32 --heads 4
-    --layers 1 --device cpu
+    python benchmarks/anemoi_inference.py --grids O8 O4 --refinement 2 --channels 32 --heads 4 \
+        --layers 1 --device cpu
 
 `encoder` and `decoder` are the mappers of AIFS Single between N320 and O96 (22 and 3 nearest nodes,
 1024 channels, 16 heads, D = 11) in anemoi-models 0.9.3, which must come first on the path, from a

@@ -1,8 +1,8 @@
-"""Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, in turns in one process.
+r"""Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, in turns in one process.
 
     python benchmarks/cpu_attention.py --output benchmarks/results/cpu_attention.json
-    python benchmarks/cpu_attention.py --batches --repeats 50 --output
-    benchmarks/results/cpu_batches.json
+    python benchmarks/cpu_attention.py --batches --repeats 50 --output \
+        benchmarks/results/cpu_batches.json
 
 The graph is the multi-scale icosphere of the processor. Both layers have an edge embedding of 11
 attributes and no skip connection, so both compute the three node projections and the attention.

@@ -1,8 +1,8 @@
-"""Edge attention of anemoi_gt and baselines: one process each, one measurement at a time.
+r"""Edge attention of anemoi_gt and baselines: one process each, one measurement at a time.
 
     python benchmarks/run.py                                          default problems and baselines
-    python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --output
-    benchmarks/results/h200.json
+    python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --output \
+        benchmarks/results/h200.json
     python benchmarks/run.py --list                                   problems and baselines
 
 Times are medians of whole calls. benchmarks/report.py makes tables and plots of the results file.

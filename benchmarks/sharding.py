@@ -1,7 +1,7 @@
-"""One model on several GPUs: time of forward and backward, memory per GPU, efficiency.
+r"""One model on several GPUs: time of forward and backward, memory per GPU, efficiency.
 
-    python benchmarks/sharding.py --ranks 4 --commit HASH --output
-    benchmarks/results/sharding_h200x4.json
+    python benchmarks/sharding.py --ranks 4 --commit HASH --output \
+        benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --output FILE       on a CPU, with gloo
 
 torchrun starts the ranks, in one job per number of ranks. If a job fails, this is reported, and the

@@ -1,8 +1,8 @@
-"""Training steps at 9 km on one GPU, with Anemoi's own model: correctness, time, peak memory.
+r"""Training steps at 9 km on one GPU, with Anemoi's own model: correctness, time, peak memory.
 
     python benchmarks/train_9km.py --output benchmarks/results/train_9km_h200.json
-    python benchmarks/train_9km.py --grid O4 --refinement 1 --channels 32 --heads 2 --layers 2
-    --fields 8 3 --device cpu
+    python benchmarks/train_9km.py --grid O4 --refinement 1 --channels 32 --heads 2 --layers 2 \
+        --fields 8 3 --device cpu
 
 The defaults are O1280 (6,599,680 points) and icosphere 7, with 1024 channels in 16 heads, 16
 processor layers, 200 fields in and 90 out, bf16-mixed, and one sample. A step of anemoi_gt is a
