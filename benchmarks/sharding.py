@@ -15,6 +15,7 @@ without communication and without checking results. Parts:
     anemoi      the same model in anemoi-models, without CUDA graphs: with its own sharding,
                 untouched and under `install`, and with anemoi_gt's halo exchange; on request also
                 compiled (not strategy `heads`) and replayed (halo)
+    networks    a graph network of anemoi-models, in the same ways; without strategies
 
     efficiency        t(1) / (n t(n))                          for one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory scales as 1 / n
@@ -36,7 +37,7 @@ from suite.environment import describe
 from suite.plot import BAR, WIDE, canvas, words
 from suite.table import EMPTY, markdown
 
-PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
+PARTS = ("strong", "replay", "compiled", "anemoi", "sizes", "networks")
 PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
 # O192 on 4 ranks has the same work per rank as O96 on 1
@@ -47,6 +48,8 @@ SIZES = (
 )
 ANEMOI = ("anemoi-models, edges", "anemoi-models, heads", "anemoi-models, edges, install")
 HALO = "anemoi-models, edges, install, halo"
+NETWORKS = ("anemoi-models, network", "anemoi-models, network, install")
+HALO_NETWORK = "anemoi-models, network, install, halo"
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
 TINY_SIZES = (("O4", 1),)
 ENDS = 130  # width left for figures behind bars
@@ -76,15 +79,18 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
         tasks += [size, size | {"replayed": True}]
     compiled_options = (False, True) if "compiled" in options.parts else (False,)
     replayed_options = (False, True) if "replay" in options.parts else (False,)
-    # Anemoi's own sharding consists of messages, which a rank alone leaves out
-    if ranks == 1 or options.alone is None:
-        for name, compiled in product(ANEMOI, compiled_options):
-            # strategy `heads` is measured eager, on several ranks
-            if "heads" in name and (ranks == 1 or compiled):
-                continue
-            tasks.append({"part": "anemoi", "model": name, "compiled": compiled})
-    for replayed, compiled in product(replayed_options, compiled_options):
-        tasks.append({"part": "anemoi", "model": HALO, "compiled": compiled, "replayed": replayed})
+    own = {"anemoi": ANEMOI, "networks": NETWORKS}
+    halo = {"anemoi": HALO, "networks": HALO_NETWORK}
+    for part, name in halo.items():
+        # Anemoi's own sharding consists of messages, which a rank alone leaves out
+        if ranks == 1 or options.alone is None:
+            for other, compiled in product(own[part], compiled_options):
+                # strategy `heads` is measured eager, on several ranks
+                if "heads" in other and (ranks == 1 or compiled):
+                    continue
+                tasks.append({"part": part, "model": other, "compiled": compiled})
+        for replayed, compiled in product(replayed_options, compiled_options):
+            tasks.append({"part": part, "model": name, "compiled": compiled, "replayed": replayed})
     selected = [model | task for task in tasks if task["part"] in options.parts]
     return [task for task in selected if torch.cuda.is_available() or not task["replayed"]]
 
@@ -94,15 +100,14 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
     expected = {}
     for record in report["results"]:
         if record["ranks"] == 1:
-            library = record["model"].partition(",")[0]
-            name = f"{library} {record['grid']} {record['refinement']}"
-            expected.setdefault(name, record["signature"])  # the first of a graph is the reference
+            # the first of a kind of model on a graph is the reference
+            expected.setdefault(compared_with(record), record["signature"])
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         work = {
             "tasks": tasks,
+            "expected": [expected.get(compared_with(task)) for task in tasks],
             "repeats": options.repeats,
-            "expected": expected,
             "ranks": ranks,
             "alone": options.alone,
         }
@@ -122,6 +127,12 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
         if records.exists():
             report["results"] += [json.loads(line) for line in records.read_text().splitlines()]
     return error
+
+
+def compared_with(task: dict) -> tuple:
+    """Return what tasks have in common whose losses and gradients must agree."""
+    library = task["model"].partition(",")[0]
+    return library, task["model"] in (*NETWORKS, HALO_NETWORK), task["grid"], task["refinement"]
 
 
 def name_of(record: dict) -> str:

@@ -34,7 +34,10 @@ FIELDS = 100  # in and out of the data grid
 # relative tolerance of loss and gradients: bfloat16 on a GPU, float32 on a CPU
 AGREE = {"cuda": 3e-2, "cpu": 1e-4}
 WARM_UP = 3
-COMPARED = ("lin_edge.weight", "lin_key.weight", "lin_value.weight")  # in the processor
+COMPARED = (  # in the processor: of a graph transformer, and of a graph network
+    *("lin_edge.weight", "lin_key.weight", "lin_value.weight"),
+    *("edge_mlp.mlp.0.weight", "node_mlp.mlp.0.weight"),
+)
 GRAPHS = {}  # by grid and refinement
 
 
@@ -81,12 +84,12 @@ class AnemoiGtModel:
 
 
 class AnemoiModel:
-    """The same model in anemoi-models, sharded by the strategy in `task["model"]`."""
+    """The same model in anemoi-models, sharded as `task["model"]` says, or a graph network."""
 
     def __init__(self, task: dict, graph, mesh, device: torch.device):
         from anemoi.models.distributed.shapes import get_shard_sizes
         from anemoi.models.layers.block import BaseBlock
-        from support.anemoi_model import build, draw, make_options
+        from support.anemoi_model import build, draw, make_family_options, make_options
 
         # The model reads two time steps, so FIELDS values are its input.
         names = tuple(f"field_{i}" for i in range(FIELDS // 2))
@@ -98,10 +101,12 @@ class AnemoiModel:
             "mapper_chunks": 1,
             "checkpointing": False,
         }
-        backend = "triton" if device.type == "cuda" else "pyg"
-        options = make_options(
-            **sizes, graph_attention_backend=backend, shard_strategy=task["model"].split(", ")[1]
-        )
+        kind = task["model"].split(", ")[1]
+        if kind == "network":
+            options = make_family_options("graph network", **sizes)
+        else:
+            backend = "triton" if device.type == "cuda" else "pyg"
+            options = make_options(**sizes, graph_attention_backend=backend, shard_strategy=kind)
         self.model = build(graph, options, names).to(device)
         if task["compiled"]:
             for block in self.model.modules():
@@ -226,9 +231,7 @@ def main(folder: Path) -> None:
         dist.init_process_group(device_id=device if device.type == "cuda" else None)
     else:
         lone_rank.start(alone, work["ranks"])
-    for task in work["tasks"]:
-        library = task["model"].partition(",")[0]
-        expected = work["expected"].get(f"{library} {task['grid']} {task['refinement']}")
+    for task, expected in zip(work["tasks"], work["expected"], strict=True):
         record = run(task, expected, work["repeats"], device)
         if dist.get_rank() == 0 or alone is not None:
             with (folder / "records.jsonl").open("a") as file:

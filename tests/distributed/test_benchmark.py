@@ -19,25 +19,32 @@ def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(
     monkeypatch.setattr(sharding, "tasks_of", feasible)
     out = tmp_path / "sharding.json"
     options = ["--tiny", "--ranks", "2", "--output", str(out), "--commit", "abc"]
-    arguments = [*options, "--parts", "strong", "sizes", "anemoi"]
+    arguments = [*options, "--parts", "strong", "sizes", "anemoi", "networks"]
     reports = []
     with forked_commands():
         for switch in ([], ["--alone", "1"]):
             assert sharding.main([*arguments, *switch]) == 0, out.read_text()
             reports.append(json.loads(out.read_text()))
     results, results_alone = (report["results"] for report in reports)
-    work = [record.get("work", 0) for record in results]
-    work_alone = [record.get("work", 0) for record in results_alone]
+    work, work_alone = (
+        [record["work"] for record in records if "work" in record]
+        for records in (results, results_alone)
+    )
     assert work_alone == pytest.approx(work, rel=0.01)
-    records = []
+    records = {}
     for record in results:
-        has_halo = record.get("halo_bytes", 0) > 0
-        records.append((record["part"], record["ranks"], has_halo))
-    one_rank = [("strong", 1, False), ("sizes", 1, False)]
-    two_ranks = [("strong", 2, True), ("sizes", 2, True)]
-    assert records[:2] + records[5:] == one_rank + two_ranks
-    anemoi_models = [record["model"] for record in results[2:5]]
-    assert anemoi_models == [*sharding.ANEMOI[::2], sharding.HALO]
+        kind = (record["part"], record["ranks"], record.get("halo_bytes", 0) > 0)
+        records.setdefault(kind, []).append(record["model"])
+    networks = [*sharding.NETWORKS, sharding.HALO_NETWORK]
+    assert records == {
+        ("strong", 1, False): ["anemoi_gt"],
+        ("sizes", 1, False): ["anemoi_gt"],
+        ("anemoi", 1, False): [*sharding.ANEMOI[::2], sharding.HALO],
+        ("networks", 1, False): networks,
+        ("strong", 2, True): ["anemoi_gt"],
+        ("sizes", 2, True): ["anemoi_gt"],
+        ("networks", 2, False): networks,
+    }
     for report in reports:
         assert "efficiency" in sharding.tables(report)
         assert "<svg" in sharding.plot(report)
