@@ -71,7 +71,7 @@ def inference() -> str:
             row.append(_ratio(theirs["median_ms"], ours["median_ms"]))
             row.append(f"{ours['peak_gib'] / theirs['peak_gib']:.0%}")
             rows.append([*row, facts.commit])
-    header = ["", "chunks", "GPU", "anemoi-models, ms", "GB", "anemoi_gt, ms", "GB"]
+    header = ["part", "chunks", "GPU", "anemoi-models, ms", "GB", "anemoi_gt, ms", "GB"]
     return _with_sources([*header, "faster", "memory", "commit"], rows, *names)
 
 
@@ -92,7 +92,7 @@ def inference_9km() -> str:
             row.append(f"{line['rms_error']:.4f} ({line['rms_error_of_plain']:.4f})")
             rows.append([*row, facts.commit])
     rows.sort(key=lambda row: row[0], reverse=True)
-    header = ["", "", "chunks", "s", "GB", "RMS error (plain PyTorch)", "commit"]
+    header = ["part", "library", "chunks", "s", "GB", "RMS error (plain PyTorch)", "commit"]
     return _with_sources(header, rows, *names)
 
 
@@ -135,7 +135,7 @@ def training_9km() -> str:
         is_compared = theirs and theirs is not line
         row.append(_ratio(theirs["seconds"], line["seconds"]) if is_compared else EMPTY)
         rows.append([*row, facts.commit])
-    header = ["GPUs", "", "", "chunks", "s", "GB on each", "faster", "commit"]
+    header = ["GPUs", "library", "form", "chunks", "s", "GB on each", "faster", "commit"]
     return f"{_with_sources(header, rows, *names)}\n\n{_scaling_9km(names[0], *names[3:])}"
 
 
@@ -200,7 +200,7 @@ def pyg_models() -> str:
             row.append(_ratio(line["pyg"]["median_ms"], line["one graph"]["median_ms"]))
             row.append(f"{line['one graph']['peak_gb'] / line['pyg']['peak_gb']:.0%}")
             rows.append([*row, facts.commit])
-    header = ["", "GPU", "PyG, ms", "GB", "anemoi_gt, a new graph each step, ms", "GB"]
+    header = ["model", "GPU", "PyG, ms", "GB", "anemoi_gt, a new graph each step, ms", "GB"]
     header += ["anemoi_gt, one graph, ms", "GB", "faster", "memory", "commit"]
     return f"{_with_sources(header, rows, *names)}\n\n{_three_models(load(names[0]))}"
 
@@ -233,7 +233,7 @@ def package() -> str:
         ["eager", f"{line['eager_ms']:.1f}", f"{line['eager_peak_gb']:.1f}"],
         ["package", f"{line['package_ms']:.1f}", f"{line['package_peak_gb']:.1f}"],
     ]
-    text = _with_sources(["", "ms per call", "peak, GB"], rows, name)
+    text = _with_sources(["model", "ms per call", "peak, GB"], rows, name)
     facts = f"The file has {results['package_mb']:,.0f} MB, including weights and graph. "
     facts += (
         f"Exporting takes {results['export_s']:.0f} s, compiling {results['compile_s']:.0f} s, "
@@ -270,7 +270,7 @@ def curves() -> str:
         measured = load(name)[case]["16-mixed"]
         apart = max(measured["apart"]["install"].values())
         rows.append([title, f"{apart:.1e}", f"{measured['spread_of_seeds']:.1e}"])
-    header = ["", "`install`, eager", "another seed, untouched"]
+    header = ["model", "`install`, eager", "another seed, untouched"]
     return _with_sources(header, rows, *dict.fromkeys(name for _, name, _ in cases))
 
 
@@ -364,7 +364,7 @@ def cpu_layers() -> str:
             title = f"{kind.replace('_', ' and ')}, {line['channels']} channels per head"
             ours, theirs = f"{time['anemoi_gt']:.0f}", f"{time['pyg']:.0f}"
             rows.append([title, theirs, ours, _ratio(time["pyg"], time["anemoi_gt"])])
-    return _with_sources(["", "PyG, ms", "anemoi_gt, ms", "faster"], rows, name)
+    return _with_sources(["pass", "PyG, ms", "anemoi_gt, ms", "faster"], rows, name)
 
 
 def cpu_batches() -> str:
@@ -408,7 +408,7 @@ def errors(measured: dict) -> str:
             error = measured["errors"][dtype][name]
             row.append(f"{error['relative']:.1e} ({error['over_plain']:.2f})")
         rows.append(row)
-    return markdown(["", *dtypes], rows)
+    return markdown(["result", *dtypes], rows)
 
 
 def accuracy_random() -> str:

@@ -143,7 +143,8 @@ def memory(theirs: Step | None, ours: Step | None) -> str:
 
 def family_table(*families: str, device: str = "h200") -> str:
     """Return all measured configurations of families, and where they come from."""
-    header = ["checkpointing", "", "ms", "GB", "kernels, ms", "faster", "memory", "commit"]
+    header = ["checkpointing", "configuration", "ms", "GB", "kernels, ms", "faster", "memory"]
+    header.append("commit")
     rows, used = [], []
     for family in families:
         steps = steps_of(family, device)
@@ -156,7 +157,7 @@ def family_table(*families: str, device: str = "h200") -> str:
             row.append(step.facts.commit)
             rows.append([FAMILIES[family], *row] if len(families) > 1 else row)
         used += [step.facts for step in steps]
-    header = ["", *header] if len(families) > 1 else header
+    header = ["training step", *header] if len(families) > 1 else header
     return f"{markdown(header, rows)}\n\n{sources(used)}"
 
 
