@@ -22,11 +22,11 @@ import triton.language as tl
 
 from anemoi_gt.kernels.launch import kernel_name
 from anemoi_gt.kernels.norms_and_activations import (
-    _activate,
-    _load_parameter,
-    _norm_gradient,
-    _normalise,
-    _put_into_partial,
+    activate,
+    load_parameter,
+    norm_gradient,
+    normalise,
+    put_into_partial,
 )
 from anemoi_gt.kernels.primitives import (
     as_index,
@@ -126,7 +126,7 @@ def gather_activation(
     h = _gathered(p, at_dst, at_src, at, dst_at, src_at, mask)
     tl.store(p + at, h, mask=mask)
     # of the rounded p, which is what the backward pass reads
-    a, _ = _activate(h.to(tl.float32), ACTIVATION)
+    a, _ = activate(h.to(tl.float32), ACTIVATION)
     if GATED:
         value = _gathered(p, at_dst, at_src, at + K, dst_at + K, src_at + K, mask)
         tl.store(p + at + K, value, mask=mask)
@@ -161,11 +161,11 @@ def residual_norm_fwd(
     z = tl.load(r + at, mask=mask, other=0.0).to(tl.float32)
     if x is not None:
         residual = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    n, _ = _normalise(z, mask, eps, F, CENTRED)
+    n, _ = normalise(z, mask, eps, F, CENTRED)
     if scale is not None:
-        n = n * _load_parameter(scale, f, f < F)
+        n = n * load_parameter(scale, f, f < F)
     if shift is not None:
-        n += _load_parameter(shift, f, f < F)
+        n += load_parameter(shift, f, f < F)
     if x is not None:
         n += residual
     tl.store(y + at, n.to(y.dtype.element_ty), mask=mask)
@@ -205,7 +205,7 @@ def residual_norm_bwd(
     f = tl.arange(0, FEATURES)
     inside = f < F
     if scale is not None:
-        w = _load_parameter(scale, f, inside)
+        w = load_parameter(scale, f, inside)
     scale_sum = tl.zeros((ROWS, FEATURES), tl.float32)
     shift_sum = tl.zeros((ROWS, FEATURES), tl.float32)
     total_sum = tl.zeros((ROWS, FEATURES), tl.float32)
@@ -250,20 +250,20 @@ def residual_norm_bwd(
 
         d = dy
         if r is not None:
-            n, inv_std = _normalise(z, mask, eps, F, CENTRED)
+            n, inv_std = normalise(z, mask, eps, F, CENTRED)
             scale_sum += dy * n
             shift_sum += dy
             if scale is not None:
                 d = dy * w
-            d = _norm_gradient(n, inv_std, d, mask, F, CENTRED)
+            d = norm_gradient(n, inv_std, d, mask, F, CENTRED)
         total_sum += d
         tl.store(dr + at, d.to(dr.dtype.element_ty), mask=mask)
         if dx is not None:
             tl.store(dx + at, dy.to(dx.dtype.element_ty), mask=mask)
 
-    _put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
-    _put_into_partial(partial, first_sum + F, f, inside, shift_sum, SUMS, IS_FIRST)
-    _put_into_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS, IS_FIRST)
+    put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
+    put_into_partial(partial, first_sum + F, f, inside, shift_sum, SUMS, IS_FIRST)
+    put_into_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS, IS_FIRST)
 
 
 @triton.jit(

@@ -56,13 +56,13 @@ def _row_offsets(row, rows_per_entry, entry_rows, STRIDE: tl.constexpr, ENTRIES:
 
 
 @triton.jit
-def _load_parameter(parameter, f, mask):
+def load_parameter(parameter, f, mask):
     """Return a parameter of a norm as float32 [1, len(f)]."""
     return tl.load(parameter + f, mask=mask, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _normalise(x, mask, eps, F: tl.constexpr, CENTRED: tl.constexpr):
+def normalise(x, mask, eps, F: tl.constexpr, CENTRED: tl.constexpr):
     """Return n, zero where masked, and the inverse standard deviation [rows, 1] of rows x.
 
     Masked elements of x are 0.
@@ -77,7 +77,7 @@ def _normalise(x, mask, eps, F: tl.constexpr, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _norm_gradient(n, inv_std, dn, mask, F: tl.constexpr, CENTRED: tl.constexpr):
+def norm_gradient(n, inv_std, dn, mask, F: tl.constexpr, CENTRED: tl.constexpr):
     """Return dx of n = (x - mean) inv_std, or n = x inv_std."""
     if CENTRED:
         mean = tl.sum(dn, axis=1) / F
@@ -87,9 +87,7 @@ def _norm_gradient(n, inv_std, dn, mask, F: tl.constexpr, CENTRED: tl.constexpr)
 
 
 @triton.jit
-def _put_into_partial(
-    partial, first_sum, f, mask, sums, SUMS: tl.constexpr, IS_FIRST: tl.constexpr
-):
+def put_into_partial(partial, first_sum, f, mask, sums, SUMS: tl.constexpr, IS_FIRST: tl.constexpr):
     """Write the column sums of a tile to this program's row of `partial`, from `first_sum` on.
 
     They are added to what is there unless IS_FIRST.
@@ -135,13 +133,13 @@ def norm_fwd(
         rows = modulation + row[:, None] * (2 * F) + f[None, :]
         w = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(rows + F, mask=mask, other=0.0).to(tl.float32)
-    y, _ = _normalise(z, mask, eps, F, CENTRED)
+    y, _ = normalise(z, mask, eps, F, CENTRED)
     if modulation is not None:
         y = y * w + b
     if scale is not None:
-        y = y * _load_parameter(scale, f, f < F)
+        y = y * load_parameter(scale, f, f < F)
     if shift is not None:
-        y += _load_parameter(shift, f, f < F)
+        y += load_parameter(shift, f, f < F)
     out_row = _row_offsets(row, rows_per_entry, entry_rows, OUT_STRIDE, ENTRIES)
     tl.store(out + out_row[:, None] + f[None, :], y.to(out.dtype.element_ty), mask=mask)
 
@@ -183,9 +181,9 @@ def norm_bwd(
     f = tl.arange(0, FEATURES)
     inside = f < F
     if scale is not None:
-        w = _load_parameter(scale, f, inside)
+        w = load_parameter(scale, f, inside)
     if shift is not None:
-        b = _load_parameter(shift, f, inside)
+        b = load_parameter(shift, f, inside)
     if partial is not None:
         scale_sum = tl.zeros((ROWS, FEATURES), tl.float32)
         shift_sum = tl.zeros((ROWS, FEATURES), tl.float32)
@@ -232,12 +230,12 @@ def norm_bwd(
             next_w = tl.load(rows, mask=next_mask, other=0.0)
             next_b = tl.load(rows + F, mask=next_mask, other=0.0)
 
-        n, inv_std = _normalise(z, mask, eps, F, CENTRED)
+        n, inv_std = normalise(z, mask, eps, F, CENTRED)
         dscale = dy * n
         dn = dy
         if scale is not None or modulation is not None:
             dn = dy * w
-        d = _norm_gradient(n, inv_std, dn, mask, F, CENTRED)
+        d = norm_gradient(n, inv_std, dn, mask, F, CENTRED)
         if grad_total is not None:
             d += total
         if partial is not None:
@@ -257,10 +255,10 @@ def norm_bwd(
         tl.store(dx + offset, d.to(dx.dtype.element_ty), mask=mask)
 
     if partial is not None:
-        _put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
-        _put_into_partial(partial, first_sum + F, f, inside, shift_sum, SUMS, IS_FIRST)
+        put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
+        put_into_partial(partial, first_sum + F, f, inside, shift_sum, SUMS, IS_FIRST)
         if TOTAL:
-            _put_into_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS, IS_FIRST)
+            put_into_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS, IS_FIRST)
 
 
 # ---------------------------------------------------------------------------- norms of heads
@@ -296,9 +294,9 @@ def head_norm_fwd(
     c = tl.arange(0, CHANNELS)
     mask = (pair < num_pairs)[:, None] & (c < C)[None, :]
     z = tl.load(x + _pair_offsets(pair, c, X_STRIDE, H, C), mask=mask, other=0.0).to(tl.float32)
-    y, _ = _normalise(z, mask, eps, C, CENTRED)
+    y, _ = normalise(z, mask, eps, C, CENTRED)
     if scale is not None:
-        y = y * _load_parameter(scale, c, c < C)
+        y = y * load_parameter(scale, c, c < C)
     tl.store(out + _pair_offsets(pair, c, OUT_STRIDE, H, C), y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -337,7 +335,7 @@ def head_norm_bwd(
     c = tl.arange(0, CHANNELS)
     inside = c < C
     if scale is not None:
-        w = _load_parameter(scale, c, inside)
+        w = load_parameter(scale, c, inside)
     if partial is not None:
         scale_sum = tl.zeros((PAIRS, CHANNELS), tl.float32)
     next_pair = start + tl.arange(0, PAIRS)
@@ -357,16 +355,16 @@ def head_norm_bwd(
         next_at = _pair_offsets(next_pair, c, GRAD_STRIDE, H, C)
         next_dy = tl.load(grad_normed + next_at, mask=next_mask, other=0.0)
 
-        n, inv_std = _normalise(z, mask, eps, C, CENTRED)
+        n, inv_std = normalise(z, mask, eps, C, CENTRED)
         dn = dy
         if scale is not None:
             dn = dy * w
-        d = _norm_gradient(n, inv_std, dn, mask, C, CENTRED)
+        d = norm_gradient(n, inv_std, dn, mask, C, CENTRED)
         if partial is not None:
             scale_sum += dy * n
         tl.store(dx + _pair_offsets(pair, c, DX_STRIDE, H, C), d.to(dx.dtype.element_ty), mask=mask)
     if partial is not None:
-        _put_into_partial(partial, first_sum, c, inside, scale_sum, SUMS, IS_FIRST)
+        put_into_partial(partial, first_sum, c, inside, scale_sum, SUMS, IS_FIRST)
 
 
 # ---------------------------------------------------------------------------- activations
@@ -396,7 +394,7 @@ def _sigmoid(h):
 
 
 @triton.jit
-def _activate(h, ACTIVATION: tl.constexpr):
+def activate(h, ACTIVATION: tl.constexpr):
     """Return f(h) and f'(h); what is not used costs nothing once compiled."""
     if ACTIVATION == "gelu":
         cdf, e = _normal_cdf(h)
@@ -448,11 +446,11 @@ def activation_fwd(
         hidden_at = row[:, None] * (2 * K) + k[None, :]
         h = tl.load(hidden + hidden_at, mask=mask, other=0.0).to(tl.float32)
         value = tl.load(hidden + K + hidden_at, mask=mask, other=0.0).to(tl.float32)
-        a, _ = _activate(h, ACTIVATION)
+        a, _ = activate(h, ACTIVATION)
         a *= value
     else:
         h = tl.load(hidden + offset, mask=mask, other=0.0).to(tl.float32)
-        a, _ = _activate(h, ACTIVATION)
+        a, _ = activate(h, ACTIVATION)
     tl.store(out + offset, a.to(out.dtype.element_ty), mask=mask)
 
 
@@ -517,7 +515,7 @@ def activation_bwd(
         if GATED:
             next_value = tl.load(next_hidden + K, mask=next_mask, other=0.0)
 
-        a, slope = _activate(h, ACTIVATION)
+        a, slope = activate(h, ACTIVATION)
         if GATED:
             dvalue = da * a
             a *= value
@@ -533,6 +531,6 @@ def activation_bwd(
             tl.store(activated + offset, a.to(activated.dtype.element_ty), mask=mask)
         tl.store(grad_hidden + hidden_at, dh.to(grad_hidden.dtype.element_ty), mask=mask)
     if partial is not None:
-        _put_into_partial(partial, first_sum, k, inside, sums, SUMS, IS_FIRST)
+        put_into_partial(partial, first_sum, k, inside, sums, SUMS, IS_FIRST)
         if GATED:
-            _put_into_partial(partial, first_sum + K, k, inside, value_sums, SUMS, IS_FIRST)
+            put_into_partial(partial, first_sum + K, k, inside, value_sums, SUMS, IS_FIRST)

@@ -1,6 +1,6 @@
 """The activations of fused feed-forward networks: one table for modules, kernels and tests.
 
-The formulas are in `anemoi_gt.kernels.norms_and_activations`, whose `_activate` has the same names.
+The formulas are in `anemoi_gt.kernels.norms_and_activations`, whose `activate` has the same names.
 """
 
 from typing import NamedTuple
