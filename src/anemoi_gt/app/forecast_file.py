@@ -118,6 +118,7 @@ def join_starts(forecasts: "Sequence[xarray.Dataset]") -> "xarray.Dataset":
         part = one.drop_vars(["time", "forecast_reference_time"])
         parts.append(part.swap_dims(time="lead_time"))
     xarray = import_extra("xarray", "xarray")
+    # override: the coordinates are those of one data set, and need no comparison
     joined = xarray.concat(
         parts, "forecast_reference_time", data_vars="all", coords="minimal", compat="override"
     )

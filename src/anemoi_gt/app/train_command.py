@@ -182,6 +182,7 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
     """
     before = dict(flatten(current_config(before)))
     now = dict(flatten(now))
+    # more steps stretch the learning rate of a run that has ended or was stopped
     if before.get("training.steps", math.inf) < now.get("training.steps", 0):
         now["training.steps"] = before["training.steps"]
     changes = []
@@ -293,6 +294,7 @@ def _train_owned(
         check_same(shared_config(config, mesh), group)
         share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
         description = hydra_app.describe(config) | {"sharding": asdict(sharding)}
+        # the others run in the working directory, and their Hydra makes no folder
         folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         run_on_rank0(lambda: ownership.enter_context(own(folder)))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, description, resume=config.resume))
@@ -303,7 +305,7 @@ def _train_owned(
             schema = schema_of(values, folder / LAST)
         splits, training = hydra_app.build_data(config, schema)
         check_same_data(splits, folder)
-        if mesh.get_rank() == 0:
+        if mesh.get_rank() == 0:  # the memory of a host may hold the graph once, not once a rank
             whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
         trainer = make_sharded_trainer(
@@ -333,6 +335,7 @@ def _train_owned(
         sys.exit(stopped.exit_status)
     if whole is None or test is None or records is None:  # not rank 0
         return None
+    # The process group has ended: rank 0 scores the whole model, and the others exit.
     whole = whole.to(trainer.device)
     load_weights(whole, load_checkpoint(folder / BEST))
     with cpu_threads(training.threads):

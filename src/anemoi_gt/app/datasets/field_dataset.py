@@ -382,11 +382,14 @@ class FieldDataset(ForecastDataset):
         for coordinate in ("latitude", "longitude", "local time", "day of the year"):
             input_names += [f"sin {coordinate}", f"cos {coordinate}"]
         self.input_names = tuple(input_names)
+        # NumPy's durations are integers, and a lead time may be a fraction of an hour
         self._step = np.timedelta64(round(lead_time * 3_600_000), "ms")
         state_bytes = 4 * len(self.nodes) * len(self._names)
+        # of the instance, so that copies for other periods share it
         self._read = lru_cache(max(1, CACHE_BYTES // state_bytes))(self._read_file)
         lat, lon = torch.from_numpy(self.nodes.radians).T
         position = torch.stack([lat.sin(), lat.cos(), lon.sin(), lon.cos()], dim=1)
+        # clamped: along one parallel, the latitude has no spread
         position = (position - position.mean(dim=0)) / position.std(dim=0).clamp(min=1e-6)
         self._position = position.float()
         self.starts = np.empty(0, dtype=int)  # states, `member * T + time`
@@ -668,6 +671,7 @@ class FieldDataset(ForecastDataset):
         """Return sine and cosine of the local solar time and of the day of the year, [N, 4]."""
         time = self.start_time(i) + step * self._step
         day = 2 * np.pi * ((time - time.astype("datetime64[D]")) / np.timedelta64(1, "D"))
+        # over the mean year of the calendar, in seconds
         year = 2 * np.pi * ((time - time.astype("datetime64[Y]")) / np.timedelta64(31_556_952, "s"))
         local = day + self.nodes.radians[:, 1]
         year = np.full_like(local, year)

@@ -400,6 +400,7 @@ def _constants(series: Sequence[Series]) -> dict[str, Callable[[], np.ndarray]]:
             raise ValueError(
                 _two("a variable without time must be the same in all files", first, one)
             )
+    # read from the file once, although every sample has them
     return {member: lru_cache(1)(partial(one.read, 0)) for member, one in by_member.items()}
 
 
@@ -430,7 +431,7 @@ class _States:
         times = np.concatenate([self.series[i].times for i in indices])
         owner = np.repeat(indices, counts)
         local = np.concatenate([np.arange(count) for count in counts])
-        order = np.argsort(times, kind="stable")
+        order = np.argsort(times, kind="stable")  # messages name the files in their order
         times, owner, local = times[order], owner[order], local[order]
         is_twice = times[1:] == times[:-1]
         if is_twice.any():
@@ -504,6 +505,7 @@ def _axes(states: Mapping[str, _States]) -> tuple[np.ndarray, tuple[str, ...]]:
 
 def _sorted_labels(labels: Collection[str]) -> list[str]:
     """Return labels in the order of their numbers, or of the alphabet."""
+    # padded, so that 10 follows 9
     return sorted(labels, key=lambda label: (not label.isdigit(), label.zfill(9), label))
 
 

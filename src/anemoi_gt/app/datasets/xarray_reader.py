@@ -88,6 +88,7 @@ def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashab
     """Return a data set in which all that have a role are coordinates, and the roles by name."""
     import_extra("cf_xarray", "xarray")  # registers the accessor `cf`
     roles: dict[Hashable, str] = {}
+    # cf-xarray looks among coordinates, where not every file has its latitudes
     everything = source.set_coords(list(source.data_vars))
     standard_names = everything.cf.standard_names
     for role, names in STANDARD_NAMES.items():

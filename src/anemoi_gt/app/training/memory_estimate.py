@@ -162,6 +162,7 @@ def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
     sizes = []
     for name, mapper in mappers.items():
         block = BlockSizes.of(mapper.proc)
+        # rows of fields in float32, and cast for the embedding
         source = (FLOAT32 + size) * mapper.in_channels_src
         destination = (FLOAT32 + size) * mapper.in_channels_dst
         if isinstance(mapper, GraphTransformerBackwardMapper):  # the norm at its end
@@ -196,6 +197,7 @@ class BlockSizes(NamedTuple):
             hidden=block.hidden_dim * (1 if block.mlp_implementation == "mlp" else 2),
             edge_dim=block.lin_edge.in_features,
             is_one_set=block.source_norm is block.layer_norm_attention,
+            # without rows: the choice depends on modules, dtype and autocast
             fused=block.fused_parts(block.lin_query.weight.new_empty(0, block.channels), None),
         )
 

@@ -117,7 +117,7 @@ class Trainer:
         samples = self.config.batch_size
         with (
             cpu_threads(self.config.threads),
-            closing(self.step),
+            closing(self.step),  # NCCL's groups cannot end while a CUDA graph holds their messages
             progress_bar(self.config.steps, self.step.global_step, disable=metrics is None) as bar,
             self._stop_request() as stop,
         ):
@@ -149,7 +149,7 @@ class Trainer:
 
     def best_model(self) -> nn.Module:
         """Return a model in evaluation mode with the averaged weights of the best validation."""
-        model = copy.deepcopy(self.step.model)
+        model = copy.deepcopy(self.step.model)  # which leaves compiled code behind
         load_weights(model, load_checkpoint(self.folder / BEST))
         return model.eval()
 
@@ -215,6 +215,7 @@ class Trainer:
     def _validation_loss(self) -> float:
         average = self.step.average.eval()
         batches = load(self.splits.valid, self.config.batch_size, self.device)
+        # summed on the device and read once; the last batch may be smaller
         losses = [self.step.loss(average, batch) * len(batch.inputs) for batch in batches]
         self.step.wait_for_ranks()
         return torch.stack(losses).sum().item() / len(self.splits.valid)
