@@ -208,7 +208,9 @@ def test_modules_need_torch_geometric_and_einops_only():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in APPLICATIONS)], ids=str
+    "arguments",
+    [["--help"], ["--version"], *([name, "--help"] for name in ("info", *APPLICATIONS))],
+    ids=str,
 )
 def test_help_and_version_need_no_torch(arguments):
     result = run_without({"torch"}, f"from anemoi_gt.__main__ import main\nmain({arguments})")
