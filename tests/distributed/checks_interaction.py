@@ -1,12 +1,17 @@
 """Checks on ranks: a graph network on a sharded graph equals the one on the whole graph."""
 
+import copy
+from functools import partial
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from anemoi_gt import AttentionConfig, InteractionBlock
-from anemoi_gt.distributed import shard_graph
-from distributed.problems import GRAPHS, rows_of, structure
-from distributed.ranks import on_ranks
+from anemoi_gt import AttentionConfig, InteractionBlock, InteractionConv
+from anemoi_gt.distributed import reduce_gradients, shard_graph, shard_module
+from anemoi_gt.nn import StaticEdges
+from distributed.problems import GRAPHS, mesh, nearest, rows_of, structure
+from distributed.ranks import mesh_of_group, meshes_with_this_rank, on_all_ranks, on_ranks
 
 FEATURES = 6
 EDGE_DIM = 5
@@ -65,3 +70,71 @@ def a_batch_and_the_kernels_agree_with_one_device(group, verdict):
     for batch in ((), (2,)):
         compare(verdict, group, "encoder", batch=batch)
         compare(verdict, group, "twenty", "triton", torch.float32, batch)
+
+
+class Net(nn.Module):
+    """A node embedding, edges with trainable attributes, and two blocks that update both."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = (len(mesh), len(mesh))
+        edge_index = nearest(mesh, mesh, 4)
+        attributes = torch.rand(edge_index.shape[1], 2)
+        self.nodes = nn.Embedding(len(mesh), FEATURES)
+        self.edges = StaticEdges(edge_index, attributes, sizes, trainable=2)
+        self.embed = nn.Linear(4, EDGE_DIM)
+        config = AttentionConfig("torch")
+        self.blocks = nn.ModuleList(
+            [InteractionBlock(FEATURES, EDGE_DIM, config=config) for _ in range(2)]
+        )
+
+    def forward(self):
+        graph, attributes = self.edges()
+        x, edges = self.nodes.weight, self.embed(attributes)
+        for block in self.blocks:
+            x, edges = block(x, graph, edges)
+        return x
+
+
+@on_all_ranks
+def a_sharded_module_of_graph_networks_matches_the_whole_module(group, verdict):
+    kind = ("mesh", "mesh")
+    for shape, device_mesh in meshes_with_this_rank((1, 1), (1, 2), (1, 3), (1, 4), (2, 2)):
+        torch.manual_seed(0)
+        net = Net().double()
+        nn.init.normal_(net.edges.trainable)
+        whole = copy.deepcopy(net)
+        expected = whole()
+        expected.square().sum().backward()
+        shard = shard_module(
+            net,
+            {kind: net.edges},
+            device_mesh,
+            tables={"nodes.weight": "mesh"},
+            positions={"mesh": mesh},
+        )
+        out = net()
+        out.square().sum().backward()
+        reduce_gradients(*shard.parameters(net), device_mesh)
+        verdict.close(f"output on {shape}", out, shard.nodes("mesh", expected))
+        gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+        size = max(gradient.abs().max() for gradient in gradients.values())
+        for name, parameter in net.named_parameters():
+            gradient = gradients[name]
+            if name in shard.tables:
+                gradient = gradient[shard.tables[name].index]
+            verdict.close(f"{name} on {shape}", parameter.grad, gradient, terms=size)
+
+
+class OwnConv(InteractionConv):
+    """A user's layer."""
+
+
+@on_ranks(2)
+def options_of_a_users_layer_that_differ_between_ranks_are_named(group, verdict):
+    torch.manual_seed(0)
+    conv = OwnConv(FEATURES, EDGE_DIM)
+    conv.config = AttentionConfig(("torch", "auto")[dist.get_rank(group)])
+    graphs = {("mesh", "mesh"): structure("symmetric")}
+    shard = partial(shard_module, conv, graphs, mesh_of_group(group))
+    verdict.raises(ValueError, "config must be the same on all ranks", shard)

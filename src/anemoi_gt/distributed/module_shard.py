@@ -27,11 +27,18 @@ from anemoi_gt.distributed.process_group import AXES, check_mesh
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.ordering import morton_order
-from anemoi_gt.nn import GraphTransformerBaseBlock, GraphTransformerConv, StaticEdges
+from anemoi_gt.nn import (
+    GraphTransformerBaseBlock,
+    GraphTransformerConv,
+    InteractionBlock,
+    InteractionConv,
+    StaticEdges,
+)
 
 EDGE_ROWS = ("edge_attr", "trainable")
 # libraries whose layers have no rank-specific attributes
 LIBRARIES = ("anemoi_gt", "torch", "torch_geometric")
+LAYERS = (GraphTransformerBaseBlock, GraphTransformerConv, InteractionBlock, InteractionConv)
 OPTION_TYPES = (bool, int, float, str, tuple, AttentionConfig)
 Kind = tuple[str, str]  # node sets of sources and destinations
 Graphs = Mapping[Kind, GraphStructure | StaticEdges]
@@ -108,9 +115,10 @@ def shard_module(
     Parameters
     ----------
     module : torch.nn.Module
-        A module made of this library's convolutions, blocks, mappers and processors, and of layers
-        that process each node independently; no other layer may combine nodes. It has the same
-        weights on all ranks, and is on the device where it is trained.
+        A module made of this library's convolutions, blocks, mappers and processors, graph networks
+        included, and of layers that process each node or edge independently; no other layer may
+        combine nodes. It has the same weights on all ranks, and is on the device where it is
+        trained.
     graphs : mapping of (str, str) to GraphStructure or StaticEdges
         All graphs, by node sets (sources, destinations). For a `StaticEdges` of the module,
         structure and attributes are replaced.
@@ -372,8 +380,7 @@ def _options(module: nn.Module) -> dict[str, Any]:
     options = {}
     for path, layer in module.named_modules():
         library = type(layer).__module__.partition(".")[0]
-        is_subclass = isinstance(layer, (GraphTransformerBaseBlock, GraphTransformerConv))
-        if library not in LIBRARIES and not is_subclass:
+        if library not in LIBRARIES and not isinstance(layer, LAYERS):
             continue
         for name, value in vars(layer).items():
             if not name.startswith("_") and isinstance(value, OPTION_TYPES):
