@@ -23,11 +23,7 @@ NUMBERS = {
     "device": "cpu",
 }
 # options of the application
-SMALL = [
-    *applications.SMALL,
-    "training.warmup_steps=1",
-    "training.device=cpu",
-]
+SMALL = [*applications.SMALL, "training.warmup_steps=1", "training.device=cpu"]
 
 
 def fit(trainer):

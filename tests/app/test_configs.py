@@ -213,12 +213,7 @@ def test_a_foreign_application_uses_the_groups(tmp_path):
     attention = instantiate(config.attention)
     assert attention == AttentionConfig(backend="torch")
     assert config.learning == "fast"
-    assert set(config) == {
-        "attention",
-        "networks",
-        "graph",
-        "learning",
-    }
+    assert set(config) == {"attention", "networks", "graph", "learning"}
     nodes = regional(np.arange(-80.0, 90, 20), np.arange(0.0, 360, 20))
     model = instantiate(config.networks.small)(
         instantiate(config.graph)(nodes), 3, 2, config=attention

@@ -190,10 +190,7 @@ def test_metadata_describes_inputs_outputs_and_origin(package, run):
     }
     assert expected.items() <= metadata.items()
     # and no other file
-    assert sorted(path.name for path in package.parent.iterdir()) == [
-        "best.pt",
-        "model.pt2",
-    ]
+    assert sorted(path.name for path in package.parent.iterdir()) == ["best.pt", "model.pt2"]
 
 
 @pytest.fixture
@@ -222,10 +219,7 @@ def error_line(started, capsys):
             "{checkpoint} out={folder}/m.pt2 precision=fp8",
             "precision must be one of 32-true, bf16-mixed, ",
         ),
-        (
-            "{checkpoint} out={folder}/m.pt2 model.channels=32",
-            "the checkpoint's weights must fit",
-        ),
+        ("{checkpoint} out={folder}/m.pt2 model.channels=32", "the checkpoint's weights must fit"),
     ],
 )
 def test_invalid_arguments_end_with_one_sentence(

@@ -149,11 +149,7 @@ def forecast_file():
     start = times[::2] - np.timedelta64(6, "h")
     source = source.assign_coords(
         forecast_reference_time=(dims[0], start, {"standard_name": "forecast_reference_time"}),
-        forecast_period=(
-            dims[1],
-            [6, 12],
-            {"standard_name": "forecast_period", "units": "hours"},
-        ),
+        forecast_period=(dims[1], [6, 12], {"standard_name": "forecast_period", "units": "hours"}),
         valid_time=(dims, times.reshape(30, 2), {"standard_name": "time"}),
     )
     lat, lon = np.meshgrid(weather.latitude, weather.longitude, indexing="ij")

@@ -198,10 +198,7 @@ def test_a_plot_has_a_panel_for_each_chosen_variable(splits, tmp_path):
 def test_variables_that_are_plotted_are_the_first_three_unless_chosen():
     data = SimpleNamespace(variables=("a", "b", "c", "d"))
     assert chosen_variables(data, None) == [0, 1, 2]
-    assert chosen_variables(data, ["d", "a"]) == [
-        3,
-        0,
-    ]
+    assert chosen_variables(data, ["d", "a"]) == [3, 0]
     with pytest.raises(ValueError, match="plots.variables must be among a, b, c, d, got e"):
         chosen_variables(data, ["a", "e"])
 

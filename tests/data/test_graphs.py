@@ -234,10 +234,7 @@ def test_data_that_no_encoder_edge_reads_are_logged_and_refused_beyond_a_tenth(c
 @refused(
     (lambda: icosphere(20), "refinement must be at most 11 .*, got 20"),
     (lambda: limited_area_graph(UK, refinement=20), "refinement must be at most 11 .*, got 20"),
-    (
-        lambda: stretched_icosphere(3, 12, UK),
-        "area_refinement must be at most 11 .*, got 12",
-    ),
+    (lambda: stretched_icosphere(3, 12, UK), "area_refinement must be at most 11 .*, got 12"),
     (
         lambda: hierarchical_graph(O8, refinements=(20, 3)),
         "refinement must be at most 11 .*, got 20",

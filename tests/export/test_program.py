@@ -47,12 +47,7 @@ def test_a_program_accepts_any_batch_size_without_our_operators_and_reverse_stru
     assert not {name for name in operator_names(program) if "anemoi_gt" in name}
     of_structures = {name.rpartition(".")[2] for name in program.constants}
     assert "colptr" in of_structures
-    assert not of_structures & {
-        "csr_to_csc",
-        "rowptr",
-        "col",
-        "fixed_in_degree",
-    }
+    assert not of_structures & {"csr_to_csc", "rowptr", "col", "fixed_in_degree"}
     assert model.training
     assert all(part.training for part in model.modules())
     assert model.processor_edges.structure().has_reverse

@@ -176,11 +176,7 @@ def test_construction_in_a_compiled_function_never_recompiles(kernel_device, uno
 
     build, compilations = torch.compile(build, fullgraph=True, dynamic=True, backend=counter), []
     # no two sizes are equal
-    for num_src, num_dst, num_edges in (
-        (7, 11, 29),
-        (13, 5, 37),
-        (19, 17, 23),
-    ):
+    for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):
         ids = torch.arange(num_edges, device=kernel_device)
         edge_index = torch.stack([ids % num_src, ids * 3 % num_dst])
         src, dst = (torch.empty(nodes, device=kernel_device) for nodes in (num_src, num_dst))
@@ -198,9 +194,6 @@ def test_operators_pass_opcheck(kernel_device, name):
     both = operators.group_both_ends_unordered.default
     by_destination = operators.group_edges_unordered.default
     # the order within a node varies, so outputs may differ
-    utilities = (
-        "test_schema",
-        "test_faketensor",
-    )
+    utilities = ("test_schema", "test_faketensor")
     torch.library.opcheck(both, (edge_index, num_src, num_dst, torch.int32), test_utils=utilities)
     torch.library.opcheck(by_destination, (edge_index, num_dst, torch.int32), test_utils=utilities)

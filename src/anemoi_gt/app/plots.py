@@ -20,11 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
 # Okabe and Ito, colour-blind safe
-COLOURS = {
-    "training": "#0072B2",
-    "model": "#D55E00",
-    "persistence": "#888888",
-}
+COLOURS = {"training": "#0072B2", "model": "#D55E00", "persistence": "#888888"}
 LINES = ("-", "--", ":", "-.")
 FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches, of the plot of a run
 MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in the plot of a rollout

@@ -23,11 +23,7 @@ PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
 # a string in every binary that contains a copy of libstdc++'s locale
 LOCALE_MARK = b"_S_create_c_locale name not valid"
 # maximum relative error: about 80, 4 and 5 eps
-LIMITS = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 3e-2,
-    torch.float16: 5e-3,
-}
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 MIN_RUN_TIME = 0.1  # s, for timing a package and its model
 
 

@@ -161,12 +161,7 @@ def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_presen
     splits = field_data(file, diagnostics=["tp"], input_steps=3, lead_time=12)
     train, (fields, state) = splits.train, (fields_of(file), weather_file())
     assert train.variables == ("t2m", "z_500", "z_850", "tp")
-    assert train.units == (
-        "K",
-        "m",
-        "m",
-        "m",
-    )
+    assert train.units == ("K", "m", "m", "m")
     channels = [
         f"{name}{step}" for step in (" -24 h", " -12 h", "") for name in train.variables[:3]
     ]

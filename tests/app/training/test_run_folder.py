@@ -71,11 +71,7 @@ def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(
 @pytest.mark.parametrize("writer", [ONE_PROCESS, TORCHRUN])
 @pytest.mark.parametrize(
     ("best", "missing"),
-    [
-        ("best.pt", "last.pt"),
-        ("best/.metadata", "last"),
-        ("best.former/.metadata", "last.former"),
-    ],
+    [("best.pt", "last.pt"), ("best/.metadata", "last"), ("best.former/.metadata", "last.former")],
 )
 def test_a_best_checkpoint_without_the_last_one_is_refused_and_the_missing_file_named(
     folder_with, best, missing, writer, resume

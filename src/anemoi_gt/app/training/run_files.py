@@ -127,10 +127,7 @@ class MetricsFile:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        until: int = 0,
-        log_record: Callable[[dict], None] | None = None,
+        self, path: str | Path, until: int = 0, log_record: Callable[[dict], None] | None = None
     ):
         self.path = Path(path)
         self._log_record = log_record
