@@ -13,7 +13,7 @@ import pytest
 import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi.models.layers.graph_provider import StaticGraphProvider
-from support.anemoi_model import OwnConv, build, make_options
+from support.anemoi_model import OwnConv, build, make_family_options, make_options
 from support.upstream import folder_of
 from support.weather import weather_graph
 from test_house import OPTIONAL, run_without
@@ -141,20 +141,37 @@ def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not
     )
 
 
-def test_a_checkpoint_is_listed_block_by_block(tmp_path, capsys, anemoi_as_it_is):
+@pytest.fixture
+def list_blocks(tmp_path, capsys, anemoi_as_it_is):
+    """Return what the command lists of a model, by the path of each block."""
+
+    def call(model):
+        torch.save(model, tmp_path / "inference-last.ckpt")
+        command_line.main(["info", "--checkpoint", str(tmp_path / "inference-last.ckpt")])
+        section = capsys.readouterr().out.split("\n\n")[-1]
+        lines = section.splitlines()[1:]
+        return dict(re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in lines)
+
+    return call
+
+
+def test_a_checkpoint_is_listed_block_by_block(list_blocks):
     model = build(weather_graph(), make_options(channels=16, heads=2))
     model.processor.proc[1].conv = OwnConv(model.processor.proc[1].conv)
-    torch.save(model, tmp_path / "inference-last.ckpt")
-    command_line.main(["info", "--checkpoint", str(tmp_path / "inference-last.ckpt")])
-    section = capsys.readouterr().out.split("\n\n")[-1]
-    listed = dict(
-        re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in section.splitlines()[1:]
-    )
+    listed = list_blocks(model)
     reason = "its conv is a support.anemoi_model.OwnConv, and Anemoi's attention is needed"
     assert listed["processor.proc.1"] == f"upstream: {reason}"
     fused = "attention only: sub-layers are fused under 16-bit autocast where the backend of the attention has them"
     assert listed["processor.proc.0"] == listed["encoder.encoder.proc"] == fused
     assert f"1 upstream (processor.proc.1: {reason})" in listed["blocks"]
+
+
+def test_a_checkpoint_of_a_graph_network_is_listed_block_by_block(list_blocks):
+    model = build(weather_graph(), make_family_options("graph network", channels=16))
+    assert installation.count_blocks(model) == (0, 4)
+    listed = list_blocks(model)
+    assert listed["processor.proc.0"].startswith("upstream: sub-layers are fused under 16-bit")
+    assert len(listed) == 1 + 4
 
 
 def test_a_checkpoint_without_a_model_is_refused(tmp_path):

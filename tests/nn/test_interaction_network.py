@@ -30,6 +30,14 @@ OPERATORS = ["anemoi_gt.interaction_triton.default", "anemoi_gt.network_triton.d
 both = pytest.mark.parametrize("backend", BACKENDS)
 
 
+@pytest.fixture(autouse=True)
+def sums_in_order():
+    """Make PyTorch sum over edges in one order on a GPU, as it does on a CPU."""
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
 def autocast(device, dtype=torch.bfloat16):
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 

@@ -95,6 +95,9 @@ class InteractionConv(MessagePassing):
     if a method of message passing or a module of `edge_mlp` is replaced; backend `triton`, if it is
     named, raises ValueError then.
 
+    On backend `triton` results are the same bits each time. On `torch` on a GPU they are only under
+    `torch.use_deterministic_algorithms(True)`, as in PyG.
+
     Examples
     --------
     >>> conv = InteractionConv((4, 6), edge_dim=8)

@@ -109,7 +109,7 @@ def test_install_logs_one_line_with_the_active_settings(caplog):
         integration.install(backend="torch", fuse_edges=False)
     (line,) = [record.message for record in caplog.records]
     assert line.startswith(
-        "anemoi_gt computes graph-transformer blocks of anemoi-models "
+        "anemoi_gt computes blocks of graph transformers and graph networks of anemoi-models "
         f"{version('anemoi-models')}, where a model has them"
     )
     assert line.endswith(

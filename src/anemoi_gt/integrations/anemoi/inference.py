@@ -16,10 +16,8 @@ from anemoi.inference.checkpoint import Checkpoint
 from anemoi.inference.runner import Runner
 from anemoi.inference.runners import runner_registry
 from anemoi.inference.runners.parallel import ParallelRunnerFactory, ParallelRunnerMixin
-from torch import nn
 
-from anemoi_gt.integrations.anemoi.installation import BLOCK, install
-from anemoi_gt.integrations.anemoi.upstream import find
+from anemoi_gt.integrations.anemoi.installation import count_blocks, install
 
 log = logging.getLogger(__name__)
 NAME = "anemoi-gt"  # entry point
@@ -44,7 +42,8 @@ class AnemoiGTRunner(Runner):
     Raises
     ------
     ValueError
-        If the model has no graph-transformer block; it is loaded here, before any data are read.
+        If the model has no block of a graph transformer or graph network; it is loaded here, before
+        any data are read.
     """
 
     def __new__(
@@ -67,7 +66,12 @@ class AnemoiGTRunner(Runner):
             built = kind(config, **options)
         else:
             built = runner_registry.from_config({runner: options}, config)
-        _check_model(built.model)
+        transformers, networks = count_blocks(built.model)
+        log.info(
+            "anemoi_gt is installed for %d graph-transformer blocks and %d graph-network blocks",
+            transformers,
+            networks,
+        )
         return built
 
 
@@ -82,15 +86,3 @@ def _runner_class(name: str, config: Any) -> type[Runner]:
             f"runner must be a runner that `parallel` can split over ranks, got {name!r}"
         )
     return kind
-
-
-def _check_model(model: nn.Module) -> None:
-    """Log how many blocks use anemoi_gt; raise ValueError if there is none."""
-    kind: Any = find(*BLOCK)
-    blocks = sum(isinstance(module, kind) for module in model.modules())
-    if not blocks:
-        raise ValueError(
-            f"the model of runner {NAME!r} must have a graph-transformer block, got "
-            f"{type(model).__name__} without one: use a runner of anemoi-inference"
-        )
-    log.info("anemoi_gt computes the attention of %d graph-transformer blocks", blocks)

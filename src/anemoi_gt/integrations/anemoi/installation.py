@@ -237,8 +237,8 @@ def install(
     installation = Installation(settings, before=SETTINGS.everywhere)
     if SETTINGS.everywhere != settings:  # Anemoi's configs install once for each component
         log.info(
-            "anemoi_gt computes graph-transformer blocks of anemoi-models %s, where a model has "
-            "them: %s",
+            "anemoi_gt computes blocks of graph transformers and graph networks of anemoi-models "
+            "%s, where a model has them: %s",
             version("anemoi-models"),
             settings,
         )
@@ -347,12 +347,7 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    kinds = (find(*BLOCK), find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
-    if not any(isinstance(module, kinds) for module in model.modules()):
-        raise ValueError(
-            "model must have a graph-transformer block of Anemoi, or a block of a graph network, "
-            f"got {type(model).__name__} without one"
-        )
+    count_blocks(model)
     settings = _switch_on(
         config, fuse_edges=fuse_edges, blocks=blocks, sharding=sharding, keep_hidden=keep_hidden
     )
@@ -362,6 +357,21 @@ def swap_layers(
         if isinstance(module, Upstream.network):
             SETTINGS.choose(module, settings)
     return model
+
+
+def count_blocks(model: nn.Module) -> tuple[int, int]:
+    """Return the number of graph-transformer and of graph-network blocks of a model.
+
+    Raise ValueError if there is none.
+    """
+    kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
+    numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
+    if not any(numbers):
+        raise ValueError(
+            "model must have a graph-transformer block of Anemoi, or a block of a graph network, "
+            f"got {type(model).__name__} without one"
+        )
+    return numbers[0], numbers[1]
 
 
 def graph_transformer_processor(**options: Any) -> nn.Module:
