@@ -18,7 +18,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.explain import Explainer, GNNExplainer
 
 from anemoi_gt import AttentionConfig, GraphStructure, InteractionBlock, InteractionConv
-from anemoi_gt.nn import LayerKernels
+from anemoi_gt.nn import LayerKernels, split_destinations
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -408,6 +408,7 @@ X = torch.ones(3, 4)
 EDGES = torch.tensor([[0, 1, 2], [1, 2, 0]])
 ATTRIBUTES = torch.ones(3, 5)
 CONV = InteractionConv(4, 5)
+GRAPH = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2], [0, 1, 2]]), 3)
 WRONG = [
     (lambda: InteractionConv(0, 5), "in_channels must be at least 1, got 0"),
     (lambda: InteractionConv((4, 4, 4), 5), "in_channels must be an integer or a pair"),
@@ -433,6 +434,10 @@ WRONG = [
     ),
     (lambda: CONV(X, EDGES[0], ATTRIBUTES), r"edge_index must have shape \[2, E\]"),
     (lambda: CONV(X, EDGES + 1, ATTRIBUTES), "edge_index"),
+    (
+        lambda: CONV(X, split_destinations(GRAPH, 2), ATTRIBUTES),
+        "edge_index must be a GraphStructure, .* got ",
+    ),
     (lambda: CONV(X, "edges", ATTRIBUTES), "edge_index must be a GraphStructure, .* got str"),
     (
         lambda: CONV(X, GraphStructure.from_edge_index(EDGES, 4), ATTRIBUTES),

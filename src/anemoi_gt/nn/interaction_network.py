@@ -33,7 +33,7 @@ from anemoi_gt.nn.input_validation import (
     stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
-from anemoi_gt.nn.mlp import MLP
+from anemoi_gt.nn.mlp import NormedMLP
 from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import IDENTITY, INTERACTION, LAYER_NORM, RMS_NORM, Asked, why_not_plain
 from anemoi_gt.nn.pyg_inputs import read_edges
@@ -129,14 +129,13 @@ class InteractionConv(MessagePassing):
         check_kernels(layer_kernels)
         check_config(config)
         self.edge_dim, self.config = edge_dim, config
-        self.edge_mlp = MLP(
+        self.edge_mlp = NormedMLP(
             sum(self.in_channels) + edge_dim,
             edge_dim if hidden_dim is None else hidden_dim,
             edge_dim,
             mlp_implementation,
             layer_kernels,
-            hidden_layers=hidden_layers,
-            norm=True,
+            hidden_layers,
         )
 
     def forward(
@@ -319,14 +318,13 @@ class InteractionBlock(nn.Module):
         check_kernels(layer_kernels)
         hidden_dim = edge_dim if hidden_dim is None else hidden_dim
         # in Anemoi's order: the same seed gives the same weights
-        self.node_mlp = MLP(
+        self.node_mlp = NormedMLP(
             channels + edge_dim,
             hidden_dim,
             channels,
             mlp_implementation,
             layer_kernels,
-            hidden_layers=hidden_layers,
-            norm=True,
+            hidden_layers,
         )
         self.conv = InteractionConv(
             in_channels,
@@ -398,7 +396,7 @@ def _read(rows: Tensor, config: AttentionConfig) -> Tensor:
 
 
 def _network_of(
-    layer: nn.Module, name: str, mlp: MLP, x: Tensor, config: AttentionConfig, *asked: Asked
+    layer: nn.Module, name: str, mlp: NormedMLP, x: Tensor, config: AttentionConfig, *asked: Asked
 ) -> tuple[NetworkParts, NetworkOptions] | Refusal:
     """Return a network of a layer and its options in a call on rows like x, or why not fused.
 

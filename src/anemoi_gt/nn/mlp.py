@@ -34,11 +34,9 @@ class MLP(nn.Module):
     """Network of hidden layers and a linear map, with the state dict of Anemoi's `MLP`.
 
     Of the implementations, "mlp" uses `kernels.Activation`, the others a gate of Shazeer (2020),
-    with 1.5 times the parameters. With `norm` the output is normalised by `kernels.LayerNorm`.
-    Raise ValueError for a width or a number of hidden layers below 1, or another name.
+    with 1.5 times the parameters. Raise ValueError for a width or a number of hidden layers below
+    1, or another name.
     """
-
-    layer_norm: nn.Module | None
 
     def __init__(
         self,
@@ -47,9 +45,7 @@ class MLP(nn.Module):
         out_features: int,
         implementation: str,
         kernels: LayerKernels,
-        *,
         hidden_layers: int = 1,
-        norm: bool = False,
     ):
         super().__init__()
         if implementation not in IMPLEMENTATIONS:
@@ -69,13 +65,32 @@ class MLP(nn.Module):
                 layers.append(GatedLinear(width, hidden_dim, gate, kernels))
             width = hidden_dim
         self.mlp = nn.Sequential(*layers, kernels.Linear(width, out_features))
-        layer_norm = kernels.LayerNorm(normalized_shape=out_features) if norm else None
-        self.register_module("layer_norm", layer_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., in_features] to [..., out_features]."""
-        y = self.mlp(x)
-        return y if self.layer_norm is None else apply_norm(self.layer_norm, y)
+        return self.mlp(x)
+
+
+class NormedMLP(MLP):
+    """MLP whose output is normalised by `kernels.LayerNorm`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_dim: int,
+        out_features: int,
+        implementation: str,
+        kernels: LayerKernels,
+        hidden_layers: int = 1,
+    ):
+        super().__init__(
+            in_features, hidden_dim, out_features, implementation, kernels, hidden_layers
+        )
+        self.layer_norm = kernels.LayerNorm(normalized_shape=out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` [..., in_features] to [..., out_features]."""
+        return apply_norm(self.layer_norm, self.mlp(x))
 
 
 def hidden_width(channels: int, ratio: float) -> int:

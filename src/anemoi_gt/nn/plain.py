@@ -161,7 +161,8 @@ TABLE: dict[str, Kind] = {
         CONDITIONAL_NORM, read=("norm", "scale", "bias")
     ),
     "anemoi_gt.nn.mapper.FieldExtractor": Kind(SEQUENTIAL),
-    "anemoi_gt.nn.mlp.MLP": Kind(MLP, read=("mlp", "layer_norm")),
+    "anemoi_gt.nn.mlp.MLP": Kind(MLP, read=("mlp",)),
+    "anemoi_gt.nn.mlp.NormedMLP": Kind(MLP, read=("mlp", "layer_norm")),
     "anemoi_gt.nn.mlp.GatedLinear": Kind(GATED_LINEAR, read=("gate_proj", "value_proj", "gating")),
     "anemoi_gt.nn.block.GraphTransformerProcessorBlock": OWN_BLOCK,
     "anemoi_gt.nn.block.GraphTransformerMapperBlock": OWN_BLOCK,
