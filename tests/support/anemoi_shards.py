@@ -154,7 +154,7 @@ def make_cases():
         "graph network-3": Case(3, graph="asymmetric", counted=True, **networks),
         "graph network-4": Case(4, graph="tiny", **networks),
         "Anemoi's graph network-3": Case(3, **WITHOUT_OURS, **networks),
-        "fused graph network-2": Case(2, graph="small", compiled="blocks", **fused),
+        "fused graph network-2": Case(2, graph="small", compiled="components", **fused),
         "fused graph network-4": Case(4, graph="tiny", **fused),
         "fused graph network, gathered": Case(
             3, graph="small", install={"sharding": False}, **fused
