@@ -44,7 +44,7 @@ test: $(INSTALLED)-test
 # Older releases of torch trace less than the pinned one, so compiled code is tested with the release that Anemoi requires, too.
 test-anemoi: .venv-anemoi/.installed
 	OMP_NUM_THREADS=1 .venv-anemoi/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH)) \
-		-m "(process or compiled) and not upstream" tests/anemoi_application tests/integrations/anemoi tests/nn
+		-m "(process or compiled) and not upstream" tests/anemoi_application tests/integrations/anemoi
 
 bench: $(INSTALLED)-graphs
 	$(BIN)/python benchmarks/run.py --output outputs/bench.json
