@@ -180,6 +180,14 @@ def several_gpus() -> str:
     return f"{tables}\n\n{sources([FileFacts.of(name)])}\n\n{told}"
 
 
+def several_gpus_networks() -> str:
+    """Forward and backward of a graph network on one and two GPUs."""
+    name = "sharding_gnn_h100x2.json"
+    report = load(name)
+    tables = f"{sharding.times(report)}\n\n{sharding.details(report)}"
+    return f"{tables}\n\n{sources([FileFacts.of(name)])}"
+
+
 def pyg_models() -> str:
     """Models of PyTorch Geometric, as they are and with swapped layers."""
     titles = {
@@ -448,6 +456,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fits": fits_table,
     "training-9km": training_9km,
     "several-gpus": several_gpus,
+    "several-gpus-networks": several_gpus_networks,
     "inference": inference,
     "inference-9km": inference_9km,
     "pyg": pyg_models,
