@@ -133,10 +133,8 @@ class Nodes(NamedTuple):
         """Return the sums over the edges of own destinations."""
         if self.gathered is None:
             return sums
-        _, _, sizes = self.gathered
-        return Upstream.block_module.shard_tensor(
-            sums, 0, sizes, self.gathered.group, gather_in_backward=False
-        )
+        cut = Upstream.block_module.shard_tensor
+        return cut(sums, 0, self.gathered.dst, self.gathered.group, gather_in_backward=False)
 
 
 @replaces(OLDER, PARAMETERS)
