@@ -9,6 +9,7 @@ from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShard
 from anemoi.models.layers.block import GraphConvMapperBlock, GraphConvProcessorBlock
 from anemoi.models.layers.utils import load_layer_kernels
 from support.accuracy import Corpus
+from support.compiled import counting
 from support.interaction_networks import CASES, DST, SRC, make
 from support.operators import Operators
 from support.refusals import raises
@@ -103,15 +104,17 @@ def test_isolated_destinations_get_a_sum_of_zero(backend, kernel_device):
 @both
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_a_compiled_block_gives_the_bits_of_an_eager_one(backend, dynamic, kernel_device):
-    torch.compiler.reset()
-    compiled = None
+    counter, compiled, compilations = counting(), None, []
     for edges in (29, 17):
         problem = make(kernel_device, config=AttentionConfig(backend), edges=edges)
         if compiled is None:
             block = problem.block
-            compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+            compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=dynamic)
         problem = problem._replace(block=block)
         assert_same(problem.results(compiled), problem.results(), tolerance=0)
+        compilations.append(counter.frame_count)
+    first, second = compilations
+    assert (second == first) is dynamic
 
 
 @both

@@ -67,6 +67,7 @@ LAYERS = {  # makers by name
     "conv": partial(
         nn.GraphTransformerConv, CHANNELS, CHANNELS, heads=HEADS, edge_dim=DIM, beta=True
     ),
+    "interaction_block": partial(nn.InteractionBlock, CHANNELS, DIM, hidden_dim=12),
     "processor_block": partial(
         nn.GraphTransformerProcessorBlock, **BLOCK, qk_norm=True, dropout=0.3
     ),
