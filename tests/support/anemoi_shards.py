@@ -156,9 +156,7 @@ def make_cases():
         "Anemoi's graph network-3": Case(3, **WITHOUT_OURS, **networks),
         "fused graph network-2": Case(2, graph="small", compiled="components", **fused),
         "fused graph network-4": Case(4, graph="tiny", **fused),
-        "fused graph network, gathered": Case(
-            3, graph="small", install={"sharding": False}, **fused
-        ),
+        "fused graph network, gathered": Case(3, graph="small", **WITHOUT_OURS, **fused),
         "fused graph network, hooks on one rank": Case(2, graph="small", has_hooks=True, **fused),
     }
     for strategy, ranks in product(("edges", "heads"), (2, 3)):
