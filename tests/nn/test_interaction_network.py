@@ -17,6 +17,7 @@ from support.same_numbers import assert_same, assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import EdgeIndex
 from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.nn import Sequential
 
 from anemoi_gt import AttentionConfig, GraphStructure, InteractionBlock, InteractionConv
 from anemoi_gt.nn import LayerKernels, split_destinations
@@ -365,6 +366,25 @@ def test_pygs_explainer_masks_the_edges_that_reach_a_node():
     x, edges = torch.randn(8, 6, generator=generator), torch.randn(25, 5, generator=generator)
     mask = explainer(x, edge_index, edge_attr=edges, index=2).edge_mask
     assert mask[edge_index[1] == 2].gt(0).all()
+
+
+def test_pygs_sequential_runs_it():
+    problem = make(nodes="one set", batch="none")
+    blocks = [problem.block, copy.deepcopy(problem.block)]
+    names = "x, edge_index, edge_attr"
+    model = Sequential(names, [(block, f"{names} -> x, edge_attr") for block in blocks])
+    x, edges = problem.call()
+    expected = problem.call(x_dst=x, edge_attr=edges)
+    assert_same(problem.call(model), expected, tolerance=0)
+
+
+def test_reset_parameters_draws_those_of_a_new_block():
+    problem = make()
+    torch.manual_seed(0)
+    new = InteractionBlock((8, 12), 24, 16)
+    torch.manual_seed(0)
+    problem.block.reset_parameters()
+    assert_same(dict(problem.block.state_dict()), dict(new.state_dict()), tolerance=0)
 
 
 def test_copies_are_complete_and_independent():

@@ -16,16 +16,16 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.inits import reset
 from torch_geometric.typing import OptTensor, PairTensor
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.checks import have_size
+from anemoi_gt.graph.checks import check_shape, have_size
 from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.fused_block import NOT_FASTER, Computation
 from anemoi_gt.nn.input_validation import (
-    check_attributes,
     check_batch,
     check_dtype,
     check_features,
@@ -138,6 +138,11 @@ class InteractionConv(MessagePassing):
             hidden_layers,
         )
 
+    def reset_parameters(self) -> None:
+        """Reinitialise all parameters: the same seed gives those of a new layer."""
+        super().reset_parameters()
+        reset(self.edge_mlp)
+
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -241,7 +246,11 @@ class InteractionConv(MessagePassing):
 
     def _in_batch(self, edges: Tensor | None, graph: GraphStructure, x_dst: Tensor) -> Tensor:
         """Return the features of edges with the batch dimension of nodes, checked."""
-        check_attributes(edges, self.edge_dim)
+        width = self.edge_dim
+        wanted = f"[E, {width}] or [B, E, {width}]"
+        check_shape(
+            "edge_attr", edges, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == width
+        )
         assert edges is not None  # or the check would have raised
         check_dtype("edge_attr", edges, like=stored_parameter(self.edge_mlp.mlp[-1]))
         batch = x_dst.shape[:-2]
@@ -335,6 +344,11 @@ class InteractionBlock(nn.Module):
             layer_kernels=layer_kernels,
             config=config,
         )
+
+    def reset_parameters(self) -> None:
+        """Reinitialise all parameters: the same seed gives those of a new block."""
+        reset(self.node_mlp)
+        self.conv.reset_parameters()
 
     def forward(
         self,
