@@ -125,7 +125,7 @@ nightly-lowest: .venv-lowest/bin/python
 	OMP_NUM_THREADS=1 .venv-lowest/$(PYTEST) -n $(CORES) $(WITHOUT_PAGES)
 
 # Tested releases besides the pinned and the lowest one (src/anemoi_gt/tested_versions.py).
-nightly-torch: nightly-torch-2.11 nightly-torch-2.15
+nightly-torch: nightly-torch-2.10 nightly-torch-2.11 nightly-torch-2.15
 nightly-torch-%: .venv-torch-%/bin/python
 	.venv-torch-$*/$(INSTALL_ONCE) 'torch==$*.*' --editable '.[test]' $(OLD_NUMPY)
 	.venv-torch-$*/$(INSTALL_ONCE) $(ANEMOI)

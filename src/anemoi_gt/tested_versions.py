@@ -15,6 +15,7 @@ from anemoi_gt.torch_compat import constant_when_traced
 
 # PyTorch, the Triton that it requires
 TESTED = (
+    ("2.9", "3.5"),
     ("2.10", "3.6"),
     ("2.11", "3.6"),
     ("2.13", "3.7"),

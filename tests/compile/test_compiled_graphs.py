@@ -19,6 +19,13 @@ from anemoi_gt import GraphStructure
 pytestmark = pytest.mark.compiled
 
 
+@pytest.fixture(autouse=True)
+def sizes_from_data():
+    """Let Dynamo trace operators whose results have sizes from data, the default since torch 2.10."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+
+
 def compiled_once(function):
     """Return the function compiled for dynamic sizes, and the counter of compilations."""
     counter = counting()
