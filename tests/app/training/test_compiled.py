@@ -158,7 +158,7 @@ def test_captured_compiled_steps_have_the_bits_of_compiled_ones(make_step, train
 
 
 def test_a_model_without_blocks_is_refused_before_a_step(make_step):
-    with pytest.raises(
-        ValueError, match="false for a model without graph-transformer blocks, got true and Linear"
-    ):
+    blocks = "blocks of graph transformers or graph networks"
+    message = f"false for a model without {blocks}, got true and Linear"
+    with pytest.raises(ValueError, match=message):
         make_step(nn.Linear(2, 2), compile=True)

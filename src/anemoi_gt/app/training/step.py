@@ -23,6 +23,7 @@ from anemoi_gt.nn import (
     GraphTransformerBackwardMapper,
     GraphTransformerBaseBlock,
     GraphTransformerMapperBlock,
+    InteractionBlock,
 )
 
 log = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each graph-transformer block in place, at its first call and for each size or dtype.
+    """Compile each block in place, at its first call and for each size or dtype.
 
     Blocks are compiled one by one. Blocks of one kind, and all chunks of a mapper, share compiled
     code, so a deep model compiles as fast as a shallow one. The norm and linear map at the end of a
@@ -285,12 +286,13 @@ def compile_blocks(model: nn.Module) -> None:
     not compiled. Raises ValueError if the model has no such block.
     """
     modules = list(model.modules())
-    blocks = [module for module in modules if isinstance(module, GraphTransformerBaseBlock)]
+    kinds = (GraphTransformerBaseBlock, InteractionBlock)
+    blocks = [module for module in modules if isinstance(module, kinds)]
     if not blocks:
         name = type(model).__name__
         raise ValueError(
-            "training.compile must be false for a model without graph-transformer blocks, got "
-            f"true and {name}"
+            "training.compile must be false for a model without blocks of graph transformers or "
+            f"graph networks, got true and {name}"
         )
     has_chunks = any(len(getattr(module, "chunks", ())) > 1 for module in modules)
     ends = [
