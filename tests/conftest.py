@@ -22,11 +22,13 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not 
 
 
 def pytest_configure(config):
-    """Speed up the interpreter, unless Triton's own is tested."""
-    if not torch.cuda.is_available() and not config.getoption("--plain-interpreter"):
-        from support.interpreter import speed_up_interpreter
+    """Let the interpreter round as GPUs do, and speed it up unless Triton's own is tested."""
+    if not torch.cuda.is_available():
+        from support.interpreter import round_to_nearest, speed_up_interpreter
 
-        speed_up_interpreter()
+        round_to_nearest()
+        if not config.getoption("--plain-interpreter"):
+            speed_up_interpreter()
 
 
 def pytest_collection_finish():

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forked import Program
-from support.interpreter import speed_up_interpreter
+from support.interpreter import patch_interpreter
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.process_group import exit_without_finalization
@@ -215,7 +215,7 @@ def main(folder, *modules):
         torch.cuda.set_device(device)
         torch.set_default_device(device)
     else:
-        speed_up_interpreter()
+        patch_interpreter()
     timeout = timedelta(seconds=TIMEOUT)
     if ON_GPU:
         dist.init_process_group("nccl", timeout=timeout, device_id=device)

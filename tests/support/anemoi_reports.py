@@ -13,7 +13,7 @@ import torch_geometric.nn  # noqa: F401
 
 import anemoi_gt.nn  # noqa: F401
 from support.garbage import collect_seldom
-from support.interpreter import speed_up_interpreter
+from support.interpreter import patch_interpreter
 
 
 def run(folder, kind):
@@ -29,7 +29,7 @@ def run(folder, kind):
 if __name__ == "__main__":
     collect_seldom()
     if not torch.cuda.is_available():
-        speed_up_interpreter()
+        patch_interpreter()
     for argument in sys.argv[1:]:
         if argument in ("all", "minor"):
             kind = argument

@@ -33,7 +33,7 @@ from support.anemoi_model import (
     transport_arguments,
 )
 from support.garbage import collect_seldom
-from support.interpreter import speed_up_interpreter
+from support.interpreter import patch_interpreter
 from support.plans import new_plans
 from support.weather import KINDS, weather_graph
 
@@ -439,7 +439,7 @@ def work(rank, folder):
 
 
 if __name__ == "__main__":
-    speed_up_interpreter()
+    patch_interpreter()
     for case in CASES.values():
         model_of(case)
     conditioned_model()

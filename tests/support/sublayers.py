@@ -190,9 +190,13 @@ def draw_norm(prefix, norm, features, rows, generator):
             drawn |= {f"{part}_weight": (features, norm), f"{part}_bias": (features,)}
     else:
         drawn = {name: (features,) for name in ("scale", "shift") if norm in (name, "both")}
-    return {
-        f"{prefix}_{name}": torch.randn(shape, generator=generator) for name, shape in drawn.items()
-    }
+    named = {}
+    for name, shape in drawn.items():
+        parameter = torch.randn(shape, generator=generator)
+        if name.endswith("_weight"):  # so that rows are about 1, and scores with them
+            parameter *= shape[1] ** -0.5
+        named[f"{prefix}_{name}"] = parameter
+    return named
 
 
 def fill(kind, named):

@@ -24,17 +24,6 @@ INTERPRETED = tl.constexpr(not isinstance(as_index, triton.runtime.JITFunction))
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """Return float32 x rounded to the nearest element of `dtype`."""
-    # the interpreter of Triton 3.7 truncates float32 to bfloat16
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, nearest, x)
-    return x.to(dtype)
-
-
-@triton.jit
 def _load_piece(source, element, mask):
     """Return elements [ELEMENTS] of a parameter as float32, zeros where there is none."""
     if source is None:
@@ -64,7 +53,7 @@ def _pack_piece(
             x += _load_piece(addend, element, mask)
         if ONE:
             x += 1.0
-        tl.store(packed + FIRST + element, _rounded(x, packed.dtype.element_ty), mask=mask)
+        tl.store(packed + FIRST + element, x.to(packed.dtype.element_ty), mask=mask)
     return tile - tiles
 
 
@@ -157,7 +146,7 @@ def add(
     total = tl.load(x + element, mask=mask, other=0.0).to(tl.float32)
     if y is not None:
         total += tl.load(y + element, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + element, _rounded(total, out.dtype.element_ty), mask=mask)
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -182,7 +171,7 @@ def resize(
     rows = tl.load(x + row[:, None] * W + column[None, :], mask=mask, other=0.0).to(tl.float32)
     mask = (row < out_rows)[:, None] & (column < W_OUT)[None, :]
     address = out + row[:, None] * W_OUT + column[None, :]
-    tl.store(address, _rounded(rows, out.dtype.element_ty), mask=mask)
+    tl.store(address, rows.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
