@@ -389,6 +389,16 @@ def cpu_batches() -> str:
     return _with_sources([*header, "anemoi_gt, one graph, ms", "faster"], rows, name)
 
 
+def cpu_model() -> str:
+    """A training step of a small Anemoi model on a CPU."""
+    name = "families_o32_cpu.json"
+    (case,) = load(name)["cases"]
+    theirs = case["variants"]["untouched, no recomputation"]["median_ms"]
+    ours = case["variants"]["install, no recomputation"]["median_ms"]
+    row = [f"{theirs:.0f}", f"{ours:.0f}", _ratio(theirs, ours)]
+    return _with_sources(["anemoi-models, ms", "`install`, ms", "faster"], [row], name)
+
+
 ERRORS = {
     "out": "`out`",
     "lse": "`lse`",
@@ -471,6 +481,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention-skewed": partial(attention, "skewed_h200"),
     "cpu": cpu_layers,
     "cpu-batches": cpu_batches,
+    "cpu-model": cpu_model,
     "accuracy": accuracy,
     "accuracy-random": accuracy_random,
 }
