@@ -299,8 +299,9 @@ def segment_sum(
     w = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = w < W
     sums = tl.zeros((EDGES, COLUMNS), tl.float32)
-    for first in range(begin, end, EDGES):
-        k = first + tl.arange(0, EDGES)
+    # from 0, because Triton 3.5 fails to coalesce the loads of a loop from `begin`
+    for first in range(0, end - begin, EDGES):
+        k = begin + first + tl.arange(0, EDGES)
         exists = k < end
         if order is not None:
             k = tl.load(order + k, mask=exists, other=0)
