@@ -57,6 +57,7 @@ def _pack_piece(
     return tile - tiles
 
 
+# Sources have numbers, because a launch past Triton's binder hands over addresses one by one.
 @triton.jit(repr=kernel_name("anemoi_gt_pack", "packed"))
 def pack(
     source0,
