@@ -10,6 +10,7 @@ from torch import nn
 from anemoi_gt import AttentionConfig, InteractionBlock, InteractionConv
 from anemoi_gt.distributed import reduce_gradients, shard_graph, shard_module
 from anemoi_gt.nn import StaticEdges
+from distributed.checks_module import close_gradients
 from distributed.problems import GRAPHS, mesh, nearest, rows_of, structure
 from distributed.ranks import mesh_of_group, meshes_with_this_rank, on_all_ranks, on_ranks
 
@@ -117,13 +118,7 @@ def a_sharded_module_of_graph_networks_matches_the_whole_module(group, verdict):
         out.square().sum().backward()
         reduce_gradients(*shard.parameters(net), device_mesh)
         verdict.close(f"output on {shape}", out, shard.nodes("mesh", expected))
-        gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
-        size = max(gradient.abs().max() for gradient in gradients.values())
-        for name, parameter in net.named_parameters():
-            gradient = gradients[name]
-            if name in shard.tables:
-                gradient = gradient[shard.tables[name].index]
-            verdict.close(f"{name} on {shape}", parameter.grad, gradient, terms=size)
+        close_gradients(verdict, shape, net, whole, shard)
 
 
 class OwnConv(InteractionConv):

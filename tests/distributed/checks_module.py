@@ -83,6 +83,17 @@ def make(chunks=1):
     return net, up, x.double(), edge_attr.double()
 
 
+def close_gradients(verdict, shape, net, whole, shard):
+    """Record gradients of a sharded module that differ from those of the whole one."""
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    size = max(gradient.abs().max() for gradient in gradients.values())
+    for name, parameter in net.named_parameters():
+        gradient = gradients[name]
+        if name in shard.tables:
+            gradient = gradient[shard.tables[name].index]
+        verdict.close(f"{name} on {shape}", parameter.grad, gradient, terms=size)
+
+
 @on_all_ranks
 def output_and_gradients_of_any_module_match_the_whole_module(group, verdict):
     shapes = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))
@@ -104,14 +115,8 @@ def output_and_gradients_of_any_module_match_the_whole_module(group, verdict):
         shared, own = shard.parameters(net)
         reduce_gradients(shared, own, mesh)
         verdict.close(f"output on {shape}", out, shard.nodes("mesh", expected))
-        gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
         verdict.same("tables", set(shard.tables), {"embedding.weight", "edges.trainable"})
-        size = max(gradient.abs().max() for gradient in gradients.values())
-        for name, parameter in net.named_parameters():
-            gradient = gradients[name]
-            if name in shard.tables:
-                gradient = gradient[shard.tables[name].index]
-            verdict.close(f"{name} on {shape}", parameter.grad, gradient, terms=size)
+        close_gradients(verdict, shape, net, whole, shard)
         first_line = str(shard).splitlines()[0]
         expected_line = f"rank {mesh.get_local_rank('model')} of {shape[1]}"
         verdict.same("first line of the description", first_line, expected_line)

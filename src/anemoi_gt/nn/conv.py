@@ -19,6 +19,7 @@ from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import (
+    both_sides,
     check_dtype,
     check_features,
     check_nodes,
@@ -421,13 +422,7 @@ class GraphTransformerConv(MessagePassing):
 
 def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
     """Return the features of a source and of a destination, checked."""
-    sides = (
-        tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
-    )
-    if len(sides) != 2:
-        raise ValueError(
-            f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}"
-        )
+    sides = both_sides(in_channels)
     for side in sides:
         if side != LAZY:
             check_integer("in_channels", side, note=f", or {LAZY} to infer it from the first input")

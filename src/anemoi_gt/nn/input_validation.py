@@ -49,6 +49,18 @@ def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
         )
 
 
+def both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the features of a source and of a destination, of which one number serves both."""
+    sides = (
+        tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
+    )
+    if len(sides) != 2:
+        raise ValueError(
+            f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}"
+        )
+    return sides
+
+
 def check_sides(x: tuple, channels: tuple[int, int], like: Tensor) -> tuple:
     """Return (x_src, x_dst) as a tuple; raise unless both have these channels.
 

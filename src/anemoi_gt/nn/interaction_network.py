@@ -26,6 +26,7 @@ from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.fused_block import NOT_FASTER, Computation
 from anemoi_gt.nn.input_validation import (
+    both_sides,
     check_batch,
     check_dtype,
     check_features,
@@ -124,7 +125,9 @@ class InteractionConv(MessagePassing):
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__(aggr="add", node_dim=-2)
-        self.in_channels = _both_sides(in_channels)
+        self.in_channels = both_sides(in_channels)
+        for channels in self.in_channels:
+            check_integer("in_channels", channels)
         check_integer("edge_dim", edge_dim)
         check_kernels(layer_kernels)
         check_config(config)
@@ -322,7 +325,8 @@ class InteractionBlock(nn.Module):
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
-        _, channels = _both_sides(in_channels)
+        _, channels = both_sides(in_channels)
+        check_integer("in_channels", channels)
         check_integer("edge_dim", edge_dim)
         check_kernels(layer_kernels)
         hidden_dim = edge_dim if hidden_dim is None else hidden_dim
@@ -473,17 +477,3 @@ def _fused_edges(
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
     out, sums = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
     return out.view(edges.shape), sums.view(*x_dst.shape[:-1], edges.shape[-1])
-
-
-def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the features of a source and of a destination, checked."""
-    sides = (
-        tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
-    )
-    if len(sides) != 2:
-        raise ValueError(
-            f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}"
-        )
-    for side in sides:
-        check_integer("in_channels", side)
-    return sides
