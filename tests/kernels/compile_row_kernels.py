@@ -82,7 +82,14 @@ def launches_of_networks(features, x, half, num_rows):
     forward = kernels.residual_norm_forward(num_rows, features, NORM)
     yield forward, {"r": half, "x": x, "y": x} | parameters
     backward = kernels.residual_norm_backward(
-        num_rows, features, NORM, is_first=False, num_nodes=num_rows, **of_edges, **SUMS
+        num_rows,
+        features,
+        NORM,
+        dr_stride=features,
+        is_first=False,
+        num_nodes=num_rows,
+        **of_edges,
+        **SUMS,
     )
     tensors = {"r": half, "grad": x, "scale": SINGLE, "dr": half, "dx": x, "partial": SINGLE}
     yield backward, tensors

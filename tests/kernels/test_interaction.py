@@ -100,8 +100,9 @@ def test_rows_are_normalised_and_added_to_the_residual_connection(
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("norm", [*NORMS, NormOptions()], ids=["layer norm", "RMSNorm", "none"])
 @pytest.mark.parametrize("grads", ["edges", "sums", "both"])
+@pytest.mark.parametrize("padding", [0, 5])  # columns of dr behind the features
 def test_gradients_of_rows_and_of_sums_over_them_pass_the_norm(
-    features, norm, grads, draw, poisoned
+    features, norm, grads, padding, draw, poisoned
 ):
     graph = structure(GRAPHS["shuffled"], draw(1).device)
     edge_index = GRAPHS["shuffled"][0].to(graph.device)
@@ -111,12 +112,13 @@ def test_gradients_of_rows_and_of_sums_over_them_pass_the_norm(
     r, scale = (draw(rows, features), draw(features)) if norm.eps else (None, None)
     grad = draw(rows, features) if grads != "sums" else None
     grad_sum = draw(BATCH * graph.num_dst, features) if grads != "edges" else None
-    dr, dx = poisoned(rows, features), poisoned(rows, features)
+    dr, dx = poisoned(rows, features + padding), poisoned(rows, features)
     partial = torch.zeros(PROGRAMS, 3 * features + 5, device=graph.device)
     launch = interaction_launches.residual_norm_backward(
         rows,
         features,
         norm,
+        dr_stride=features + padding,
         programs=PROGRAMS,
         sums=3 * features + 5,
         first_sum=5,
@@ -150,7 +152,8 @@ def test_gradients_of_rows_and_of_sums_over_them_pass_the_norm(
         (expected,) = torch.autograd.grad(normed * scale.double(), leaf, dy)
         sums = [(dy * normed.detach()).sum(0), dy.sum(0)]
     assert_close(dx, dy)
-    assert_close(dr, expected)
+    assert_close(dr[:, :features], expected)
+    assert not dr[:, features:].any()
     assert_close(partial.sum(0)[5:], torch.cat([*sums, expected.sum(0)]))
     assert not partial[:, :5].any()
 

@@ -15,7 +15,9 @@ from anemoi_gt.ops.triton_backend.interaction_sublayer import (
     interaction_triton,
 )
 from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer, network_triton
+from anemoi_gt.ops.triton_backend.plan import BoundFunction
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
+from anemoi_gt.ops.triton_backend.sublayer_steps import zero
 from anemoi_gt.ops.triton_backend.tiles import OUTER_ROWS
 
 # numpy's, of the interpreter
@@ -192,6 +194,41 @@ def test_rows_before_activations_and_norm_and_cast_weights_are_kept_and_nothing_
         width = SIZES.hidden + SIZES.second
     num_bytes += 2 * (weights + num_rows * width)
     assert num_bytes <= block.numel() <= num_bytes + parts * 512
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_an_embedding_before_its_first_activation_are_not_kept(dtype, kernel_device):
+    case = {"inputs": "x", "residual": False, "columns": 5, "hidden": "two"}
+    named, _, _, ours = draw("network", kernel_device, dtype, **case)
+    out = ours({name: tensor.requires_grad_() for name, tensor in named.items()})["out"]
+    (block,) = (x for x in out.grad_fn.saved_tensors if x is not None and x.dtype == torch.uint8)
+    weights = sum(x.numel() for key, x in named.items() if key.endswith(("weight", "bias")))
+    elements = weights + SIZES.rows * (SIZES.second + SIZES.out)
+    num_bytes = elements * dtype.itemsize
+    assert num_bytes <= block.numel() <= num_bytes + 3 * 512
+
+
+@pytest.mark.parametrize(
+    ("columns", "out"), [(11, 7), (24, 7), (11, 16)], ids=["both", "outputs", "inputs"]
+)
+def test_products_of_rows_in_16_bits_are_over_multiples_of_16_bytes(columns, out, kernel_device):
+    case = {"inputs": "x", "residual": False, "norm": "none", "columns": columns}
+    case |= {"sizes": SIZES._replace(out=out, second=24)}
+    named, _, _, ours = draw("network", kernel_device, torch.bfloat16, hidden="two", **case)
+    inputs = leaves(sublayers.fill(NetworkTensors, named))
+    plans = network_triton.passes(inputs, ours.keywords["options"])
+    needs = tuple(x is not None for x in inputs)
+    backward, _ = plans.backward_plan(needs, (True,))
+    products = 0
+    for plan in (plans.forward_plan(save=True), backward):
+        for step in plan.steps:
+            if isinstance(step, BoundFunction) and step.function is not zero:
+                for view in step.views:
+                    buffer = plan.viewed[view].buffer
+                    if len(buffer.shape) == 2:  # not a bias
+                        products += 1
+                        assert max(buffer.stride) * buffer.dtype.itemsize % 16 == 0, buffer
+    assert products
 
 
 @pytest.mark.interpreted

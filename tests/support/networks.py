@@ -40,7 +40,9 @@ OF_A_NETWORK = {
     "out": ("float32", "GEMM"),
 }
 INPUTS = ("x", "x and more", "x twice")
-NETWORK_CASES = pairwise(**OF_A_NETWORK, inputs=INPUTS, residual=(True, False))
+# columns of x: rows of 48 bytes in 16 bits, and of 22 and 10, which are padded
+COLUMNS = (24, 11, 5)
+NETWORK_CASES = pairwise(**OF_A_NETWORK, inputs=INPUTS, residual=(True, False), columns=COLUMNS)
 INTERACTION_CASES = pairwise(
     **OF_A_NETWORK,
     nodes=("one set", "two sets"),
@@ -87,12 +89,13 @@ def draw_network(
     activation="silu",
     rows="float32",
     out="float32",
+    columns=None,
     seed=0,
     sizes=SIZES,
 ):
     """Draw tensors by name and the gradient of the output; return them with the options."""
     generator = torch.Generator().manual_seed(seed)
-    features = sizes.features
+    features = columns or sizes.features
     shapes = {"x": (sizes.rows, features)}
     if inputs == "x and more":
         shapes["more"] = (sizes.rows, sizes.more)

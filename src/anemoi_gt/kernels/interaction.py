@@ -181,7 +181,7 @@ def residual_norm_bwd(
     grad_sum,  # [B * N, F]: ds; or None
     ends,  # [E]: the node i of each edge, with grad_sum
     scale,  # [F] or None
-    dr,  # [rows, F]
+    dr,  # [rows, DR_STRIDE], zeros behind F
     dx,  # [rows, F]: dy + ds_i; or None
     partial,  # [P, SUMS] float32: sums of dscale, dshift and dr
     num_rows,
@@ -194,6 +194,7 @@ def residual_norm_bwd(
     FEATURES: tl.constexpr,
     CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
+    DR_STRIDE: tl.constexpr,
     SUMS: tl.constexpr,
     IS_FIRST: tl.constexpr,
     ENTRIES: tl.constexpr,  # whether there are several batch entries
@@ -257,7 +258,9 @@ def residual_norm_bwd(
                 d = dy * w
             d = norm_gradient(n, inv_std, d, mask, F, CENTRED)
         total_sum += d
-        tl.store(dr + at, d.to(dr.dtype.element_ty), mask=mask)
+        dr_at = row[:, None] * DR_STRIDE + f[None, :]
+        dr_mask = (row < num_rows)[:, None] & (f < DR_STRIDE)[None, :]
+        tl.store(dr + dr_at, d.to(dr.dtype.element_ty), mask=dr_mask)
         if dx is not None:
             tl.store(dx + at, dy.to(dx.dtype.element_ty), mask=mask)
 

@@ -88,6 +88,7 @@ def residual_norm_backward(
     features: int,
     norm: NormOptions,
     *,
+    dr_stride: int,
     programs: int,
     sums: int,
     first_sum: int,
@@ -99,13 +100,14 @@ def residual_norm_backward(
 ) -> Launch:
     """Return the launch of `residual_norm_bwd`.
 
-    Its tensors are r, grad, grad_sum, ends, scale -> dr, dx, partial. The columns of `partial` from
-    `first_sum` on are `features` sums of dscale, the same number of dshift, and of dr. Rows are
-    edges as in `gather_activation` where there is a grad_sum.
+    Its tensors are r, grad, grad_sum, ends, scale -> dr, dx, partial. Rows of dr have `dr_stride`
+    elements, zeros behind `features`. The columns of `partial` from `first_sum` on are `features`
+    sums of dscale, the same number of dshift, and of dr. Rows are edges as in `gather_activation`
+    where there is a grad_sum.
     """
     from anemoi_gt.kernels import interaction
 
-    rows, columns, num_warps = norm_tile(tiles.norm_backward_tile, features)
+    rows, columns, num_warps = norm_tile(tiles.norm_backward_tile, dr_stride)
     scalars = {
         "num_rows": num_rows,
         "first_row": first_row,
@@ -120,10 +122,11 @@ def residual_norm_backward(
         "FEATURES": columns,
         **norm.constants(),
         "ROWS": rows,
+        "DR_STRIDE": dr_stride,
         "SUMS": sums,
         "IS_FIRST": is_first,
         "ENTRIES": batch > 1,
-        "INT64": needs_int64(most_rows, features) or first_row + most_rows >= 2**31,
+        "INT64": needs_int64(most_rows, dr_stride) or first_row + most_rows >= 2**31,
         "num_warps": num_warps,
     }
     return Launch(interaction.residual_norm_bwd, (programs,), scalars, constants)

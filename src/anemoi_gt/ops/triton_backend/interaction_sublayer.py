@@ -169,8 +169,9 @@ class InteractionSublayer(PlannedOperator):
         for begin, end in builder.chunks(t.edges.shape[0]):
             dp_rows = dp.slice(0, begin, end)
             dedge_rows = None if dedges is None else dedges.slice(0, begin, end)
+            p = steps.rows("first", begin, end)
             steps.differentiate(
-                grad, grad_sum, ends, dedge_rows, sums, parameters, dp_rows, begin, end
+                grad, grad_sum, ends, dedge_rows, sums, parameters, p, dp_rows, begin, end
             )
             if dedge_rows is not None:
                 residual_gradient(builder, dp_rows, call.of_edges, dedge_rows, adds=True)

@@ -162,9 +162,7 @@ class NetworkSteps:
         """Return the memory of rows of p, q or r."""
         if name in self.kept:
             return self.kept[name].slice(0, begin, end)
-        width = self.features
-        if name != "out":
-            width = (2 if self.is_gated else 1) * self.hidden(name)
+        width = self.weights[name].shape[0]
         return self.builder.empty((end - begin, width), self.options.gemm_dtype)
 
     def activate(self, name: str, pre: Buffer) -> Buffer:
@@ -186,12 +184,16 @@ class NetworkSteps:
             h = self.activate("second", q)
         has_norm = bool(self.options.norm.eps)
         is_output = not has_norm and x is None and y.dtype == self.options.gemm_dtype
+        is_output = is_output and weights["out"].shape[0] == self.features
         r = y if is_output else self.rows("out", begin, end)
         builder.linear(h, weights["out"], weights.get("out_bias"), r)
         if is_output:
             return
         if not has_norm:
-            builder.add(r, x, y)
+            if x is None:
+                builder.resize(r, y)
+            else:
+                builder.add(r, x, y)
             return
         norm = self.network.norm
         launch = interaction_launches.residual_norm_forward(
@@ -207,22 +209,24 @@ class NetworkSteps:
         dx: Buffer | None,
         sums: NodeSums,
         parameters: dict[str, Buffer],
+        p: Buffer,
         dp: Buffer,
         begin: int,
         end: int,
     ) -> None:
-        """Write dp of rows from dy and, for edges, the gradients of sums over them.
+        """Write dp of rows from p, dy and, for edges, the gradients of sums over them.
 
         dx gets what comes through the residual connection. Gradients of parameters are added to
         those of earlier chunks.
         """
         builder, weights, is_first = self.builder, self.weights, begin == 0
-        dr = builder.empty((end - begin, self.features), self.options.gemm_dtype)
+        dr = builder.empty((end - begin, weights["out"].shape[0]), self.options.gemm_dtype)
         has_norm = bool(self.options.norm.eps)
         launch = interaction_launches.residual_norm_backward(
             end - begin,
             self.features,
             self.options.norm,
+            dr_stride=dr.shape[1],
             programs=sums.programs,
             sums=sums.width,
             first_sum=sums.columns["norm_scale"].start,
@@ -254,8 +258,7 @@ class NetworkSteps:
         else:
             dq = dr
             da = builder.product(dr, weights["out"])
-        pre = self.kept["first"].slice(0, begin, end)
-        activated = self._differentiate("first", pre, da, dp, sums, is_first=is_first)
+        activated = self._differentiate("first", p, da, dp, sums, is_first=is_first)
         name = "second" if self.has_second else "out"
         if name in parameters:
             builder.outer_product(dq, activated, parameters[name], is_first=is_first)

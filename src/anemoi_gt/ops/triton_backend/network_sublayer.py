@@ -2,10 +2,14 @@
 
     p = W_x x + W_m m + b        without m, or (W_x + W_m) x + b        r, y: see `network_steps`
 
-A graph network updates its nodes so, and embeds rows without the residual connection.
+A graph network updates its nodes so, and embeds rows, or reads results from them, without the
+residual connection. Rows that a model embeds or returns have as many columns as it has variables
+or attributes, so they and their weights are padded (`aligned_columns`). p of rows with few columns
+is recomputed in the backward pass: a product that is bound by writing it.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +32,8 @@ from anemoi_gt.ops.triton_backend.sublayer_steps import (
     NodeSums,
     PackedWeights,
     SublayerBuilder,
+    aligned_columns,
+    as_row,
 )
 
 
@@ -40,7 +46,7 @@ def network_sublayer(tensors: NetworkTensors[Tensor], options: NetworkOptions) -
 
 
 class NetworkSublayer(PlannedOperator):
-    """Outputs y; keeps the cast weights and p, q and r."""
+    """Outputs y; keeps the cast weights, q and r, and p of wide rows."""
 
     builder_class = SublayerBuilder
 
@@ -77,13 +83,14 @@ class NetworkSublayer(PlannedOperator):
             kept = builder.empty_parts(layout, together=True)
         else:
             kept = {"packed": builder.empty(*layout.parts["packed"][1:])}
-        weights = builder.pack(network_steps.packed_network(t.network), kept["packed"])
+        packed = builder.pack(network_steps.packed_network(t.network), kept["packed"])
+        weights = _padded(builder, packed, _Widths.of(t, options))
         inputs = _Inputs(builder, t, weights, options)
         steps = NetworkSteps(builder, t.network, weights, options, kept)
         y = builder.empty(*_out_spec(t, options))
         for begin, end in builder.chunks(t.x.shape[0]):
             p = steps.rows("first", begin, end)
-            inputs.project(p, begin, end)
+            inputs.project(inputs.rows(begin, end), p)
             h = steps.activate("first", p)
             x = t.x.slice(0, begin, end) if options.residual else None
             steps.forward(h, x, y.slice(0, begin, end), begin, end)
@@ -122,16 +129,25 @@ class NetworkSublayer(PlannedOperator):
         (grad,) = grads
         kept_parts = _kept_layout(t, options).buffers(kept)
         groups = network_steps.packed_network(t.network)
-        weights = PackedWeights.of(groups).views(kept_parts["packed"])
+        packed_weights = PackedWeights.of(groups).views(kept_parts["packed"])
+        weights = _padded(builder, packed_weights, _Widths.of(t, options))
         inputs = _Inputs(builder, t, weights, options)
         steps = NetworkSteps(builder, t.network, weights, options, kept_parts)
         parts = NetworkGradients.of(t.network)
-        packed_gradients, parameters = parts.packed(needs.network).allocate(builder)
+        packed_gradients, gradients = parts.packed(needs.network).allocate(builder)
+        parameters = dict(gradients)  # those of padded weights are padded
+        for name in ("first", "out"):
+            if name in gradients and gradients[name].shape != weights[name].shape:
+                parameters[name] = builder.empty(weights[name].shape, torch.float32)
         sums = NodeSums(builder, parts.sums)
         dx = builder.empty_like(t.x) if needs.x else None
         dmore = builder.empty_like(t.more) if needs.more and t.more is not None else None
         for begin, end in builder.chunks(t.x.shape[0]):
-            p = kept_parts["first"].slice(0, begin, end)
+            p = steps.rows("first", begin, end)
+            rows = None
+            if "first" not in kept_parts:
+                rows = inputs.rows(begin, end)
+                inputs.project(rows, p)
             dp = builder.empty_like(p)
             dx_rows = None if dx is None else dx.slice(0, begin, end)
             steps.differentiate(
@@ -141,15 +157,71 @@ class NetworkSublayer(PlannedOperator):
                 dx_rows if options.residual else None,
                 sums,
                 parameters,
+                p,
                 dp,
                 begin,
                 end,
             )
             dmore_rows = None if dmore is None else dmore.slice(0, begin, end)
-            inputs.differentiate(dp, dx_rows, dmore_rows, parameters.get("first"), begin, end)
+            inputs.differentiate(dp, dx_rows, dmore_rows)
+            if "first" in parameters:
+                rows = rows or inputs.rows(begin, end)
+                inputs.add_gradient(dp, rows, parameters["first"], is_first=begin == 0)
         inputs.finish(parameters.get("first"))
+        for name, gradient in parameters.items():
+            if gradient != gradients[name]:
+                builder.resize(gradient, gradients[name])
         sums.reduce_into(parameters["sums"])
         return [dx, dmore, packed_gradients]
+
+
+class _Widths(NamedTuple):
+    """Columns of rows in the first product, and in the last."""
+
+    inputs: int
+    out: int
+    is_alone: bool  # rows x are not joined with others, nor added to the output
+
+    @classmethod
+    def of(cls, t: NetworkTensors[Operand], options: NetworkOptions) -> "_Widths":
+        """Return the columns, padded where they are a model's, not its channels."""
+        inputs, out = t.network.first.value.weight.shape[1], t.network.out.weight.shape[0]
+        is_alone = t.more is None and not options.residual and not options.repeats_x
+        if is_alone:
+            inputs = aligned_columns(inputs, options.gemm_dtype)
+            if not options.norm.eps:
+                out = aligned_columns(out, options.gemm_dtype)
+        return cls(inputs, out, is_alone)
+
+    def recomputes_first(self, t: NetworkTensors[Operand]) -> bool:
+        """Return whether p is recomputed in the backward pass."""
+        return self.is_alone and 2 * self.inputs <= t.network.first.value.weight.shape[0]
+
+
+def _padded(
+    builder: SublayerBuilder, weights: dict[str, Buffer], widths: _Widths
+) -> dict[str, Buffer]:
+    """Return weights of these columns, with zeros where a packed one has no element."""
+    weights = dict(weights)
+    first, out = weights["first"], weights["out"]
+    if first.shape[1] != widths.inputs:
+        weights["first"] = builder.empty((first.shape[0], widths.inputs), first.dtype)
+        builder.resize(first, weights["first"])
+    if out.shape[0] != widths.out:
+        weights["out"] = builder.empty((widths.out, out.shape[1]), out.dtype)
+        builder.resize(out, weights["out"])
+        bias = weights.get("out_bias")
+        if bias is not None:
+            weights["out_bias"] = builder.empty((widths.out,), bias.dtype)
+            builder.resize(as_row(bias), as_row(weights["out_bias"]))
+    return weights
+
+
+class _InputRows(NamedTuple):
+    """Rows of a chunk in the dtype of the products."""
+
+    x: Buffer
+    more: Buffer | None
 
 
 class _Inputs:
@@ -165,55 +237,67 @@ class _Inputs:
         self.builder, self.tensors, self.options = builder, t, options
         self.bias = weights.get("first_bias")
         weight = weights["first"]
-        width = t.x.shape[1]
-        self.of_x = weight.slice(1, 0, width)
-        self.of_more = weight.slice(1, width, weight.shape[1])
+        more = 0 if t.more is None else t.more.shape[1]
         if options.repeats_x:
-            folded = builder.empty((weight.shape[0], width), weight.dtype)
+            more = t.x.shape[1]
+        self.width = weight.shape[1] - more  # of x, padded
+        self.of_x = weight.slice(1, 0, self.width)
+        self.of_more = weight.slice(1, self.width, weight.shape[1])
+        if options.repeats_x:
+            folded = builder.empty((weight.shape[0], self.width), weight.dtype)
             builder.compute_into(folded, torch.add, self.of_x, self.of_more)
             self.of_x = folded
 
-    def project(self, p: Buffer, begin: int, end: int) -> None:
-        """Write p of rows."""
-        self.builder.linear(self._rows(self.tensors.x, begin, end), self.of_x, self.bias, p)
-        if self.tensors.more is not None:
-            more = self._rows(self.tensors.more, begin, end)
-            self.builder.accumulate(more, self.of_more.transposed(), p)
+    def rows(self, begin: int, end: int) -> _InputRows:
+        """Return rows `begin` to `end`."""
+        builder, t, dtype = self.builder, self.tensors, self.options.gemm_dtype
+        x = t.x.slice(0, begin, end)
+        if t.x.shape[1] == self.width:
+            x = builder.cast(x, dtype)
+        else:
+            padded = builder.empty((end - begin, self.width), dtype)
+            builder.resize(x, padded)
+            x = padded
+        if t.more is None:
+            return _InputRows(x, None)
+        return _InputRows(x, builder.cast(t.more.slice(0, begin, end), dtype))
 
-    def differentiate(
-        self,
-        dp: Buffer,
-        dx: Buffer | None,
-        dmore: Buffer | None,
-        grad_weight: Buffer | None,
-        begin: int,
-        end: int,
-    ) -> None:
-        """Write the gradients of rows from dp; add that of the weight."""
-        builder, t, is_first = self.builder, self.tensors, begin == 0
-        if dx is not None:
-            residual_gradient(builder, dp, self.of_x, dx, adds=self.options.residual)
+    def project(self, rows: _InputRows, p: Buffer) -> None:
+        """Write p of rows."""
+        self.builder.linear(rows.x, self.of_x, self.bias, p)
+        if rows.more is not None:
+            self.builder.accumulate(rows.more, self.of_more.transposed(), p)
+
+    def differentiate(self, dp: Buffer, dx: Buffer | None, dmore: Buffer | None) -> None:
+        """Write the gradients of rows from dp."""
+        builder = self.builder
         if dmore is not None:
             residual_gradient(builder, dp, self.of_more, dmore, adds=False)
-        if grad_weight is None:
+        if dx is None:
             return
-        width = t.x.shape[1]
-        x = self._rows(t.x, begin, end)
-        builder.outer_product(dp, x, grad_weight.slice(1, 0, width), is_first=is_first)
-        if t.more is not None:
-            more = self._rows(t.more, begin, end)
-            of_more = grad_weight.slice(1, width, grad_weight.shape[1])
-            builder.outer_product(dp, more, of_more, is_first=is_first)
+        if dx.shape[1] == self.width:
+            residual_gradient(builder, dp, self.of_x, dx, adds=self.options.residual)
+        else:
+            builder.resize(builder.product(dp, self.of_x), dx)
+
+    def add_gradient(
+        self, dp: Buffer, rows: _InputRows, grad_weight: Buffer, *, is_first: bool
+    ) -> None:
+        """Add the gradient of the weight from dp of rows; write it if they are the first."""
+        of_x = grad_weight.slice(1, 0, self.width)
+        self.builder.outer_product(dp, rows.x, of_x, is_first=is_first)
+        if rows.more is not None:
+            of_more = grad_weight.slice(1, self.width, grad_weight.shape[1])
+            self.builder.outer_product(dp, rows.more, of_more, is_first=is_first)
 
     def finish(self, grad_weight: Buffer | None) -> None:
         """Write the rest of the gradient of the weight, once all rows are in it."""
         if self.options.repeats_x and grad_weight is not None:
-            width = self.tensors.x.shape[1]
-            halves = (grad_weight.slice(1, 0, width), grad_weight.slice(1, width, 2 * width))
+            halves = (
+                grad_weight.slice(1, 0, self.width),
+                grad_weight.slice(1, self.width, 2 * self.width),
+            )
             self.builder.copy(*halves)
-
-    def _rows(self, rows: Buffer, begin: int, end: int) -> Buffer:
-        return self.builder.cast(rows.slice(0, begin, end), self.options.gemm_dtype)
 
 
 def _out_spec(t: NetworkTensors[Operand], options: NetworkOptions) -> Spec:
@@ -226,7 +310,10 @@ def _kept_layout(t: NetworkTensors[Operand], options: NetworkOptions) -> MemoryL
     """Return the layout of what the forward pass keeps: packed weights, p, q and r."""
     packed = PackedWeights.of(network_steps.packed_network(t.network))
     specs: dict[str, Spec] = {"packed": ((packed.num_elements,), options.gemm_dtype)}
-    return MemoryLayout.of(specs | network_steps.kept_specs(t.network, t.x.shape[0], options))
+    specs |= network_steps.kept_specs(t.network, t.x.shape[0], options)
+    if _Widths.of(t, options).recomputes_first(t):
+        del specs["first"]
+    return MemoryLayout.of(specs)
 
 
 network_triton = NetworkSublayer()

@@ -6,9 +6,8 @@
 It takes the place of a norm in float32 between two casts, or of the cast that autocast makes. Kept
 for the backward pass: x and the cast weights; n is recomputed, in chunks of rows.
 
-Columns of 16-bit operands are padded with zeros to multiples of 16 bytes, W [F_out, F] to
-[O, I]: cuBLAS multiplies other rows several times slower. 1,084,160 x 213 by 213 x 1024 in float16
-takes 6.3 ms on an H100, of which memory accounts for 0.9. A cast is a pass over the rows anyway.
+Columns of 16-bit operands are padded with zeros (`aligned_columns`), W [F_out, F] to [O, I]. A cast
+is a pass over the rows anyway.
 """
 
 from collections.abc import Sequence
@@ -31,12 +30,13 @@ from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    PACKED_ALIGNMENT,
     NodeSums,
     NormSteps,
     PackedGradients,
     Part,
     SublayerBuilder,
+    aligned_columns,
+    as_row,
 )
 
 
@@ -86,7 +86,7 @@ class NormLinear(PlannedOperator):
         builder.resize(t.linear.weight, weight)
         if bias is not None:
             assert t.linear.bias is not None  # `kept_layout` has a part for it
-            builder.resize(_as_row(t.linear.bias), _as_row(bias))
+            builder.resize(as_row(t.linear.bias), as_row(bias))
         num_rows, num_out = t.x.shape[0], t.linear.weight.shape[0]
         rows = _Rows.of(builder, t, options)
         y = builder.empty((num_rows, num_out), options.gemm_dtype)
@@ -250,23 +250,12 @@ class _Parts(NamedTuple):
 def _width(t: NormLinearTensors[Operand], options: NormLinearOptions) -> int:
     """Return I, the columns of n: a norm writes its features, which models choose aligned."""
     features = t.linear.weight.shape[1]
-    return features if options.norm.eps else _aligned(features, options.gemm_dtype)
-
-
-def _aligned(columns: int, gemm_dtype: torch.dtype) -> int:
-    """Return the columns of rows of 16-bit elements that are multiples of 16 bytes."""
-    if gemm_dtype == torch.float32:
-        return columns
-    return -(-columns // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
-
-
-def _as_row(vector: Buffer) -> Buffer:
-    return vector.unflatten(0, (1, vector.shape[0]))
+    return features if options.norm.eps else aligned_columns(features, options.gemm_dtype)
 
 
 def kept_layout(t: NormLinearTensors[Operand], options: NormLinearOptions) -> MemoryLayout:
     """Return the layout of what the forward pass keeps: the weight [O, I] and bias [O], cast."""
-    num_out = _aligned(t.linear.weight.shape[0], options.gemm_dtype)
+    num_out = aligned_columns(t.linear.weight.shape[0], options.gemm_dtype)
     specs: dict[str, Spec] = {"weight": ((num_out, _width(t, options)), options.gemm_dtype)}
     if t.linear.bias is not None:
         specs["bias"] = ((num_out,), options.gemm_dtype)
