@@ -107,7 +107,7 @@ def residual_norm_backward(
     """
     from anemoi_gt.kernels import interaction
 
-    rows, columns, num_warps = norm_tile(tiles.norm_backward_tile, dr_stride)
+    rows, columns, num_warps = norm_tile(tiles.residual_norm_tile, dr_stride)
     scalars = {
         "num_rows": num_rows,
         "first_row": first_row,

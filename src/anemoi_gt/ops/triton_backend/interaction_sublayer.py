@@ -30,13 +30,13 @@ from anemoi_gt.ops.triton_backend.network_steps import (
     EdgeRows,
     NetworkGradients,
     NetworkSteps,
+    NetworkSums,
     residual_gradient,
 )
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, segment_of
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    NodeSums,
     PackedWeights,
     SublayerBuilder,
 )
@@ -162,7 +162,7 @@ class InteractionSublayer(PlannedOperator):
         parts = NetworkGradients.of(t.network)
         packed_gradients, parameters = parts.packed(needs.network).allocate(builder)
         grad_weight = parameters.get("first")
-        sums = NodeSums(builder, parts.sums)
+        sums = NetworkSums(builder, parts.sums)
         dedges = builder.empty_like(t.edges) if needs.edges else None
         dp = builder.empty_like(kept_parts["first"])
         ends = EdgeRows(kept_parts["dst"], call.num_edges, call.num_dst, options.batch)

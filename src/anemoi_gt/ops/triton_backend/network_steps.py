@@ -15,7 +15,12 @@ from anemoi_gt.ops.network_tensors import Layer, Network, NetworkOptions
 from anemoi_gt.ops.operands import Operand, OperandT
 from anemoi_gt.ops.operator import Spec
 from anemoi_gt.ops.sublayer_tensors import Linear, Norm
-from anemoi_gt.ops.triton_backend import interaction_launches, row_launches, sublayer_steps
+from anemoi_gt.ops.triton_backend import (
+    interaction_launches,
+    row_launches,
+    sublayer_steps,
+    tiles,
+)
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
     NodeSums,
@@ -65,6 +70,10 @@ def kept_specs(
     return specs
 
 
+# columns that `residual_norm_bwd` writes side by side
+NORM_SUMS = ("norm_scale", "norm_shift", "out_bias")
+
+
 class NetworkGradients(NamedTuple):
     """The packed gradients of a network's parameters, and the tree of all of them."""
 
@@ -76,8 +85,7 @@ class NetworkGradients(NamedTuple):
     def of(cls, network: Network[Operand]) -> "NetworkGradients":
         """Return the parts for these parameters."""
         features = network.out.weight.shape[0]
-        # `residual_norm_bwd` writes the first three side by side
-        sums = {name: Part((features,)) for name in ("norm_scale", "norm_shift", "out_bias")}
+        sums = {name: Part((features,)) for name in NORM_SUMS}
         groups: dict[str, list[Part]] = {}
         layers: dict[str, Layer] = {}
         for name, layer in (("first", network.first), ("second", network.second)):
@@ -115,6 +123,24 @@ def needs_weights(needs: Network[bool]) -> bool:
     """Return whether a weight needs a gradient; not in a frozen network."""
     linears = (*needs.first, *needs.second, needs.out)
     return any(linear.weight for linear in linears)
+
+
+class NetworkSums:
+    """Sums over rows, those of `residual_norm_bwd` first: it has programs of its own number."""
+
+    def __init__(self, builder: SublayerBuilder, parts: dict[str, Part]):
+        of_norm = {name: parts[name] for name in NORM_SUMS}
+        (features,) = parts["norm_scale"].shape
+        programs = tiles.residual_norm_programs(features, builder.tuning)
+        self.norm = NodeSums(builder, of_norm, programs)
+        hidden = {name: part for name, part in parts.items() if name not in NORM_SUMS}
+        self.hidden = NodeSums(builder, hidden)
+
+    def reduce_into(self, total: Buffer) -> None:
+        """Write all sums into `total`, in the order of the parts."""
+        width = self.norm.width
+        self.norm.reduce_into(total.slice(0, 0, width))
+        self.hidden.reduce_into(total.slice(0, width, width + self.hidden.width))
 
 
 class EdgeRows(NamedTuple):
@@ -207,7 +233,7 @@ class NetworkSteps:
         grad_sum: Buffer | None,
         edges: EdgeRows | None,
         dx: Buffer | None,
-        sums: NodeSums,
+        sums: NetworkSums,
         parameters: dict[str, Buffer],
         p: Buffer,
         dp: Buffer,
@@ -227,9 +253,9 @@ class NetworkSteps:
             self.features,
             self.options.norm,
             dr_stride=dr.shape[1],
-            programs=sums.programs,
-            sums=sums.width,
-            first_sum=sums.columns["norm_scale"].start,
+            programs=sums.norm.programs,
+            sums=sums.norm.width,
+            first_sum=sums.norm.columns["norm_scale"].start,
             is_first=is_first,
             first_row=begin,
             num_edges=1 if edges is None else edges.num_edges,
@@ -245,20 +271,20 @@ class NetworkSteps:
             scale=self.network.norm.scale,
             dr=dr,
             dx=dx,
-            partial=sums.partial,
+            partial=sums.norm.partial,
         )
         if self.has_second:
             pre = self.kept["second"].slice(0, begin, end)
             da = builder.product(dr, weights["out"])
             dq = builder.empty_like(pre)
-            activated = self._differentiate("second", pre, da, dq, sums, is_first=is_first)
+            activated = self._differentiate("second", pre, da, dq, sums.hidden, is_first=is_first)
             if "out" in parameters:
                 builder.outer_product(dr, activated, parameters["out"], is_first=is_first)
             da = builder.product(dq, weights["second"])
         else:
             dq = dr
             da = builder.product(dr, weights["out"])
-        activated = self._differentiate("first", p, da, dp, sums, is_first=is_first)
+        activated = self._differentiate("first", p, da, dp, sums.hidden, is_first=is_first)
         name = "second" if self.has_second else "out"
         if name in parameters:
             builder.outer_product(dq, activated, parameters[name], is_first=is_first)

@@ -24,12 +24,12 @@ from anemoi_gt.ops.triton_backend import network_steps
 from anemoi_gt.ops.triton_backend.network_steps import (
     NetworkGradients,
     NetworkSteps,
+    NetworkSums,
     residual_gradient,
 )
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    NodeSums,
     PackedWeights,
     SublayerBuilder,
     aligned_columns,
@@ -139,7 +139,7 @@ class NetworkSublayer(PlannedOperator):
         for name in ("first", "out"):
             if name in gradients and gradients[name].shape != weights[name].shape:
                 parameters[name] = builder.empty(weights[name].shape, torch.float32)
-        sums = NodeSums(builder, parts.sums)
+        sums = NetworkSums(builder, parts.sums)
         dx = builder.empty_like(t.x) if needs.x else None
         dmore = builder.empty_like(t.more) if needs.more and t.more is not None else None
         for begin, end in builder.chunks(t.x.shape[0]):

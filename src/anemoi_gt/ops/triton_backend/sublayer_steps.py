@@ -421,11 +421,16 @@ class SublayerBuilder(PlanBuilder):
 
 
 class NodeSums:
-    """Partial sums over nodes, a row for each program, with named columns, written by launches."""
+    """Partial sums over nodes, a row for each program, with named columns, written by launches.
 
-    def __init__(self, builder: SublayerBuilder, parts: Mapping[str, Part]):
+    Launches have `programs` programs, by default those of the tuning.
+    """
+
+    def __init__(
+        self, builder: SublayerBuilder, parts: Mapping[str, Part], programs: int | None = None
+    ):
         self.builder = builder
-        self.programs = builder.tuning.programs
+        self.programs = programs or builder.tuning.programs
         self.columns: dict[str, slice] = {}
         self.width = 0
         for name, part in parts.items():

@@ -353,6 +353,19 @@ ENDS = 1024
 JOINED_SEGMENTS = 8
 
 
+def residual_norm_tile(features: int) -> NodeTile:
+    """Return the tile of `residual_norm_bwd`: a warp for each 512 elements.
+
+    Up to 512 features a row is in one warp, so its reductions need no barrier (row 86i).
+    """
+    return NodeTile.of_whole_rows(features, 512, num_warps=1)
+
+
+def residual_norm_programs(features: int, tuning: Tuning) -> int:
+    """Return the programs of `residual_norm_bwd`, with as many warps for any features."""
+    return max(1, 2 * tuning.programs // residual_norm_tile(features).num_warps)
+
+
 def segment_sum_tile(features: int) -> NodeTile:
     """Return the tile of `segment_sum`, whose rows are edges of a node.
 
