@@ -356,8 +356,8 @@ JOINED_SEGMENTS = 8
 def residual_norm_tile(features: int) -> NodeTile:
     """Return the tile of `residual_norm_bwd`: a warp for each 512 elements.
 
-    Up to 512 features a row is in one warp, so its reductions need no barrier (row 86i). Not
-    measured.
+    Up to 512 features a row is in one warp, so its reductions need no barrier. Not measured (row
+    86i).
     """
     return NodeTile.of_whole_rows(features, 512, num_warps=1)
 
