@@ -149,8 +149,7 @@ def processor_block(
 ) -> Any:
     """Compute a block on one set of nodes."""
     ranks = Ranks.of(*args, **kwargs)
-    local = _local_edges(self, edge_index, ranks)
-    parts = _decide(self, x, edge_index, ranks if local is None else None)
+    parts, local = _decide(self, x, edge_index, ranks)
     if isinstance(parts.edges, Refusal) and local is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     if getattr(self, "emb_edges", None) is not None:  # not before 0.11
@@ -173,8 +172,7 @@ def mapper_block(
     """Compute a block from sources to destinations."""
     x_src, x_dst = x
     ranks = Ranks.of(*args, **kwargs)
-    local = _local_edges(self, edge_index, ranks)
-    parts = _decide(self, x_dst, edge_index, ranks if local is None else None)
+    parts, local = _decide(self, x_dst, edge_index, ranks)
     if isinstance(parts.edges, Refusal) and local is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     nodes = _nodes_of(x_src, x_dst, edge_index, ranks, local)
@@ -220,13 +218,6 @@ def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
     return _outcome(_parts_of(block, settings, x, edge_index, None))
 
 
-def _local_edges(block: Any, edge_index: Any, ranks: Ranks | None) -> Tensor | None:
-    """Return this rank's edges, numbered by its nodes and halo, or None if there is no halo."""
-    if ranks is None or is_exporting() or torch.jit.is_tracing():
-        return None
-    return local_edges(block, edge_index, (ranks.src, ranks.dst), 1, ranks.group)
-
-
 def _nodes_of(
     x_src: Tensor | None,
     x_dst: Tensor,
@@ -242,15 +233,25 @@ def _nodes_of(
     return Nodes.gather(x_src, x_dst, edge_index, ranks)
 
 
-def _decide(block: Any, x_dst: Tensor, edge_index: Any, gathered: Ranks | None) -> BlockParts:
-    """Return the parts of a block; log or raise what is less than requested.
+def _decide(
+    block: Any, x_dst: Tensor, edge_index: Any, ranks: Ranks | None
+) -> tuple[BlockParts, Tensor | None]:
+    """Return the parts of a block and its local edges; log or raise what is less than requested.
 
-    `gathered`: the ranks whose nodes Anemoi gathers, if it does.
+    Local edges are this rank's, numbered by its nodes and halo; None if there is no halo.
     """
+    is_exported = is_exporting()
+    local = None
+    if ranks is not None and not is_exported and not torch.jit.is_tracing():
+        local = local_edges(block, edge_index, (ranks.src, ranks.dst), 1, ranks.group)
+    unwanted = BlockParts(None, UNWANTED, UNWANTED)
     settings = SETTINGS.of(block)
     if settings is None:
-        return BlockParts(None, UNWANTED, UNWANTED)
-    parts = _parts_of(block, settings, x_dst, edge_index, gathered)
+        return unwanted, local
+    parts = unwanted
+    if not is_exported:
+        gathered = ranks if local is None else None
+        parts = _parts_of(block, settings, x_dst, edge_index, gathered)
     edges, nodes = as_in_forward(block, "graph network", (parts.edges, parts.nodes))
     parts = parts._replace(edges=edges, nodes=nodes)
     refusals: list[Refusal] = []
@@ -264,7 +265,7 @@ def _decide(block: Any, x_dst: Tensor, edge_index: Any, gathered: Ranks | None) 
         report.record_traced(type(block), outcome, reason)
     else:
         report.record(block, outcome, reason)
-    return parts
+    return parts, local
 
 
 def _outcome(parts: BlockParts) -> tuple[str, str | None]:
@@ -291,7 +292,8 @@ def _computation_of(settings: Settings, x: Tensor) -> tuple[Computation | None, 
 def _parts_of(
     block: Any, settings: Settings, x_dst: Tensor, edge_index: Any, gathered: Ranks | None
 ) -> BlockParts:
-    if settings.blocks is False or is_exporting():
+    """Return the parts of a block; `gathered` are the ranks whose nodes Anemoi gathers."""
+    if settings.blocks is False:
         return BlockParts(None, UNWANTED, UNWANTED)
     computation, refusal = _computation_of(settings, x_dst)
     if refusal is None and (
