@@ -26,8 +26,9 @@ import torch
 import triton
 from support.plans import new_plans
 from torch import nn
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime import JITFunction
 
 from anemoi_gt.graph import GraphStructure
@@ -181,8 +182,8 @@ def argument_type(value):
     return "i64" if abs(value) >= 2**31 else "i32"
 
 
-def compile_launch(kernel, args, target, alignment):
-    """Compile a recorded launch, with what is known of the alignment of its pointers."""
+def source_of(kernel, args, alignment):
+    """Return what Triton compiles for a recorded launch, and its options; `alignment` is of its pointers."""
     signature = {}
     constants = {}
     attributes = {}
@@ -197,7 +198,28 @@ def compile_launch(kernel, args, target, alignment):
                 attributes[(index,)] = alignment
     options = {name: value for name, value in args.items() if name not in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return source, options
+
+
+def compile_launch(kernel, args, target, alignment):
+    """Compile a recorded launch, with what is known of the alignment of its pointers."""
+    source, options = source_of(kernel, args, alignment)
     return triton.compile(source, target=target, options=options)
+
+
+def ttir_of(kernel, args, target):
+    """Return the TTIR of a recorded launch, an eighth of the work of `triton.compile` (Triton 3.5 to 3.7)."""
+    source, options = source_of(kernel, args, ALIGNED)
+    backend = make_backend(target)
+    options = backend.parse_options(options | source.parse_options())
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    stages = {}
+    backend.add_stages(stages, options, source.language)
+    return str(stages["ttir"](module, {}))
 
 
 def distinct(launches):
@@ -311,20 +333,16 @@ def standard():
         yield kernel, args, ALIGNED, resources
 
 
-def offsets():
-    """Kernels with narrow and with wide offsets."""
+def offsets(target):
+    """Print kernels with narrow and with wide offsets."""
     for wide, int32_limit in ((False, 2**31), (True, 0)):
         calls = [Call(16, 64, 11, form=form, graph=bare_graph()) for form in ("raw", "embedded")]
         calls += [Call(16, 64, 11, graph=graph) for graph in (bare_graph(90), hub_graph())]
         with new_plans(int32_limit=int32_limit):
             launches = recorded(*calls)
         for kernel, args in launches:
-            yield (
-                kernel,
-                args,
-                ALIGNED,
-                lambda compiled, wide=wide: {"wide": wide, "ir": compiled.asm["ttir"]},
-            )
+            text = ttir_of(kernel, args, target)
+            print(json.dumps({"kernel": kernel.fn.__name__, "wide": wide, "ir": text}), flush=True)
 
 
 def updates():
@@ -357,7 +375,10 @@ def main(what, where):
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, WARP[backend])
     # launches are chosen as PyTorch for that GPU would
     torch.version.hip = "6.0" if backend == "hip" else None
-    functions = {f.__name__: f for f in (every, each, standard, offsets, updates)}
+    if what == "offsets":
+        offsets(target)
+        return
+    functions = {f.__name__: f for f in (every, each, standard, updates)}
     for kernel, args, alignment, describe in functions[what]():
         compiled = compile_launch(kernel, args, target, alignment)
         line = {"kernel": kernel.fn.__name__, "name": compiled.metadata.name, **describe(compiled)}

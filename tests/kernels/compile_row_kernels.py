@@ -11,7 +11,7 @@ import json
 import sys
 
 import torch
-from compile_all import ALIGNED, WARP, compile_launch, resources
+from compile_all import ALIGNED, WARP, compile_launch, resources, ttir_of
 from triton.backends.compiler import GPUTarget
 
 from anemoi_gt.ops.sublayer_tensors import NormOptions
@@ -103,13 +103,12 @@ def launches_of_networks(features, x, half, num_rows):
     yield joined, {"segments": SINGLE, "pointers": INDEX, "out": half}
 
 
-def compiled(launch, dtypes, target):
-    """Compile a launch on tensors of these dtypes."""
+def arguments(launch, dtypes):
+    """Return the arguments of a launch on tensors of these dtypes."""
     tensors = dict.fromkeys(launch.tensors)
     for name, dtype in dtypes.items():
         tensors[name] = torch.empty(0, dtype=dtype)
-    args = tensors | launch.scalars | launch.constants
-    return compile_launch(launch.kernel, args, target, ALIGNED)
+    return tensors | launch.scalars | launch.constants
 
 
 def main(what, where):
@@ -123,15 +122,20 @@ def main(what, where):
     else:
         cases = [*launches(512, SINGLE, HALF), *launches(512, SINGLE, HALF, 2**31 // 512)]
     for launch, dtypes in cases:
-        one = compiled(launch, dtypes, target)
-        line = {"kernel": launch.kernel.fn.__name__, "name": one.metadata.name}
+        kernel = launch.kernel
+        args = arguments(launch, dtypes)
+        line = {"kernel": kernel.fn.__name__}
         line["dtypes"] = {name: str(dtype) for name, dtype in dtypes.items()}
+        if what == "offsets":
+            line |= {"wide": launch.constants["INT64"], "ir": ttir_of(kernel, args, target)}
+            print(json.dumps(line), flush=True)
+            continue
+        one = compile_launch(kernel, args, target, ALIGNED)
+        line["name"] = one.metadata.name
         if what == "resources":
             line |= resources(one) | {"num_warps": one.metadata.num_warps}
-        elif what == "binaries":
-            line["binaries"] = sorted({"cubin", "hsaco"} & set(one.asm))
         else:
-            line |= {"wide": launch.constants["INT64"], "ir": one.asm["ttir"]}
+            line["binaries"] = sorted({"cubin", "hsaco"} & set(one.asm))
         print(json.dumps(line), flush=True)
 
 

@@ -100,7 +100,9 @@ SHARED = {
     "hip:gfx90a": 65536,
     "hip:gfx942": 65536,
 }
-LIKE_ANOTHER = ("cuda:100", "hip:gfx90a")  # of the same compiler and shared memory
+# cuda:90 and hip:gfx942 have every form, the others each kernel once. Shared memory is what the
+# layouts of a compiler need: a form must fit all of its GPUs.
+LIKE_ANOTHER = ("cuda:80", "cuda:100", "hip:gfx90a")
 TARGETS = [("each" if target in LIKE_ANOTHER else "every", target) for target in SHARED]
 TARGETS += [pytest.param("every", target, marks=pytest.mark.nightly) for target in LIKE_ANOTHER]
 
@@ -113,7 +115,9 @@ def test_every_kernel_compiles(launches, target):
         line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]]
         for line in compiled
     )
-    assert max(line["shared"] for line in compiled) <= SHARED[target]
+    compiler, _ = target.split(":")
+    limit = min(size for other, size in SHARED.items() if other.startswith(compiler))
+    assert max(line["shared"] for line in compiled) <= limit
 
 
 def test_names_in_a_profile_contain_dtype_and_sizes():
@@ -164,10 +168,10 @@ def test_offsets_are_64_bit_where_sizes_can_pass_2_to_31_and_32_bit_where_they_c
         if line["kernel"] == "weight_sum":  # reads nothing that grows with the graph
             continue
         narrow = narrow_offsets(line["ir"]) & GROWING
-        assert bool(narrow) != line["wide"], f"{line['name']}: {narrow}"
+        assert bool(narrow) != line["wide"], f"{line['kernel']}: {narrow}"
         if not line["wide"]:
             assert not re.search(r"\bi64\b", line["ir"]), (
-                f"{line['name']} computes in 64 bits without need"
+                f"{line['kernel']} computes in 64 bits without need"
             )
         seen[line["wide"]].add(line["kernel"])
     assert seen[False] == seen[True] == KERNELS - GROUPING - {"weight_sum"}

@@ -603,6 +603,8 @@ def test_rows_of_512_and_1024_features_spill_nothing(target):
         assert (line["stack"], line["local"]) == (0, 0), line
 
 
+# Each of them compiles for these in test_compile.py, too; here are all forms.
+@pytest.mark.nightly
 @pytest.mark.process
 @pytest.mark.parametrize(("target", "binary"), [("cuda:80", "cubin"), ("hip:gfx90a", "hsaco")])
 def test_row_kernels_compile_for_other_gpus(target, binary):
@@ -616,8 +618,8 @@ def test_compiled_offsets_are_64_bit_where_they_can_pass_2_to_31_and_32_bit_wher
     compiled = {False: set(), True: set()}
     for line in lines_of(COMPILE, "offsets", "cuda:90"):
         narrow = narrow_offsets(line["ir"]) & GROWING
-        assert bool(narrow) != line["wide"], f"{line['name']}: {narrow}"
+        assert bool(narrow) != line["wide"], f"{line['kernel']}: {narrow}"
         if not line["wide"]:
-            assert not re.search(r"\bi64\b", line["ir"]), f"{line['name']} computes in 64 bits"
+            assert not re.search(r"\bi64\b", line["ir"]), f"{line['kernel']} computes in 64 bits"
         compiled[line["wide"]].add(line["kernel"])
     assert compiled[False] == compiled[True] == KERNELS
