@@ -30,6 +30,9 @@ ATTENTION = "attention_sublayer_triton"
 FEED_FORWARD = "feed_forward_triton"
 ALONE = "edge_attention_triton"
 TRITON = AttentionConfig("triton")
+# few, because the interpreter runs them one by one
+NODES = 5
+EDGES = 13
 autocast = partial(torch.autocast, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
 
 
@@ -56,13 +59,13 @@ def make(kind, batch=(), num_chunks=1, *, shared=False, **options):
     block = KINDS[kind](**sizes | {"config": TRITON} | options)
     for parameter in block.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    edge_index = torch.randint(9, (2, 31))
-    graph = GraphStructure.from_edge_index(edge_index[:, edge_index[1].argsort(stable=True)], 9)
-    x = [torch.randn(*batch, 9, 24) for _ in range(1 if kind == "processor" else 2)]
+    edge_index = torch.randint(NODES, (2, EDGES))
+    graph = GraphStructure.from_edge_index(edge_index[:, edge_index[1].argsort(stable=True)], NODES)
+    x = [torch.randn(*batch, NODES, 24) for _ in range(1 if kind == "processor" else 2)]
     if num_chunks > 1:
         graph = split_destinations(graph, num_chunks)
     attr_batch = () if shared else batch
-    return block, x, graph, torch.randn(*attr_batch, 31, 3)
+    return block, x, graph, torch.randn(*attr_batch, EDGES, 3)
 
 
 def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
@@ -137,14 +140,15 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("batch", "shape"), (((), (30, 3)), ((), (1, 31, 3)), ((2,), (1, 31, 3)), ((2,), (3, 31, 3)))
+    ("batch", "shape"),
+    (((), (EDGES - 1, 3)), ((), (1, EDGES, 3)), ((2,), (1, EDGES, 3)), ((2,), (3, EDGES, 3))),
 )
 def test_attributes_of_another_shape_are_refused_as_by_the_attention(kind, batch, shape):
     block, x, graph, _ = make(kind, batch)
     with autocast(), pytest.raises(ValueError, match=r"edge_attr must have shape \[E, D\]"):
         block(x[0] if kind == "processor" else x, graph, torch.randn(shape))
     with autocast(), pytest.raises(ValueError, match="edge_attr must be floating point"):
-        block(x[0] if kind == "processor" else x, graph, torch.ones(31, 3, dtype=torch.int64))
+        block(x[0] if kind == "processor" else x, graph, torch.ones(EDGES, 3, dtype=torch.int64))
 
 
 class OwnBlock(GraphTransformerProcessorBlock):
@@ -187,7 +191,7 @@ def test_norms_of_queries_gated_networks_and_networks_of_edges_are_fused(options
     assert operators_of("processor", options) == [ATTENTION, FEED_FORWARD]
 
 
-@pytest.mark.parametrize("rows", (1, 9))
+@pytest.mark.parametrize("rows", (1, NODES))
 def test_conditional_norms_are_fused_with_a_condition_of_each_node_or_of_all(rows):
     assert operators_of("processor", CONDITIONAL, cond=torch.randn(rows, 4)) == [
         ATTENTION,

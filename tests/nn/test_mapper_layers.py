@@ -26,17 +26,17 @@ def default_device(kernel_device):
 
 
 def make(kind=GraphTransformerBackwardMapper, batch=(), num_chunks=1, backend="triton"):
-    """Return a mapper from 9 sources of 24 features to 7 destinations of 5, and its arguments."""
+    """Return a mapper from 5 sources of 24 features to 4 destinations of 5, and its arguments."""
     torch.manual_seed(0)
     options = {} if kind is GraphTransformerForwardMapper else {"out_channels_dst": 11}
     sizes = {"in_channels_src": 24, "in_channels_dst": 5, "num_channels": 24, "num_heads": 2}
     mapper = kind(**sizes, edge_dim=3, config=AttentionConfig(backend), **options)
-    edge_index = torch.stack([torch.randint(9, (31,)), torch.randint(7, (31,)).sort().values])
-    graph = GraphStructure.from_edge_index(edge_index, (9, 7))
+    edge_index = torch.stack([torch.randint(5, (13,)), torch.randint(4, (13,)).sort().values])
+    graph = GraphStructure.from_edge_index(edge_index, (5, 4))
     if num_chunks > 1:
         graph = split_destinations(graph, num_chunks)
-    x = (torch.randn(*batch, 9, 24), torch.randn(*batch, 7, 5).requires_grad_())
-    return mapper, (x, graph, torch.randn(31, 3))
+    x = (torch.randn(*batch, 5, 24), torch.randn(*batch, 4, 5).requires_grad_())
+    return mapper, (x, graph, torch.randn(13, 3))
 
 
 def differentiate(mapper, arguments):

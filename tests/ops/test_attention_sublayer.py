@@ -23,6 +23,8 @@ FEATURES = SIZES.features
 WIDTH = SIZES.width
 HEADS = SIZES.heads
 EDGES = SIZES.edges
+SRC = SIZES.num_src
+DST = SIZES.num_dst
 EDGE_DIM = SIZES.edge_dim
 BIASES = sublayers.BIASES
 NAMES = list(leaf_types(AttentionTensors))
@@ -32,7 +34,7 @@ draw = sublayers.draw_attention
 @pytest.fixture(autouse=True)
 def small_chunks():
     """Several chunks of rows, the last of another size."""
-    with new_plans(chunk=5, programs=3):
+    with new_plans(chunk=4, programs=3):
         yield
 
 
@@ -129,9 +131,9 @@ def test_rows_of_the_attention_and_cast_weights_are_kept_and_no_rows_of_scale_an
     num_weights = sum(weights.values()) + 5 * WIDTH + FEATURES
     if norm == 4:
         num_weights += 2 * (2 * FEATURES * norm + 2 * FEATURES)
-    in_16_bits = num_weights + 2 * (9 + 7) * WIDTH + EDGES * EDGE_DIM  # [q, y] and [k, v]
-    in_16_bits += 9 * HEADS * 16  # W^T q, padded
-    in_32_bits = 9 * HEADS + EDGES * HEADS  # 1 / sum of exponentials, exponentials
+    in_16_bits = num_weights + 2 * (DST + SRC) * WIDTH + EDGES * EDGE_DIM  # [q, y] and [k, v]
+    in_16_bits += DST * HEADS * 16  # W^T q, padded
+    in_32_bits = DST * HEADS + EDGES * HEADS  # 1 / sum of exponentials, exponentials
     num_bytes = 2 * in_16_bits + 4 * in_32_bits
     (block,) = kept
     assert num_bytes <= block.numel() <= num_bytes + 7 * 512

@@ -137,7 +137,10 @@ def network(x):
 CALLS = {
     edge_attention_torch: (lambda x: attend(x, "torch"), (2, 3, 4)),
     edge_attention_triton: (lambda x: attend(x, "triton"), (2, 3, 4)),
-    attention_sublayer_triton: (attend_sublayer, (9, 24)),
+    attention_sublayer_triton: (
+        attend_sublayer,
+        (sublayers.SMALL.num_dst, sublayers.SMALL.features),
+    ),
     feed_forward_triton: (lambda x: feed_forward(x), (13, 24)),
     norm_linear_triton: (linear_after_norm, sublayers.draw_norm_linear("cpu")[0]["x"].shape),
     interaction_triton: (update_of_edges, (networks.SIZES.num_dst, networks.SIZES.dst)),

@@ -73,9 +73,9 @@ class Sizes(NamedTuple):
     width: int = 16
     heads: int = 2
     edge_dim: int = 3
-    edges: int = 29
-    num_src: int = 7
-    num_dst: int = 9
+    edges: int = 17
+    num_src: int = 5
+    num_dst: int = 6
 
 
 SMALL = Sizes()

@@ -125,7 +125,7 @@ def test_install_and_uninstall_reach_compiled_blocks(traced):
 
 BLOCKS = tuple(KINDS.values())
 COMPONENTS = (GraphTransformerProcessor, GraphTransformerBaseMapper)
-WHOLE = small.make_options(mapper_chunks=2, layers=4, checkpointing=False)
+WHOLE = small.make_options(mapper_chunks=2, layers=2, checkpointing=False)
 
 
 def compile_parts(model, backend, kinds=BLOCKS):
@@ -167,7 +167,7 @@ def test_compiled_code_folds_batches_as_eager_and_sort_nothing(
 
 @pytest.mark.parametrize(
     ("kinds", "options"),
-    ((BLOCKS, small.make_options(mapper_chunks=2, layers=4)), (COMPONENTS, WHOLE)),
+    ((BLOCKS, small.make_options(mapper_chunks=2, layers=2)), (COMPONENTS, WHOLE)),
 )
 def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(
     graph, traced, sorts, kinds, options

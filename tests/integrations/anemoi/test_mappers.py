@@ -23,8 +23,8 @@ in_triton = partial(integration.install, backend="triton", activation_checkpoint
 
 @pytest.fixture(scope="session")
 def graph():
-    """A graph of 13 data points and 7 hidden nodes: the interpreter runs them one by one."""
-    return weather_graph({"data": 13, "hidden": 7}, dict.fromkeys(KINDS_OF_EDGES, 24))
+    """A graph of 7 data points and 5 hidden nodes: the interpreter runs them one by one."""
+    return weather_graph({"data": 7, "hidden": 5}, dict.fromkeys(KINDS_OF_EDGES, 13))
 
 
 @pytest.fixture
