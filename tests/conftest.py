@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.applications import logging_as_before
-from support.garbage import collect_seldom
+from support.garbage import collect_seldom, free_garbage
+from support.schedule import long_first
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, so before any test module
@@ -31,6 +32,13 @@ def pytest_configure(config):
             speed_up_interpreter()
 
 
+@pytest.hookimpl(trylast=True)  # after tests are deselected
+def pytest_collection_modifyitems(config, items):
+    """Order the tests for the workers of pytest-xdist, if there are any."""
+    if hasattr(config, "workerinput"):
+        items[:] = long_first(items, config.workerinput["workercount"])
+
+
 def pytest_collection_finish():
     """Exclude the objects of imports and collection from garbage collection, and collect rarely."""
     collect_seldom()
@@ -43,6 +51,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--plain-interpreter", action="store_true", help="interpret kernels without our speed-up"
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def objects_are_collected_once():
+    """Free what a module of tests leaves, so that a collection in the next visits its own objects."""
+    yield
+    free_garbage()
 
 
 @pytest.fixture(scope="session")

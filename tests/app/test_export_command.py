@@ -22,7 +22,7 @@ from anemoi_gt.app.datasets.sphere_advection import SphereDataset
 from anemoi_gt.app.scores import model_forecast
 from anemoi_gt.app.training.run_files import save_checkpoint
 
-pytestmark = pytest.mark.compiled
+pytestmark = [pytest.mark.compiled, pytest.mark.process]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
 SMALL = [

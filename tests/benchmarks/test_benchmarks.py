@@ -148,12 +148,6 @@ def test_tiles_are_searched(tiny, tmp_path, monkeypatch, capsys):
     assert report["verdict"] in capsys.readouterr().out
 
 
-@pytest.fixture
-def without_collections(monkeypatch):
-    """Skip the garbage collection between variants, which visits every object of this process."""
-    monkeypatch.setattr(families, "free_memory", lambda: None)
-
-
 def replace_gelu(monkeypatch, gelu):
     """Let `install` replace nothing but the function GELU."""
 
@@ -176,7 +170,6 @@ def replace_gelu(monkeypatch, gelu):
         ("transformer", {}),
     ],
 )
-@pytest.mark.usefixtures("without_collections")
 def test_a_step_of_each_family_is_compared_and_timed(
     tmp_path, anemoi_configs, case, expected_sizes
 ):

@@ -17,7 +17,7 @@ from anemoi_gt.export import TensorGraphLayer, export_program, verify_package, w
 from anemoi_gt.export import package as packages
 from anemoi_gt.export.package import check_compiler, check_toolkit
 
-pytestmark = pytest.mark.compiled
+pytestmark = [pytest.mark.compiled, pytest.mark.process]
 
 LOAD = """
 import sys, torch

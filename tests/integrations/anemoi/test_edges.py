@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.anemoi_model import build, differentiate, draw, make_options
+from support.garbage import free_garbage
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
 from torch.library import opcheck
@@ -20,11 +21,8 @@ from anemoi_gt.integrations.anemoi.edge_lists import cached_list, structure_of
 
 @pytest.fixture
 def young():
-    """Leave what exists before a test to no collection of garbage, each of which would take a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    """Free lists of earlier tests, and exclude those that live on from collections."""
+    free_garbage()
 
 
 def cached():
