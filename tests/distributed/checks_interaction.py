@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from support.plans import new_plans
 from torch import nn
 
 from anemoi_gt import AttentionConfig, InteractionBlock, InteractionConv
@@ -66,6 +67,7 @@ def output_and_gradients_match_one_device(group, verdict):
 
 
 @on_ranks(2)
+@new_plans(programs=3)  # few, for the interpreter
 def a_batch_and_the_kernels_agree_with_one_device(group, verdict):
     """Kernels are interpreted if there is no GPU."""
     for batch in ((), (2,)):
