@@ -38,8 +38,10 @@ from anemoi_gt.ops.triton_backend.interaction_sublayer import (
 from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer, network_triton
 from anemoi_gt.ops.triton_backend.norm_linear import norm_linear, norm_linear_triton
 
-# numpy's, of the interpreter
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+pytestmark = [
+    pytest.mark.usefixtures("few_programs"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
+]
 T = TypeVar("T")
 
 

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from support.anemoi_model import graph_of
+from support.weather import KINDS, weather_graph
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.integrations.anemoi import blocks, report
@@ -19,6 +20,12 @@ def every_test_leaves_anemoi_as_it_is(anemoi_as_it_is):
 def graph():
     """544 data points, 162 hidden nodes."""
     return graph_of("O8", 2)
+
+
+@pytest.fixture(scope="session")
+def small_graph():
+    """7 data points, 5 hidden nodes: the interpreter runs them one by one."""
+    return weather_graph({"data": 7, "hidden": 5}, dict.fromkeys(KINDS, 13))
 
 
 @pytest.fixture

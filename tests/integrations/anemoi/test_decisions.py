@@ -47,9 +47,11 @@ def test_a_hook_that_removes_itself_changes_nothing(part, edge_dim):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("part", ("lin_edge", "conv"))
 @pytest.mark.parametrize("blocks", (None, True))
-def test_a_recomputation_takes_the_path_of_the_forward_pass(graph, part, blocks, few_programs):
+def test_a_recomputation_takes_the_path_of_the_forward_pass(
+    small_graph, part, blocks, few_programs
+):
     """Otherwise it would save other tensors: the hook is gone when the chunk is recomputed."""
-    model, x = build(graph, make_options(channels=16, heads=2)), draw(graph)
+    model, x = build(small_graph, make_options(channels=16, heads=2)), draw(small_graph)
     expected = differentiate(model, x)
     watched = [module for name, module in model.named_modules() if name.rpartition(".")[2] == part]
     assert len(watched) == 4
@@ -111,11 +113,10 @@ def test_block_paths_are_listed_by_module_path_and_reason(graph, caplog):
 
 
 @pytest.mark.interpreted
-def test_a_second_model_is_logged_with_its_own_blocks(graph, caplog, few_programs):
-    x = draw(graph, ensemble=2)
-    models = [
-        build(graph, make_ensemble_options(channels=16, heads=2), seed=seed) for seed in (0, 1)
-    ]
+def test_a_second_model_is_logged_with_its_own_blocks(small_graph, caplog, few_programs):
+    x = draw(small_graph, ensemble=2)
+    options = make_ensemble_options(channels=16, heads=2)
+    models = [build(small_graph, options, seed=seed) for seed in (0, 1)]
     with (
         integration.install(backend="triton", blocks=True, fuse_edges=False) as _,
         caplog.at_level(logging.INFO, logger="anemoi_gt"),

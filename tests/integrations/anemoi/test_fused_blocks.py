@@ -25,8 +25,6 @@ from support.anemoi_model import (
 )
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
-from support.weather import KINDS as KINDS_OF_EDGES
-from support.weather import weather_graph
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -58,9 +56,8 @@ autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
-def graph():
-    """A graph of 7 data points and 5 hidden nodes: the interpreter runs them one by one."""
-    return weather_graph({"data": 7, "hidden": 5}, dict.fromkeys(KINDS_OF_EDGES, 13))
+def graph(small_graph):
+    return small_graph
 
 
 def block_of(kind, backend="pyg", **options):

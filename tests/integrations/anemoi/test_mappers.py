@@ -8,8 +8,6 @@ from support import anemoi_model as small
 from support.anemoi_model import OwnLinear
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
-from support.weather import KINDS as KINDS_OF_EDGES
-from support.weather import weather_graph
 from torch import nn
 
 from anemoi_gt.integrations import anemoi as integration
@@ -22,9 +20,8 @@ in_triton = partial(integration.install, backend="triton", activation_checkpoint
 
 
 @pytest.fixture(scope="session")
-def graph():
-    """A graph of 7 data points and 5 hidden nodes: the interpreter runs them one by one."""
-    return weather_graph({"data": 7, "hidden": 5}, dict.fromkeys(KINDS_OF_EDGES, 13))
+def graph(small_graph):
+    return small_graph
 
 
 @pytest.fixture
