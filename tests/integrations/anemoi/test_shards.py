@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from anemoi.models.distributed.shapes import GraphShardInfo
+from anemoi.models.distributed.shapes import GraphShardInfo, get_shard_sizes
+from anemoi.models.layers.block import BaseBlock
 from support import anemoi_shards
-from support.anemoi_model import build, make_options
+from support.anemoi_model import build, draw, make_family_options, make_options
 from support.anemoi_shards import CASES, LAYERS
 from support.once import compute_once
 from support.same_numbers import assert_same_numbers
@@ -118,6 +119,40 @@ def two_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("options", "operator"),
+    [
+        (partial(make_options, shard_strategy="edges"), "anemoi_gt.feed_forward_triton.default"),
+        (partial(make_family_options, "graph network"), "anemoi_gt.interaction_triton.default"),
+    ],
+    ids=["graph transformer", "graph network"],
+)
+def test_compiled_blocks_fuse_around_anemois_exchange_which_breaks_their_graphs(
+    graph, two_ranks, options, operator
+):
+    model = build(graph, options())
+    x = draw(graph)
+    sizes = {name: get_shard_sizes(rows, 3, two_ranks) for name, rows in x.items()}
+    own = {name: rows.split(sizes[name], 3)[0] for name, rows in x.items()}
+    graphs = []
+
+    def record(traced, _):
+        graphs.append(traced)
+        return traced.forward
+
+    for block in model.modules():
+        if isinstance(block, BaseBlock):
+            block.compile(dynamic=False, backend=record)
+    with integration.install("triton", sharding=False), torch.autocast("cpu", torch.bfloat16):
+        out = model(own, model_comm_group=two_ranks, grid_shard_sizes=sizes)
+    assert {name: rows.shape[3] for name, rows in out.items()} == {
+        name: sizes[name][0] for name in out
+    }
+    called = {str(node.target) for traced in graphs for node in traced.graph.nodes}
+    assert operator in called
 
 
 def allows(model, group, batch=2, ensemble=1):

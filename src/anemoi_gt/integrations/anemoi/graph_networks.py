@@ -43,7 +43,7 @@ from anemoi_gt.ops.network_tensors import (
     NetworkTensors,
 )
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
-from anemoi_gt.torch_compat import is_exporting
+from anemoi_gt.torch_compat import is_exporting, replace_fields
 
 EDGES = "edge_update"  # the edge update fused, the update of nodes by modules
 PARAMETERS = "self x edge_attr edge_index shard_info model_comm_group size layer_kwargs"
@@ -253,7 +253,7 @@ def _decide(
         gathered = ranks if local is None else None
         parts = _parts_of(block, settings, x_dst, edge_index, gathered)
     edges, nodes = as_in_forward(block, "graph network", (parts.edges, parts.nodes))
-    parts = parts._replace(edges=edges, nodes=nodes)
+    parts = replace_fields(parts, edges=edges, nodes=nodes)
     refusals: list[Refusal] = []
     for part in (edges, nodes):
         if isinstance(part, Refusal) and part not in refusals:
@@ -347,7 +347,7 @@ def _options(
     options = parts.options(
         computation.gemm_dtype, x.device, is_autocast=computation.is_autocast, residual=residual
     )
-    return options._replace(repeats_x=repeats_x)
+    return replace_fields(options, repeats_x=repeats_x)
 
 
 def _update_edges(
