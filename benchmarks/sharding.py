@@ -120,7 +120,7 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
         command = [sys.executable, *launcher, script, folder_name]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
-            error = done.stderr[-3000:] if done.returncode else None
+            error = done.stderr[-10000:] if done.returncode else None
         except subprocess.TimeoutExpired:
             error = f"must end within {options.seconds:.0f} s"
         records = folder / "records.jsonl"

@@ -181,11 +181,14 @@ def several_gpus() -> str:
 
 
 def several_gpus_networks() -> str:
-    """Forward and backward of a graph network on one and two GPUs."""
-    name = "sharding_gnn_h100x2.json"
-    report = load(name)
-    tables = f"{sharding.times(report)}\n\n{sharding.details(report)}"
-    return f"{tables}\n\n{sources([FileFacts.of(name)])}"
+    """Forward and backward of a graph network on one and two GPUs; a table for each kind of GPU."""
+    parts = []
+    for name in ("sharding_gnn_h100x2.json", "sharding_gnn_h200x2.json"):
+        report = load(name)
+        networks = [line for line in report["results"] if line["part"] == "networks"]
+        report = report | {"results": networks}
+        parts += [sharding.times(report), sharding.details(report), sources([FileFacts.of(name)])]
+    return "\n\n".join(parts)
 
 
 def pyg_models() -> str:
