@@ -230,13 +230,6 @@ def test_every_public_name_exists_and_is_documented():
         assert name.startswith("__") or (thing.__doc__ and len(thing.__doc__) > 40), name
 
 
-def test_what_users_compile_replaces_fields_of_tuples_by_our_function():
-    # replace_fields says why
-    parts = ("nn", "integrations")
-    compiled = [path for path in modules() if path.relative_to(SOURCE).parts[0] in parts]
-    assert [str(path) for path in compiled if "._replace(" in path.read_text()] == []
-
-
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_every_module_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "version.py"

@@ -31,7 +31,7 @@ from anemoi_gt.ops.backends import Sublayers, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.operands import AttentionOperands, check_operands
 from anemoi_gt.refusal import Refusal, not_faster, permanent, transient
-from anemoi_gt.torch_compat import is_exporting, replace_fields
+from anemoi_gt.torch_compat import is_exporting
 
 NO_SUBLAYERS = permanent("the backend of its attention has no fused sub-layers")
 NO_SOURCES = not_faster("its sources are not updated")
@@ -149,9 +149,12 @@ def for_call(
         return permanent(
             f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
         )
+    # as replace_fields, which says why, without a call of one more function for each sub-layer
+    fields = parts._asdict()
+    fields["gemm_dtype"] = computation.gemm_dtype
     if isinstance(parts, FeedForwardParts):
-        parts = replace_fields(parts, keep_hidden=computation.keep_hidden)
-    return replace_fields(parts, gemm_dtype=computation.gemm_dtype)
+        fields["keep_hidden"] = computation.keep_hidden
+    return type(parts)(**fields)
 
 
 def linear_layer_parts(

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from anemoi_gt.ops import activations
 from anemoi_gt.refusal import Refusal, permanent, transient
-from anemoi_gt.torch_compat import constant_when_traced, replace_fields
+from anemoi_gt.torch_compat import constant_when_traced
 
 # Roles in which a module may serve, as messages name them.
 LINEAR = "a torch.nn.Linear"
@@ -515,10 +515,10 @@ def _as_subclass(kind: type, base: type, recognised: Recognised) -> Recognised:
     overridden = why_overridden(kind, base)
     if overridden is not None:
         reason = f"is a {qualified_name(kind)}, which {overridden}"
-        return replace_fields(recognised, answer=reason)
+        return recognised._replace(answer=reason)
     inherited, *of_bases = recognised.methods
-    inherited = replace_fields(inherited, owner=kind)
-    recognised = replace_fields(recognised, methods=(inherited, *of_bases))
+    inherited = inherited._replace(owner=kind)
+    recognised = recognised._replace(methods=(inherited, *of_bases))
     if not isinstance(recognised.answer, str):
         _RECOGNISED[kind] = recognised
     return recognised

@@ -39,7 +39,7 @@ from anemoi_gt.ops.sublayer_tensors import (
     NormOptions,
 )
 from anemoi_gt.refusal import Refusal, permanent
-from anemoi_gt.torch_compat import constant_when_traced, replace_fields
+from anemoi_gt.torch_compat import constant_when_traced
 
 # (sources, destinations); sources are None on one set of nodes with one norm
 Nodes = tuple[Tensor | None, Tensor]
@@ -86,7 +86,7 @@ class FeedForwardParts(NamedTuple):
 
     def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
         """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
-        norm = replace_fields(self.norm.parameters, condition=condition)
+        norm = self.norm.parameters._replace(condition=condition)
         return FeedForwardTensors(x, norm, self.gate, self.hidden, self.out)
 
     def options(self) -> FeedForwardOptions:
@@ -127,13 +127,13 @@ class AttentionParts(NamedTuple):
         cond_src, cond_dst = cond
         norm_src: Norm[Tensor] = Norm()
         if x_src is not None:
-            norm_src = replace_fields(self.norm_src.parameters, condition=cond_src)
+            norm_src = self.norm_src.parameters._replace(condition=cond_src)
         return AttentionTensors(
             x_src=x_src,
             halo=halo,
             x_dst=x_dst,
             edge_attr=edge_attr,
-            norm=replace_fields(self.norm.parameters, condition=cond_dst),
+            norm=self.norm.parameters._replace(condition=cond_dst),
             norm_src=norm_src,
             query=self.query,
             self_term=self.self_term,

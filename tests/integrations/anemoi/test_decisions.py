@@ -21,6 +21,7 @@ from support.weather import weather_graph
 from torch import nn
 
 from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi import report
 
 inputs = pytest.fixture(block_inputs)
 graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidden nodes
@@ -89,6 +90,11 @@ def test_a_diagnostic_that_watches_does_not_end_a_run_with_a_named_backend(graph
         assert {block.outcome for block in integration.installed().computed} == {"attention only"}
 
 
+def reports(caplog):
+    """Return what was logged of models; `install` logs a line of the same beginning."""
+    return [record.message for record in caplog.records if record.name == report.__name__]
+
+
 def test_block_paths_are_listed_by_module_path_and_reason(graph, caplog):
     model, x = build(graph, make_options(channels=16, heads=2)), draw(graph)
     model.processor.proc[1].conv.register_forward_hook(lambda *_: None)
@@ -98,9 +104,7 @@ def test_block_paths_are_listed_by_module_path_and_reason(graph, caplog):
             model(x)
         blocks = {block.path: block for block in integration.installed().computed}
         description = repr(integration.installed())
-    (line,) = [
-        record.message for record in caplog.records if "computes blocks of" in record.message
-    ]
+    (line,) = reports(caplog)
     assert line.startswith("anemoi_gt computes blocks of AnemoiModelEncProcDec: ")
     assert len(blocks) == 4
     assert blocks["processor.proc.1"].outcome == "upstream"
@@ -129,7 +133,7 @@ def test_a_second_model_is_logged_with_its_own_blocks(small_graph, caplog, few_p
     ):
         for model in models:
             model(x, fcstep=1)
-    lines = [record.message for record in caplog.records if "computes blocks of" in record.message]
+    lines = reports(caplog)
     assert len(lines) == 2
     assert lines[0] == lines[1]
     for kind in ("Processor", "Mapper"):

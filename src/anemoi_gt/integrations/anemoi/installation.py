@@ -39,7 +39,6 @@ from anemoi_gt.integrations.anemoi.upstream import (
 )
 from anemoi_gt.integrations.anemoi.versions import NEWEST, OLDEST, unknown_body
 from anemoi_gt.nn import plain
-from anemoi_gt.torch_compat import replace_fields
 
 log = logging.getLogger(__name__)
 
@@ -528,7 +527,7 @@ def _with_sharding(matches: dict[tuple, Match], differing: list[str]) -> dict[tu
             continue
         key = match.owner, name
         below = matches[key].replacement if key in matches else match.upstream
-        above[key] = replace_fields(match, replacement=patch.of(below))
+        above[key] = match._replace(replacement=patch.of(below))
     if differing:
         log.warning("%s changed in this version; keeping Anemoi's sharding", ", ".join(differing))
         return matches
