@@ -1,6 +1,7 @@
 """Options of the test run, the device of the kernels (a GPU if present, else Triton's interpreter), and logging."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ if not torch.cuda.is_available():
 # a test waits for; processes that tests start read the variable.
 torch._dynamo.config.run_gc_after_compile = False
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
+
+# A background job ignores SIGINT, and so would all processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not part of the package
 
