@@ -149,7 +149,8 @@ def for_call(
         return permanent(
             f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
         )
-    # as replace_fields, which says why, without a call of one more function for each sub-layer
+    # What torch_compat.replace_fields does and gives the reason for; inlined, because all
+    # sub-layers are decided here in every forward pass.
     fields = parts._asdict()
     fields["gemm_dtype"] = computation.gemm_dtype
     if isinstance(parts, FeedForwardParts):

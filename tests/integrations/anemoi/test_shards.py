@@ -136,7 +136,7 @@ def test_compiled_blocks_fuse_around_anemois_exchange_which_breaks_their_graphs(
     model = build(graph, options())
     x = draw(graph)
     sizes = {name: get_shard_sizes(rows, 3, two_ranks) for name, rows in x.items()}
-    own = {name: rows.split(sizes[name], 3)[0] for name, rows in x.items()}
+    local = {name: rows.split(sizes[name], 3)[0] for name, rows in x.items()}
     graphs = []
 
     def record(traced, _):
@@ -147,7 +147,7 @@ def test_compiled_blocks_fuse_around_anemois_exchange_which_breaks_their_graphs(
         if isinstance(block, BaseBlock):
             block.compile(dynamic=False, backend=record)
     with integration.install("triton", sharding=False), torch.autocast("cpu", torch.bfloat16):
-        out = model(own, model_comm_group=two_ranks, grid_shard_sizes=sizes)
+        out = model(local, model_comm_group=two_ranks, grid_shard_sizes=sizes)
     assert {name: rows.shape[3] for name, rows in out.items()} == {
         name: sizes[name][0] for name in out
     }

@@ -126,7 +126,7 @@ def needs_weights(needs: Network[bool]) -> bool:
 
 
 class NetworkSums:
-    """Sums over rows, those of `residual_norm_bwd` first: it has programs of its own number."""
+    """Sums over rows: first what `residual_norm_bwd` writes, whose number of programs differs."""
 
     def __init__(self, builder: SublayerBuilder, parts: dict[str, Part]):
         of_norm = {name: parts[name] for name in NORM_SUMS}
@@ -209,8 +209,9 @@ class NetworkSteps:
             builder.linear(h, weights["second"], weights.get("second_bias"), q)
             h = self.activate("second", q)
         has_norm = bool(self.options.norm.eps)
-        is_output = not has_norm and x is None and y.dtype == self.options.gemm_dtype
-        is_output = is_output and weights["out"].shape[0] == self.features
+        has_dtype = y.dtype == self.options.gemm_dtype
+        has_width = weights["out"].shape[0] == self.features  # it is not padded
+        is_output = not has_norm and x is None and has_dtype and has_width
         r = y if is_output else self.rows("out", begin, end)
         builder.linear(h, weights["out"], weights.get("out_bias"), r)
         if is_output:

@@ -135,7 +135,7 @@ class NetworkSublayer(PlannedOperator):
         steps = NetworkSteps(builder, t.network, weights, options, kept_parts)
         parts = NetworkGradients.of(t.network)
         packed_gradients, gradients = parts.packed(needs.network).allocate(builder)
-        parameters = dict(gradients)  # those of padded weights are padded
+        parameters = dict(gradients)  # where a weight is padded, its gradient is too
         for name in ("first", "out"):
             if name in gradients and gradients[name].shape != weights[name].shape:
                 parameters[name] = builder.empty(weights[name].shape, torch.float32)
@@ -165,11 +165,12 @@ class NetworkSublayer(PlannedOperator):
             dmore_rows = None if dmore is None else dmore.slice(0, begin, end)
             inputs.differentiate(dp, dx_rows, dmore_rows)
             if "first" in parameters:
-                rows = rows or inputs.rows(begin, end)
+                if rows is None:
+                    rows = inputs.rows(begin, end)
                 inputs.add_gradient(dp, rows, parameters["first"], is_first=begin == 0)
         inputs.finish(parameters.get("first"))
         for name, gradient in parameters.items():
-            if gradient != gradients[name]:
+            if gradient is not gradients[name]:  # padded
                 builder.resize(gradient, gradients[name])
         sums.reduce_into(parameters["sums"])
         return [dx, dmore, packed_gradients]

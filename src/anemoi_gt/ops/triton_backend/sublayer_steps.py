@@ -423,14 +423,14 @@ class SublayerBuilder(PlanBuilder):
 class NodeSums:
     """Partial sums over nodes, a row for each program, with named columns, written by launches.
 
-    Launches have `programs` programs, by default those of the tuning.
+    Launches have `programs` programs; by default the tuning chooses the number.
     """
 
     def __init__(
         self, builder: SublayerBuilder, parts: Mapping[str, Part], programs: int | None = None
     ):
         self.builder = builder
-        self.programs = programs or builder.tuning.programs
+        self.programs = builder.tuning.programs if programs is None else programs
         self.columns: dict[str, slice] = {}
         self.width = 0
         for name, part in parts.items():
