@@ -55,7 +55,7 @@ class AnemoiGtModel:
             self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes)
         shard = shard_model(self.model.to(device), mesh)
         if task["compiled"]:
-            compile_blocks(self.model)
+            compile_blocks(self.model, has_messages=True)
         num_nodes = graph["data"].x.shape[0]
         local_nodes = shard.partitions["data"].nodes(mesh.get_local_rank("model"), "cpu")
         fields = torch.randn(num_nodes, FIELDS, generator=torch.Generator().manual_seed(1))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.torch_release import TORCH
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anemoi_gt import toolchain
@@ -17,6 +18,8 @@ from anemoi_gt.refusal import permanent
 
 triton_build = pytest.importorskip("triton.runtime.build")
 NOWHERE = "/proc/none"  # where no folder can be made, by root neither
+# the folder of the compile cache; PyTorch 2.9 makes it when something is compiled
+IMPORT_MAKES_FOLDER = TORCH >= (2, 10)
 
 
 @pytest.fixture
@@ -141,10 +144,12 @@ def test_info_names_a_compile_cache_that_cannot_be_made_among_the_rest():
     result = run("anemoi_gt", "info", TORCHINDUCTOR_CACHE_DIR=NOWHERE)
     assert (result.returncode, result.stderr) == (0, "")
     assert "cpu  does not run: the environment variable TORCHINDUCTOR_CACHE_DIR" in result.stdout
-    assert f"not possible: [Errno 2] No such file or directory: '{NOWHERE}'" in result.stdout
+    install = f"not possible: [Errno 2] No such file or directory: '{NOWHERE}'"
+    assert (install in result.stdout) == IMPORT_MAKES_FOLDER
 
 
 @pytest.mark.process
+@pytest.mark.skipif(not IMPORT_MAKES_FOLDER, reason="imports need no compile cache")
 @pytest.mark.parametrize("command", [["anemoi_gt", "train"], ["anemoi_gt.train"]])
 def test_a_command_that_cannot_be_imported_says_so_in_one_sentence(command):
     result = run(*command, TORCHINDUCTOR_CACHE_DIR=NOWHERE)

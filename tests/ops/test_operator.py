@@ -107,6 +107,7 @@ def torch_func(compute, x):
 # Graphs are made outside of transforms, in which PyTorch 2.9 cannot read their indices.
 GRAPH = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
 ATTENTION = sublayers.draw_attention("cpu")
+INTERACTION = networks.draw_interaction("cpu")
 
 
 def attend_sublayer(x):
@@ -123,10 +124,10 @@ def linear_after_norm(x):
 
 
 def update_of_edges(x):
-    named, _, graph, _, options = networks.draw_interaction(x.device)
-    out, _ = interaction_sublayer(
-        sublayers.fill(InteractionTensors, named | {"x_dst": x}), graph, options
-    )
+    named, _, graph, _, options = INTERACTION
+    tensors = {name: tensor.to(x.device) for name, tensor in named.items()} | {"x_dst": x}
+    graph = graph.to(x.device)
+    out, _ = interaction_sublayer(sublayers.fill(InteractionTensors, tensors), graph, options)
     return out
 
 

@@ -8,6 +8,7 @@ nodes, so it is small if the order keeps neighbours together, as a Morton curve 
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class Ranges:
     @property
     def counts(self) -> tuple[int, ...]:
         """Number of positions of each rank."""
-        return tuple(high - low for low, high in zip(self.bounds, self.bounds[1:], strict=False))
+        return tuple(high - low for low, high in pairwise(self.bounds))
 
     def of(self, rank: int) -> slice:
         """Return the positions that `rank` owns."""

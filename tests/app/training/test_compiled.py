@@ -111,15 +111,18 @@ def test_compiled_steps_agree_with_eager_ones_to_rounding(
     torch.testing.assert_close(compiled, eager)
 
 
+@pytest.mark.parametrize("has_messages", [False, True])
 def test_blocks_are_compiled_with_overlapped_messages_by_options_that_inductor_has(
-    make_model, monkeypatch
+    make_model, monkeypatch, has_messages
 ):
     assert set(OVERLAP_MESSAGES) <= set(torch._inductor.list_options())
     assert all(hasattr(torch._inductor.comms, name) for name in OVERLAP_MESSAGES[f"{MOVES}_passes"])
     calls = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: calls.append(options))
-    compile_blocks(make_model())
-    moved = {MOVES: True, f"{MOVES}_passes": ["sink_waits", "raise_comms"]}
+    compile_blocks(make_model(), has_messages=has_messages)
+    moved = None
+    if has_messages:
+        moved = {MOVES: True, f"{MOVES}_passes": ["sink_waits", "raise_comms"]}
     assert calls == [{"dynamic": False, "options": moved}] * 4
 
 

@@ -402,14 +402,16 @@ def test_indices_on_the_host_are_replaced_and_restored(graph):
 def test_random_numbers_in_a_checkpoint_are_refused_and_before_it_are_not(monkeypatch, position):
     """The test has its own generator state, because PyTorch restores the state of the CPU generator."""
     drawn = torch.zeros(1)
-    # otherwise PyTorch does not read the state of the device
-    monkeypatch.setattr(torch.cpu, "_initialized", True, raising=False)
+    x = torch.ones(3, requires_grad=True)
+    # otherwise PyTorch does not read the state of the device; which one depends on its release
+    checkpoints = torch.utils.checkpoint
+    device = checkpoints._get_device_module(checkpoints._infer_device_type(x))
+    monkeypatch.setattr(device, "_initialized", True, raising=False)
 
     def draw_inside(x):
         drawn.add_(position == "inside")
         return x.sin().exp()
 
-    x = torch.ones(3, requires_grad=True)
     message = "dropout or noise must not be checkpointed in a step that is captured"
     refusal = pytest.raises(ValueError, match=message) if position == "inside" else nullcontext()
     with refusal, checkpoints_without_generator(drawn.clone):
