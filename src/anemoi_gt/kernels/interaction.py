@@ -207,10 +207,9 @@ def residual_norm_bwd(
     inside = f < F
     if scale is not None:
         w = load_parameter(scale, f, inside)
-    # One row of sums: with a row for each of a tile, registers spill.
-    scale_sum = tl.zeros((1, FEATURES), tl.float32)
-    shift_sum = tl.zeros((1, FEATURES), tl.float32)
-    total_sum = tl.zeros((1, FEATURES), tl.float32)
+    scale_sum = tl.zeros((ROWS, FEATURES), tl.float32)
+    shift_sum = tl.zeros((ROWS, FEATURES), tl.float32)
+    total_sum = tl.zeros((ROWS, FEATURES), tl.float32)
     # The node of a row is loaded two tiles ahead, the rows themselves one tile ahead.
     row = start + tl.arange(0, ROWS)
     mask = (row < num_rows)[:, None] & inside[None, :]
@@ -250,20 +249,20 @@ def residual_norm_bwd(
             ahead = next_row + step
             next_i = _end(ends, first_row + ahead, ahead < num_rows, num_edges, num_nodes, ENTRIES)
 
-        if dx is not None:
-            tl.store(dx + at, dy.to(dx.dtype.element_ty), mask=mask)
         d = dy
         if r is not None:
             n, inv_std = normalise(z, mask, eps, F, CENTRED)
-            scale_sum += tl.sum(dy * n, 0, keep_dims=True)
-            shift_sum += tl.sum(dy, 0, keep_dims=True)
+            scale_sum += dy * n
+            shift_sum += dy
             if scale is not None:
                 d = dy * w
             d = norm_gradient(n, inv_std, d, mask, F, CENTRED)
+        total_sum += d
         dr_at = row[:, None] * DR_STRIDE + f[None, :]
         dr_mask = (row < num_rows)[:, None] & (f < DR_STRIDE)[None, :]
         tl.store(dr + dr_at, d.to(dr.dtype.element_ty), mask=dr_mask)
-        total_sum += tl.sum(d, 0, keep_dims=True)
+        if dx is not None:
+            tl.store(dx + at, dy.to(dx.dtype.element_ty), mask=mask)
 
     put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
     put_into_partial(partial, first_sum + F, f, inside, shift_sum, SUMS, IS_FIRST)
