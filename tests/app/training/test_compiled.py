@@ -149,7 +149,8 @@ def test_chunks_of_a_mapper_share_compiled_code(make_step, splits, compiled_grap
     eager = make_step(compile=False, mapper_chunks=7, **options)
     loss = compiled.training_step(next(batches_of(splits)))
     expected = eager.training_step(next(batches_of(splits)))
-    assert compiled_graphs() == 4
+    # encoder, which PyTorch 2.15 shares with the decoder, processor, decoder and its end
+    assert compiled_graphs() in (3, 4)
     torch.testing.assert_close(loss, expected)
 
 
