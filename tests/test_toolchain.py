@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.torch_release import TORCH
+from support.releases import TORCH
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anemoi_gt import toolchain

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.compiling import lines_of
 from support.ir import narrow_offsets
+from support.releases import TRITON
 from torch.nn import functional
 
 from anemoi_gt.ops import activations
@@ -589,6 +590,8 @@ GROWING = {  # arguments whose size grows with nodes or edges
 }
 
 
+# Bytes: the assembler of Triton 3.9 stores one number before a loop, with which one warp more fits.
+KEPT_FOR_OCCUPANCY = 8 if TRITON >= (3, 9) else 0
 OTHERS = ("cuda:80", "cuda:100", "hip:gfx90a", "hip:gfx942")
 
 
@@ -600,7 +603,8 @@ def test_rows_of_512_and_1024_features_spill_nothing(target):
     lines = lines_of(COMPILE, "resources", target)
     assert {line["kernel"] for line in lines} == KERNELS
     for line in lines:
-        assert (line["stack"], line["local"]) == (0, 0), line
+        assert line["stack"] <= KEPT_FOR_OCCUPANCY, line
+        assert line["local"] == 0, line
 
 
 # Each of them compiles for these in test_compile.py, too; here are all forms.

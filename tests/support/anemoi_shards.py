@@ -35,7 +35,7 @@ from support.anemoi_model import (
 from support.garbage import collect_seldom
 from support.interpreter import patch_interpreter
 from support.plans import new_plans
-from support.torch_release import TORCH
+from support.releases import TORCH
 from support.weather import KINDS, weather_graph
 
 RANKS = 4
