@@ -100,11 +100,11 @@ SHARED = {
     "hip:gfx90a": 65536,
     "hip:gfx942": 65536,
 }
-# cuda:90 and hip:gfx942 have every form, the others each kernel once. Shared memory is what the
-# layouts of a compiler need: a form must fit all of its GPUs.
-LIKE_ANOTHER = ("cuda:80", "cuda:100", "hip:gfx90a")
-TARGETS = [("each" if target in LIKE_ANOTHER else "every", target) for target in SHARED]
-TARGETS += [pytest.param("every", target, marks=pytest.mark.nightly) for target in LIKE_ANOTHER]
+# cuda:90 has every form, the others each kernel once, and every form nightly. Shared memory is what
+# the layouts of a compiler need: a form must fit all of its GPUs.
+OTHERS = [target for target in SHARED if target != "cuda:90"]
+TARGETS = [("every", "cuda:90"), *(("each", target) for target in OTHERS)]
+TARGETS += [pytest.param("every", target, marks=pytest.mark.nightly) for target in OTHERS]
 
 
 @pytest.mark.parametrize(("launches", "target"), TARGETS)
@@ -143,12 +143,10 @@ def test_names_in_a_profile_contain_dtype_and_sizes():
 WITHOUT_CHANNELS = {"attribute_bwd", "join_segments"}  # in their names
 # Bytes on the stack, where a kernel of the default model has any; Triton 3.7.
 STACK = {"cuda:100": 16}
-OTHERS = [
-    pytest.param(target, marks=pytest.mark.nightly) for target in SHARED if target != "cuda:90"
-]
+STANDARD = ["cuda:90", *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS)]
 
 
-@pytest.mark.parametrize("target", ["cuda:90", *OTHERS])
+@pytest.mark.parametrize("target", STANDARD)
 def test_standard_shapes_spill_nothing(target):
     compiled = compile_kernels("standard", target)
     assert {line["kernel"] for line in compiled} == KERNELS - GROUPING
