@@ -26,7 +26,7 @@ Spec = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor
 
 
 class GradientLeaf(NamedTuple):
-    """Where the gradient of a tensor is: a result of the backward pass, or a piece of one."""
+    """Location of the gradient of a tensor: a result of the backward pass, or a piece of one."""
 
     result: int
     piece: int | None  # None: the whole result
@@ -35,9 +35,9 @@ class GradientLeaf(NamedTuple):
 
 
 class GradientLayout(NamedTuple):
-    """Results of a backward pass, and the gradients of all tensors in them.
+    """Results of a backward pass, and the location of each gradient in them.
 
-    Results of an operator must not share memory, and each costs host time, so the gradients of
+    Results of an operator must not alias, and each costs host time, so the gradients of
     parameters may be pieces of one result. Sizes may be symbolic.
     """
 
@@ -91,7 +91,7 @@ class Passes(Protocol):
     """
 
     def forward(self, inputs: Sequence[Tensor | None], *, save: bool) -> list[Tensor]:
-        """Return the outputs, and with `save` what the backward pass reads of this pass."""
+        """Return the outputs; with `save`, also the tensor saved for the backward pass."""
 
     def backward(
         self,
@@ -109,7 +109,7 @@ class Operator(ABC):
     Parameters
     ----------
     name, backend : str
-        Messages to users say `name`.
+        Error messages contain `name`.
     tensors : NamedTuple class
         Tree of the tensors that are differentiated.
     constants : NamedTuple class
@@ -168,7 +168,7 @@ class Operator(ABC):
 
     @abstractmethod
     def forward_specs(self, tensors: Any, constants: Any, options: Any) -> list[Spec]:
-        """Return shape and dtype of each output, and of what is kept if something is."""
+        """Return shape and dtype of each output, then of the tensor saved for backward, if any."""
 
     @abstractmethod
     def gradient_layout(
@@ -273,7 +273,7 @@ class Operator(ABC):
         kept, *grads, needs = arguments[self.num_arguments :]
         grads = self.readable(grads)
         results, _ = self.passes(inputs, options).backward(inputs, kept, grads, tuple(needs))
-        # an empty one for each: results are no aliases of each other
+        # a new empty tensor for each: results of an operator must not alias
         return tuple(kept.new_empty(0) if result is None else result for result in results)
 
     def _fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -302,7 +302,7 @@ class Operator(ABC):
                 )
 
     def _refuse_transform(self, tensors: Sequence[Tensor | None]) -> None:
-        """Raise RuntimeError if torch.func differentiates a tensor, which PyTorch cannot here."""
+        """Raise RuntimeError if torch.func differentiates a tensor, which is not supported."""
         if not is_gradient_transform():
             return
         if any(tensor is not None and tensor.requires_grad for tensor in tensors):

@@ -141,7 +141,7 @@ def _sum_over_batch(entries: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def has_fixed_degree(sizes: Sizes) -> bool:
-    """Return whether fixed-degree kernels run: small known in-degree, raw attributes, fit."""
+    """Return whether fixed-degree kernels run: raw attributes, and a tile for this in-degree."""
     return _fixed_degree_tile(sizes) is not None
 
 

@@ -1,13 +1,12 @@
 """The forward pass of the `triton` backend for export: the same launches, as graph nodes.
 
-A process without our Python code cannot run our operator: it knows only the name.
-`edge_attention_triton_exported` does the same by `torch.library.triton_op`: AOTInductor looks into
-it and puts the kernels into its package. An export takes it by decomposition
-(`anemoi_gt.export.export_program`); eager and compiled models never do.
+Without our Python code a process cannot run our operator. `edge_attention_triton_exported` computes
+the same through `torch.library.triton_op`, which AOTInductor traces into, so the kernels become
+part of the package. Only exports use it, by decomposition (`anemoi_gt.export.export_program`).
 
-What is compiled into a kernel is decided once, while exporting. Sizes may be symbols then, so what
-depends on how many edges a node has (the tile) follows from the example that was exported with, and
-offsets have 64 bits unless the ranges of the sizes prove that 32 do. Grids and sizes stay symbols.
+All constexpr arguments are fixed at export. Sizes may be symbolic, so the tile, which depends on
+the mean degree, follows from the example inputs, and offsets have 64 bits unless the ranges of the
+sizes prove that 32 suffice. Grids and sizes stay symbolic.
 
 Nothing here runs under Triton's interpreter, which records no graph.
 """

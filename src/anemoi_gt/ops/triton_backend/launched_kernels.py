@@ -16,7 +16,7 @@ def kernel_names(
 ) -> tuple[list[str], list[str]]:
     """Return the kernels of a forward pass, and of a backward pass if tensors need gradients.
 
-    The first output has an incoming gradient.
+    Assumes that only the first output has an incoming gradient.
     """
     options = arguments[operator.num_inputs : operator.num_arguments]
     plans = operator.passes(

@@ -3,8 +3,9 @@
     p = first layer of u, h = act(p)       q = W_2 h + b_2, g = act(q)       r = W_out g + b_out
     y = x + norm(r)
 
-Kept for the backward pass, in 16 bits: p, q, r. It recomputes h, g and the normalised rows in the
-passes that read these. Rows are taken in chunks: what else is as large exists for a chunk.
+Kept for the backward pass, in the GEMM dtype: p, q, r. It recomputes h, g and the normalised rows
+in the passes that read p, q and r. Rows are processed in chunks; all other tensors of hidden width
+exist for one chunk at a time.
 """
 
 from typing import NamedTuple
@@ -126,7 +127,7 @@ def needs_weights(needs: Network[bool]) -> bool:
 
 
 class NetworkSums:
-    """Sums over rows: first what `residual_norm_bwd` writes, whose number of programs differs."""
+    """Sums over rows: columns of `residual_norm_bwd` first, which has other programs."""
 
     def __init__(self, builder: SublayerBuilder, parts: dict[str, Part]):
         of_norm = {name: parts[name] for name in NORM_SUMS}

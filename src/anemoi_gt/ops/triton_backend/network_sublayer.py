@@ -2,10 +2,10 @@
 
     p = W_x x + W_m m + b        without m, or (W_x + W_m) x + b        r, y: see `network_steps`
 
-A graph network updates its nodes so, and embeds rows, or reads results from them, without the
-residual connection. Rows that a model embeds or returns have as many columns as it has variables
-or attributes, so they and their weights are padded (`aligned_columns`). p of rows with few columns
-is recomputed in the backward pass: a product that is bound by writing it.
+A graph network updates its nodes with it. Without the residual connection, it embeds input rows and
+computes output rows. These have one column per variable or attribute, so they and their weights are
+padded (`aligned_columns`). With few input columns, p is recomputed in the backward pass, because
+writing p takes longer than its product.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Rows of nodes in the attention sub-layer: three kinds of sets, with norms and projections.
 
-Query, y, key and value of nodes are columns of wider tensors, each made by one GEMM, with the term
-of self where y will be: the attention is added to it. So are their gradients, and the gradients of
-n and of the weights are one GEMM each.
+Query, y, key and value of nodes are columns of wider tensors, each computed by one GEMM. Column y
+starts as the self term, and the attention is added to it. Gradients have the same layout, so the
+gradients of n and of the weights take one GEMM each.
 
     OneSet           sources are the destinations, with one norm      [q, y, k, v]
     OneSetAndHalo    the same, followed by the halo of other ranks    [q, y] and [k, v]
@@ -251,7 +251,7 @@ class NodeSets(ABC):
     def differentiate_source_norm(
         self, norm: NormSteps, x: Buffer, dx: Buffer, grad_total: Buffer | None, dn: Buffer
     ) -> tuple[Buffer, Buffer | None]:
-        """Do so for own sources and halo; return normalised rows and the gradient of the halo."""
+        """Fill dx of own sources; return normalised rows of all sources, and the halo's dx."""
         sizes = self.sizes
         halo = self.tensors.halo
         if sizes.batch > 1 and sizes.halo:

@@ -130,7 +130,7 @@ class PlanBuilder:
     inputs : sequence of (shape, dtype) or None
         The input tensors, which are contiguous; None where there is none.
     tuning : Tuning
-        How the steps are cut.
+        Chunk sizes and limits.
     """
 
     def __init__(

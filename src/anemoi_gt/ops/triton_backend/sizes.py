@@ -147,8 +147,8 @@ def sizes_of(
         Elements between two nodes in query, key, value and the gradients of rows; 0: they are
         contiguous.
     holds : callable
-        Decides a statement about sizes; for symbolic ones True only where it holds for all that are
-        admitted.
+        Evaluates a condition on sizes; with symbolic sizes, True only if it holds for every
+        admissible value.
     fixed_degree_kernels : bool
         Use the kernels for a fixed in-degree where the structure has one.
     int32_limit : int

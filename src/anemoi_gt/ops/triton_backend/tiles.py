@@ -1,4 +1,4 @@
-"""Every number that tunes: what one program of each kernel holds on chip, and how plans are cut.
+"""All tuning parameters: the tile of each kernel, and the chunk sizes of plans.
 
 Tiles follow from problem sizes only and are never autotuned, so equal sizes give the same bits on
 every run and device. Each entry says where it was measured; benchmarks/NOTES.md, "Tiles", has the
@@ -6,16 +6,17 @@ times and the alternatives by the names of this module. On other shapes, `benchm
 searches. "N320" stands for its encoder, processor and decoder with icosphere 6, in bf16 with 16
 heads of 32 and 64 channels, 11 attributes and a bias.
 
-What sweeps over warps, unroll, packed pairs and nodes found: all heads in one program; one warp
-where a row is reduced, more where it is only summed; several nodes a program where a node has one
-or two edges. Each tile of the row kernels is within 2% of the fastest that was measured.
+Sweeps over warps, unroll, packed pairs and nodes selected: all heads in one program; one warp for
+reductions across a row, more for plain accumulation; several nodes per program if nodes have one or
+two edges. Each tile of the row kernels, except `residual_norm_tile`, is within 2% of the fastest
+that was measured.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-# smallest inner size of a matrix instruction
+# minimum M, N and K of `tl.dot` in these kernels; smaller sizes are padded
 PRODUCT = 16
 # warps of a program
 MAX_WARPS = 8
@@ -24,7 +25,7 @@ CACHED_TILES = 128
 
 
 class Tuning(NamedTuple):
-    """How plans are cut; tests make them small, so that each case has several of everything."""
+    """Chunk sizes and limits of plans; tests reduce them, so that every loop has several steps."""
 
     # rows whose hidden features and modulation exist at a time. H200, decoder of N320 (row 39)
     chunk: int = 131072
@@ -169,8 +170,8 @@ def source_tile(shape: Shape) -> RowTile:
 def fixed_degree_tile(shape: Shape, degree: int) -> RowTile | None:
     """Return the tile of the fixed-degree kernels, or None if they do not support the shape.
 
-    A program holds all heads and all edges of a destination; a thread at most 32 elements of a row,
-    of 2 `degree` rows, which for 4 edges are 168 registers without spills. H200, decoder of N320:
+    A program holds all heads and all edges of a destination. A thread holds at most 32 elements of
+    each of 2 `degree` rows: with 4 edges, 168 registers and no spills. H200, decoder of N320:
     "Tiles".
     """
     heads = next_power_of_two(shape.heads)
@@ -331,7 +332,7 @@ def activation_tile(features: int) -> NodeTile:
 
 
 def gate_backward_tile(features: int) -> NodeTile:
-    """Return the tile of `activation_bwd` with a gate: half, so it has as many registers.
+    """Return the tile of `activation_bwd` with a gate: half the elements for equal registers.
 
     Not measured.
     """
