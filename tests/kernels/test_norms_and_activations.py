@@ -590,8 +590,9 @@ GROWING = {  # arguments whose size grows with nodes or edges
 }
 
 
-# Bytes: the assembler of Triton 3.9 stores one number before a loop, with which one warp more fits.
-KEPT_FOR_OCCUPANCY = 8 if TRITON >= (3, 9) else 0
+# Bytes. The assembler of Triton 3.9 stores a number of two kernels at the start, though registers are
+# left, and reads it once.
+STACK = 8 if TRITON >= (3, 9) else 0
 OTHERS = ("cuda:80", "cuda:100", "hip:gfx90a", "hip:gfx942")
 
 
@@ -603,7 +604,7 @@ def test_rows_of_512_and_1024_features_spill_nothing(target):
     lines = lines_of(COMPILE, "resources", target)
     assert {line["kernel"] for line in lines} == KERNELS
     for line in lines:
-        assert line["stack"] <= KEPT_FOR_OCCUPANCY, line
+        assert line["stack"] <= STACK, line
         assert line["local"] == 0, line
 
 

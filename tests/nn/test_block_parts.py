@@ -34,6 +34,14 @@ def test_conditional_norm_is_its_formula_and_initialised_as_a_norm_without_param
     torch.testing.assert_close(norm(x, cond=cond), expected)
 
 
+@pytest.mark.compiled
+def test_a_condition_with_fewer_dimensions_than_the_rows_is_traced():
+    norm, x, cond = ConditionalLayerNorm(8, condition_shape=3), draw(2, 5, 8), draw(5, 3)
+    randomise(norm)
+    traced = torch.compile(norm, fullgraph=True, backend="eager")
+    assert torch.equal(traced(x, cond=cond), norm(x, cond=cond))
+
+
 @pytest.mark.parametrize("most", [1, 16, 40, 10_000])
 @pytest.mark.parametrize("nodes", [None, 1, 5])
 def test_norms_in_chunks_give_the_same_bits(nodes, most):

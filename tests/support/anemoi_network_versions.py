@@ -19,6 +19,7 @@ FEATURES = 16
 NODES = 7  # of each rank
 EDGES = 40
 KINDS = (blocks.GraphConvProcessorBlock, blocks.GraphConvMapperBlock)
+TAKES_SHAPES = "shapes" in signature(blocks.GraphConvMapperBlock.forward).parameters
 
 
 def build(kind):
@@ -31,18 +32,16 @@ def build(kind):
     return block
 
 
-TAKES_SHAPES = "shapes" in signature(blocks.GraphConvMapperBlock.forward).parameters
-
-
 def is_trainable(group):
-    """Return whether Anemoi's blocks can be differentiated on a group; on several ranks, not from 0.13 to 0.15."""
-    if group is None or not hasattr(blocks, "shard_tensor"):
+    """Return whether Anemoi's blocks can be differentiated on a group."""
+    if group is None:
         return True
     rows = torch.ones(group.size() * NODES, FEATURES, requires_grad=True)
-    shards = group.size() * [[NODES, FEATURES] if TAKES_SHAPES else NODES]
-    own = blocks.shard_tensor(rows, 0, shards, group, gather_in_backward=False)
+    shard = [NODES, FEATURES] if TAKES_SHAPES else NODES
+    shards = group.size() * [shard]
+    local = blocks.shard_tensor(rows, 0, shards, group, gather_in_backward=False)
     try:
-        own.sum().backward()
+        local.sum().backward()
     except RuntimeError:  # the gradient has the rows of one rank
         return False
     return True
@@ -62,7 +61,7 @@ def shards_of(block, ranks):
 
 
 def run(block, group, num_edges=EDGES):
-    """Return outputs and gradients, if there are any, of a block on the first rank's nodes and the edges into them."""
+    """Return outputs, and gradients where Anemoi has them, of a block on the first rank's nodes and the edges into them."""
     generator = torch.Generator().manual_seed(0)
     ranks = 1 if group is None else group.size()
     rows = [torch.randn(NODES, FEATURES, generator=generator) for _ in range(2)]
@@ -98,7 +97,7 @@ def compare(max_error):
             expected = run(block, group)
             with integration.install(backend="triton", blocks=True):
                 error = max_error(run(block, group), expected)
-                found = {"error": error, "outcome": outcome()}
+                found = {"error": error, "outcome": outcome(), "trainable": is_trainable(group)}
             with integration.install(backend="triton"), torch.autocast("cpu", torch.bfloat16):
                 for name, num_edges in (("many edges", EDGES), ("few edges", NODES)):
                     run(block, group, num_edges)

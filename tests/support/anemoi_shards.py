@@ -222,8 +222,9 @@ def make_model(graph_name, family, is_ensemble, options, compiled, dtype):
         "blocks": [*(mapper.proc for mapper in mappers), *model.processor.proc],
         "components": [*mappers, model.processor],
     }
+    is_one_graph = compiled == "blocks" or TRACES_SHARD_INFO
     for part in parts[compiled]:
-        part.compile(backend="aot_eager", fullgraph=TRACES_SHARD_INFO or compiled == "blocks")
+        part.compile(backend="aot_eager", fullgraph=is_one_graph)
     if is_ensemble and dtype == torch.float64:  # Anemoi draws noise in float32
 
         def in_float64(module, arguments, options):

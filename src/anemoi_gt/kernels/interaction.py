@@ -12,7 +12,7 @@
     segment_sum          s, or the same of gradients, over in-edges or out-edges
     join_segment_sums    s of hubs, whose edges several programs sum
 
-Edges are in the caller's order; batch entry n starts at row n E. Pointers and `order` are as in
+Edges are in the caller's order, one batch entry after the other. Pointers and `order` are as in
 `anemoi_gt.graph.GraphStructure`. Edge rows are read and written once, node rows are gathered once
 per edge; sums are float32 and in a fixed order. Tiles, `partial` and prefetched tiles are as in
 `norms_and_activations`.

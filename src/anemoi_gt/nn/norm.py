@@ -93,7 +93,7 @@ class ConditionalLayerNorm(nn.Module):
             wanted,
             lambda c: c.dim() >= 2 and c.shape[-1] == features and c.shape[-2] in (1, rows),
         )
-        # PyTorch 2.9 traces no zip of unequal lengths
+        # PyTorch 2.9 traces zip(strict=False) as strict
         common = range(3, min(cond.dim(), x.dim()) + 1)
         batches = [(cond.shape[-d], x.shape[-d]) for d in common]
         if not all(1 in sizes or sizes[0] == sizes[1] for sizes in batches):

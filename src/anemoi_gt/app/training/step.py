@@ -283,8 +283,8 @@ def compile_blocks(model: nn.Module, *, has_messages: bool = False) -> None:
     Blocks are compiled one by one. Blocks of one kind, and all chunks of a mapper, share compiled
     code, so a deep model compiles as fast as a shallow one. The norm and linear map at the end of a
     decoder are compiled as well. Weights and their names do not change, and a copy of the model is
-    not compiled. With `has_messages`, those between ranks overlap with computation. Raises
-    ValueError if the model has no such block.
+    not compiled. `has_messages` says that blocks exchange rows between ranks; these messages then
+    overlap with computation. Raises ValueError if the model has no such block.
     """
     modules = list(model.modules())
     kinds = (GraphTransformerBaseBlock, InteractionBlock)

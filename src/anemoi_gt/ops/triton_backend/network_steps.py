@@ -127,7 +127,7 @@ def needs_weights(needs: Network[bool]) -> bool:
 
 
 class NetworkSums:
-    """Sums over rows: columns of `residual_norm_bwd` first, which has other programs."""
+    """Sums over rows; `residual_norm_bwd`, with its own number of programs, writes the first."""
 
     def __init__(self, builder: SublayerBuilder, parts: dict[str, Part]):
         of_norm = {name: parts[name] for name in NORM_SUMS}
