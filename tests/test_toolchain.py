@@ -137,7 +137,7 @@ def test_without_a_cpp_compiler_one_sentence_names_cxx(monkeypatch):
 
 
 def run(*arguments, **variables):
-    # with PyTorch 2.15, torch-geometric causes one
+    # with PyTorch 2.15, importing torch-geometric prints one
     environment = {**os.environ, "PYTHONWARNINGS": "ignore::FutureWarning", **variables}
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)

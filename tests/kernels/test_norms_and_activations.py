@@ -590,8 +590,8 @@ GROWING = {  # arguments whose size grows with nodes or edges
 }
 
 
-# Bytes. The assembler of Triton 3.9 stores a number of two kernels at the start, though registers are
-# left, and reads it once.
+# Bytes. In two kernels the assembler of Triton 3.9 keeps one value on the stack, though registers
+# are free.
 STACK = 8 if TRITON >= (3, 9) else 0
 OTHERS = ("cuda:80", "cuda:100", "hip:gfx90a", "hip:gfx942")
 

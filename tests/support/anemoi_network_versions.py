@@ -97,11 +97,11 @@ def compare(max_error):
             expected = run(block, group)
             with integration.install(backend="triton", blocks=True):
                 error = max_error(run(block, group), expected)
-                found = {"error": error, "outcome": outcome(), "trainable": is_trainable(group)}
+                outcomes = {"error": error, "outcome": outcome(), "trainable": is_trainable(group)}
             with integration.install(backend="triton"), torch.autocast("cpu", torch.bfloat16):
                 for name, num_edges in (("many edges", EDGES), ("few edges", NODES)):
                     run(block, group, num_edges)
-                    found[name] = outcome()
-            report[f"{kind.__name__} on {ranks}"] = found
+                    outcomes[name] = outcome()
+            report[f"{kind.__name__} on {ranks}"] = outcomes
     dist.destroy_process_group()
     return report
