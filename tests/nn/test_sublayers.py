@@ -1,19 +1,13 @@
 """Parts of fused sub-layers: what is recognised in blocks of both libraries, and the reason for all else."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from anemoi.models.layers import block as anemoi_block
 from anemoi.models.layers import mlp as anemoi_mlp
 from anemoi.models.layers.utils import load_layer_kernels
-from support.upstream import NEWEST, OLD, PINNED, each, folder_of
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrize, prune
@@ -278,30 +272,6 @@ def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
     assert t.x_src is None
     assert t.norm_src == Norm()
     assert t.norm.scale is not None
-
-
-@pytest.mark.parametrize("version", each(*OLD, PINNED, NEWEST))
-def test_blocks_of_other_versions_of_anemoi(version):
-    script = Path(__file__).parents[1] / "support" / "anemoi_sublayers.py"
-    environment = os.environ | {"PYTHONPATH": str(folder_of(version))}
-    result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads(result.stdout)
-    assert report.pop("version") == version or version == NEWEST
-    has_gates = version not in ("0.9.3", "0.11.2")
-    for name, descriptions in report.items():
-        kind, norm, implementation = name.split()
-        condition = " condition" if norm == "conditional" else ""
-        gated = " gated" if implementation == "swiglu" and has_gates else ""
-        expected = {
-            "attention": f"parts{condition} qk-norm",
-            "feed_forward": f"parts{condition}{gated}",
-        }
-        if kind == "Mapper":
-            expected["sources"] = expected["feed_forward"]
-        assert descriptions == expected, name
 
 
 # ----------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""Print, as JSON, which sub-layers can be fused in the blocks of the first anemoi-models on the path.
+"""Which sub-layers can be fused in the blocks of the first anemoi-models on the path.
 
 For each sub-layer of a block, the report has "parts", or the reason that it cannot be fused.
 """
 
 import inspect
-import json
 import warnings
-from importlib.metadata import version
 from itertools import product
 
 from anemoi.models.layers import block
@@ -56,14 +54,16 @@ def describe(parts):
     return " ".join(words)
 
 
-def main():
-    warnings.simplefilter("ignore")
+def report_sublayers():
+    """Return by kind of block, of norm and of network what each sub-layer is read as."""
     recognise_modules()
     limits = BACKENDS["triton"].sublayers
-    report = {"version": version("anemoi-models")}
+    report = {}
     norms = {"plain": {}, "conditional": {"LayerNorm": CONDITIONAL}}
     for kind, norm, mlp_kind in product(("Processor", "Mapper"), norms, ("mlp", "swiglu")):
-        layer = build(f"GraphTransformer{kind}Block", norms[norm], mlp_implementation=mlp_kind)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer = build(f"GraphTransformer{kind}Block", norms[norm], mlp_implementation=mlp_kind)
         parts = {
             "attention": attention_parts(layer, limits),
             "feed_forward": feed_forward_parts(
@@ -76,8 +76,4 @@ def main():
             )
         descriptions = {part: describe(value) for part, value in parts.items()}
         report[f"{kind} {norm} {mlp_kind}"] = descriptions
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

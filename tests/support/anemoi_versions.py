@@ -353,6 +353,7 @@ def report_all():
     report["messages"] = list(dict.fromkeys(messages))
     report["updated sources"] = updated_sources()
     report["mapper layers"] = mapper_layers()
+    report["sub-layers"] = anemoi_sublayers.report_sublayers()
     report["graph networks"] = anemoi_network_versions.compare(max_error)
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()

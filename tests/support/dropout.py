@@ -10,8 +10,5 @@ def keep_of(graph, heads, rate, manual_seed, sample=0):
     torch.manual_seed(manual_seed)
     seed = torch.randint(2**62, (1,), device=graph.device)  # as edge_attention draws it
     ids = graph.global_edge_ids()
-    factors = []
-    for head in range(heads):
-        factors.append(dropout_factor(seed, sample, ids, head, rate, torch.float64))
-    mask = torch.stack(factors, 1)
+    mask = dropout_factor(seed, sample, ids, range(heads), rate, torch.float64)
     return torch.empty_like(mask).index_copy_(0, graph.edge_order().long(), mask).cpu()

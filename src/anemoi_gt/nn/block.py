@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from einops import rearrange
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
@@ -321,9 +320,7 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def combine(self, out: Tensor, skip: Tensor) -> Tensor:
         """Project attention output [..., heads, C] plus `skip`, the destinations' `lin_self`."""
-        return self.projection(
-            rearrange(out, "... nodes heads channels -> ... nodes (heads channels)") + skip
-        )
+        return self.projection(out.flatten(-2) + skip)
 
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the edge operands: attributes [.., E, edge_dim], embedding weight and bias.
@@ -351,9 +348,7 @@ class GraphTransformerBaseBlock(nn.Module):
         return MLP(*sizes, self.mlp_implementation, self.layer_kernels)
 
     def _split_heads(self, features: Tensor) -> Tensor:
-        return rearrange(
-            features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.num_heads
-        )
+        return features.unflatten(-1, (self.num_heads, -1))
 
 
 def _is_empty_batch(x: Tensor) -> bool:

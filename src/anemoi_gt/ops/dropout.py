@@ -26,15 +26,15 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def dropout_factor(
-    seed: Tensor, batch: int, global_edge_id: Tensor, head: int, rate: float, dtype: torch.dtype
+    seed: Tensor, batch: int, global_edge_id: Tensor, heads: range, rate: float, dtype: torch.dtype
 ) -> Tensor:
     """Return dropout factors, 0 if dropped, else 1 / (1 - rate), rate in 0 .. 1.
 
-    `seed` [1] and `global_edge_id` [E] are int64. The result [E] is `dtype`.
+    `seed` [1] and `global_edge_id` [E] are int64. The result [E, len(heads)] is `dtype`.
     """
-    low, high = global_edge_id & _LOW, global_edge_id >> 32
-    counter = low, high, global_edge_id.new_full((), batch), global_edge_id.new_full((), head)
-    bits = philox(counter, seed)[0]
+    edge = global_edge_id.unsqueeze(1)
+    head = torch.arange(heads.start, heads.stop, device=edge.device)
+    bits = philox((edge & _LOW, edge >> 32, edge.new_full((), batch), head), seed)[0]
     survivor = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
     return (bits >= drop_threshold(rate)).to(dtype) * survivor
 
@@ -45,9 +45,9 @@ def drop_threshold(rate: float) -> int:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, ...]:
-    """Return Philox-4x32-10 of four counters [E] and a 64-bit seed [1]: four 32-bit values [E].
+    """Return Philox-4x32-10 of four counters and a 64-bit seed [1]: four 32-bit values.
 
-    All are held in int64.
+    All are held in int64; counters are broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW

@@ -123,6 +123,23 @@ def assert_layers_of_mappers_are_fused(report):
     assert layers["error"] < 2e-6, report["version"]
 
 
+@every_version
+def test_sub_layers_of_blocks_are_read_with_their_conditions_gates_and_norms(report):
+    assert len(report["sub-layers"]) == 8  # two kinds of blocks, of norms and of networks
+    has_gates = release_of(report) >= (0, 16)
+    for name, descriptions in report["sub-layers"].items():
+        kind, norm, implementation = name.split()
+        condition = " condition" if norm == "conditional" else ""
+        gated = " gated" if implementation == "swiglu" and has_gates else ""
+        expected = {
+            "attention": f"parts{condition} qk-norm",
+            "feed_forward": f"parts{condition}{gated}",
+        }
+        if kind == "Mapper":
+            expected["sources"] = expected["feed_forward"]
+        assert descriptions == expected, name
+
+
 @every_old_version
 def test_embeddings_and_output_layers_of_mappers_are_fused_with_the_same_numbers(report):
     assert_layers_of_mappers_are_fused(report)

@@ -91,12 +91,9 @@ class FlatArguments(NamedTuple):
             bias = bias[group]
         dropout = None
         if self.seed is not None:
+            heads = range(group.start, group.stop)
             dtype = self.query.dtype
-            factors = [
-                dropout_factor(self.seed, b, global_edge_id, head, self.dropout_p, dtype)
-                for head in range(group.start, group.stop)
-            ]
-            dropout = torch.stack(factors, dim=1)
+            dropout = dropout_factor(self.seed, b, global_edge_id, heads, self.dropout_p, dtype)
         return HeadGroup(q, k, v, attr, weight, bias, dropout, self.scale)
 
     def edges(self) -> Edges:
