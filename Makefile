@@ -116,7 +116,7 @@ nightly-interpreter: $(INSTALLED)-test
 # Environments without constraints: what their packages need is the newest. Pages and other versions of Anemoi are tested with the pinned torch.
 WITHOUT_PAGES := -m "not (pages or upstream or nightly)"
 
-# torch, torch-geometric, einops and hydra of the lower bounds in pyproject.toml, which the second command keeps.
+# torch, torch-geometric and hydra of the lower bounds in pyproject.toml, which the second command keeps.
 nightly-lowest: .venv-lowest/bin/python
 	.venv-lowest/$(INSTALL_ONCE) uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[hydra]'

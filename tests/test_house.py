@@ -108,7 +108,7 @@ FOREIGN = {
     "distributed": {"torch", "filelock"},  # torch requires filelock and sympy
     "export": {"torch", "sympy"},
     "kernels": {"triton"},
-    "nn": {"torch", "torch_geometric", "einops"},
+    "nn": {"torch", "torch_geometric"},
     "cuda_graph": {"torch"},
     # A callback and a runner are imported when they are used.
     "integrations": {"torch", "torch_geometric", "pytorch_lightning", "anemoi"},
@@ -178,6 +178,7 @@ OPTIONAL = {
     "cf_xarray",
     "eccodes",
     "scipy",
+    "einops",
     "tqdm",
     "anemoi",
     "triton",
@@ -194,12 +195,12 @@ print(tuple(x.grad.shape))
 
 @pytest.mark.process
 def test_structure_and_operation_need_only_torch():
-    result = run_without(OPTIONAL | {"torch_geometric", "einops"}, USE_OPERATION)
+    result = run_without(OPTIONAL | {"torch_geometric"}, USE_OPERATION)
     assert result.stdout == "(2, 1, 4)\n", result.stderr
 
 
 @pytest.mark.process
-def test_modules_need_torch_geometric_and_einops_only():
+def test_modules_need_torch_geometric_only():
     code = (
         "import torch, anemoi_gt\nprint(anemoi_gt.GraphTransformerConv(4, 4, heads=2, edge_dim=3))"
     )

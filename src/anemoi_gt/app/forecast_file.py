@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from einops import rearrange
 
 from anemoi_gt.app.datasets.fields import Grid
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
@@ -80,8 +81,9 @@ def describe_forecast(
         # in CF, the attributes of a grid mapping count, not its value
         coordinates[mapping[0]] = ((), np.int32(0), mapping[1])
     variables: dict[str, tuple] = {}
-    for v, (name, units) in enumerate(zip(dataset.variables, dataset.units, strict=True)):
-        values = states[..., v].reshape(members, steps, *shape)
+    fields = rearrange(states, "members steps nodes variables -> variables members steps nodes")
+    for name, units, field in zip(dataset.variables, dataset.units, fields, strict=True):
+        values = field.reshape(members, steps, *shape)
         if members == 1:
             values = values[0]
         attributes = variable_attributes(dict(dataset.attributes.get(name, {})), units)

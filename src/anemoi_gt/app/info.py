@@ -20,12 +20,12 @@ from anemoi_gt.version import __version__
 # module: its package, and the extra that installs it (None for dependencies of the library)
 PACKAGES = {
     "torch_geometric": ("torch-geometric", None),
-    "einops": ("einops", None),
     "filelock": ("filelock", None),
     "triton": ("triton", "triton"),
     "numpy": ("numpy", "graphs"),
     "scipy": ("scipy", "graphs"),
     "hydra": ("hydra-core", "hydra"),
+    "einops": ("einops", "train"),
     "tqdm": ("tqdm", "train"),
     "matplotlib": ("matplotlib", "train"),
     "xarray": ("xarray", "xarray"),

@@ -18,6 +18,7 @@ _LOW = 0xFFFFFFFF  # uint32 arithmetic, held in int64
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_AT_ONCE = 2**16  # values that are drawn together: more leave the caches of a CPU
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -33,10 +34,16 @@ def dropout_factor(
     `seed` [1] and `global_edge_id` [E] are int64. The result [E, len(heads)] is `dtype`.
     """
     edge = global_edge_id.unsqueeze(1)
-    head = torch.arange(heads.start, heads.stop, device=edge.device)
-    bits = philox((edge & _LOW, edge >> 32, edge.new_full((), batch), head), seed)[0]
+    low, high, entry = edge & _LOW, edge >> 32, edge.new_full((), batch)
     survivor = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
-    return (bits >= drop_threshold(rate)).to(dtype) * survivor
+    step = max(1, _AT_ONCE // max(1, len(edge)))
+    factors = []
+    for first in range(0, len(heads), step):
+        group = heads[first : first + step]
+        head = torch.arange(group.start, group.stop, device=edge.device)
+        bits = philox((low, high, entry, head), seed)[0]
+        factors.append((bits >= drop_threshold(rate)).to(dtype) * survivor)
+    return torch.cat(factors, dim=1)
 
 
 def drop_threshold(rate: float) -> int:
@@ -60,7 +67,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tupl
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return high and low 32 bits of a 32 by 32 bit product, by 16-bit halves to fit int64."""
-    low = constant * (x & 0xFFFF)
-    middle = constant * (x >> 16) + (low >> 16)
-    return middle >> 16, ((middle << 16) | (low & 0xFFFF)) & _LOW
+    """Return high and low 32 bits of a 32 by 32 bit product, which wraps around in int64 as in uint64."""
+    product = constant * x
+    return (product >> 32).bitwise_and_(_LOW), product.bitwise_and_(_LOW)

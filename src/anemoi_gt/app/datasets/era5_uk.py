@@ -31,6 +31,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from anemoi_gt.app.datasets.fields import arrange, group
@@ -296,8 +297,8 @@ def fit_ridge(
     y = target.double()
     x_mean = x.mean(dim=0)
     y_mean = y.mean(dim=0)
-    x = (x - x_mean).transpose(0, 1)  # [N, S, F]
-    y = (y - y_mean).T[..., None]  # [N, S, 1]
+    x = rearrange(x - x_mean, "samples nodes predictors -> nodes samples predictors")
+    y = rearrange(y - y_mean, "samples nodes -> nodes samples 1")
     gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
     slope = torch.linalg.solve(gram, x.mT @ y)[..., 0]
 
@@ -311,7 +312,7 @@ def fit_ridge(
 def harmonics_of_day(hour: int, count: int) -> Tensor:
     """Return sine and cosine of 1, ..., `count` times the hour angle, [2 * count] float32."""
     angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
-    return torch.stack([angle.sin(), angle.cos()], dim=1).flatten()
+    return rearrange([angle.sin(), angle.cos()], "part harmonic -> (harmonic part)")
 
 
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
