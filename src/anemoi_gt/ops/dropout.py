@@ -67,6 +67,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tupl
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return high and low 32 bits of a 32 by 32 bit product, which wraps around in int64 as in uint64."""
+    """Return high and low 32 bits of a 32 by 32 bit product: int64 wraps around as uint64 does."""
     product = constant * x
     return (product >> 32).bitwise_and_(_LOW), product.bitwise_and_(_LOW)
