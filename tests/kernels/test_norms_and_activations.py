@@ -57,8 +57,12 @@ def exact(tensor):
     return None if tensor is None else tensor.detach().double().requires_grad_()
 
 
-def assert_rounded(name, result, reference):
-    """Assert that `result` is `reference` but for one rounding to its dtype and float32 arithmetic."""
+def assert_rounded(name, result, reference, largest_term=0.0):
+    """Assert that `result` is `reference` but for one rounding to its dtype and float32 arithmetic.
+
+    Where all terms of a sum cancel, one rounding of the largest is left if a GPU multiplies and adds
+    at once.
+    """
     assert result.shape == reference.shape
     eps = torch.finfo(result.dtype).eps
     size = max(1.0, reference.abs().max().item()) if reference.numel() else 1.0
@@ -66,7 +70,7 @@ def assert_rounded(name, result, reference):
         result.double(),
         reference.detach().double(),
         rtol=eps,
-        atol=FLOAT32 * size,
+        atol=FLOAT32 * size + torch.finfo(torch.float32).eps * largest_term,
         msg=lambda text: f"{name}: {text}",
     )
 
@@ -74,6 +78,16 @@ def assert_rounded(name, result, reference):
 def normal(x, norm=NORM):
     function = functional.layer_norm if norm.is_centred else functional.rms_norm
     return function(x, x.shape[-1:], eps=EPS)
+
+
+def largest_term(x, y, n, dy, norm):
+    """Return the largest |term| of dx = (dn - mean(dn) - n mean(n dn)) / std(x), where y is a function of n = norm(x)."""
+    if not x.numel():
+        return 0.0
+    (dn,) = torch.autograd.grad(y, n, dy, retain_graph=True)
+    centred = x - x.mean(-1, keepdim=True) if norm.is_centred else x
+    std = (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+    return (dn / std).abs().max().item()
 
 
 def modulated(n, scale, shift, modulation):
@@ -142,14 +156,15 @@ def test_norm_fills_columns_of_a_wider_buffer_and_no_others(draw, poisoned):
 
 
 def norm_gradients(x, grad_normed, grad_total, parameters, norm=NORM):
-    """Return results of `norm_bwd` by name, in float64."""
+    """Return results of `norm_bwd` by name, in float64, and the largest term of dx."""
     leaves = {name: exact(value) for name, value in parameters.items()}
     x = exact(x)
     n = normal(x, norm)
     y = modulated(n, **leaves)
     dy = grad_normed.double()
+    term = largest_term(x, y, n, dy, norm)
     (dx,) = torch.autograd.grad(y, x, dy)
-    results = {"dx": dx, "normed": y, "grad_scale": dy * n}
+    results = {"largest term": term, "dx": dx, "normed": y, "grad_scale": dy * n}
     results["sums"] = torch.cat([(dy * n).sum(0), dy.sum(0)])
     if grad_total is not None:
         results["dx"] = dx + grad_total.double()
@@ -193,7 +208,8 @@ def run_norm_backward(
     )
     reference = norm_gradients(x, grad_normed, grad_total, parameters, norm)
     for name, result in results.items():
-        assert_rounded(name, result, reference[name])
+        term = reference["largest term"] if name == "dx" else 0.0
+        assert_rounded(name, result, reference[name], term)
     assert_rounded("sums", partial.sum(0)[5:-3], reference["sums"])
     assert not partial[:, :5].any()
     assert not partial[:, -3:].any()
@@ -351,8 +367,9 @@ def test_head_norm_and_its_gradients(
     backward(
         x=key, grad_normed=grad, scale=scale, dx=columns, partial=partial if has_scale else None
     )
+    term = largest_term(x, y, n, grad.double(), norm)
     (exact_dx,) = torch.autograd.grad(y, x, grad.double())
-    assert_rounded("dx", columns, exact_dx.flatten(1))
+    assert_rounded("dx", columns, exact_dx.flatten(1), term)
     assert dx[:, :width].isnan().all()
     if has_scale:
         assert_rounded("dscale", partial.sum(0), (grad.double() * n).sum((0, 1)))
