@@ -2,7 +2,7 @@
 # make test   run every test; ERA5_PATH=FILE adds those on real weather data
 # make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, and test compiled code with Anemoi's torch,
 #   in .venv-anemoi (8 GB)
-# make nightly  what releases of others can break: all versions of anemoi-models and the newest, the lower bounds of pyproject.toml, each
+# make nightly  further cases of the benchmarks, and what releases of others can break: all versions of anemoi-models and the newest, the lower bounds of pyproject.toml, each
 #   tested torch, Triton's interpreter as it is
 # make demo   train the example model on a sphere, on a CPU, and draw the forecast
 # make bench  time attention beside PyG's, and anemoi-models' where it is installed, on what this machine has

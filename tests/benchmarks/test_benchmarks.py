@@ -54,6 +54,12 @@ from anemoi_gt.integrations.anemoi import edge_lists
 
 pytestmark = pytest.mark.application
 
+
+def nightly(*cases):
+    """Return parameters of further cases of one program, which run in `make nightly` only."""
+    return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
+
+
 # The channels must match the config, because its conditional norms depend on them.
 SMALL_MODEL = shlex.split(
     "--grid O4 --refinement 1 --channels 32 --layers 2 --variables 4 --device cpu --commit abc"
@@ -164,10 +170,12 @@ def replace_gelu(monkeypatch, gelu):
     ("case", "expected_sizes"),
     [
         ("benchmark", {}),
-        ("stretched", {"area_grid": "O8", "area_refinement": 2}),
-        ("ensemble of 4", {"members": 4}),
-        ("diffusion", {}),
-        ("transformer", {}),
+        *nightly(
+            ("stretched", {"area_grid": "O8", "area_refinement": 2}),
+            ("ensemble of 4", {"members": 4}),
+            ("diffusion", {}),
+            ("transformer", {}),
+        ),
     ],
 )
 def test_a_step_of_each_family_is_compared_and_timed(
@@ -257,7 +265,7 @@ def test_flex_attention_has_the_window_of_anemois_attention(monkeypatch):
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("case", ("benchmark", "ensemble", "diffusion"))
+@pytest.mark.parametrize("case", ("benchmark", *nightly(("ensemble",), ("diffusion",))))
 def test_loss_curves_of_anemoi_models_are_compared(tmp_path, anemoi_configs, case):
     options = ["--configs", str(anemoi_configs), "--precisions", "32", "--training-steps", "2"]
     report = anemoi_curves.main(
@@ -362,6 +370,7 @@ def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
     assert [(run["num_chunks"], run["outcome"]) for run in runs] == [(1, "right"), (2, "right")]
 
 
+@pytest.mark.nightly
 def test_training_at_9_km_checks_and_times_steps(tmp_path):
     sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
     options = (
