@@ -1,9 +1,9 @@
 # make quick  the inner loop: tests that compile nothing and start no process, in a minute
 # make test   run every test; ERA5_PATH=FILE adds those on real weather data
-# make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, and test compiled code with Anemoi's torch,
+# make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, and compile its models with its torch,
 #   in .venv-anemoi (8 GB)
-# make nightly  further cases of the benchmarks, and what releases of others can break: all versions of anemoi-models and the newest, the lower bounds of pyproject.toml, each
-#   tested torch, Triton's interpreter as it is
+# make nightly  further cases of the benchmarks, and what releases of others can break: all versions of anemoi-models and the newest,
+#   the lower bounds of pyproject.toml, each tested torch, Triton's interpreter as it is
 # make demo   train the example model on a sphere, on a CPU, and draw the forecast
 # make bench  time attention beside PyG's, and anemoi-models' where it is installed, on what this machine has
 # make tables  write the tables and plots of the pages from benchmarks/results
@@ -41,10 +41,11 @@ demo: $(INSTALLED)-train
 test: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
 
-# Older releases of torch trace less than the pinned one, so compiled code is tested with the release that Anemoi requires, too.
+# Older releases of torch trace less than the pinned one, so compiled models are tested with the release that Anemoi requires, too;
+# nightly-torch-2.10 runs all other tests with it.
 test-anemoi: .venv-anemoi/.installed
 	OMP_NUM_THREADS=1 .venv-anemoi/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH)) \
-		-m "(process or compiled) and not upstream" tests/anemoi_application tests/integrations/anemoi
+		tests/anemoi_application tests/integrations/anemoi/test_compiled.py
 
 bench: $(INSTALLED)-graphs
 	$(BIN)/python benchmarks/run.py --output outputs/bench.json
