@@ -26,6 +26,7 @@ def body_hash(function: Callable) -> str | None:
     return None if definition is None else hash_of_definition(definition)
 
 
+@cache
 def hash_of_definition(definition: ast.FunctionDef) -> str:
     """Return the hash of a definition of a function."""
     return sha256(_plain(definition).encode()).hexdigest()[:12]
