@@ -42,7 +42,7 @@ test: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
 
 # Older releases of torch trace less than the pinned one, so compiled models are tested with the release that Anemoi requires, too;
-# nightly-torch-2.10 runs all other tests with it.
+# nightly-torch-2.10 runs the other tests of compiled code with it.
 test-anemoi: .venv-anemoi/.installed
 	OMP_NUM_THREADS=1 .venv-anemoi/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH)) \
 		tests/anemoi_application tests/integrations/anemoi/test_compiled.py

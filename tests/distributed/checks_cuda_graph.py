@@ -103,8 +103,8 @@ def the_default_replays_between_gpus_with_the_bits_of_uncaptured_steps(group, ve
 @on_all_ranks
 def compiled_steps_agree_with_uncaptured_ones_to_rounding(group, verdict):
     with without_default_device():
-        # Two ranks suffice. Beside NCCL, `new_group` of some ranks with gloo never returns, because the
-        # others wait in a split of NCCL's communicator, so there it is all.
+        # Two ranks suffice, but with NCCL as the default group, a gloo group of some ranks deadlocks:
+        # `new_group` splits NCCL's communicator on the other ranks only.
         ranks = dist.get_world_size() if device_type() == "cuda" else 2
         members = dist.new_group(range(ranks), backend="gloo")
         # Inductor draws other random numbers than uncaptured steps, so dropout masks differ.

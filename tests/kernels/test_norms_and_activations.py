@@ -57,11 +57,11 @@ def exact(tensor):
     return None if tensor is None else tensor.detach().double().requires_grad_()
 
 
-def assert_rounded(name, result, reference, largest_term=0.0):
+def assert_rounded(name, result, reference, term=0.0):
     """Assert that `result` is `reference` but for one rounding to its dtype and float32 arithmetic.
 
-    Where all terms of a sum cancel, one rounding of the largest is left if a GPU multiplies and adds
-    at once.
+    `term` is the largest term of a sum in which all may cancel: a fused multiply-add of a GPU leaves
+    one rounding of it.
     """
     assert result.shape == reference.shape
     eps = torch.finfo(result.dtype).eps
@@ -70,7 +70,7 @@ def assert_rounded(name, result, reference, largest_term=0.0):
         result.double(),
         reference.detach().double(),
         rtol=eps,
-        atol=FLOAT32 * size + torch.finfo(torch.float32).eps * largest_term,
+        atol=FLOAT32 * size + torch.finfo(torch.float32).eps * term,
         msg=lambda text: f"{name}: {text}",
     )
 

@@ -74,7 +74,7 @@ class Program(PROCESSES.Process):
         torch.set_num_threads(1)
         if not HAS_GPU:
             SubprocessHandler._popen = fork_rank
-        # torchrun asks all modules for the name of the method that it records
+        # torchrun walks all loaded modules for the name of each method that it records, which is slow
         dynamic_rendezvous.get_method_name = lambda depth=2: "forked"
         evaluate.draw_training_plot = lambda path, *_: path.touch()
         run_python(arguments)
