@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.applications import logging_as_before
+from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom, free_garbage
 from support.schedule import long_first
 
@@ -55,6 +57,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--plain-interpreter", action="store_true", help="interpret kernels without our speed-up"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Let pytest call the test with room for the frames of what it calls."""
+    pyfuncitem.obj = partial(call_in_one_chunk, pyfuncitem.obj)
 
 
 @pytest.fixture(scope="module", autouse=True)

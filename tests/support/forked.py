@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import anemoi_gt.app.train_command  # noqa: F401
 from anemoi_gt.app import evaluate_command as evaluate
+from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom
 
 HAS_GPU = torch.cuda.is_available()
@@ -77,7 +78,7 @@ class Program(PROCESSES.Process):
         # torchrun walks all loaded modules for the name of each method that it records, which is slow
         dynamic_rendezvous.get_method_name = lambda depth=2: "forked"
         evaluate.draw_training_plot = lambda path, *_: path.touch()
-        run_python(arguments)
+        call_in_one_chunk(run_python, arguments=arguments)
 
     def finish(self, timeout):
         """Wait for the end, at most `timeout` seconds; return exit status, standard output and standard error."""
@@ -136,4 +137,4 @@ def be_rank(command, environment):
     os.setsid()
     os.environ.clear()
     os.environ |= environment
-    run_python(command[2:])  # of python -u
+    call_in_one_chunk(run_python, arguments=command[2:])  # of python -u
