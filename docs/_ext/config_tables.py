@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from importlib.resources import files
 
 from hydra import compose, initialize_config_module
@@ -66,6 +67,7 @@ def choices(group: str) -> list[str]:
     return sorted(names, key=lambda name: bool(_parent(group, name)))
 
 
+@cache
 def composed(group: str, choice: str) -> dict:
     """Return the composed values of an option."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):

@@ -1,6 +1,6 @@
-"""Anemoi's models on several gloo ranks, and on one rank: `python anemoi_shards.py FOLDER`.
+"""Anemoi's models on several gloo ranks, and on one rank: `python anemoi_shards.py FOLDER CASE..`.
 
-Four ranks start once and run every case of `CASES` with anemoi_gt. Rank 0 writes FOLDER/CASE.pt: the
+Four ranks start once and run these cases of `CASES` with anemoi_gt. Rank 0 writes FOLDER/CASE.pt: the
 loss, the gradients after Anemoi's strategy, and the counts of each step. `one_rank(case)` is the same
 with Anemoi's own code.
 """
@@ -32,6 +32,7 @@ from support.anemoi_model import (
     make_options,
     transport_arguments,
 )
+from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom
 from support.interpreter import patch_interpreter
 from support.plans import new_plans
@@ -419,14 +420,15 @@ def counting():
         yield counts
 
 
-def work(rank, folder):
+def work(rank, folder, names):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
     )
     logging.disable(logging.WARNING)
     groups = {k: dist.new_group(range(k)) for k in range(1, RANKS + 1)}
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         if rank < case.ranks * case.models:
             index = rank // case.ranks
             group = pairs[index] if case.models > 1 else groups[case.ranks]
@@ -444,8 +446,12 @@ def work(rank, folder):
 
 if __name__ == "__main__":
     patch_interpreter()
-    for case in CASES.values():
-        model_of(case)
+    folder, *names = sys.argv[1:]
+    for name in names:
+        model_of(CASES[name])
     conditioned_model()
     collect_seldom()
-    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=RANKS, start_method="fork")
+    arguments = (Path(folder), names)
+    call_in_one_chunk(
+        mp.start_processes, fn=work, args=arguments, nprocs=RANKS, start_method="fork"
+    )

@@ -14,6 +14,7 @@ from anemoi.models.layers.block import BaseBlock
 from support import anemoi_shards
 from support.anemoi_model import build, draw, make_family_options, make_options
 from support.anemoi_shards import CASES, LAYERS
+from support.nightly import nightly
 from support.once import compute_once
 from support.same_numbers import assert_same_numbers
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,19 +30,27 @@ EXCHANGES = LAYERS + 2  # of a forward pass: each layer, encoder and decoder
 TRAINED = 5
 
 
-def run_ranks(folder):
-    """Run all cases on ranks, which write files into the folder; return it."""
+# Cases of which other compiled ones have every part.
+NIGHTLY = ("compiled", "components compiled")
+
+
+def run_ranks(folder, names):
+    """Run cases on ranks, which write files into the folder; return it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, anemoi_shards.__file__, str(folder)]
+    command = [sys.executable, anemoi_shards.__file__, str(folder), *names]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return str(folder)
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory, worker_id):
-    """The files that the ranks wrote."""
-    run = partial(run_ranks, tmp_path_factory.mktemp("shards"))
+def folder(request, tmp_path_factory, worker_id):
+    """The files that the ranks wrote, of the cases that the selected tests read."""
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    tests = [item for item in here if "folder" in item.fixturenames]
+    read = {value for item in tests for value in item.callspec.params.values()}
+    names = [name for name in CASES if name in read]
+    run = partial(run_ranks, tmp_path_factory.mktemp("shards"), names)
     return Path(compute_once("shards", run, tmp_path_factory, worker_id))
 
 
@@ -56,7 +65,7 @@ def one_rank(name):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [*CASES, "conditioned"]
+    "name", [*(name for name in CASES if name not in NIGHTLY), "conditioned", *nightly(*NIGHTLY)]
 )  # of meshes, ensembles, ranks without nodes, whole inputs, ..
 def test_loss_and_gradients_equal_one_rank(folder, name):
     loss, gradients, _ = torch.load(folder / f"{name}.pt")
@@ -125,7 +134,7 @@ def two_ranks():
 @pytest.mark.parametrize(
     ("options", "operator"),
     [
-        (partial(make_options, shard_strategy="edges"), "anemoi_gt.feed_forward_triton.default"),
+        (make_options, "anemoi_gt.feed_forward_triton.default"),
         (partial(make_family_options, "graph network"), "anemoi_gt.interaction_triton.default"),
     ],
     ids=["graph transformer", "graph network"],
@@ -133,7 +142,7 @@ def two_ranks():
 def test_compiled_blocks_fuse_around_anemois_exchange_which_breaks_their_graphs(
     graph, two_ranks, options, operator
 ):
-    model = build(graph, options())
+    model = build(graph, options(layers=1, layer_chunks=1, mapper_chunks=1))
     x = draw(graph)
     sizes = {name: get_shard_sizes(rows, 3, two_ranks) for name, rows in x.items()}
     local = {name: rows.split(sizes[name], 3)[0] for name, rows in x.items()}
