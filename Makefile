@@ -1,8 +1,8 @@
 # make quick  the inner loop: tests that compile nothing and start no process, in a minute
-# make test   run every test; ERA5_PATH=FILE adds those on real weather data
+# make test   run the tests, but those of make nightly; ERA5_PATH=FILE adds those on real weather data
 # make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, and compile its models with its torch,
 #   in .venv-anemoi (8 GB)
-# make nightly  further cases of the benchmarks, and what releases of others can break: all versions of anemoi-models and the newest,
+# make nightly  further cases of the tests, and what releases of others can break: all versions of anemoi-models and the newest,
 #   the lower bounds of pyproject.toml, each tested torch, Triton's interpreter as it is
 # make demo   train the example model on a sphere, on a CPU, and draw the forecast
 # make bench  time attention beside PyG's, and anemoi-models' where it is installed, on what this machine has
@@ -23,6 +23,7 @@ INSTALL_ONCE := $(INSTALL) --no-compile
 PIP := .venv/$(INSTALL) --constraint constraints.txt
 INSTALLED := .venv/.installed
 PYTEST := bin/python -m pytest --dist worksteal
+ERA5 := $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
 # Containers switch it off, and every process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -39,12 +40,12 @@ demo: $(INSTALLED)-train
 	$(BIN)/anemoi-gt train
 
 test: $(INSTALLED)-test
-	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
+	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(WORKERS) $(ERA5)
 
 # Older releases of torch trace less than the pinned one, so compiled models are tested with the release that Anemoi requires, too;
 # nightly-torch-2.10 runs the other tests of compiled code with it.
 test-anemoi: .venv-anemoi/.installed
-	OMP_NUM_THREADS=1 .venv-anemoi/$(PYTEST) -n $(WORKERS) $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH)) \
+	OMP_NUM_THREADS=1 .venv-anemoi/$(PYTEST) -n $(WORKERS) $(ERA5) \
 		tests/anemoi_application tests/integrations/anemoi/test_compiled.py
 
 bench: $(INSTALLED)-graphs
@@ -109,7 +110,7 @@ nightly: nightly-upstream nightly-interpreter nightly-lowest nightly-torch
 nightly-upstream: $(INSTALLED)-test
 	$(call install_versions,0.10.0 0.12.0 0.12.1 0.13.1 0.14.1 0.15.1 0.17.0 0.18.0)
 	.venv/$(INSTALL) --upgrade --no-deps --target .venv/anemoi-models/newest anemoi-models
-	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(CORES) -m nightly
+	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(CORES) -m nightly $(ERA5)
 
 nightly-interpreter: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 .venv/$(PYTEST) -n $(CORES) tests/ops tests/kernels --plain-interpreter

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.nightly import nightly
 from support.releases import TORCH
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -154,7 +155,7 @@ def test_info_names_a_compile_cache_that_cannot_be_made_among_the_rest():
 
 @pytest.mark.process
 @pytest.mark.skipif(not IMPORT_MAKES_FOLDER, reason="imports need no compile cache")
-@pytest.mark.parametrize("command", [["anemoi_gt", "train"], ["anemoi_gt.train"]])
+@pytest.mark.parametrize("command", [["anemoi_gt", "train"], *nightly(["anemoi_gt.train"])])
 def test_a_command_that_cannot_be_imported_says_so_in_one_sentence(command):
     result = run(*command, TORCHINDUCTOR_CACHE_DIR=NOWHERE)
     assert result.returncode == 1

@@ -149,6 +149,7 @@ def test_package_refuses_wrong_fields_in_python(package, example, change, got, c
     assert re.search(f"^Error: {EXPECTED_FIELDS}{got} on cpu$", capfd.readouterr().err, re.M)
 
 
+@pytest.mark.nightly  # the program takes a compiler ten seconds
 def test_package_refuses_wrong_fields_in_cpp(package, example, cpp_program):
     fields, forecast, _ = example
     torch.save(torch.load(fields).double(), fields)
@@ -161,6 +162,7 @@ def test_package_refuses_wrong_fields_in_cpp(package, example, cpp_program):
     assert "run_package: " in result.stderr
 
 
+@pytest.mark.nightly
 def test_package_runs_in_cpp(package, example, cpp_program):
     fields, forecast, expected = example
     result = subprocess.run(

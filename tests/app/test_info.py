@@ -193,6 +193,7 @@ INFO = "from anemoi_gt.__main__ import main; main(['info', '--checkpoint', '{}']
 
 
 @pytest.mark.upstream
+@pytest.mark.nightly
 def test_a_model_of_another_version_that_cannot_run_is_refused(tmp_path):
     path = tmp_path / "model.ckpt"
     under("0.16.0", f"{BUILD}; torch.save(model, '{path}')")

@@ -8,6 +8,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from support.nightly import nightly
 
 pytestmark = pytest.mark.process
 
@@ -98,7 +99,7 @@ def python(tmp_path):
     return python
 
 
-@pytest.mark.parametrize("mode", ["wheel", "editable"])
+@pytest.mark.parametrize("mode", ["wheel", *nightly("editable")])
 def test_another_application_finds_the_configs_of_the_installed_package(
     mode, source, python, tmp_path
 ):

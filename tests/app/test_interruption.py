@@ -8,6 +8,7 @@ import time
 
 import pytest
 from support.forked import Program
+from support.nightly import nightly
 
 from anemoi_gt.app.training.run_files import load_checkpoint
 
@@ -194,7 +195,7 @@ exec {compiler} "$@"
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *nightly(signal.SIGINT)])
 def test_a_signal_that_also_ends_the_compiler_is_a_stop(tmp_path, number):
     folder = tmp_path / "run"
     compiler = tmp_path / "g++"

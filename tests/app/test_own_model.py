@@ -16,7 +16,9 @@ CONFIG = "# conf/model/graph_network.yaml\n"
 RUN = ["model.channels=8", "model.num_layers=1", "training.steps=4", "training.valid_every=2"]
 
 
-@pytest.mark.parametrize("compiled", ("false", pytest.param("true", marks=pytest.mark.compiled)))
+@pytest.mark.parametrize(
+    "compiled", ("false", pytest.param("true", marks=[pytest.mark.compiled, pytest.mark.nightly]))
+)
 def test_the_model_of_ones_own_is_trained_and_evaluated(compiled, tmp_path, monkeypatch, capsys):
     (code,) = [code for code in blocks(PAGE, "python") if FILE.match(code)]
     (tmp_path / FILE.match(code)[1]).write_text(code)

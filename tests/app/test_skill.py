@@ -43,6 +43,7 @@ def test_a_short_run_on_the_sphere_halves_the_error_of_persistence(scores_of_run
     assert rmse["model"] < rmse["persistence"] / 2
 
 
+@pytest.mark.nightly
 def test_a_short_run_on_real_weather_beats_persistence_and_yesterday(era5_path, scores_of_run):
     rmse = scores_of_run("data=era5_uk", f"data.path={era5_path}", "training.steps=100")
     assert rmse["persistence"] == pytest.approx(2.79, abs=0.005)

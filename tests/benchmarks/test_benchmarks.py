@@ -47,17 +47,13 @@ from suite.inference import (
 )
 from support.corpus import corpus
 from support.forked import PROCESSES, forked_commands, start_server
+from support.nightly import nightly
 from support.plans import new_plans
 from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.integrations.anemoi import edge_lists
 
 pytestmark = pytest.mark.application
-
-
-def nightly(*cases):
-    """Return parameters of further cases of one program, which run in `make nightly` only."""
-    return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
 
 
 # The channels must match the config, because its conditional norms depend on them.
@@ -143,6 +139,7 @@ def test_accuracy_measures_errors(monkeypatch, tmp_path):
     assert all(0 < error["relative"] < 1e-6 for error in errors.values())
 
 
+@pytest.mark.nightly
 def test_tiles_are_searched(tiny, tmp_path, monkeypatch, capsys):
     out = tmp_path / "tiles.json"
     wide = replace(tiny, channels=128)
@@ -265,7 +262,7 @@ def test_flex_attention_has_the_window_of_anemois_attention(monkeypatch):
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("case", ("benchmark", *nightly(("ensemble",), ("diffusion",))))
+@pytest.mark.parametrize("case", ("benchmark", *nightly("ensemble", "diffusion")))
 def test_loss_curves_of_anemoi_models_are_compared(tmp_path, anemoi_configs, case):
     options = ["--configs", str(anemoi_configs), "--precisions", "32", "--training-steps", "2"]
     report = anemoi_curves.main(
@@ -308,6 +305,7 @@ def test_point_vortices_move_with_the_flow_of_their_stream_function():
     torch.testing.assert_close(laplacian, values[:, 3], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_inference_of_an_anemoi_model_is_timed(tmp_path):
     small = shlex.split(
         "--grids O4 O4 --refinement 1 --channels 16 --heads 2 --layers 1 --device cpu --repeats 1"
@@ -420,5 +418,6 @@ def test_checks_of_captured_models_pass_and_fail(small):
         model.step_in_graph(capture=stale)
 
 
+@pytest.mark.nightly
 def test_the_check_of_a_compiled_model_passes(small):
     assert model.compiled(("traced",), backend="aot_eager").endswith("traced")

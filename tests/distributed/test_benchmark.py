@@ -6,7 +6,7 @@ import pytest
 import sharding
 from support.forked import forked_commands
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
 
 
 def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(

@@ -4,12 +4,12 @@ import re
 
 import pytest
 from support.forked import Program
+from support.nightly import nightly
 from support.pages import FILE, ROOT, blocks
 
 pytestmark = pytest.mark.ranks
 
 PAGE = ROOT / "docs" / "distributed.md"
-RANKS = (1, 2, 4)  # 4: two models of two ranks
 CODE = blocks(PAGE, "python")
 (SCRIPT,) = (code for code in CODE if FILE.match(code))
 PATIENCE = 300  # s, of two or four ranks on a busy machine
@@ -46,7 +46,7 @@ def test_the_script_has_at_most_60_lines_of_code():
     assert len([line for line in SCRIPT.splitlines() if line]) <= 60
 
 
-@pytest.mark.parametrize("ranks", RANKS[1:])
+@pytest.mark.parametrize("ranks", [2, *nightly(4)])  # 4: two models of two ranks
 def test_the_script_gives_the_numbers_of_one_rank_even_if_resumed_on_another_number(
     ranks, expected, tmp_path
 ):

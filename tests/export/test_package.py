@@ -71,6 +71,7 @@ def package(layer, tmp_path_factory):
     return path
 
 
+@pytest.mark.nightly
 def test_package_agrees_with_the_layer_on_any_graph_without_this_library(
     package, layer, run_without_library, tmp_path
 ):
@@ -85,6 +86,7 @@ def test_package_agrees_with_the_layer_on_any_graph_without_this_library(
             torch.testing.assert_close(output, layer(*operands))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.compiling import lines_of
 from support.ir import narrow_offsets, unordered_updates
+from support.nightly import nightly
 
 pytestmark = pytest.mark.process
 
@@ -100,11 +101,11 @@ SHARED = {
     "hip:gfx90a": 65536,
     "hip:gfx942": 65536,
 }
-# cuda:90 has every form, the others each kernel once, and every form nightly. Shared memory is what
-# the layouts of a compiler need: a form must fit all of its GPUs.
-OTHERS = [target for target in SHARED if target != "cuda:90"]
-TARGETS = [("every", "cuda:90"), *(("each", target) for target in OTHERS)]
-TARGETS += [pytest.param("every", target, marks=pytest.mark.nightly) for target in OTHERS]
+# Every form for one of NVIDIA's GPUs, each kernel once for one of AMD's, and every form for the others
+# nightly. Shared memory is what the layouts of a compiler need: a form must fit all of its GPUs.
+OTHERS = nightly(*(target for target in SHARED if target != "cuda:90"))
+TARGETS = [("every", "cuda:90"), ("each", "hip:gfx90a")]
+TARGETS += nightly(*(("every", target) for target in SHARED if target != "cuda:90"))
 
 
 @pytest.mark.parametrize(("launches", "target"), TARGETS)
@@ -143,10 +144,9 @@ def test_names_in_a_profile_contain_dtype_and_sizes():
 WITHOUT_CHANNELS = {"attribute_bwd", "join_segments"}  # in their names
 # Bytes on the stack, where a kernel of the default model has any; Triton 3.7.
 STACK = {"cuda:100": 16}
-STANDARD = ["cuda:90", *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS)]
 
 
-@pytest.mark.parametrize("target", STANDARD)
+@pytest.mark.parametrize("target", ["cuda:90", *OTHERS])
 def test_standard_shapes_spill_nothing(target):
     compiled = compile_kernels("standard", target)
     assert {line["kernel"] for line in compiled} == KERNELS - GROUPING

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.compiling import lines_of
 from support.ir import narrow_offsets
+from support.nightly import nightly
 from support.releases import TRITON
 from torch.nn import functional
 
@@ -610,13 +611,11 @@ GROWING = {  # arguments whose size grows with nodes or edges
 # Bytes. In two kernels the assembler of Triton 3.9 keeps one value on the stack, though registers
 # are free.
 STACK = 8 if TRITON >= (3, 9) else 0
-OTHERS = ("cuda:80", "cuda:100", "hip:gfx90a", "hip:gfx942")
+OTHERS = nightly("cuda:80", "cuda:100", "hip:gfx90a", "hip:gfx942")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "target", ["cuda:90", *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS)]
-)
+@pytest.mark.parametrize("target", ["cuda:90", *OTHERS])
 def test_rows_of_512_and_1024_features_spill_nothing(target):
     lines = lines_of(COMPILE, "resources", target)
     assert {line["kernel"] for line in lines} == KERNELS

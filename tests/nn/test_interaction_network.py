@@ -11,6 +11,7 @@ from anemoi.models.layers.utils import load_layer_kernels
 from support.accuracy import Corpus
 from support.compiled import counting
 from support.interaction_networks import CASES, DST, SRC, make
+from support.nightly import nightly
 from support.operators import Operators
 from support.refusals import raises
 from support.same_numbers import assert_same, assert_same_numbers
@@ -102,8 +103,10 @@ def test_isolated_destinations_get_a_sum_of_zero(backend, kernel_device):
 
 
 @pytest.mark.compiled
-@both
-@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    (("triton", False), ("torch", True), *nightly(("triton", True), ("torch", False))),
+)
 def test_a_compiled_block_gives_the_bits_of_an_eager_one(backend, dynamic, kernel_device):
     counter, compiled, compilations = counting(), None, []
     for edges in (29, 17):

@@ -8,6 +8,7 @@ from support.accuracy import Corpus, assert_accurate
 from support.batch import combine, share, shared_names, stack
 from support.corpus import DTYPES, SHAPES, corpus
 from support.graphs import GRAPHS
+from support.nightly import nightly
 from support.oracle import make_problem, oracle
 from support.refusals import raises, refused
 from support.run import attend, leaves_of, structure
@@ -115,7 +116,7 @@ def test_autocast_leaves_float64_unchanged():
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
-@pytest.mark.parametrize("name", ["shuffled", "no_edges", "isolated"])
+@pytest.mark.parametrize("name", ["isolated", *nightly("shuffled", "no_edges")])
 def test_forward_and_backward_operators_pass_opcheck(form, name):
     problem, graph = problem_and_graph(name, form, torch.float32)
     graph = graph.with_reverse()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import sublayers
 from support.accuracy import Corpus
+from support.nightly import nightly
 from support.plans import new_plans
 
 from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors, NormOptions
@@ -41,7 +42,7 @@ def by_operator(
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", sublayers.CASES_OF_DTYPE, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = Corpus()
     for seed, case in enumerate(sublayers.FEED_FORWARD_CASES):
@@ -62,7 +63,7 @@ def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, ker
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("norm", ["both", 4])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, *nightly((False,))])
 def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
     norm, dynamic, kernel_device
 ):

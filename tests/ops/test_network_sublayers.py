@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import networks, sublayers
 from support.accuracy import Corpus
+from support.nightly import nightly
 from support.plans import new_plans
 
 from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
@@ -82,7 +83,7 @@ def add_case(corpus, name, device, dtype, **case):
 
 @pytest.mark.interpreted
 @BOTH
-@pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", sublayers.CASES_OF_DTYPE, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(name, dtype, kernel_device):
     kind, _ = OPERATORS[name]
     corpus = Corpus()
@@ -108,7 +109,7 @@ def test_products_over_aligned_rows_and_those_beyond_are_as_accurate(name, kerne
 
 @pytest.mark.compiled
 @BOTH
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, *nightly((False,))])
 def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(
     name, dynamic, kernel_device
 ):

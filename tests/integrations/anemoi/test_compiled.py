@@ -9,6 +9,7 @@ from anemoi.models.layers.mapper import GraphTransformerBaseMapper
 from anemoi.models.layers.processor import GraphTransformerProcessor
 from support import anemoi_model as small
 from support.anemoi_model import NODES, block_inputs, differentiate_block, for_gpu, make_block
+from support.nightly import nightly
 from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
@@ -139,8 +140,10 @@ def compile_parts(model, backend, kinds=BLOCKS):
     ("options", "shape", "forward", "folded"),
     (
         (WHOLE, {"batch": 2}, {}, {1, 2}),
-        (small.make_options(mapper_chunks=1), {"batch": 2}, {}, {2}),
-        (small.make_options(mapper_chunks=3), {"batch": 2}, {}, {1, 2}),
+        *nightly(
+            (small.make_options(mapper_chunks=1), {"batch": 2}, {}, {2}),
+            (small.make_options(mapper_chunks=3), {"batch": 2}, {}, {1, 2}),
+        ),
         (small.make_options(shard_strategy="heads"), {"batch": 2}, {}, {2}),
         (small.make_ensemble_options(), {"batch": 2, "ensemble": 2}, {"fcstep": 1}, {2, 4}),
     ),
@@ -182,7 +185,7 @@ def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(
     assert len(graphs) <= 4  # encoder, decoder (the second with dynamic sizes) and processor
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, *nightly((True,))])
 def test_compiled_mappers_take_batches_of_other_sizes_without_graph_breaks(graph, traced, dynamic):
     backend, graphs = traced
     model = small.build(graph, WHOLE)

@@ -23,6 +23,7 @@ from support.anemoi_model import (
     for_gpu,
     make_block,
 )
+from support.nightly import nightly
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
 from torch import nn
@@ -71,7 +72,9 @@ def block_of(kind, backend="pyg", **options):
     ("kind", "backend", "options"),
     (
         *((kind, "pyg", {}) for kind in KINDS),
-        *((kind, "triton", options) for kind in KINDS for options in SERVED),
+        ("processor", "triton", {}),
+        *(("mapper", "triton", options) for options in SERVED),
+        *nightly(*(("processor", "triton", options) for options in SERVED[1:])),
         *((kind, "triton", options) for kind, options in zip(2 * [*KINDS], NETWORKS, strict=True)),
     ),
     ids=str,
@@ -521,8 +524,10 @@ def test_only_a_full_checkpoint_recomputes_sub_layers(mode, times, graph):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("is_compiled", (False, True))
-@pytest.mark.parametrize("swapped", (False, True))
+@pytest.mark.parametrize(
+    ("swapped", "is_compiled"),
+    ((False, False), (True, False), (False, True), *nightly((True, True))),
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_layers_are_computed_again_with_the_same_bits_if_they_are_not_kept(
     kind, swapped, is_compiled

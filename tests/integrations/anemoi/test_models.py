@@ -10,6 +10,7 @@ from support.anemoi_model import (
     make_ensemble_options,
     make_options,
 )
+from support.nightly import nightly
 from support.same_numbers import assert_same_numbers
 
 from anemoi_gt.integrations import anemoi as integration
@@ -87,7 +88,7 @@ def train(graph, steps, options):
     ("name", "refinement", "changes"),
     (
         ("O32", 3, {"layers": 4}),
-        ("O96", 4, {"channels": 8, "heads": 2, "layers": 1, "layer_chunks": 1}),
+        *nightly(("O96", 4, {"channels": 8, "heads": 2, "layers": 1, "layer_chunks": 1})),
     ),
     ids=("O32", "O96"),
 )

@@ -22,6 +22,7 @@ from anemoi.models.layers.graph_provider import StaticGraphProvider
 from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
 from support.anemoi_model import NODES, OwnConv, OwnLinear, block_inputs, for_gpu, make_block
 from support.anemoi_model import differentiate_block as run
+from support.nightly import nightly
 from support.same_numbers import assert_same_numbers
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -316,8 +317,14 @@ WATCHED = ("its conv has hooks, which would be skipped", "its conv has hooks, .*
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("reason", UNSERVED)
-@pytest.mark.parametrize("fuse_edges", (False, True))
+@pytest.mark.parametrize(
+    ("reason", "fuse_edges"),
+    (
+        *((reason, False) for reason in UNSERVED),
+        *((reason, True) for reason in WATCHED),
+        *nightly(*((reason, True) for reason in UNSERVED if reason not in WATCHED)),
+    ),
+)
 def test_an_unsupported_block_falls_back_to_anemoi_and_logs_it_once(
     inputs, attentions, said, reason, fuse_edges
 ):
