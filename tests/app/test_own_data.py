@@ -184,7 +184,7 @@ def rotated_file():
     return source, dims, lat, lon
 
 
-@pytest.mark.parametrize("make_file", [forecast_file, rotated_file, *nightly(icon_file)])
+@pytest.mark.parametrize("make_file", [forecast_file, *nightly(icon_file, rotated_file)])
 def test_the_page_is_followed_with_files_of_other_tools(workdir, start, make_file, capsys):
     source, dims, lat, lon = make_file()
     source.to_netcdf("weather.nc")

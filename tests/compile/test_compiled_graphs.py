@@ -95,6 +95,7 @@ def test_edges_from_nonzero_are_compiled_once_for_any_number():
     )
 
 
+@pytest.mark.nightly
 def test_edges_from_a_mask_are_compiled_once_for_any_number():
     layer = make_layer("conv")
     assert_step_is_eager(layer, from_mask(layer), draw_mask(SIZES[0]), draw_mask(SIZES[1]))

@@ -88,6 +88,8 @@ def start(tmp_path):
     return start
 
 
+# test_commands.py has the requeue, test_application.py runs on two hosts.
+@pytest.mark.nightly
 def test_the_job_on_two_hosts_is_requeued_after_the_signal_and_then_runs_to_its_end(
     start, tmp_path
 ):

@@ -127,6 +127,7 @@ def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_g
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.compiled
 def test_data_sets_whose_names_share_an_identifier_have_dynamic_dimensions_of_their_own():
     alike = ("a-b", "a_b")
