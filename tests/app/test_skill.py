@@ -13,7 +13,7 @@ from anemoi_gt.app.hydra_app import build
 from anemoi_gt.app.train_command import train
 from anemoi_gt.app.training import Trainer
 
-pytestmark = pytest.mark.application
+pytestmark = [pytest.mark.application, pytest.mark.nightly]
 
 
 @pytest.fixture
@@ -43,7 +43,6 @@ def test_a_short_run_on_the_sphere_halves_the_error_of_persistence(scores_of_run
     assert rmse["model"] < rmse["persistence"] / 2
 
 
-@pytest.mark.nightly
 def test_a_short_run_on_real_weather_beats_persistence_and_yesterday(era5_path, scores_of_run):
     rmse = scores_of_run("data=era5_uk", f"data.path={era5_path}", "training.steps=100")
     assert rmse["persistence"] == pytest.approx(2.79, abs=0.005)

@@ -200,6 +200,7 @@ def test_a_step_of_each_family_is_compared_and_timed(
         assert ("attention, ours" in profile["families_ms"]) == (name != "untouched")
 
 
+@pytest.mark.nightly
 def test_parts_of_a_step_are_timed_with_its_edge_lists_which_keep_their_structure(
     monkeypatch, anemoi_configs
 ):
@@ -217,6 +218,7 @@ def test_parts_of_a_step_are_timed_with_its_edge_lists_which_keep_their_structur
     assert has_structure == [True] * 3  # processor, encoder, decoder
 
 
+@pytest.mark.nightly
 def test_a_variant_that_differs_is_not_timed(tmp_path, monkeypatch, anemoi_configs):
     replace_gelu(monkeypatch, lambda module, x: 2 * torch.nn.functional.gelu(x))
     out = tmp_path / "families.json"
@@ -228,6 +230,7 @@ def test_a_variant_that_differs_is_not_timed(tmp_path, monkeypatch, anemoi_confi
     assert list(report["problems"]) == ["benchmark, install"]
 
 
+@pytest.mark.nightly
 def test_a_variant_that_runs_out_of_memory_is_reported_and_the_others_continue(
     monkeypatch, anemoi_configs, capsys
 ):

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.nightly import nightly
 from support.operators import Operators
 from support.oracle import make_problem
 from support.run import attend, head_major, leaves_of, scalar, scheduled, structure
@@ -48,11 +49,13 @@ def operator_arguments(problem, graph):
     [
         ("isolated", "raw", (2, 4, 3)),
         ("isolated", "embedded", (6, 10, 3)),
-        ("duplicates", "raw_without_bias", (1, 1, 1)),
         ("one_edge", "none", (3, 5, 1)),
-        ("one_each", "raw", (2, 3, 5)),
-        ("no_edges", "raw", (2, 2, 2)),
         ("no_destinations", "raw", (1, 1, 1)),
+        *nightly(
+            ("duplicates", "raw_without_bias", (1, 1, 1)),
+            ("one_each", "raw", (2, 3, 5)),
+            ("no_edges", "raw", (2, 2, 2)),
+        ),
     ],
 )
 @pytest.mark.usefixtures("filled_padding")
