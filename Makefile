@@ -1,5 +1,5 @@
 # make quick  the inner loop: tests that compile nothing and start no process, in a minute
-# make test   run the tests, but those of make nightly; ERA5_PATH=FILE adds those on real weather data
+# make test   run the tests, except those of make nightly; ERA5_PATH=FILE adds those on real weather data
 # make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, and compile its models with its torch,
 #   in .venv-anemoi (8 GB)
 # make nightly  further cases of the tests, and what releases of others can break: all versions of anemoi-models and the newest,

@@ -61,7 +61,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Let pytest call the test with room for the frames of what it calls."""
+    """Let pytest call the test from a large chunk of the stack."""
     pyfuncitem.obj = partial(call_in_one_chunk, pyfuncitem.obj)
 
 

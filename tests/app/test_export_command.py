@@ -149,7 +149,7 @@ def test_package_refuses_wrong_fields_in_python(package, example, change, got, c
     assert re.search(f"^Error: {EXPECTED_FIELDS}{got} on cpu$", capfd.readouterr().err, re.M)
 
 
-@pytest.mark.nightly  # the program takes a compiler ten seconds
+@pytest.mark.nightly  # compiling the program takes ten seconds
 def test_package_refuses_wrong_fields_in_cpp(package, example, cpp_program):
     fields, forecast, _ = example
     torch.save(torch.load(fields).double(), fields)

@@ -58,7 +58,7 @@ def errors_over(cases, dtype, device):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", sublayers.CASES_OF_DTYPE, ids=str)
+@pytest.mark.parametrize("dtype", sublayers.CORPUS_DTYPES, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = errors_over(sublayers.ATTENTION_CASES, dtype, kernel_device)
     assert len(corpus.ours) == 1 + len(leaf_types(AttentionTensors))

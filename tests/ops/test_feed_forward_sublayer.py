@@ -42,7 +42,7 @@ def by_operator(
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", sublayers.CASES_OF_DTYPE, ids=str)
+@pytest.mark.parametrize("dtype", sublayers.CORPUS_DTYPES, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(dtype, kernel_device):
     corpus = Corpus()
     for seed, case in enumerate(sublayers.FEED_FORWARD_CASES):

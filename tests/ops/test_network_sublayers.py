@@ -83,7 +83,7 @@ def add_case(corpus, name, device, dtype, **case):
 
 @pytest.mark.interpreted
 @BOTH
-@pytest.mark.parametrize("dtype", sublayers.CASES_OF_DTYPE, ids=str)
+@pytest.mark.parametrize("dtype", sublayers.CORPUS_DTYPES, ids=str)
 def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(name, dtype, kernel_device):
     kind, _ = OPERATORS[name]
     corpus = Corpus()

@@ -1,10 +1,10 @@
-"""Cases that `make nightly` adds to those of `make test`: they repeat a path, and take seconds."""
+"""Test cases that only `make nightly` runs; docs/contributing.md says which."""
 
 import pytest
 
 
 def nightly(*cases):
-    """Return the cases as parameters of a test, each a value or a tuple of several."""
+    """Return the cases as parameters of a test; a tuple has the arguments of one case."""
     parameters = []
     for case in cases:
         arguments = case if isinstance(case, tuple) else (case,)

@@ -22,7 +22,7 @@ from support.run import with_hubs
 
 NORMS = ("bare", "scale", "shift", "both", 1, 4, 16)  # a number: channels of a condition
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CASES_OF_DTYPE = (torch.float32, torch.float16, *nightly(torch.bfloat16))
+CORPUS_DTYPES = (torch.float32, torch.float16, *nightly(torch.bfloat16))
 ACTIVATIONS = {name: known.module() for name, known in activations.ACTIVATIONS.items()}
 EPS = 1e-5
 NORM = NormOptions(EPS)

@@ -30,8 +30,9 @@ EXCHANGES = LAYERS + 2  # of a forward pass: each layer, encoder and decoder
 TRAINED = 5
 
 
-# Cases of which other compiled ones have every part.
+# The other compiled cases cover every part of these.
 NIGHTLY = ("compiled", "components compiled")
+NAMES = [*(name for name in CASES if name not in NIGHTLY), "conditioned", *nightly(*NIGHTLY)]
 
 
 def run_ranks(folder, names):
@@ -46,9 +47,10 @@ def run_ranks(folder, names):
 @pytest.fixture(scope="session")
 def folder(request, tmp_path_factory, worker_id):
     """The files that the ranks wrote, of the cases that the selected tests read."""
-    here = [item for item in request.session.items if item.path == Path(__file__)]
-    tests = [item for item in here if "folder" in item.fixturenames]
-    read = {value for item in tests for value in item.callspec.params.values()}
+    read = set()
+    for item in request.session.items:
+        if item.path == Path(__file__) and "folder" in item.fixturenames:
+            read.update(item.callspec.params.values())
     names = [name for name in CASES if name in read]
     run = partial(run_ranks, tmp_path_factory.mktemp("shards"), names)
     return Path(compute_once("shards", run, tmp_path_factory, worker_id))
@@ -65,7 +67,7 @@ def one_rank(name):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [*(name for name in CASES if name not in NIGHTLY), "conditioned", *nightly(*NIGHTLY)]
+    "name", NAMES
 )  # of meshes, ensembles, ranks without nodes, whole inputs, ..
 def test_loss_and_gradients_equal_one_rank(folder, name):
     loss, gradients, _ = torch.load(folder / f"{name}.pt")
