@@ -25,7 +25,6 @@ _functorch = getattr(torch._C, "_functorch", None)
 _innermost_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 _gradient_transform = getattr(getattr(_functorch, "TransformType", None), "Grad", None)
 _assert_async = getattr(torch, "_assert_async", None)
-_graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def constant_when_traced(function: Callable) -> Callable:
@@ -99,15 +98,6 @@ def is_batched(*gradients: Tensor | None) -> bool:
 def forward_mode_is_active() -> bool:
     """Return whether tangents may exist: inside `forward_ad.dual_level` or `torch.func.jvp`."""
     return getattr(forward_ad, "_current_level", 0) >= 0
-
-
-def in_backward_pass() -> bool:
-    """Return whether autograd is running this code, as in the recomputation of a checkpoint.
-
-    `torch.utils.checkpoint` asks the same. The fallback is False: a recomputation then decides
-    for itself.
-    """
-    return _graph_task_id() != -1
 
 
 def assert_async(holds: Tensor, claim: str) -> None:

@@ -18,7 +18,6 @@ from support.pyg_models import (
 )
 from support.same_numbers import assert_same_numbers
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader
 from torch_geometric.nn import (
@@ -547,23 +546,3 @@ def test_a_model_is_traced_by_torchscript(kind, flow):
     model, inputs = swap_layers(Sequential("x, edges", layers)), make_graph()[:2]
     traced = torch.jit.trace(model, inputs, check_trace=False)
     torch.testing.assert_close(traced(*inputs), model(*inputs))
-
-
-@pytest.mark.parametrize("seen", ("forward", "message"))
-@pytest.mark.filterwarnings("ignore:edge attributes are embedded")
-@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
-def test_any_checkpoint_recomputes_a_layer_as_its_forward_pass_did(seen):
-    conv = swap_one(TransformerConv(6, 4, heads=2, edge_dim=DIM))
-    x, edge_index, edge_attr = make_graph()
-
-    def gradient(call):
-        rows = x.clone().requires_grad_()
-        return torch.autograd.grad(call(conv, rows, edge_index, edge_attr).sin().sum(), rows)[0]
-
-    expected = gradient(lambda conv, *args: conv(*args))
-    watched = conv.lin_edge if seen == "forward" else conv
-    hook = getattr(watched, f"register_{'' if seen == 'forward' else 'message_'}forward_hook")(
-        lambda *_: hook.remove()
-    )
-    checkpointed = gradient(lambda *args: checkpoint(*args, use_reentrant=False))
-    torch.testing.assert_close(checkpointed, expected)

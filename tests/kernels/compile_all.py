@@ -46,6 +46,7 @@ from anemoi_gt.ops.network_tensors import (
 )
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
+from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
 from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_sublayer
 from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer
 
@@ -154,11 +155,12 @@ def run_networks(dtype, features, graph, *, gated=False):
         draw(number, features) for number in (graph.num_src, graph.num_dst, graph.num_edges)
     )
     options = NetworkOptions(NormOptions(1e-5), "silu", dtype, torch.float32, residual=True)
-    _, sums = interaction_sublayer(
+    edges = interaction_sublayer(
         InteractionTensors(src, None, dst, edges, network(3 * features)),
         graph,
         InteractionOptions(1, options),
     )
+    sums = sum_edges(edges, graph, 1)
     tensors = NetworkTensors(dst, sums, network(2 * features))
     network_sublayer(tensors, options).sum().backward()
 

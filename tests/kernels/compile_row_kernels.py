@@ -87,13 +87,10 @@ def launches_of_networks(features, x, half, num_rows):
         NORM,
         dr_stride=features,
         is_first=False,
-        num_nodes=num_rows,
-        **of_edges,
         **SUMS,
     )
     tensors = {"r": half, "grad": x, "scale": SINGLE, "dr": half, "dx": x, "partial": SINGLE}
     yield backward, tensors
-    yield backward, tensors | {"grad_sum": x, "ends": INDEX}
     sizes = {"num_nodes": num_rows, "num_edges": num_rows, "batch": 2}
     for rows, segment in ((x, 0), (half, 0), (half, 128)):
         sums = kernels.segment_sum(features, segment=segment, **sizes)
@@ -101,6 +98,9 @@ def launches_of_networks(features, x, half, num_rows):
         yield sums, tensors | ({"segments": SINGLE} if segment else {})
     joined = kernels.join_segment_sums(features, segment=128, **sizes)
     yield joined, {"segments": SINGLE, "pointers": INDEX, "out": half}
+    gather = kernels.gather_to_edges(features, num_dst=num_rows, num_edges=num_rows, batch=2)
+    for added in ({}, {"addend": half}):
+        yield gather, {"x": half, "colptr": INDEX, "perm": INDEX, "out": half} | added
 
 
 def arguments(launch, dtypes):

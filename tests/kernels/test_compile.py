@@ -45,6 +45,7 @@ NETWORKS = {
     "residual_norm_bwd",
     "segment_sum",
     "join_segment_sums",
+    "gather_to_edges",
 }
 # norms and products
 BETWEEN = {

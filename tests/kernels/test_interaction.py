@@ -99,21 +99,13 @@ def test_rows_are_normalised_and_added_to_the_residual_connection(
 
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("norm", [*NORMS, NormOptions()], ids=["layer norm", "RMSNorm", "none"])
-@pytest.mark.parametrize("grads", ["edges", "sums", "both"])
 @pytest.mark.parametrize("padding", [0, 5])  # columns of dr behind the features
-def test_gradients_of_rows_and_of_sums_over_them_pass_the_norm(
-    features, norm, grads, padding, draw, poisoned
-):
-    graph = structure(GRAPHS["shuffled"], draw(1).device)
-    edge_index = GRAPHS["shuffled"][0].to(graph.device)
-    _, destination = ends_of(graph, edge_index)
-    first, last = 50, 90
-    rows = last - first
+def test_gradients_of_rows_pass_the_norm(features, norm, padding, draw, poisoned):
+    rows = 40
     r, scale = (draw(rows, features), draw(features)) if norm.eps else (None, None)
-    grad = draw(rows, features) if grads != "sums" else None
-    grad_sum = draw(BATCH * graph.num_dst, features) if grads != "edges" else None
+    grad = draw(rows, features)
     dr, dx = poisoned(rows, features + padding), poisoned(rows, features)
-    partial = torch.zeros(PROGRAMS, 3 * features + 5, device=graph.device)
+    partial = torch.zeros(PROGRAMS, 3 * features + 5, device=grad.device)
     launch = interaction_launches.residual_norm_backward(
         rows,
         features,
@@ -123,28 +115,10 @@ def test_gradients_of_rows_and_of_sums_over_them_pass_the_norm(
         sums=3 * features + 5,
         first_sum=5,
         is_first=True,
-        first_row=first,
-        num_edges=graph.num_edges,
-        num_nodes=graph.num_dst,
-        batch=BATCH,
     )
-    ends = edge_index[1].to(graph.row.dtype)
-    launch(
-        r=r,
-        grad=grad,
-        grad_sum=grad_sum,
-        ends=None if grad_sum is None else ends,
-        scale=scale,
-        dr=dr,
-        dx=dx,
-        partial=partial,
-    )
+    launch(r=r, grad=grad, scale=scale, dr=dr, dx=dx, partial=partial)
 
-    dy = torch.zeros(rows, features, dtype=torch.float64, device=graph.device)
-    if grad is not None:
-        dy += grad.double()
-    if grad_sum is not None:
-        dy += grad_sum.double()[destination][first:last]
+    dy = grad.double()
     expected, sums = dy, [torch.zeros_like(dy[0]), torch.zeros_like(dy[0])]
     if norm.eps:
         leaf = r.double().requires_grad_()
@@ -156,6 +130,22 @@ def test_gradients_of_rows_and_of_sums_over_them_pass_the_norm(
     assert not dr[:, features:].any()
     assert_close(partial.sum(0)[5:], torch.cat([*sums, expected.sum(0)]))
     assert not partial[:, :5].any()
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("graph_name", [*HUBS, "isolated", "shuffled", "no_edges"])
+def test_every_edge_gets_the_row_of_its_destination(graph_name, adds, features, draw, poisoned):
+    edge_index, sizes = (GRAPHS | HUBS)[graph_name]
+    num_edges = edge_index.shape[1]
+    graph = structure((edge_index, sizes), draw(1).device)
+    x, out = draw(BATCH * graph.num_dst, features), poisoned(BATCH * num_edges, features)
+    options = {"num_dst": graph.num_dst, "num_edges": num_edges, "batch": BATCH}
+    addend = draw(BATCH * num_edges, features) if adds else None
+    launch = interaction_launches.gather_to_edges(features, **options)
+    launch(x=x, addend=addend, colptr=graph.colptr, perm=graph.perm, out=out)
+    _, destination = ends_of(graph, edge_index.to(x.device))
+    assert torch.equal(out, x[destination] + addend if adds else x[destination])
 
 
 @pytest.mark.parametrize("side", ["destinations", "sources"])

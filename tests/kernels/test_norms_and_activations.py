@@ -577,6 +577,7 @@ KERNELS = {
     "residual_norm_bwd",
     "segment_sum",
     "join_segment_sums",
+    "gather_to_edges",
 }
 GROWING = {  # arguments whose size grows with nodes or edges
     "x",
@@ -596,14 +597,12 @@ GROWING = {  # arguments whose size grows with nodes or edges
     "at_src",
     "dst",
     "src",
-    "ends",
     "row",
     "perm",
     "r",
     "y",
     "dr",
     "grad",
-    "grad_sum",
     "segments",
 }
 

@@ -95,15 +95,3 @@ def test_a_hook_costs_its_own_layer():
         differentiate(mapper, arguments)
     assert operators.names.count(LAYER) == 1
     assert seen == [True]
-
-
-def test_a_recomputation_takes_the_layers_of_its_forward_pass():
-    mapper, arguments = make()
-    mapper.gradient_checkpointing = True
-    handle = mapper.emb_nodes_dst.register_forward_hook(lambda *_: None)
-    with autocast():
-        out = mapper(*arguments)
-    handle.remove()
-    with Operators() as operators:
-        out.float().sum().backward()
-    assert operators.names.count(LAYER) == 1

@@ -127,8 +127,7 @@ def update_of_edges(x):
     named, _, graph, _, options = INTERACTION
     tensors = {name: tensor.to(x.device) for name, tensor in named.items()} | {"x_dst": x}
     graph = graph.to(x.device)
-    out, _ = interaction_sublayer(sublayers.fill(InteractionTensors, tensors), graph, options)
-    return out
+    return interaction_sublayer(sublayers.fill(InteractionTensors, tensors), graph, options)
 
 
 def network(x):

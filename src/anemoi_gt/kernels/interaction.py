@@ -8,9 +8,10 @@
     edge_ends            i and j of each edge, in the caller's order
     gather_activation    p and h
     residual_norm_fwd    y
-    residual_norm_bwd    dr and dx from dy_n, ds_i or both; sums of dscale, dshift and dr
+    residual_norm_bwd    dr from dy_n; sums of dscale, dshift and dr
     segment_sum          s, or the same of gradients, over in-edges or out-edges
     join_segment_sums    s of hubs, whose edges several programs sum
+    gather_to_edges      dy_e + ds_i, with the transpose of the sum over in-edges
 
 Edges are in the caller's order, one batch entry after the other. Pointers and `order` are as in
 `anemoi_gt.graph.GraphStructure`. Edge rows are read and written once, node rows are gathered once
@@ -37,6 +38,19 @@ from anemoi_gt.kernels.primitives import (
 )
 
 
+@triton.jit
+def _destination(colptr, k, inside, num_dst, steps):
+    """Return the destinations of edges at positions k of the CSC order, by `steps` of bisection."""
+    i = k * 0
+    above = i + num_dst
+    for _ in range(steps):  # colptr[i] <= k < colptr[above], until they are neighbours
+        middle = (i + above) // 2
+        is_left = tl.load(colptr + middle, mask=inside, other=0) <= k
+        i = tl.where(is_left, middle, i)
+        above = tl.where(is_left, above, middle)
+    return i
+
+
 @triton.jit(
     repr=kernel_name("anemoi_gt_edge_ends", "dst"),
     do_not_specialize=["num_dst", "num_edges", "steps"],
@@ -56,13 +70,7 @@ def edge_ends(
     """Grid (ceil(E / EDGES),): a program finds the ends of EDGES edges of the CSC order."""
     k = as_index(tl.program_id(0), INT64) * EDGES + tl.arange(0, EDGES)
     inside = k < num_edges
-    i = k * 0
-    above = i + num_dst
-    for _ in range(steps):  # colptr[i] <= k < colptr[above], until they are neighbours
-        middle = (i + above) // 2
-        is_left = tl.load(colptr + middle, mask=inside, other=0) <= k
-        i = tl.where(is_left, middle, i)
-        above = tl.where(is_left, above, middle)
+    i = _destination(colptr, k, inside, num_dst, steps)
     e = caller_edges(perm, k, inside)
     tl.store(dst + e, i.to(dst.dtype.element_ty), mask=inside)
     j = tl.load(row + k, mask=inside, other=0)
@@ -174,21 +182,16 @@ def residual_norm_fwd(
 
 @triton.jit(
     repr=kernel_name("anemoi_gt_residual_norm_bwd", "r", "F"),
-    do_not_specialize=["num_rows", "first_row", "num_edges", "num_nodes", "first_sum"],
+    do_not_specialize=["num_rows", "first_sum"],
 )
 def residual_norm_bwd(
     r,  # [rows, F]; None without a norm
-    grad,  # [rows, F]: dy; or None
-    grad_sum,  # [B * N, F]: ds; or None
-    ends,  # [E]: the node i of each edge, with grad_sum
+    grad,  # [rows, F]: dy
     scale,  # [F] or None
     dr,  # [rows, DR_STRIDE], zeros behind F
-    dx,  # [rows, F]: dy + ds_i; or None
+    dx,  # [rows, F]: dy in its dtype; or None
     partial,  # [P, SUMS] float32: sums of dscale, dshift and dr
     num_rows,
-    first_row,  # of these among all [B * E]
-    num_edges,
-    num_nodes,
     first_sum,
     eps,
     F: tl.constexpr,
@@ -198,7 +201,6 @@ def residual_norm_bwd(
     DR_STRIDE: tl.constexpr,
     SUMS: tl.constexpr,
     IS_FIRST: tl.constexpr,
-    ENTRIES: tl.constexpr,  # whether there are several batch entries
     INT64: tl.constexpr,
 ):
     """Grid (P,): a program owns every P-th tile of ROWS rows, and these rows of all outputs."""
@@ -211,44 +213,28 @@ def residual_norm_bwd(
     scale_sum = tl.zeros((ROWS, FEATURES), tl.float32)
     shift_sum = tl.zeros((ROWS, FEATURES), tl.float32)
     total_sum = tl.zeros((ROWS, FEATURES), tl.float32)
-    # The node of a row is loaded two tiles ahead, the rows themselves one tile ahead.
+    # rows are loaded one tile ahead
     row = start + tl.arange(0, ROWS)
     mask = (row < num_rows)[:, None] & inside[None, :]
     at = row[:, None] * F + f[None, :]
     if r is not None:
         next_r = tl.load(r + at, mask=mask, other=0.0)
-    if grad is not None:
-        next_grad = tl.load(grad + at, mask=mask, other=0.0)
-    if grad_sum is not None:
-        i = _end(ends, first_row + row, row < num_rows, num_edges, num_nodes, ENTRIES)
-        next_sum = tl.load(grad_sum + i[:, None] * F + f[None, :], mask=mask, other=0.0)
-        ahead = row + step
-        next_i = _end(ends, first_row + ahead, ahead < num_rows, num_edges, num_nodes, ENTRIES)
+    next_grad = tl.load(grad + at, mask=mask, other=0.0)
 
     for first in range(start, num_rows, step):
         row = first + tl.arange(0, ROWS)
         mask = (row < num_rows)[:, None] & inside[None, :]
         at = row[:, None] * F + f[None, :]
-        dy = tl.zeros((ROWS, FEATURES), tl.float32)
+        dy = next_grad.to(tl.float32)
         if r is not None:
             z = next_r.to(tl.float32)
-        if grad is not None:
-            dy += next_grad.to(tl.float32)
-        if grad_sum is not None:
-            dy += next_sum.to(tl.float32)
 
         next_row = row + step
         next_mask = (next_row < num_rows)[:, None] & inside[None, :]
         next_at = next_row[:, None] * F + f[None, :]
         if r is not None:
             next_r = tl.load(r + next_at, mask=next_mask, other=0.0)
-        if grad is not None:
-            next_grad = tl.load(grad + next_at, mask=next_mask, other=0.0)
-        if grad_sum is not None:
-            sum_at = next_i[:, None] * F + f[None, :]
-            next_sum = tl.load(grad_sum + sum_at, mask=next_mask, other=0.0)
-            ahead = next_row + step
-            next_i = _end(ends, first_row + ahead, ahead < num_rows, num_edges, num_nodes, ENTRIES)
+        next_grad = tl.load(grad + next_at, mask=next_mask, other=0.0)
 
         d = dy
         if r is not None:
@@ -354,3 +340,36 @@ def join_segment_sums(
     total = tl.sum(sums, axis=0)
     at = out + (b * num_nodes + i) * W + w
     tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    repr=kernel_name("anemoi_gt_gather_to_edges", "x", "W"),
+    do_not_specialize=["num_dst", "num_edges", "steps"],
+)
+def gather_to_edges(
+    x,  # [B * N_dst, W]
+    addend,  # [B * E, W] or None
+    colptr,  # [N_dst + 1]
+    perm,  # [E] or None
+    out,  # [B * E, W]
+    num_dst,
+    num_edges,
+    steps,  # of a bisection of N_dst
+    W: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EDGES: tl.constexpr,
+    INT64: tl.constexpr,
+):
+    """Grid (ceil(E / EDGES), ceil(W / COLUMNS), B): a program writes EDGES rows, in CSC order."""
+    k = as_index(tl.program_id(0), INT64) * EDGES + tl.arange(0, EDGES)
+    w = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    b = as_index(tl.program_id(2), INT64)
+    inside = k < num_edges
+    mask = inside[:, None] & (w < W)[None, :]
+    i = b * num_dst + _destination(colptr, k, inside, num_dst, steps)
+    e = b * num_edges + caller_edges(perm, k, inside)
+    at = e[:, None] * W + w[None, :]
+    rows = tl.load(x + i[:, None] * W + w[None, :], mask=mask, other=0.0).to(tl.float32)
+    if addend is not None:
+        rows += tl.load(addend + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, rows.to(out.dtype.element_ty), mask=mask)

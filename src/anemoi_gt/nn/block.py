@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import fused_block
-from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
 from anemoi_gt.nn.fused_block import FusedParts
 from anemoi_gt.nn.input_validation import (
@@ -218,11 +217,9 @@ class GraphTransformerBaseBlock(nn.Module):
     def fused_parts(self, x_dst: Tensor, cond: Tensor | None) -> FusedParts:
         """Return the parts of fused sub-layers, or refusals; called once per call of the block."""
         refusal = why_not_plain(("", self, (BLOCK,)))
-        if refusal is None:
-            fused = FusedParts.of(self, x_dst, cond, self.config)
-        else:
-            fused = FusedParts.by_modules(refusal)
-        return FusedParts(*as_in_forward(self, "sub-layers", fused))
+        if refusal is not None:
+            return FusedParts.by_modules(refusal)
+        return FusedParts.of(self, x_dst, cond, self.config)
 
     def update_destinations(
         self,
@@ -333,8 +330,6 @@ class GraphTransformerBaseBlock(nn.Module):
             check_dtype("edge_attr", edge_attr, like=stored_parameter(self.lin_edge))
         edge_attr = self.edge_pre_mlp(edge_attr)
         embedding = linear_parameters(self.lin_edge, "lin_edge")
-        # a hook that came or left since the forward pass must not change what is saved
-        (embedding,) = as_in_forward(self, "lin_edge", (embedding,))
         if isinstance(embedding, Refusal):
             warn_of_embedded_edges(embedding.text)
             return self._split_heads(self.lin_edge(edge_attr)), None, None

@@ -15,7 +15,6 @@ from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import (
@@ -348,7 +347,6 @@ class GraphTransformerConv(MessagePassing):
         if isinstance(self.lin_edge._parameters.get("weight"), UninitializedParameter):
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
         embedding = linear_parameters(self.lin_edge, "lin_edge", PYG_LINEAR)
-        (embedding,) = as_in_forward(self, "lin_edge", (embedding,))
         if isinstance(embedding, Refusal):
             warn_of_embedded_edges(embedding.text)
             return self._split_heads(self.lin_edge(edge_attr)), None, None
@@ -372,7 +370,6 @@ class GraphTransformerConv(MessagePassing):
             refusal: Refusal | None = transient("torch.jit.trace records it")
         else:
             refusal = why_not_plain(("", self, (ATTENTION,)))
-        (refusal,) = as_in_forward(self, "messages", (refusal,))
         if refusal is None:
             return None
         named = self.config.backend

@@ -22,7 +22,6 @@ from torch_geometric.typing import OptTensor, PairTensor
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import check_shape, have_size
-from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.fused_block import NOT_FASTER, Computation
 from anemoi_gt.nn.input_validation import (
@@ -435,7 +434,6 @@ def _network_of(
         refusal = why_not_plain(*asked)
         parts = refusal or network_parts(mlp, sublayers, name, norms=NORMS)
         parts = for_call(parts, x, is_autocast=computation.is_autocast)
-    (parts,) = as_in_forward(layer, name, (parts,))
     if isinstance(parts, Refusal):
         if parts.kind is RefusalKind.PERMANENT and config.backend != "auto":
             raise ValueError(
@@ -475,5 +473,8 @@ def _fused_edges(
         network=parts.network,
     )
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
-    out, sums = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
-    return out.view(edges.shape), sums.view(*x_dst.shape[:-1], edges.shape[-1])
+    out = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
+    updated = out.view(edges.shape)
+    # of the edges that are returned: autograd must see that
+    sums = parts.sublayers.sum_edges(updated.flatten(0, -2), graph, batch)
+    return updated, sums.view(*x_dst.shape[:-1], edges.shape[-1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.activation_checkpointing import as_in_forward, checkpoint_activations
+from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.chunking import Chunk, Pair, Rows, map_chunks
 from anemoi_gt.nn.fused_block import NOT_FASTER, Computation, linear, linear_layer_parts
@@ -138,7 +138,6 @@ class GraphTransformerBaseMapper(nn.Module):
             computation = Computation.of(x, self.proc.config)
             if computation.is_faster_fused:
                 parts = linear_layer_parts(layer, name, x, computation)
-        (parts,) = as_in_forward(self, name, (parts,))
         if isinstance(parts, Refusal):
             # a norm may have more rows than PyTorch's kernel takes
             return apply_norm(layer, x) if isinstance(layer, nn.Sequential) else layer(x)

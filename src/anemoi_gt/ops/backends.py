@@ -13,6 +13,7 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import (
     attention_kept_bytes,
     attention_sublayer,
 )
+from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
 from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
     feed_forward_kept_bytes,
     feed_forward_sublayer,
@@ -44,7 +45,8 @@ class Sublayers(NamedTuple):
     feed_forward: Sublayer
     norm_linear: Callable[..., Tensor]
     network: Callable[..., Tensor]
-    interaction: Callable[..., tuple[Tensor, Tensor]]
+    interaction: Callable[..., Tensor]
+    sum_edges: Callable[..., Tensor]
     max_features: int  # of a row
     max_attributes: int  # of an edge
 
@@ -71,6 +73,7 @@ BACKENDS = {  # in the order in which `auto` tries them
             norm_linear,
             network_sublayer,
             interaction_sublayer,
+            sum_edges,
             MAX_FUSED_FEATURES,
             MAX_ATTRIBUTES - 1,
         ),

@@ -4,7 +4,7 @@
 
     network_sublayer        y_n = x_n + network([x_n, m_n])                or network([x_n, m_n])
     interaction_sublayer    e'_e = e_e + network([x_i, x_j, e_e])          edge e from j to i
-                            s_i  = sum of e'_e over the in-edges of i
+    sum_edges               s_i  = sum of e'_e over the in-edges of i
 
 The second layer, the norm and m_n are optional. The first layer of the edge update factors over
 nodes: W_1 u = W_e e_e + (W_i x_i + b_1) + W_j x_j. An interaction network (Battaglia et al. 2016,
@@ -109,6 +109,11 @@ def check_interaction(
     _check_rows("edges", t.edges, batch * graph.num_edges)
     _check_inputs(t.network, t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1])
     _check_residual(t.network, "edges", t.edges)
+
+
+def check_edge_sums(edges: Tensor, graph: GraphStructure, batch: int) -> None:
+    """Raise ValueError unless rows of edges fit the structure."""
+    _check_rows("edges", edges, batch * graph.num_edges)
 
 
 def _check_rows(name: str, rows: Tensor, number: int) -> None:

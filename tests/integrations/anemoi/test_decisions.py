@@ -9,7 +9,6 @@ from anemoi.models.interface import AnemoiModelInterface
 from support.anemoi_model import (
     block_inputs,
     build,
-    differentiate,
     differentiate_block,
     draw,
     make_block,
@@ -43,24 +42,6 @@ def test_a_hook_that_removes_itself_changes_nothing(part, edge_dim):
         for _ in range(2):  # with the hook, and without
             assert_same_numbers(differentiate_block(block, (x, edge_attr, *rest)), expected)
     assert not block.get_submodule(part)._forward_hooks
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("part", ("lin_edge", "conv"))
-@pytest.mark.parametrize("blocks", (None, True))
-def test_a_recomputation_takes_the_path_of_the_forward_pass(
-    small_graph, part, blocks, few_programs
-):
-    """Otherwise it would save other tensors: the hook is gone when the chunk is recomputed."""
-    model, x = build(small_graph, make_options(channels=16, heads=2)), draw(small_graph)
-    expected = differentiate(model, x)
-    watched = [module for name, module in model.named_modules() if name.rpartition(".")[2] == part]
-    assert len(watched) == 4
-    for module in watched:
-        remove_at_first_call(module)
-    with integration.install(backend="triton" if blocks else "auto", blocks=blocks):
-        assert_same_numbers(differentiate(model, x), expected)
-        assert_same_numbers(differentiate(model, x), expected)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from anemoi.models.layers.mlp import MLP
 from anemoi.models.layers.utils import load_layer_kernels
 from support.same_numbers import assert_same_numbers
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MeanAggregation
 
 from anemoi_gt.integrations import anemoi as integration
@@ -225,20 +224,6 @@ def test_a_network_of_two_hidden_layers_is_fused_without_a_norm_and_refuses_othe
         assert_same_numbers(out, expected)
         with pytest.raises(ValueError, match="the first layer must take the 3 features"):
             mlp(x[:, :3])  # half of them, as a layer that takes its rows twice would have
-
-
-def test_a_hook_that_is_gone_at_the_recomputation_does_not_change_the_path():
-    block = make_block("processor")
-    expected = run(block, "processor")
-    hook = block.conv.register_forward_hook(lambda module, arguments, out: out)
-
-    def call(*arguments):
-        out = checkpoint(block, *arguments, use_reentrant=False)
-        hook.remove()
-        return out
-
-    with integration.install(backend="triton", blocks=True):
-        assert_same_numbers(run(block, "processor", call=call), expected)
 
 
 def test_blocks_of_one_model_are_swapped():

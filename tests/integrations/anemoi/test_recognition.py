@@ -24,7 +24,6 @@ from support.anemoi_model import differentiate_block as run
 from support.same_numbers import assert_same_numbers
 from support.weather import weather_graph
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MeanAggregation
 
 from anemoi_gt.integrations import anemoi as integration
@@ -208,30 +207,6 @@ def test_cached_edges_are_handed_out_by_a_provider_that_overrides_nothing(graph)
     with integration.install():
         first, second = (edges_of(provider, shard_edges=True)[1] for _ in range(2))
     assert first is second
-
-
-def in_a_function(block, inputs):
-    return checkpoint(lambda *args: block(*args)[0], *inputs, use_reentrant=False)
-
-
-def in_a_module(block, inputs):
-    return checkpoint(block, *inputs, use_reentrant=False)[0]
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("part", ("conv", "lin_edge", "lin_query", "node_dst_mlp"))
-@pytest.mark.parametrize("call", (in_a_function, in_a_module))
-@pytest.mark.parametrize("blocks", (None, True))
-def test_any_checkpoint_recomputes_as_its_forward_pass_did(
-    inputs, part, call, blocks, few_programs
-):
-    block = make_block()
-    expected = run(block, inputs)
-    hook = block.get_submodule(part).register_forward_hook(lambda *_: hook.remove())
-    options = {"backend": "triton"} if blocks else {}
-    with integration.install(blocks=blocks, **options):
-        actual = run(block, inputs, lambda *args: (call(block, args), None))
-    assert_same_numbers(actual, expected)
 
 
 @pytest.mark.parametrize("module", (mapper, processor))

@@ -11,11 +11,9 @@ from anemoi.models.layers.utils import load_layer_kernels
 from support.anemoi_model import NOISE, conditional_kernels
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
-from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi.installation import examine
-from anemoi_gt.nn.activation_checkpointing import keeping_answers
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 KINDS = {"processor": TransformerProcessorBlock, "mapper": TransformerMapperBlock}
@@ -107,21 +105,6 @@ def test_a_hook_on_the_network_leaves_the_block_to_anemoi_with_the_reason():
         assert computed.outcome == "upstream"
         assert computed.reason == "its mlp has hooks, which would be skipped"
         hook.remove()
-
-
-def test_a_recomputation_computes_as_its_forward_pass_did():
-    block = block_of("processor")
-    expected = differentiate(block, "processor")
-
-    def checkpointed(*arguments):
-        out = checkpoint(keeping_answers(block), *arguments, use_reentrant=False)
-        # one that comes between forward and recomputation
-        block.mlp.register_forward_hook(lambda *_: None)
-        return out
-
-    with FUSED():
-        actual = differentiate(block, "processor", call=checkpointed)
-    assert_same_numbers(actual, expected)
 
 
 def test_without_fused_sublayers_blocks_compute_with_anemois_code():

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from anemoi_gt.integrations.anemoi.edge_lists import lookup
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces, wraps_any
-from anemoi_gt.nn.activation_checkpointing import chunk_result, keeping_answers
+from anemoi_gt.nn.activation_checkpointing import chunk_result
 
 
 @replaces("func enabled args kwargs")
@@ -36,7 +36,7 @@ def maybe_checkpoint(
     mode = _mode_of(component)
     if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
-    func, args = _as_in_forward(func, args)
+    func, args = _with_bound_lists(func, args)
     # chunks of mappers are not
     is_in_turn = isinstance(component, Upstream.processor.GraphTransformerProcessor)
     run = _with_copied_results(func) if is_in_turn and torch.compiler.is_compiling() else func
@@ -64,16 +64,9 @@ def _mode_of(component: object) -> str | None:
 
 @wraps_any
 def torchs_checkpoint(upstream: Callable, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint as anemoi-models before 0.12.1; the recomputation follows the forward path."""
-    func, args = _as_in_forward(func, args)
+    """Checkpoint as anemoi-models before 0.12.1."""
+    func, args = _with_bound_lists(func, args)
     return upstream(func, *args, **kwargs)
-
-
-def _as_in_forward(func: Callable, args: tuple) -> tuple[Callable, tuple]:
-    """Return function and arguments to checkpoint, for a recomputation by the same path."""
-    if torch.compiler.is_compiling():
-        return func, args
-    return _with_bound_lists(keeping_answers(func), args)
 
 
 def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
@@ -83,6 +76,8 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
     make copies of them. A copy of a list has no cache, so the recomputation would find another
     structure than the forward pass.
     """
+    if torch.compiler.is_compiling():
+        return func, args
     is_bound = [isinstance(arg, Tensor) and lookup(arg) is not None for arg in args]
     if not any(is_bound):
         return func, args

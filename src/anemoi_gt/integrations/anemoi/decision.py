@@ -5,8 +5,8 @@
     feed_forward  a transformer block with fused feed-forward and Anemoi's attention
     upstream      Anemoi's own forward
 
-The decision depends on mutable state, such as hooks, so it is taken once. A recomputation of
-checkpointed activations takes the answers of its forward pass (`as_in_forward`).
+The decision depends on mutable state, such as hooks and parameters, so it is taken once in each
+forward pass, also in that of a recomputation, from what is there then.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,6 @@ from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.upstream import Upstream
 from anemoi_gt.nn import fused_block
-from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.fused_block import (
     NO_SOURCES,
     NO_SUBLAYERS,
@@ -116,7 +115,6 @@ def decide_linear(mapper: Any, name: str, x: Tensor) -> LinearParts | Refusal:
     """
     layer = getattr(mapper, name)
     parts = _linear_of(mapper, layer, name, x)
-    (parts,) = as_in_forward(mapper, name, (parts,))
     if torch.compiler.is_compiling():
         return parts
     reason = None
@@ -171,7 +169,6 @@ def _decide(
         return Decision(None, UPSTREAM)
     overridden = why_not_plain(("", block, (ANEMOI_BLOCK,)))
     refusal = overridden or _why_not_attention(block, call)
-    (refusal,) = as_in_forward(block, "attention", (refusal,))
     if refusal is not None:
         if settings.config.backend != "auto" and refusal.kind is RefusalKind.PERMANENT:
             raise ValueError(
@@ -192,7 +189,6 @@ def _decide(
             reason = NOT_FASTER.text
         else:
             fused = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
-            fused = FusedParts(*as_in_forward(block, "sub-layers", fused))
             refusals: list[Refusal] = []
             for part in fused:
                 if isinstance(part, Refusal) and part not in (NO_SOURCES, *refusals):
@@ -206,7 +202,6 @@ def _decide(
     has_raw_edges = settings.fuse_edges and not gathers
     if has_raw_edges:
         embedding = linear_parameters(block.lin_edge, "lin_edge")
-        (embedding,) = as_in_forward(block, "lin_edge", (embedding,))
         if isinstance(embedding, Refusal):
             has_raw_edges = False
             log_reason(f"an Anemoi block embeds its edges before the attention: {embedding.text}")
@@ -224,7 +219,6 @@ def _decide_transformer(
     if settings is None:
         return Decision(None, UPSTREAM)
     fused = _feed_forward_of(block, norm_name, x, cond, settings)
-    (fused,) = as_in_forward(block, "feed-forward", (fused,))
     if isinstance(fused, FusedParts):
         return Decision(settings, FEED_FORWARD, fused=fused)
     if fused.kind is not RefusalKind.NOT_FASTER:

@@ -32,7 +32,6 @@ from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_rows
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import plain
-from anemoi_gt.nn.activation_checkpointing import as_in_forward
 from anemoi_gt.nn.fused_block import NO_SUBLAYERS, NOT_FASTER, Computation
 from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import why_not_plain
@@ -196,7 +195,6 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     if computation is not None and computation.sublayers is not None and _is_embedding(self):
         parts = network_parts(self, computation.sublayers, "", is_called=True)
         parts = for_call(parts, x, is_autocast=computation.is_autocast)
-    (parts,) = as_in_forward(self, "network", (parts,))
     if isinstance(parts, Refusal):
         if parts.kind is not RefusalKind.NOT_FASTER and parts is not NOT_OF_GRAPH_NETWORK:
             report.warn_once(f"an MLP of Anemoi is not fused: {parts.text}")
@@ -252,10 +250,8 @@ def _decide(
     if not is_exported:
         gathered = ranks if local is None else None
         parts = _parts_of(block, settings, x_dst, edge_index, gathered)
-    edges, nodes = as_in_forward(block, "graph network", (parts.edges, parts.nodes))
-    parts = replace_fields(parts, edges=edges, nodes=nodes)
     refusals: list[Refusal] = []
-    for part in (edges, nodes):
+    for part in (parts.edges, parts.nodes):
         if isinstance(part, Refusal) and part not in refusals:
             refusals.append(part)
     reported = [refusal for refusal in refusals if refusal.kind is not RefusalKind.NOT_FASTER]
@@ -366,8 +362,8 @@ def _update_edges(
     )
     options = _options(parts, computation, nodes.dst, residual=True)
     tensors = InteractionTensors(nodes.src, nodes.halo, nodes.dst, edges, parts.network)
-    edges, sums = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
-    return edges, nodes.own_sums(sums)
+    edges = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
+    return edges, nodes.own_sums(parts.sublayers.sum_edges(edges, graph, batch))
 
 
 def _update_edges_by_modules(block: Any, nodes: Nodes, edges: Tensor) -> tuple[Tensor, Tensor]:

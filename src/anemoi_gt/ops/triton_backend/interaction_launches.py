@@ -93,30 +93,17 @@ def residual_norm_backward(
     sums: int,
     first_sum: int,
     is_first: bool,
-    first_row: int,
-    num_edges: int,
-    num_nodes: int,
-    batch: int,
 ) -> Launch:
-    """Return the launch of `residual_norm_bwd`.
+    """Return the launch of `residual_norm_bwd`: r, grad, scale -> dr, dx, partial.
 
-    Its tensors are r, grad, grad_sum, ends, scale -> dr, dx, partial. Rows of dr have `dr_stride`
-    elements, zeros behind `features`. The columns of `partial` from `first_sum` on are `features`
-    sums of dscale, the same number of dshift, and of dr. Rows are edges as in `gather_activation`
-    where there is a grad_sum.
+    Rows of dr have `dr_stride` elements, zeros behind `features`. The columns of `partial` from
+    `first_sum` on are `features` sums of dscale, the same number of dshift, and of dr.
     """
     from anemoi_gt.kernels import interaction
 
     rows, columns, num_warps = norm_tile(tiles.residual_norm_tile, dr_stride)
-    scalars = {
-        "num_rows": num_rows,
-        "first_row": first_row,
-        "num_edges": num_edges,
-        "num_nodes": num_nodes,
-        "first_sum": first_sum,
-        "eps": float(norm.eps),
-    }
-    most_rows = max(num_rows + 3 * programs * rows, batch * num_nodes)
+    scalars = {"num_rows": num_rows, "first_sum": first_sum, "eps": float(norm.eps)}
+    most_rows = num_rows + 2 * programs * rows
     constants = {
         "F": features,
         "FEATURES": columns,
@@ -125,8 +112,7 @@ def residual_norm_backward(
         "DR_STRIDE": dr_stride,
         "SUMS": sums,
         "IS_FIRST": is_first,
-        "ENTRIES": batch > 1,
-        "INT64": needs_int64(most_rows, dr_stride) or first_row + most_rows >= 2**31,
+        "INT64": needs_int64(most_rows, dr_stride),
         "num_warps": num_warps,
     }
     return Launch(interaction.residual_norm_bwd, (programs,), scalars, constants)
@@ -175,3 +161,20 @@ def join_segment_sums(
     grid = (batch * spans, -(-features // columns))
     scalars = {"num_nodes": num_nodes, "num_edges": num_edges}
     return Launch(interaction.join_segment_sums, grid, scalars, constants)
+
+
+def gather_to_edges(features: int, *, num_dst: int, num_edges: int, batch: int) -> Launch:
+    """Return the launch of `gather_to_edges`: x, addend, colptr, perm -> out."""
+    from anemoi_gt.kernels import interaction
+
+    edges, columns, num_warps = tiles.gather_tile(features)
+    constants = {
+        "W": features,
+        "COLUMNS": columns,
+        "EDGES": edges,
+        "INT64": needs_int64(batch * max(num_edges, num_dst) + edges, features),
+        "num_warps": num_warps,
+    }
+    grid = (-(-num_edges // edges), -(-features // columns), batch)
+    scalars = {"num_dst": num_dst, "num_edges": num_edges, "steps": num_dst.bit_length()}
+    return Launch(interaction.gather_to_edges, grid, scalars, constants)

@@ -1,7 +1,7 @@
-"""The edge update of a graph network as one operator: gather, network, norm, residual, sum.
+"""The edge update of a graph network as one operator: gather, network, norm, residual.
 
     z_e = W_e e_e        a_i = W_i x_i + b        b_j = W_j x_j        p_e = z_e + a_i + b_j
-    e'_e = e_e + norm(r_e), r: see `network_steps`        s_i = sum of e'_e over the in-edges of i
+    e'_e = e_e + norm(r_e), r: see `network_steps`
 
 W_1 of the first layer is [W_i, W_j, W_e]. Edges stay in the caller's order; sums over the edges of
 a node read them through the structure, those of hubs in segments. On a shard of a graph, own
@@ -26,8 +26,8 @@ from anemoi_gt.ops.operands import Operand
 from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend import interaction_launches, network_steps
+from anemoi_gt.ops.triton_backend.edge_sums import add_segment_sum
 from anemoi_gt.ops.triton_backend.network_steps import (
-    EdgeRows,
     NetworkGradients,
     NetworkSteps,
     NetworkSums,
@@ -47,8 +47,8 @@ X_SRC, HALO, X_DST, EDGES = range(4)
 
 def interaction_sublayer(
     tensors: InteractionTensors[Tensor], graph: GraphStructure, options: InteractionOptions
-) -> tuple[Tensor, Tensor]:
-    """Return e' [B * E, F] and s [B * N_dst, F].
+) -> Tensor:
+    """Return e' [B * E, F].
 
     `graph` is the structure of one batch entry, from own sources and halo to destinations.
     """
@@ -57,12 +57,12 @@ def interaction_sublayer(
     save = needs_gradient(*flat)
     if save:
         graph = graph.with_reverse()
-    edges, sums = interaction_triton(flat, IndexTensors.of(graph), options, save=save)
-    return edges, sums
+    (edges,) = interaction_triton(flat, IndexTensors.of(graph), options, save=save)
+    return edges
 
 
 class InteractionSublayer(PlannedOperator):
-    """Outputs e' and s; keeps the cast weights, p, q, r and the ends of the edges."""
+    """Returns e'; keeps the cast weights, p, q, r and the ends of the edges."""
 
     builder_class = SublayerBuilder
 
@@ -72,7 +72,7 @@ class InteractionSublayer(PlannedOperator):
             tensors=InteractionTensors,
             constants=IndexTensors,
             options=InteractionOptions,
-            outputs=("edges", "sums"),
+            outputs=("edges",),
             num_results=5,
         )
 
@@ -82,12 +82,11 @@ class InteractionSublayer(PlannedOperator):
         constants: IndexTensors[Operand],
         options: InteractionOptions,
     ) -> list[Spec]:
-        """Return the specs of e', s and the kept bytes."""
+        """Return the specs of e' and the kept bytes."""
         t = tensors
         dtype = network_steps.out_dtype(t.edges.dtype, options.network)
-        edges, sums = t.edges.shape, (t.x_dst.shape[0], t.edges.shape[1])
         kept = _kept_layout(t, constants, options)
-        return [(edges, dtype), (sums, dtype), ((kept.num_bytes,), torch.uint8)]
+        return [(t.edges.shape, dtype), ((kept.num_bytes,), torch.uint8)]
 
     def add_forward(
         self,
@@ -111,15 +110,13 @@ class InteractionSublayer(PlannedOperator):
         call.find_ends()
         steps = NetworkSteps(builder, t.network, weights, options.network, kept)
         at_dst, at_src = call.project_nodes()
-        specs = self.forward_specs(t, constants, options)
-        out, sums = (builder.empty(*spec) for spec in specs[:2])
+        out = builder.empty(*self.forward_specs(t, constants, options)[0])
         for begin, end in builder.chunks(t.edges.shape[0]):
             p = steps.rows("first", begin, end)
             builder.linear(call.edge_rows(begin, end), call.of_edges, None, p)
             h = call.gather_and_activate(p, at_dst, at_src, begin, end)
             steps.forward(h, t.edges.slice(0, begin, end), out.slice(0, begin, end), begin, end)
-        call.sum_in_edges(out, sums)
-        return [out, sums, builder.whole(kept["packed"])] if save else [out, sums]
+        return [out, builder.whole(kept["packed"])] if save else [out]
 
     def gradient_layout(
         self,
@@ -153,7 +150,8 @@ class InteractionSublayer(PlannedOperator):
     ) -> list[Buffer | None]:
         """Add the steps of the backward pass."""
         t = tensors
-        grad, grad_sum = grads
+        (grad,) = grads
+        assert grad is not None  # or there would be no backward pass
         kept_parts = _kept_layout(t, constants, options).buffers(kept)
         groups = network_steps.packed_network(t.network)
         weights = PackedWeights.of(groups).views(kept_parts["packed"])
@@ -165,14 +163,11 @@ class InteractionSublayer(PlannedOperator):
         sums = NetworkSums(builder, parts.sums)
         dedges = builder.empty_like(t.edges) if needs.edges else None
         dp = builder.empty_like(kept_parts["first"])
-        ends = EdgeRows(kept_parts["dst"], call.num_edges, call.num_dst, options.batch)
         for begin, end in builder.chunks(t.edges.shape[0]):
             dp_rows = dp.slice(0, begin, end)
             dedge_rows = None if dedges is None else dedges.slice(0, begin, end)
             p = steps.rows("first", begin, end)
-            steps.differentiate(
-                grad, grad_sum, ends, dedge_rows, sums, parameters, p, dp_rows, begin, end
-            )
+            steps.differentiate(grad, dedge_rows, sums, parameters, p, dp_rows, begin, end)
             if dedge_rows is not None:
                 residual_gradient(builder, dp_rows, call.of_edges, dedge_rows, adds=True)
             if grad_weight is not None:
@@ -307,43 +302,36 @@ class _Call:
 
     def sum_in_edges(self, rows: Buffer, out: Buffer) -> None:
         """Write the sums of edge rows over in-edges."""
-        segment = segment_of(self.index.dst_hubs, self.num_edges)
-        self._sum(rows, self.index.colptr, None, self.num_dst, segment, out)
+        index = self.index
+        self._sum(rows, index.colptr, None, self.num_dst, index.dst_hubs, out)
 
     def sum_out_edges(self, rows: Buffer, out: Buffer) -> None:
         """Write the sums of edge rows over out-edges."""
-        segment = segment_of(self.index.src_hubs, self.num_edges)
         index = self.index
-        self._sum(rows, index.rowptr, index.csr_to_csc, self.num_src, segment, out)
+        assert index.rowptr is not None  # the backward pass has the reverse structure
+        self._sum(rows, index.rowptr, index.csr_to_csc, self.num_src, index.src_hubs, out)
 
     def _sum(
         self,
         rows: Buffer,
-        pointers: Buffer | None,
+        pointers: Buffer,
         order: Buffer | None,
         num_nodes: int,
-        segment: int,
+        hubs: Buffer | None,
         out: Buffer,
     ) -> None:
-        width = rows.shape[1]
-        sizes = {"num_nodes": num_nodes, "num_edges": self.num_edges, "batch": self.batch}
-        segments = None
-        if segment:
-            spans = -(-self.num_edges // segment)
-            segments = self.builder.empty((self.batch * spans, width), torch.float32)
-        launch = interaction_launches.segment_sum(width, **sizes, segment=segment)
-        self.builder.launch(
-            launch,
-            x=rows,
-            pointers=pointers,
-            order=order,
-            perm=self.index.perm,
-            out=out,
-            segments=segments,
+        add_segment_sum(
+            self.builder,
+            rows,
+            pointers,
+            order,
+            self.index.perm,
+            out,
+            num_nodes=num_nodes,
+            num_edges=self.num_edges,
+            batch=self.batch,
+            segment=segment_of(hubs, self.num_edges),
         )
-        if segments is not None:
-            launch = interaction_launches.join_segment_sums(width, **sizes, segment=segment)
-            self.builder.launch(launch, segments=segments, pointers=pointers, out=out)
 
     def differentiate_nodes(
         self, dp: Buffer, needs: InteractionTensors[bool], grad_weight: Buffer | None

@@ -144,15 +144,6 @@ class NetworkSums:
         self.hidden.reduce_into(total.slice(0, width, width + self.hidden.width))
 
 
-class EdgeRows(NamedTuple):
-    """Where the rows of a chunk of edges end: at which rows of nodes."""
-
-    ends: Buffer  # [E], of one batch entry
-    num_edges: int
-    num_nodes: int
-    batch: int
-
-
 class NetworkSteps:
     """The steps of a network, on a chunk of rows from `begin` to `end` at a time.
 
@@ -231,9 +222,7 @@ class NetworkSteps:
 
     def differentiate(
         self,
-        grad: Buffer | None,
-        grad_sum: Buffer | None,
-        edges: EdgeRows | None,
+        grad: Buffer,
         dx: Buffer | None,
         sums: NetworkSums,
         parameters: dict[str, Buffer],
@@ -242,7 +231,7 @@ class NetworkSteps:
         begin: int,
         end: int,
     ) -> None:
-        """Write dp of rows from p, dy and, for edges, the gradients of sums over them.
+        """Write dp of rows from p and dy.
 
         dx gets what comes through the residual connection. Gradients of parameters are added to
         those of earlier chunks.
@@ -259,17 +248,11 @@ class NetworkSteps:
             sums=sums.norm.width,
             first_sum=sums.norm.columns["norm_scale"].start,
             is_first=is_first,
-            first_row=begin,
-            num_edges=1 if edges is None else edges.num_edges,
-            num_nodes=1 if edges is None else edges.num_nodes,
-            batch=1 if edges is None else edges.batch,
         )
         builder.launch(
             launch,
             r=self.kept["out"].slice(0, begin, end) if has_norm else None,
-            grad=None if grad is None else grad.slice(0, begin, end),
-            grad_sum=grad_sum,
-            ends=None if edges is None or grad_sum is None else edges.ends,
+            grad=grad.slice(0, begin, end),
             scale=self.network.norm.scale,
             dr=dr,
             dx=dx,

@@ -152,8 +152,6 @@ class NetworkSublayer(PlannedOperator):
             dx_rows = None if dx is None else dx.slice(0, begin, end)
             steps.differentiate(
                 grad,
-                None,
-                None,
                 dx_rows if options.residual else None,
                 sums,
                 parameters,

@@ -375,3 +375,11 @@ def segment_sum_tile(features: int) -> NodeTile:
     H100, edges of N320 by destination and by source, 512 features (row 86a).
     """
     return NodeTile.of_columns(features, 1024, 512, num_warps=1)
+
+
+def gather_tile(features: int) -> NodeTile:
+    """Return the tile of `gather_to_edges`: several edges for each bisection.
+
+    H100, edges of N320, 512 features (row 99).
+    """
+    return NodeTile.of_columns(features, 8192, 512, num_warps=4)
