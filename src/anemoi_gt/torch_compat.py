@@ -10,13 +10,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.autograd import forward_ad
 
 # The fallbacks are conservative: correct for every call, at more host time. They assume that
 # transforms, a dispatch mode and a profiler are active, and that no gradient is batched.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_function_modes = getattr(overrides, "_get_current_function_mode_stack", lambda: ["unknown"])
+num_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _is_legacy_batched = getattr(
     getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
@@ -84,6 +86,16 @@ def is_gradient_transform() -> bool:
 def is_watched() -> bool:
     """Return whether a torch.func transform, dispatch mode or profiler needs the operators."""
     return bool(_transforms_are_active() or _num_dispatch_modes() or _profiler_is_enabled())
+
+
+@constant_when_traced
+def function_modes() -> str:
+    """Return the class of an active mode of `__torch_function__`, "" if there is none.
+
+    The default device is such a mode, of functions that make tensors only.
+    """
+    kinds = [type(mode) for mode in _function_modes()]
+    return ", ".join([kind.__qualname__ for kind in kinds if kind.__name__ != "DeviceContext"])
 
 
 def is_batched(*gradients: Tensor | None) -> bool:

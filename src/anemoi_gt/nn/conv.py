@@ -6,12 +6,11 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
+from torch.nn import functional
 from torch.nn.parameter import UninitializedParameter
 from torch_geometric.nn import Linear
-from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.conv import MessagePassing, transformer_conv
 from torch_geometric.typing import OptTensor
-from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
@@ -262,8 +261,9 @@ class GraphTransformerConv(MessagePassing):
             embedded = self._split_heads(self.lin_edge(edge_attr))
             key_j, value_j = key_j + embedded, value_j + embedded
         score = (query_i * key_j).sum(-1) * self.out_channels**-0.5
-        alpha = self._alpha = softmax(score, index, ptr, size_i)
-        return value_j * dropout(alpha, self.dropout, self.training).unsqueeze(-1)
+        # looked up where PyG's layer does, which an edit of it changes
+        alpha = self._alpha = transformer_conv.softmax(score, index, ptr, size_i)
+        return value_j * functional.dropout(alpha, self.dropout, self.training).unsqueeze(-1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.plain import why_not_plain_tensor
 from anemoi_gt.nn.sublayers import (
     AttentionParts,
     Conditions,
@@ -43,6 +44,14 @@ FUSED_BY_COMPILER = not_faster("compiled code fuses casts and norms, and pads ro
 NO_LAYER = not_faster("it is no layer")
 
 
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def is_16_bit_autocast(x: Tensor) -> bool:
+    """Return whether features like x are read under autocast to 16 bits."""
+    return autocast_is_active(x.device.type) and autocast_dtype(x) in SIXTEEN_BITS
+
+
 class Computation(NamedTuple):
     """Dtype, backend and kept tensors of a call, decided once from its features and settings."""
 
@@ -63,8 +72,7 @@ class Computation(NamedTuple):
     @property
     def is_faster_fused(self) -> bool:
         """Whether fused sub-layers are faster: under 16-bit autocast."""
-        is_16_bit = self.gemm_dtype in (torch.float16, torch.bfloat16)
-        return self.sublayers is not None and self.is_autocast and is_16_bit
+        return self.sublayers is not None and self.is_autocast and self.gemm_dtype in SIXTEEN_BITS
 
 
 class FusedParts(NamedTuple):
@@ -143,6 +151,10 @@ def for_call(
     """Return the parts for a call on rows like x with this condition, or why it cannot use them."""
     if isinstance(parts, Refusal):
         return parts
+    if type(x) is not Tensor:
+        refusal = why_not_plain_tensor("its features are", x)
+        if refusal is not None:
+            return refusal
     if parts.has_condition != (cond is not None):
         return permanent("its norms expect a condition, and the call passes none (or the reverse)")
     if x.dtype != parts.dtype and not computation.is_autocast:

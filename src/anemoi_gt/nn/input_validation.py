@@ -31,17 +31,19 @@ def features_of_input(linear: nn.Module) -> int | None:
     return features
 
 
-def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> None:
+def check_features(name: str, features: Tensor, channels: int, like: Tensor | None) -> None:
     """Raise unless `features` is [N, channels] or [B, N, channels], in a dtype fit for `like`."""
     wanted = f"[N, {channels}] or [B, N, {channels}]"
     check_shape(name, features, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == channels)
     check_dtype(name, features, like)
 
 
-def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
+def check_dtype(name: str, features: Tensor, like: Tensor | None) -> None:
     """Raise unless `features` is floating point, and float64 if and only if weights `like` are."""
     if not features.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {features.dtype}; cast it first")
+    if like is None:  # a module without parameters of its own, as a quantised one
+        return
     if (features.dtype == torch.float64) != (like.dtype == torch.float64):
         raise ValueError(
             f"{name} must have the dtype of the weights, {like.dtype}, got {features.dtype}; cast "

@@ -11,7 +11,7 @@ The `torch` backend is PyG's message passing with modules; `triton` has one oper
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,12 @@ from anemoi_gt.nn.input_validation import (
     check_dtype,
     check_features,
     check_nodes,
-    stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
 from anemoi_gt.nn.mlp import NormedMLP
 from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import IDENTITY, INTERACTION, LAYER_NORM, RMS_NORM, Asked, why_not_plain
-from anemoi_gt.nn.pyg_inputs import read_edges
+from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
 from anemoi_gt.ops.network_tensors import (
     InteractionOptions,
@@ -181,6 +180,7 @@ class InteractionConv(MessagePassing):
         x_src, x_dst = self._sides(x)
         is_one_set = x_src is x_dst
         features: Tensor | None = edge_attr
+        graph: GraphStructure | None = None
         if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
             edge_index, ShardedGraph
         ):
@@ -190,10 +190,14 @@ class InteractionConv(MessagePassing):
             check_batch(x_src, x_dst)  # start_exchange has checked the local sources
         else:
             halo = None
-            sizes = (x_src.shape[-2], x_dst.shape[-2])
-            graph, features = read_edges(edge_index, edge_attr, sizes, self.config)
-            check_nodes(graph, x_src, x_dst)
-        edges = self._in_batch(features, graph, x_dst)
+            # a trace would make constants of the sizes of a structure, and computes without one
+            if not torch.jit.is_tracing() or not is_edge_index(edge_index):
+                sizes = (x_src.shape[-2], x_dst.shape[-2])
+                graph, features = read_edges(edge_index, edge_attr, sizes, self.config)
+                check_nodes(graph, x_src, x_dst)
+        traced: Any = edge_index
+        num_edges = traced.shape[1] if graph is None else graph.num_edges
+        edges = self._in_batch(features, num_edges, x_dst)
         dtype = edges.dtype
         with _precision(self.config, x_dst.device):
             x_dst, edges = _read(x_dst, self.config), _read(edges, self.config)
@@ -201,9 +205,10 @@ class InteractionConv(MessagePassing):
             halo = None if halo is None else _read(halo, self.config)
             own: Asked = ("", self, (INTERACTION,))
             network = _network_of(self, "edge_mlp", self.edge_mlp, x_dst, self.config, own)
-            if isinstance(network, Refusal):
+            if graph is None or isinstance(network, Refusal):
                 x = (x_src if halo is None else torch.cat([x_src, halo], dim=-2), x_dst)
-                sizes, ends = (x[0].shape[-2], x_dst.shape[-2]), graph.edge_index()
+                sizes = (x[0].shape[-2], x_dst.shape[-2])
+                ends = traced if graph is None else graph.edge_index()
                 # propagate_type: (x: PairTensor, edge_attr: Tensor)
                 edges, sums = self.propagate(ends, size=sizes, x=x, edge_attr=edges)
             else:
@@ -236,8 +241,8 @@ class InteractionConv(MessagePassing):
             raise ValueError(
                 f"x must be a tensor or a pair of tensors (x_src, x_dst), got {len(sides)} elements"
             )
-        like = stored_parameter(self.edge_mlp.mlp[-1])
-        if self.config.precision is not None and like.dtype != torch.float32:
+        like = self._parameter()
+        if self.config.precision is not None and like is not None and like.dtype != torch.float32:
             raise ValueError(
                 f"the weights of a layer with a precision must be float32, got {like.dtype}; use "
                 "AttentionConfig(precision=None)"
@@ -246,7 +251,11 @@ class InteractionConv(MessagePassing):
             check_features(name, side, channels, like)
         return sides
 
-    def _in_batch(self, edges: Tensor | None, graph: GraphStructure, x_dst: Tensor) -> Tensor:
+    def _parameter(self) -> Tensor | None:
+        """Return a parameter of `edge_mlp`, which may be any module; None if it has none."""
+        return next(self.edge_mlp.parameters(), None)
+
+    def _in_batch(self, edges: Tensor | None, num_edges: int, x_dst: Tensor) -> Tensor:
         """Return the features of edges with the batch dimension of nodes, checked."""
         width = self.edge_dim
         wanted = f"[E, {width}] or [B, E, {width}]"
@@ -254,11 +263,11 @@ class InteractionConv(MessagePassing):
             "edge_attr", edges, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == width
         )
         assert edges is not None  # or the check would have raised
-        check_dtype("edge_attr", edges, like=stored_parameter(self.edge_mlp.mlp[-1]))
+        check_dtype("edge_attr", edges, like=self._parameter())
         batch = x_dst.shape[:-2]
-        if not have_size(edges.shape[-2], graph.num_edges) or edges.shape[:-2] not in ((), batch):
+        if not have_size(edges.shape[-2], num_edges) or edges.shape[:-2] not in ((), batch):
             raise ValueError(
-                f"edge_attr must have {graph.num_edges} rows, one per edge of the graph, and the "
+                f"edge_attr must have {num_edges} rows, one per edge of the graph, and the "
                 f"batch {tuple(batch)} of x or none, got {tuple(edges.shape)}"
             )
         return edges.expand(*batch, *edges.shape[-2:])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.nn import plain
-from anemoi_gt.nn.plain import why_not_plain
+from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
 from anemoi_gt.nn.sublayers import (
     ACTIVATION,
     GATED_LINEAR,
@@ -20,6 +20,7 @@ from anemoi_gt.nn.sublayers import (
     CannotFuseError,
     Submodule,
     cannot_fuse,
+    check_precision,
     child_of,
     read_linears,
     read_norm,
@@ -91,7 +92,13 @@ def for_call(
     parts: NetworkParts | Refusal, x: Tensor, *, is_autocast: bool
 ) -> NetworkParts | Refusal:
     """Return the parts for a call on rows like x, or why it cannot use them."""
-    if isinstance(parts, Refusal) or is_autocast or x.dtype == parts.dtype:
+    if isinstance(parts, Refusal):
+        return parts
+    if type(x) is not Tensor:
+        refusal = why_not_plain_tensor("its features are", x)
+        if refusal is not None:
+            return refusal
+    if is_autocast or x.dtype == parts.dtype:
         return parts
     return permanent(
         f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
@@ -183,6 +190,7 @@ def _read_network(
     options = NormOptions()
     if norm is not None and type(norm) is not nn.Identity:
         norm_parts = read_norm(norm, f"{prefix}layer_norm", sublayers)
+        check_precision(norm_parts, out.weight, f"{prefix}layer_norm")
         parameters, options = norm_parts.parameters, norm_parts.options
         if norm_parts.features != features:
             raise shape_mismatch(

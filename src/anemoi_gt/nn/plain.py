@@ -7,22 +7,33 @@ and attributes that it was read with. `TABLE` says what this is for each kind of
 `why_not_plain` is the only function that asks. It takes 2 us and 0.4 us a module, so nothing is
 remembered between calls: the answer depends on mutable modules.
 
-Functions are compared by identity with those recorded when a class was recognised. Classes of
-PyTorch, PyG and this library are recognised when they are first seen, if their methods are defined
-in their own package; classes of Anemoi by `recognise`, from hashes of their methods.
+Functions are compared by identity with those recorded when a class was recognised: its methods, and
+what these call of other modules, such as `torch.nn.functional.linear`, which is read from their
+bytecode. Classes of PyTorch, PyG and this library are recognised when they are first seen, if their
+methods are defined in their own package; classes of Anemoi by `recognise`, from hashes of their
+methods.
+
+What decides over the result of a plain function counts as well: a mode of `__torch_function__`, and
+parameters of a class with one of its own.
 """
 
-from collections.abc import Callable
+import dis
+from collections.abc import Callable, Iterator
 from operator import attrgetter
+from types import BuiltinFunctionType, CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from anemoi_gt.ops import activations
 from anemoi_gt.refusal import Refusal, permanent, transient
-from anemoi_gt.torch_compat import constant_when_traced
+from anemoi_gt.torch_compat import (
+    constant_when_traced,
+    function_modes,
+    num_function_modes,
+)
 
 # Roles in which a module may serve, as messages name them.
 LINEAR = "a torch.nn.Linear"
@@ -263,6 +274,14 @@ class Methods(NamedTuple):
         return cls(owner, names, read, read(owner))
 
 
+class Called(NamedTuple):
+    """A function that a recognised method calls, and where the method looks it up."""
+
+    namespace: dict[str, Any]  # of a module
+    name: str
+    function: Callable
+
+
 class Recognised(NamedTuple):
     """A class as it was when its code was recognised."""
 
@@ -270,10 +289,11 @@ class Recognised(NamedTuple):
     class_name: str  # qualified, of the class of `TABLE`, from which a subclass inherits
     methods: tuple[Methods, ...]  # of the class, and of its bases that `super()` calls
     networks: dict[str, Callable | str]  # by name; or why its body is not known
+    called: tuple[Called, ...]  # by these methods
     answer: Checks | str  # or why its code is not recognised
 
 
-UNKNOWN = Recognised(None, "", (), {}, "")
+UNKNOWN = Recognised(None, "", (), {}, (), "")
 _RECOGNISED: dict[type, Recognised] = {}
 _OWN_PACKAGES = ("torch", "torch_geometric", "anemoi_gt")  # recognised without `recognise`
 
@@ -295,6 +315,8 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
             return permanent(_other_role(name, module, roles))
         if isinstance(answer, str):
             return permanent(f"{_subject(name)} {answer}")
+        if isinstance(answer, Refusal):
+            return transient(f"{_subject(name)} {answer.text}")
         methods, module_hooks, row = answer
         attributes = module.__dict__
         for method in methods:
@@ -337,7 +359,32 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
     )
     if runs_hooks and may_have_global_hooks and has_global_hooks():
         return transient("hooks are registered for all modules, which would be skipped")
+    if torch.compiler.is_compiling() or num_function_modes():
+        mode = function_modes()
+        if mode:
+            return transient(f"the mode {mode} is active, which may change what functions return")
     return None
+
+
+def why_not_plain_tensor(subject: str, tensor: Tensor | None) -> Refusal | None:
+    """Return why functions of a tensor may return something else than of a `torch.Tensor`.
+
+    It is of a subclass with data of its own, as DTensor and quantisation of other libraries have,
+    or with a `__torch_function__` or `__torch_dispatch__` of its own. `subject` begins the text.
+    """
+    kind: Any = type(tensor)
+    if tensor is None or kind in (nn.Parameter, Tensor) or _is_plain_subclass(kind):
+        return None
+    return permanent(f"{subject} of the tensor subclass {qualified_name(kind)}")
+
+
+@constant_when_traced
+def _is_plain_subclass(kind: Any) -> bool:
+    if hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ != Tensor.__torch_dispatch__:
+        return False
+    functions: list[Any] = [kind.__torch_function__, Tensor.__torch_function__]
+    of_kind, of_tensor = [getattr(function, "__func__", function) for function in functions]
+    return of_kind in (of_tensor, nn.Parameter.__torch_function__)
 
 
 def why_not_plain_method(module: nn.Module, name: str) -> Refusal | None:
@@ -401,8 +448,70 @@ def recognise(
         if network is not None:
             networks[name] = _why_unknown(kind, kind, name, network, unknown_body) or network
     answer = _checks_of(row) if reason is None else reason
-    _RECOGNISED[kind] = Recognised(row.role, class_name, tuple(methods), networks, answer)
+    functions = [function for of_class in methods for function in of_class.functions]
+    called = tuple(_called_by((*functions, *filter(callable, networks.values()))))
+    for each in called:
+        if _is_foreign(each):
+            reason = reason or f"calls {each.namespace['__name__']}.{each.name}, which was replaced"
+            answer = reason
+    _RECOGNISED[kind] = Recognised(row.role, class_name, tuple(methods), networks, called, answer)
     return reason
+
+
+def _called_by(functions: tuple[Callable, ...]) -> Iterator[Called]:
+    """Yield the functions that methods look up in modules of other packages than this one.
+
+    A replacement of this library calls what it replaces, or computes the same.
+    """
+    seen = set()
+    for function in functions:
+        function = getattr(function, "fget", function)  # of a property
+        function = original_of(function)
+        code: Any = getattr(function, "__code__", None)
+        for namespace, name in _lookups(code, getattr(function, "__globals__", {})):
+            key = id(namespace), name
+            value = namespace[name]
+            is_own = _package(namespace.get("__name__", "")) == "anemoi_gt"
+            if key not in seen and callable(value) and not isinstance(value, type) and not is_own:
+                seen.add(key)
+                yield Called(namespace, name, value)
+
+
+def _lookups(code: CodeType | None, names: dict) -> Iterator[tuple[dict, str]]:
+    """Yield where code looks up names that are no modules: `F.linear` as ("linear", of F)."""
+    if code is None:
+        return
+    for constant in code.co_consts:  # functions within functions, and comprehensions
+        if isinstance(constant, CodeType):
+            yield from _lookups(constant, names)
+    namespace = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname == "LOAD_GLOBAL":
+            namespace = names
+        elif instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD") or namespace is None:
+            namespace = None
+            continue
+        if name not in namespace:  # a builtin function
+            namespace = None
+        elif isinstance(namespace[name], ModuleType):
+            namespace = vars(namespace[name])
+        else:
+            yield namespace, name
+            namespace = None
+
+
+def _is_foreign(called: Called) -> bool:
+    """Return whether a function was made in the program of a user: neither built in nor installed.
+
+    Functions of one package are used by others, so it may be of any of those that are recognised.
+    """
+    names = getattr(called.function, "__globals__", None)
+    if names is None:
+        return not isinstance(called.function, BuiltinFunctionType)
+    package = _package(names.get("__name__", ""))
+    own = _package(called.namespace["__name__"])
+    return package not in (own, "einops", *_OWN_PACKAGES)
 
 
 def _why_unknown(
@@ -416,7 +525,7 @@ def _why_unknown(
 
     A replacement of this library computes what it replaces.
     """
-    function = getattr(function, "replaces", function)
+    function = original_of(function)
     defined_in = _defining_class(owner, name)
     if not _is_defined_in(function, defined_in):
         return f"is a {qualified_name(kind)}, whose {name} was replaced"
@@ -426,6 +535,17 @@ def _why_unknown(
         return None
     unknown = unknown_body(function)
     return None if unknown is None else f"is a {qualified_name(kind)}, and of its {name}, {unknown}"
+
+
+def original_of(function: Any) -> Any:
+    """Return what a replacement of this library replaces; anything else as it is.
+
+    A user's function that wraps a replacement has its attributes, but wraps another function.
+    """
+    replaced = getattr(function, "replaces", None)
+    if replaced is None or getattr(function, "__wrapped__", None) is not replaced:
+        return function
+    return original_of(replaced)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -455,24 +575,31 @@ def qualified_name(kind: type) -> str:
 
 
 @constant_when_traced
-def _of_classes(kinds: tuple[type, ...]) -> tuple[tuple[str | None, Checks | str], ...]:
+def _of_classes(
+    kinds: tuple[type, ...],
+) -> tuple[tuple[str | None, Checks | Refusal | str], ...]:
     """Return of each class its role, and what to check of its modules or why none is plain."""
-    answers: dict[type, tuple[str | None, Checks | str]] = {}
+    answers: dict[type, tuple[str | None, Checks | Refusal | str]] = {}
     for kind in kinds:
         if kind in answers:
             continue
-        role, class_name, methods, _, answer = _RECOGNISED.get(kind) or _recognised(kind)
+        answer: Checks | Refusal | str
+        role, class_name, methods, _, called, answer = _RECOGNISED.get(kind) or _recognised(kind)
         for owner, names, read, functions in methods:
             # of the class as it is now: methods are patched at any time
             if read(owner) != functions and not isinstance(answer, str):
                 answer = _why_other_methods(owner, names, functions, class_name) or answer
+        for namespace, name, function in called:
+            if namespace.get(name) is not function and not isinstance(answer, str):
+                text = f"calls {namespace['__name__']}.{name}, which was replaced"
+                answer = transient(text)
         answers[kind] = role, answer
     return tuple([answers[kind] for kind in kinds])
 
 
 def _why_other_methods(
     owner: type, names: tuple[str, ...], functions: tuple[Callable, ...], class_name: str
-) -> str | None:
+) -> Refusal | str | None:
     """Return which method of a class is another one than was recognised, or None."""
     for name, function in zip(names, functions, strict=True):
         current = getattr(owner, name)
@@ -480,8 +607,10 @@ def _why_other_methods(
             continue
         if name in GENERATED and _is_generated_for(_defining_class(owner, name), current):
             continue
-        if name == "__call__" and current is nn.Module.__call__:
-            continue  # PyTorch's own tracers replace it for all modules
+        if _defining_class(owner, name) is nn.Module:
+            if _is_defined_in(current, nn.Module):
+                continue  # PyTorch's own tracers replace __call__ for all modules
+            return transient(f"is called by nn.Module.{name}, which was replaced")
         return _why_other_method(owner, class_name, name)
     return None
 

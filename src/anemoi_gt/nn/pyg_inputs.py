@@ -47,6 +47,11 @@ def _is_readable(edges: Tensor) -> bool:
     return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 
 
+def is_edge_index(edges: Any) -> bool:
+    """Return whether `edges` is a tensor [2, E]."""
+    return isinstance(edges, Tensor) and not is_adjacency(edges)
+
+
 def is_adjacency(edges: Any) -> bool:
     """Return whether `edges` is a sparse matrix."""
     return is_sparse_tensor(edges) or is_torch_sparse_tensor(edges)

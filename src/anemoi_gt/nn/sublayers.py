@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.nn import plain
-from anemoi_gt.nn.plain import qualified_name, why_not_plain
+from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backends import Sublayer, Sublayers
 from anemoi_gt.ops.sublayer_tensors import (
@@ -48,6 +48,7 @@ Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinatio
 # A module of a block, or None; its attributes are known once its class is checked.
 Submodule = Any
 
+DOUBLE = torch.float64
 EPS = torch.finfo(torch.float32).eps  # of an RMSNorm whose eps is None, for 16-bit rows too
 HEAD_NORMS = ("q_norm", "k_norm")
 # Roles that the modules of a sub-layer must have.
@@ -298,6 +299,8 @@ def _read_linear_layer(layer: Submodule, name: str, sublayers: Sublayers) -> Lin
         norm_parts = read_norm(norm, f"{name}.0", sublayers)
     (parameters,) = read_linears({linear_name: linear})
     weight = parameters.weight
+    if norm_parts is not None:
+        check_precision(norm_parts, weight, f"{name}.0")
     if norm_parts is not None and weight.shape[1] != norm_parts.features:
         shape = (weight.shape[0], norm_parts.features)
         raise shape_mismatch(weight, shape, linear_name, f"{name}.0")
@@ -364,6 +367,7 @@ def _read_feed_forward(
         raise cannot_fuse(f"its {mlp_name} ends with a norm")
     norm_parts = read_norm(norm, norm_name, sublayers)
     hidden, out = read_linears({hidden_name: linear_in, out_name: linear_out})
+    check_precision(norm_parts, hidden.weight, norm_name)
     gate: Linear[Tensor] = Linear()
     if gated is not None:
         (gate,) = read_linears({gate_name: gated._modules["gate_proj"]})
@@ -424,6 +428,8 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
     if norm_of_sources.has_condition != norm.has_condition:
         raise cannot_fuse("one of its norms of sources and destinations takes a condition")
     query, self_term, key, value, edge, projection = read_linears(linears)
+    check_precision(norm, query.weight, "layer_norm_attention")
+    check_precision(norm_of_sources, query.weight, "layer_norm_attention_src")
     width = query.weight.shape[0]
     features = norm.features
     shape = (width, features)
@@ -450,7 +456,7 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
     heads = block.num_heads
     query_norm = key_norm = NO_HEAD_NORM
     if has_head_norms:
-        query_norm, key_norm = _read_head_norms(modules, width // heads)
+        query_norm, key_norm = _read_head_norms(modules, width // heads, query.weight)
     return AttentionParts(
         sublayer=sublayers.attention,
         norm=norm,
@@ -527,14 +533,28 @@ def read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
     return NormParts(parameters, options, features, has_condition)
 
 
-def _read_head_norms(modules: dict[str, Submodule], channels: int) -> tuple[HeadNorm, HeadNorm]:
-    """Return the norms of queries and of keys."""
+def check_precision(norm: NormParts, weight: Tensor, name: str) -> None:
+    """Raise if a norm has parameters in float64 and the linear maps do not, or the reverse."""
+    scale = norm.parameters.scale_map.weight if norm.has_condition else norm.parameters.scale
+    _check_float64(scale, weight, name)
+
+
+def _check_float64(parameter: Tensor | None, weight: Tensor, name: str) -> None:
+    if parameter is not None and (parameter.dtype is DOUBLE) != (weight.dtype is DOUBLE):
+        raise cannot_fuse(f"its {name} is {parameter.dtype}, and its linear maps {weight.dtype}")
+
+
+def _read_head_norms(
+    modules: dict[str, Submodule], channels: int, weight: Tensor
+) -> tuple[HeadNorm, HeadNorm]:
+    """Return the norms of queries and of keys, for linear maps with weights like `weight`."""
     norms = {"q_norm": NO_HEAD_NORM, "k_norm": NO_HEAD_NORM}
     for name in HEAD_NORMS:
         norm = modules.get(name)
         if norm is None or type(norm) is nn.Identity:
             continue
         scale, shift = _read_parameters(norm, name)
+        _check_float64(scale, weight, name)
         if shift is not None:
             raise cannot_fuse(f"its {name} has a bias")
         shape = tuple(norm.normalized_shape)
@@ -562,6 +582,9 @@ def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
             if weight is None:
                 raise cannot_fuse(f"its {name} has no weight")
         read.append(Linear(weight, bias))
+    # PyTorch multiplies no matrices of both, also not under autocast
+    if len({linear.weight.dtype is DOUBLE for linear in read}) > 1:
+        raise cannot_fuse(f"some of its {', '.join(linears)} are float64, and others are not")
     return read
 
 
@@ -574,10 +597,9 @@ def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None
         if type(parameter) is not nn.Parameter:
             if parameter is None:  # replicas of DataParallel hold plain tensors
                 parameter = module.__dict__.get(name)
-            # Subclasses with their own data: DTensor, and quantisation of other libraries.
-            if parameter is not None and hasattr(parameter, "__tensor_flatten__"):
-                kind = qualified_name(type(parameter))
-                raise cannot_fuse(f"its {module_name} has a {name} of the tensor subclass {kind}")
+            refusal = why_not_plain_tensor(f"its {module_name} has a {name}", parameter)
+            if refusal is not None:
+                raise CannotFuseError(refusal)
         read.append(parameter)
     return read[0], read[1]
 

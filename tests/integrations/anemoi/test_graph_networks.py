@@ -142,7 +142,7 @@ def test_with_a_hook_in_its_edge_update_a_block_is_computed_by_anemoi(hook):
     with integration.install(backend="triton", blocks=True):
         assert_same_numbers(run(block, "processor"), expected)
         outcome, reason = outcome_of(block)
-    assert outcome == "upstream"
+    assert outcome == "networks only"  # Anemoi's forward, whose MLPs are fused
     assert "its conv" in reason
     assert "has hooks" in reason
 

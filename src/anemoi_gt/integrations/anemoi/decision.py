@@ -25,6 +25,7 @@ from anemoi_gt.nn.fused_block import (
     NOT_FASTER,
     Computation,
     FusedParts,
+    is_16_bit_autocast,
 )
 from anemoi_gt.nn.plain import (
     ANEMOI_ATTENTION,
@@ -129,10 +130,23 @@ def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> LinearParts | R
     settings = SETTINGS.of(mapper.proc)
     if settings is None or settings.blocks is False or is_exporting():
         return UNWANTED
-    computation = Computation.of(x, settings.config)
-    if settings.blocks is None and not computation.is_faster_fused:
-        return NOT_FASTER
+    computation = computation_of(settings, x)
+    if isinstance(computation, Refusal):
+        return computation
     return fused_block.linear_layer_parts(layer, name, x, computation)
+
+
+def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
+    """Return how fused sub-layers of rows like x compute, or why modules compute them.
+
+    Raise ValueError if they are wanted and the named backend cannot run on x.
+    """
+    if settings.blocks is None and not is_16_bit_autocast(x):
+        return NOT_FASTER
+    computation = Computation.of(x, settings.config, keep_hidden=settings.keep_hidden)
+    if computation.sublayers is None:
+        return NOT_FASTER if settings.blocks is None else NO_SUBLAYERS
+    return computation
 
 
 def _record(block: Any, decision: Decision) -> None:
@@ -183,8 +197,8 @@ def _decide(
     fused = NOT_FUSED
     reason = None
     if settings.blocks is not False and not is_exporting():
-        computation = Computation.of(x_dst, settings.config, keep_hidden=settings.keep_hidden)
-        if settings.blocks is None and not computation.is_faster_fused:
+        computation = computation_of(settings, x_dst)
+        if computation is NOT_FASTER:
             fused = FusedParts.by_modules(NOT_FASTER)
             reason = NOT_FASTER.text
         else:
@@ -234,11 +248,10 @@ def _feed_forward_of(
         return UNWANTED
     if torch.jit.is_tracing():
         return transient("torch.jit.trace records it")
-    computation = Computation.of(x, settings.config, keep_hidden=settings.keep_hidden)
-    if settings.blocks is None and not computation.is_faster_fused:
-        return NOT_FASTER
-    if computation.sublayers is None:
-        return NO_SUBLAYERS
+    computation = computation_of(settings, x)
+    if isinstance(computation, Refusal):
+        return computation
+    assert computation.sublayers is not None  # or it would be refused
     norm = getattr(block, norm_name)
     parts = feed_forward_parts(
         norm, block.mlp, computation.sublayers, norm_name=norm_name, mlp_name="mlp"
@@ -272,6 +285,9 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
         return SIZES_OF_TRACE
     if not isinstance(call.edge_index, Tensor) or call.edge_index.layout != torch.strided:
         return permanent("edges must be an edge_index [2, E], got a sparse adjacency")
+    refusal = why_not_size(call.size, call.x, call.group)
+    if refusal is not None:
+        return refusal
     is_updated = call.cond is not None and getattr(block, "update_src_nodes", False)
     if is_updated and Upstream.sources_take_destination_condition:
         return permanent(
@@ -293,16 +309,30 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
     return refusal
 
 
+def why_not_size(size: Any, x: Any, group: Any) -> Refusal | None:
+    """Return why the sizes of a call are not those of its nodes x, which upstream checks."""
+    if size is None or group is not None:  # sizes of all ranks, or of one
+        return None
+    rows = (x, x) if isinstance(x, Tensor) else x
+    sizes = (size, size) if isinstance(size, int) else tuple(size)
+    expected = (rows[0].shape[0], rows[1].shape[0])
+    if sizes == expected:
+        return None
+    return permanent(f"its size is {sizes}, and its nodes are {expected}")
+
+
 def _sublayers_of(
     block: Any,
     x_dst: Tensor,
     call: Call,
     settings: Settings,
-    computation: Computation,
+    computation: Computation | Refusal,
     *,
     gathers: bool,
 ) -> FusedParts:
     """Return the parts of each sub-layer of a block, or why its modules compute it."""
+    if isinstance(computation, Refusal):
+        return FusedParts.by_modules(computation)
     attention: Refusal | None = None
     if gathers:
         attention = permanent("its nodes are sharded by Anemoi")

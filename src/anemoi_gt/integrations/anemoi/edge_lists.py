@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +46,35 @@ from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
 from anemoi_gt.torch_compat import constant_when_traced, constants, is_exporting
 
 _ATTRIBUTE = "_anemoi_gt_cache"
-# {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
+# {edges of a provider: {batch size: (edge_inc, contents of both, expanded list)}}
 _BY_BASE = WeakTensorKeyDictionary()
 _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
-# before 0.16: the list of the last pass of a mapper, and {list: (version, equal list of a mapper)}
+# before 0.16: the list of the last pass of a mapper, and {list: (content, equal list of a mapper)}
 _BY_MAPPER: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
 _EQUAL = WeakTensorKeyDictionary()
+
+
+class Content(NamedTuple):
+    """What a tensor held, to be compared with what it holds.
+
+    Its version changes when PyTorch writes it, not when NumPy or another library that shares its
+    memory does, as after `torch.from_numpy`. So values are compared where they can be without
+    waiting for a device.
+    """
+
+    version: int
+    values: Tensor | None  # a copy of a tensor on a CPU
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Content":
+        """Return the content of a tensor."""
+        return cls(version_of(tensor), tensor.detach().clone() if tensor.is_cpu else None)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether a tensor holds this, as far as it can be seen."""
+        if self.version != version_of(tensor):
+            return False
+        return self.values is None or torch.equal(self.values, tensor)
 
 
 class Derived:
@@ -68,10 +91,9 @@ class EdgeCache:
     """The cache of one edge list."""
 
     num_nodes: tuple[int, int]  # sources and destinations of the list
-    version: int  # of the tensor; it changes when the tensor is written
-    batch: int = (
-        1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
-    )
+    content: "Content"  # of the tensor
+    # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
+    batch: int = 1
     validate: bool = True  # check the values when the list is sorted, which synchronises the device
     # [N_src] int64, for a chunk: the sources of the whole list that remain
     sources: Tensor | None = None
@@ -95,7 +117,7 @@ def cached_list(
 ) -> Tensor:
     """Return an edge list with a cache: the same tensor."""
     setattr(
-        edge_index, _ATTRIBUTE, EdgeCache(num_nodes, version_of(edge_index), batch, **attributes)
+        edge_index, _ATTRIBUTE, EdgeCache(num_nodes, Content.of(edge_index), batch, **attributes)
     )
     return edge_index
 
@@ -224,17 +246,18 @@ def _expanded_list(provider: Any, batch_size: int) -> tuple[Tensor, tuple[int, i
     """Return a provider's edges, repeated for a batch, and the number of nodes on both sides."""
     base, inc = provider.edge_index_base, provider.edge_inc
     expanded = _BY_BASE.setdefault(base, {})
-    versions = (version_of(base), version_of(inc))
-    made_from, edge_index = expanded.get(batch_size, (None, None))
-    is_fresh = made_from is not None and made_from[0] is inc and made_from[1] == versions
-    cache = lookup(edge_index) if is_fresh else None
-    if cache is not None:
-        return edge_index, cache.num_nodes
+    if batch_size in expanded:
+        known_inc, contents, edge_index = expanded[batch_size]
+        is_fresh = known_inc is inc and contents[0].is_of(base) and contents[1].is_of(inc)
+        cache = lookup(edge_index) if is_fresh else None
+        if cache is not None:
+            return edge_index, cache.num_nodes
     with torch.inference_mode(mode=False):
         edge_index = provider._expand_edges(base, inc, batch_size)
     num_src, num_dst = inc[:, 0].tolist()
     num_nodes = num_src * batch_size, num_dst * batch_size
-    expanded[batch_size] = ((inc, versions), cached_list(edge_index, num_nodes, batch_size))
+    contents = Content.of(base), Content.of(inc)
+    expanded[batch_size] = (inc, contents, cached_list(edge_index, num_nodes, batch_size))
     return edge_index, num_nodes
 
 
@@ -404,8 +427,8 @@ def list_of_mapper(mapper: nn.Module, edge_index: Tensor, num_nodes: tuple[int, 
 
     It is compared once a pass, which synchronises the device, as the code that made it does.
     """
-    version, known = _EQUAL.get(edge_index, (None, None))
-    if known is None or version != version_of(edge_index) or not _is_list(known, num_nodes):
+    content, known = _EQUAL.get(edge_index, (None, None))
+    if known is None or not content.is_of(edge_index) or not _is_list(known, num_nodes):
         known = _BY_MAPPER.get(mapper)
         if (
             known is None
@@ -416,7 +439,7 @@ def list_of_mapper(mapper: nn.Module, edge_index: Tensor, num_nodes: tuple[int, 
             with torch.inference_mode(mode=False):
                 known = cached_list(edge_index.clone(), num_nodes)
             _BY_MAPPER[mapper] = known
-        _EQUAL[edge_index] = (version_of(edge_index), known)
+        _EQUAL[edge_index] = (Content.of(edge_index), known)
     return known
 
 
@@ -499,7 +522,7 @@ def derived_list(edge_index: Tensor, name: str, make: Callable[[], Tensor]) -> T
 
 
 def _is_stale(edge_index: Tensor) -> bool:
-    return getattr(edge_index, _ATTRIBUTE).version != version_of(edge_index)
+    return not getattr(edge_index, _ATTRIBUTE).content.is_of(edge_index)
 
 
 def _fill(cache: EdgeCache, edge_index: Tensor, *, reverse: bool) -> None:
@@ -526,10 +549,9 @@ def _structure_by_tensor(
 ) -> GraphStructure:
     """Return the structure of a list of unknown origin, unchecked; it may sort at every step."""
     cache = _BY_TENSOR.get(edge_index)
-    if cache is None or cache.version != version_of(edge_index) or cache.num_nodes != num_nodes:
-        cache = _BY_TENSOR[edge_index] = EdgeCache(
-            num_nodes, version_of(edge_index), validate=False
-        )
+    if cache is None or cache.num_nodes != num_nodes or not cache.content.is_of(edge_index):
+        cache = EdgeCache(num_nodes, Content.of(edge_index), validate=False)
+        _BY_TENSOR[edge_index] = cache
     _fill(cache, edge_index, reverse=reverse)
     return cache.graph
 

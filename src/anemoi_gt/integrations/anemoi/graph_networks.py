@@ -25,14 +25,16 @@ from anemoi_gt.integrations.anemoi.decision import (
     SIZES_OF_TRACE,
     UNWANTED,
     UPSTREAM,
+    computation_of,
     report_not_fused,
+    why_not_size,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_rows
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import plain
-from anemoi_gt.nn.fused_block import NO_SUBLAYERS, NOT_FASTER, Computation
+from anemoi_gt.nn.fused_block import Computation
 from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import why_not_plain
 from anemoi_gt.ops.network_tensors import (
@@ -51,7 +53,7 @@ OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
 GATHERED = not_faster("Anemoi gathers more than two nodes for each edge of its rank")
 # Networks of other models are parts of fused sub-layers, and a single hidden layer without a norm
 # gains little by itself.
-NOT_OF_GRAPH_NETWORK = permanent("it has one hidden layer and no norm")
+NOT_OF_GRAPH_NETWORK = not_faster("it has one hidden layer and no norm")
 
 
 class BlockParts(NamedTuple):
@@ -148,7 +150,7 @@ def processor_block(
 ) -> Any:
     """Compute a block on one set of nodes."""
     ranks = Ranks.of(*args, **kwargs)
-    parts, local = _decide(self, x, edge_index, ranks)
+    parts, local = _decide(self, x, edge_index, ranks, _size_of(*args, **kwargs))
     if isinstance(parts.edges, Refusal) and local is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     if getattr(self, "emb_edges", None) is not None:  # not before 0.11
@@ -171,7 +173,7 @@ def mapper_block(
     """Compute a block from sources to destinations."""
     x_src, x_dst = x
     ranks = Ranks.of(*args, **kwargs)
-    parts, local = _decide(self, x_dst, edge_index, ranks)
+    parts, local = _decide(self, x, edge_index, ranks, _size_of(*args, **kwargs))
     if isinstance(parts.edges, Refusal) and local is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     nodes = _nodes_of(x_src, x_dst, edge_index, ranks, local)
@@ -190,16 +192,23 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     settings = SETTINGS.of(self)
     if settings is None or settings.blocks is False or layer_kwargs or is_exporting():
         return upstream(self, x, **layer_kwargs)
-    computation, refusal = _computation_of(settings, x)
-    parts: NetworkParts | Refusal = refusal or NOT_OF_GRAPH_NETWORK
-    if computation is not None and computation.sublayers is not None and _is_embedding(self):
+    computation = _computation_of(settings, x)
+    parts: NetworkParts | Refusal = NOT_OF_GRAPH_NETWORK
+    if isinstance(computation, Refusal):
+        parts = computation
+    elif _is_embedding(self):
+        assert computation.sublayers is not None  # or it would be refused
         parts = network_parts(self, computation.sublayers, "", is_called=True)
         parts = for_call(parts, x, is_autocast=computation.is_autocast)
+    reason = None
+    if isinstance(parts, Refusal) and parts.kind is not RefusalKind.NOT_FASTER:
+        reason = parts.text
+        report.warn_once(f"an MLP of Anemoi is not fused: {reason}")
+    if not torch.compiler.is_compiling():
+        report.record_network(self, reason, is_fused=not isinstance(parts, Refusal))
     if isinstance(parts, Refusal):
-        if parts.kind is not RefusalKind.NOT_FASTER and parts is not NOT_OF_GRAPH_NETWORK:
-            report.warn_once(f"an MLP of Anemoi is not fused: {parts.text}")
         return upstream(self, x)
-    assert computation is not None  # or there would be no parts
+    assert not isinstance(computation, Refusal)  # or there would be no parts
     options = _options(parts, computation, x, residual=False)
     rows = x.reshape(-1, x.shape[-1])
     out = parts.sublayers.network(NetworkTensors(rows, None, parts.network), options)
@@ -214,6 +223,14 @@ def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
     if settings is None:
         return UPSTREAM, None
     return _outcome(_parts_of(block, settings, x, edge_index, None))
+
+
+def _size_of(
+    shards: Any = None, model_comm_group: Any = None, size: Any = None, **others: Any
+) -> Any:
+    """Return the sizes in the arguments of a block after its edges."""
+    del shards, model_comm_group, others
+    return size
 
 
 def _nodes_of(
@@ -232,10 +249,11 @@ def _nodes_of(
 
 
 def _decide(
-    block: Any, x_dst: Tensor, edge_index: Any, ranks: Ranks | None
+    block: Any, x: Any, edge_index: Any, ranks: Ranks | None, size: Any
 ) -> tuple[BlockParts, Tensor | None]:
     """Return the parts of a block and its local edges; log or raise what is less than requested.
 
+    x are nodes, or a pair of sources and destinations, and `size` their numbers or None.
     Local edges are this rank's, numbered by its nodes and halo; None if there is no halo.
     """
     is_exported = is_exporting()
@@ -247,8 +265,12 @@ def _decide(
     if settings is None:
         return unwanted, local
     parts = unwanted
-    if not is_exported:
+    refusal = why_not_size(size, x, None if ranks is None else ranks.group)
+    if refusal is not None:
+        parts = BlockParts(None, refusal, refusal)
+    elif not is_exported:
         gathered = ranks if local is None else None
+        x_dst = x if isinstance(x, Tensor) else x[1]
         parts = _parts_of(block, settings, x_dst, edge_index, gathered)
     refusals: list[Refusal] = []
     for part in (parts.edges, parts.nodes):
@@ -273,16 +295,11 @@ def _outcome(parts: BlockParts) -> tuple[str, str | None]:
     return FUSED, None
 
 
-def _computation_of(settings: Settings, x: Tensor) -> tuple[Computation | None, Refusal | None]:
+def _computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
     """Return how a call is computed, or why its modules compute it."""
     if torch.jit.is_tracing():
-        return None, SIZES_OF_TRACE
-    computation = Computation.of(x, settings.config)
-    if settings.blocks is None and not computation.is_faster_fused:
-        return None, NOT_FASTER
-    if computation.sublayers is None:
-        return None, NO_SUBLAYERS
-    return computation, None
+        return SIZES_OF_TRACE
+    return computation_of(settings, x)
 
 
 def _parts_of(
@@ -291,7 +308,8 @@ def _parts_of(
     """Return the parts of a block; `gathered` are the ranks whose nodes Anemoi gathers."""
     if settings.blocks is False:
         return BlockParts(None, UNWANTED, UNWANTED)
-    computation, refusal = _computation_of(settings, x_dst)
+    computation = _computation_of(settings, x_dst)
+    refusal = computation if isinstance(computation, Refusal) else None
     if refusal is None and (
         not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided
     ):
@@ -305,7 +323,7 @@ def _parts_of(
         refusal = why_not_plain(("conv", block.conv, (plain.ANEMOI_GRAPH_CONV,)))
     if refusal is not None:
         return BlockParts(None, refusal, refusal)
-    assert computation is not None
+    assert isinstance(computation, Computation)
     assert computation.sublayers is not None
     edges = network_parts(block.conv.edge_mlp, computation.sublayers, "conv.edge_mlp")
     nodes = network_parts(block.node_mlp, computation.sublayers, "node_mlp")
@@ -326,7 +344,10 @@ def _is_embedding(mlp: Any) -> bool:
     if mlp._modules.get("layer_norm") is not None:
         return True
     num_maps = 0
-    for layer in mlp._modules["mlp"].children():
+    layers = mlp._modules.get("mlp")
+    if layers is None:  # a function
+        return False
+    for layer in layers.children():
         if hasattr(layer, "weight") or hasattr(layer, "gate_proj"):
             num_maps += 1
     return num_maps > 2

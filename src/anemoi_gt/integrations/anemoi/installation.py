@@ -118,7 +118,8 @@ OLDER = {  # the classes that had these methods in 0.9.6 to 0.11
     (ENCODER, "pre_process"): (MAPPER[0], "ForwardMapperPreProcessMixin"),
     (DECODER, "post_process"): (MAPPER[0], "BackwardMapperPostProcessMixin"),
 }
-_upstream: dict[tuple[Any, str], Any] = {}  # by owner and name: the replaced methods and functions
+# by owner and name: the replaced methods and functions, and what replaces them
+_upstream: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
 
 class Match(NamedTuple):
@@ -254,9 +255,10 @@ class Installed(Settings):
     ----------
     computed : tuple of Computed
         For each block of a model that has run: path, class, "fused", "attention only",
-        "feed-forward only", "edge update only", "upstream" or "not yet", and the reason if it was
-        not fused. Embeddings
-        and output layers of mappers are listed only if a reason keeps them with upstream.
+        "feed-forward only", "edge update only", "networks only" (Anemoi's forward with fused MLPs),
+        "upstream", "several" (compiled blocks of its class differ) or "not yet", and the reason if
+        it was not fused. Embeddings and output layers of mappers, and MLPs of graph networks, are
+        listed only if a reason keeps them with upstream.
     """
 
     computed: tuple[report.Computed, ...] = ()
@@ -465,7 +467,7 @@ def _apply_patches(*, is_named: bool) -> None:
         if name == "forward" and match.reason is not None and path[0] == BLOCK[0]:
             Upstream.not_replaced[find(*path)] = match.reason
     for (owner, name), match in replacements.items():
-        _upstream[owner, name] = match.upstream
+        _upstream[owner, name] = (match.upstream, match.replacement)
         setattr(owner, name, match.replacement)
     recognise_modules()  # with the replacements as their methods
     _reset_compiled()
@@ -505,7 +507,8 @@ def _match(target: tuple, patch: Replacement) -> Match:
             owner = find(*path)
         except ImportError:
             continue
-        upstream = _upstream.get((owner, name), vars(owner).get(name))
+        # of a replacement of now, or of one that a user's patch brought back after `uninstall`
+        upstream = plain.original_of(vars(owner).get(name))
         reason = f"it has no {name}" if upstream is None else patch.mismatch_reason(upstream)
         if reason is None and path in (PROCESSOR_BLOCK, MAPPER_BLOCK):
             reason = plain.recognise(owner, unknown_body)
@@ -536,8 +539,16 @@ def _with_sharding(matches: dict[tuple, Match], differing: list[str]) -> dict[tu
 
 def _remove_patches_unless_used() -> None:
     if SETTINGS.is_empty and _upstream:
-        for (owner, name), method in _upstream.items():
-            setattr(owner, name, method)
+        for (owner, name), (method, replacement) in _upstream.items():
+            if vars(owner).get(name) is replacement:
+                setattr(owner, name, method)
+            else:
+                log.warning(
+                    "%s.%s was patched after install() and is left as it is; what it may call of "
+                    "anemoi_gt computes as Anemoi does",
+                    owner.__name__,
+                    name,
+                )
         _upstream.clear()
         plain.forget("anemoi")
         Upstream.not_replaced.clear()

@@ -1,6 +1,7 @@
 """Outcomes for blocks: for `installed()`, `anemoi-gt info` and one log line per model.
 
-A block of compiled code is not seen one by one: blocks of its class are counted by what was traced.
+Blocks of compiled code are not seen one by one, because blocks of a class share it: they are
+reported by all that was traced of their class.
 """
 
 import logging
@@ -21,15 +22,18 @@ WORDS = {
     "attention": "attention only",
     "feed_forward": "feed-forward only",
     "edge_update": "edge update only",
+    "networks": "networks only",
     "upstream": "upstream",
+    "several": "several",
 }
 Recorded = tuple[str, str | None]  # outcome of a decision, and its reason
 
 # those that have computed, in eager code
 _BLOCKS: WeakKeyDictionary[nn.Module, Recorded] = WeakKeyDictionary()
-# linear layers of mappers that upstream computes, and why
+# linear layers of mappers, and networks, that upstream computes, and why
 _LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_TRACED: dict[type, Recorded] = {}
+_FUSED_NETWORKS: WeakSet[nn.Module] = WeakSet()
+_TRACED: dict[type, list[Recorded]] = {}  # each that was traced
 # Anemoi models, in order of first use
 _MODELS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _LOGGED_LINES: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # of each model
@@ -68,17 +72,31 @@ def record_layer(layer: nn.Module, reason: str | None) -> None:
         _CLEAN.clear()
 
 
+def record_network(network: nn.Module, reason: str | None, *, is_fused: bool) -> None:
+    """Keep whether a network is fused, and why not; None if it need not be."""
+    if is_fused != (network in _FUSED_NETWORKS):
+        if is_fused:
+            _FUSED_NETWORKS.add(network)
+        else:
+            _FUSED_NETWORKS.discard(network)
+        _CLEAN.clear()
+    record_layer(network, reason)
+
+
 @constant_when_traced
 def record_traced(kind: type, outcome: str, reason: str | None) -> None:
-    """Keep how a block of this class is computed in compiled code."""
-    _TRACED[kind] = (outcome, reason)
-    _CLEAN.clear()
+    """Keep how a block of this class is computed in compiled code, which several may share."""
+    traced = _TRACED.setdefault(kind, [])
+    if (outcome, reason) not in traced:
+        traced.append((outcome, reason))
+        _CLEAN.clear()
 
 
 def clear() -> None:
     """Clear all records, so that models are logged again."""
     _BLOCKS.clear()
     _LAYERS.clear()
+    _FUSED_NETWORKS.clear()
     _TRACED.clear()
     _MODELS.clear()
     _LOGGED_LINES.clear()
@@ -127,14 +145,26 @@ def _of_layer(path: str, layer: nn.Module) -> Computed:
 
 
 def _of_block(path: str, block: nn.Module) -> Computed:
-    recorded = _BLOCKS.get(block) or _TRACED.get(type(block))
-    if recorded is None:
+    kind = type(block).__name__
+    recorded = _TRACED.get(type(block), [])
+    # a block with compiled code of its own runs no other; else it is what ran last in eager code
+    if block in _BLOCKS and (block._compiled_call_impl is None or not recorded):
+        recorded = [_BLOCKS[block]]
+    if not recorded:
         reason = Upstream.why_not_replaced(type(block))
         if reason is not None:
-            return Computed(path, type(block).__name__, WORDS["upstream"], reason)
-        return Computed(path, type(block).__name__, "not yet", None)
-    outcome, reason = recorded
-    return Computed(path, type(block).__name__, WORDS[outcome], reason)
+            return Computed(path, kind, WORDS["upstream"], reason)
+        return Computed(path, kind, "not yet", None)
+    if len(recorded) > 1:
+        texts = []
+        for outcome, why in recorded:
+            texts.append(f"{WORDS[outcome]} ({why})" if why else WORDS[outcome])
+        reason = f"compiled blocks of its class are {', or '.join(texts)}"
+        return Computed(path, kind, WORDS["several"], reason)
+    ((outcome, reason),) = recorded
+    if outcome == "upstream" and any(module in _FUSED_NETWORKS for module in block.modules()):
+        outcome = "networks"
+    return Computed(path, kind, WORDS[outcome], reason)
 
 
 def summary(blocks: tuple[Computed, ...]) -> str:

@@ -57,7 +57,7 @@ class Upstream:
                 return f"its forward is not replaced: {Upstream.not_replaced[base]}"
             forward = vars(base).get("forward")
             if forward is not None:
-                is_ours = hasattr(forward, "replaces")
+                is_ours = plain.original_of(forward) is not forward
                 return None if is_ours else f"its forward is that of {plain.qualified_name(base)}"
         return None
 

@@ -165,14 +165,16 @@ class GatheredRows(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # it is a class method of Tensor, too
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Add to rows in memory, as autograd adds gradients, or compute with dense rows."""
         del types
         if func is torch.ops.aten.add.Tensor and not kwargs:
             total, added = args
             is_like = total.shape == added.shape and total.dtype == added.dtype
             if type(total) is Tensor and isinstance(added, cls) and is_like:
-                return _gather(*added.arguments, addend=total.contiguous())
+                return _gather(*(*added.arguments, total.contiguous()))
         args, kwargs = tree_map(_dense_or_same, (args, kwargs or {}))
         return func(*args, **kwargs)
 
