@@ -27,6 +27,7 @@ from anemoi_gt.integrations.anemoi import (
     models,
     report,
     sharding,
+    transformer_attention,
 )
 from anemoi_gt.integrations.anemoi.checkpointing_modes import maybe_checkpoint, torchs_checkpoint
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Checkpointing, Settings
@@ -63,6 +64,8 @@ GRAPH_NETWORK_MAPPER_BLOCK = (BLOCK[0], "GraphConvMapperBlock")
 NETWORK = ("anemoi.models.layers.mlp", "MLP")
 TRANSFORMER_BLOCK = (BLOCK[0], "TransformerProcessorBlock")
 TRANSFORMER_MAPPER_BLOCK = (BLOCK[0], "TransformerMapperBlock")
+SDPA = ("anemoi.models.layers.attention", "SDPAAttentionWrapper")
+FLASH = (SDPA[0], "FlashAttentionWrapper")
 # (class, or module that holds a function, name of the method or function): its replacement
 PATCHES = {
     (PROCESSOR_BLOCK, "forward"): blocks.processor_block,
@@ -72,6 +75,8 @@ PATCHES = {
     (NETWORK, "forward"): graph_networks.network,
     (TRANSFORMER_BLOCK, "forward"): blocks.transformer_processor_block,
     (TRANSFORMER_MAPPER_BLOCK, "forward"): blocks.transformer_mapper_block,
+    (SDPA, "forward"): transformer_attention.sdpa_wrapper,
+    (FLASH, "__init__"): transformer_attention.flash_wrapper,
     (ENCODER, "pre_process"): mappers.pre_process,
     (DECODER, "pre_process"): mappers.pre_process,
     (DECODER, "post_process"): mappers.post_process,
@@ -354,7 +359,7 @@ def swap_layers(
     for _, block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     for module in model.modules():
-        if isinstance(module, Upstream.network):
+        if isinstance(module, (Upstream.network, find(*SDPA))):
             SETTINGS.choose(module, settings)
     return model
 
