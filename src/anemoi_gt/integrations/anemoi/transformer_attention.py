@@ -143,7 +143,8 @@ def _is_window(mask: Tensor, left: int | None, right: int | None) -> bool:
     number = mask.shape[0]
     if mask.dtype != torch.bool or mask.shape != (number, number):
         return False
-    asked = mask._version, left, right
+    version = 0 if mask.is_inference() else mask._version  # inference tensors count none
+    asked = version, left, right
     if _COMPARED.get(mask, (None,))[:3] != asked:
         j = torch.arange(number, device=mask.device)
         is_equal = True
