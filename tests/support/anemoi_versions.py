@@ -22,7 +22,12 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import blocks as attending
-from support import anemoi_network_versions, anemoi_sublayers, anemoi_transformer_versions
+from support import (
+    anemoi_network_versions,
+    anemoi_sublayers,
+    anemoi_transformer_versions,
+    anemoi_window_versions,
+)
 from support.operators import Operators
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
@@ -355,6 +360,7 @@ def report_all():
     report["mapper layers"] = mapper_layers()
     report["sub-layers"] = anemoi_sublayers.report_sublayers()
     report["graph networks"] = anemoi_network_versions.compare(max_error)
+    report["window"] = anemoi_window_versions.compare()
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
     if VERSION < (0, 12):
@@ -374,6 +380,7 @@ def report_minor():
     report["updated sources"] = updated_sources()
     report["mapper layers"] = mapper_layers()
     report["graph networks"] = anemoi_network_versions.compare(max_error)
+    report["window"] = anemoi_window_versions.compare()
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
     return report | {"version": version("anemoi-models"), "messages": messages}

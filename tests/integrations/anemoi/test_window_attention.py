@@ -25,7 +25,7 @@ from anemoi_gt import torch_compat
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import transformer_attention
 from anemoi_gt.integrations.anemoi import window_attention as windows
-from anemoi_gt.integrations.anemoi.window_attention import Scores, window_attention
+from anemoi_gt.integrations.anemoi.window_attention import Scores, Window, window_attention
 
 NODES = 50
 HEADS = 3
@@ -87,7 +87,7 @@ def differentiate(attend, operands):
 @pytest.mark.parametrize("sizes", [(50, 50), (48, 48), (7, 7), (50, 61), (61, 50), (1, 30)])
 def test_output_and_gradients_are_those_of_the_definition(sizes, left, right, scores):
     operands = draw(*sizes)
-    attend = functools.partial(window_attention, left=left, right=right, scores=scores)
+    attend = functools.partial(window_attention, window=Window(left, right), scores=scores)
     expected = functools.partial(by_definition, left=left, right=right, scores=scores)
     assert_same(differentiate(attend, operands), differentiate(expected, operands))
 
@@ -99,7 +99,7 @@ def test_it_is_as_accurate_as_the_mask_of_all_pairs(dtype):
     i = torch.arange(NODES)
     mask = (i - i[:, None]).abs() <= 5
     exact = differentiate(lambda *rows: by_definition(*rows, 5, 5, Scores()), doubles)
-    ours = differentiate(lambda *rows: window_attention(*rows, 5, 5, Scores()), operands)
+    ours = differentiate(lambda *rows: window_attention(*rows, Window(5, 5), Scores()), operands)
     theirs = differentiate(
         lambda *rows: F.scaled_dot_product_attention(*rows, attn_mask=mask), operands
     )
@@ -132,7 +132,9 @@ def test_nothing_is_as_large_as_all_pairs_of_nodes(window, scores):
     nodes = 1000
     operands = draw(nodes, nodes, batch=1, dtype=torch.float32)
     with Largest() as largest:
-        differentiate(lambda *rows: window_attention(*rows, window, window, scores), operands)
+        differentiate(
+            lambda *rows: window_attention(*rows, Window(window, window), scores), operands
+        )
     assert largest.elements < nodes * nodes / 4
 
 
@@ -168,9 +170,9 @@ def served(monkeypatch):
     calls = []
     compute = windows.window_attention
 
-    def record(query, key, value, left, right, scores):
-        calls.append((left, right))
-        return compute(query, key, value, left, right, scores)
+    def record(query, key, value, window, scores):
+        calls.append(window)
+        return compute(query, key, value, window, scores)
 
     monkeypatch.setattr(transformer_attention, "window_attention", record)
     return calls
@@ -285,9 +287,9 @@ def test_an_edited_attention_is_left_to_anemoi_by_name(reason, served, said):
     ("options", "reason", "refused"),
     [
         ({"softcap": 1.0}, "it has a softcap", True),
-        ({"use_alibi_slopes": True}, "it has ALiBi slopes", True),
-        ({"window_size": -1}, "its window must be a number of nodes", False),
-        ({"window_size": (-2, 1)}, "its window must be a number of nodes", False),
+        ({"use_alibi_slopes": True}, "it has ALiBi", True),
+        ({"window_size": -1}, "its window must be None, or a number of nodes", False),
+        ({"window_size": (-2, 1)}, "its window must be None, or a number of nodes", False),
     ],
     ids=["softcap", "ALiBi", "-1", "-2"],
 )
@@ -416,7 +418,7 @@ def test_the_kernel_of_pytorch_gets_the_window_in_both_passes(monkeypatch):
     ]
     leaves = [operand.requires_grad_() for operand in operands]
     with Calls() as calls:
-        out = window_attention(*leaves, 7, None, Scores(dropout_p=0.25, scale=0.5))
+        out = window_attention(*leaves, Window(7, None), Scores(dropout_p=0.25, scale=0.5))
         gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert out.shape == leaves[0].shape
     assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves]
@@ -475,7 +477,7 @@ def test_the_log_says_once_how_it_is_computed(caplog):
     windows._log_once.cache_clear()
     caplog.set_level("INFO", logger="anemoi_gt")
     for _ in range(2):
-        window_attention(*draw(), 5, 5, Scores())
+        window_attention(*draw(), Window(5, 5), Scores())
     (record,) = caplog.records
     assert record.message == (
         "attention within a window: blocks of 8 queries, because PyTorch's FlashAttention kernel "

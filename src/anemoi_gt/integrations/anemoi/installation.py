@@ -260,8 +260,8 @@ class Installed(Settings):
     computed : tuple of Computed
         For each block of a model that has run: path, class, "fused", "attention only",
         "feed-forward only", "edge update only", "upstream" or "not yet", and the reason if it was
-        not fused. Embeddings
-        and output layers of mappers are listed only if a reason keeps them with upstream.
+        not fused. Embeddings and output layers of mappers, and attention of transformers, are
+        listed only if a reason keeps them with upstream.
     """
 
     computed: tuple[report.Computed, ...] = ()

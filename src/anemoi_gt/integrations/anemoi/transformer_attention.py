@@ -19,10 +19,10 @@ from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import replaces, wraps_any
 from anemoi_gt.integrations.anemoi.versions import unknown_body
-from anemoi_gt.integrations.anemoi.window_attention import Scores, window_attention
+from anemoi_gt.integrations.anemoi.window_attention import Scores, Window, window_attention
 from anemoi_gt.integrations.anemoi.without_flash_attn import (
     flash_attn_2_stand_in,
-    why_not_imported,
+    flash_attn_imports,
 )
 from anemoi_gt.ops.dtypes import DTYPES, autocast_dtype
 from anemoi_gt.refusal import Refusal, RefusalKind, permanent, transient
@@ -54,37 +54,26 @@ def sdpa_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Te
     if settings is None:
         return upstream(self, *args, **kwargs)
     call = Call(*args, **kwargs)
-    refusal = _why_not_served(self, call)
+    window = _window_of(self, call)
     if not torch.compiler.is_compiling():
-        report.record_layer(self, None if refusal is None else refusal.text)
-    if refusal is not None:
-        if settings.config.backend != "auto" and refusal.kind is RefusalKind.PERMANENT:
+        report.record_layer(self, window.text if isinstance(window, Refusal) else None)
+    if isinstance(window, Refusal):
+        if settings.config.backend != "auto" and window.kind is RefusalKind.PERMANENT:
             raise ValueError(
                 f"backend {settings.config.backend!r} cannot compute the attention of this "
-                f"transformer: {refusal.text}; backend 'auto' runs Anemoi's own code there"
+                f"transformer: {window.text}; backend 'auto' runs Anemoi's own code there"
             )
-        report.warn_once(f"the attention of a transformer is left to Anemoi: {refusal.text}")
+        report.warn_once(f"the attention of a transformer is left to Anemoi: {window.text}")
         return upstream(self, *args, **kwargs)
     precision = settings.config.precision
     dtype = autocast_dtype(call.query) if precision is None else DTYPES[precision]
-    rows = [operand.to(dtype) for operand in (call.query, call.key, call.value)]
-    left, right = _limits(call.window_size)
-    out = window_attention(*rows, left, right, Scores(dropout_p=call.dropout_p))
+    query, key, value = (operand.to(dtype) for operand in (call.query, call.key, call.value))
+    out = window_attention(query, key, value, window, Scores(dropout_p=call.dropout_p))
     return out if precision is None else out.to(call.query.dtype)
 
 
-def _limits(window_size: Any) -> tuple[int | None, int | None]:
-    """Return the number of nodes before and after a node in its window, None for no limit."""
-    if window_size is None:
-        return None, None
-    if isinstance(window_size, int):
-        return window_size, window_size
-    left, right = (None if size == -1 else size for size in window_size)
-    return left, right
-
-
-def _why_not_served(wrapper: Any, call: Call) -> Refusal | None:
-    """Return why Anemoi's own code computes the attention, or None."""
+def _window_of(wrapper: Any, call: Call) -> Window | Refusal:
+    """Return the window of a call, or why Anemoi's own code computes it."""
     if torch.jit.is_tracing():
         return transient("torch.jit.trace records it, which would make constants of sizes")
     if is_exporting():
@@ -92,37 +81,39 @@ def _why_not_served(wrapper: Any, call: Call) -> Refusal | None:
     if wrapper.attention is not F.scaled_dot_product_attention:
         return permanent("its `attention` is not PyTorch's scaled_dot_product_attention")
     if call.causal:
-        return permanent("it is causal, for which its versions differ")
+        return permanent("it is causal, which versions of anemoi-models treat differently")
     if call.softcap:
-        return permanent("it has a softcap, which its versions refuse or ignore")
+        return permanent("it has a softcap, which anemoi-models computes with flash-attn only")
     if call.alibi_slopes is not None:
-        return permanent("it has ALiBi slopes, which its versions refuse or ignore")
-    window = call.window_size
-    pair = window if isinstance(window, tuple | list) else (window, window)
-    least = 0 if isinstance(window, int) else -1
-    if window is not None and not (
-        len(pair) == 2 and all(isinstance(size, int) and size >= least for size in pair)
-    ):
-        return permanent(f"its window must be a number of nodes, or None, got {window!r}")
-    if window is not None and call.query.shape[2] != call.key.shape[2]:
+        return permanent("it has ALiBi, which anemoi-models computes with flash-attn only")
+    pair = call.window_size
+    if pair is None:
+        pair = (-1, -1)
+    elif isinstance(pair, int) and pair >= 0:
+        pair = (pair, pair)
+    if not _is_pair(pair):
+        return permanent(f"its window must be None, or a number of nodes, got {call.window_size!r}")
+    window = Window(*[None if size == -1 else size for size in pair])
+    if call.window_size is not None and call.query.shape[2] != call.key.shape[2]:
         return permanent("its window is over two sets of nodes")
-    return _why_not_own_mask(wrapper, call)
-
-
-def _why_not_own_mask(wrapper: Any, call: Call) -> Refusal | None:
-    """Return why the mask of a wrapper may not be that of its window, or None."""
     for method, attribute in MASKS:
-        if not hasattr(wrapper, method):
+        if not hasattr(wrapper, method):  # another version
             continue
         if method in vars(wrapper) or not _is_known(getattr(type(wrapper), method)):
             return permanent(f"its `{method}` is not Anemoi's")
         mask = getattr(wrapper, attribute)
-        if mask is None:
-            return None
-        left, right = _limits(call.window_size)
-        if not _is_window(mask, left, right):
+        if mask is not None and not _is_of_window(mask, *window):
             return permanent(f"its `{attribute}` is not that of its window")
-    return None
+    return window
+
+
+def _is_pair(sizes: Any) -> bool:
+    """Return whether these are numbers of nodes before and after a node, or -1 for no limit."""
+    return (
+        isinstance(sizes, tuple | list)
+        and len(sizes) == 2
+        and all(isinstance(size, int) and size >= -1 for size in sizes)
+    )
 
 
 _unknown_body = cache(unknown_body)
@@ -138,7 +129,7 @@ _COMPARED = WeakTensorKeyDictionary()
 
 
 @constant_when_traced
-def _is_window(mask: Tensor, left: int | None, right: int | None) -> bool:
+def _is_of_window(mask: Tensor, left: int | None, right: int | None) -> bool:
     """Return whether a mask that Anemoi kept [N, N] holds this window; compare it once."""
     number = mask.shape[0]
     if mask.dtype != torch.bool or mask.shape != (number, number):
@@ -163,8 +154,7 @@ def _is_window(mask: Tensor, left: int | None, right: int | None) -> bool:
 @wraps_any
 def flash_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Build a `FlashAttentionWrapper`, with the stand-in where no flash-attn can be imported."""
-    packages = ("flash_attn", "flash_attn_interface")
-    if SETTINGS.everywhere is None or None in map(why_not_imported, packages):
+    if SETTINGS.everywhere is None or flash_attn_imports():
         return upstream(self, *args, **kwargs)
     with flash_attn_2_stand_in():
         return upstream(self, *args, **kwargs)

@@ -41,7 +41,14 @@ KERNEL_CHANNELS = 192  # per head; above, the kernel's backward pass runs on A10
 
 
 class Window(NamedTuple):
-    """Keys that a query reaches before and after the one that is level with it."""
+    """Keys that a query reaches before and after the one that is level with it; None: no limit."""
+
+    left: int | None
+    right: int | None
+
+
+class Reach(NamedTuple):
+    """A window without None: as far as there are keys."""
 
     left: int
     right: int
@@ -62,38 +69,32 @@ class Scores(NamedTuple):
 
 
 def window_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    left: int | None,
-    right: int | None,
-    scores: Scores,
+    query: Tensor, key: Tensor, value: Tensor, window: Window, scores: Scores
 ) -> Tensor:
     """Return the attention [B, H, N, C] of queries [B, H, N, C] to keys [B, H, M, C] in a window.
 
     All have one dtype, in which it is computed also under autocast; scores of 16-bit tensors are
-    float32. `left` and `right` are numbers of keys, None is no limit.
+    float32.
     """
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    farthest = Window(num_keys - 1, num_queries - 1)
-    window = Window(
-        farthest.left if left is None else min(left, farthest.left),
-        farthest.right if right is None else min(right, farthest.right),
+    farthest = Reach(key.shape[2] - 1, query.shape[2] - 1)
+    reach = Reach(
+        farthest.left if window.left is None else min(window.left, farthest.left),
+        farthest.right if window.right is None else min(window.right, farthest.right),
     )
     with without_autocast(query.device.type):
-        if window == farthest and scores.are_products:
+        if reach == farthest and scores.are_products:
             return F.scaled_dot_product_attention(
                 query, key, value, dropout_p=scores.dropout_p, scale=scores.scale
             )
         reason = _why_not_kernel(query, scores)
         if reason is None:
             info_once("attention within a window: PyTorch's FlashAttention kernel")
-            return flash_attention(query, key, value, *window, scores.dropout_p, scores.scale)
+            return flash_attention(query, key, value, *reach, scores.dropout_p, scores.scale)
         info_once(
             f"attention within a window: blocks of {BLOCK} queries, because PyTorch's "
             f"FlashAttention kernel cannot run: {reason}"
         )
-        return _by_blocks(query, key, value, window, scores)
+        return _by_blocks(query, key, value, reach, scores)
 
 
 @constant_when_traced
@@ -127,25 +128,25 @@ def _capability(index: int) -> tuple[int, int]:
     return _capability_of(index)
 
 
-def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: Window, scores: Scores) -> Tensor:
+def _by_blocks(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> Tensor:
     """Return the attention [B, H, N, C], from blocks of queries and the keys that they reach."""
     batch, heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
     level = num_keys - num_queries  # the key that is level with query 0
-    reach = BLOCK + window.left + window.right
+    width = BLOCK + reach.left + reach.right
     room = GROUP
     if not scores.are_products:  # scores of every head and batch member are made
         room = GROUP // (batch * heads)
 
     def near(i: Tensor, j: Tensor) -> Tensor:
-        is_near = (j >= i - window.left) & (j <= i + window.right) & (j >= 0) & (j < num_keys)
+        is_near = (j >= i - reach.left) & (j <= i + reach.right) & (j >= 0) & (j < num_keys)
         # A softmax of nothing is NaN: a query without a key, or of padding, takes all instead.
-        reaches_none = (i + window.right < 0) | (i - window.left >= num_keys)
+        reaches_none = (i + reach.right < 0) | (i - reach.left >= num_keys)
         return (is_near | reaches_none)[:, None]  # [G, 1, S, K]
 
     outputs = []
     first = 0
-    if reach >= num_keys:
+    if width >= num_keys:
         j = torch.arange(num_keys, device=query.device)[None, None]  # [1, 1, M]
         for part in query.split(max(room // num_keys, 1), dim=2):
             last = first + part.shape[2]
@@ -155,30 +156,31 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: Window, scores
         out = torch.cat(outputs, dim=2)
     else:
         number = -(-num_queries // BLOCK)
-        before = window.left - level  # rows before key 0 that the first block reaches
-        after = (number - 1) * BLOCK + reach - before - num_keys
+        before = reach.left - level  # rows before key 0 that the first block reaches
+        after = (number - 1) * BLOCK + width - before - num_keys
         padded = F.pad(query, (0, 0, 0, number * BLOCK - num_queries))
         blocks = [padded.unflatten(2, (number, BLOCK))]  # [B, H, blocks, BLOCK, C]
         for rows in (key, value):
             padded = F.pad(rows, (0, 0, before, after))  # a negative number of rows is removed
-            # a view whose blocks overlap, [B, H, blocks, reach, C]
-            blocks.append(padded.unfold(2, reach, BLOCK).transpose(-1, -2))
+            # a view whose blocks overlap, [B, H, blocks, width, C]
+            blocks.append(padded.unfold(2, width, BLOCK).transpose(-1, -2))
         query_offsets = torch.arange(BLOCK, device=query.device)[:, None] + level
-        key_offsets = torch.arange(reach, device=query.device) - before
-        together = max(room // (BLOCK * reach), 1)
+        key_offsets = torch.arange(width, device=query.device) - before
+        together = max(room // (BLOCK * width), 1)
         for group in zip(*[rows.split(together, dim=2) for rows in blocks], strict=True):
             last = first + group[0].shape[2]
             starts = torch.arange(first, last, device=query.device) * BLOCK
             starts = starts.repeat(batch)[:, None, None]  # [G, 1, 1] of G = B (last - first)
             i = starts + query_offsets
             j = starts + key_offsets
-            rows = [part.transpose(1, 2).flatten(0, 1) for part in group]  # [G, H, ..]
-            out = _attend(*rows, i, j, near(i, j), scores)
+            # [G, H, BLOCK, C], [G, H, width, C] twice
+            q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in group)
+            out = _attend(q, k, v, i, j, near(i, j), scores)
             outputs.append(out.unflatten(0, (batch, last - first)).transpose(1, 2))
             first = last
         out = torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :num_queries]
-    if level + window.right < 0:  # with more queries than keys, the first ones may reach none
-        reaches_none = torch.arange(num_queries, device=query.device) + level + window.right < 0
+    if level + reach.right < 0:  # with more queries than keys, the first ones may reach none
+        reaches_none = torch.arange(num_queries, device=query.device) + level + reach.right < 0
         out = out.masked_fill(reaches_none[:, None], 0)
     return out
 

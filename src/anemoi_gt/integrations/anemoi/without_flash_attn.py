@@ -24,7 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.integrations.anemoi.window_attention import Scores, info_once, window_attention
+from anemoi_gt.integrations.anemoi.window_attention import (
+    Scores,
+    Window,
+    info_once,
+    window_attention,
+)
 from anemoi_gt.ops.dtypes import autocast_dtype
 
 VERSION = "2.8.3"  # of flash-attn, whose functions are followed
@@ -62,9 +67,9 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Return the attention [B, N, H, C] of q [B, N, H, C] to k and v [B, M, H, C]."""
-    left, right = (None if size < 0 else size for size in window_size)
+    window = Window(*[None if size < 0 else size for size in window_size])
     if causal:
-        right = 0
+        window = Window(window.left, 0)
     heads = q.shape[2]
     if alibi_slopes is not None and alibi_slopes.shape not in ((heads,), (q.shape[0], heads)):
         raise ValueError(
@@ -72,9 +77,9 @@ def flash_attn_func(
             f"{list(alibi_slopes.shape)}"
         )
     dtype = autocast_dtype(q)
-    rows = [operand.to(dtype).transpose(1, 2) for operand in (q, k, v)]
+    query, key, value = (operand.to(dtype).transpose(1, 2) for operand in (q, k, v))
     scores = Scores(softmax_scale, dropout_p, softcap or 0.0, alibi_slopes)
-    return window_attention(*rows, left, right, scores).transpose(1, 2)
+    return window_attention(query, key, value, window, scores).transpose(1, 2)
 
 
 def _with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -139,19 +144,20 @@ def flash_attn_stand_in() -> Iterator[None]:
 
     In the `with` statement, functions of anemoi_gt have the names of those of flash-attn that
     anemoi-models calls. A model that was read keeps them: it computes the same, with PyTorch only.
-    Nothing changes where flash-attn can be imported. The first use is logged.
+    Nothing changes where flash-attn, of any version, can be imported. The first use is logged.
 
     Examples
     --------
-    >>> with flash_attn_stand_in():
-    ...     model = torch.load("inference-last.ckpt", weights_only=False)  # doctest: +SKIP
+    >>> with flash_attn_stand_in():  # as torch.load(path, weights_only=False) does, by name
+    ...     from flash_attn import flash_attn_func
+    >>> flash_attn_func
+    <stand-in of anemoi_gt for flash_attn:flash_attn_func>
     """
-    modules = {}
-    for name, names in (FLASH_ATTN_2 | NEWER).items():
-        if why_not_imported(name.partition(".")[0]) is not None:
-            modules[name] = names
-    with _importing(modules):
+    if flash_attn_imports():
         yield
+    else:
+        with _importing(FLASH_ATTN_2 | NEWER):
+            yield
 
 
 @contextmanager
@@ -161,38 +167,46 @@ def flash_attn_2_stand_in() -> Iterator[None]:
         yield
 
 
-def why_not_imported(name: str) -> str | None:
-    """Return why a package cannot be imported, or None."""
-    if isinstance(sys.modules.get(name), _StandIn):
-        return "it is the stand-in"
-    try:
-        import_module(name)
-    except ImportError as error:  # missing, or built for another PyTorch
-        return str(error)
-    return None
+def flash_attn_imports() -> bool:
+    """Return whether a version of flash-attn can be imported; the stand-in is none."""
+    for name in ("flash_attn", "flash_attn_interface"):
+        if isinstance(sys.modules.get(name), _StandIn):
+            continue
+        try:
+            import_module(name)
+        except ImportError:  # missing, or built for another PyTorch
+            continue
+        return True
+    return False
 
 
 class _StandIn(ModuleType):
-    """A module in the place of one that is missing."""
+    """A module in the place of one that is missing; the first use of a name is logged."""
+
+    def __init__(self, name: str, names: dict[str, Any]):
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, loader=None)  # find_spec raises without
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            raise AttributeError(f"the stand-in for {self.__name__} has no {name}")
+        info_once("flash-attn cannot be imported: functions of anemoi_gt stand in for it")
+        return self._names[name]
 
 
 @contextmanager
 def _importing(modules: Mapping[str, dict[str, Any] | None]) -> Iterator[None]:
     """Let modules be imported that hold these names; those with None cannot be imported."""
-    if modules:
-        info_once("flash-attn cannot be imported: functions of anemoi_gt stand in for it")
     before = {name: sys.modules.get(name) for name in modules}
     for name, names in modules.items():
         if names is None:
             sys.modules[name] = None  # type: ignore[assignment]  # as Python documents it
             continue
-        module = _StandIn(name)
-        module.__spec__ = ModuleSpec(name, loader=None)  # find_spec raises without
-        vars(module).update(names)
-        sys.modules[name] = module
+        sys.modules[name] = _StandIn(name, names)
         parent, _, child = name.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], child, module)
+            setattr(sys.modules[parent], child, sys.modules[name])
     try:
         yield
     finally:
