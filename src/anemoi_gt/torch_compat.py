@@ -26,7 +26,6 @@ _innermost_transform = getattr(_functorch, "peek_interpreter_stack", lambda: Non
 _gradient_transform = getattr(getattr(_functorch, "TransformType", None), "Grad", None)
 _assert_async = getattr(torch, "_assert_async", None)
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
-_flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 
 
 def constant_when_traced(function: Callable) -> Callable:

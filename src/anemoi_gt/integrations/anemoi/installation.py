@@ -179,7 +179,8 @@ def install(
 ) -> Installation:
     """Switch all blocks of Anemoi's graph transformers and graph networks to anemoi_gt.
 
-    That is existing and future blocks, and the MLPs that embed rows of graph networks.
+    That is existing and future blocks, the MLPs that embed rows of graph networks, and attention of
+    transformers within a window of nodes, which then needs no flash-attn.
 
     Parameters
     ----------
