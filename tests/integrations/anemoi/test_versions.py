@@ -156,6 +156,12 @@ def test_attention_within_a_window_needs_no_mask_and_no_flash_attn(report):
 
 
 @every_old_version
+def test_a_checkpoint_of_aifs_that_names_flash_attn_is_read_and_computed_without(report):
+    assert report["without flash-attn"]["named"]
+    assert report["without flash-attn"]["error"] < 2e-6
+
+
+@every_old_version
 def test_embeddings_and_output_layers_of_mappers_are_fused_with_the_same_numbers(report):
     assert_layers_of_mappers_are_fused(report)
 
