@@ -14,8 +14,8 @@ from anemoi.models.layers.attention import (
     MultiHeadSelfAttention,
     SDPAAttentionWrapper,
 )
+from anemoi.models.layers.block import TransformerProcessorBlock
 from anemoi.models.layers.utils import load_layer_kernels
-from support.anemoi_model import make_block
 from support.same_numbers import assert_same, assert_same_numbers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -208,8 +208,16 @@ def test_attention_of_anemoi_computes_the_same_under_install(
 
 def test_swapped_models_are_served_and_others_are_not(served):
     attention, other = attention_of(), attention_of()
-    model = torch.nn.ModuleList([attention, make_block()])  # swap_layers asks for a block
-    integration.swap_layers(model)
+    block = TransformerProcessorBlock(
+        num_channels=16,
+        hidden_dim=32,
+        num_heads=2,
+        window_size=5,
+        layer_kernels=load_layer_kernels(),
+        attention_implementation="scaled_dot_product_attention",
+    )
+    block.attention = attention
+    integration.swap_layers(block)
     expected = results_of(other, inputs())
     assert served == []
     assert_same(results_of(attention, inputs()), expected)

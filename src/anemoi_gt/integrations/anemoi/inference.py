@@ -43,8 +43,8 @@ class AnemoiGTRunner(Runner):
     Raises
     ------
     ValueError
-        If the model has no block of a graph transformer or graph network; it is loaded here, before
-        any data are read.
+        If the model has no block of a graph transformer, graph network or transformer; it is loaded
+        here, before any data are read.
     """
 
     def __new__(

@@ -368,14 +368,15 @@ def swap_layers(
 def count_blocks(model: nn.Module) -> tuple[int, int]:
     """Return the number of graph-transformer and of graph-network blocks of a model.
 
-    Raise ValueError if there is none.
+    Raise ValueError if there is none, and no block of a transformer.
     """
     kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
     numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
-    if not any(numbers):
+    others = find(*TRANSFORMER_BLOCK), find(*TRANSFORMER_MAPPER_BLOCK)
+    if not any(numbers) and not any(isinstance(module, others) for module in model.modules()):
         raise ValueError(
-            "model must have a graph-transformer block of Anemoi, or a block of a graph network, "
-            f"got {type(model).__name__} without one"
+            "model must have a block of Anemoi's graph transformers, graph networks or "
+            f"transformers, got {type(model).__name__} without one"
         )
     return numbers[0], numbers[1]
 
