@@ -7,10 +7,11 @@ r"""Inference with Anemoi's models, untouched and under `install`: time and memo
 
 `encoder` and `decoder` are the mappers of AIFS Single between N320 and O96 (22 and 3 nearest nodes,
 1024 channels, 16 heads, D = 11) in anemoi-models 0.9.3, which must come first on the path, from a
-FOLDER of `pip install --target`. `forecast` is one step of a model of the newest version, with N320
-and an icosphere, which a runner of anemoi-inference computes at each step; its mappers and
-processor are chunked by `ANEMOI_INFERENCE_NUM_CHUNKS`. Autocast to float16. Results of both are
-compared first; then runs alternate.
+FOLDER of `pip install --target`. `forecast` and `aifs` are one step of a model of the newest
+version, which a runner of anemoi-inference computes at each step; mappers and processor are chunked
+by `ANEMOI_INFERENCE_NUM_CHUNKS`. `forecast` has N320 and an icosphere; `aifs` has the architecture
+of AIFS Single, whose processor attends within a window of O96, without flash-attn. Autocast to
+float16. Results of both are compared first; then runs alternate.
 """
 
 import gc
@@ -19,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
+from suite.anemoi_masks import drop_masks
 from suite.command_line import make_parser
 from suite.environment import describe
 from suite.results import Results
@@ -86,9 +88,15 @@ class Forecast:
     """A model of the newest anemoi-models, with its input."""
 
     def __init__(self, part, options):
-        from support.anemoi_model import build, draw, graph_of, make_options
+        from support.anemoi_model import (
+            build,
+            draw,
+            graph_between,
+            graph_of,
+            make_options,
+            make_transformer_options,
+        )
 
-        graph = graph_of(options.grids[0], options.refinement)
         names = tuple(f"field_{i}" for i in range(VARIABLES))
         changes = {
             "channels": options.channels,
@@ -98,7 +106,13 @@ class Forecast:
             "mapper_chunks": 1,
             "graph_attention_backend": "triton" if options.device == "cuda" else "pyg",
         }
-        self.model = build(graph, make_options(**changes), names).to(options.device).eval()
+        if part == "aifs":
+            graph = graph_between(*options.grids)
+            model_options = make_transformer_options(window=options.window, **changes)
+        else:
+            graph = graph_of(options.grids[0], options.refinement)
+            model_options = make_options(**changes)
+        self.model = build(graph, model_options, names).to(options.device).eval()
         self.x = {"data": draw(graph, variables=names)["data"].to(options.device)}
 
     def __call__(self, chunks):
@@ -110,7 +124,7 @@ class Forecast:
         return self.model(self.x)["data"]
 
 
-PARTS = {"encoder": Mapper, "decoder": Mapper, "forecast": Forecast}
+PARTS = {"encoder": Mapper, "decoder": Mapper, "forecast": Forecast, "aifs": Forecast}
 
 
 @contextmanager
@@ -134,15 +148,21 @@ def difference(problem, device):
 
 
 def measure(problem, name, chunks, options):
-    """Return the milliseconds of each pass, and its memory in GiB beyond model and input."""
+    """Return the milliseconds of each pass, and its memory in GiB beyond model and input.
+
+    Memory includes what the first pass leaves behind, such as Anemoi's masks.
+    """
     on_gpu = options.device == "cuda"
+    drop_masks(problem.model)
     gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
     with contender(name, options.device):
         problem(chunks)
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
         seconds = seconds_of(partial(problem, chunks), options.repeats, options.device)
         times = [1e3 * value for value in seconds]
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
@@ -151,11 +171,11 @@ def measure(problem, name, chunks, options):
 
 def main(arguments=None):
     """Compare the results, measure both in turns, and write and return the report."""
-    sizes = {"refinement": 6, "channels": 1024, "heads": 16, "layers": 16}
+    sizes = {"refinement": 6, "channels": 1024, "heads": 16, "layers": 16, "window": 1120}
     parser = make_parser(__doc__, seconds=300, repeats=3, **sizes)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["forecast"])
     parser.add_argument(
-        "--grids", nargs=2, default=["N320", "O96"], help="of fields, and of the processor of 0.9.3"
+        "--grids", nargs=2, default=["N320", "O96"], help="of fields, and of the processor of AIFS"
     )
     options = parser.parse_args(arguments)
     report = {"environment": describe(options.device, PACKAGES, options.commit)}

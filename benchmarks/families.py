@@ -34,7 +34,6 @@ import torch
 from kernel_families import GROUPS, profile_of
 from suite import command_line
 from suite.anemoi_training import (
-    ATTENTIONS,
     CASES,
     PACKAGES,
     PRECISIONS,
@@ -256,7 +255,6 @@ def make_training(case: Case, options, seed: int = 0) -> Training:
         device=options.device,
         precision=options.precision,
         variables=options.variables,
-        attention=options.attention,
         mapper_chunks=options.mapper_chunks,
         seed=seed,
     )
@@ -266,8 +264,6 @@ def run_case(case: Case, options, results: Results, record: dict) -> None:
     """Measure all variants of a case."""
     training = make_training(case, options)
     record["sizes"] = training.sizes
-    if case.family.startswith("transformer"):
-        record["attention of the processor"] = training.attention
     variants = record["variants"] = {}
     reference = reference_of(training, results, record)
     if reference is None and not record.get("reference"):
@@ -347,17 +343,12 @@ def add_size_options(parser) -> None:
         "--configs", type=Path, help="folder that holds model/, the YAML of Anemoi's models"
     )
     for name, kind in Case.__annotations__.items():
-        is_text = name in ("family", "grid", "area_grid")
+        is_text = name in ("family", "grid", "area_grid", "hidden")
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=str if is_text else int,
             help=f"of all cases ({kind})",
         )
-    parser.add_argument(
-        "--attention",
-        choices=ATTENTIONS,
-        help="of transformer processors; default: the best that is installed",
-    )
 
 
 def check_cases(parser, options) -> None:

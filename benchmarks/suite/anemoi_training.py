@@ -23,22 +23,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from anemoi.models.layers.attention import MultiHeadSelfAttention
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from support.anemoi_model import build
+from support.anemoi_model import build, graph_between
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.data.graphs import icosphere_graph, stretched_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.integrations import anemoi as integration
+from suite.anemoi_masks import drop_masks
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils"}
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
-ATTENTIONS = ("flash_attention", "flex_attention", "scaled_dot_product_attention")
 BLOCKS = {
     "GraphTransformerProcessorBlock",
     "GraphTransformerMapperBlock",
@@ -71,6 +69,8 @@ class Case(NamedTuple):
     refinement: int = 6
     area_grid: str | None = None  # finer points inside EUROPE; None: no stretched grid
     area_refinement: int | None = None
+    hidden: str | None = None  # grid of hidden nodes without edges; None: the icosphere
+    window: int | None = None  # of a transformer; None: as in the YAML
 
 
 CASES = {
@@ -84,6 +84,7 @@ CASES = {
     "ensemble of 4": Case("graphtransformer_ens", channels=1024, members=4),
     "diffusion": Case("graphtransformer_transport_edm", channels=1024),
     "transformer": Case("transformer", channels=1024),
+    "aifs": Case("transformer", channels=1024, hidden="O96", window=1120),
     "gnn": Case("gnn"),
 }
 
@@ -151,9 +152,7 @@ def find_configs() -> Path:
     return Path(spec.submodule_search_locations[0]) / "config"
 
 
-def options_of(
-    case: Case, configs: Path, device: str, attention: str, mapper_chunks: int | None = None
-) -> dict:
+def options_of(case: Case, configs: Path, device: str, mapper_chunks: int | None = None) -> dict:
     """Return the `model` config that Anemoi has for a family, with the sizes of a case."""
     with initialize_config_dir(str(configs.resolve()), version_base="1.3"):
         config = compose(f"model/{case.family}")
@@ -170,9 +169,10 @@ def options_of(
         if "graph_attention_backend" in layers:
             layers.graph_attention_backend = "triton" if device == "cuda" else "pyg"
     if "attention_implementation" in model.processor:
-        # FlexAttention takes the place of scaled_dot_product_attention in the model that is built.
-        is_flash = attention == "flash_attention"
-        model.processor.attention_implementation = attention if is_flash else ATTENTIONS[2]
+        if find_spec("flash_attn") is None:
+            model.processor.attention_implementation = "scaled_dot_product_attention"
+        if case.window is not None:
+            model.processor.window_size = case.window
     # transformer.yaml of anemoi-training 0.17.1 lacks options that anemoi-models 0.19.0 requires.
     for mapper in mappers:
         if "num_channels" not in mapper:
@@ -184,55 +184,11 @@ def options_of(
     return OmegaConf.to_container(config, resolve=True)["model"]
 
 
-def choose_attention(device: str) -> str:
-    """Return transformer attention: flash-attn if installed, else PyTorch's, windowed."""
-    if find_spec("flash_attn") is not None:
-        return "flash_attention"
-    # FlexAttention has no backward pass on a CPU (torch 2.11).
-    return "flex_attention" if device == "cuda" else "scaled_dot_product_attention"
-
-
-class WindowedFlexAttention(nn.Module):
-    """Sliding-window attention by PyTorch's FlexAttention, called like Anemoi's wrappers."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = torch.compile(flex_attention, dynamic=False)
-        self.mask = None
-
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        batch_size,
-        causal=False,  # noqa: FBT002  as Anemoi's attention
-        window_size=None,
-        dropout_p=0.0,
-        softcap=None,
-        alibi_slopes=None,
-    ):
-        """Return the attention of [batch, heads, nodes, channels]."""
-        if softcap or dropout_p or alibi_slopes is not None or causal:
-            raise ValueError(
-                "softcap, dropout_p, alibi_slopes and causal must be off under FlexAttention, got "
-                f"{softcap}, {dropout_p}, {alibi_slopes} and {causal}: pass another --attention"
-            )
-        if window_size is not None and self.mask is None:
-            nodes = query.shape[2], key.shape[2]
-
-            def is_near(batch, head, query_node, key_node):
-                return (query_node - key_node).abs() <= window_size
-
-            # Eager, it would write tensors of nodes x nodes.
-            make_mask = torch.compile(create_block_mask)
-            self.mask = make_mask(is_near, None, None, *nodes, device=query.device)
-        return self.attention(query, key, value, block_mask=self.mask)
-
-
 @cache
 def graph_of(case: Case) -> HeteroData:
     """Return encoder, processor and decoder graph of a case; transformers have no edges."""
+    if case.hidden is not None:
+        return graph_between(case.grid, case.hidden)
     nodes = grid(case.grid)
     if case.area_grid is None:
         graph = icosphere_graph(nodes, refinement=case.refinement)
@@ -263,20 +219,14 @@ class Training:
         device: str,
         precision: str = "16-mixed",
         variables: int = 100,
-        attention: str | None = None,
         mapper_chunks: int | None = None,
         seed: int = 0,
     ):
         self.device, self.dtype = torch.device(device), PRECISIONS[precision]
-        self.attention = attention or choose_attention(device)
         graph, names = graph_of(case), tuple(f"field_{i}" for i in range(variables))
-        options = options_of(case, configs, device, self.attention, mapper_chunks)
+        options = options_of(case, configs, device, mapper_chunks)
         forcings = min(FORCINGS, variables - 1)
         self.model = build(graph, options, names, seed, forcings).to(self.device)
-        if self.attention == "flex_attention":
-            for module in self.model.modules():
-                if isinstance(module, MultiHeadSelfAttention):
-                    module.attention = WindowedFlexAttention()
         # Anemoi begins conditions at zero, which would hide errors.
         generator = torch.Generator(self.device).manual_seed(seed)
         for parameter in self.model.parameters():
@@ -344,6 +294,7 @@ class Training:
                     module.gradient_checkpointing = True
                 self.captured = False
                 self.replayed = None
+                drop_masks(self.model)
                 self.model.zero_grad(set_to_none=True)
 
     def autocast(self):

@@ -52,11 +52,13 @@ def inference() -> str:
         "forecast": "forecast step, N320",
         "encoder": "encoder of AIFS Single",
         "decoder": "decoder of AIFS Single",
+        "aifs": "forecast step of AIFS's architecture",
     }
     names = (
         "anemoi_inference_h200.json",
         "anemoi_inference_0.9.3_h200.json",
         "anemoi_inference_0.9.3_encoder_h100.json",
+        "anemoi_inference_aifs_h100.json",
     )
     rows = []
     for name in names:
@@ -73,6 +75,23 @@ def inference() -> str:
             rows.append([*row, facts.commit])
     header = ["part", "chunks", "GPU", "anemoi-models, ms", "GB", "anemoi_gt, ms", "GB"]
     return _with_sources([*header, "faster", "memory", "commit"], rows, *names)
+
+
+def window_attention() -> str:
+    """Attention within a window: Anemoi's mask of all pairs of nodes beside `install`."""
+    name = "window_attention_h100.json"
+    titles = {"mask": "anemoi-models, mask", "install": "anemoi_gt"}
+    rows = []
+    results = load(name)
+    for line in results["results"]:
+        errors = results["errors"][f"{line['dtype']}, window {line['window']}"]
+        row = [line["dtype"], line["window"], titles[line["contender"]]]
+        row += [f"{line[key]:.2f}" for key in ("first_ms", "forward_ms", "both_ms")]
+        row.append(f"{line['peak_gb']:.1f}")
+        row += [f"{error:.1e}" for error in errors[line["contender"]][:2]]
+        rows.append(row)
+    header = ["dtype", "window", "library", "first call, ms", "forward", "with backward", "GB"]
+    return _with_sources([*header, "error of output", "of query's gradient"], rows, name)
 
 
 def inference_9km() -> str:
@@ -465,6 +484,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "diffusion": partial(family_table, "diffusion"),
     "stretched-grid": partial(family_table, "stretched"),
     "transformer": partial(family_table, "transformer"),
+    "aifs": partial(family_table, "aifs", device="h100"),
+    "window-attention": window_attention,
     "graph-networks": partial(family_table, "gnn"),
     "fits": fits_table,
     "training-9km": training_9km,

@@ -30,6 +30,7 @@ FAMILIES = {  # cases of families.py, as pages name them
     "ensemble of 4": "ensemble of 4",
     "diffusion": "diffusion",
     "transformer": "transformer",
+    "aifs": "AIFS's architecture",
     "gnn": "graph network",
 }
 

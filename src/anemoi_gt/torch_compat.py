@@ -27,6 +27,7 @@ _functorch = getattr(torch._C, "_functorch", None)
 _innermost_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 _gradient_transform = getattr(getattr(_functorch, "TransformType", None), "Grad", None)
 _assert_async = getattr(torch, "_assert_async", None)
+_flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 
 
 def constant_when_traced(function: Callable) -> Callable:
@@ -122,3 +123,48 @@ def assert_async(holds: Tensor, claim: str) -> None:
         _assert_async(holds, claim)
     elif not bool(holds):
         raise RuntimeError(claim)
+
+
+@constant_when_traced
+def takes_window_in_flash_attention() -> bool:
+    """Return whether PyTorch's FlashAttention operator has the window that its kernel takes.
+
+    The public `torch.nn.attention.varlen.varlen_attn` has one since PyTorch 2.11, but no dropout.
+    """
+    if _flash_attention is None:
+        return False
+    names = {argument.name for argument in _flash_attention.default._schema.arguments}
+    return {"window_size_left", "window_size_right"} <= names
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    left: int,
+    right: int,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """Return the attention [B, H, N, C] within a window, by PyTorch's FlashAttention kernel.
+
+    `scaled_dot_product_attention` calls the same operator without a window. Queries are
+    [B, H, N, C] and keys [B, H, M, C], in 16 bits.
+    """
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    out, *_ = _flash_attention(
+        query,
+        key,
+        value,
+        None,  # one length for all members of the batch
+        None,
+        query.shape[1],
+        key.shape[1],
+        dropout_p,
+        False,  # noqa: FBT003  not causal: the window says it
+        False,  # noqa: FBT003  no debug mask
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return out.transpose(1, 2)

@@ -2,7 +2,7 @@
 
 import pytest
 from omegaconf import OmegaConf
-from support.anemoi_model import make_family_options, make_options
+from support.anemoi_model import make_family_options, make_options, make_transformer_options
 
 
 @pytest.fixture
@@ -20,20 +20,8 @@ def tiny(monkeypatch):
 @pytest.fixture
 def anemoi_configs(tmp_path):
     """A folder with `model/` as anemoi-training has it, with the layers of its models."""
-    transformer = make_options()
-    processor = transformer["processor"]
-    for name in ("sub_graph_edge_attributes", "trainable_size", "shard_strategy", "edge_pre_mlp"):
-        del processor[name]
-    del processor["graph_attention_backend"], transformer["latent_aggregator"]
-    processor |= {
-        "_target_": "anemoi.models.layers.processor.TransformerProcessor",
-        "window_size": 5,
-        "dropout_p": 0.0,
-        "attention_implementation": "flash_attention",
-        "softcap": 0.0,
-        "use_alibi_slopes": False,
-        "use_rotary_embeddings": False,
-    }
+    transformer = make_transformer_options(window=5, attention="flash_attention")
+    del transformer["latent_aggregator"]
     models = {
         "graphtransformer": make_options(),
         "graphtransformer_ens": make_family_options("ensemble"),

@@ -23,7 +23,6 @@ import tiles
 import torch
 import train_9km
 import wide_blocks
-from anemoi.models.layers.attention import SDPAAttentionWrapper
 from gpu_checks import model
 from suite import (
     anemoi_training,
@@ -172,6 +171,7 @@ def replace_gelu(monkeypatch, gelu):
             ("ensemble of 4", {"members": 4}),
             ("diffusion", {}),
             ("transformer", {}),
+            ("aifs", {"hidden": "O4"}),
         ),
     ],
 )
@@ -180,9 +180,13 @@ def test_a_step_of_each_family_is_compared_and_timed(
 ):
     out = tmp_path / "families.json"
     variants = ["untouched", "install"]
-    if case in ("benchmark", "transformer"):  # one case per class of processors
+    if case in ("benchmark", "transformer", "aifs"):  # one case per class of processors
         variants.append("install, no recomputation")
-    sizes = ["--area-grid", "O8", "--area-refinement", "2"] if case == "stretched" else []
+    sizes = []
+    if case == "stretched":
+        sizes = ["--area-grid", "O8", "--area-refinement", "2"]
+    if case == "aifs":
+        sizes = ["--hidden", "O4", "--window", "9"]
     options = ["--configs", str(anemoi_configs), "--output", str(out), "--parts", "--variants"]
     families.main([case, *SMALL_MODEL, *SHORT, *sizes, *options, *variants])
     report = json.loads(out.read_text())
@@ -255,14 +259,6 @@ def test_without_the_configs_of_anemoi_the_error_names_the_option(monkeypatch):
 def test_an_unknown_variant_is_refused():
     with pytest.raises(ValueError, match="variants must match names of untouched, "):
         families.main(["benchmark", "--variants", "untouched", "replayed"])
-
-
-def test_flex_attention_has_the_window_of_anemois_attention(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    query, key, value = torch.randn(3, 1, 2, 20, 16, generator=torch.Generator().manual_seed(0))
-    expected = SDPAAttentionWrapper()(query, key, value, 1, window_size=3)
-    actual = anemoi_training.WindowedFlexAttention()(query, key, value, 1, window_size=3)
-    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("case", ("benchmark", *nightly("ensemble", "diffusion")))

@@ -13,8 +13,9 @@ from anemoi.utils.config import DotDict
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.data.graphs import encoder_processor_decoder, icosphere_graph
 from anemoi_gt.data.grids import grid
+from anemoi_gt.data.meshes import Mesh
 
 CONFIG = Path(__file__).parent / "anemoi_model.yaml"
 FAMILIES = CONFIG.with_name("anemoi_families.yaml")
@@ -30,6 +31,14 @@ NOISE = 4  # channels of the noise that conditions an ensemble
 def graph_of(name, refinement):
     """Return the encoder, processor and decoder graph of a named grid and an icosphere."""
     return icosphere_graph(grid(name), refinement=refinement)
+
+
+def graph_between(fine, coarse):
+    """Return the encoder and decoder graph of two named grids; the hidden one has no edges."""
+    mesh = Mesh(grid(coarse), np.zeros((2, 0), dtype=np.int64))
+    graph = encoder_processor_decoder(grid(fine), mesh)
+    del graph["hidden", "to", "hidden"]
+    return graph
 
 
 def options_of(config):
@@ -66,6 +75,25 @@ def make_ensemble_options(**changes):
     }
     options |= {"noise_injector": injector, "condition_on_residual": False}
     options["model"]["_target_"] = "anemoi.models.models.AnemoiEnsModelEncProcDec"
+    return options
+
+
+def make_transformer_options(*, window, attention="scaled_dot_product_attention", **changes):
+    """Return the options of a model like AIFS Single: mappers are graph transformers, the processor attends in a window."""
+    options = make_options(**changes)
+    processor = options["processor"]
+    for name in ("sub_graph_edge_attributes", "trainable_size", "shard_strategy", "edge_pre_mlp"):
+        del processor[name]
+    del processor["graph_attention_backend"]
+    processor |= {
+        "_target_": "anemoi.models.layers.processor.TransformerProcessor",
+        "window_size": window,
+        "dropout_p": 0.0,
+        "attention_implementation": attention,
+        "softcap": 0.0,
+        "use_alibi_slopes": False,
+        "use_rotary_embeddings": False,
+    }
     return options
 
 

@@ -26,10 +26,12 @@ from anemoi_gt.integrations import anemoi as integration
 from support.anemoi_model import (
     build,
     draw_conditions,
+    graph_between,
     graph_of,
     make_ensemble_options,
     make_family_options,
     make_options,
+    make_transformer_options,
     transport_arguments,
 )
 from support.frames import call_in_one_chunk
@@ -167,6 +169,9 @@ def make_cases():
         # Anemoi shards only a batch of one
         options = {"heads": 8, "shard_strategy": strategy}
         cases[f"Anemoi's {strategy}-{ranks}"] = Case(ranks, options=options, **WITHOUT_OURS)
+    # heads of its attention are exchanged; the backend is named, so the window is computed here
+    options = {"heads": 4}
+    cases["Anemoi's transformer-2"] = Case(2, graph="grids", family="transformer", options=options)
     return cases
 
 
@@ -178,6 +183,8 @@ def graph(name):
     """Return the graph of a case; in "tiny", two of four ranks have no hidden node, and some nodes have no edge."""
     if name == "small":
         return weather_graph({"data": 13, "hidden": 7}, dict.fromkeys(KINDS, 24))
+    if name == "grids":
+        return graph_between("O8", "O4")
     if name == "tiny":
         return weather_graph({"data": 7, "hidden": 2}, dict.fromkeys(KINDS, 5))
     graph = graph_of("O8", 2)
@@ -208,7 +215,9 @@ def model_of(case):
 def make_model(graph_name, family, is_ensemble, options, compiled, dtype):
     """Return a model with random trainable node and edge attributes, parts of which are compiled or not."""
     make = make_ensemble_options if is_ensemble else make_options
-    if family is not None:
+    if family == "transformer":
+        make = partial(make_transformer_options, window=9)
+    elif family is not None:
         make = partial(make_family_options, family)
     model = build(graph(graph_name), make(**OPTIONS | dict(options))).double()
     for name, parameter in model.named_parameters():

@@ -6,6 +6,7 @@ or a graph transformer. From 0.19 on, whose configs differ, only blocks are comp
 
 import logging
 import pickle
+import tempfile
 from importlib.metadata import version
 
 import numpy as np
@@ -14,6 +15,7 @@ from anemoi.models.data_indices.collection import IndexCollection
 from anemoi.models.layers import block as blocks
 from anemoi.models.layers import mapper, processor
 from anemoi.models.models import encoder_processor_decoder
+from anemoi.utils.checkpoints import save_metadata
 from anemoi.utils.config import DotDict
 from omegaconf import DictConfig
 
@@ -22,7 +24,12 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import blocks as attending
-from support import anemoi_network_versions, anemoi_sublayers, anemoi_transformer_versions
+from support import (
+    anemoi_network_versions,
+    anemoi_sublayers,
+    anemoi_transformer_versions,
+    anemoi_window_versions,
+)
 from support.operators import Operators
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
@@ -41,8 +48,8 @@ SIZES = {
 }
 
 
-def build(kind="Transformer", chunks=4, **changes):
-    """Return a model with 32 channels, 4 heads and D = 11, from a config for this version."""
+def build(kind="Transformer", chunks=4, attention=None, **changes):
+    """Return a model with 32 channels, 4 heads and D = 11, from a config for this version; `attention` of its processor."""
     if VERSION >= (0, 19):
         from support import anemoi_model as small
 
@@ -59,6 +66,7 @@ def build(kind="Transformer", chunks=4, **changes):
         "attention_implementation": "scaled_dot_product_attention",
         **sizes,
         **EDGES,
+        **(attention or {}),
     }
     mapper_options = {"num_chunks": chunks, **sizes, **EDGES}
     if VERSION < (0, 12):
@@ -168,6 +176,29 @@ def compare(model):
         "same": same,
         "sorted again": len(sorted_lists),
     }
+
+
+def without_flash_attn():
+    """Return the error of AIFS with a window, whose checkpoint was written as anemoi-training does and names flash-attn.
+
+    The window is computed by the mask of this version first.
+    """
+    window = {"window_size": 5}
+    theirs = differentiate(build(attention=window))
+    with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
+        with integration.install():
+            model = build(attention=window | {"attention_implementation": "flash_attention"})
+            torch.save(model, file.name)
+        save_metadata(file.name, {"version": version("anemoi-models")})
+        try:
+            torch.load(file.name, weights_only=False)
+            is_named = False
+        except ModuleNotFoundError as error:
+            is_named = error.name == "flash_attn"
+        with integration.flash_attn_stand_in():
+            model = torch.load(file.name, weights_only=False)
+    with integration.install():
+        return {"named": is_named, "error": max_error(differentiate(model), theirs)}
 
 
 def make_block(kind):
@@ -355,12 +386,14 @@ def report_all():
     report["mapper layers"] = mapper_layers()
     report["sub-layers"] = anemoi_sublayers.report_sublayers()
     report["graph networks"] = anemoi_network_versions.compare(max_error)
+    report["window"] = anemoi_window_versions.compare()
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
     if VERSION < (0, 12):
         report["changed edges"] = changed_edges()
     if VERSION < (0, 19):
         report["AIFS"] = compare(build())
+        report["without flash-attn"] = without_flash_attn()
         report["one chunk"] = compare(build(chunks=1))
         report["heads"] = compare(build(shard_strategy="heads"))
         report["graph transformer"] = compare(build("GraphTransformer"))
@@ -374,6 +407,7 @@ def report_minor():
     report["updated sources"] = updated_sources()
     report["mapper layers"] = mapper_layers()
     report["graph networks"] = anemoi_network_versions.compare(max_error)
+    report["window"] = anemoi_window_versions.compare()
     if VERSION < (0, 15):
         report["transformers"] = anemoi_transformer_versions.compare()
     return report | {"version": version("anemoi-models"), "messages": messages}

@@ -134,12 +134,13 @@ def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
 
     Raise ValueError if it is not a whole model that the installed anemoi-models can run.
     """
-    from anemoi_gt.integrations.anemoi import report
+    from anemoi_gt.integrations.anemoi import flash_attn_stand_in, report
     from anemoi_gt.integrations.anemoi.installation import examine
 
     installed_version = f"the installed anemoi-models {_version_of('anemoi-models')}"
     try:
-        model = torch.load(path, map_location="cpu", weights_only=False)
+        with flash_attn_stand_in():
+            model = torch.load(path, map_location="cpu", weights_only=False)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"checkpoint must be of a version like {installed_version}, which does not have all "

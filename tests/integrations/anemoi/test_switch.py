@@ -174,7 +174,7 @@ def test_a_swapped_block_is_forgotten_when_it_dies():
 def test_swap_layers_asks_for_blocks_of_anemoi():
     with pytest.raises(
         ValueError,
-        match="must have a graph-transformer block of Anemoi, or a block of a graph network, got Linear",
+        match="must have a block of Anemoi's graph transformers, graph networks or transformers, got Linear",
     ):
         integration.swap_layers(torch.nn.Linear(2, 2))
 

@@ -93,6 +93,7 @@ def test_models_of_minor_versions_compute_the_same_under_install(report):
     assert_updated_sources_are_as_anemois(report)
     assert_layers_of_mappers_are_fused(report)
     assert_graph_networks_are_fused(report)
+    assert_windows_need_no_mask_and_no_flash_attn(report)
     if release_of(report) < (0, 15):
         assert_transformers_are_as_anemois(report)
 
@@ -138,6 +139,26 @@ def test_sub_layers_of_blocks_are_read_with_their_conditions_gates_and_norms(rep
         if kind == "Mapper":
             expected["sources"] = expected["feed_forward"]
         assert descriptions == expected, name
+
+
+def assert_windows_need_no_mask_and_no_flash_attn(report):
+    """Assert that attention within a window agrees with Anemoi, built with and without flash-attn, and read."""
+    results = report["window"]
+    assert not results.pop("keeps a mask"), report["version"]
+    assert set(results) == {"mask", "after a pass", "flash", "read"}
+    for name, error in results.items():
+        assert error < 1e-12, f"{report['version']}: {name}"
+
+
+@every_version
+def test_attention_within_a_window_needs_no_mask_and_no_flash_attn(report):
+    assert_windows_need_no_mask_and_no_flash_attn(report)
+
+
+@every_old_version
+def test_a_checkpoint_of_aifs_that_names_flash_attn_is_read_and_computed_without(report):
+    assert report["without flash-attn"]["named"]
+    assert report["without flash-attn"]["error"] < 2e-6
 
 
 @every_old_version

@@ -16,12 +16,14 @@ from anemoi_gt.integrations.anemoi.installation import (
     swap_layers,
     uninstall,
 )
+from anemoi_gt.integrations.anemoi.without_flash_attn import flash_attn_stand_in
 
 __all__ = [
     "CUDAGraphCallback",
     "InstallCallback",
     "Installation",
     "capture_step",
+    "flash_attn_stand_in",
     "graph_transformer_backward_mapper",
     "graph_transformer_forward_mapper",
     "graph_transformer_processor",

@@ -18,6 +18,7 @@ from anemoi.inference.runners import runner_registry
 from anemoi.inference.runners.parallel import ParallelRunnerFactory, ParallelRunnerMixin
 
 from anemoi_gt.integrations.anemoi.installation import count_blocks, install
+from anemoi_gt.integrations.anemoi.without_flash_attn import flash_attn_stand_in
 
 log = logging.getLogger(__name__)
 NAME = "anemoi-gt"  # entry point
@@ -42,8 +43,8 @@ class AnemoiGTRunner(Runner):
     Raises
     ------
     ValueError
-        If the model has no block of a graph transformer or graph network; it is loaded here, before
-        any data are read.
+        If the model has no block of a graph transformer, graph network or transformer; it is loaded
+        here, before any data are read.
     """
 
     def __new__(
@@ -60,13 +61,14 @@ class AnemoiGTRunner(Runner):
             config = config.model_copy(update={"runner": {"parallel": parallel}})
             return runner_registry.from_config(config.runner, config)
         install(**settings)
-        # derived by `parallel`, with `cls` as its base runner
-        if issubclass(cls, ParallelRunnerMixin):
-            kind = ParallelRunnerFactory.get_class(_runner_class(runner, config))
-            built = kind(config, **options)
-        else:
-            built = runner_registry.from_config({runner: options}, config)
-        transformers, networks = count_blocks(built.model)
+        with flash_attn_stand_in():
+            # derived by `parallel`, with `cls` as its base runner
+            if issubclass(cls, ParallelRunnerMixin):
+                kind = ParallelRunnerFactory.get_class(_runner_class(runner, config))
+                built = kind(config, **options)
+            else:
+                built = runner_registry.from_config({runner: options}, config)
+            transformers, networks = count_blocks(built.model)
         log.info(
             "anemoi_gt is installed for %d graph-transformer blocks and %d graph-network blocks",
             transformers,

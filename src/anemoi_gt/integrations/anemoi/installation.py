@@ -27,6 +27,7 @@ from anemoi_gt.integrations.anemoi import (
     models,
     report,
     sharding,
+    transformer_attention,
 )
 from anemoi_gt.integrations.anemoi.checkpointing_modes import maybe_checkpoint, torchs_checkpoint
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Checkpointing, Settings
@@ -63,6 +64,8 @@ GRAPH_NETWORK_MAPPER_BLOCK = (BLOCK[0], "GraphConvMapperBlock")
 NETWORK = ("anemoi.models.layers.mlp", "MLP")
 TRANSFORMER_BLOCK = (BLOCK[0], "TransformerProcessorBlock")
 TRANSFORMER_MAPPER_BLOCK = (BLOCK[0], "TransformerMapperBlock")
+SDPA = ("anemoi.models.layers.attention", "SDPAAttentionWrapper")
+FLASH = (SDPA[0], "FlashAttentionWrapper")
 # (class, or module that holds a function, name of the method or function): its replacement
 PATCHES = {
     (PROCESSOR_BLOCK, "forward"): blocks.processor_block,
@@ -72,6 +75,8 @@ PATCHES = {
     (NETWORK, "forward"): graph_networks.network,
     (TRANSFORMER_BLOCK, "forward"): blocks.transformer_processor_block,
     (TRANSFORMER_MAPPER_BLOCK, "forward"): blocks.transformer_mapper_block,
+    (SDPA, "forward"): transformer_attention.sdpa_wrapper,
+    (FLASH, "__init__"): transformer_attention.flash_wrapper,
     (ENCODER, "pre_process"): mappers.pre_process,
     (DECODER, "pre_process"): mappers.pre_process,
     (DECODER, "post_process"): mappers.post_process,
@@ -175,7 +180,8 @@ def install(
 ) -> Installation:
     """Switch all blocks of Anemoi's graph transformers and graph networks to anemoi_gt.
 
-    That is existing and future blocks, and the MLPs that embed rows of graph networks.
+    That is existing and future blocks, the MLPs that embed rows of graph networks, and attention of
+    transformers within a window of nodes, which then needs no flash-attn.
 
     Parameters
     ----------
@@ -257,7 +263,8 @@ class Installed(Settings):
         For each block of a model that has run: path, class, "fused", "attention only",
         "feed-forward only", "edge update only", "networks only" (Anemoi's forward with fused MLPs),
         "upstream", "several" (compiled blocks of its class differ) or "not yet", and the reason if
-        it was not fused. Embeddings and output layers of mappers, and MLPs of graph networks, are
+        it was not fused. Embeddings and output layers of mappers, MLPs of graph networks, and
+        attention of transformers, are
         listed only if a reason keeps them with upstream.
     """
 
@@ -356,7 +363,7 @@ def swap_layers(
     for _, block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     for module in model.modules():
-        if isinstance(module, Upstream.network):
+        if isinstance(module, (Upstream.network, find(*SDPA))):
             SETTINGS.choose(module, settings)
     return model
 
@@ -364,14 +371,15 @@ def swap_layers(
 def count_blocks(model: nn.Module) -> tuple[int, int]:
     """Return the number of graph-transformer and of graph-network blocks of a model.
 
-    Raise ValueError if there is none.
+    Raise ValueError if there is none, and no block of a transformer.
     """
     kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
     numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
-    if not any(numbers):
+    others = find(*TRANSFORMER_BLOCK), find(*TRANSFORMER_MAPPER_BLOCK)
+    if not any(numbers) and not any(isinstance(module, others) for module in model.modules()):
         raise ValueError(
-            "model must have a graph-transformer block of Anemoi, or a block of a graph network, "
-            f"got {type(model).__name__} without one"
+            "model must have a block of Anemoi's graph transformers, graph networks or "
+            f"transformers, got {type(model).__name__} without one"
         )
     return numbers[0], numbers[1]
 

@@ -30,7 +30,7 @@ Recorded = tuple[str, str | None]  # outcome of a decision, and its reason
 
 # those that have computed, in eager code
 _BLOCKS: WeakKeyDictionary[nn.Module, Recorded] = WeakKeyDictionary()
-# linear layers of mappers, and networks, that upstream computes, and why
+# linear layers of mappers, networks, and attention of transformers, that upstream computes, and why
 _LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _FUSED_NETWORKS: WeakSet[nn.Module] = WeakSet()
 _TRACED: dict[type, list[Recorded]] = {}  # each that was traced
@@ -63,7 +63,7 @@ def record(block: nn.Module, outcome: str, reason: str | None) -> None:
 
 
 def record_layer(layer: nn.Module, reason: str | None) -> None:
-    """Keep why a linear layer of a mapper is not fused; None if it is, or need not be."""
+    """Keep why upstream computes a linear layer or an attention; None if not, or if it may."""
     if _LAYERS.get(layer) != reason:
         if reason is None:
             del _LAYERS[layer]
@@ -121,7 +121,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def computed() -> tuple[Computed, ...]:
     """Return a record of each block of all known models, and of other blocks that have run.
 
-    Linear layers of mappers follow if they are not fused.
+    Linear layers of mappers, and attention of transformers, follow if upstream computes them.
     """
     records = []
     seen = set()

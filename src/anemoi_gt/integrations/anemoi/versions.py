@@ -52,6 +52,8 @@ GENERATIONS = (
             "MLP.forward": "e8a2b63923e4",
             "AutocastLayerNorm.forward": "445eb0e7afd6",
             "ConditionalLayerNorm.forward": "bf3964141119",
+            "SDPAAttentionWrapper.forward": "7f0aea0e4fbb",
+            "SDPAAttentionWrapper.update_mask": "ad2455e162de",
             "NamedNodesAttributes.forward": "ffca76074056",
             "AnemoiModelEncProcDec._assert_valid_sharding": "6a4999d2f176",
             "GraphTransformerBaseMapper.run_processor_chunk_edge_sharding": "5ba678e49980",
@@ -70,6 +72,12 @@ GENERATIONS = (
         differs={
             "GraphTransformerMapperBlock.forward": Difference.CONDITION_OF_SOURCES,
             "TransformerProcessorBlock.forward": Difference.ROWS_ONLY,
+        },
+    ),
+    Generation(
+        first="0.9.5",
+        bodies={
+            "SDPAAttentionWrapper.forward": "2f8f89cf93fe",
         },
     ),
     Generation(
@@ -121,6 +129,14 @@ GENERATIONS = (
             "maybe_checkpoint": "9ddb1341e263",
             "AnemoiModelEncProcDec._assemble_output": "15b0ef613148",
             "AnemoiEnsModelEncProcDec._assemble_output": "7c57b3811972",
+        },
+    ),
+    Generation(
+        first="0.13.0",
+        bodies={
+            "SDPAAttentionWrapper.forward": "f7ee27ce90a5",
+            "SDPAAttentionWrapper.update_mask": None,
+            "SDPAAttentionWrapper.create_sliding_window_mask": "f5d2d85f5a5d",
         },
     ),
     Generation(

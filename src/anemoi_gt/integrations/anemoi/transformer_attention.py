@@ -1,0 +1,160 @@
+"""Replacements in the attention wrappers of Anemoi's transformers, without flash-attn.
+
+`SDPAAttentionWrapper` keeps a mask of all pairs of nodes; its attention is computed within the
+window instead. `FlashAttentionWrapper` needs flash-attn; where that cannot be imported, it gets the
+stand-in, and its own `forward` stays. Projections, norms of queries and keys, and the exchange of
+heads between ranks are those of Anemoi's `MultiHeadSelfAttention`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from anemoi_gt.integrations.anemoi import report
+from anemoi_gt.integrations.anemoi.settings import SETTINGS
+from anemoi_gt.integrations.anemoi.upstream import replaces, wraps_any
+from anemoi_gt.integrations.anemoi.versions import unknown_body
+from anemoi_gt.integrations.anemoi.window_attention import Scores, Window, window_attention
+from anemoi_gt.integrations.anemoi.without_flash_attn import (
+    flash_attn_2_stand_in,
+    flash_attn_imports,
+)
+from anemoi_gt.ops.dtypes import DTYPES, autocast_dtype
+from anemoi_gt.refusal import Refusal, RefusalKind, permanent, transient
+from anemoi_gt.torch_compat import constant_when_traced, is_exporting
+
+MASK_ROWS = 512  # compared at a time
+# what makes the mask, and keeps it: before 0.13, and since
+MASKS = (("update_mask", "mask"), ("create_sliding_window_mask", "attn_mask"))
+
+
+class Call(NamedTuple):
+    """The arguments of the wrapper's forward."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    batch_size: int
+    causal: bool = False
+    window_size: Any = None  # None, a number of nodes, or (before, after) with -1 for no limit
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+
+
+@replaces("self query key value batch_size causal window_size dropout_p softcap alibi_slopes")
+def sdpa_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute the attention of `SDPAAttentionWrapper` without a mask of all pairs of nodes."""
+    settings = SETTINGS.of(self)
+    if settings is None:
+        return upstream(self, *args, **kwargs)
+    call = Call(*args, **kwargs)
+    window = _window_of(self, call)
+    if not torch.compiler.is_compiling():
+        report.record_layer(self, window.text if isinstance(window, Refusal) else None)
+    if isinstance(window, Refusal):
+        if settings.config.backend != "auto" and window.kind is RefusalKind.PERMANENT:
+            raise ValueError(
+                f"backend {settings.config.backend!r} cannot compute the attention of this "
+                f"transformer: {window.text}; backend 'auto' runs Anemoi's own code there"
+            )
+        report.warn_once(f"the attention of a transformer is left to Anemoi: {window.text}")
+        return upstream(self, *args, **kwargs)
+    precision = settings.config.precision
+    dtype = autocast_dtype(call.query) if precision is None else DTYPES[precision]
+    query, key, value = (operand.to(dtype) for operand in (call.query, call.key, call.value))
+    out = window_attention(query, key, value, window, Scores(dropout_p=call.dropout_p))
+    return out if precision is None else out.to(call.query.dtype)
+
+
+def _window_of(wrapper: Any, call: Call) -> Window | Refusal:
+    """Return the window of a call, or why Anemoi's own code computes it."""
+    if torch.jit.is_tracing():
+        return transient("torch.jit.trace records it, which would make constants of sizes")
+    if is_exporting():
+        return transient("it is exported")
+    if wrapper.attention is not F.scaled_dot_product_attention:
+        return permanent("its `attention` is not PyTorch's scaled_dot_product_attention")
+    if call.causal:
+        return permanent("it is causal, which versions of anemoi-models treat differently")
+    if call.softcap:
+        return permanent("it has a softcap, which anemoi-models computes with flash-attn only")
+    if call.alibi_slopes is not None:
+        return permanent("it has ALiBi, which anemoi-models computes with flash-attn only")
+    pair = call.window_size
+    if pair is None:
+        pair = (-1, -1)
+    elif isinstance(pair, int) and pair >= 0:
+        pair = (pair, pair)
+    if not _is_pair(pair):
+        return permanent(f"its window must be None, or a number of nodes, got {call.window_size!r}")
+    window = Window(*[None if size == -1 else size for size in pair])
+    if call.window_size is not None and call.query.shape[2] != call.key.shape[2]:
+        return permanent("its window is over two sets of nodes")
+    for method, attribute in MASKS:
+        if not hasattr(wrapper, method):  # another version
+            continue
+        if method in vars(wrapper) or not _is_known(getattr(type(wrapper), method)):
+            return permanent(f"its `{method}` is not Anemoi's")
+        mask = getattr(wrapper, attribute)
+        if mask is not None and not _is_of_window(mask, *window):
+            return permanent(f"its `{attribute}` is not that of its window")
+    return window
+
+
+def _is_pair(sizes: Any) -> bool:
+    """Return whether these are numbers of nodes before and after a node, or -1 for no limit."""
+    return (
+        isinstance(sizes, tuple | list)
+        and len(sizes) == 2
+        and all(isinstance(size, int) and size >= -1 for size in sizes)
+    )
+
+
+_unknown_body = cache(unknown_body)
+
+
+@constant_when_traced
+def _is_known(method: Callable) -> bool:
+    return _unknown_body(method) is None
+
+
+# by mask: its version, the window, and whether they are equal
+_COMPARED = WeakTensorKeyDictionary()
+
+
+@constant_when_traced
+def _is_of_window(mask: Tensor, left: int | None, right: int | None) -> bool:
+    """Return whether a mask that Anemoi kept [N, N] holds this window; compare it once."""
+    number = mask.shape[0]
+    if mask.dtype != torch.bool or mask.shape != (number, number):
+        return False
+    version = 0 if mask.is_inference() else mask._version  # inference tensors count none
+    asked = version, left, right
+    if _COMPARED.get(mask, (None,))[:3] != asked:
+        j = torch.arange(number, device=mask.device)
+        is_equal = True
+        for first in range(0, number, MASK_ROWS):
+            i = j[first : first + MASK_ROWS, None]
+            expected = torch.ones_like(mask[first : first + MASK_ROWS])
+            if left is not None:
+                expected &= j >= i - left
+            if right is not None:
+                expected &= j <= i + right
+            is_equal = is_equal and torch.equal(mask[first : first + MASK_ROWS], expected)
+        _COMPARED[mask] = (*asked, is_equal)
+    return _COMPARED[mask][3]
+
+
+@wraps_any
+def flash_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build a `FlashAttentionWrapper`, with the stand-in where no flash-attn can be imported."""
+    if SETTINGS.everywhere is None or flash_attn_imports():
+        return upstream(self, *args, **kwargs)
+    with flash_attn_2_stand_in():
+        return upstream(self, *args, **kwargs)
