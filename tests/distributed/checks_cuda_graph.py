@@ -9,6 +9,7 @@ from support.capturing import capture_in_place, without_inductor
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.app.training.capture_choice import (
+    capture_unsupported_reason,
     messages_unsupported_reason,
     replays_steps,
     unknown_code_reason,
@@ -19,6 +20,7 @@ from distributed.ranks import (
     mesh_of,
     on_all_ranks,
     shared_folder,
+    whole_tensor,
     without_default_device,
 )
 
@@ -33,6 +35,7 @@ def trained(
     chunks=1,
     dropout=0.1,
     group=None,
+    divided=False,
 ):
     """Return the losses, the last weights and the first ones; on GPUs with a CUDA graph and Inductor.
 
@@ -47,15 +50,15 @@ def trained(
     sizes = {"channels": channels, "dropout": dropout, "config": attention, "mapper_chunks": chunks}
     parts = make_parts(folder, sizes, steps=4, **options)
     with nullcontext() if on_gpu else without_inductor():
-        trainer, _ = make_sharded(mesh, *parts, group=group)
+        trainer, _ = make_sharded(mesh, *parts, group=group, divided=divided)
     trainer._save = lambda *_: None  # takes longer than the steps
     weights = list(trainer.step.model.parameters())
-    first = [weight.detach().clone() for weight in weights]
+    first = [whole_tensor(weight.detach()) for weight in weights]
     if captured and not on_gpu:
         trainer.step.capture(capture_in_place)
     records = Records()
     trainer.fit(records)
-    return records.losses, [weight.detach() for weight in weights], first
+    return records.losses, [whole_tensor(weight.detach()) for weight in weights], first
 
 
 @on_all_ranks
@@ -117,20 +120,27 @@ def compiled_steps_agree_with_uncaptured_ones_to_rounding(group, verdict):
         if device_type() == "cpu":
             chunk_counts = (3,)  # all ranks compile on the same cores
         for chunks in chunk_counts:
-            eager = trained(folder, mesh, compiled=False, chunks=chunks, **options)
-            compiled = trained(folder, mesh, compiled=True, chunks=chunks, **options)
-            same_losses(verdict, f"compiled, {chunks} chunks", compiled[0], eager[0])
-            _, expected, first = eager
-            if device_type() == "cuda":
-                # Inductor's kernels round otherwise. AdamW divides by the size of a gradient, so a
-                # weight whose gradient is little more than rounding may move elsewhere; all weights
-                # together do not.
-                moved = distance(expected, first)
-                apart = distance(compiled[1], expected)
-                verdict.that(apart < 0.01 * moved, f"weights moved by {moved}, {apart} apart")
-                continue
-            for n, (actual, weight) in enumerate(zip(compiled[1], expected, strict=True)):
-                verdict.close(f"parameter {n}, {chunks} chunks", actual, weight)
+            options["chunks"] = chunks
+            eager = trained(folder, mesh, compiled=False, **options)
+            for divided in (False, True):
+                compiled = trained(folder, mesh, compiled=True, divided=divided, **options)
+                close_results(verdict, f"{chunks} chunks, divided {divided}", compiled, eager)
+
+
+def close_results(verdict, label, compiled, eager):
+    """Compare losses and weights of compiled steps with those of eager ones."""
+    same_losses(verdict, label, compiled[0], eager[0])
+    _, expected, first = eager
+    if device_type() == "cuda":
+        # Inductor's kernels round otherwise. AdamW divides by the size of a gradient, so a
+        # weight whose gradient is little more than rounding may move elsewhere; all weights
+        # together do not.
+        moved = distance(expected, first)
+        apart = distance(compiled[1], expected)
+        verdict.that(apart < 0.01 * moved, f"{label}: weights moved by {moved}, {apart} apart")
+        return
+    for n, (actual, weight) in enumerate(zip(compiled[1], expected, strict=True)):
+        verdict.close(f"{label}: parameter {n}", actual, weight)
 
 
 def distance(weights, others):
@@ -149,4 +159,15 @@ def messages_that_no_graph_captures_are_refused(group, verdict):
         verdict.same("reason", reason, None)
     else:
         expected = "the ranks of a model must communicate by NCCL, got cpu:gloo"
+        verdict.that(str(reason).startswith(expected), f"got {reason!r}")
+
+
+@on_all_ranks
+def divided_parameters_are_not_captured(group, verdict):
+    with without_default_device():
+        mesh = mesh_of(1, dist.get_world_size())
+        trainer, _ = make_sharded(mesh, *make_parts(shared_folder(group)), divided=True)
+        verdict.same("captured", trainer.step._captured, None)
+        reason = capture_unsupported_reason(trainer.step.model, torch.device("cuda"), None)
+        expected = "parameters that are divided among ranks are gathered by Python code"
         verdict.that(str(reason).startswith(expected), f"got {reason!r}")
