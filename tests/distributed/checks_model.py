@@ -151,6 +151,8 @@ def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edge
         whole = make_model().cpu()
         before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     model, _ = scatter_model(whole, one_model(), dist.new_group(backend="gloo"))
+    for parameter in model.parameters():
+        parameter.data.fill_(-1.0)
     for name, tensor in before.items():
         verdict.same(f"{name} of the whole", whole.state_dict()[name], tensor)
     sizes = {kind: len(edges.edge_attr) for kind, edges in edges_of_model(make_model()).items()}

@@ -18,6 +18,7 @@ leaves to the end, and of tables; one norm of both; and one decision of all rank
 import math
 from collections.abc import Iterable
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -210,10 +211,10 @@ def _gradients(parameters: list[Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _by_layout(parameters: Iterable[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
+def _by_layout(parameters: Iterable[Parameter]) -> tuple[list[Parameter], list[Any]]:
     """Split parameters into plain tensors and DTensors, which PyTorch's foreach ops cannot mix."""
     plain: list[Parameter] = []
-    sharded: list[Parameter] = []
+    sharded: list[Any] = []  # parameters with the attributes of a DTensor
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             sharded.append(parameter)

@@ -148,7 +148,7 @@ def edges_of_model(model: EncoderProcessorDecoder) -> dict[Kind, StaticEdges]:
 
 
 def strip_sharded_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecoder:
-    """Return a copy without the rows of nodes and edges, which shares its other parameters' memory."""
+    """Return a copy without rows of nodes and edges; other parameters share their memory."""
     copies: dict[int, Tensor] = {}
     for parameter in model.parameters():
         copies[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
@@ -183,7 +183,11 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]):
         super().__init__(file)
-        self.persistent_load = tensors.__getitem__
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        """Return a tensor by its number."""
+        return self._tensors[number]
 
 
 def _send(value: Any, rank: int, group: dist.ProcessGroup) -> None:

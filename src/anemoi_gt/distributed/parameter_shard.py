@@ -49,10 +49,10 @@ def shard_parameters(module: nn.Module, shard: ModuleShard, mesh: DeviceMesh) ->
         if name in shard.tables:
             tables.add(parameter)
     for part in (*_units(module), module):
-        fully_shard(part, mesh=ranks, ignored_params=tables)
-        part.set_gradient_divide_factor(mesh["data"].size())
+        unit = fully_shard(part, mesh=ranks, ignored_params=tables)
+        unit.set_gradient_divide_factor(mesh["data"].size())
         # divided after the sum: gloo has no other reduction
-        part.set_force_sum_reduction_for_comms(True)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from anemoi_gt.app.datasets.forecast_dataset import Sample, Splits, TrainingBatches
 from anemoi_gt.app.training.config import TrainingConfig
@@ -216,7 +217,8 @@ class ShardedTrainingStep(TrainingStep):
         divide: Callable[[nn.Module], None] | None = None,
     ):
         super().__init__(model, weights, config, device, mesh=mesh, divide=divide)
-        self.average.multi_avg_fn = partial(average_local_parts, self.average.multi_avg_fn)
+        average = get_ema_multi_avg_fn(config.average_decay)
+        self.average.multi_avg_fn = partial(average_local_parts, average)
         self.num_nodes = num_nodes
         self.mesh = mesh
         self.group = group
