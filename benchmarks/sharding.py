@@ -16,8 +16,8 @@ without communication and without checking results. Parts:
                 untouched and under `install`, and with anemoi_gt's halo exchange; on request also
                 compiled (not strategy `heads`) and replayed (halo)
     networks    a graph network of anemoi-models, in the same ways; without strategies
-    steps       whole training steps, with AdamW and averages: parameters divided
-                (`shard_parameters`), and whole, with and without CUDA graphs
+    steps       whole training steps, with AdamW and averages: parameters whole, and divided
+                (`shard_parameters`), with and without CUDA graphs
 
     efficiency        t(1) / (n t(n))                          for one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory scales as 1 / n
@@ -94,8 +94,8 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
                 tasks.append({"part": part, "model": other, "compiled": compiled})
         for replayed, compiled in product(replayed_options, compiled_options):
             tasks.append({"part": part, "model": name, "compiled": compiled, "replayed": replayed})
-    steps = {"part": "steps"}
-    tasks += [steps, steps | {"divided": True}, steps | {"replayed": True}]
+    for replayed, divided in product((False, True), (False, True)):
+        tasks.append({"part": "steps", "divided": divided, "replayed": replayed})
     selected = [model | task for task in tasks if task["part"] in options.parts]
     return [task for task in selected if torch.cuda.is_available() or not task["replayed"]]
 

@@ -131,7 +131,7 @@ def output_loss_and_gradients_match_one_device(group, verdict):
     for options in cases:
         for shape, mesh in meshes_with_this_rank(*MESHES):
             compare(verdict, f"{shape} {options}", sharded, mesh, **options)
-        for shape, mesh in meshes_with_this_rank((1, 4), (2, 2)):
+        for shape, mesh in meshes_with_this_rank((1, 3)):  # uneven parts
             compare(verdict, f"{shape} {options}, divided", divided, mesh, **options)
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Optimizer
 
 from anemoi_gt.distributed.process_group import AXES, check_mesh, world_group
@@ -64,6 +64,7 @@ def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup)
     _reduce(parameters, [group], factor=1.0 / group.size())
 
 
+@torch.no_grad()
 def clip_gradients(
     shared: Iterable[Parameter], own: Iterable[Parameter], max_norm: float, mesh: DeviceMesh
 ) -> Tensor:
@@ -73,16 +74,21 @@ def clip_gradients(
     a scalar. If it is not finite, the norm and the gradients of all ranks become NaN.
     """
     check_mesh(mesh)
-    shared = list(shared)
+    plain, divided = _by_layout(shared)
     own = list(own)
-    squares = _squares(own, mesh)
-    dist.all_reduce(squares, group=mesh.get_group("model"))
-    dtypes = [parameter.dtype for parameter in shared + own] or [torch.float32]
-    norm = (squares + _squares(shared, mesh)).sqrt().to(reduce(torch.promote_types, dtypes))
+    # Of local parts, each counted once in a sum over all ranks: operations on DTensors would take
+    # milliseconds of Python.
+    squares = _squares(divided, mesh) + _squares(own, mesh) / mesh["data"].size()
+    for group in _groups_of_all_ranks(mesh):
+        dist.all_reduce(squares, group=group)
+    parameters = [*plain, *divided, *own]
+    dtypes = [parameter.dtype for parameter in parameters] or [torch.float32]
+    norm = (squares + _squares(plain, mesh)).sqrt().to(reduce(torch.promote_types, dtypes))
     # Dividing by an infinite norm would set the finite gradients to 0.
     norm = torch.where(norm.isfinite(), norm, torch.nan)
-    for parameters in _by_layout(shared + own):
-        clip_grads_with_norm_(parameters, max_norm, norm)
+    gradients = _gradients(parameters)
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -134,7 +140,7 @@ def optimizer_step(
     decided.grad = norm * scale
     scaler.step(SGD([decided]))
     if norm.isfinite():
-        torch._foreach_div_([*map(local_part, _gradients(shared + own))], scale)
+        torch._foreach_div_(_gradients(shared + own), scale)
         _step(optimizer)
     scaler.update()
     return norm
@@ -196,19 +202,15 @@ def _reduce(
 
 
 def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
-    """Return the sum of squared gradients in float64, on the device of the mesh."""
+    """Return the sum of squared gradients of this rank in float64, on the device of the mesh."""
     # float64: a squared norm of gradients with a scaled loss may exceed the range of float32
-    squares = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
-    for same_layout in _by_layout(parameters):
-        norm = get_total_norm(_gradients(same_layout))  # 0 without gradients
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()  # collective over all ranks
-        squares += norm.to(squares).square()
-    return squares
+    norm = get_total_norm(_gradients(parameters))  # 0 without gradients
+    return norm.to(mesh.device_type, torch.float64).square()
 
 
 def _gradients(parameters: list[Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """Return the gradients that this rank holds."""
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _by_layout(parameters: Iterable[Parameter]) -> tuple[list[Parameter], list[Any]]:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.nn import GraphTransformerBaseBlock
@@ -80,11 +79,6 @@ def capture_unsupported_reason(
         )
     if reason is None and mesh is not None:
         reason = messages_unsupported_reason(mesh)
-    if reason is None and any(isinstance(part, FSDPModule) for part in model.modules()):
-        reason = (
-            "parameters that are divided among ranks are gathered by Python code; set "
-            "sharding.parameters=false"
-        )
     return reason
 
 

@@ -99,6 +99,8 @@ class TrainingStep:
         share_buffers(self.average.module, self.model)
         if config.compile:
             compile_blocks(self.model, has_messages=mesh is not None)
+        # of the model as it was given: a CUDA graph captures what the hooks of `divide` compute
+        is_replayed = replays_steps(config, self.model, device, mesh, type(self))
         if divide is not None:
             for replica in (self.model, self.average.module):
                 divide(replica)
@@ -117,7 +119,7 @@ class TrainingStep:
         self.global_step = 0
         self._captured: CUDAGraphedStep | None = None
         self._warned_of_shapes = False
-        if replays_steps(config, self.model, device, mesh, type(self)):
+        if is_replayed:
             self.capture(capture_cuda_graph)
 
     def training_step(self, batch: Sample) -> Tensor:
