@@ -201,10 +201,10 @@ def tables(report: dict) -> str:
     return f"{times(report)}\n\n{details(report)}"
 
 
-def times(report: dict) -> str:
-    """Return times and efficiency."""
+def times(report: dict, what: str = "Forward and backward, ms") -> str:
+    """Return times and efficiency; `what` is the title of the names."""
     ranks = _ranks(report)
-    header = ["Forward and backward, ms"]
+    header = [what]
     for n in ranks:
         header += ["1 GPU"] if n == 1 else [f"{n} GPUs", "efficiency"]
     rows = []
