@@ -16,6 +16,8 @@ without communication and without checking results. Parts:
                 untouched and under `install`, and with anemoi_gt's halo exchange; on request also
                 compiled (not strategy `heads`) and replayed (halo)
     networks    a graph network of anemoi-models, in the same ways; without strategies
+    steps       whole training steps, with AdamW and averages: parameters whole, and divided
+                (`shard_parameters`), with and without CUDA graphs
 
     efficiency        t(1) / (n t(n))                          for one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory scales as 1 / n
@@ -37,7 +39,7 @@ from suite.environment import describe
 from suite.plot import BAR, WIDE, canvas, words
 from suite.table import EMPTY, markdown
 
-PARTS = ("strong", "replay", "compiled", "anemoi", "sizes", "networks")
+PARTS = ("strong", "replay", "compiled", "anemoi", "sizes", "networks", "steps")
 PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
 # O192 on 4 ranks has the same work per rank as O96 on 1
@@ -67,6 +69,7 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
         "layers": options.layers,
         "compiled": False,
         "replayed": False,
+        "divided": False,
     }
     tasks = [
         {"part": "strong"},
@@ -91,6 +94,8 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
                 tasks.append({"part": part, "model": other, "compiled": compiled})
         for replayed, compiled in product(replayed_options, compiled_options):
             tasks.append({"part": part, "model": name, "compiled": compiled, "replayed": replayed})
+    for replayed, divided in product((False, True), (False, True)):
+        tasks.append({"part": "steps", "divided": divided, "replayed": replayed})
     selected = [model | task for task in tasks if task["part"] in options.parts]
     return [task for task in selected if torch.cuda.is_available() or not task["replayed"]]
 
@@ -138,6 +143,8 @@ def compared_with(task: dict) -> tuple:
 def name_of(record: dict) -> str:
     """Return the name of a record's series."""
     name = graph_of(record) if record["part"] == "sizes" else record["model"]
+    if record["part"] == "steps":
+        name += ", step, parameters divided" if record["divided"] else ", step"
     if record["compiled"]:
         name += ", compiled"
     if record["replayed"]:
@@ -194,10 +201,10 @@ def tables(report: dict) -> str:
     return f"{times(report)}\n\n{details(report)}"
 
 
-def times(report: dict) -> str:
-    """Return times and efficiency."""
+def times(report: dict, what: str = "Forward and backward, ms") -> str:
+    """Return times and efficiency; `what` is the title of the names."""
     ranks = _ranks(report)
-    header = ["Forward and backward, ms"]
+    header = [what]
     for n in ranks:
         header += ["1 GPU"] if n == 1 else [f"{n} GPUs", "efficiency"]
     rows = []

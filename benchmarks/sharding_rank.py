@@ -2,7 +2,8 @@
 
 Times are medians over repetitions on the slowest rank. Memory is the maximum peak of a rank. Halo
 bytes and work are totals over all layers, forward and backward, on the busiest rank. Loss and
-gradients are compared with one rank before timing.
+gradients are compared with one rank before timing. After the same number of whole training steps,
+`last_loss` is the loss.
 """
 
 import gc
@@ -21,12 +22,15 @@ import torch.distributed as dist
 from suite import lone_rank
 from suite.timing import CLOCKS
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anemoi_gt import EncoderProcessorDecoder
-from anemoi_gt.app.training.step import compile_blocks
+from anemoi_gt.app.training.sharded import average_local_parts
+from anemoi_gt.app.training.step import compile_blocks, share_buffers
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
-from anemoi_gt.distributed import make_mesh
+from anemoi_gt.distributed import make_mesh, optimizer_step, shard_parameters, sum_loss
 from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.distributed.partition import NODE_COST
 
@@ -54,8 +58,19 @@ class AnemoiGtModel:
         with device:  # weights are drawn on the device
             self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes)
         shard = shard_model(self.model.to(device), mesh)
+        if task["part"] == "steps":
+            average = partial(average_local_parts, get_ema_multi_avg_fn(0.99))
+            self.average = AveragedModel(self.model, multi_avg_fn=average)
+            share_buffers(self.average.module, self.model)
         if task["compiled"]:
             compile_blocks(self.model, has_messages=True)
+        if task["divided"]:
+            for model in (self.model, self.average.module):
+                shard_parameters(model, shard, mesh)
+        if task["part"] == "steps":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.mesh = mesh
+        self.parameters = shard.parameters(self.model)
         num_nodes = graph["data"].x.shape[0]
         local_nodes = shard.partitions["data"].nodes(mesh.get_local_rank("model"), "cpu")
         fields = torch.randn(num_nodes, FIELDS, generator=torch.Generator().manual_seed(1))
@@ -68,6 +83,11 @@ class AnemoiGtModel:
     def forward(self) -> Tensor:
         """Return this rank's part of the loss, a mean square."""
         return self.model(self.fields).float().square().sum() * self.scale
+
+    def update(self) -> None:
+        """Reduce and clip the gradients, take a step of AdamW, and update the averages."""
+        optimizer_step(self.optimizer, *self.parameters, self.mesh, max_norm=1.0)
+        self.average.update_parameters(self.model)
 
     def traffic(self) -> dict:
         """Return halo bytes of a forward and backward pass, and work in units of an edge."""
@@ -144,13 +164,41 @@ def step(part: AnemoiGtModel | AnemoiModel, device: torch.device) -> Tensor:
 
 def signature(model: nn.Module, loss: Tensor) -> list[float]:
     """Return the loss and the norms of some gradients over all ranks."""
-    values = [loss.double()]
+    total = loss.double()
+    dist.all_reduce(total)
+    norms = [total.norm().item()]
     for name, parameter in model.named_parameters():
         if name.startswith("processor.") and name.endswith(COMPARED) and ".0." in name:
-            values.append(parameter.grad.double())
-    for value in values:
-        dist.all_reduce(value)
-    return [value.norm().item() for value in values]
+            gradient = parameter.grad.double()
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()  # summed in backward
+            else:
+                dist.all_reduce(gradient)
+            norms.append(gradient.norm().item())
+    return norms
+
+
+def train(part: AnemoiGtModel, forward_backward: Callable[[], Tensor]) -> Tensor:
+    """Take a training step; return the loss of this rank."""
+    loss = forward_backward()
+    part.update()
+    return loss
+
+
+def replaying(part: AnemoiGtModel, device: torch.device) -> Callable[[], Tensor]:
+    """Capture forward and backward; return a replay, which sets the captured gradients."""
+    losses = []
+    replay = CLOCKS[device.type].record(lambda: losses.append(step(part, device)))
+    weights = list(part.model.parameters())
+    gradients = [weight.grad for weight in weights]
+
+    def forward_backward() -> Tensor:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        replay()
+        return losses[-1]
+
+    return forward_backward
 
 
 def check(actual: list[float], expected: list[float] | None, limit: float) -> None:
@@ -204,14 +252,19 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
         norms = signature(part.model, step(part, device))
         if dist.get_world_size() > 1 and dist.get_backend() != "fake":
             check(norms, expected, AGREE[device.type])
-        for _ in range(WARM_UP):
-            step(part, device)
         call = partial(step, part, device)
-        if task["replayed"]:
+        if task["part"] == "steps":
+            forward_backward = replaying(part, device) if task["replayed"] else call
+            call = partial(train, part, forward_backward)
+        for _ in range(WARM_UP):
+            call()
+        if task["replayed"] and task["part"] != "steps":
             call = CLOCKS[device.type].record(call)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         record = {"ms": statistics.median(times_of(call, repeats, device)), "signature": norms}
+        if task["part"] == "steps":
+            record["last_loss"] = sum_loss(call(), mesh).item()
     if device.type == "cuda" and not task["replayed"]:
         record["peak_gb"] = largest([torch.cuda.max_memory_allocated() / 1e9], device)[0]
     traffic = part.traffic()

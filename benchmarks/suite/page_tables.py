@@ -210,6 +210,18 @@ def several_gpus_networks() -> str:
     return "\n\n".join(parts)
 
 
+def several_gpus_steps() -> str:
+    """Training steps with parameters whole and divided among two GPUs."""
+    parts = []
+    names = ("sharding_steps_o192_h100x2.json", "sharding_steps_n320_h100x2.json")
+    for name in names:
+        report = load(name)
+        first = report["results"][0]
+        what = f"{first['grid']}, {first['heads'] * first['channels']} channels, ms"
+        parts += [sharding.times(report, what), sharding.details(report)]
+    return "\n\n".join([*parts, sources([FileFacts.of(name) for name in names])])
+
+
 def pyg_models() -> str:
     """Models of PyTorch Geometric, as they are and with swapped layers."""
     titles = {
@@ -491,6 +503,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-9km": training_9km,
     "several-gpus": several_gpus,
     "several-gpus-networks": several_gpus_networks,
+    "several-gpus-steps": several_gpus_steps,
     "inference": inference,
     "inference-9km": inference_9km,
     "pyg": pyg_models,

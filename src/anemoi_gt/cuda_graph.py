@@ -178,11 +178,17 @@ class CUDAGraphedStep:
             self._assign(before)
 
     def _parameters_now(self) -> list[tuple[int, bool]]:
-        return [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.parameters]
+        return [(_address(parameter), parameter.requires_grad) for parameter in self.parameters]
 
     def _assign(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def _address(parameter: Any) -> int:
+    """Return the address of a parameter's data, of a DTensor that of its part on this rank."""
+    is_part = hasattr(parameter, "to_local")
+    return parameter.to_local().data_ptr() if is_part else parameter.data_ptr()
 
 
 def capture_cuda_graph(

@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 from anemoi_gt.distributed import load_checkpoint, reduce_gradients, save_checkpoint, shard_module
 from distributed.checks_module import ALONG, Net
-from distributed.ranks import mesh_of, mesh_of_group, on_ranks, shared_folder
+from distributed.ranks import mesh_of_group, on_ranks, shared_folder
 
 NAME = "embedding.weight"
 
@@ -125,21 +124,3 @@ def a_state_in_which_rows_would_be_lost_is_refused_before_anything_is_written(gr
     without_tables = {"optimizer": {"state": {}}}
     load = partial(load_checkpoint, folder, without_tables, shard.tables, group)
     verdict.raises(ValueError, "got none for", load)
-
-
-@on_ranks(4)
-def rows_divided_by_fully_shard_are_saved_whole_and_read_in_their_layout(group, verdict):
-    mesh = mesh_of(2, 2)
-    net, shard, whole = sharded_net(mesh)
-    fully_shard(net, mesh=mesh["data"])
-    folder = shared_folder(group) / "last"
-    save_checkpoint(folder, net.state_dict(), shard.tables, group)
-    table = {NAME: torch.zeros_like(whole.embedding.weight)}
-    torch.distributed.checkpoint.load(table, checkpoint_id=folder, process_group=group)
-    verdict.same("table", table[NAME], whole.embedding.weight.detach())
-    before = {key: tensor.to_local().clone() for key, tensor in net.state_dict().items()}
-    for parameter in net.parameters():
-        parameter.data.fill_(-1.0)
-    net.load_state_dict(load_checkpoint(folder, net.state_dict(), shard.tables, group))
-    for key, tensor in net.state_dict().items():
-        verdict.same(key, tensor.to_local(), before[key])

@@ -19,6 +19,7 @@ from distributed.ranks import (
     mesh_of,
     on_all_ranks,
     shared_folder,
+    whole_tensor,
     without_default_device,
 )
 
@@ -33,6 +34,7 @@ def trained(
     chunks=1,
     dropout=0.1,
     group=None,
+    divided=False,
 ):
     """Return the losses, the last weights and the first ones; on GPUs with a CUDA graph and Inductor.
 
@@ -47,15 +49,15 @@ def trained(
     sizes = {"channels": channels, "dropout": dropout, "config": attention, "mapper_chunks": chunks}
     parts = make_parts(folder, sizes, steps=4, **options)
     with nullcontext() if on_gpu else without_inductor():
-        trainer, _ = make_sharded(mesh, *parts, group=group)
+        trainer, _ = make_sharded(mesh, *parts, group=group, divided=divided)
     trainer._save = lambda *_: None  # takes longer than the steps
     weights = list(trainer.step.model.parameters())
-    first = [weight.detach().clone() for weight in weights]
+    first = [whole_tensor(weight.detach()) for weight in weights]
     if captured and not on_gpu:
         trainer.step.capture(capture_in_place)
     records = Records()
     trainer.fit(records)
-    return records.losses, [weight.detach() for weight in weights], first
+    return records.losses, [whole_tensor(weight.detach()) for weight in weights], first
 
 
 @on_all_ranks
@@ -63,16 +65,17 @@ def captured_steps_have_the_bits_of_uncaptured_ones(group, verdict):
     with without_default_device():
         world = dist.get_world_size()
         cases = [
-            ((world // 2, 2), False, 3),
-            ((1, world), device_type() == "cuda", 1),
+            ((world // 2, 2), False, 3, False),
+            ((1, world), device_type() == "cuda", 1, False),
+            ((world // 2, 2), False, 1, True),
         ]
-        for shape, compiled, chunks in cases:
+        for shape, compiled, chunks, divided in cases:
             mesh = mesh_of(*shape)
             folder = shared_folder(group)
-            options = {"compiled": compiled, "chunks": chunks}
+            options = {"compiled": compiled, "chunks": chunks, "divided": divided}
             uncaptured = trained(folder, mesh, captured=False, **options)
             captured = trained(folder, mesh, captured=True, **options)
-            label = f"{shape} compiled" if compiled else f"{shape}"
+            label = f"{shape}, compiled {compiled}, divided {divided}"
             verdict.same(f"{label}: losses", captured[0], uncaptured[0])
             for n, (actual, expected) in enumerate(zip(captured[1], uncaptured[1], strict=True)):
                 verdict.same(f"{label}: parameter {n}", actual, expected)
@@ -92,7 +95,9 @@ def the_default_replays_between_gpus_with_the_bits_of_uncaptured_steps(group, ve
             verdict.same(f"{shape}: mesh", choose.call_args.args[3], mesh)
             reason = unknown_code_reason(trainer.step.model, type(trainer.step))
             verdict.same(f"{shape}: reason", reason, None)
-            verdict.same(f"{shape}: replays", trainer.step._captured is not None, on_gpu)
+            divided, _ = make_sharded(mesh, *make_parts(folder), divided=True)
+            for step in (trainer.step, divided.step):
+                verdict.same(f"{shape}: replays", step._captured is not None, on_gpu)
             uncaptured = trained(folder, mesh)
             default = trained(folder, mesh, captured=None)
             verdict.same(f"{shape}: losses", default[0], uncaptured[0])
@@ -117,20 +122,29 @@ def compiled_steps_agree_with_uncaptured_ones_to_rounding(group, verdict):
         if device_type() == "cpu":
             chunk_counts = (3,)  # all ranks compile on the same cores
         for chunks in chunk_counts:
-            eager = trained(folder, mesh, compiled=False, chunks=chunks, **options)
-            compiled = trained(folder, mesh, compiled=True, chunks=chunks, **options)
-            same_losses(verdict, f"compiled, {chunks} chunks", compiled[0], eager[0])
-            _, expected, first = eager
-            if device_type() == "cuda":
-                # Inductor's kernels round otherwise. AdamW divides by the size of a gradient, so a
-                # weight whose gradient is little more than rounding may move elsewhere; all weights
-                # together do not.
-                moved = distance(expected, first)
-                apart = distance(compiled[1], expected)
-                verdict.that(apart < 0.01 * moved, f"weights moved by {moved}, {apart} apart")
-                continue
-            for n, (actual, weight) in enumerate(zip(compiled[1], expected, strict=True)):
-                verdict.close(f"parameter {n}, {chunks} chunks", actual, weight)
+            options["chunks"] = chunks
+            eager = trained(folder, mesh, compiled=False, **options)
+            for divided in (False, True):
+                compiled = trained(folder, mesh, compiled=True, divided=divided, **options)
+                same_sums = not divided and device_type() == "cpu"
+                label = f"{chunks} chunks, divided {divided}"
+                close_results(verdict, label, compiled, eager, same_sums=same_sums)
+
+
+def close_results(verdict, label, compiled, eager, *, same_sums):
+    """Compare losses and weights of compiled steps with those of eager ones, which may sum in the same order."""
+    same_losses(verdict, label, compiled[0], eager[0])
+    _, expected, first = eager
+    if not same_sums:
+        # Inductor's kernels, and sums of parts, round otherwise. AdamW divides by the size of a
+        # gradient, so a weight whose gradient is little more than rounding may move elsewhere; all
+        # weights together do not.
+        moved = distance(expected, first)
+        apart = distance(compiled[1], expected)
+        verdict.that(apart < 0.01 * moved, f"{label}: weights moved by {moved}, {apart} apart")
+        return
+    for n, (actual, weight) in enumerate(zip(compiled[1], expected, strict=True)):
+        verdict.close(f"{label}: parameter {n}", actual, weight)
 
 
 def distance(weights, others):

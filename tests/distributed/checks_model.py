@@ -6,15 +6,25 @@ from functools import cache, partial
 import torch
 import torch.distributed as dist
 from support.weather import KINDS, weather_graph
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.memory_estimate import STATE, estimate_memory
 from anemoi_gt.distributed import reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import edges_of_model, scatter_model, shard_model
+from anemoi_gt.distributed.parameter_shard import shard_parameters
+from anemoi_gt.nn.plain import BLOCK, why_not_plain
 from distributed.problems import CONFIG, data
 from distributed.problems import mesh as mesh_points
-from distributed.ranks import everywhere, mesh_of, meshes_with_this_rank, on_all_ranks
+from distributed.ranks import (
+    everywhere,
+    mesh_of,
+    meshes_with_this_rank,
+    on_all_ranks,
+    whole_tensor,
+)
 
 FIELDS = 3
 CHUNKED = {"mapper_chunks": 3, "checkpoint_groups": 2}
@@ -53,6 +63,13 @@ def sharded(mesh, **options):
     """Return this rank's shard of a model that every rank holds."""
     model = make_model(**options)
     return model, shard_model(model, mesh)
+
+
+def divided(mesh, **options):
+    """Return this rank's shard of a model, with parameters divided among the ranks."""
+    model, shard = sharded(mesh, **options)
+    shard_parameters(model, shard, mesh)
+    return model, shard
 
 
 def draw_fields():
@@ -99,7 +116,7 @@ def compare(verdict, label, make, mesh, **options):
         terms = None
         if "lin_key.bias" in name:
             terms = gradients[name.replace("bias", "weight")]
-        verdict.close(f"{label}: {name}", parameter.grad, gradient, terms)
+        verdict.close(f"{label}: {name}", whole_tensor(parameter.grad), gradient, terms)
 
 
 @on_all_ranks
@@ -114,6 +131,8 @@ def output_loss_and_gradients_match_one_device(group, verdict):
     for options in cases:
         for shape, mesh in meshes_with_this_rank(*MESHES):
             compare(verdict, f"{shape} {options}", sharded, mesh, **options)
+        for shape, mesh in meshes_with_this_rank((1, 3)):  # uneven parts
+            compare(verdict, f"{shape} {options}, divided", divided, mesh, **options)
 
 
 @on_all_ranks
@@ -132,6 +151,8 @@ def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edge
         whole = make_model().cpu()
         before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     model, _ = scatter_model(whole, one_model(), dist.new_group(backend="gloo"))
+    for parameter in model.parameters():
+        parameter.data.fill_(-1.0)
     for name, tensor in before.items():
         verdict.same(f"{name} of the whole", whole.state_dict()[name], tensor)
     sizes = {kind: len(edges.edge_attr) for kind, edges in edges_of_model(make_model()).items()}
@@ -142,6 +163,19 @@ def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edge
         verdict.that(local < limit, f"{kind}: this rank has {local} of {sizes[kind]} edges")
         verdict.same(f"attributes of {kind}", len(edges.edge_attr), local)
         verdict.same(f"trainable rows of {kind}", len(edges.trainable), local)
+
+
+@on_all_ranks
+def each_layer_of_a_divided_model_is_gathered_alone_and_its_blocks_stay_plain(group, verdict):
+    model, shard = divided(one_model())
+    units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    layers = ["processor.proc.0", "processor.proc.1", "encoder.data", "decoder.data"]
+    verdict.same("units", units, ["", *layers])
+    for name, parameter in model.named_parameters():
+        has_part = isinstance(parameter, DTensor)
+        verdict.that(has_part != (name in shard.tables), f"{name} is divided: {has_part}")
+    for block in model.processor.proc:
+        verdict.same("refusal", why_not_plain(("", block, (BLOCK,))), None)
 
 
 @on_all_ranks

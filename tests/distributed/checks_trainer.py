@@ -79,11 +79,12 @@ def make_parts(folder, model_options=None, **numbers):
     return model.to(device_type()), splits, config, folder, {"name": "test"}
 
 
-def make_sharded(mesh, model, *parts, group=None):
+def make_sharded(mesh, model, *parts, group=None, divided=False):
     """Return a sharded trainer of these parts, by default with a group of all ranks, and the shard of its model."""
     shard = shard_model(model, mesh)
     group = group or dist.new_group(backend="gloo")
-    return make_sharded_trainer(model, shard, *parts, mesh=mesh, group=group), shard
+    options = {"mesh": mesh, "group": group, "divide_parameters": divided}
+    return make_sharded_trainer(model, shard, *parts, **options), shard
 
 
 def losses_of_one_device(**numbers):
@@ -113,20 +114,21 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(g
         world = dist.get_world_size()
         expected = everywhere(losses_of_one_device() if is_first() else None, group)[0]
         others = ((world // 2, 2), (world, 1))
-        for shape in others:
-            trainer, _ = make_sharded(mesh_of(*shape), *make_parts(shared_folder(group)))
+        for shape, divided in zip(others, (False, True), strict=True):
+            parts = make_parts(shared_folder(group))
+            trainer, _ = make_sharded(mesh_of(*shape), *parts, divided=divided)
             trainer._save_checkpoint = lambda *_: None  # only the run below needs checkpoints
             records = Records()
             trainer.fit(records)
             same_losses(verdict, f"{shape}", records.losses, expected)
         shared = shared_folder(group)
-        half, _ = make_sharded(mesh_of(1, world), *make_parts(shared))
+        half, _ = make_sharded(mesh_of(1, world), *make_parts(shared), divided=True)
         # Stop after 4 of 6 steps; the learning rate schedule still has 6.
         half.config = replace(half.config, steps=4)
         half.batches.steps = 4
         with MetricsFile(shared / "metrics.jsonl") if is_first() else nullcontext() as metrics:
             half.fit(metrics)
-        for shape in others:
+        for shape, divided in zip(others, (True, False), strict=True):
             folder = shared.with_name(f"{shared.name}_{shape[1]}")
             if is_first():
                 shutil.copytree(shared, folder)
@@ -134,7 +136,7 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(g
                     # as if killed between the two renames
                     (folder / "last").rename(folder / "last.former")
             dist.barrier()
-            trainer, shard = make_sharded(mesh_of(*shape), *make_parts(folder))
+            trainer, shard = make_sharded(mesh_of(*shape), *make_parts(folder), divided=divided)
             losses = losses_of(fit_sharded(trainer, shard, resume=True))
             same_losses(verdict, f"resumed on {shape}", losses, expected if is_first() else [])
         if is_first():

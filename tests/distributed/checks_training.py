@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from anemoi_gt.distributed.gradients import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import shard_model
+from anemoi_gt.distributed.parameter_shard import shard_parameters
 from anemoi_gt.distributed.process_group import make_mesh
 from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, save_checkpoint
 from distributed.checks_model import FIELDS, make_model
@@ -23,6 +24,7 @@ from distributed.ranks import (
     on_ranks,
     seeded,
     shared_folder,
+    whole_tensor,
 )
 
 STEPS = 10
@@ -72,19 +74,24 @@ def ten_steps_are_the_same_on_every_mesh(group, verdict):
     losses, norms = train(whole, *fields)
     verdict.that(bool((norms > MAX_NORM).any()), "some gradient must be clipped")
     verdict.that(bool(losses[-1] < losses[0]), "the loss must decrease")
-    for shape, mesh in meshes_with_this_rank(*MESHES):
+    cases = [(False, *found) for found in meshes_with_this_rank(*MESHES)]
+    cases += [(True, *found) for found in meshes_with_this_rank((2, 2))]
+    for divided, shape, mesh in cases:
         model = model_to_train()
         shard = shard_model(model, mesh)
+        if divided:
+            shard_parameters(model, shard, mesh)
+        label = f"{shape}, divided {divided}"
         batch = fields.chunk(mesh["data"].size(), dim=1)[mesh.get_local_rank("data")]
         nodes = shard.partitions["data"].nodes(shard.rank)
         sharded_losses, sharded_norms = train(model, *batch[:, :, nodes], shard, mesh)
-        verdict.close(f"{shape}: losses", sharded_losses, losses)
-        verdict.close(f"{shape}: norms", sharded_norms, norms)
+        verdict.close(f"{label}: losses", sharded_losses, losses)
+        verdict.close(f"{label}: norms", sharded_norms, norms)
         for name, parameter in model.named_parameters():
             expected = whole.get_parameter(name).detach()
             if name in shard.tables:
                 expected = expected[shard.tables[name].index]
-            verdict.close(f"{shape}: {name}", parameter.detach(), expected)
+            verdict.close(f"{label}: {name}", whole_tensor(parameter.detach()), expected)
 
 
 @on_ranks(4)
@@ -148,10 +155,12 @@ def gradients_that_only_one_rank_has_are_clipped_on_all(group, verdict):
     verdict.close("norm without own parameters", norm, torch.tensor(0.8))
 
 
-def trained_state(mesh):
+def trained_state(mesh, *, divided=False):
     """Return the state of a sharded model and its optimiser after one step, and the shard."""
     model = model_to_train()
     shard = shard_model(model, mesh)
+    if divided:
+        shard_parameters(model, shard, mesh)
     optimizer = adamw(model)
     x = torch.randn(BATCH, len(data), FIELDS, generator=seeded(9), dtype=torch.float64)
     model(x[:, shard.partitions["data"].nodes(shard.rank)]).square().sum().backward()
@@ -179,30 +188,30 @@ def a_checkpoint_of_all_ranks_is_read_on_any_number_of_ranks(group, verdict):
     folder = shared_folder(group) / "last"
     with pytest.raises(FileNotFoundError, match="must be a checkpoint in .*last, found none"):
         load_checkpoint(folder, {}, {}, group)
-    for _ in range(2):  # the second replaces the first
-        state, shard = trained_state(mesh_of(1, dist.get_world_size()))
+    shapes = [(1, 1), (1, 2), (1, 3), (2, 2), (4, 1)]
+    members = {shape: dist.new_group(range(shape[0] * shape[1])) for shape in fitting(*shapes)}
+    for divided in (False, True):  # the second checkpoint replaces the first
+        state, shard = trained_state(mesh_of(1, dist.get_world_size()), divided=divided)
         save_checkpoint(folder, state, shard.tables, group)
-    verdict.same("files", [path.name for path in folder.parent.iterdir()], ["last"])
-    whole = {}
-    for (kind, name), value in tensors_of(state).items():
-        if name in shard.tables:
-            whole[kind, name] = shard.tables[name].to_dtensor(value).full_tensor()
-        else:
-            whole[kind, name] = value.clone()
-    moments_of_tables = {("exp_avg", name) for name in shard.tables}
-    verdict.that(moments_of_tables < set(whole), "tables must have moments")
-    for shape in fitting((1, 1), (1, 2), (1, 3), (2, 2), (4, 1)):
-        mesh = mesh_of(*shape)
-        members = dist.new_group(range(shape[0] * shape[1]))
-        if mesh.get_coordinate() is None:
-            continue
-        state, shard = trained_state(mesh)
-        for tensor in tensors_of(state).values():
-            tensor.detach().fill_(-1.0)
-        loaded = load_checkpoint(folder, state | {"step": 0}, shard.tables, members)
-        verdict.same("step", loaded["step"], STEPS)
-        for (kind, name), value in tensors_of(loaded).items():
-            expected = whole[kind, name]
+        verdict.same("files", [path.name for path in folder.parent.iterdir()], ["last"])
+        whole = {}
+        for (kind, name), value in tensors_of(state).items():
             if name in shard.tables:
-                expected = expected[shard.tables[name].index]
-            verdict.same(f"{shape}: {kind} of {name}", value, expected)
+                whole[kind, name] = shard.tables[name].to_dtensor(value).full_tensor()
+            else:
+                whole[kind, name] = whole_tensor(value)
+        moments_of_tables = {("exp_avg", name) for name in shard.tables}
+        verdict.that(moments_of_tables < set(whole), "tables must have moments")
+        for shape, mesh in meshes_with_this_rank(*(shapes[2:4] if divided else shapes)):
+            # of whole parameters into divided ones, and the other way round
+            state, shard = trained_state(mesh, divided=not divided)
+            for tensor in tensors_of(state).values():
+                tensor.detach().fill_(-1.0)
+            loaded = load_checkpoint(folder, state | {"step": 0}, shard.tables, members[shape])
+            verdict.same("step", loaded["step"], STEPS)
+            for (kind, name), value in tensors_of(loaded).items():
+                expected = whole[kind, name]
+                if name in shard.tables:
+                    expected = expected[shard.tables[name].index]
+                label = f"{shape}, divided {not divided}: {kind} of {name}"
+                verdict.same(label, whole_tensor(value), expected)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from support.forked import Program
 from support.interpreter import patch_interpreter
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from anemoi_gt.distributed.process_group import exit_without_finalization
 
@@ -145,6 +146,11 @@ def mesh_of_group(group):
     names = ("data", "model")
     ranks = [dist.get_process_group_ranks(group)]
     return DeviceMesh.from_group([alone, group], device_type(), ranks, mesh_dim_names=names)
+
+
+def whole_tensor(tensor):
+    """Return a tensor, or the tensor of which this rank has a part. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def seeded(seed):

@@ -132,10 +132,14 @@ def stopped(folder):
 
 @pytest.fixture(scope="module")
 def continued(folder, stopped):
-    """Statuses and outputs of two hosts, with a model each, that resumed the stopped run; and its former steps."""
+    """Statuses and outputs of two hosts, with a model each, that resumed the stopped run; and its former steps.
+
+    The parameters of the two models are divided among all four ranks.
+    """
     before = steps_in(folder / "run")
     with ExitStack() as hosts:
-        arguments = ("sharding=edges", "sharding.model=2", "resume=true")
+        sharding = ("sharding=edges", "sharding.model=2", "sharding.parameters=true")
+        arguments = (*sharding, "resume=true")
         processes = []
         for host in two_hosts():
             processes.append(hosts.enter_context(torchrun(folder, 2, *arguments, host=host)))
@@ -362,12 +366,13 @@ def test_a_run_that_is_resumed_without_a_sharding_option_keeps_its_sharding(fold
     assert "2 ranks, 2 of them for a model" in output, output
     assert "sharding changes" not in output, output
     sharding = load_values(run / "last", "config")["sharding"]
-    assert sharding == {"strategy": "edges", "model": 2, "timeout": 300.0}
+    expected = {"strategy": "edges", "model": 2, "parameters": False, "timeout": 300.0}
+    assert sharding == expected
 
 
 def test_the_log_states_that_the_sharding_changes(continued):
-    before = "sharding=edges sharding.model=4 sharding.timeout=300.0"
-    after = "sharding=edges sharding.model=2 sharding.timeout=300.0"
+    before = "sharding=edges sharding.model=4 sharding.parameters=False sharding.timeout=300.0"
+    after = "sharding=edges sharding.model=2 sharding.parameters=True sharding.timeout=300.0"
     assert f"sharding changes from {before} to {after}" in continued[1][0]
 
 

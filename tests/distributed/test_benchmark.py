@@ -19,7 +19,7 @@ def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(
     monkeypatch.setattr(sharding, "tasks_of", feasible)
     out = tmp_path / "sharding.json"
     options = ["--tiny", "--ranks", "2", "--output", str(out), "--commit", "abc"]
-    arguments = [*options, "--parts", "strong", "sizes", "anemoi", "networks"]
+    arguments = [*options, "--parts", "strong", "sizes", "anemoi", "networks", "steps"]
     reports = []
     with forked_commands():
         for switch in ([], ["--alone", "1"]):
@@ -44,7 +44,11 @@ def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(
         ("strong", 2, True): ["anemoi_gt"],
         ("sizes", 2, True): ["anemoi_gt"],
         ("networks", 2, False): networks,
+        ("steps", 1, False): ["anemoi_gt"] * 2,  # parameters whole and divided
+        ("steps", 2, True): ["anemoi_gt"] * 2,
     }
+    losses = [record["last_loss"] for record in results if record["part"] == "steps"]
+    assert losses == pytest.approx(losses[:1] * 4, rel=1e-5)
     for report in reports:
         assert "efficiency" in sharding.tables(report)
         assert "<svg" in sharding.plot(report)

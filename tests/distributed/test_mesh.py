@@ -31,6 +31,7 @@ def test_the_config_file_has_the_defaults_of_the_class():
     ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, got 'nodes'"),
     ({"strategy": "edges", "model": 0}, "sharding.model must be at least 1, got 0"),
     ({"model": 4}, "sharding.model must be 1 without sharding, got 4"),
+    ({"parameters": "all"}, "sharding.parameters must be true or false, got 'all'"),
     *(
         ({"timeout": s}, f"sharding.timeout must be positive and finite, in seconds, got {s}")
         for s in (0.0, INF)

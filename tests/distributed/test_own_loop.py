@@ -46,12 +46,15 @@ def test_the_script_has_at_most_60_lines_of_code():
     assert len([line for line in SCRIPT.splitlines() if line]) <= 60
 
 
+@pytest.mark.parametrize("divides", [False, True], ids=["whole", "divided"])
 @pytest.mark.parametrize("ranks", [2, *nightly(4)])  # 4: two models of two ranks
 def test_the_script_gives_the_numbers_of_one_rank_even_if_resumed_on_another_number(
-    ranks, expected, tmp_path
+    ranks, divides, expected, tmp_path
 ):
-    half = SCRIPT.replace("NODES, STEPS, ROADS = 40, 8,", "NODES, STEPS, ROADS = 40, 4,")
-    assert numbers(half, tmp_path, ranks)[0] == 4
+    half = SCRIPT.replace("DIVIDE = 40, 8,", "DIVIDE = 40, 4,")
+    divided = half.replace('"cities"), False', '"cities"), True')
+    assert numbers(divided if divides else half, tmp_path, ranks)[0] == 4
+    # parameters that were divided are read whole
     step, values = numbers(SCRIPT, tmp_path, 6 - ranks)
     assert step == 8
     assert values == pytest.approx(expected[1], rel=1e-5)

@@ -5,6 +5,7 @@ loss, the gradients after Anemoi's strategy, and the counts of each step. `one_r
 with Anemoi's own code.
 """
 
+import copy
 import logging
 import sys
 from collections import Counter
@@ -19,6 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, get_shard_sizes
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import HaloExchange
@@ -65,6 +69,7 @@ class Case:
     fused: bool = False  # fused blocks, in float32
     # of `make_family_options`; those with noise are fused, and one rank also computes in float32
     family: str | None = None
+    divided: bool = False  # parameters, by fully_shard
     has_hooks: bool = (
         False  # on the first rank, on modules that anemoi_gt's attention does not call
     )
@@ -112,6 +117,8 @@ def make_cases():
             3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2
         ),
         "hooks on one rank": Case(2, has_hooks=True),
+        "divided-3": Case(3, graph="asymmetric", divided=True),
+        "fused divided-2": Case(2, graph="small", batch=2, divided=True, **FUSED),
         "compiled": Case(
             2,
             graph="asymmetric",
@@ -244,6 +251,19 @@ def make_model(graph_name, family, is_ensemble, options, compiled, dtype):
     return model
 
 
+def divide(model, group):
+    """Return a copy of a model whose parameters are divided among the ranks of a group, as docs/anemoi.md does."""
+    model = copy.deepcopy(model)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    parts = (*model.encoder.values(), *model.processor.proc, *model.decoder.values(), model)
+    for part in parts:
+        fully_shard(part, mesh=mesh)
+        # parts see rows of their rank; trainable attributes, in the model itself, have whole gradients
+        part.set_gradient_divide_factor(group.size() if part is model else 1)
+        part.set_force_sum_reduction_for_comms(True)
+    return model
+
+
 def fields(case, model):
     """Draw the input [batch, 2, ensemble, grid, 4] and the target of one of several models."""
     generator = torch.Generator().manual_seed(model)
@@ -286,6 +306,9 @@ def gradients_of_strategy(model, group, everyone):
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        if isinstance(grad, DTensor):
+            gradients[name] = grad.full_tensor()
+            continue
         # Anemoi's names of parameters whose gradient is whole on every rank
         is_whole = "trainable" in name or "no_gradscaling" in name
         if not is_whole:
@@ -373,6 +396,8 @@ def run_conditioned(group):
 def run_case(case, group, index, everyone):
     """Return the loss, the gradients, and the counts of each of two steps if `counted`."""
     model = model_of(case)
+    if case.divided:
+        model = divide(model, group)
     counts = []
     blocks = {"backend": "triton", "blocks": True} if case.fused else {"backend": "torch"}
     convs = [module.conv for module in model.modules() if hasattr(module, "conv")]

@@ -308,16 +308,25 @@ def _train_owned(
         if mesh.get_rank() == 0:  # the memory of a host may hold the graph once, not once a rank
             whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
+        share = replace(training, batch_size=training.batch_size // mesh["data"].size())
+        memory = estimate_memory(model, share, mesh.size() if sharding.parameters else 1)
         trainer = make_sharded_trainer(
-            model, shard, splits, training, folder, description, mesh=mesh, group=group
+            model,
+            shard,
+            splits,
+            training,
+            folder,
+            description,
+            mesh=mesh,
+            group=group,
+            divide_parameters=sharding.parameters,
         )
         chosen_variables(splits.test, config.plots.variables)
         run_on_rank0(partial(import_logger, training.logger))
         run_on_rank0(partial(write_config, folder, config, description))
         log.info("%s", describe_data(splits))
         log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
-        share = replace(training, batch_size=training.batch_size // mesh["data"].size())
-        log.info("memory of a step on the first rank: %s", estimate_memory(model, share))
+        log.info("memory of a step on the first rank: %s", memory)
         test = splits.test if whole is not None else None
         del splits, model  # keep only this rank's shard
         stopped = None

@@ -18,6 +18,7 @@ from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges, shard_gra
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.model_shard import scatter_model, shard_model
 from anemoi_gt.distributed.module_shard import ModuleShard, shard_module
+from anemoi_gt.distributed.parameter_shard import shard_parameters
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.process_group import (
     ShardingConfig,
@@ -62,5 +63,6 @@ __all__ = [
     "shard_graph",
     "shard_model",
     "shard_module",
+    "shard_parameters",
     "sum_loss",
 ]

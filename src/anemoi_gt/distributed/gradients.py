@@ -9,14 +9,16 @@ The loss of a rank is the sum over its nodes divided by the number of nodes of t
 by the number of its nodes. A `mesh` has axes (data, model), see `make_mesh`; functions raise
 ValueError for any other mesh.
 
-DDP and `fully_shard` over the data axis average over data during backward. Gradients of DDP are
-then equal on all data ranks, so averaging again changes nothing. Gradients of `fully_shard` are
-DTensors, whose local parts are summed over model only.
+DDP over the data axis averages over data during backward. Its gradients are then equal on all data
+ranks, so averaging again changes nothing. Gradients of `shard_parameters` are DTensors, which
+PyTorch has reduced. What is left is the reduction of replicated parameters, which a captured step
+leaves to the end, and of tables; one norm of both; and one decision of all ranks with a scaler.
 """
 
 import math
 from collections.abc import Iterable
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +26,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
+from torch.nn.utils import get_total_norm
+from torch.optim import SGD, Optimizer
 
 from anemoi_gt.distributed.process_group import AXES, check_mesh, world_group
 
@@ -41,23 +44,27 @@ def reduce_gradients(
 
     Call it once, between backward and the optimiser step. `shared` and `own` (the sharded
     parameters) must be in the same order on all ranks. A missing gradient counts as zero;
-    parameters with requires_grad=False are skipped.
+    parameters with requires_grad=False are skipped, and DTensors of `shard_parameters`, whose
+    gradients are reduced in backward. Raises ValueError for a DTensor of fewer ranks.
     """
     check_mesh(mesh)
-    shared = [parameter for parameter in shared if parameter.requires_grad]
-    own = [parameter for parameter in own if parameter.requires_grad]
-    plain, sharded = _by_layout(shared)
-    _reduce(sharded, [mesh.get_group("model")], factor=1.0)
+    plain, divided = _by_layout(shared)
+    for parameter in divided:
+        if parameter.device_mesh.size() != mesh.size():
+            raise ValueError(
+                f"shared must be divided among all {mesh.size()} ranks of the mesh, got a DTensor "
+                f"of {parameter.device_mesh.size()}: use shard_parameters"
+            )
     _reduce(plain, _groups_of_all_ranks(mesh), factor=1.0 / mesh["data"].size())
-    average_gradients(_by_layout(own)[0], mesh.get_group("data"))
+    average_gradients(own, mesh.get_group("data"))
 
 
 def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> None:
     """Average gradients over a group, in place; a missing one counts as zero. Collective."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    _reduce(trained, [group], factor=1.0 / group.size())
+    _reduce(parameters, [group], factor=1.0 / group.size())
 
 
+@torch.no_grad()
 def clip_gradients(
     shared: Iterable[Parameter], own: Iterable[Parameter], max_norm: float, mesh: DeviceMesh
 ) -> Tensor:
@@ -67,16 +74,21 @@ def clip_gradients(
     a scalar. If it is not finite, the norm and the gradients of all ranks become NaN.
     """
     check_mesh(mesh)
-    shared = list(shared)
+    plain, divided = _by_layout(shared)
     own = list(own)
-    squares = _squares(own, mesh)
-    dist.all_reduce(squares, group=mesh.get_group("model"))
-    dtypes = [parameter.dtype for parameter in shared + own] or [torch.float32]
-    norm = (squares + _squares(shared, mesh)).sqrt().to(reduce(torch.promote_types, dtypes))
+    # Of local parts, each counted once in a sum over all ranks: operations on DTensors would take
+    # milliseconds of Python.
+    squares = _squares(divided, mesh) + _squares(own, mesh) / mesh["data"].size()
+    for group in _groups_of_all_ranks(mesh):
+        dist.all_reduce(squares, group=group)
+    parameters = [*plain, *divided, *own]
+    dtypes = [parameter.dtype for parameter in parameters] or [torch.float32]
+    norm = (squares + _squares(plain, mesh)).sqrt().to(reduce(torch.promote_types, dtypes))
     # Dividing by an infinite norm would set the finite gradients to 0.
     norm = torch.where(norm.isfinite(), norm, torch.nan)
-    for parameters in _by_layout(shared + own):
-        clip_grads_with_norm_(parameters, max_norm, norm)
+    gradients = _gradients(parameters)
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -106,37 +118,38 @@ def optimizer_step(
         The scaler that scaled the loss. If a gradient of any rank is not finite, all ranks skip the
         step and keep the same scale; they would diverge if each rank unscaled its own gradients.
         Call only `scaler.scale` yourself. With a scaler, this function synchronises with the
-        device. Without, the step is always taken, even with NaN.
+        device. Without, or disabled, the step is always taken, even with NaN.
 
     Returns
     -------
     Tensor
         The norm of the unscaled gradients before clipping, a scalar; NaN if it is not finite.
-
-    Raises
-    ------
-    ValueError
-        If there is a scaler but no trainable shared parameter.
     """
     shared = list(shared)
     own = list(own)
     reduce_gradients(shared, own, mesh)
-    if scaler is None:
+    if scaler is None or not scaler.is_enabled():
         norm = clip_gradients(shared, own, max_norm, mesh)
-        optimizer.step()
+        _step(optimizer)
         return norm
-    if not any(parameter.requires_grad for parameter in shared):
-        raise ValueError(
-            "shared must have a parameter to train with a scaler, which agrees by its gradients, "
-            "got none"
-        )
-    # Clip before unscaling: if gradients of one rank are not finite, clipping makes them NaN on all
-    # ranks, so the scaler of every rank finds them.
+    # GradScaler cannot unscale DTensors and plain tensors together. It decides by the norm, which
+    # is NaN on all ranks if a gradient of any rank is not finite.
     scale = scaler.get_scale()
     norm = clip_gradients(shared, own, max_norm * scale, mesh) / scale
-    scaler.step(optimizer)
+    decided = Parameter(torch.zeros_like(norm))
+    decided.grad = norm * scale
+    scaler.step(SGD([decided]))
+    if norm.isfinite():
+        torch._foreach_div_(_gradients(shared + own), scale)
+        _step(optimizer)
     scaler.update()
     return norm
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Step an optimiser of DTensors and tables, each of which is the whole part of this rank."""
+    with implicit_replication():
+        optimizer.step()
 
 
 def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -151,6 +164,11 @@ def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
     return total / mesh["data"].size()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a parameter that this rank holds: of a DTensor, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _groups_of_all_ranks(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return groups such that sums over them, one after the other, are sums over the mesh.
 
@@ -162,46 +180,43 @@ def _groups_of_all_ranks(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [mesh.get_group(axis) for axis in AXES]
 
 
-def _reduce(parameters: list[Parameter], groups: list[dist.ProcessGroup], factor: float) -> None:
+def _reduce(
+    parameters: Iterable[Parameter], groups: list[dist.ProcessGroup], factor: float
+) -> None:
     """Replace gradients by `factor` times their sum over the ranks of all groups."""
     groups = [group for group in groups if group.size() > 1]
     if not groups:
         return
-    for bucket in _buckets(parameters):
-        parts = []
+    for bucket in _buckets(parameter for parameter in parameters if parameter.requires_grad):
+        gradients = []
         for parameter in bucket:
-            gradient = parameter.grad
-            if gradient is None:  # all ranks must reduce the same bytes
-                gradient = parameter.grad = torch.zeros_like(parameter)
-            parts.append(_local(gradient))
-        flat = torch.cat([part.flatten() for part in parts])
+            if parameter.grad is None:  # all ranks must reduce the same bytes
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         for group in groups:
             dist.all_reduce(flat, group=group)
-        sums = flat.mul_(factor).split([part.numel() for part in parts])
-        for parameter, part, total in zip(bucket, parts, sums, strict=True):
-            if isinstance(parameter, DTensor):
-                part.copy_(total.view_as(part))  # the local part shares memory with the gradient
-            else:
-                parameter.grad = total.view_as(part)
+        sums = flat.mul_(factor).split([gradient.numel() for gradient in gradients])
+        for parameter, total in zip(bucket, sums, strict=True):
+            parameter.grad = total.view_as(parameter)
 
 
 def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
-    """Return the sum of squared gradients in float64, on the device of the mesh."""
+    """Return the sum of squared gradients of this rank in float64, on the device of the mesh."""
     # float64: a squared norm of gradients with a scaled loss may exceed the range of float32
-    squares = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
-    for same_layout in _by_layout(parameters):
-        gradients = [parameter.grad for parameter in same_layout if parameter.grad is not None]
-        norm = get_total_norm(gradients)  # 0 without gradients
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()  # collective over data
-        squares += norm.to(squares).square()
-    return squares
+    norm = get_total_norm(_gradients(parameters))  # 0 without gradients
+    return norm.to(mesh.device_type, torch.float64).square()
 
 
-def _by_layout(parameters: list[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
+def _gradients(parameters: list[Parameter]) -> list[Tensor]:
+    """Return the gradients that this rank holds."""
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _by_layout(parameters: Iterable[Parameter]) -> tuple[list[Parameter], list[Any]]:
     """Split parameters into plain tensors and DTensors, which PyTorch's foreach ops cannot mix."""
     plain: list[Parameter] = []
-    sharded: list[Parameter] = []
+    sharded: list[Any] = []  # parameters with the attributes of a DTensor
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             sharded.append(parameter)
@@ -210,12 +225,7 @@ def _by_layout(parameters: list[Parameter]) -> tuple[list[Parameter], list[Param
     return plain, sharded
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _buckets(parameters: list[Parameter]) -> Iterable[list[Parameter]]:
+def _buckets(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
     """Yield buckets of consecutive parameters of one dtype, of about `BUCKET_BYTES`."""
     bucket: list[Parameter] = []
     size = 0
@@ -225,6 +235,6 @@ def _buckets(parameters: list[Parameter]) -> Iterable[list[Parameter]]:
             bucket = []
             size = 0
         bucket.append(parameter)
-        size += _local(parameter).numel() * parameter.element_size()
+        size += parameter.numel() * parameter.element_size()
     if bucket:
         yield bucket

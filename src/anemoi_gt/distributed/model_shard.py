@@ -5,6 +5,8 @@ nodes, and fixed and trainable attributes of its edges. Nodes are ordered along 
 """
 
 import copy
+import io
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -88,26 +90,29 @@ def scatter_model(
             raise ValueError("model must be on the first rank of the mesh, and None on the others")
         if model is not None:
             module_partition = partition_of(model, mesh["model"].size())
-    received: list[Any] = [None]
+    received: Any = None
     if model is not None and module_partition is not None:
         bare = strip_sharded_rows(model)
-        # Rank 0 holds one shard at a time in addition to the whole model; its own comes last.
+        # Rank 0 holds the rows of one rank at a time besides the whole model; its own come last.
         for other, rank in reversed([*enumerate(ranks[0])]):
             edges = {}
             for kind, structure in module_partition.structures.items():
                 edges[kind] = in_edges(structure, module_partition.partitions[kind[1]].nodes(other))
             rows = module_partition.rows(other, {kind: ids for kind, (_, ids) in edges.items()})
             rows.cut(model, bare)
-            received = [(bare, rows, edges)]  # one object, so that shared tensors are sent once
+            received = bare, rows, edges
             if other > 0:
-                dist.send_object_list(received, dst=rank, group=group)
+                _send(received, rank, group)
     else:
         sender = ranks[0][0] if data == 0 else ranks[0][column]
-        dist.recv_object_list(received, src=sender, group=group)
+        received = _receive(sender, group)
     if data == 0:
         for row in ranks[1:]:  # to the ranks of the other replicas with the same rows
-            dist.send_object_list(received, dst=row[column], group=group)
-    shard, rows, edges = received[0]
+            _send(received, row[column], group)
+    shard, rows, edges = received
+    for parameter in shard.parameters():
+        # copied: on the first rank, other parameters than rows are those of the whole model
+        parameter.data = parameter.data.to(mesh.device_type, copy=True)
     shard = shard.to(mesh.device_type)
     graphs = {}
     for (src, dst), (edge_index, ids) in edges.items():
@@ -143,14 +148,70 @@ def edges_of_model(model: EncoderProcessorDecoder) -> dict[Kind, StaticEdges]:
 
 
 def strip_sharded_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecoder:
-    """Return a copy of a model without the rows of its nodes and edges."""
-    copies = {}
+    """Return a copy without rows of nodes and edges; other parameters share their memory."""
+    copies: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        copies[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     for module in (*model.nodes.values(), *edges_of_model(model).values()):
         for tensor in (*module.parameters(), *module.buffers()):
             empty = tensor.detach().new_empty(0, *tensor.shape[1:])
             is_trained = isinstance(tensor, nn.Parameter)
             copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_trained else empty
     return copy.deepcopy(model, copies)  # as its memo: what is in it is taken in place of a copy
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that leaves out tensors, each of which has a number instead."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the number of a tensor; parameters have one for their data."""
+        if type(value) is not Tensor:
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.tensors)
+            self.tensors.append(value)  # which also keeps its id
+        return self._numbers[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler of a `_Pickler` that takes tensors from a list."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]):
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        """Return a tensor by its number."""
+        return self._tensors[number]
+
+
+def _send(value: Any, rank: int, group: dist.ProcessGroup) -> None:
+    """Send an object to a rank; `send_object_list` would hold three copies of its tensors."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    kinds = [(tensor.dtype, tensor.shape) for tensor in pickler.tensors]
+    dist.send_object_list([file.getvalue(), kinds], dst=rank, group=group)
+    for tensor in pickler.tensors:
+        dist.send(tensor.contiguous(), rank, group)
+
+
+def _receive(rank: int, group: dist.ProcessGroup) -> Any:
+    """Return the object that a rank sends, with its tensors on the CPU."""
+    received: list[Any] = [None, None]
+    dist.recv_object_list(received, src=rank, group=group)
+    content, kinds = received
+    tensors = []
+    for dtype, shape in kinds:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        dist.recv(tensor, rank, group)
+        tensors.append(tensor)
+    return _Unpickler(io.BytesIO(content), tensors).load()
 
 
 def _unit_vectors(sin_cos_lat_lon: Tensor) -> Tensor:

@@ -48,6 +48,9 @@ class ShardingConfig:
         replica of the model and a share of each batch.
     model : int
         Number of ranks that share one model; there are ranks / model replicas (data parallel).
+    parameters : bool
+        Divide parameters, gradients, optimiser states and weight averages among all ranks
+        (`shard_parameters`): less memory, but slower steps unless captured.
     timeout : float
         Seconds after which a collective fails if a rank does not take part. It must exceed the time
         in which rank 0 builds graph and model, because the other ranks wait for it.
@@ -55,12 +58,13 @@ class ShardingConfig:
     Raises
     ------
     ValueError
-        For an unknown strategy, a number out of range, or more than one rank for a model that is
+        For an unknown strategy, a value out of range, or more than one rank for a model that is
         not sharded.
     """
 
     strategy: str = "none"
     model: int = 1
+    parameters: bool = False
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -74,6 +78,8 @@ class ShardingConfig:
                 f"sharding.model must be 1 without sharding, got {self.model}: choose "
                 "sharding=edges"
             )
+        if not isinstance(self.parameters, bool):
+            raise ValueError(f"sharding.parameters must be true or false, got {self.parameters!r}")
         check_positive("sharding.timeout", self.timeout, ", in seconds")
 
 

@@ -2,7 +2,8 @@
 
 Rows of nodes and edges (trainable features, and their optimiser state) are written as tables of the
 whole graph, in the caller's order. So a checkpoint does not depend on the sharding, and any number
-of ranks can read it. All other tensors are the same on all ranks, and are written once.
+of ranks can read it. All other tensors are DTensors, of which each rank writes its own part, or
+the same on all ranks, and written once.
 
     one process   the file last.pt
     torchrun      the folder last/, or last.former/ if interrupted between the two renames
@@ -24,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from anemoi_gt.distributed.checksums import DamagedError, check_checksums
 from anemoi_gt.distributed.consensus import (
@@ -63,14 +64,9 @@ class ShardedTable:
         self.exchange = HaloExchange.of_requests(ascending, self.chunks, mesh.get_group("model"))
 
     def to_dtensor(self, rows: Tensor) -> DTensor:
-        """Return the rows [n, ..] of all ranks as a DTensor [size, ..] over model. Collective.
-
-        Rows that `fully_shard` has sharded over data are gathered first.
-        """
+        """Return the rows [n, ..] of all ranks as a DTensor [size, ..] over model. Collective."""
         num_local = self.chunks.counts[self.mesh.get_local_rank("model")]
         rows = rows.detach()
-        if isinstance(rows, DTensor):
-            rows = rows.full_tensor()
         returned = self.exchange.send_reverse(rows[self.order])
         chunk = self.exchange.scatter_add(returned, rows.new_zeros(num_local, *rows.shape[1:]))
         # for its shape and strides: DTensor would assume chunks of equal size
@@ -236,7 +232,7 @@ def load_checkpoint(
     whole = _to_dtensors(state, tables)
     with _reading(path):
         dcp.load(whole, checkpoint_id=path, process_group=group)
-    return _from_dtensors(whole, state, tables)
+    return _from_dtensors(whole, tables)
 
 
 def _check_share(checkpoint: Path, rank: int, num_ranks: int) -> None:
@@ -367,21 +363,13 @@ def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> d
     return _map_tensors(state, tables, to_dtensor)
 
 
-def _from_dtensors(
-    whole: dict[str, Any], state: dict[str, Any], tables: Mapping[str, ShardedTable]
-) -> dict[str, Any]:
-    """Return a state of `_to_dtensors` with local rows, in the layouts of `state`. Collective."""
-    layouts = {key: tensor for key, _, tensor in _check_tables(state, tables)}
+def _from_dtensors(whole: dict[str, Any], tables: Mapping[str, ShardedTable]) -> dict[str, Any]:
+    """Return a state of `_to_dtensors` with local rows. Collective."""
 
-    def from_dtensor(key: str, name: str | None, tensor: Tensor) -> Tensor:
+    def from_dtensor(_: str, name: str | None, tensor: Tensor) -> Tensor:
         if name is None or not isinstance(tensor, DTensor):
             return tensor
-        rows = tables[name].from_dtensor(tensor)
-        layout = layouts[key]
-        if not isinstance(layout, DTensor):
-            return rows
-        # Sharded by `fully_shard`. All its ranks have the rows, so nothing is sent.
-        return distribute_tensor(rows, layout.device_mesh, layout.placements, src_data_rank=None)
+        return tables[name].from_dtensor(tensor)
 
     return _map_tensors(whole, tables, from_dtensor)
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.app.training import TrainingConfig
-from anemoi_gt.app.training.memory_estimate import advice, estimate_memory
+from anemoi_gt.app.training.memory_estimate import GATHERED, STATE, advice, estimate_memory
 from anemoi_gt.app.training.step import autocast
 
 NODES = {"data": 3000, "hidden": 700}
@@ -60,6 +60,16 @@ def test_estimate_is_at_most_30_percent_above_the_saved_activations(make_model, 
     activations = sum(storage.nbytes() for storage in saved.values())
     estimate = estimate_memory(model, replace(CONFIG, precision=precision))
     assert activations <= estimate.kept <= 1.3 * activations
+
+
+def test_divided_parameters_lower_the_estimated_state_only(make_model):
+    model = make_model()
+    whole, divided = (estimate_memory(model, CONFIG, ranks) for ranks in (1, 4))
+    rows = sum(p.numel() for name, p in model.named_parameters() if name.endswith("trainable"))
+    block = sum(parameter.numel() for parameter in model.processor.proc[0].parameters())
+    shared = whole.state // STATE - rows
+    assert divided.state == STATE * (rows + shared // 4) + GATHERED * block
+    assert divided._replace(state=whole.state) == whole
 
 
 def test_checkpointing_chunks_and_precision_lower_the_estimate(make_model):

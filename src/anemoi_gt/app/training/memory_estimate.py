@@ -1,6 +1,7 @@
 """Estimate of the memory of a training step, and advice for a GPU that is too small.
 
-    state          20 bytes per parameter: weight, gradient, two moments of AdamW, average
+    state          20 bytes per parameter: weight, gradient, two moments of AdamW, average; divided
+                   among ranks, and of two layers, weights and gradients while they are gathered
     graph          buffers of the model; for a sharded model, also this rank's structures
     fields         input and target in float32; output, error and gradient of the loss
     kept           inputs of checkpointed groups of processor layers, or all saved activations
@@ -27,6 +28,7 @@ from anemoi_gt.nn.fused_block import FusedParts
 from anemoi_gt.refusal import Refusal
 
 STATE = 20
+GATHERED = 16  # per parameter: the weights of two layers, gradients, and a copy to be sent
 FLOAT32 = 4
 
 
@@ -65,20 +67,22 @@ def format_bytes(size: int) -> str:
     return f"{size / 1e3:.3g} kB"
 
 
-def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
+def estimate_memory(
+    model: nn.Module, config: TrainingConfig, ranks: int = 1
+) -> MemoryEstimate | None:
     """Estimate the memory of a training step with eager blocks on this rank.
 
-    `config.batch_size` is the batch size of one model. Return None unless the model is an
-    `EncoderProcessorDecoder`.
+    `config.batch_size` is the batch size of one model, whose parameters are to be divided among
+    `ranks` (`shard_parameters`). Return None unless the model is an `EncoderProcessorDecoder`.
     """
     if not isinstance(model, EncoderProcessorDecoder):
         return None
     element_size = FLOAT32 if config.precision == "32-true" else 2
     with autocast(config.precision, next(model.parameters()).device):
-        return _estimate(model, config.batch_size, element_size)
+        return _estimate(model, config.batch_size, element_size, ranks)
 
 
-def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEstimate:
+def _estimate(model: EncoderProcessorDecoder, batch: int, size: int, ranks: int) -> MemoryEstimate:
     """Estimate the memory for `size` bytes per element of an activation."""
     layers = model.processor.proc
     num_hidden = model.nodes["hidden"].num_nodes
@@ -102,13 +106,29 @@ def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEs
         inputs = model.in_channels.get(name, 0)
         outputs = model.out_channels.get(name, 0)
         fields += nodes.num_nodes * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs)
+    rows = sum(_num_parameters(part) for part in (model.nodes, *_all_edges(model)))
+    state = STATE * (rows + (_num_parameters(model) - rows) // ranks)
+    if ranks > 1:
+        state += GATHERED * _num_parameters(layers[0])
     return MemoryEstimate(
-        state=STATE * sum(parameter.numel() for parameter in model.parameters()),
+        state=state,
         graph=sum(buffer.nbytes for buffer in model.buffers()) + _shard_bytes(model),
         fields=batch * fields,
         kept=batch * kept,
         working_set=batch * working_set,
     )
+
+
+def _all_edges(model: EncoderProcessorDecoder) -> tuple[StaticEdges, ...]:
+    return (
+        *model.encoder_edges.values(),
+        model.processor_edges,
+        *model.decoder_edges.values(),
+    )
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def advice(model: Mapping, training: Mapping) -> str:
@@ -139,13 +159,8 @@ def _structures(edges: StaticEdges) -> list[GraphStructure]:
 
 def _shard_bytes(model: EncoderProcessorDecoder) -> int:
     """Return the bytes of graph shards and their chunks, which are not buffers of the model."""
-    all_edges = (
-        *model.encoder_edges.values(),
-        model.processor_edges,
-        *model.decoder_edges.values(),
-    )
     total = 0
-    for edges in all_edges:
+    for edges in _all_edges(model):
         shard = edges.structure()
         if isinstance(shard, GraphStructure):  # not sharded: in the buffers
             continue

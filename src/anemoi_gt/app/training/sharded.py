@@ -11,7 +11,7 @@ loss            = mean over data of sum over model of local loss
 
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from anemoi_gt.app.datasets.forecast_dataset import Sample, Splits, TrainingBatches
 from anemoi_gt.app.training.config import TrainingConfig
@@ -41,8 +42,9 @@ from anemoi_gt.distributed.consensus import (
     raise_on_all_ranks,
     run_on_rank0,
 )
-from anemoi_gt.distributed.gradients import clip_gradients, reduce_gradients, sum_loss
+from anemoi_gt.distributed.gradients import local_part, optimizer_step, sum_loss
 from anemoi_gt.distributed.module_shard import ModuleShard
+from anemoi_gt.distributed.parameter_shard import shard_parameters
 from anemoi_gt.distributed.process_group import world_group
 from anemoi_gt.distributed.sharded_checkpoint import (
     find_checkpoint,
@@ -64,6 +66,7 @@ def make_sharded_trainer(
     *,
     mesh: DeviceMesh,
     group: dist.ProcessGroup,
+    divide_parameters: bool = False,
 ) -> Trainer:
     """Return a trainer for a sharded model on all ranks.
 
@@ -81,8 +84,13 @@ def make_sharded_trainer(
         With axes (data, model), over all ranks.
     group : ProcessGroup
         All ranks, communicating from the CPU, from `make_cpu_group`.
+    divide_parameters : bool
+        Divide parameters, gradients, optimiser states and averages among all ranks
+        (`shard_parameters`).
     """
-
+    divide = None
+    if divide_parameters:
+        divide = partial(shard_parameters, shard=shard, mesh=mesh)
     rows = shard.partitions["data"].nodes(shard.rank, "cpu")
     num_nodes = len(splits.train.weights)
     # not ForecastDatasets, but samples and weights are all that training reads
@@ -95,7 +103,12 @@ def make_sharded_trainer(
         description,
         schema=splits.train.schema(),
         make_step=partial(
-            ShardedTrainingStep, num_nodes=num_nodes, shard=shard, mesh=mesh, group=group
+            ShardedTrainingStep,
+            num_nodes=num_nodes,
+            shard=shard,
+            mesh=mesh,
+            group=group,
+            divide=divide,
         ),
         make_batches=partial(
             TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()
@@ -181,7 +194,7 @@ class ShardedTrainingStep(TrainingStep):
 
     Parameters
     ----------
-    model, weights, config, device
+    model, weights, config, device, divide
         As for `TrainingStep`, with a model from `shard_model` or `scatter_model`, and weights [n]
         of local nodes.
     num_nodes : int
@@ -201,8 +214,11 @@ class ShardedTrainingStep(TrainingStep):
         shard: ModuleShard,
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
+        divide: Callable[[nn.Module], None] | None = None,
     ):
-        super().__init__(model, weights, config, device, mesh=mesh)
+        super().__init__(model, weights, config, device, mesh=mesh, divide=divide)
+        average = get_ema_multi_avg_fn(config.average_decay)
+        self.average.multi_avg_fn = partial(average_local_parts, average)
         self.num_nodes = num_nodes
         self.mesh = mesh
         self.group = group
@@ -214,15 +230,12 @@ class ShardedTrainingStep(TrainingStep):
             loss = super().forward_backward(batch)
         return sum_loss(loss, self.mesh)
 
-    def clip_gradients(self) -> None:
-        """Reduce the gradients over the mesh and clip their norm over all ranks. Collective."""
-        reduce_gradients(self.shared, self.own, self.mesh)
-        # Clip before unscaling: gradients that are not finite on one rank become NaN on all ranks,
-        # so all skip the step.
-        clip_gradients(
-            self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh
+    def update_weights(self) -> None:
+        """Reduce the gradients over the mesh, clip them and step the optimiser. Collective."""
+        norm = self.config.clip_norm
+        optimizer_step(
+            self.optimizer, self.shared, self.own, self.mesh, max_norm=norm, scaler=self.scaler
         )
-        self.scaler.unscale_(self.optimizer)
 
     def wait_for_ranks(self) -> None:
         """Wait until all ranks have launched the same work; raise if one is lost, or on timeout.
@@ -244,7 +257,9 @@ class ShardedTrainingStep(TrainingStep):
 
     def is_finite(self) -> bool:
         """Return whether the weights of all ranks are finite. Collective; synchronises."""
-        finite = torch.tensor(float(super().is_finite()), device=self.device)
+        parts = map(local_part, self.model.parameters())
+        own = all(bool(part.isfinite().all()) for part in parts)
+        finite = torch.tensor(float(own), device=self.device)
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
 
@@ -259,6 +274,13 @@ class ShardedTrainingStep(TrainingStep):
         by_name = state["optimizer"]
         super().load_state_dict(state | {"optimizer": self.optimizer.state_dict()})
         set_optimizer_state_dict(self.model, self.optimizer, by_name)
+
+
+def average_local_parts(
+    average: Callable[..., None], averages: list[Tensor], weights: list[Tensor], count: Tensor
+) -> None:
+    """Update averages by `average` on the parts of this rank, which are tensors of one kind."""
+    average([*map(local_part, averages)], [*map(local_part, weights)], count)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ average   = d average + (1 - d) weights,  d = average_decay; initially the weigh
 
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ class TrainingStep:
         [N] of mean 1, weight of each node in the loss.
     mesh : DeviceMesh, optional
         With axes (data, model): the ranks that train a sharded model. None for one device.
+    divide : callable, optional
+        Divides the parameters of the model and of its average among ranks, in place.
 
     Attributes
     ----------
@@ -78,6 +81,7 @@ class TrainingStep:
         device: torch.device,
         *,
         mesh: DeviceMesh | None = None,
+        divide: Callable[[nn.Module], None] | None = None,
     ):
         self.config = config
         self.device = device
@@ -95,6 +99,11 @@ class TrainingStep:
         share_buffers(self.average.module, self.model)
         if config.compile:
             compile_blocks(self.model, has_messages=mesh is not None)
+        # of the model as it was given: a CUDA graph captures what the hooks of `divide` compute
+        is_replayed = replays_steps(config, self.model, device, mesh, type(self))
+        if divide is not None:
+            for replica in (self.model, self.average.module):
+                divide(replica)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, config.weight_decay), lr=config.learning_rate
         )
@@ -110,7 +119,7 @@ class TrainingStep:
         self.global_step = 0
         self._captured: CUDAGraphedStep | None = None
         self._warned_of_shapes = False
-        if replays_steps(config, self.model, device, mesh, type(self)):
+        if is_replayed:
             self.capture(capture_cuda_graph)
 
     def training_step(self, batch: Sample) -> Tensor:
@@ -142,17 +151,17 @@ class TrainingStep:
         """Clip gradients; update weights, their average, learning rate and loss scale."""
         if self.scaler.is_enabled():
             self.wait_for_ranks()  # the scaler reads back from the device
-        self.clip_gradients()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.update_weights()
         self.schedule.step()
         self.average.update_parameters(self.model)
         self.global_step += 1
 
-    def clip_gradients(self) -> None:
-        """Unscale the gradients and clip their norm to `config.clip_norm`."""
+    def update_weights(self) -> None:
+        """Unscale the gradients, clip their norm to `config.clip_norm` and step the optimiser."""
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def wait_for_ranks(self) -> None:
         """Wait until all ranks have launched the same work; called before each device wait."""
