@@ -31,6 +31,7 @@ from anemoi_gt.app.datasets.fields import (
     arrange,
     group,
     is_static,
+    minutes,
     on_largest_grid,
 )
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step, find_start
@@ -546,13 +547,14 @@ class FieldDataset(ForecastDataset):
         return Step(self._channels(i, forecasts), self._without_diagnostics(state), truth)
 
     def title(self, i: int) -> str:
-        """Return the start of the forecast and its lead time."""
-        start = np.datetime_as_string(self.start_time(i), unit="m").replace("T", " ")
-        title = f"{start} UTC + {self.lead_time:g} h"
-        if len(self.fields.members) == 1:
-            return title
-        member = self.fields.members[self.starts[i] // len(self.fields.times)]
-        return f"{title}, member {member}"
+        """Return the start of the forecast, its lead time, and its member."""
+        title = f"{minutes(self.start_time(i))} UTC + {self.lead_time:g} h"
+        # a single 0 is what files without an ensemble have
+        return title if self.members in (("",), ("0",)) else f"{title}, member {self.member(i)}"
+
+    def member(self, i: int) -> str:
+        """Return the label of the ensemble member of sample i, "" if it has none."""
+        return self.members[self.starts[i] // len(self.fields.times)]
 
     def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:
         """Return persistence, and the mean of the training samples at each node."""

@@ -130,6 +130,10 @@ class ForecastDataset(Dataset, ABC):
         """Return the start time of sample i, or None if samples have no dates."""
         return None
 
+    def member(self, i: int) -> str:
+        """Return the label of the ensemble member of sample i, "" if it has none."""
+        return ""
+
     def starting_at(self, start: str) -> "ForecastDataset":
         """Return the data set reduced to the sample that starts at a date or the "latest" time.
 

@@ -77,12 +77,11 @@ def _read(file: str) -> tuple[list[Series], dict[str, str]]:
     """Return the fields of a file, and why others were left out."""
     try:
         if "://" in file or Path(file).is_dir():
-            opened, zeros = open_zarr(file)
+            opened = open_zarr(file)
         elif is_grib(file):
             return read_grib(file)
         else:
             opened = open_netcdf(file)
-            zeros = []
     except (ImportError, FieldError):
         raise
     except Exception as error:  # each format raises errors of its own
@@ -90,7 +89,4 @@ def _read(file: str) -> tuple[list[Series], dict[str, str]]:
         raise ValueError(
             f"{file} must be a NetCDF, zarr or GRIB file, and cannot be read: {reason}"
         ) from error
-    if zeros:
-        names = ", ".join(zeros)
-        log.info("%s: 0 is a value, although it fills missing chunks, of %s", file, names)
     return read_dataset(opened, file)

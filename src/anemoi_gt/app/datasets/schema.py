@@ -39,9 +39,9 @@ class DataSchema:
     units : dict of str to str
         Units of each variable and forcing; "" if unknown.
     keys : dict of str to Key
-        Parameter, level and interval of each variable and forcing in its file. Data are searched by
-        them, because the name of a variable depends on the others of its file. Empty for data that
-        are not from files, and for checkpoints of 0.3.0.
+        All keys of each variable and forcing in its file. Data are searched by them, because the
+        name of a variable depends on the others of its file. Empty for data that are not from
+        files, and for checkpoints of 0.3.0.
     input_names : tuple of str
         Names of the input channels, in order.
     lead_time : float
@@ -160,16 +160,15 @@ class DataSchema:
                 )
 
     def check_keys(self, keys: Mapping[str, Key]) -> None:
-        """Raise ValueError if the level or interval of a variable differs, as far as it is known.
+        """Raise ValueError if a key of a variable differs, as far as both files tell.
 
         The name of the parameter may differ.
         """
         for name, expected in self.keys.items():
-            got = keys.get(name, expected)
-            if not expected.matches(got._replace(parameter=expected.parameter)):
+            differences = expected.differences(keys.get(name, expected))
+            if differences:
                 raise ValueError(
-                    f"{name} must be at {expected.text() or 'no level'}, as in the checkpoint, got "
-                    f"{got.text() or 'no level'}"
+                    f"{name} must have the keys of the checkpoint: {'; '.join(differences)}"
                 )
 
     def check_grid(self, nodes: Nodes) -> None:
@@ -197,12 +196,20 @@ def _unpack(packed: bytes) -> np.ndarray:
 
 
 def _plain(key: Key) -> list:
-    return [key.parameter, [list(level) for level in key.levels], key.interval]
+    others = None if key.others is None else [list(pair) for pair in key.others]
+    return [key.parameter, [list(level) for level in key.levels], key.interval, others]
 
 
 def _key(plain: list) -> Key:
-    parameter, levels, interval = plain
-    return Key(parameter, tuple(Level(*level) for level in levels), interval)
+    parameter, levels, interval, *rest = plain  # 0.4.0 had these three
+    others = None
+    if rest and rest[0] is not None:
+        others = tuple((name, _as_tuple(value)) for name, value in rest[0])
+    return Key(parameter, tuple(Level(*level) for level in levels), interval, others)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
 
 
 def _text(value: Any) -> str:
