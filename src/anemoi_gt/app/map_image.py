@@ -51,8 +51,14 @@ class MapImage:
                 self._coastlines.append(to_axes(line + np.array([shift, 0])))
 
     def draw(self, axes: "Axes", values: np.ndarray, **style: Any) -> "QuadMesh":
-        """Draw values [N] on axes of this projection by `pcolormesh(**style)`; return the mesh."""
-        pixels = (values[self._node] * self._weight).sum(axis=1)
+        """Draw values [N] on axes of this projection by `pcolormesh(**style)`; return the mesh.
+
+        Pixels are transparent where the nearest value is NaN.
+        """
+        is_finite = np.isfinite(values)[self._node]
+        weight = np.where(is_finite, self._weight, 0.0)
+        nearest = np.where(is_finite[:, 0], weight.sum(axis=1), np.nan)
+        pixels = (np.nan_to_num(values)[self._node] * weight).sum(axis=1) / nearest
         pixels[self._is_beyond] = np.nan
         image = pixels.reshape(len(self._lat), len(self._lon))
         if self._is_global:

@@ -97,7 +97,10 @@ def _draw_forecast_panel(
     _draw_maps(axes[:3], image, label, fields, **_field_style(start, truth))
     errors = {}
     for name, error in (("persistence", start - truth), ("the forecast", predicted - truth)):
-        rmse = np.sqrt((dataset.weights.numpy() * error**2).mean())
+        weights = dataset.weights.numpy()
+        if weights.ndim == 2:  # 0 where the error is NaN
+            weights = weights[:, v]
+        rmse = np.sqrt((weights * np.nan_to_num(error) ** 2).mean())
         errors[f"error of {name}\nRMSE {rmse:.3g} {units}"] = error
     _draw_maps(axes[3:], image, label, errors, **_error_style(*errors.values()))
     corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
@@ -197,11 +200,11 @@ def _png(path: Path, size: tuple[float, float]) -> Iterator:
 
 
 def _field_style(*fields: np.ndarray) -> dict[str, Any]:
-    return {"cmap": "viridis", "vmin": np.min(fields), "vmax": np.max(fields)}
+    return {"cmap": "viridis", "vmin": np.nanmin(fields), "vmax": np.nanmax(fields)}
 
 
 def _error_style(*errors: np.ndarray) -> dict[str, Any]:
-    limit = np.abs(errors).max()
+    limit = np.nanmax(np.abs(errors))
     return {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
 
 

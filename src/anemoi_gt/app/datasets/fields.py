@@ -317,10 +317,11 @@ def _name(key: Key, keys: Sequence[Key]) -> str:
     # of the same level and interval: the first key that differs between all, or all that differ
     alike = [dict(other.others or ()) for other in keys if _place(other) == _place(key)]
     own = dict(key.others or ())
-    names = dict.fromkeys(name for others in alike for name in others)
-    values = {name: {others.get(name) for others in alike} for name in names}
-    names = [name for name in names if len(values[name]) > 1]
-    telling = [name for name in names if len(values[name]) == len(alike)][:1] or names
+    values: dict[str, set] = {}
+    for name in dict.fromkeys(name for others in alike for name in others):
+        values[name] = {others.get(name) for others in alike}
+    differing = [name for name, several in values.items() if len(several) > 1]
+    telling = [name for name in differing if len(values[name]) == len(alike)][:1] or differing
     for name in telling:
         if name in own:
             is_text = isinstance(own[name], str)

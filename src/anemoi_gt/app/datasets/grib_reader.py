@@ -46,9 +46,9 @@ INSTANTS = (0, 1, 10)  # time range indicators of edition 1, by the size of the 
 MISSING = 2**31 - 1  # a key of edition 2 that is coded as missing
 IMPOSSIBLE = -1e300  # no value of a field: decoded for missing ones
 # Keys that may differ between members, with their values if only some may: control and perturbed
-MEMBER = {
-    "perturbationNumber": None,
-    "typeOfEnsembleForecast": None,
+MEMBER: dict[str, tuple[int, ...]] = {
+    "perturbationNumber": (),
+    "typeOfEnsembleForecast": (),
     "typeOfProcessedData": (3, 4),
     "marsType": (10, 11),
 }
@@ -197,7 +197,7 @@ def _series(
 
 def _is_of_member(name: str, value: Any) -> bool:
     """Return whether members of one variable may differ in a key."""
-    return name in MEMBER and (MEMBER[name] is None or value in MEMBER[name])
+    return name in MEMBER and (not MEMBER[name] or value in MEMBER[name])
 
 
 def _levels(get: Get) -> tuple[Level, ...]:
