@@ -1,6 +1,5 @@
 """The plot of a run, and maps."""
 
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from support.picture import colours, fewest_colours
 
-from anemoi_gt.app.map_image import MapImage
+from anemoi_gt.app.map_image import MapImage, coastlines
 from anemoi_gt.app.plots import (
     _caption,
     _draw_forecast_panel,
@@ -102,28 +101,6 @@ def test_map_draws_values_at_their_positions(nodes, projection):
     assert np.abs(mesh.get_array() - rows).max() < spacing
 
 
-@pytest.fixture
-def cartopy(monkeypatch):
-    """A coast around a square, and one across the date line, in place of Natural Earth."""
-    square = SimpleNamespace(coords=[(-5, 52), (0, 52), (0, 57), (-5, 57), (-5, 52)])
-    across = SimpleNamespace(
-        geoms=[SimpleNamespace(coords=[(170, 0), (179, 1), (-179, 2), (-170, 3)])]
-    )
-    reader = SimpleNamespace(
-        natural_earth=lambda *_: "",
-        Reader=lambda _: SimpleNamespace(geometries=lambda: [square, across]),
-    )
-    for name, module in (
-        ("cartopy", None),
-        ("cartopy.io", None),
-        ("cartopy.io.shapereader", reader),
-    ):
-        monkeypatch.setitem(
-            sys.modules, name, module or SimpleNamespace(shapereader=reader, io=None)
-        )
-    return reader
-
-
 def lines_drawn(nodes):
     image = MapImage(nodes)
     axes = Figure().add_subplot(projection=image.projection)
@@ -134,21 +111,28 @@ def lines_drawn(nodes):
 REGION = regional(np.arange(60.0, 50, -1), np.arange(-10.0, 2))
 
 
-def test_coastlines_are_drawn_and_end_at_the_date_line(cartopy):
-    square, east, west = lines_drawn(octahedral(8))
-    assert np.allclose(np.rad2deg(square[2]), [0, 57])
-    assert len(east) == len(west) == 2
-    assert any(np.array_equal(line[2], [0, 57]) for line in lines_drawn(REGION))
+def test_coastlines_are_in_the_package_and_have_no_edges_of_the_map():
+    for resolution, count in (("110m", 5_000), ("50m", 60_000)):
+        lines = coastlines(resolution)
+        points = np.concatenate(lines)
+        assert len(points) >= count
+        assert (np.abs(points) <= [180, 90]).all()
+        assert max(np.abs(np.diff(line, axis=0)).max() for line in lines) < 20  # no jump
+        assert not any((np.abs(line[:2, 0]) == 180).all() for line in lines)
+    crossing = [(line[1:] + line[:-1]) / 2 for line in coastlines("50m")]
+    near_dover = np.abs(np.concatenate(crossing) - [1.35, 51.13]).max(axis=1)
+    assert near_dover.min() < 0.1
 
 
-def test_maps_have_no_coastlines_without_cartopy_or_its_data(cartopy, monkeypatch):
-    def refused(*_):
-        raise ConnectionError("Name or service not known")
-
-    cartopy.natural_earth = refused
-    assert lines_drawn(REGION) == []
-    monkeypatch.setitem(sys.modules, "cartopy.io", None)
-    assert lines_drawn(REGION) == []
+def test_coastlines_are_drawn_where_the_region_is():
+    assert len(lines_drawn(octahedral(8))) > 100
+    lines = lines_drawn(REGION)
+    assert 0 < len(lines) < 60
+    for line in lines:
+        assert (line.min(axis=0) <= [1, 60]).all()
+        assert (line.max(axis=0) >= [-10, 51]).all()
+    across = regional(np.arange(-10.0, -25, -1), np.arange(170.0, 190))  # Fiji
+    assert any(line[:, 0].min() > 179 for line in lines_drawn(across))
 
 
 def test_a_region_across_greenwich_is_drawn_without_the_rest_of_the_globe():
