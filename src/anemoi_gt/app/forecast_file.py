@@ -46,9 +46,11 @@ LEAD_TIME = {
 
 
 def check_forecast_path(path: Path) -> None:
-    """Raise ValueError unless the suffix of a path selects a forecast format."""
+    """Raise ValueError unless the suffix of a path selects a format, and its folder exists."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"out must end in {' or '.join(SUFFIXES)}, for NetCDF or zarr, got {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"out must be in a folder that exists, got {path}")
 
 
 def write_forecast(path: Path, forecast: "xarray.Dataset") -> None:

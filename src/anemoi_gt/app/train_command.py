@@ -504,7 +504,9 @@ def main() -> None:
         hydra_app.run_command("train", prepare, choose_config)
         return
     if int(os.environ["RANK"]) != 0:  # only rank 0 has Hydra's folder and log
-        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
+        own = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
+        keys = tuple(argument.partition("=")[0] + "=" for argument in own)
+        sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(keys)] + own
     status = 0
     try:
         hydra_app.run_command("train", prepare, choose_config)

@@ -792,7 +792,10 @@ class FieldDataset(ForecastDataset):
         times = self.fields.times
         spacing = ""
         if len(times) > 1:
-            spacing = f" {np.median(np.diff(times)) / np.timedelta64(1, 'h'):g} h apart"
+            hours = np.diff(times) / np.timedelta64(1, "h")
+            spacing = f" {np.median(hours):g} h apart"
+            if hours.min() != hours.max():
+                spacing = f" {hours.min():.6g} to {hours.max():.6g} h apart"
         return (
             f"each split must have {self.input_steps} inputs and a truth {self.lead_time:g} h "
             f"apart, got none in the {len(times)} times{spacing} of {self.fields.source}: change "

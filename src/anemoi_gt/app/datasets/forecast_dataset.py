@@ -320,10 +320,12 @@ def find_start(times: np.ndarray, start: str) -> int:
         ) from None
     index = int(np.searchsorted(times, date))
     if index == len(times) or times[index] != date:
-        first = np.datetime_as_string(times[0], unit="m")
-        last = np.datetime_as_string(times[-1], unit="m")
+        near = times[max(0, index - 1) : index + 1]
+        nearest = " and ".join(np.datetime_as_string(time, unit="m") for time in near)
+        first, last = (np.datetime_as_string(time, unit="m") for time in times[[0, -1]])
         raise ValueError(
-            f"start must be a time of the data, which are from {first} to {last}, got {start}"
+            f"start must be a time of the data, which are from {first} to {last}, got {start}; "
+            f"nearest: {nearest}"
         )
     return index
 

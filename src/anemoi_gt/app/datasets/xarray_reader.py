@@ -112,9 +112,31 @@ def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashab
         for role, names in NAMES.items():
             if str(key).lower() in names:
                 roles[key] = role
+    source = _with_dates_of_text(source, roles)
     if roles.get("valid_time") == "time" and roles.get("time") == "time":
         roles["time"] = "start"  # of forecasts, as cfgrib names it
     return source.set_coords([key for key in roles if key in source.data_vars]), roles
+
+
+def _with_dates_of_text(source: "xarray.Dataset", roles: dict[Hashable, str]) -> "xarray.Dataset":
+    """Return a data set in which times that are text are dates, such as WRF's `Times`."""
+    for key, variable in source.variables.items():
+        is_time = roles.get(key) == "time" or key == "Times"
+        if not is_time or variable.ndim != 1 or variable.dtype.kind not in "SUO":
+            continue
+        if not all(isinstance(value, str | bytes) for value in variable.values.tolist()):
+            continue  # dates in a calendar that NumPy does not have
+        values = variable.values.astype(bytes).astype(str).tolist()
+        try:
+            dates = np.array([text.replace("_", "T") for text in values], "datetime64[s]")
+        except ValueError:
+            continue
+        if (dates.astype("datetime64[ns]") != dates).any():  # beyond its years
+            continue
+        roles[key] = "time"
+        dates = dates.astype("datetime64[ns]")
+        source = source.assign_coords({key: (variable.dims, dates, variable.attrs)})
+    return source
 
 
 def _described_variables(source: "xarray.Dataset") -> set[Hashable]:
