@@ -235,6 +235,12 @@ def test_several_starts_are_in_one_file(workdir, start):
         assert np.array_equal(forecast.t2m[1], single.t2m)
 
 
+def test_a_forecast_into_no_folder_is_refused_before_it_is_made(tmp_path):
+    check_forecast_path(tmp_path / "forecast.nc")
+    with pytest.raises(ValueError, match="out must be in a folder that exists, got .*nowhere"):
+        check_forecast_path(tmp_path / "nowhere" / "forecast.nc")
+
+
 def test_a_start_and_a_sample_exclude_each_other(workdir, start, error_line):
     trained(start, weather_file())
     error = error_line(start, rollout, *ROLLOUT, "start=latest", "sample=0")

@@ -147,13 +147,13 @@ def _product_keys(eccodes: ModuleType, message: int) -> OtherKeys:
 
 def _coded(eccodes: ModuleType, message: int, name: str) -> Any:
     """Return the value of a key as it is coded: two codes of a table may have one text."""
-    kind = eccodes.codes_get_native_type(message, name)
-    kind = float if kind is float else int
+    kind = float if eccodes.codes_get_native_type(message, name) is float else int
     try:
-        values = eccodes.codes_get_array(message, name, kind).tolist()
+        return eccodes.codes_get(message, name, kind)
+    except eccodes.ArrayTooSmallError:
+        return tuple(eccodes.codes_get_array(message, name, kind).tolist())
     except eccodes.CodesInternalError:  # text
         return eccodes.codes_get(message, name, str)
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _parameter(get: Get) -> str:
