@@ -336,6 +336,15 @@ def test_a_sum_stands_at_the_end_of_its_bounds_as_in_grib():
     np.testing.assert_array_equal(fields.readers["tp"](0), sums.tp.values[0].ravel())
 
 
+def test_bounds_are_those_of_the_times_that_are_read():
+    """As in files of NEMO, which also have the centres of intervals as a coordinate."""
+    source = with_bounds(0, 6, TIMES[:8], "time: mean")(weather_file(times=TIMES[:8])[["t2m"]])
+    centre = ("time", TIMES[:8] + np.timedelta64(3, "h"), {"standard_name": "time"})
+    source = source.assign_coords(a_centre=centre).set_coords("a_centre")
+    source.time.attrs["standard_name"] = "time"
+    assert np.array_equal(fields_of(source[["t2m", "time_bnds"]]).times, TIMES[1:9])
+
+
 def test_sums_and_instants_of_one_axis_share_the_times_between_its_ends(caplog):
     source = with_bounds(0, 6, TIMES[:8])(weather_file(times=TIMES[:8])[["t2m"]])
     source["t"] = (source.t2m * 2).assign_attrs(cell_methods="time: point")

@@ -438,8 +438,8 @@ class _DatasetReader:
         """
         found = TIME_METHOD.search(str(array.attrs.get("cell_methods", "")))
         method = found[1] if found else ""
-        (time, *_) = [*self._find(array, "time"), None]
-        if method == "point" or time is None or time.dtype.kind != "M":
+        time = self._valid_time(array)
+        if method == "point" or time is None:
             return array, ""
         bounds = self.source.variables.get(time.attrs.get("bounds", time.encoding.get("bounds")))
         if bounds is None or bounds.ndim != time.ndim + 1 or bounds.dtype.kind != "M":
