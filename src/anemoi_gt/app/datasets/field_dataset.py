@@ -63,6 +63,7 @@ UNKNOWN_EXTREMES = 10.0  # standard deviations from the mean, where a checkpoint
 STATISTICS = ("mean", "deviation", "smallest", "largest", "missing")  # columns of the table
 # Values that are written for missing ones: of WMO and GIS, and netCDF's default
 FILL_VALUES = {-9999.0, -32767.0, -32768.0, *np.array([1e20, -1e20, 9.969209968386869e36], "f4")}
+QUARTILE_NODES = 20_000  # number of nodes from which quartiles are estimated, about
 FAR_OUT = 1000.0  # interquartile ranges from the quartiles of an extreme that may be a fill value
 SHARES = (0.8, 0.9)  # fractions of the times at which validation and test begin by default
 
@@ -544,8 +545,7 @@ class FieldDataset(ForecastDataset):
         _, mean, std = moments
         log.info("%s", self._table(moments, seen))
         missing = self._find_missing(seen)
-        for v in range(len(self._names)):
-            self._check_fill_values(v, states, [seen.smallest[v].item(), seen.largest[v].item()])
+        self._check_fill_values(states, seen)
         other = self._copy(replace(self.statistics, missing=missing))
         least_growth = torch.full((len(self.variables),), torch.inf)
 
@@ -580,40 +580,51 @@ class FieldDataset(ForecastDataset):
         extremes = (seen.smallest, seen.largest)
         return self._copy(Statistics(mean, std, *extremes, change_mean, change_std, missing))
 
-    def _check_fill_values(self, v: int, states: Sequence[int], extremes: Sequence[float]) -> None:
+    def _check_fill_values(self, states: Sequence[int], seen: "_Extremes") -> None:
         """Raise ValueError if an extreme of a variable looks like an undeclared fill value.
 
         It is one of `FILL_VALUES`, or further from the quartiles than `FAR_OUT` times their
         difference, while all other values are within a hundredth of its distance.
         """
-        some = torch.cat([self._read(t)[:, v] for t in states[:: len(states) // 8 + 1]])
-        some = some[torch.isfinite(some)]
-        if len(some) == 0:
-            return
-        quartiles = np.quantile(some.double().numpy(), [0.25, 0.75])
-        reach = FAR_OUT * (quartiles[1] - quartiles[0])
-        for extreme, quartile in zip(extremes, quartiles, strict=True):
-            distance = abs(extreme - quartile)
-            if extreme not in FILL_VALUES:
-                if not 0 < reach < distance:
-                    continue
-                others = (self._read(t)[:, v].double() for t in states)
-                others = (x[torch.isfinite(x) & (x != extreme)] for x in others)
-                if any(((x - quartile).abs() > distance / 100).any() for x in others):
-                    continue
-            for t in states:
-                at = torch.nonzero(self._read(t)[:, v] == extreme)[:, 0].tolist()
-                if at:
-                    name, time = (
-                        self._names[v],
-                        minutes(self.fields.times[t % len(self.fields.times)]),
-                    )
+        every = len(self.nodes) // QUARTILE_NODES + 1
+        some = torch.cat([self._read(t)[::every] for t in states[:: len(states) // 8 + 1]])
+        values = torch.where(torch.isfinite(some), some, torch.nan).double().numpy()
+        for v in range(len(self._names)):
+            if np.isnan(values[:, v]).all():  # missing at these nodes
+                continue
+            quartiles = np.nanquantile(values[:, v], [0.25, 0.75])
+            extremes = (seen.smallest[v].item(), seen.largest[v].item())
+            for extreme, quartile in zip(extremes, quartiles, strict=True):
+                distance = abs(extreme - quartile)
+                is_far = 0 < FAR_OUT * (quartiles[1] - quartiles[0]) < distance
+                if extreme in FILL_VALUES or (
+                    is_far and self._is_alone(v, states, extreme, quartile)
+                ):
+                    t, n = self._first(v, states, extreme)
+                    time = minutes(self.fields.times[t % len(self.fields.times)])
                     raise ValueError(
-                        f"{name} must have its fill value declared, got {extreme:g} at "
-                        f"{position(self.nodes, at[0])}, {time}, where half of the values are "
-                        f"from {quartiles[0]:g} to {quartiles[1]:g}: set its attribute _FillValue "
-                        f"in the file, or leave {name} out"
+                        f"{self._names[v]} must have its fill value declared, got {extreme:g} at "
+                        f"{position(self.nodes, n)}, {time}, where half of the values are from "
+                        f"{quartiles[0]:g} to {quartiles[1]:g}: set its attribute _FillValue in "
+                        f"the file, or leave {self._names[v]} out"
                     )
+
+    def _is_alone(self, v: int, states: Sequence[int], extreme: float, quartile: float) -> bool:
+        """Return whether all other values are within a hundredth of the distance of an extreme."""
+        for t in states:
+            values = self._read(t)[:, v].double()
+            others = values[torch.isfinite(values) & (values != extreme)]
+            if ((others - quartile).abs() > abs(extreme - quartile) / 100).any():
+                return False
+        return True
+
+    def _first(self, v: int, states: Sequence[int], value: float) -> tuple[int, int]:
+        """Return the first state and node that have a value."""
+        for t in states:
+            found = torch.nonzero(self._read(t)[:, v] == value)[:, 0].tolist()
+            if found:
+                return t, found[0]
+        raise LookupError(f"{value} must be a value of {self._names[v]}")
 
     def _find_missing(self, seen: "_Extremes") -> Tensor | None:
         """Return the points without values at any time, [N, names], or None.

@@ -45,7 +45,7 @@ MAY_DIFFER = re.compile(
 INSTANTS = (0, 1, 10)  # time range indicators of edition 1, by the size of the step
 MISSING = 2**31 - 1  # a key of edition 2 that is coded as missing
 IMPOSSIBLE = -1e300  # no value of a field: decoded for missing ones
-# Keys that may differ between members, with their values if only some may: control and perturbed
+# Keys by which members may differ, with their values if only some may: control and perturbed
 MEMBER: dict[str, tuple[int, ...]] = {
     "perturbationNumber": (),
     "typeOfEnsembleForecast": (),
@@ -75,6 +75,7 @@ def read_grib(path: str) -> tuple[list[Series], dict[str, str]]:
     series: list[Series] = []
     left_out: dict[str, str] = {}
     grids: dict[str, Grid] = {}
+    split: dict[OtherKeys, tuple[OtherKeys, OtherKeys]] = {}
     with open(path, "rb") as file:
         eccodes.codes_grib_multi_support_reset_file(file)
         for message, offset, part in _messages(eccodes, file):
@@ -87,8 +88,10 @@ def read_grib(path: str) -> tuple[list[Series], dict[str, str]]:
             if grid_key not in grids:
                 grids[grid_key] = _grid(eccodes, message, path)
             read = partial(_read, path, offset, part)
-            others = _product_keys(eccodes, message)
-            series.append(_series(get, name, others, grids[grid_key], read, path))
+            keys = _product_keys(eccodes, message)
+            if keys not in split:  # messages of one variable and member share them
+                split[keys] = _split(keys)
+            series.append(_series(get, name, split[keys], grids[grid_key], read, path))
     if not series and not left_out:
         raise EOFError("it holds no message")
     return series, left_out
@@ -167,37 +170,44 @@ def _parameter(get: Get) -> str:
     return "_".join(["param", *(str(get(key)) for key in numbers)])
 
 
+def _split(keys: OtherKeys) -> tuple[OtherKeys, OtherKeys]:
+    """Return the keys of the variable, and those by which members of a variable may differ."""
+    if "perturbationNumber" not in dict(keys):
+        return keys, ()
+    of_member = []
+    for name, value in keys:
+        if name in MEMBER and (not MEMBER[name] or value in MEMBER[name]):
+            of_member.append((name, value))
+    return tuple(pair for pair in keys if pair not in of_member), tuple(of_member)
+
+
 def _series(
-    get: Get, name: str, keys: OtherKeys, grid: Grid, read: Callable[[int], np.ndarray], path: str
+    get: Get,
+    name: str,
+    keys: tuple[OtherKeys, OtherKeys],
+    grid: Grid,
+    read: Callable[[int], np.ndarray],
+    path: str,
 ) -> Series:
-    """Return the field of a message with these keys of its product."""
+    """Return the field of a message, with the keys of its variable and of its member."""
     attributes = {"long_name": get("name"), "standard_name": get("cfName")}
     number = get("perturbationNumber")
-    member_keys: OtherKeys = ()
-    if number is not None:  # keys of the member, and not of the variable
-        member_keys = tuple(pair for pair in keys if _is_of_member(*pair))
-        keys = tuple(pair for pair in keys if not _is_of_member(*pair))
     step = str(get("stepRange") or "0")
     reference = _time(get("dataDate"), get("dataTime"))
     origin = "analysis" if get("dataType") == "an" else f"start {_text(reference)} + {step} h"
     return Series(
-        key=Key(name, _levels(get), _interval(step, get("stepType")), keys),
+        key=Key(name, _levels(get), _interval(step, get("stepType")), keys[0]),
         units=str(get("units") or ""),
         grid=grid,
         times=np.array([_time(get("validityDate"), get("validityTime"))]),
         read=read,
         source=path,
         member="" if number is None else str(number),
-        member_keys=member_keys,
+        member_keys=keys[1],
         version=str(get("expver") or ""),
         origin=origin,
         attributes={key: str(value) for key, value in attributes.items() if value},
     )
-
-
-def _is_of_member(name: str, value: Any) -> bool:
-    """Return whether members of one variable may differ in a key."""
-    return name in MEMBER and (not MEMBER[name] or value in MEMBER[name])
 
 
 def _levels(get: Get) -> tuple[Level, ...]:
