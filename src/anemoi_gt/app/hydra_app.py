@@ -166,7 +166,7 @@ def describe(config: "DictConfig") -> dict[str, Any]:
         if isinstance(path, list):
             return [absolute(item) for item in path]
         if isinstance(path, str) and "://" not in path:
-            return str(Path(path).absolute())
+            return str(Path(path).expanduser().absolute())
         return path
 
     check_types(config, *GROUPS)

@@ -499,7 +499,8 @@ def _as_arguments(sharding: dict[str, Any] | None) -> str:
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    choose_config = partial(primary_config, sys.argv[1:])
+    arguments = [hydra_app.expand_home(argument) for argument in sys.argv[1:]]
+    choose_config = partial(primary_config, arguments)
     if not is_launched():
         hydra_app.run_command("train", prepare, choose_config)
         return
