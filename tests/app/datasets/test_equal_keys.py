@@ -31,6 +31,7 @@ MESSAGES = {
     "percentile": (GRIB2, {"productDefinitionTemplateNumber": 6, "shortName": "2t"}),
     "sum": (GRIB2, {"productDefinitionTemplateNumber": 8, "shortName": "tp"}),
     "sum of a member": (GRIB2, {"productDefinitionTemplateNumber": 11, "shortName": "tp"}),
+    "tile": (GRIB2, {"productDefinitionTemplateNumber": 55, "parameterNumber": 17}),
     "chemical": (GRIB2, {"productDefinitionTemplateNumber": 40, "parameterCategory": 20}),
     "layer": (
         GRIB2,
@@ -297,6 +298,19 @@ def test_a_scalar_coordinate_or_attribute_that_changes_makes_two_variables_or_a_
     series = halves(CHANGES[name])
     with pytest.raises(ValueError, match="got|is missing at"):
         arrange_all(series)  # at different times
+
+
+@pytest.mark.parametrize("key", ["isobaricInhPa", "number", "height"])
+def test_a_level_or_member_that_changes_along_time_is_refused(key):
+    """As xarray joins scalar coordinates of several files in time."""
+    source = weather_file()[["t2m"]]
+    one = source.assign_coords({key: ("time", [500] * 40)})
+    assert list(fields_of(one).readers) == ["t2m"]
+    two = source.assign_coords({key: ("time", [500] * 20 + [850] * 20)})
+    with pytest.raises(
+        FieldError, match=f"t2m of .* must have one {key} at all times, got 500 and 850"
+    ):
+        fields_of(two)
 
 
 @pytest.mark.parametrize(

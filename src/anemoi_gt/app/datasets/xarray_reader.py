@@ -203,6 +203,7 @@ class _DatasetReader:
         attributes = {key: str(array.attrs[key]) for key in COPIED_ATTRIBUTES if key in array.attrs}
         units = str(array.attrs.get("units", array.attrs.get("GRIB_units", "")))
         others = tuple((key, str(array.attrs[key])) for key in KEYS if key in array.attrs)
+        self._check_constant(array)
         array, interval = self._at_ends(array)
         valid_range = _valid_range(array)
         for labels, part in self._split(array, grid.dims):
@@ -219,6 +220,24 @@ class _DatasetReader:
                     version=version,
                     origin=origin,
                     attributes=attributes,
+                )
+
+    def _check_constant(self, array: "xarray.DataArray") -> None:
+        """Raise FieldError if member or level of a field change along its times.
+
+        As scalar coordinates of several files do, if xarray joins them in time.
+        """
+        time_dims = tuple(self._time_dims(array))
+        for key, coordinate in array.coords.items():
+            is_level = str(key).startswith((*VERTICAL, "isobaric"))
+            is_level |= coordinate.attrs.get("units") in PRESSURE
+            if coordinate.dims != time_dims or not (is_level or self.roles.get(key) == "member"):
+                continue
+            values = list(dict.fromkeys(map(str, coordinate.values.tolist())))
+            if len(values) > 1:
+                raise FieldError(
+                    f"{array.name} of {self.name} must have one {key} at all times, got "
+                    f"{' and '.join(values[:2])}: make it a dimension, or read files of one"
                 )
 
     def _find(self, array: "xarray.DataArray", role: str) -> list["xarray.DataArray"]:
