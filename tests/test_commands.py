@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 from hydra import compose, initialize_config_module
 from support import applications
+from support.applications import last_of_each
 from support.forked import Program
 from support.pages import FILE, PAGES, ROOT, blocks, commands, name_of
 
@@ -122,12 +123,13 @@ def start(words, workdir, monkeypatch):
         small = SMALL_ON_FILES if uses_files else SMALL
     if words[0] == "torchrun" or words[1].endswith(".py"):
         program = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
-        process = Program(*program, *words[1:], *small, folder=workdir)
+        process = Program(*program, *last_of_each([*words[1:], *small]), folder=workdir)
         status, _, error = process.finish(timeout=120)
         assert status == 0, error
     else:
         monkeypatch.setattr(sys, "argv", sys.argv)  # restored later: applications replace it
-        command_line.main([application, *values, *small] if application else words[1:])
+        options = last_of_each([*values, *small])
+        command_line.main([application, *options] if application else words[1:])
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
@@ -191,7 +193,7 @@ def refusals():
 
 @pytest.mark.parametrize(("options", "message"), refusals())
 def test_the_errors_page_quotes_the_messages(options, message, workdir, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *SMALL, *options.split()])
+    monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *last_of_each([*SMALL, *options.split()])])
     with pytest.raises(SystemExit):
         train.main()
     assert capsys.readouterr().err.splitlines()[-1] == f"anemoi_gt.train: {message}"

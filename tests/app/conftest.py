@@ -104,7 +104,9 @@ def run(make_trainer):
 @pytest.fixture
 def start(monkeypatch, logging_as_before):
     def start(application, *arguments):
-        monkeypatch.setattr(sys, "argv", [application.__name__, *arguments])
+        monkeypatch.setattr(
+            sys, "argv", [application.__name__, *applications.last_of_each(arguments)]
+        )
         application.main()
 
     return start

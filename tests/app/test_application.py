@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,15 +175,50 @@ def test_a_wrong_value_is_one_sentence(refusal, argument, message):
 
 
 @pytest.mark.parametrize(
-    "argument", ["training.stpes=3", "model=resnet", "training=null", "attention/backend=cuda"]
+    ("argument", "problem"),
+    [
+        ("training.stpes=3", "there is no option training.stpes"),
+        (
+            "model=resnet",
+            "Could not find 'model/resnet' Available options in 'model': default era5_uk",
+        ),
+        ("training=null", "Could not find 'training/null' Available options in 'training'"),
+        ("attention/backend=cuda", "Could not find 'attention/backend/cuda' Available options in"),
+        ("training.steps=[", "no viable alternative at input '['"),
+    ],
 )
-def test_an_error_of_hydra_is_followed_by_a_pointer_to_help(application, capsys, argument):
+def test_an_error_of_hydra_is_one_sentence_with_a_pointer_to_help(
+    application, capsys, argument, problem
+):
     with pytest.raises(SystemExit, match="^1$"):
         application(*SMALL, argument)
-    end = "anemoi_gt.train: nothing was started; anemoi-gt train --help lists all groups and options\n"
-    error = capsys.readouterr().err
+    (error,) = capsys.readouterr().err.splitlines()
+    end = ": nothing was started; anemoi-gt train --help lists all groups and options"
+    assert error.startswith("anemoi_gt.train: ")
+    assert problem in error
     assert error.endswith(end)
-    assert "Traceback" not in error
+
+
+def test_an_option_that_is_given_twice_is_refused(monkeypatch, capsys):
+    """As bash writes data.path={2019,2020}.nc, of which Hydra takes the last."""
+    words = ["anemoi_gt.train", "data=xarray", "data.path=2019.nc", "data.path=2020.nc"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="^1$"):
+        train.main()
+    message = 'data.path must be given once, got data.path=2019.nc and data.path=2020.nc: several values are a list in quotes, "data.path=[...]"'
+    assert capsys.readouterr().err == f"anemoi_gt.train: {message}\n"
+
+
+def test_a_path_in_the_home_folder_is_found(refusal):
+    sentence = refusal("data=xarray", "data.path=~/nowhere.nc")
+    assert f"no file {Path.home() / 'nowhere.nc'}" in sentence
+    sentence = refusal("data=xarray", "data.path=[~/nowhere.nc,b.nc]")
+    assert f"no file {Path.home() / 'nowhere.nc'}" in sentence
+
+
+def test_a_name_in_place_of_a_list_gets_a_remedy(refusal):
+    sentence = refusal("data=xarray", "data.path=a.nc", "data.diagnostics=tp")
+    assert sentence.endswith("got 'tp': write \"data.diagnostics=[tp]\"")
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(application, refusal, tmp_path):

@@ -1,5 +1,6 @@
 """Forecast files for other tools: CF coordinates, grid dimensions in the order of the data, NetCDF and zarr."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,10 @@ from support.picture import colours
 
 from anemoi_gt.app import rollout_command as rollout
 from anemoi_gt.app import train_command as train
+from anemoi_gt.app.datasets.field_dataset import FieldDataset, Roles
+from anemoi_gt.app.datasets.fields import Level, arrange_all
 from anemoi_gt.app.datasets.sphere_advection import sphere
+from anemoi_gt.app.datasets.xarray_reader import read_dataset
 from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, regular_axes
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.data.nodes import Nodes
@@ -110,7 +114,31 @@ def test_every_member_of_an_ensemble_has_a_forecast(workdir, start):
     with xarray.open_dataset("forecast/rollout.nc") as forecast:
         assert forecast.t2m.dims == ("number", "time", "latitude", "longitude")
         assert forecast.number.values.tolist() == [3, 11]
+        assert forecast.attrs["title"] == "2020-01-05 00:00 UTC + 6 h, 3 steps, 2 members"
         assert 0.5 < float((forecast.t2m[1] - forecast.t2m[0]).mean()) < 1.5
+
+
+def test_levels_members_and_cell_methods_of_the_data_are_in_the_forecast():
+    weather = weather_file()
+    weather = weather.rename(tp="u10").drop_vars("z").assign_coords(number=11)
+    weather.t2m.attrs["cell_methods"] = "time: point"
+    series, _ = read_dataset(weather)
+    heights = {"t2m": 2.0, "u10": 10.0}
+    at_heights = []
+    for one in series:
+        if one.key.parameter in heights:
+            height = heights[one.key.parameter]
+            level = Level("height", height, f"{height:g}", f"{height:g} m")
+            at_heights.append(replace(one, key=one.key._replace(levels=(level,))))
+    data = FieldDataset(arrange_all(at_heights), Roles(("t2m", "u10"), (), ()), 6.0, 1)
+    data = data.starting_at("latest")
+    forecast = describe_forecast(data, 0, np.zeros((1, 2, len(data.nodes), 2)))
+    assert forecast.number == 11
+    assert forecast.t2m.attrs["cell_methods"] == "time: point"
+    assert forecast.t2m.attrs["coordinates"].split()[-2:] == ["number", "height"]
+    assert forecast.u10.attrs["coordinates"].split()[-2:] == ["number", "height_2"]
+    assert (forecast.height, forecast.height_2) == (2, 10)
+    assert forecast.attrs["title"].endswith("member 11, 2 steps")
 
 
 def test_a_file_of_two_times_is_enough_to_start_from_the_latest(workdir, start):
@@ -205,6 +233,12 @@ def test_several_starts_are_in_one_file(workdir, start):
         hours = np.array([6, 12, 18]) * np.timedelta64(1, "h")
         assert np.array_equal(forecast.time, starts[:, None] + hours)
         assert np.array_equal(forecast.t2m[1], single.t2m)
+
+
+def test_a_forecast_into_no_folder_is_refused_before_it_is_made(tmp_path):
+    check_forecast_path(tmp_path / "forecast.nc")
+    with pytest.raises(ValueError, match="out must be in a folder that exists, got .*nowhere"):
+        check_forecast_path(tmp_path / "nowhere" / "forecast.nc")
 
 
 def test_a_start_and_a_sample_exclude_each_other(workdir, start, error_line):

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+from support.applications import last_of_each
 from support.forked import Program
 from support.nightly import nightly
 
@@ -38,9 +39,8 @@ DEADLINE = 120  # s, for a run of a few
 
 def start(folder, *arguments):
     """Start the application; runs of one folder are one run."""
-    return Program(
-        "-m", "anemoi_gt.train", *RUN, f"hydra.run.dir={folder}", *arguments, folder=folder.parent
-    )
+    options = last_of_each([*RUN, f"hydra.run.dir={folder}", *arguments])
+    return Program("-m", "anemoi_gt.train", *options, folder=folder.parent)
 
 
 def finish(process):

@@ -72,7 +72,7 @@ def test_a_file_of_the_climate_data_store_becomes_a_forecast_that_xarray_shows_w
     output = capsys.readouterr().out
     assert "inputs that never change, taken as forcings without time: lsm" in output
     assert (
-        "6 h forecasts of t2m [K], tp [m], from 2 input times\nof these no inputs: tp\nforcings: "
+        "6 h forecasts of t2m [K], tp [m], from 2 input times\ndiagnostics, which are no inputs: tp\nforcings: "
         "lsm\n" in output
     )
     assert "training samples, starting 2020-01-01 06:00 to 2020-01-12 12:00 UTC\n" in output

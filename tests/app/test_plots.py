@@ -1,19 +1,23 @@
 """The plot of a run, and maps."""
 
-import sys
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from support.fields import fields_of
+from support.own_data import weather_file
 from support.picture import colours, fewest_colours
 
-from anemoi_gt.app.map_image import MapImage
+from anemoi_gt.app.datasets.field_dataset import FieldDataset, Roles
+from anemoi_gt.app.map_image import MapImage, coastlines
 from anemoi_gt.app.plots import (
     _caption,
     _draw_forecast_panel,
     _draw_loss,
+    _draw_maps,
     chosen_variables,
     draw_training_plot,
     lead_time_ticks,
@@ -60,7 +64,7 @@ def test_only_the_panel_that_gets_the_losses_draws_them(splits, losses, times):
     _draw_forecast_panel(figure, image, dataset, 1, dataset.truth(1), scores, losses, 0)
     titles = [axes.get_title() for axes in figure.axes]
     assert titles.count("loss: mean squared error") == times
-    assert "RMSE of all test samples [kg/kg]" in titles
+    assert "RMSE of all test samples" in titles
 
 
 def test_the_map_of_a_rotated_domain_ends_at_the_domain():
@@ -102,26 +106,14 @@ def test_map_draws_values_at_their_positions(nodes, projection):
     assert np.abs(mesh.get_array() - rows).max() < spacing
 
 
-@pytest.fixture
-def cartopy(monkeypatch):
-    """A coast around a square, and one across the date line, in place of Natural Earth."""
-    square = SimpleNamespace(coords=[(-5, 52), (0, 52), (0, 57), (-5, 57), (-5, 52)])
-    across = SimpleNamespace(
-        geoms=[SimpleNamespace(coords=[(170, 0), (179, 1), (-179, 2), (-170, 3)])]
-    )
-    reader = SimpleNamespace(
-        natural_earth=lambda *_: "",
-        Reader=lambda _: SimpleNamespace(geometries=lambda: [square, across]),
-    )
-    for name, module in (
-        ("cartopy", None),
-        ("cartopy.io", None),
-        ("cartopy.io.shapereader", reader),
-    ):
-        monkeypatch.setitem(
-            sys.modules, name, module or SimpleNamespace(shapereader=reader, io=None)
-        )
-    return reader
+def field_data_with_land():
+    """Return test samples of a variable with a long name and units with exponents, without values over land."""
+    weather = weather_file()[["t2m"]].rename(t2m="sea_surface_temperature")
+    attrs = {"units": "kg m**-2", "long_name": "Temperature of the foundation of the sea, " * 3}
+    weather["sea_surface_temperature"] = weather.sea_surface_temperature.assign_attrs(attrs)
+    weather.sea_surface_temperature[:, :3, :3] = np.nan
+    data = FieldDataset(fields_of(weather), Roles(("sea_surface_temperature",), (), ()), 6.0, 1)
+    return data.within(np.ones(40, bool)).with_own_normalisation()
 
 
 def lines_drawn(nodes):
@@ -134,21 +126,28 @@ def lines_drawn(nodes):
 REGION = regional(np.arange(60.0, 50, -1), np.arange(-10.0, 2))
 
 
-def test_coastlines_are_drawn_and_end_at_the_date_line(cartopy):
-    square, east, west = lines_drawn(octahedral(8))
-    assert np.allclose(np.rad2deg(square[2]), [0, 57])
-    assert len(east) == len(west) == 2
-    assert any(np.array_equal(line[2], [0, 57]) for line in lines_drawn(REGION))
+def test_coastlines_are_in_the_package_and_have_no_edges_of_the_map():
+    for resolution, count in (("110m", 5_000), ("50m", 60_000)):
+        lines = coastlines(resolution)
+        points = np.concatenate(lines)
+        assert len(points) >= count
+        assert (np.abs(points) <= [180, 90]).all()
+        assert max(np.abs(np.diff(line, axis=0)).max() for line in lines) < 20  # no jump
+        assert not any((np.abs(line[:2, 0]) == 180).all() for line in lines)
+    crossing = [(line[1:] + line[:-1]) / 2 for line in coastlines("50m")]
+    near_dover = np.abs(np.concatenate(crossing) - [1.35, 51.13]).max(axis=1)
+    assert near_dover.min() < 0.1
 
 
-def test_maps_have_no_coastlines_without_cartopy_or_its_data(cartopy, monkeypatch):
-    def refused(*_):
-        raise ConnectionError("Name or service not known")
-
-    cartopy.natural_earth = refused
-    assert lines_drawn(REGION) == []
-    monkeypatch.setitem(sys.modules, "cartopy.io", None)
-    assert lines_drawn(REGION) == []
+def test_coastlines_are_drawn_where_the_region_is():
+    assert len(lines_drawn(octahedral(8))) > 100
+    lines = lines_drawn(REGION)
+    assert 0 < len(lines) < 60
+    for line in lines:
+        assert (line.min(axis=0) <= [1, 60]).all()
+        assert (line.max(axis=0) >= [-10, 51]).all()
+    across = regional(np.arange(-10.0, -25, -1), np.arange(170.0, 190))  # Fiji
+    assert any(line[:, 0].min() > 179 for line in lines_drawn(across))
 
 
 def test_a_region_across_greenwich_is_drawn_without_the_rest_of_the_globe():
@@ -193,6 +192,47 @@ def test_a_plot_has_a_panel_for_each_chosen_variable(splits, tmp_path):
     assert sizes["None"] == 2 * sizes["['w']"]
     assert _caption(data, 1) == "w, water"
     assert _caption(data, 0) == "q"
+
+
+@pytest.mark.parametrize("losses", [RECORDS, None])
+def test_long_names_run_into_nothing_and_no_cell_is_empty(losses):
+    data = field_data_with_land()
+    figure = Figure(figsize=(13, 8.4), layout="constrained")
+    panel = figure.subfigures(1, 1)
+    scores = [
+        Score(name, data.variables[0], data.units[0], 6.0, 3, 0.00358, 0.0)
+        for name in ("model", "training mean")
+    ]
+    forecast = 2 * data.truth(0) - data.truth(0).nanmean()  # exceeds the colour bar on both sides
+    _draw_forecast_panel(panel, MapImage(data.nodes), data, 0, forecast, scores, losses, 0)
+    figure.draw_without_rendering()
+    assert len(panel.axes) == (7 if losses is None else 8) + 1
+    title = panel._suptitle.get_window_extent()
+    assert title.x0 >= 0
+    assert title.x1 <= figure.bbox.width
+    boxes = [title]
+    for axes in panel.axes:
+        boxes += [
+            axes.title.get_window_extent(),
+            axes.xaxis.label.get_window_extent(),
+            axes.yaxis.label.get_window_extent(),
+        ]
+    boxes = [box for box in boxes if box.width > 1 and box.height > 1]
+    overlapping = [(a, b) for a, b in combinations(boxes, 2) if a.overlaps(b)]
+    assert overlapping == []
+    labels = [axes.get_ylabel() for axes in panel.axes]
+    assert labels.count("sea_surface_temperature\n[kg m$^{-2}$]") == 2
+
+
+@pytest.mark.parametrize(("factor", "extend"), [(1.0, "neither"), (1.5, "max"), (-1.0, "min")])
+def test_a_colour_bar_has_arrows_where_it_is_exceeded(factor, extend):
+    figure = Figure()
+    image = MapImage(REGION)
+    axes = [figure.add_subplot(1, 2, n, projection=image.projection) for n in (1, 2)]
+    values = np.arange(len(REGION.lat), dtype=float)
+    fields = {"truth": values, "forecast": factor * values}
+    _draw_maps(axes, image, "t", fields, vmin=0.0, vmax=values.max())
+    assert figure.axes[-1]._colorbar.extend == extend
 
 
 def test_variables_that_are_plotted_are_the_first_three_unless_chosen():

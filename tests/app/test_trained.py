@@ -89,9 +89,18 @@ def test_a_forecast_from_a_part_of_the_file_equals_the_forecast_from_the_whole_f
 def test_a_resumed_run_keeps_its_normalisation(workdir, start):
     before = load_checkpoint(Path("run/last.pt"))["schema"]
     weather_file().isel(time=slice(8, None)).to_netcdf("moved.nc")
-    start(train, "resume=true", "hydra.run.dir=run", "training.steps=6", "data.path=moved.nc")
+    splits = [
+        f"data.{name}=[2020-01-{days[0]},2020-01-{days[1]}]"
+        for name, days in (("train", ("03", "07")), ("valid", ("08", "08")), ("test", ("09", "10")))
+    ]
+    arguments = ("resume=true", "hydra.run.dir=run", "training.steps=6", "data.path=moved.nc")
+    start(train, *arguments, *splits)
     after = load_checkpoint(Path("run/last.pt"))
     assert after["step"] == 6
+    assert after["schema"].pop("periods") == [
+        *before.pop("periods"),
+        ["", "2020-01-03 06:00", "2020-01-07 12:00"],
+    ]
     assert after["schema"] == before
 
 

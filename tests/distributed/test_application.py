@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support.applications import last_of_each
 from support.forked import Program
 
 from anemoi_gt.app import train_command as train
@@ -81,9 +82,9 @@ def torchrun(folder, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.
         *host.options,
         f"--nproc-per-node={ranks}",
         *script,
-        *ARGUMENTS,
+        *last_of_each([*ARGUMENTS, *arguments]),
     ]
-    process = Program(*command, *arguments, folder=folder, environment=host.variables)
+    process = Program(*command, folder=folder, environment=host.variables)
     try:
         yield process
     finally:

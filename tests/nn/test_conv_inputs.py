@@ -264,3 +264,10 @@ WRONG = (  # options of the layer, arguments of its call, message
 def test_wrong_inputs_are_refused(x, edge_index, edge_attr, options, arguments, message):
     conv = GraphTransformerConv((6, 4), 8, heads=3, **options).double()
     raises(lambda: conv(*arguments(x, edge_index, edge_attr)), message)
+
+
+def test_an_unknown_argument_names_the_config():
+    with pytest.raises(
+        TypeError, match=r"GraphTransformerConv has no argument precision: .*config=Att"
+    ):
+        GraphTransformerConv(4, 8, precision="bf16")

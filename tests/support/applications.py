@@ -15,6 +15,12 @@ SMALL = [
 ]
 
 
+def last_of_each(arguments):
+    """Return arguments without those that a later one replaces: an option may be given once."""
+    last = {argument.partition("=")[0]: argument for argument in arguments if "=" in argument}
+    return [a for a in arguments if "=" not in a or last[a.partition("=")[0]] is a]
+
+
 @contextmanager
 def logging_as_before():
     """Undo changes of an application to logging."""
@@ -32,7 +38,7 @@ def train_in(folder, *arguments):
     with logging_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(evaluate_command, "draw_training_plot", lambda path, *_: path.touch())
-        patch.setattr(sys, "argv", ["anemoi_gt.train", *arguments])
+        patch.setattr(sys, "argv", ["anemoi_gt.train", *last_of_each(arguments)])
         train_command.main()
 
 

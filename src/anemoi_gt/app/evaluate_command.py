@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from anemoi_gt.app import hydra_app
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, starts_in_training
 from anemoi_gt.app.plots import chosen_variables, draw_rollout_plot, draw_training_plot
 from anemoi_gt.app.scores import (
     Score,
@@ -43,6 +43,13 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     if config.rollout > 1:
         run.splits.test.advance(0, [])  # raises if the data set does not support rollouts
     log.info("%s, after step %s", config.checkpoint, step)
+    count, period = starts_in_training(run.splits.test)
+    if count:
+        log.warning(
+            "%d of %d test samples start in the training period, %s: scores are not those of new "
+            "data",
+            *(count, len(run.splits.test), period),
+        )
     if config.explain is not None:
         with torch.no_grad():
             hydra_app.write_explanation(run.model, run.splits.test, run.training, config.explain)

@@ -4,9 +4,11 @@
     (number, time, y, x)                   a projection, with its coordinates and grid mapping
     (number, time, node)                   any other grid, with the dimension of the data
 
-The dimension `number` exists if there are several ensemble members, with their labels. Without
-dates, the dimension `lead_time` replaces `time`. With several starts, `forecast_reference_time` is
-the first dimension, `lead_time` replaces `time`, and `time` is the valid time of both.
+Several ensemble members have the dimension `number`, with their labels; one with a label has it as
+a scalar coordinate. Heights, depths and pressures are scalar coordinates of their variables.
+Without dates, the dimension `lead_time` replaces `time`. With several starts,
+`forecast_reference_time` is the first dimension, `lead_time` replaces `time`, and `time` is the
+valid time of both.
 """
 
 import re
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
     import xarray
 
 SUFFIXES = (".nc", ".zarr")
+VERTICAL: dict[str, dict[str, str]] = {  # attributes of scalar coordinates, by kind of level
+    "height": {"standard_name": "height", "units": "m", "positive": "up"},
+    "depth": {"standard_name": "depth", "units": "m", "positive": "down"},
+    "pressure": {"standard_name": "air_pressure", "units": "hPa", "positive": "down"},
+}
 LATITUDE = {"standard_name": "latitude", "long_name": "latitude", "units": "degrees_north"}
 LONGITUDE = {"standard_name": "longitude", "long_name": "longitude", "units": "degrees_east"}
 LEAD_TIME = {
@@ -39,9 +46,11 @@ LEAD_TIME = {
 
 
 def check_forecast_path(path: Path) -> None:
-    """Raise ValueError unless the suffix of a path selects a forecast format."""
+    """Raise ValueError unless the suffix of a path selects a format, and its folder exists."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"out must end in {' or '.join(SUFFIXES)}, for NetCDF or zarr, got {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"out must be in a folder that exists, got {path}")
 
 
 def write_forecast(path: Path, forecast: "xarray.Dataset") -> None:
@@ -72,14 +81,19 @@ def describe_forecast(
     horizontal, shape, positions = _grid_coordinates(dataset.nodes, dataset.grid)
     coordinates |= positions
     dims = (when, *horizontal)
+    labels = [dataset.member(sample + m) for m in range(members)]
+    names = {"standard_name": "realization", "long_name": "ensemble member"}
     if members > 1:
         dims = ("number", *dims)
-        names = {"standard_name": "realization", "long_name": "ensemble member"}
-        coordinates["number"] = ("number", _labels(dataset.members, members), names)
+        coordinates["number"] = ("number", _labels(labels), names)
+    elif labels != [""]:
+        coordinates["number"] = ((), _labels(labels)[0], names)
     mapping = None if dataset.grid is None else dataset.grid.mapping
     if mapping is not None:
         # in CF, the attributes of a grid mapping count, not its value
         coordinates[mapping[0]] = ((), np.int32(0), mapping[1])
+    shared = [name for name in coordinates if name not in dims]
+    vertical: dict[tuple, str] = {}  # names of scalar coordinates, by kind and value
     variables: dict[str, tuple] = {}
     fields = rearrange(states, "members steps nodes variables -> variables members steps nodes")
     for name, units, field in zip(dataset.variables, dataset.units, fields, strict=True):
@@ -88,8 +102,18 @@ def describe_forecast(
             values = values[0]
         attributes = variable_attributes(dict(dataset.attributes.get(name, {})), units)
         key = dataset.keys.get(name)
+        own = list(shared)
         if key is not None and key.text():
             attributes["level"] = key.text()
+            for level in key.levels:
+                if level.kind in VERTICAL and level.value is not None:
+                    place = (level.kind, level.value)
+                    if place not in vertical:
+                        vertical[place] = _distinct_name(level.kind, coordinates)
+                        coordinates[vertical[place]] = ((), level.value, VERTICAL[level.kind])
+                    own.append(vertical[place])
+        if own:  # otherwise xarray names all scalar coordinates for all variables
+            attributes["coordinates"] = " ".join(own)
         if mapping is not None:
             attributes["grid_mapping"] = mapping[0]
         written = _distinct_name(name, variables)
@@ -98,6 +122,8 @@ def describe_forecast(
             attributes["long_name"] = name if described is None else f"{described} ({name})"
         variables[written] = (dims, values, attributes)
     title = f"{dataset.title(sample)}, {steps} steps"
+    if members > 1:
+        title = f"{title.replace(f', member {labels[0]}', '')}, {members} members"
     about = {"Conventions": "CF-1.11", "title": title, "source": f"anemoi_gt {__version__}"}
     forecast = import_extra("xarray", "xarray").Dataset(variables, coordinates, about)
     for coordinate in forecast.coords.values():
@@ -142,10 +168,8 @@ def _date(units: str) -> np.datetime64:
     return np.datetime64(units.removeprefix("hours since ").replace(" ", "T"))
 
 
-def _labels(labels: Sequence[str], size: int) -> np.ndarray:
+def _labels(labels: Sequence[str]) -> np.ndarray:
     """Return the labels of ensemble members: numbers, if all are."""
-    if len(labels) != size:
-        return np.arange(size)
     return np.array([int(label) for label in labels] if all(map(str.isdigit, labels)) else labels)
 
 
@@ -207,8 +231,9 @@ def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str
     described = {}
     if standard_name != "unknown":  # cfgrib's value for unknown names
         described["standard_name"] = standard_name
-    if "long_name" in attributes:
-        described["long_name"] = attributes["long_name"]
+    for name in ("long_name", "cell_methods"):
+        if name in attributes:
+            described[name] = attributes[name]
     if units:
         described["units"] = units
     return described

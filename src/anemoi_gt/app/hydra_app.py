@@ -10,8 +10,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stderr, suppress
 from dataclasses import is_dataclass, make_dataclass
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
@@ -165,7 +166,7 @@ def describe(config: "DictConfig") -> dict[str, Any]:
         if isinstance(path, list):
             return [absolute(item) for item in path]
         if isinstance(path, str) and "://" not in path:
-            return str(Path(path).absolute())
+            return str(Path(path).expanduser().absolute())
         return path
 
     check_types(config, *GROUPS)
@@ -184,6 +185,40 @@ def instantiate(config: "DictConfig") -> Any:
         return instantiate(config)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
+
+
+def expand_home(argument: str) -> str:
+    """Return a command-line argument with the home folder in place of ~ at the start of a path."""
+    home = str(Path.home())
+    return re.sub(r"(?<=[=\[,])~(?=/)", lambda _: home, argument)
+
+
+def check_given_once(arguments: list[str]) -> None:
+    """Raise ValueError if an option is given twice, of which Hydra would take the last."""
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key = argument.lstrip("+~").partition("=")[0]
+        if argument.startswith("-") or "=" not in argument:
+            continue
+        if key in given:
+            raise ValueError(
+                f"{key} must be given once, got {given[key]} and {argument}: several values are a "
+                f'list in quotes, "{key}=[...]"'
+            )
+        given[key] = argument
+
+
+def hydra_problem(text: str, name: str) -> str:
+    """Return what Hydra prints about the command line of an application as one sentence."""
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown:
+        text = f"there is no option {unknown[1]}"
+    for end in ("\nConfig search path", "\nSee https", "\nSet the environment variable"):
+        text = text.partition(end)[0]
+    return (
+        f"{' '.join(text.split())}: nothing was started; anemoi-gt {name} --help lists all groups "
+        "and options"
+    )
 
 
 def argument_value(arguments: list[str], key: str) -> Any:
@@ -304,7 +339,8 @@ def as_type(name: str, value: Any, kind: Any) -> Any:
         return OmegaConf.merge(schema, {"value": value})["value"]
     except ValidationError:
         named = kind.__name__ if isinstance(kind, type) else kind
-        raise ValueError(f"{name} must be {named}, got {value!r}") from None
+        remedy = f': write "{name}=[{value}]"' if "list" in str(kind) else ""
+        raise ValueError(f"{name} must be {named}, got {value!r}{remedy}") from None
 
 
 def check_device(config: "DictConfig") -> TrainingConfig:
@@ -386,7 +422,9 @@ def run_command(
     primary config in `anemoi_gt.configs`.
     """
     module = f"anemoi_gt.{name}"
+    sys.argv[1:] = [expand_home(argument) for argument in sys.argv[1:]]
     try:
+        check_given_once(sys.argv[1:])
         for required in REQUIRED_MODULES:
             import_extra(required, "train")
         config_name = choose_config()
@@ -394,11 +432,12 @@ def run_command(
     except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)
 
-    composed = []
+    printed = StringIO()  # by Hydra, before the config is composed
+    capture = ExitStack()
 
     def run(config: "DictConfig") -> Any:
         error: BaseException | str
-        composed.append(config)
+        capture.close()
         try:
             return prepare_job(name, prepare, config)()
         except Stopped as stopped:
@@ -419,16 +458,21 @@ def run_command(
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt == signal.SIG_DFL:  # set by the console script while packages are imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    capture.enter_context(redirect_stderr(printed))
     try:
         hydra_main(config_name, run)
     except KeyboardInterrupt:
+        capture.close()
         exit_with_error(module, "interrupted", 130)
     except SystemExit as ended:
-        if ended.code == 1 and not composed:  # Hydra has printed the parse error
-            message = f"nothing was started; anemoi-gt {name} --help lists all groups and options"
-            exit_with_error(module, message)
+        capture.close()
+        text = printed.getvalue()
+        if ended.code == 1 and text:  # of a command line that it cannot parse
+            exit_with_error(module, hydra_problem(text, name))
+        sys.stderr.write(text)
         raise
     finally:
+        capture.close()
         if interrupt == signal.SIG_DFL:
             signal.signal(signal.SIGINT, interrupt)
 

@@ -1,6 +1,6 @@
 """Maps of node values: projection, and interpolation of scattered nodes to an image."""
 
-import logging
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,6 @@ from anemoi_gt.extras import import_extra
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.collections import QuadMesh
-
-log = logging.getLogger(__name__)
 
 COAST_STYLE = {"colors": "black", "linewidths": 0.6, "alpha": 0.7}
 IMAGE_ROWS = 240
@@ -41,18 +39,26 @@ class MapImage:
         # Near a pole, the neighbours of a row are closer than its next row.
         row_gap = np.diff(np.unique(nodes.lat.round(4)), append=nodes.lat.max()).max()
         self._is_beyond = distance[:, 0] > max(spacing, np.deg2rad(row_gap))
-        lines = coastlines("110m" if self._is_global else "50m")
-        shifts = (0,) if self._is_global else (-360, 0, 360)  # a region may cross the date line
         to_axes = np.deg2rad if self._is_global else np.asarray  # units of the axes
         self._lat, self._lon = to_axes(rows), to_axes(columns)
         self._coastlines = []
-        for line in lines:
+        shifts = (0,) if self._is_global else (-360, 0, 360)  # a region may cross the date line
+        low, high = np.array([columns[0], rows[0]]), np.array([columns[-1], rows[-1]])
+        for line in coastlines("110m" if self._is_global else "50m"):
             for shift in shifts:
-                self._coastlines.append(to_axes(line + np.array([shift, 0])))
+                shifted = line + np.array([shift, 0])
+                if (shifted.max(axis=0) >= low).all() and (shifted.min(axis=0) <= high).all():
+                    self._coastlines.append(to_axes(shifted))
 
     def draw(self, axes: "Axes", values: np.ndarray, **style: Any) -> "QuadMesh":
-        """Draw values [N] on axes of this projection by `pcolormesh(**style)`; return the mesh."""
-        pixels = (values[self._node] * self._weight).sum(axis=1)
+        """Draw values [N] on axes of this projection by `pcolormesh(**style)`; return the mesh.
+
+        Pixels are transparent where the nearest value is NaN.
+        """
+        is_finite = np.isfinite(values)[self._node]
+        weight = np.where(is_finite, self._weight, 0.0)
+        nearest = np.where(is_finite[:, 0], weight.sum(axis=1), np.nan)
+        pixels = (np.nan_to_num(values)[self._node] * weight).sum(axis=1) / nearest
         pixels[self._is_beyond] = np.nan
         image = pixels.reshape(len(self._lat), len(self._lon))
         if self._is_global:
@@ -65,34 +71,29 @@ class MapImage:
             axes.set_ylabel("latitude [degrees north]")
             axes.set(xlim=self._lon[[0, -1]], ylim=self._lat[[0, -1]])
         line_collection = import_extra("matplotlib.collections", "train").LineCollection
-        axes.add_collection(line_collection(self._coastlines, **COAST_STYLE))
+        coastlines, transform = self._coastlines, axes.transData
+        if self._is_global:
+            # projected here: Matplotlib would interpolate 75 points in each of 5,000 segments
+            geo: Any = axes
+            coastlines = [geo.transProjection.transform_non_affine(line) for line in coastlines]
+            transform = geo.transAffine + geo.transAxes
+        lines = line_collection(coastlines, transform=transform, **COAST_STYLE)
+        axes.add_collection(lines, autolim=False)
         return axes.pcolormesh(
             self._lon, self._lat, image, shading="nearest", rasterized=True, **style
         )
 
 
 def coastlines(resolution: str) -> list[np.ndarray]:
-    """Return Natural Earth coastlines as lines [P, 2] of longitude and latitude.
+    """Return the coastlines of Natural Earth as lines [P, 2] of longitude and latitude.
 
-    `resolution` is "110m", "50m" or "10m". Cartopy downloads the coastlines once. Without cartopy,
-    or without a network, return no lines. Lines are split where they cross the date line.
+    `resolution` is "110m" or "50m", of 1:110 and 1:50 million. Lines end at the date line.
     """
-    try:
-        from cartopy.io import shapereader
-
-        path = shapereader.natural_earth(resolution, "physical", "coastline")
-        shapes: list = []
-        for shape in shapereader.Reader(path).geometries():
-            shapes += getattr(shape, "geoms", [shape])  # the parts of a multi-line
-    except (ImportError, OSError) as error:
-        log.debug("no coastlines: %s", error)
-        return []
-    lines = []
-    for shape in shapes:
-        line = np.array(shape.coords)[:, :2]
-        crossings = np.flatnonzero(abs(np.diff(line[:, 0])) > 180) + 1
-        lines += np.split(line, crossings)
-    return lines
+    path = files("anemoi_gt.app").joinpath("coastlines.npz")
+    with path.open("rb") as file, np.load(file) as stored:
+        steps, lengths = stored[f"steps_{resolution}"], stored[f"lengths_{resolution}"]
+    points = steps.cumsum(axis=1).T / 100  # stored as steps of 0.01 degrees
+    return np.split(points, np.cumsum(lengths)[:-1])
 
 
 def _pixels(nodes: Nodes, *, is_global: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,7 @@
 """Plots of a training run and of a rollout, as PNG files."""
 
+import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
@@ -27,6 +29,15 @@ MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in th
 COLUMNS = 4  # number of lead times with maps
 MAX_VARIABLES = 3  # plotted by default
 MAX_TICKS = 6
+MAX_LABEL = 20  # characters of a label on one line
+TITLE_SIZE = 13  # points
+TITLE_DENSITY = 9.0  # characters an inch, at this size
+EXTENDS = {  # by whether values are below and above a colour bar
+    (False, False): "neither",
+    (True, False): "min",
+    (False, True): "max",
+    (True, True): "both",
+}
 
 
 def chosen_variables(dataset: ForecastDataset, names: Sequence[str] | None) -> list[int]:
@@ -92,21 +103,26 @@ def _draw_forecast_panel(
     start = dataset.present(sample)[:, v].numpy()
     truth = dataset.truth(sample)[:, v].numpy()
     predicted = forecast[:, v].numpy()
-    label = with_units(dataset.variables[v], units)
+    label = _label(dataset, v)
     fields = {"start": start, f"truth, {hours} later": truth, f"forecast, {hours}": predicted}
     _draw_maps(axes[:3], image, label, fields, **_field_style(start, truth))
     errors = {}
     for name, error in (("persistence", start - truth), ("the forecast", predicted - truth)):
-        rmse = np.sqrt((dataset.weights.numpy() * error**2).mean())
-        errors[f"error of {name}\nRMSE {rmse:.3g} {units}"] = error
+        weights = dataset.weights.numpy()
+        if weights.ndim == 2:  # 0 where the error is NaN
+            weights = weights[:, v]
+        rmse = np.sqrt((weights * np.nan_to_num(error) ** 2).mean())
+        errors[f"error of {name}\nRMSE {rmse:.3g} {typeset(units)}"] = error
     _draw_maps(axes[3:], image, label, errors, **_error_style(*errors.values()))
-    corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
-    if losses is not None:
-        _draw_loss(figure.add_subplot(corner[0]), losses)
     scores_of_variable = [score for score in scores if score.variable == dataset.variables[v]]
-    _draw_scores(figure.add_subplot(corner[1]), scores_of_variable)
+    if losses is None:
+        _draw_scores(figure.add_subplot(grid[1, 0]), scores_of_variable)
+    else:
+        corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
+        _draw_loss(figure.add_subplot(corner[0]), losses)
+        _draw_scores(figure.add_subplot(corner[1]), scores_of_variable)
     title = f"{_caption(dataset, v)}, {dataset.title(sample)} (test sample of median error)"
-    figure.suptitle(title, fontsize=13)
+    _draw_title(figure, title)
 
 
 def draw_rollout_plot(
@@ -159,7 +175,7 @@ def _draw_rollout_panel(
         forecasts[f"forecast, {hours}"] = forecast
         errors[f"error, {hours}"] = forecast - truth
     fields = truths | forecasts
-    label = with_units(dataset.variables[v], dataset.units[v])
+    label = _label(dataset, v)
     _draw_maps(axes[: len(fields)], image, label, fields, **_field_style(*fields.values()))
     _draw_maps(axes[len(fields) :], image, label, errors, **_error_style(*errors.values()))
     for ax in axes:
@@ -167,7 +183,7 @@ def _draw_rollout_panel(
     _draw_growth(figure.add_subplot(grid[:, -1]), dataset, scores, v)
     start = f"{_caption(dataset, v)}, {dataset.title(sample)}"
     title = f"Rollout: {start}, continued (test sample of median error at the last lead time)"
-    figure.suptitle(title, fontsize=13)
+    _draw_title(figure, title)
 
 
 def _caption(dataset: ForecastDataset, v: int) -> str:
@@ -177,6 +193,31 @@ def _caption(dataset: ForecastDataset, v: int) -> str:
     if long_name is None or long_name == name:
         return name
     return f"{name}, {long_name}"
+
+
+def _label(dataset: ForecastDataset, v: int) -> str:
+    """Return name and units of a variable for a colour bar, on two lines if they are long."""
+    label = with_units(dataset.variables[v], typeset(dataset.units[v]))
+    return label.replace(" [", "\n[") if len(label) > MAX_LABEL else label
+
+
+def typeset(units: str) -> str:
+    """Return units with raised exponents, in Matplotlib's notation.
+
+    Examples
+    --------
+    >>> typeset("kg m**-2 s-1")
+    'kg m$^{-2}$ s$^{-1}$'
+    """
+    return re.sub(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)", r"$^{\1}$", units)
+
+
+def _draw_title(figure: "FigureBase", title: str) -> None:
+    """Draw the title of a panel, on as many lines as it needs."""
+    panel: Any = figure  # of a class that has no stubs
+    width = panel.bbox.width / panel.figure.dpi  # inches
+    title = title.replace(" + ", " +\u00a0").replace(" h", "\u00a0h")  # stay on one line
+    figure.suptitle(textwrap.fill(title, int(width * TITLE_DENSITY)), fontsize=TITLE_SIZE)
 
 
 def drawn_steps(steps: int) -> list[int]:
@@ -197,11 +238,11 @@ def _png(path: Path, size: tuple[float, float]) -> Iterator:
 
 
 def _field_style(*fields: np.ndarray) -> dict[str, Any]:
-    return {"cmap": "viridis", "vmin": np.min(fields), "vmax": np.max(fields)}
+    return {"cmap": "viridis", "vmin": np.nanmin(fields), "vmax": np.nanmax(fields)}
 
 
 def _error_style(*errors: np.ndarray) -> dict[str, Any]:
-    limit = np.abs(errors).max()
+    limit = np.nanmax(np.abs(errors))
     return {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
 
 
@@ -212,11 +253,14 @@ def _draw_maps(
     fields: Mapping[str, np.ndarray],
     **style: Any,
 ) -> None:
-    """Draw fields [N], by title, with one colour bar."""
+    """Draw fields [N], by title, with one colour bar, which has arrows where it is exceeded."""
     for ax, (title, field) in zip(axes, fields.items(), strict=True):
         mesh = image.draw(ax, field, **style)
         ax.set_title(title)
-    axes[0].figure.colorbar(mesh, ax=axes, label=label, aspect=15, pad=0.02)
+    is_below = any(np.nanmin(field) < style["vmin"] for field in fields.values())
+    is_above = any(np.nanmax(field) > style["vmax"] for field in fields.values())
+    extend = EXTENDS[is_below, is_above]
+    axes[0].figure.colorbar(mesh, ax=axes, label=label, aspect=15, pad=0.02, extend=extend)
 
 
 def _draw_loss(axes: "Axes", records: list[dict]) -> None:
@@ -257,8 +301,8 @@ def _draw_scores(axes: "Axes", scores: list[Score]) -> None:
     bars = axes.barh(names, errors, color=colours)
     axes.bar_label(bars, fmt=" %.3g")
     axes.invert_yaxis()  # the model on top
-    axes.margins(x=0.2)
-    axes.set_title(with_units("RMSE of all test samples", scores[0].units))
+    axes.margins(x=0.35)
+    axes.set(title="RMSE of all test samples", xlabel=typeset(scores[0].units))
 
 
 def _draw_growth(axes: "Axes", dataset: ForecastDataset, scores: list[Score], v: int) -> None:
@@ -276,7 +320,7 @@ def _draw_growth(axes: "Axes", dataset: ForecastDataset, scores: list[Score], v:
     axes.set_xticks(lead_time_ticks([score.lead_time for score in scores]))
     axes.set(
         xlabel="lead time [h]",
-        ylabel=with_units("RMSE", dataset.units[v]),
+        ylabel=with_units("RMSE", typeset(dataset.units[v])),
         title="all test samples",
     )
     axes.legend(frameon=False)

@@ -72,9 +72,16 @@ class Errors:
         self._moments: dict[str, dict[int, Tensor]] = {}
 
     def add(self, name: str, i: int, forecast: Tensor, truth: Tensor) -> None:
-        """Add the forecast [N, V] of sample i by method `name`."""
-        error = (forecast - truth).double()  # float32 sums over millions of nodes would round
-        weighted = torch.stack([error.square(), error]) * self._dataset.weights[:, None]
+        """Add the forecast [N, V] of sample i by method `name`.
+
+        Where the truth is NaN, a variable has no values and its weight is 0.
+        """
+        error = torch.where(truth.isnan(), 0.0, forecast - truth)
+        error = error.double()  # float32 sums over millions of nodes would round
+        weights = self._dataset.weights
+        if weights.ndim == 1:
+            weights = weights[:, None]
+        weighted = torch.stack([error.square(), error]) * weights
         self._moments.setdefault(name, {})[i] = weighted.mean(dim=1)
 
     def median_sample(self, name: str) -> int:

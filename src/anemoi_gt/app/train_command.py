@@ -23,7 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.command_line import GROUPS
-from anemoi_gt.app.datasets.forecast_dataset import Splits, share_of_batch, with_units
+from anemoi_gt.app.datasets.forecast_dataset import (
+    Splits,
+    share_of_batch,
+    starts_in_training,
+    with_units,
+)
 from anemoi_gt.app.evaluate_command import write_report
 from anemoi_gt.app.plots import chosen_variables
 from anemoi_gt.app.trained import current_config, flatten, schema_of
@@ -69,7 +74,7 @@ log = logging.getLogger(__name__)
 # Options that may change when a run is continued. Results are the same or agree to rounding, except
 # that compiled code draws other dropout masks.
 MAY_DIFFER = (
-    *("attention.", "data.path", "sharding."),
+    *("attention.", "data.path", "data.train", "data.valid", "data.test", "sharding."),
     *("training.compile", "training.cuda_graph", "training.device", "training.logger"),
     "training.threads",
 )
@@ -120,6 +125,7 @@ def make_trainer(
     run = hydra_app.build(config, schema)
     for split in run.splits:
         split.require_samples()
+    check_periods(run.splits, config)
     if run.training.compile:
         # code compiled by earlier runs of a sweep counts towards PyTorch's recompilation limit
         torch.compiler.reset()
@@ -148,6 +154,35 @@ def checkpoint_to_resume(folder: Path, description: dict, *, resume: bool) -> di
     state = load_checkpoint(path)
     check_same_config(path, state.get("config", {}), description)
     return state
+
+
+def check_periods(splits: Splits, config: "hydra_app.DictConfig") -> None:
+    """Raise ValueError if a run that continues would have other training samples, unless told.
+
+    It is told by the dates of the splits. Then validation samples of the former training period are
+    logged.
+    """
+    former = splits.train.trained_periods
+    periods = splits.train.periods()
+    if former and len(periods) > len(former) and config.data.get("train") is None:
+        text = "; ".join(_period(*period) for period in former)
+        now = "; ".join(_period(*period) for period in periods[len(former) :])
+        raise ValueError(
+            f"a run is continued with its training samples, which start {text}; those of the data "
+            f"start {now}: give data.train, data.valid and data.test as dates"
+        )
+    for name, split in (("validation", splits.valid), ("test", splits.test)):
+        count, period = starts_in_training(split)
+        if count:
+            log.warning(
+                "%d of %d %s samples start in the training period, %s",
+                *(count, len(split), name, period),
+            )
+
+
+def _period(label: str, first: str, last: str) -> str:
+    """Return the training period of a member as text."""
+    return f"{first} to {last}" + (f", member {label}" if label else "")
 
 
 def check_start(folder: Path, description: dict, *, resume: bool) -> None:
@@ -231,7 +266,7 @@ def describe_data(splits: Splits) -> str:
     steps = f"{data.input_steps} input time{'s' if data.input_steps > 1 else ''}"
     lines = [f"{data.lead_time:g} h forecasts of {variables}, from {steps}"]
     if data.diagnostics:
-        lines.append(f"of these no inputs: {', '.join(data.diagnostics)}")
+        lines.append(f"diagnostics, which are no inputs: {', '.join(data.diagnostics)}")
     if data.forcings:
         lines.append(f"forcings: {', '.join(data.forcings)}")
     for name, split in (
@@ -244,6 +279,9 @@ def describe_data(splits: Splits) -> str:
         last = split.start_time(len(split) - 1)
         if first is not None and last is not None:
             line += f", starting {_minutes(first)} to {_minutes(last)} UTC"
+        if split.left_out:
+            total = len(split) + split.left_out
+            line += f"; {split.left_out} of {total} are left out, because times are missing"
         lines.append(line)
     return "\n".join(lines)
 
@@ -305,6 +343,7 @@ def _train_owned(
             schema = schema_of(values, folder / LAST)
         splits, training = hydra_app.build_data(config, schema)
         check_same_data(splits, folder)
+        check_periods(splits, config)
         if mesh.get_rank() == 0:  # the memory of a host may hold the graph once, not once a rank
             whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
@@ -469,12 +508,15 @@ def _as_arguments(sharding: dict[str, Any] | None) -> str:
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    choose_config = partial(primary_config, sys.argv[1:])
+    arguments = [hydra_app.expand_home(argument) for argument in sys.argv[1:]]
+    choose_config = partial(primary_config, arguments)
     if not is_launched():
         hydra_app.run_command("train", prepare, choose_config)
         return
     if int(os.environ["RANK"]) != 0:  # only rank 0 has Hydra's folder and log
-        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
+        own = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
+        keys = tuple(argument.partition("=")[0] + "=" for argument in own)
+        sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(keys)] + own
     status = 0
     try:
         hydra_app.run_command("train", prepare, choose_config)

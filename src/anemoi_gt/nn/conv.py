@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, Optional
 
 import torch
@@ -114,6 +115,12 @@ class GraphTransformerConv(MessagePassing):
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
         **kwargs: Any,
     ):
+        unknown = [name for name in kwargs if name not in signature(MessagePassing).parameters]
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} has no argument {unknown[0]}: backend and precision are "
+                "those of config=AttentionConfig(...)"
+            )
         kwargs.setdefault("aggr", "add")
         # as in PyG's TransformerConv: messages are [E, heads, C]
         super().__init__(node_dim=0, **kwargs)

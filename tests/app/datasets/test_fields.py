@@ -246,6 +246,7 @@ def test_the_default_graph_fits_any_grid_and_a_global_one_does_not_fit_a_region(
         ({"variables": ["t3m"]}, "must be among .*z_850.*, in one role each, got t3m missing"),
         ({"variables": ["t2m"], "forcings": ["t2m"]}, "in one role each, got t2m twice"),
         ({"variables": ["lsm"]}, "in one role each, got lsm without time"),
+        ({"variables": []}, "must be among .*z_850.*, got none, and no diagnostics"),
         (
             {"lead_time": 5},
             r"must have 2 inputs and a truth 5 h apart, got none in the 40 times 6 h apart of "
@@ -434,3 +435,44 @@ def test_a_missing_package_is_named_with_its_extra(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "xarray", None)
     with pytest.raises(ImportError, match=r"pip install 'anemoi-gt\[xarray\]'"):
         fields_of(file)
+
+
+def test_times_as_text_and_jittered_times_are_dates(tmp_path):
+    """As in files of WRF with `Times` only, and of hours as fractions of days."""
+    weather = weather_file()[["t2m"]].rename(time="Time")
+    text = np.array([str(time)[:19].replace("T", "_") for time in TIMES], "S19")
+    weather.drop_vars("Time").assign(Times=("Time", text)).to_netcdf(tmp_path / "wrf.nc")
+    assert np.array_equal(fields_of(str(tmp_path / "wrf.nc")).times, TIMES)
+    jitter = (np.arange(40) % 3 - 1) * np.timedelta64(70, "ms")
+    weather.assign_coords(Time=TIMES + jitter).to_netcdf(tmp_path / "jitter.nc")
+    assert np.array_equal(fields_of(str(tmp_path / "jitter.nc")).times, TIMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", r"a folder must be a zarr, for its files give a pattern, .*/\*\.nc"),
+        ("a.zarr.zip", "unpack it first, a zipped zarr into a folder"),
+        ("references.json", "references of kerchunk must be opened by xarray"),
+    ],
+)
+def test_what_is_no_file_of_fields_has_a_remedy(name, message, file, tmp_path):
+    path = tmp_path / name
+    if name:
+        path.write_bytes(b"x")
+    with pytest.raises(ValueError, match=f"cannot be read: {message}"):
+        fields_of(str(path))
+
+
+def test_a_start_between_two_times_names_them(file):
+    test = field_data(file).test
+    with pytest.raises(ValueError, match="nearest: 2020-01-02T06:00 and 2020-01-02T12:00"):
+        test.starting_at("2020-01-02T08")
+
+
+def test_irregular_times_are_told_by_their_spacing(tmp_path):
+    times = TIMES + np.arange(40) * np.timedelta64(7, "m")
+    times = times + (np.arange(40) % 2) * np.timedelta64(1, "h")
+    weather_file(times=times).to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(ValueError, match="40 times 5.1.* to 7.1.* h apart"):
+        field_data(str(tmp_path / "a.nc"))

@@ -11,14 +11,20 @@ Samples are left out if any of their times is missing in the data. Present and t
 within its split; inputs may reach back into the previous split, as in an operational forecast.
 Means and standard deviations come from the training samples, or from the checkpoint of a trained
 model. Each member of an ensemble has its own samples.
+
+A variable may have no values at the same points at all times, such as a sea temperature over land.
+Physical fields are NaN there, and inputs are filled with the mean; these points have no weight in
+statistics, loss and scores.
 """
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +37,20 @@ from anemoi_gt.app.datasets.fields import (
     arrange,
     group,
     is_static,
+    minutes,
     on_largest_grid,
+    position,
 )
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step, find_start
+from anemoi_gt.app.datasets.forecast_dataset import (
+    ForecastDataset,
+    Sample,
+    Splits,
+    Step,
+    find_start,
+)
 from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle, year_angle
 from anemoi_gt.app.datasets.readers import READERS
-from anemoi_gt.app.datasets.schema import DataSchema
+from anemoi_gt.app.datasets.schema import DataSchema, Period
 from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
 from anemoi_gt.option_checks import check_integer, check_positive
 
@@ -47,6 +61,10 @@ STATISTICS_SAMPLES = 256  # number of training samples from which statistics are
 FAR = 10.0  # standard deviations beyond the range of the training samples, of a warning
 UNKNOWN_EXTREMES = 10.0  # standard deviations from the mean, where a checkpoint has no extremes
 STATISTICS = ("mean", "deviation", "smallest", "largest", "missing")  # columns of the table
+# Values that are written for missing ones: of WMO and GIS, and netCDF's default
+FILL_VALUES = {-9999.0, -32767.0, -32768.0, *np.array([1e20, -1e20, 9.969209968386869e36], "f4")}
+QUARTILE_NODES = 20_000  # number of nodes from which quartiles are estimated, about
+FAR_OUT = 1000.0  # interquartile ranges from the quartiles of an extreme that may be a fill value
 SHARES = (0.8, 0.9)  # fractions of the times at which validation and test begin by default
 
 
@@ -106,17 +124,19 @@ def field_data(
     else:
         fields = arrange(find_variables(grouped, chosen, schema))
     require_times(fields)
+    check_spacing(fields)
     train_period, valid_period, test_period = split_times(fields.times, train, valid, test)
     if schema is not None:
         fields, roles = roles_of_schema(fields, chosen, schema)
         data = FieldDataset(fields, roles, lead_time, input_steps)
         schema.check_same(data.schema())
-        data = data.normalised_by(schema.normalisation).within(train_period).as_training_samples()
+        data = data.like(schema).within(train_period).as_training_samples()
         return Splits(data, data.within(valid_period), data.within(test_period))
     fields, roles = choose_roles(fields, chosen, train_period)
     data = FieldDataset(fields, roles, lead_time, input_steps).within(train_period)
     data.require_samples()
     data = data.with_own_normalisation().as_training_samples()
+    log_short_intervals(data)
     splits = Splits(data, data.within(valid_period), data.within(test_period))
     for split in splits:
         split.require_samples()
@@ -183,6 +203,11 @@ def select(grouped: Mapping[str, list[Series]], chosen: ChosenRoles) -> Mapping[
     if chosen.variables is None:
         return on_largest_grid(grouped)
     forecast = [*chosen.variables, *(chosen.diagnostics or [])]
+    if not forecast:
+        raise ValueError(
+            f"variables must be among {', '.join(grouped)}, got none, and no diagnostics: leave "
+            "data.variables out for all that change with time"
+        )
     names = [*forecast, *(chosen.forcings or [])]
     check_names(names, forecast, grouped)
     wanted = {name: grouped[name] for name in grouped if name in names}
@@ -254,6 +279,32 @@ def require_times(fields: Fields) -> None:
             "files must have a time coordinate of dates in the standard calendar, found none for "
             f"{', '.join(fields.readers)} in {fields.source}"
         )
+
+
+def check_spacing(fields: Fields) -> None:
+    """Raise ValueError if the times are calendar months or years, whose lengths vary."""
+    days = np.diff(fields.times) / np.timedelta64(1, "D")
+    if len(days) == 0 or days.min() == days.max():
+        return
+    for name, shortest, longest in (("months", 28, 31), ("years", 365, 366)):
+        if days.min() >= shortest and days.max() <= longest:
+            raise ValueError(
+                f"times must be a constant step apart, those of {fields.source} are {name}, "
+                f"{days.min():g} to {days.max():g} days apart: forecasts of {name} are not "
+                "supported; take means of a constant number of days, as by resample(time='30D')"
+            )
+
+
+def log_short_intervals(data: "FieldDataset") -> None:
+    """Name the outputs that are sums or means of less than the lead time, in the log."""
+    for name in data.variables:
+        interval = data.keys[name].interval if name in data.keys else ""
+        length = re.match(r"([\d.]+)(h|m)\b", interval)
+        if length and float(length[1]) / (60 if length[2] == "m" else 1) < data.lead_time:
+            log.info(
+                "%s is of %s, and the lead time is %g h: forecasts are of the last %s of it",
+                *(name, interval, data.lead_time, interval.split(" ")[0]),
+            )
 
 
 def roles_of_schema(
@@ -339,6 +390,30 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
     return masks
 
 
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Statistics of the training samples, by which inputs and the change are normalised.
+
+    Parameters
+    ----------
+    mean, std, smallest, largest : Tensor
+        [variables and forcings].
+    change_mean, change_std : Tensor
+        [V], of the change in a lead time.
+    missing : Tensor, optional
+        [N, variables and forcings] bool, where a variable has no values at any time; None if all
+        variables have values everywhere.
+    """
+
+    mean: Tensor
+    std: Tensor
+    smallest: Tensor
+    largest: Tensor
+    change_mean: Tensor
+    change_std: Tensor
+    missing: Tensor | None = None
+
+
 class FieldDataset(ForecastDataset):
     """Forecasts of fields; it has no samples until `within` or `starting_at` selects some.
 
@@ -348,9 +423,9 @@ class FieldDataset(ForecastDataset):
 
     time_encoding = "sine and cosine of local solar time and of the day of the year"
     reference_name = "the present, 0 for diagnostics"
-    _training: "FieldDataset | None"
-    _mean_state: Tensor | None
-    _range: "_TrainingRange | None"  # of a trained model
+    _training: "FieldDataset | None" = None
+    _mean_state: Tensor | None = None
+    _range: "_TrainingRange | None" = None  # of a trained model
 
     def __init__(self, fields: Fields, roles: Roles, lead_time: float, input_steps: int):
         self.fields = fields
@@ -359,7 +434,6 @@ class FieldDataset(ForecastDataset):
         self.nodes = fields.nodes
         self.grid = fields.grid
         self.members = fields.members
-        self.weights = cell_weights(fields.nodes)
         self.diagnostics = roles.diagnostics
         self.forcings = roles.forcings
         self.variables = (*roles.variables, *roles.diagnostics)
@@ -393,26 +467,47 @@ class FieldDataset(ForecastDataset):
         position = (position - position.mean(dim=0)) / position.std(dim=0).clamp(min=1e-6)
         self._position = position.float()
         self.starts = np.empty(0, dtype=int)  # states, `member * T + time`
-        self._mean = torch.zeros(len(self._names))
-        self._std = torch.ones(len(self._names))
-        self._smallest = torch.zeros(len(self._names))
-        self._largest = torch.zeros(len(self._names))
-        self._range = None
-        self.change_mean = torch.zeros(len(self.variables))
-        self.change_std = torch.ones(len(self.variables))
-        self._training = None
-        self._mean_state = None
+        self._node_weights = cell_weights(fields.nodes)
+        zeros, ones = torch.zeros(len(self._names)), torch.ones(len(self._names))
+        num_variables = len(self.variables)
+        self._set(
+            Statistics(zeros, ones, zeros, zeros, zeros[:num_variables], ones[:num_variables])
+        )
+
+    def _set(self, statistics: Statistics) -> None:
+        self.statistics = statistics
+        self.change_mean = statistics.change_mean
+        self.change_std = statistics.change_std
+        self.weights = self._node_weights
+        if statistics.missing is not None:
+            missing = statistics.missing[:, : len(self.variables)]
+            if missing.any():
+                weights = self._node_weights[:, None] * ~missing
+                self.weights = weights / weights.mean(dim=0)
+
+    def _copy(self, statistics: Statistics | None = None, **changes: Any) -> "FieldDataset":
+        """Return the same fields with other samples or statistics."""
+        other = copy.copy(self)
+        vars(other).update(changes)
+        if statistics is not None:
+            other._set(statistics)
+        return other
 
     def within(self, period: np.ndarray) -> "FieldDataset":
         """Return the samples of a period [T] bool that have inputs and truth.
 
         The normalisation stays the same.
         """
+        times = self.fields.times
         after = self._find(1)
-        has_truth = after >= 0
-        return self._starting(
-            np.flatnonzero(self._has_inputs() & has_truth & period & period[after])
-        )
+        has_all = self._has_inputs() & (after >= 0) & period & period[after]
+        expected = np.zeros(0, dtype=bool)
+        if period.any():  # those that a record without gaps would have
+            first_start = times[0] + (self.input_steps - 1) * self._step
+            last_start = times[period][-1] - self._step
+            expected = period & (times >= first_start) & (times <= last_start)
+        left_out = int(expected.sum() - has_all.sum()) * len(self.members)
+        return self._starting(np.flatnonzero(has_all))._copy(left_out=left_out)
 
     def starting_at(self, start: str) -> "FieldDataset":
         """Return the samples, one per member, that start at a date or the "latest" time.
@@ -440,25 +535,33 @@ class FieldDataset(ForecastDataset):
     def with_own_normalisation(self) -> "FieldDataset":
         """Return the same samples, normalised by their own means and deviations.
 
-        Raises ValueError if a variable does not change.
+        Raises ValueError if a variable does not change, has no values, or has values that look like
+        an undeclared fill value; FloatingPointError if points without values change.
         """
         samples = self._statistics_samples()
-        other = copy.copy(self)
-        extremes = _Extremes(len(self._names))
-        states = (self._read(self._index(i, 0)) for i in samples)
-        moments = _moments(extremes.watch(states), self.weights)
-        _, other._mean, std = moments
-        other._std = torch.where(std > 0, std, 1.0)
-        other._smallest, other._largest = extremes.smallest, extremes.largest
-        log.info("%s", self._table(moments, extremes))
-        if extremes.missing.any():
+        states = [int(self.starts[i]) for i in samples]
+        seen = _Extremes(len(self.nodes), len(self._names))
+        moments = _moments(seen.watch(self._read(t) for t in states), self._node_weights)
+        _, mean, std = moments
+        log.info("%s", self._table(moments, seen))
+        missing = self._find_missing(seen)
+        self._check_fill_values(states, seen)
+        other = self._copy(replace(self.statistics, missing=missing))
+        least_growth = torch.full((len(self.variables),), torch.inf)
+
+        def changes() -> Iterator[Tensor]:
+            nonlocal least_growth
             for i in samples:
-                self._at(i, 0)  # raises with name and date
-        changes = (self.truth(i) - self.reference(i) for i in samples)
-        _, other.change_mean, other.change_std = _moments(changes, self.weights)
+                # these raise, with name and date, if points without values change
+                present, truth = other.present(i), other.truth(i)
+                growth = (truth - present).nan_to_num(nan=torch.inf).amin(dim=0)
+                least_growth = torch.minimum(least_growth, growth)
+                yield truth - other._without_diagnostics(present)
+
+        _, change_mean, change_std = _moments(changes(), self._node_weights)
         constant = []
-        for name, change_std in zip(self.variables, other.change_std, strict=True):
-            if not change_std > 0:
+        for name, spread in zip(self.variables, change_std, strict=True):
+            if not spread > 0:
                 constant.append(name)
         if constant:
             names = ",".join(constant)
@@ -466,34 +569,131 @@ class FieldDataset(ForecastDataset):
                 f"variables must change within {self.lead_time:g} h, {names} does not: leave it "
                 f"out of data.variables, or take it as an input only, data.forcings=[{names}]"
             )
-        return other
+        for v, name in enumerate(self.variables):
+            if least_growth[v] >= 0:
+                log.warning(
+                    "%s never decreases at any point, as a sum since the start of a run does: take "
+                    "its differences in time, if it is one",
+                    name,
+                )
+        std = torch.where(std > 0, std, 1.0)
+        extremes = (seen.smallest, seen.largest)
+        return self._copy(Statistics(mean, std, *extremes, change_mean, change_std, missing))
+
+    def _check_fill_values(self, states: Sequence[int], seen: "_Extremes") -> None:
+        """Raise ValueError if an extreme of a variable looks like an undeclared fill value.
+
+        It is one of `FILL_VALUES`, or further from the quartiles than `FAR_OUT` times their
+        difference, while all other values are within a hundredth of its distance.
+        """
+        every = len(self.nodes) // QUARTILE_NODES + 1
+        some = torch.cat([self._read(t)[::every] for t in states[:: len(states) // 8 + 1]])
+        values = torch.where(torch.isfinite(some), some, torch.nan).double().numpy()
+        for v in range(len(self._names)):
+            if np.isnan(values[:, v]).all():  # missing at these nodes
+                continue
+            quartiles = np.nanquantile(values[:, v], [0.25, 0.75])
+            extremes = (seen.smallest[v].item(), seen.largest[v].item())
+            for extreme, quartile in zip(extremes, quartiles, strict=True):
+                distance = abs(extreme - quartile)
+                is_far = 0 < FAR_OUT * (quartiles[1] - quartiles[0]) < distance
+                if extreme in FILL_VALUES or (
+                    is_far and self._is_alone(v, states, extreme, quartile)
+                ):
+                    t, n = self._first(v, states, extreme)
+                    time = minutes(self.fields.times[t % len(self.fields.times)])
+                    raise ValueError(
+                        f"{self._names[v]} must have its fill value declared, got {extreme:g} at "
+                        f"{position(self.nodes, n)}, {time}, where half of the values are from "
+                        f"{quartiles[0]:g} to {quartiles[1]:g}: set its attribute _FillValue in "
+                        f"the file, or leave {self._names[v]} out"
+                    )
+
+    def _is_alone(self, v: int, states: Sequence[int], extreme: float, quartile: float) -> bool:
+        """Return whether all other values are within a hundredth of the distance of an extreme."""
+        for t in states:
+            values = self._read(t)[:, v].double()
+            others = values[torch.isfinite(values) & (values != extreme)]
+            if ((others - quartile).abs() > abs(extreme - quartile) / 100).any():
+                return False
+        return True
+
+    def _first(self, v: int, states: Sequence[int], value: float) -> tuple[int, int]:
+        """Return the first state and node that have a value."""
+        for t in states:
+            found = torch.nonzero(self._read(t)[:, v] == value)[:, 0].tolist()
+            if found:
+                return t, found[0]
+        raise LookupError(f"{value} must be a value of {self._names[v]}")
+
+    def _find_missing(self, seen: "_Extremes") -> Tensor | None:
+        """Return the points without values at any time, [N, names], or None.
+
+        Raises ValueError if a variable has no values at all.
+        """
+        if not seen.always_missing.any():
+            return None
+        for v, name in enumerate(self._names):
+            count = int(seen.always_missing[:, v].sum())
+            if count == len(self.nodes):
+                raise ValueError(
+                    f"{name} must have values, got none at any point: leave it out of "
+                    "data.variables and data.forcings"
+                )
+            if count:
+                log.info(
+                    "%s has no values at %d of %d points, as over land: they are filled with its "
+                    "mean, and have no weight in statistics, loss and scores",
+                    *(name, count, len(self.nodes)),
+                )
+        return seen.always_missing
 
     def as_training_samples(self) -> "FieldDataset":
         """Return the same samples; their mean is a baseline, also for other periods."""
-        other = copy.copy(self)
-        other._training = self
-        return other
+        return self._copy(_training=self)
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return means and standard deviations of variables and forcings, and of the change."""
-        return super().normalisation() | {
-            "mean": self._mean,
-            "std": self._std,
-            "smallest": self._smallest,
-            "largest": self._largest,
-        }
+        names = ("mean", "std", "smallest", "largest", "change_mean", "change_std")
+        return {name: getattr(self.statistics, name) for name in names}
 
-    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "FieldDataset":
         """Return the same samples, normalised by the statistics of `normalisation`."""
-        other = super().normalised_by(normalisation)
-        other._mean = normalisation["mean"].float()
-        other._std = normalisation["std"].float()
-        # checkpoints of 0.3.0 have no extremes
-        spread = UNKNOWN_EXTREMES * other._std
-        other._smallest = normalisation.get("smallest", other._mean - spread).float()
-        other._largest = normalisation.get("largest", other._mean + spread).float()
-        other._range = _TrainingRange(other._smallest, other._largest, other._std)
-        return other
+        values = {name: tensor.float() for name, tensor in normalisation.items()}
+        if "smallest" not in values:  # checkpoints of 0.3.0 have no extremes
+            spread = UNKNOWN_EXTREMES * values["std"]
+            values |= {"smallest": values["mean"] - spread, "largest": values["mean"] + spread}
+        statistics = Statistics(**values, missing=self.statistics.missing)
+        extremes = _TrainingRange(statistics.smallest, statistics.largest, statistics.std)
+        return self._copy(statistics, _range=extremes)
+
+    def like(self, schema: DataSchema) -> "FieldDataset":
+        """Return the same samples with statistics, missing points and periods of a model."""
+        missing = None
+        if schema.missing:
+            missing = torch.zeros(len(self.nodes), len(self._names), dtype=torch.bool)
+            for name, points in schema.missing.items():
+                missing[:, self._names.index(name)] = torch.from_numpy(points)
+        other = self._copy(replace(self.statistics, missing=missing))
+        return other.normalised_by(schema.normalisation)._copy(trained_periods=schema.periods)
+
+    def missing_points(self) -> dict[str, np.ndarray]:
+        """Return the variables without values at some points, and these points, [N] bool."""
+        missing = self.statistics.missing
+        if missing is None:
+            return {}
+        columns = {name: missing[:, v].numpy() for v, name in enumerate(self._names)}
+        return {name: points for name, points in columns.items() if points.any()}
+
+    def periods(self) -> tuple[Period, ...]:
+        """Return first and last start of the samples of each member, after those of the model."""
+        own = []
+        for m, label in enumerate(self.members):
+            starts = self.starts[self.starts // len(self.fields.times) == m]
+            if len(starts):
+                times = self.fields.times[starts % len(self.fields.times)]
+                own.append((label, minutes(times[0]), minutes(times[-1])))
+        return tuple(dict.fromkeys((*self.trained_periods, *own)))
 
     def physical_inputs(self) -> "FieldInputs":
         """Return the module that converts physical values to input channels."""
@@ -503,8 +703,9 @@ class FieldDataset(ForecastDataset):
         return FieldInputs(
             names=self.input_names[: len(columns)],
             units=tuple(units[self._names[column]] for column in columns),
-            mean=self._mean[columns],
-            std=self._std[columns],
+            mean=self.statistics.mean[columns],
+            std=self.statistics.std[columns],
+            missing=self._missing()[:, columns],
             position=self._position,
             longitudes=torch.from_numpy(self.nodes.radians[:, 1].copy()),
             present=slice(first_present, first_present + self._prognostic),
@@ -512,9 +713,12 @@ class FieldDataset(ForecastDataset):
         )
 
     def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the physical input channels of sample i, [N, P], and its start time."""
+        """Return the physical input channels of sample i, [N, P], and its start time.
+
+        Points without values have the mean.
+        """
         steps = enumerate(self._inputs, start=1 - self.input_steps)
-        fields = torch.cat([self._at(i, step)[:, columns] for step, columns in steps], dim=1)
+        fields = torch.cat([self._filled(i, step)[:, columns] for step, columns in steps], dim=1)
         seconds = self.start_time(i).astype("datetime64[ms]").astype("int64") / 1000
         return fields, torch.tensor(seconds, dtype=torch.float64)
 
@@ -524,6 +728,14 @@ class FieldDataset(ForecastDataset):
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return the normalised sample i; the target is 0 at points without values."""
+        sample = super().__getitem__(i)
+        if self.statistics.missing is None:
+            return sample
+        missing = self.statistics.missing[:, : len(self.variables)]
+        return Sample(sample.inputs, sample.target.masked_fill(missing, 0.0))
 
     def inputs(self, i: int) -> Tensor:
         return self._channels(i, [])
@@ -542,17 +754,18 @@ class FieldDataset(ForecastDataset):
         """Return the step after these forecasts. Raises ValueError if forcings are missing."""
         state = forecasts[-1] if forecasts else self.present(i)
         end = self._index(i, len(forecasts) + 1)
-        truth = None if end is None else self._read(end)[:, : len(self.variables)]
+        truth = None if end is None else self._state(end)[:, : len(self.variables)]
         return Step(self._channels(i, forecasts), self._without_diagnostics(state), truth)
 
     def title(self, i: int) -> str:
-        """Return the start of the forecast and its lead time."""
-        start = np.datetime_as_string(self.start_time(i), unit="m").replace("T", " ")
-        title = f"{start} UTC + {self.lead_time:g} h"
-        if len(self.fields.members) == 1:
-            return title
-        member = self.fields.members[self.starts[i] // len(self.fields.times)]
-        return f"{title}, member {member}"
+        """Return the start of the forecast, its lead time, and its member."""
+        title = f"{minutes(self.start_time(i))} UTC + {self.lead_time:g} h"
+        # a single 0 is what files without an ensemble have
+        return title if self.members in (("",), ("0",)) else f"{title}, member {self.member(i)}"
+
+    def member(self, i: int) -> str:
+        """Return the label of the ensemble member of sample i, "" if it has none."""
+        return self.members[self.starts[i] // len(self.fields.times)]
 
     def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:
         """Return persistence, and the mean of the training samples at each node."""
@@ -566,16 +779,14 @@ class FieldDataset(ForecastDataset):
         mean = self._mean_state
         if mean is None:
             states = (self.present(i) for i in self._statistics_samples())
-            mean, _, _ = _moments(states, self.weights)
+            mean, _, _ = _moments(states, self._node_weights)
             self._mean_state = mean
         return mean
 
     def _starting(self, times: np.ndarray) -> "FieldDataset":
         """Return the samples of all members that start at these time indices."""
-        members = np.arange(len(self.fields.members))[:, None]
-        other = copy.copy(self)
-        other.starts = (members * len(self.fields.times) + times).ravel()
-        return other
+        members = np.arange(len(self.members))[:, None]
+        return self._copy(starts=(members * len(self.fields.times) + times).ravel())
 
     def _statistics_samples(self) -> list[int]:
         """Return the samples from which statistics are estimated."""
@@ -592,7 +803,10 @@ class FieldDataset(ForecastDataset):
         times = self.fields.times
         spacing = ""
         if len(times) > 1:
-            spacing = f" {np.median(np.diff(times)) / np.timedelta64(1, 'h'):g} h apart"
+            hours = np.diff(times) / np.timedelta64(1, "h")
+            spacing = f" {np.median(hours):g} h apart"
+            if hours.min() != hours.max():
+                spacing = f" {hours.min():.6g} to {hours.max():.6g} h apart"
         return (
             f"each split must have {self.input_steps} inputs and a truth {self.lead_time:g} h "
             f"apart, got none in the {len(times)} times{spacing} of {self.fields.source}: change "
@@ -606,26 +820,49 @@ class FieldDataset(ForecastDataset):
         return None if index < 0 else member * len(self.fields.times) + int(index)
 
     def _at(self, i: int, step: int) -> Tensor:
-        """Return a state, [N, variables and forcings]; raise if any value is not finite."""
+        """Return the state of a sample, [N, variables and forcings]; raise like `_state`."""
         t = self._index(i, step)
         assert t is not None  # samples have all inputs and a truth
+        return self._state(t)
+
+    def _state(self, t: int) -> Tensor:
+        """Return a state, [N, variables and forcings], NaN at points without values.
+
+        Raises FloatingPointError if other values are not finite, or these points have values.
+        """
         state = self._read(t)
-        is_finite = torch.isfinite(state).all(dim=0)
-        if not is_finite.all():
-            name = self._names[int(is_finite.int().argmin())]
+        is_wrong = torch.isfinite(state) == self._missing()
+        if is_wrong.any():
+            v = int(is_wrong.any(dim=0).int().argmax())
+            n = int(is_wrong[:, v].int().argmax())
+            name = self._names[v]
             date = np.datetime_as_string(self.fields.times[t % len(self.fields.times)], unit="m")
+            problem = f"{name} must be finite, got NaN or infinity at {date}"
+            if self._missing()[:, v].any():
+                problem = (
+                    f"{name} must have values at the same points at all times, got "
+                    f"{state[n, v]:g} at {position(self.nodes, n)}, {date}"
+                )
             raise FloatingPointError(
-                f"{name} must be finite, got NaN or infinity at {date}: leave it out of "
-                "data.variables, or fill it in the file"
+                f"{problem}: leave it out of data.variables, or fill it in the file"
             )
         return state
+
+    def _filled(self, i: int, step: int) -> Tensor:
+        """Return the state of a sample, with the mean at points without values."""
+        return torch.where(self._missing(), self.statistics.mean, self._at(i, step))
+
+    def _missing(self) -> Tensor:
+        """Return the points without values, [N, variables and forcings], or [1, ..] if none."""
+        missing = self.statistics.missing
+        return torch.zeros(1, len(self._names), dtype=torch.bool) if missing is None else missing
 
     def _read_file(self, t: int) -> Tensor:
         """Read a state, [N, variables and forcings]."""
         values = [self.fields.readers[name](t) for name in self._names]
         return torch.from_numpy(np.stack(values, axis=1))
 
-    def _table(self, moments: tuple[Tensor, Tensor, Tensor], extremes: "_Extremes") -> str:
+    def _table(self, moments: tuple[Tensor, Tensor, Tensor], seen: "_Extremes") -> str:
         """Return a table of the variables in the training samples, for the log."""
         _, mean, std = moments
         roles = ["variable"] * self._prognostic + ["diagnostic"] * len(self.diagnostics)
@@ -634,9 +871,10 @@ class FieldDataset(ForecastDataset):
         rows = [["name", "in the file", "level", "units", "role", *STATISTICS]]
         for v, name in enumerate(self._names):
             key = self.keys.get(name, Key(name))
-            missing = int(extremes.missing[v])
-            numbers = [extremes.smallest[v], extremes.largest[v]]
-            figures = ["-", "-"] if missing else [f"{mean[v]:.5g}", f"{std[v]:.3g}"]
+            missing = int(seen.missing[v])
+            numbers = [seen.smallest[v], seen.largest[v]]
+            changes = missing != seen.states * int(seen.always_missing[:, v].sum())
+            figures = ["-", "-"] if changes else [f"{mean[v]:.5g}", f"{std[v]:.3g}"]
             figures += [f"{number:.5g}" for number in numbers]
             words = [name, key.parameter, key.text(), units[name], roles[v]]
             rows.append([*words, *figures, str(missing)])
@@ -659,12 +897,15 @@ class FieldDataset(ForecastDataset):
                 raise ValueError(
                     f"a rollout needs the forcings of every step, the data end before step {step}"
                 )
-            fields = self._at(i, field_step)
+            fields = self._filled(i, field_step)
             if self._range is not None:
                 self._range.compare(self._names, fields)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
-            channels.append(((fields - self._mean) / self._std)[:, columns])
+                # forecasts are NaN at points without values
+                fields = torch.where(self._missing(), self.statistics.mean, fields)
+            normalised = (fields - self.statistics.mean) / self.statistics.std
+            channels.append(normalised[:, columns])
         return torch.cat([*channels, self._position, self._clock(i, now)], dim=1)
 
     def _clock(self, i: int, step: int) -> Tensor:
@@ -679,9 +920,10 @@ class FieldDataset(ForecastDataset):
         return torch.from_numpy(clock).float()
 
     def _without_diagnostics(self, state: Tensor) -> Tensor:
-        """Return a state [N, V] with 0 for diagnostics."""
+        """Return a state [N, V] with 0 for diagnostics, except at points without values."""
         state = state.clone()
-        state[:, self._prognostic :] = 0
+        diagnostics = state[:, self._prognostic :]
+        state[:, self._prognostic :] = torch.where(diagnostics.isnan(), diagnostics, 0.0)
         return state
 
 
@@ -689,11 +931,13 @@ class FieldInputs(PhysicalInputs):
     """The input channels of `FieldDataset`: normalised fields, position, solar time, day of year.
 
     `present` selects the channels of the variables at the present. `diagnostics` is the number of
-    diagnostics, whose reference is 0.
+    diagnostics, whose reference is 0. At points where a channel has no values, `missing`, [N, P] or
+    [1, P] bool, it may be anything, and its forecast has no meaning.
     """
 
     mean: Tensor  # buffers
     std: Tensor
+    missing: Tensor
     position: Tensor
     longitudes: Tensor
 
@@ -703,6 +947,7 @@ class FieldInputs(PhysicalInputs):
         units: Iterable[str],
         mean: Tensor,
         std: Tensor,
+        missing: Tensor,
         position: Tensor,
         longitudes: Tensor,
         present: slice,
@@ -715,6 +960,7 @@ class FieldInputs(PhysicalInputs):
         self.diagnostics = diagnostics
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
+        self.register_buffer("missing", missing)
         self.register_buffer("position", position)
         self.register_buffer("longitudes", longitudes)
 
@@ -723,6 +969,7 @@ class FieldInputs(PhysicalInputs):
         self, fields: Tensor, time: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return normalised channels [B, N, in_channels] and the reference [B, N, V]."""
+        fields = torch.where(self.missing, self.mean, fields)
         local = day_angle(time)[:, None] + self.longitudes  # [B, N]
         year = year_angle(time)[:, None].expand_as(local)
         clock = torch.stack([local.sin(), local.cos(), year.sin(), year.cos()], dim=2).float()
@@ -734,12 +981,14 @@ class FieldInputs(PhysicalInputs):
 
 
 class _Extremes:
-    """Smallest and largest value, and number of values that are not finite, of V variables."""
+    """Extremes of V variables in states of N nodes, and their values that are not finite."""
 
-    def __init__(self, variables: int):
+    def __init__(self, nodes: int, variables: int):
         self.smallest = torch.full((variables,), torch.inf)
         self.largest = torch.full((variables,), -torch.inf)
         self.missing = torch.zeros(variables, dtype=torch.int64)
+        self.always_missing = torch.ones(nodes, variables, dtype=torch.bool)
+        self.states = 0
 
     def watch(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield states [N, V], and note their extremes: states are read from files once."""
@@ -750,6 +999,8 @@ class _Extremes:
             self.smallest = torch.minimum(self.smallest, lowest)
             self.largest = torch.maximum(self.largest, highest)
             self.missing += (~is_finite).sum(dim=0)
+            self.always_missing &= ~is_finite
+            self.states += 1
             yield state
 
 
@@ -778,21 +1029,23 @@ class _TrainingRange:
 def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean of states per node [N, V], and weighted mean and deviation [V].
 
-    Deviations within rounding error become 0.
+    Over the values that are finite; a node without any has a mean of NaN. Deviations within
+    rounding error become 0.
     """
     weights = weights[:, None].double()
-    count = 0
-    total = squares = torch.zeros((), dtype=torch.float64)
+    count = total = share = squares = torch.zeros((), dtype=torch.float64)
     for state in states:
-        count += 1
-        total = total + state.double()
-        squares = squares + (state.double().square() * weights).mean(0)
-    mean = total / count
-    square = squares / count
-    overall = (mean * weights).mean(dim=0)
+        is_finite = torch.isfinite(state)
+        values = torch.where(is_finite, state, 0.0).double()
+        count = count + is_finite
+        total = total + values
+        share = share + (is_finite * weights).mean(dim=0)
+        squares = squares + (values.square() * weights).mean(dim=0)
+    overall = (total * weights).mean(dim=0) / share
+    square = squares / share
     variance = square - overall.square()
     std = torch.where(variance > 1e-12 * square, variance, 0.0).sqrt()
-    return mean.float(), overall.float(), std.float()
+    return (total / count).float(), overall.float(), std.float()
 
 
 def cell_weights(nodes: Nodes) -> Tensor:

@@ -1,20 +1,22 @@
 """Fields by their keys, and their arrangement into variables, valid times and members.
 
-A reader returns a list of `Series`: fields that differ only in their valid time, each known by
+A reader returns a list of `Series`: fields that differ only in their valid time. All their keys are
+equal, or they are two variables:
 
-    parameter, level, interval    they tell variables from each other
-    units, grid                   the same within a variable
-    member, valid time            each combination once
-    experiment version            the same within a variable, or changes with time
+    key                 parameter, levels, interval, and all else that the file says of a field
+    units, grid         the same within a variable
+    member, valid time  each combination once, and the same other keys at all times of a member
+    experiment version  the same within a variable, or changes with time
 
 `group` makes variables of them, and `arrange` puts variables side by side. Both refuse what is
-twice, missing or mixed, and name the two fields.
+twice, missing or mixed, and name the two fields and their keys that differ.
 """
 
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,54 +36,100 @@ class FieldError(ValueError):
 
 
 class Level(NamedTuple):
-    """A vertical level, or the position along another dimension that is neither grid nor time.
+    """A vertical level or layer, or the position along another dimension but grid and time.
 
     `kind` is one of `KINDS` or the name of the file for it, "" if the file says nothing. `value` is
-    in hPa for pressure, otherwise as in the file; None if the kind has no value. `label` is the
-    value as the file has it, for names, and `text` describes the level, with its units.
+    in hPa for pressure, otherwise as in the file, text or a number; None if the kind has no value.
+    `label` is the value as the file has it, for names, and `text` describes the level, with its
+    units. `bottom` is the second surface of a layer.
     """
 
     kind: str
-    value: float | None
+    value: float | str | None
     label: str
     text: str
+    bottom: float | None = None
 
     def matches(self, other: "Level") -> bool:
         """Return whether two levels are the same, as far as both files tell."""
         same_kind = self.kind == other.kind or "" in (self.kind, other.kind)
-        return same_kind and self.value == other.value
+        return same_kind and (self.value, self.bottom) == (other.value, other.bottom)
+
+
+def rounded(value: float) -> float:
+    """Return a value to six digits, so that 0.07 of float32 and of float64 are one level."""
+    return float(f"{value:.6g}")
+
+
+OtherKeys = tuple[tuple[str, Any], ...]  # names and values
 
 
 class Key(NamedTuple):
     """Keys that identify a variable within a file.
 
     `interval` is the length and kind of an accumulation or mean, such as "6h accum", `INSTANT`, or
-    "" if the file says nothing. `levels` has an entry for each dimension.
+    "" if the file says nothing. `levels` has an entry for each dimension. `others` are all other
+    keys of the field; None if they are unknown, as in checkpoints of 0.4.0.
     """
 
     parameter: str
     levels: tuple[Level, ...] = ()
     interval: str = ""
+    others: OtherKeys | None = ()
 
     def matches(self, other: "Key") -> bool:
         """Return whether two keys are the same, as far as both files tell."""
-        if self.parameter != other.parameter:
-            return False
-        if self.interval and other.interval and self.interval != other.interval:
-            return False
-        if not self.levels or not other.levels:
+        return self.parameter == other.parameter and not self.differences(other)
+
+    def differences(self, other: "Key") -> list[str]:
+        """Return how two keys differ besides the parameter, as far as both files tell."""
+        levels, other_levels = self.levels, other.levels
+        if self.others is None or other.others is None:  # 0.4.0 knew one surface of a layer
+            levels, other_levels = (
+                tuple(level._replace(bottom=None) for level in both)
+                for both in (levels, other_levels)
+            )
+        if not levels or not other_levels:
             # Files that do not tell the level of a field at the surface are common.
-            return all(level.value is None for level in self.levels + other.levels)
-        return len(self.levels) == len(other.levels) and all(
-            level.matches(same) for level, same in zip(self.levels, other.levels, strict=True)
-        )
+            same_levels = all(level.value is None for level in levels + other_levels)
+        else:
+            same_levels = len(levels) == len(other_levels) and all(
+                level.matches(same) for level, same in zip(levels, other_levels, strict=True)
+            )
+        differences = []
+        if not same_levels:
+            differences.append(_not("level", *(_levels_text(key) for key in (self, other))))
+        if self.interval and other.interval and self.interval != other.interval:
+            differences.append(_not("interval", self.interval, other.interval))
+        mine, theirs = dict(self.others or ()), dict(other.others or ())
+        for name, value in mine.items():
+            if name in theirs and theirs[name] != value:
+                differences.append(_not(name, value, theirs[name]))
+        return differences
 
     def text(self) -> str:
         """Return level and interval, such as "500 hPa", or "" if the file has neither."""
-        words = [level.text for level in self.levels]
+        words = [_levels_text(self)]
         if self.interval != INSTANT:
             words.append(self.interval)
         return ", ".join(word for word in words if word)
+
+
+def _levels_text(key: Key) -> str:
+    return ", ".join(level.text for level in key.levels if level.text)
+
+
+def _not(name: str, value: object, other: object) -> str:
+    """Return two values of a key, such as "percentileValue 10, not 90"."""
+    texts = ["none" if text in ("", None) else str(text) for text in (value, other)]
+    return f"{name} {texts[0]}, not {texts[1]}"
+
+
+def told_apart(one: OtherKeys, other: OtherKeys) -> str:
+    """Return the first five keys that differ or that one of two lacks, for messages, or ""."""
+    mine, theirs = dict(one), dict(other)
+    names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+    return "; ".join(_not(name, mine.get(name), theirs.get(name)) for name in names[:5])
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +190,8 @@ class Series:
         From the index of a time, 0 without time, to values [N] float32.
     member, version : str
         Ensemble member and version of the experiment; "" if the file has none.
+    member_keys : tuple
+        All other keys of the member, which are equal at all its times.
     origin : str
         Start and step of a forecast, "analysis", or "", for messages.
     """
@@ -153,6 +203,7 @@ class Series:
     read: Callable[[int], np.ndarray]
     source: str
     member: str = ""
+    member_keys: OtherKeys = ()
     version: str = ""
     origin: str = ""
     attributes: dict[str, str] = field(default_factory=dict)
@@ -224,8 +275,9 @@ def _at_first_time(read: Callable[[int], np.ndarray], num_times: int, index: int
 def group(series: Sequence[Series]) -> dict[str, list[Series]]:
     """Return the series of each variable, by a name that distinguishes it from the others.
 
-    A parameter with one key keeps its name; otherwise level and interval are appended, as far as
-    they differ: `z_500`, `z_sfc`, `tp_6h`. Raises ValueError if two keys would get one name.
+    A parameter with one key keeps its name; otherwise level, interval and other keys are appended,
+    as far as they differ: `z_500`, `z_sfc`, `tp_6h`, `t2m_percentileValue10`. Raises ValueError if
+    two keys would get one name.
     """
     by_key: dict[Key, list[Series]] = {}
     for one in series:
@@ -241,8 +293,8 @@ def group(series: Sequence[Series]) -> dict[str, list[Series]]:
         name = _name(key, of_parameter[key.parameter])
         if name in variables:
             raise ValueError(
-                f"fields must have distinct names, {name} would be {variables[name][0].describe()} "
-                f"and {same[0].describe()}: rename one in its file"
+                f"fields must have distinct names, {name} would be "
+                f"{_two(variables[name][0], same[0])}: rename one, or read files of one of them"
             )
         variables[name] = same
     return variables
@@ -255,14 +307,31 @@ def _name(key: Key, keys: Sequence[Key]) -> str:
     for d, level in enumerate(key.levels):
         if len(kinds) > 1:
             words.append(KINDS.get(level.kind, level.kind) + level.label)
-        elif len({other.levels[d].value for other in keys}) > 1:
+        elif len({(other.levels[d].value, other.levels[d].bottom) for other in keys}) > 1:
             words.append(level.label)
     intervals = {other.interval for other in keys}
     lengths = {interval.split(" ")[0] for interval in intervals}
     if len(intervals) > 1 and key.interval not in ("", INSTANT):
         length, kind = key.interval.split(" ")
         words.append(length if len(lengths) == len(intervals) else f"{length}_{kind}")
-    return "_".join(words)
+    # of the same level and interval: the first key that differs between all, or all that differ
+    alike = [dict(other.others or ()) for other in keys if _place(other) == _place(key)]
+    own = dict(key.others or ())
+    values: dict[str, set] = {}
+    for name in dict.fromkeys(name for others in alike for name in others):
+        values[name] = {others.get(name) for others in alike}
+    differing = [name for name, several in values.items() if len(several) > 1]
+    telling = [name for name in differing if len(values[name]) == len(alike)][:1] or differing
+    for name in telling:
+        if name in own:
+            is_text = isinstance(own[name], str)
+            words.append(re.sub(r"\W+", "_", own[name]) if is_text else f"{name}{own[name]}")
+    return "_".join(word for word in words if word)
+
+
+def _place(key: Key) -> tuple:
+    """Return level and interval of a key."""
+    return [(level.kind, level.value, level.bottom) for level in key.levels], key.interval
 
 
 def on_largest_grid(variables: Mapping[str, list[Series]]) -> dict[str, list[Series]]:
@@ -323,6 +392,7 @@ def arrange(variables: Mapping[str, list[Series]]) -> Fields:
         log.info("of one time only, taken as without time: %s", ", ".join(single))
     static = frozenset({name for name, count in num_times.items() if count == 0} | set(single))
     states = {name: _States(series) for name, series in variables.items() if name not in static}
+    _cut_ends(states)
     times, members = _axes(states)
     readers: dict[str, Callable[[int], np.ndarray]] = {}
     for name, series in variables.items():
@@ -357,14 +427,25 @@ def _count_times(series: Sequence[Series]) -> int:
 def _check_alike(one: Series, other: Series) -> None:
     """Raise ValueError unless two series of a variable have the same units, and both a time."""
     if one.units != other.units:
-        raise ValueError(_two("a variable must have one unit", one, other) + ": convert one")
+        raise ValueError(f"a variable must have one unit, got {_two(one, other)}: convert one")
     if bool(len(one.times)) != bool(len(other.times)):
-        raise ValueError(_two("a variable must have a time in all files or in none", one, other))
+        raise ValueError(
+            f"a variable must have a time in all files or in none, got {_two(one, other)}"
+        )
 
 
-def _two(rule: str, one: Series, other: Series) -> str:
-    """Return a message about two series that do not fit each other."""
-    return f"{rule}, got {one.describe()} and {other.describe()}"
+def _two(one: Series, other: Series) -> str:
+    """Return two series that do not fit each other, and the keys that differ, for messages."""
+    return f"{one.describe()} and {other.describe()}{_apart(one, other)}"
+
+
+def _apart(one: Series, other: Series) -> str:
+    """Return the keys that tell two series of one parameter apart, in brackets, or ""."""
+    if one.key.parameter != other.key.parameter:
+        return ""
+    mine, theirs = ((series.key.others or ()) + series.member_keys for series in (one, other))
+    text = told_apart(mine, theirs)
+    return f" (their keys differ: {text})" if text else ""
 
 
 def _two_grids(one: Series, other: Series) -> str:
@@ -398,7 +479,7 @@ def _constants(series: Sequence[Series]) -> dict[str, Callable[[], np.ndarray]]:
         first = by_member.setdefault(one.member, one)
         if one is not first and not np.array_equal(first.read(0), one.read(0), equal_nan=True):
             raise ValueError(
-                _two("a variable without time must be the same in all files", first, one)
+                f"a variable without time must be the same in all files, got {_two(first, one)}"
             )
     # read from the file once, although every sample has them
     return {member: lru_cache(1)(partial(one.read, 0)) for member, one in by_member.items()}
@@ -427,6 +508,13 @@ class _States:
 
     def _add_member(self, member: str) -> None:
         indices = [i for i, one in enumerate(self.series) if one.member == member]
+        first = self.series[indices[0]]
+        for i in indices:
+            if self.series[i].member_keys != first.member_keys:
+                raise ValueError(
+                    "a member must have the same keys at all times, got "
+                    f"{_two(first, self.series[i])}: read one of them, or give them two numbers"
+                )
         counts = [len(self.series[i].times) for i in indices]
         times = np.concatenate([self.series[i].times for i in indices])
         owner = np.repeat(indices, counts)
@@ -462,10 +550,40 @@ class _States:
         owner, local = self._places[label]
         return self.series[owner[time]].read(int(local[time]))
 
+    def keep(self, times: np.ndarray) -> None:
+        """Keep these times only."""
+        for member, own in self.times.items():
+            kept = np.isin(own, times)
+            owner, local = self._places[member]
+            self.times[member] = own[kept]
+            self._places[member] = owner[kept], local[kept]
+
     def at(self, time: np.datetime64, member: str) -> Series:
         """Return the series that has a time, which must be there, of a member."""
         owner, _ = self._places[member]
         return self.series[owner[np.searchsorted(self.times[member], time)]]
+
+
+def _cut_ends(states: Mapping[str, _States]) -> None:
+    """Leave out times at the ends that variables of different intervals do not share.
+
+    A sum of the first six hours stands at 06, and the analysis of the same file begins at 00.
+    """
+    if len({one.series[0].key.interval for one in states.values()}) < 2:
+        return
+    axes = [times for one in states.values() for times in one.times.values()]
+    common = reduce(np.intersect1d, axes)
+    if len(common) == 0:
+        return
+    between = [times[(times >= common[0]) & (times <= common[-1])] for times in axes]
+    if not all(np.array_equal(times, common) for times in between):
+        return  # `_axes` names what is missing
+    every = reduce(np.union1d, axes)
+    if len(every) > len(common):
+        ends = f"{minutes(common[0])} to {minutes(common[-1])}"
+        log.info("times from %s are common to sums, means and instants, others are left out", ends)
+    for one in states.values():
+        one.keep(common)
 
 
 def _axes(states: Mapping[str, _States]) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -473,32 +591,37 @@ def _axes(states: Mapping[str, _States]) -> tuple[np.ndarray, tuple[str, ...]]:
     if not states:
         return np.empty(0, "datetime64[ns]"), ("",)
     first = next(iter(states.values()))
-    ensemble = next((one for one in states.values() if "" not in one.times), first)
+    ensemble = next((one for one in states.values() if set(one.times) != {""}), first)
     members = tuple(ensemble.times)
-    times = next(iter(first.times.values()))
+    without = [name for name, one in states.items() if set(one.times) == {""}]
+    if without and members != ("",):
+        log.info("the same for all members, of which they have none: %s", ", ".join(without))
+    first_member, times = next(iter(first.times.items()))
     for one in states.values():
-        if "" not in one.times and tuple(one.times) != members:
+        if set(one.times) != {""} and tuple(one.times) != members:
             raise ValueError(
                 f"all variables must have the same members, got {', '.join(members)} of "
                 f"{ensemble.series[0].describe()} and {', '.join(one.times)} of "
-                f"{one.series[0].describe()}"
+                f"{one.series[0].describe()}{_apart(ensemble.series[0], one.series[0])}"
             )
         for member, other_times in one.times.items():
             if np.array_equal(times, other_times):
                 continue
+            lacking, having = (one, member), (first, first_member)
             missing = np.setdiff1d(times, other_times)
-            lacking, having = one, first
             if len(missing) == 0:
+                lacking, having = having, lacking
                 missing = np.setdiff1d(other_times, times)
-                lacking, having = first, one
-            having_member = member if member in having.times else next(iter(having.times))
-            there = having.at(missing[0], having_member)
+            states_lacking, label = lacking
+            absent = next(s for s in states_lacking.series if s.member == label)
+            states_having, label = having
+            there = states_having.at(missing[0], label)
             count = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(
                 "all variables and members must have the same times, "
-                f"{lacking.series[0].describe()} is missing at {minutes(missing[0])}{count}, where "
-                f"there is {there.describe(missing[0])}: choose data.variables and data.forcings "
-                "without one of them, or keep the times of both"
+                f"{absent.describe()} is missing at {minutes(missing[0])}{count}, where there is "
+                f"{there.describe(missing[0])}{_apart(absent, there)}: choose "
+                "data.variables and data.forcings without one of them, or keep the times of both"
             )
     return times, members
 

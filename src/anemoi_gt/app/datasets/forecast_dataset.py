@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from anemoi_gt.app.datasets.fields import Grid, Key
 from anemoi_gt.app.datasets.physical import PhysicalInputs
-from anemoi_gt.app.datasets.schema import DataSchema
+from anemoi_gt.app.datasets.schema import DataSchema, Period
 from anemoi_gt.data.nodes import Nodes
 
 
@@ -59,7 +59,8 @@ class ForecastDataset(Dataset, ABC):
     nodes : Nodes
         N grid points.
     weights : Tensor
-        [N] float32 of mean 1: weights of the nodes in loss and scores.
+        [N] float32 of mean 1: weights of the nodes in loss and scores; or [N, V], a column per
+        variable, 0 at points where physical fields are NaN, as at sea points of a soil moisture.
     variables, units : tuple of str
         Names and physical units of the V variables.
     lead_time : float
@@ -78,6 +79,10 @@ class ForecastDataset(Dataset, ABC):
         The dimensions of the nodes in the data, for files of forecasts.
     members : tuple of str
         Labels of the ensemble members; the samples of `starting_at` are one for each.
+    left_out : int
+        Number of samples that are left out because some of their times are missing.
+    trained_periods : tuple
+        The `periods` of the training samples of a trained model.
     attributes : dict of str to dict
         CF attributes of the variables, such as `standard_name`, for files of forecasts.
     """
@@ -101,6 +106,8 @@ class ForecastDataset(Dataset, ABC):
     reference_name: str = "the present"
     grid: Grid | None = None
     members: tuple[str, ...] = ("",)
+    left_out: int = 0
+    trained_periods: tuple[Period, ...] = ()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -130,6 +137,10 @@ class ForecastDataset(Dataset, ABC):
         """Return the start time of sample i, or None if samples have no dates."""
         return None
 
+    def member(self, i: int) -> str:
+        """Return the label of the ensemble member of sample i, "" if it has none."""
+        return ""
+
     def starting_at(self, start: str) -> "ForecastDataset":
         """Return the data set reduced to the sample that starts at a date or the "latest" time.
 
@@ -156,6 +167,14 @@ class ForecastDataset(Dataset, ABC):
         other.change_mean = normalisation["change_mean"].float()
         other.change_std = normalisation["change_std"].float()
         return other
+
+    def missing_points(self) -> dict[str, np.ndarray]:
+        """Return the variables without values at some points, and these points, [N] bool."""
+        return {}
+
+    def periods(self) -> tuple[Period, ...]:
+        """Return first and last start of these samples, by member; none if they have no dates."""
+        return ()
 
     def physical_inputs(self) -> PhysicalInputs:
         """Return the module that converts physical values to input channels, for packages.
@@ -191,6 +210,8 @@ class ForecastDataset(Dataset, ABC):
             time_encoding=self.time_encoding,
             nodes=self.nodes,
             normalisation=self.normalisation(),
+            missing=self.missing_points(),
+            periods=self.periods(),
         )
 
     @property
@@ -262,6 +283,23 @@ class ForecastDataset(Dataset, ABC):
         return {"persistence": self.present}
 
 
+def starts_in_training(samples: ForecastDataset) -> tuple[int, str]:
+    """Return the number of samples that start in a training period of their member, and its text.
+
+    The periods are those of the trained model. Data without members are compared with all.
+    """
+    found: dict[int, Period] = {}
+    for i in range(len(samples)):
+        for label, first, last in samples.trained_periods:
+            is_same = label == samples.member(i) or "" in (label, samples.member(i))
+            time = samples.start_time(i)
+            if time is not None and is_same and np.datetime64(first) <= time <= np.datetime64(last):
+                found[i] = (label, first, last)
+    firsts = [first for _, first, _ in found.values()]
+    lasts = [last for _, _, last in found.values()]
+    return len(found), f"{min(firsts)} to {max(lasts)}" if found else ""
+
+
 def with_units(name: str, units: str) -> str:
     """Return "name [units]", or the name if there are no units."""
     return f"{name} [{units}]" if units else name
@@ -282,10 +320,12 @@ def find_start(times: np.ndarray, start: str) -> int:
         ) from None
     index = int(np.searchsorted(times, date))
     if index == len(times) or times[index] != date:
-        first = np.datetime_as_string(times[0], unit="m")
-        last = np.datetime_as_string(times[-1], unit="m")
+        near = times[max(0, index - 1) : index + 1]
+        nearest = " and ".join(np.datetime_as_string(time, unit="m") for time in near)
+        first, last = (np.datetime_as_string(time, unit="m") for time in times[[0, -1]])
         raise ValueError(
-            f"start must be a time of the data, which are from {first} to {last}, got {start}"
+            f"start must be a time of the data, which are from {first} to {last}, got {start}; "
+            f"nearest: {nearest}"
         )
     return index
 

@@ -1,5 +1,9 @@
-"""Fields from GRIB files: each message is a field, with the coordinates and scanning of ecCodes."""
+"""Fields from GRIB files: each message is a field, with the coordinates and scanning of ecCodes.
 
+Two messages are of one variable if all keys of their product sections are equal, but `MAY_DIFFER`.
+"""
+
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -8,15 +12,48 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from anemoi_gt.app.datasets.fields import INSTANT, FieldError, Grid, Key, Level, Series
+from anemoi_gt.app.datasets.fields import (
+    INSTANT,
+    FieldError,
+    Grid,
+    Key,
+    Level,
+    OtherKeys,
+    Series,
+    rounded,
+)
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 
 Get = Callable[[str], Any]  # a key of one message, or None; a message is a handle of ecCodes
 
-PRESSURE = {"isobaricInhPa": 1.0, "isobaricInPa": 0.01}  # in hPa
+# Keys of the product section, of edition 1 or 2, by which messages of one variable may differ.
+MAY_DIFFER = re.compile(
+    # dates and steps, which the valid time and the interval tell, and the version
+    "(yearOfCentury|centuryOfReferenceTimeOfData|month|day|hour|minute|second)$"
+    "|(year|month|day|hour|minute|second)OfEndOfOverallTimeInterval"
+    "|forecastTime|indicatorOfUnit(ForForecastTime|OfTimeRange)|unitOfTimeRange|P1$|P2$"
+    "|experimentVersionNumber"
+    # values of the level, which are read as floats
+    "|level$|scale(Factor|dValue)Of(First|Second)FixedSurface"
+    # the model that made the field, its class, what it waited for, and how many fields it lacked
+    "|generatingProcessIdentifier|backgroundProcess|marsClass|(hours|minutes)AfterDataCutoff"
+    "|number(OfMissing|Missing)"
+    # sizes, the number of the grid, and bits of packing
+    "|section|numberOfSection|gridDefinition|decimalScaleFactor|reserved|padding"
+)
+INSTANTS = (0, 1, 10)  # time range indicators of edition 1, by the size of the step
+MISSING = 2**31 - 1  # a key of edition 2 that is coded as missing
+IMPOSSIBLE = -1e300  # no value of a field: decoded for missing ones
+# Keys by which members may differ, with their values if only some may: control and perturbed
+MEMBER: dict[str, tuple[int, ...]] = {
+    "perturbationNumber": (),
+    "typeOfEnsembleForecast": (),
+    "typeOfProcessedData": (3, 4),
+    "marsType": (10, 11),
+}
+HECTOPASCALS = {"isobaricInhPa": 0.01, "isobaricInPa": 0.01}  # of a value of edition 2, in Pa
 LEVELS = {"hybrid": "model level", "heightAboveGround": "height", "depthBelowSea": "depth"}
-ENSEMBLE = ("cf", "pf")  # control and perturbed forecasts
 # Grids whose points ecCodes lists row by row, with sizes of rows and columns.
 ROWS = {
     "regular_ll": ("Nj", "Ni"),
@@ -38,6 +75,7 @@ def read_grib(path: str) -> tuple[list[Series], dict[str, str]]:
     series: list[Series] = []
     left_out: dict[str, str] = {}
     grids: dict[str, Grid] = {}
+    split: dict[OtherKeys, tuple[OtherKeys, OtherKeys]] = {}
     with open(path, "rb") as file:
         eccodes.codes_grib_multi_support_reset_file(file)
         for message, offset, part in _messages(eccodes, file):
@@ -50,7 +88,10 @@ def read_grib(path: str) -> tuple[list[Series], dict[str, str]]:
             if grid_key not in grids:
                 grids[grid_key] = _grid(eccodes, message, path)
             read = partial(_read, path, offset, part)
-            series.append(_series(get, name, grids[grid_key], read, path))
+            keys = _product_keys(eccodes, message)
+            if keys not in split:  # messages of one variable and member share them
+                split[keys] = _split(keys)
+            series.append(_series(get, name, split[keys], grids[grid_key], read, path))
     if not series and not left_out:
         raise EOFError("it holds no message")
     return series, left_out
@@ -82,28 +123,87 @@ def _get(eccodes: ModuleType, message: int, key: str) -> Any:
     return None if value in ("unknown", "undef") else value
 
 
+def _product_keys(eccodes: ModuleType, message: int) -> OtherKeys:
+    """Return the keys of the product section but `MAY_DIFFER`, and the type of processed data."""
+    values: dict[str, Any] = {}
+    section = "section1Length"  # of edition 1, which has no type of processed data
+    if eccodes.codes_get(message, "edition", int) == 2:
+        section = "section4Length"
+        for name in ("discipline", "typeOfProcessedData"):
+            values[name] = _coded(eccodes, message, name)
+    inside = False
+    iterator = eccodes.codes_keys_iterator_new(message)
+    try:
+        eccodes.codes_skip_computed(iterator)
+        while eccodes.codes_keys_iterator_next(iterator):  # in the order of the message
+            name = eccodes.codes_keys_iterator_get_name(iterator)
+            if re.fullmatch(r"section\dLength", name):
+                inside = name == section
+            if inside and not MAY_DIFFER.match(name):
+                values[name] = _coded(eccodes, message, name)
+    finally:
+        eccodes.codes_keys_iterator_delete(iterator)
+    if values.get("timeRangeIndicator") in INSTANTS:
+        values["timeRangeIndicator"] = 0
+    return tuple(values.items())
+
+
+def _coded(eccodes: ModuleType, message: int, name: str) -> Any:
+    """Return the value of a key as it is coded: two codes of a table may have one text."""
+    kind = float if eccodes.codes_get_native_type(message, name) is float else int
+    try:
+        return eccodes.codes_get(message, name, kind)
+    except eccodes.ArrayTooSmallError:
+        return tuple(eccodes.codes_get_array(message, name, kind).tolist())
+    except eccodes.CodesInternalError:  # text
+        return eccodes.codes_get(message, name, str)
+
+
 def _parameter(get: Get) -> str:
     """Return the name of a parameter, such as t2m, as the Climate Data Store does in NetCDF."""
-    return get("cfVarName") or get("shortName") or f"param{get('paramId')}"
+    name = get("cfVarName") or get("shortName")
+    if name:
+        return name
+    numbers = ("discipline", "parameterCategory", "parameterNumber")
+    if get("edition") == 1:
+        numbers = ("centre", "table2Version", "indicatorOfParameter")
+    return "_".join(["param", *(str(get(key)) for key in numbers)])
+
+
+def _split(keys: OtherKeys) -> tuple[OtherKeys, OtherKeys]:
+    """Return the keys of the variable, and those by which members of a variable may differ."""
+    if "perturbationNumber" not in dict(keys):
+        return keys, ()
+    of_member = []
+    for name, value in keys:
+        if name in MEMBER and (not MEMBER[name] or value in MEMBER[name]):
+            of_member.append((name, value))
+    return tuple(pair for pair in keys if pair not in of_member), tuple(of_member)
 
 
 def _series(
-    get: Get, name: str, grid: Grid, read: Callable[[int], np.ndarray], path: str
+    get: Get,
+    name: str,
+    keys: tuple[OtherKeys, OtherKeys],
+    grid: Grid,
+    read: Callable[[int], np.ndarray],
+    path: str,
 ) -> Series:
-    """Return the field of a message."""
+    """Return the field of a message, with the keys of its variable and of its member."""
     attributes = {"long_name": get("name"), "standard_name": get("cfName")}
-    is_member = get("dataType") in ENSEMBLE or bool(get("number"))
+    number = get("perturbationNumber")
     step = str(get("stepRange") or "0")
     reference = _time(get("dataDate"), get("dataTime"))
     origin = "analysis" if get("dataType") == "an" else f"start {_text(reference)} + {step} h"
     return Series(
-        key=Key(name, _levels(get), _interval(step, get("stepType"))),
+        key=Key(name, _levels(get), _interval(step, get("stepType")), keys[0]),
         units=str(get("units") or ""),
         grid=grid,
         times=np.array([_time(get("validityDate"), get("validityTime"))]),
         read=read,
         source=path,
-        member=str(get("number")) if is_member and get("number") is not None else "",
+        member="" if number is None else str(number),
+        member_keys=keys[1],
         version=str(get("expver") or ""),
         origin=origin,
         attributes={key: str(value) for key, value in attributes.items() if value},
@@ -113,16 +213,37 @@ def _series(
 def _levels(get: Get) -> tuple[Level, ...]:
     """Return the level of a message; the height of 2 m temperature is part of its parameter."""
     kind = str(get("typeOfLevel") or "")
-    if str(get("shortName") or "")[:1].isdigit() and kind in ("surface", "heightAboveGround"):
-        kind = "surface"
-    value = float(get("level") or 0)
-    if kind in PRESSURE:
-        hectopascals = value * PRESSURE[kind]
-        units = kind.removeprefix("isobaricIn")
-        return (Level("pressure", hectopascals, f"{value:g}", f"{value:g} {units}"),)
-    if kind in ("", "surface", "meanSea", "entireAtmosphere"):
+    value, bottom = _surfaces(get)
+    height = re.match(r"\d+", str(get("shortName") or ""))
+    is_named = height is not None and value in (0, int(height[0])) and bottom is None
+    if is_named and kind in ("surface", "heightAboveGround"):
+        return (Level("surface", None, "", "surface"),)
+    if kind in ("", "surface", "meanSea", "entireAtmosphere") and value == 0 and bottom is None:
         return (Level(kind or "surface", None, "", kind),)
-    return (Level(LEVELS.get(kind, kind), value, f"{value:g}", f"{kind} {value:g}"),)
+    if kind in HECTOPASCALS:
+        return (Level("pressure", value, f"{value:g}", f"{value:g} hPa"),)
+    label = f"{value:g}" if bottom is None else f"{value:g}-{bottom:g}"
+    return (Level(LEVELS.get(kind, kind), value, label, f"{kind} {label}", bottom),)
+
+
+def _surfaces(get: Get) -> tuple[float, float | None]:
+    """Return the values of the first and the second surface, in hPa for pressure levels."""
+    kind = get("typeOfLevel")
+    if get("edition") == 1:
+        scale = 0.01 if kind == "isobaricInPa" else 1.0
+        top, below = (float(get(key) or 0) for key in ("topLevel", "bottomLevel"))
+        return rounded(top * scale), None if below == top else rounded(below)
+    scale = HECTOPASCALS.get(kind, 1.0)
+    values = []
+    for surface in ("First", "Second"):
+        factor, scaled = (
+            get(f"{part}Of{surface}FixedSurface") for part in ("scaleFactor", "scaledValue")
+        )
+        value = None
+        if scaled not in (None, MISSING):
+            value = rounded(scaled / 10.0 ** (0 if factor == MISSING else factor) * scale)
+        values.append(value)
+    return values[0] or 0.0, values[1]
 
 
 def _interval(step: str, kind: str | None) -> str:
@@ -139,7 +260,12 @@ def _interval(step: str, kind: str | None) -> str:
 
 
 def _time(date: int, time: int) -> np.datetime64:
-    """Return the time of a date 20190331 and a time of day 1800."""
+    """Return the time of a date 20190331 and a time of day 1800.
+
+    Raises FieldError for a year that NumPy's nanoseconds cannot hold.
+    """
+    if not 1678 <= date // 10000 <= 2261:
+        raise FieldError(f"years must be from 1678 to 2261, got the date {date}")
     day = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "ns")
     return day + np.timedelta64(time // 100 * 60 + time % 100, "m")
 
@@ -182,10 +308,10 @@ def _read(path: str, offset: int, part: int, _: int) -> np.ndarray:
         for _ in range(part + 1):
             message = eccodes.codes_grib_new_from_file(file)
             try:
+                # The default, 9999, is also a value, such as of visibility.
+                eccodes.codes_set(message, "missingValue", IMPOSSIBLE)
                 values = eccodes.codes_get_values(message)
-                if eccodes.codes_get(message, "bitmapPresent"):
-                    missing = eccodes.codes_get(message, "missingValue", float)
-                    values[values == missing] = np.nan
+                values[values == IMPOSSIBLE] = np.nan
             finally:
                 eccodes.codes_release(message)
     return values.astype(np.float32)

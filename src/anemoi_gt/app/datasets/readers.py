@@ -57,6 +57,7 @@ def read_anemoi(path: str | Path) -> list[Series]:
     return series
 
 
+ZARR_METADATA = (".zgroup", ".zmetadata", "zarr.json")
 READERS: dict[str, Callable[[Any], list[Series]]] = {"xarray": read_files, "anemoi": read_anemoi}
 
 
@@ -66,6 +67,8 @@ def _find(path: str | Path | Sequence[str]) -> list[str]:
     patterns: Sequence[object] = path if is_list else [path]  # type: ignore[assignment]
     files: list[str] = []
     for pattern in map(str, patterns):
+        if "://" not in pattern:
+            pattern = str(Path(pattern).expanduser())
         found = sorted(glob(pattern)) or [pattern]
         if "://" not in pattern and not Path(found[0]).exists():
             raise FileNotFoundError(f"no file {pattern}: give the data as data.path=FILE")
@@ -73,16 +76,36 @@ def _find(path: str | Path | Sequence[str]) -> list[str]:
     return files
 
 
+def check_format(file: str) -> None:
+    """Raise ValueError with the remedy for what holds fields, but is no file of them."""
+    path = Path(file)
+    remedy = None
+    if path.is_dir() and not any((path / name).exists() for name in ZARR_METADATA):
+        suffixes = sorted({member.suffix for member in path.iterdir() if member.is_file()})
+        remedy = "a folder must be a zarr, for its files give a pattern"
+        if suffixes:
+            remedy += f', "data.path={file}/*{suffixes[0]}"'
+    elif path.suffix == ".zip":
+        remedy = "unpack it first, a zipped zarr into a folder"
+    elif path.suffix in (".json", ".parquet", ".parq"):
+        remedy = (
+            "references of kerchunk must be opened by xarray: write them as a zarr, by "
+            "xarray.open_dataset(FILE, engine='kerchunk').to_zarr('FILE.zarr')"
+        )
+    if remedy is not None:
+        raise ValueError(f"{file} cannot be read: {remedy}")
+
+
 def _read(file: str) -> tuple[list[Series], dict[str, str]]:
     """Return the fields of a file, and why others were left out."""
+    check_format(file)
     try:
         if "://" in file or Path(file).is_dir():
-            opened, zeros = open_zarr(file)
+            opened = open_zarr(file)
         elif is_grib(file):
             return read_grib(file)
         else:
             opened = open_netcdf(file)
-            zeros = []
     except (ImportError, FieldError):
         raise
     except Exception as error:  # each format raises errors of its own
@@ -90,7 +113,4 @@ def _read(file: str) -> tuple[list[Series], dict[str, str]]:
         raise ValueError(
             f"{file} must be a NetCDF, zarr or GRIB file, and cannot be read: {reason}"
         ) from error
-    if zeros:
-        names = ", ".join(zeros)
-        log.info("%s: 0 is a value, although it fills missing chunks, of %s", file, names)
     return read_dataset(opened, file)

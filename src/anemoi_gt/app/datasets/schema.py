@@ -19,6 +19,9 @@ from anemoi_gt.data.nodes import Nodes
 
 log = logging.getLogger(__name__)
 
+# Label of a member, first and last start of its training samples, as "2019-03-01 06:00".
+Period = tuple[str, str, str]
+
 TEXT = ("variables", "diagnostics", "forcings", "constants", "input_names")
 
 
@@ -39,9 +42,9 @@ class DataSchema:
     units : dict of str to str
         Units of each variable and forcing; "" if unknown.
     keys : dict of str to Key
-        Parameter, level and interval of each variable and forcing in its file. Data are searched by
-        them, because the name of a variable depends on the others of its file. Empty for data that
-        are not from files, and for checkpoints of 0.3.0.
+        All keys of each variable and forcing in its file. Data are searched by them, because the
+        name of a variable depends on the others of its file. Empty for data that are not from
+        files, and for checkpoints of 0.3.0.
     input_names : tuple of str
         Names of the input channels, in order.
     lead_time : float
@@ -56,6 +59,11 @@ class DataSchema:
         The grid, in the order of the data.
     normalisation : dict of str to Tensor
         Means and standard deviations by name, for `ForecastDataset.normalised_by`.
+    missing : dict of str to np.ndarray
+        Variables that have no values at some points, and these points, [N] bool.
+    periods : tuple
+        Label of the member, first and last start of all training samples; empty if they have no
+        dates, and for checkpoints before 0.5.0.
     """
 
     variables: tuple[str, ...]
@@ -71,6 +79,8 @@ class DataSchema:
     time_encoding: str
     nodes: Nodes
     normalisation: dict[str, Tensor]
+    missing: dict[str, np.ndarray]
+    periods: tuple[Period, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint; coordinates are compressed float32 degrees."""
@@ -85,12 +95,17 @@ class DataSchema:
         values["normalisation"] = [
             [name, tensor.tolist()] for name, tensor in self.normalisation.items()
         ]
+        values["missing"] = [
+            [name, zlib.compress(np.packbits(points).tobytes())]
+            for name, points in self.missing.items()
+        ]
+        values["periods"] = list(map(list, self.periods))
         return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DataSchema":
         """Restore a schema from `to_dict`. Raises ValueError if an entry is missing."""
-        values = dict(values)
+        values = {"missing": [], "periods": []} | values
         if "keys" not in values and "levels" in values:
             log.warning(
                 "the checkpoint was written by 0.3.0, which did not keep the levels and intervals "
@@ -110,6 +125,13 @@ class DataSchema:
         values |= {name: tuple(values[name]) for name in TEXT}
         values["units"] = dict(values["units"])
         values["keys"] = {name: _key(plain) for name, plain in values["keys"]}
+        values["missing"] = {
+            name: np.unpackbits(
+                np.frombuffer(zlib.decompress(packed), np.uint8), count=len(nodes)
+            ).astype(bool)
+            for name, packed in values["missing"]
+        }
+        values["periods"] = tuple(tuple(period) for period in values["periods"])
         statistics = values.pop("normalisation")
         normalisation = {
             name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in statistics
@@ -160,16 +182,15 @@ class DataSchema:
                 )
 
     def check_keys(self, keys: Mapping[str, Key]) -> None:
-        """Raise ValueError if the level or interval of a variable differs, as far as it is known.
+        """Raise ValueError if a key of a variable differs, as far as both files tell.
 
         The name of the parameter may differ.
         """
         for name, expected in self.keys.items():
-            got = keys.get(name, expected)
-            if not expected.matches(got._replace(parameter=expected.parameter)):
+            differences = expected.differences(keys.get(name, expected))
+            if differences:
                 raise ValueError(
-                    f"{name} must be at {expected.text() or 'no level'}, as in the checkpoint, got "
-                    f"{got.text() or 'no level'}"
+                    f"{name} must have the keys of the checkpoint: {'; '.join(differences)}"
                 )
 
     def check_grid(self, nodes: Nodes) -> None:
@@ -197,12 +218,20 @@ def _unpack(packed: bytes) -> np.ndarray:
 
 
 def _plain(key: Key) -> list:
-    return [key.parameter, [list(level) for level in key.levels], key.interval]
+    others = None if key.others is None else [list(pair) for pair in key.others]
+    return [key.parameter, [list(level) for level in key.levels], key.interval, others]
 
 
 def _key(plain: list) -> Key:
-    parameter, levels, interval = plain
-    return Key(parameter, tuple(Level(*level) for level in levels), interval)
+    parameter, levels, interval, *rest = plain  # 0.4.0 had these three
+    others = None
+    if rest and rest[0] is not None:
+        others = tuple((name, _as_tuple(value)) for name, value in rest[0])
+    return Key(parameter, tuple(Level(*level) for level in levels), interval, others)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
 
 
 def _text(value: Any) -> str:

@@ -1,23 +1,28 @@
 """Fields from NetCDF and zarr: xarray opens files, cf-xarray finds the coordinates of each field.
 
 A coordinate is recognised by its attributes (standard name, units; CF conventions, chapter 4), or
-by a usual name if it has none.
+by a usual name if it has none. Two arrays are of one variable if their names, `KEYS` and scalar
+coordinates without a role are equal, and the intervals that their time bounds tell.
 """
 
+import logging
+import re
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from anemoi_gt.app.datasets.fields import FieldError, Grid, Key, Level, Series
+from anemoi_gt.app.datasets.fields import FieldError, Grid, Key, Level, Series, rounded
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 
 if TYPE_CHECKING:
     import xarray
+
+log = logging.getLogger(__name__)
 
 # Roles of coordinates: standard names, and the names of those without attributes.
 STANDARD_NAMES: dict[str, tuple[str, ...]] = {
@@ -38,7 +43,7 @@ NAMES = {
     "version": ("expver",),
 }
 POLE = 1e-5  # degrees from a pole, or from the meridians of 90 degrees, that are rounded to it
-DEGREES = ("", "degree", "degrees", "deg")  # and those of CF, such as degrees_north
+DEGREES = re.compile("(degrees?|deg)?_?(north|n|east|e|true|(?P<negative>south|s|west|w))?")
 RADIANS = ("radian", "radians", "rad")
 PRESSURE = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0, "millibar": 1.0, "millibars": 1.0}
 HOURS = {
@@ -52,8 +57,12 @@ HOURS = {
 }
 VERTICAL = ("surface", "height", "heightAboveGround", "depth", "hybrid", "level", "lev", "plev")
 MODEL_LEVEL = ("model_level_number", "hybrid", "model_level")
+# attributes of a variable that must be equal at all times; the others are about grid and packing
+KEYS = ("standard_name", "cell_methods", "GRIB_stepType", "GRIB_dataType", "GRIB_typeOfLevel")
 # attributes of a variable that are copied to forecast files
-COPIED_ATTRIBUTES = ("long_name", "standard_name", "GRIB_cfName")
+COPIED_ATTRIBUTES = ("long_name", "standard_name", "cell_methods", "GRIB_cfName")
+TIME_METHOD = re.compile(r"\btime:(?: *\w+:)* *(\w+)")  # in cell_methods
+GRID_MAPPING = ("grid_mapping_name", "crs_wkt", "spatial_ref")  # attributes of one
 
 
 class LeftOutError(Exception):
@@ -71,7 +80,7 @@ def read_dataset(
     source, roles = _with_roles(source)
     _check_calendar(source, name)
     not_fields = _described_variables(source)
-    reader = _DatasetReader(source, roles, name)
+    reader = _DatasetReader(source, roles, not_fields, name)
     series: list[Series] = []
     left_out: dict[str, str] = {}
     for key in source.data_vars:
@@ -103,9 +112,31 @@ def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashab
         for role, names in NAMES.items():
             if str(key).lower() in names:
                 roles[key] = role
+    source = _with_dates_of_text(source, roles)
     if roles.get("valid_time") == "time" and roles.get("time") == "time":
         roles["time"] = "start"  # of forecasts, as cfgrib names it
     return source.set_coords([key for key in roles if key in source.data_vars]), roles
+
+
+def _with_dates_of_text(source: "xarray.Dataset", roles: dict[Hashable, str]) -> "xarray.Dataset":
+    """Return a data set in which times that are text are dates, such as WRF's `Times`."""
+    for key, variable in source.variables.items():
+        is_time = roles.get(key) == "time" or key == "Times"
+        if not is_time or variable.ndim != 1 or variable.dtype.kind not in "SUO":
+            continue
+        if not all(isinstance(value, str | bytes) for value in variable.values.tolist()):
+            continue  # dates in a calendar that NumPy does not have
+        values = variable.values.astype(bytes).astype(str).tolist()
+        try:
+            dates = np.array([text.replace("_", "T") for text in values], "datetime64[s]")
+        except ValueError:
+            continue
+        if (dates.astype("datetime64[ns]") != dates).any():  # beyond its years
+            continue
+        roles[key] = "time"
+        dates = dates.astype("datetime64[ns]")
+        source = source.assign_coords({key: (variable.dims, dates, variable.attrs)})
+    return source
 
 
 def _described_variables(source: "xarray.Dataset") -> set[Hashable]:
@@ -123,14 +154,19 @@ def _described_variables(source: "xarray.Dataset") -> set[Hashable]:
 def _check_calendar(source: "xarray.Dataset", name: str) -> None:
     """Raise ValueError for dates in another than the standard calendar."""
     for array in source.coords.values():
-        calendar = None
+        date: Any = None
         if array.dtype.kind == "O" and array.size > 0:
-            calendar = getattr(array.values.flat[0], "calendar", None)
-        if calendar is not None:
-            raise FieldError(
-                f"{name} must have dates in the standard calendar, got {calendar}: convert it in "
-                "xarray by convert_calendar('standard')"
-            )
+            date = array.values.flat[0]
+        calendar = getattr(date, "calendar", None)
+        if calendar is None:
+            continue
+        if calendar in ("standard", "gregorian", "proleptic_gregorian"):
+            raise FieldError(f"{name} must have dates from 1678 to 2261, got {date}: change them")
+        align = ", align_on='date'" if calendar == "360_day" else ""
+        raise FieldError(
+            f"{name} must have dates in the standard calendar, got {calendar}: convert it in "
+            f"xarray by convert_calendar('standard'{align})"
+        )
 
 
 class _Labels(NamedTuple):
@@ -144,9 +180,18 @@ class _Labels(NamedTuple):
 class _DatasetReader:
     """The fields of one data set; grids that several variables share are made once."""
 
-    def __init__(self, source: "xarray.Dataset", roles: Mapping[Hashable, str], name: str):
+    def __init__(
+        self,
+        source: "xarray.Dataset",
+        roles: Mapping[Hashable, str],
+        described: Collection[Hashable],
+        name: str,
+    ):
         self.source = source
         self.roles = roles
+        self.described = described  # bounds and grid mappings
+        # xarray attaches scalar coordinates to all variables, files name them for one each
+        self.names_coordinates = any("coordinates" in v.encoding for v in source.variables.values())
         self.name = name
         self._grids: dict[tuple, Grid] = {}
 
@@ -157,21 +202,42 @@ class _DatasetReader:
         grid = self._grid(array)
         attributes = {key: str(array.attrs[key]) for key in COPIED_ATTRIBUTES if key in array.attrs}
         units = str(array.attrs.get("units", array.attrs.get("GRIB_units", "")))
-        interval = self._interval(array)
+        others = tuple((key, str(array.attrs[key])) for key in KEYS if key in array.attrs)
+        self._check_constant(array)
+        array, interval = self._at_ends(array)
+        valid_range = _valid_range(array)
         for labels, part in self._split(array, grid.dims):
             valid, time_dim, origin = self._times(array, part)
             for version, times, indices in self._by_version(part, labels.version, valid, time_dim):
                 yield Series(
-                    key=Key(name, labels.levels, interval),
+                    key=Key(name, labels.levels, interval, others),
                     units=units,
                     grid=grid,
                     times=times,
-                    read=partial(_read, part, grid.dims, time_dim, indices),
+                    read=partial(_read, part, grid.dims, time_dim, indices, valid_range),
                     source=self.name,
                     member=labels.member,
                     version=version,
                     origin=origin,
                     attributes=attributes,
+                )
+
+    def _check_constant(self, array: "xarray.DataArray") -> None:
+        """Raise FieldError if member or level of a field change along its times.
+
+        As scalar coordinates of several files do, if xarray joins them in time.
+        """
+        time_dims = tuple(self._time_dims(array))
+        for key, coordinate in array.coords.items():
+            is_level = str(key).startswith((*VERTICAL, "isobaric"))
+            is_level |= coordinate.attrs.get("units") in PRESSURE
+            if coordinate.dims != time_dims or not (is_level or self.roles.get(key) == "member"):
+                continue
+            values = list(dict.fromkeys(map(str, coordinate.values.tolist())))
+            if len(values) > 1:
+                raise FieldError(
+                    f"{array.name} of {self.name} must have one {key} at all times, got "
+                    f"{' and '.join(values[:2])}: make it a dimension, or read files of one"
                 )
 
     def _find(self, array: "xarray.DataArray", role: str) -> list["xarray.DataArray"]:
@@ -255,10 +321,9 @@ class _DatasetReader:
             degrees = np.rad2deg(position.astype("float64"))
             # pi / 2 in float32 is more than 90 degrees
             return degrees.where(abs(abs(degrees) - 90) > POLE, np.sign(degrees) * 90)
-        if units in DEGREES or units.startswith(("degree_", "degrees_", "degreen", "degreee")):
-            return position
-        if units.startswith(("degreesn", "degreese")):
-            return position
+        direction = DEGREES.fullmatch(units)
+        if direction is not None:
+            return -position if direction["negative"] else position
         raise FieldError(
             f"{position.name} of {self.name} must be in degrees or radians, got {units!r}: correct "
             "its attribute units"
@@ -307,15 +372,22 @@ class _DatasetReader:
         return str(found[0].values) if found else ""
 
     def _scalar_levels(self, array: "xarray.DataArray") -> list[Level]:
-        """Return the level of a field that is on one level, from its scalar coordinate."""
+        """Return what a field has one value of: its scalar coordinates without a role."""
         levels = []
-        vertical = array.cf.coordinates.get("vertical", []) + array.cf.axes.get("Z", [])
+        named = set(str(array.encoding.get("coordinates", "")).split())
+        named |= set(str(self.source.encoding.get("coordinates", "")).split())
         for key, coordinate in array.coords.items():
-            if coordinate.ndim > 0 or coordinate.dtype.kind not in "fiu":
+            if self.names_coordinates and key not in named:
                 continue
-            is_pressure = coordinate.attrs.get("units") in PRESSURE
-            if key in vertical or str(key) in VERTICAL or is_pressure:
-                levels.append(_level(coordinate.expand_dims(str(key)), 0))
+            is_described = key in self.described or set(GRID_MAPPING) & set(coordinate.attrs)
+            if coordinate.ndim > 0 or key in self.roles or is_described:
+                continue
+            if coordinate.dtype.kind == "M":  # a date, which may differ
+                continue
+            level = _level(coordinate.expand_dims(str(key)), 0)
+            if level.value == 0 and array.attrs.get("GRIB_typeOfLevel") == str(key):
+                level = Level(level.kind, None, "", level.kind)  # cfgrib's 0 for none
+            levels.append(level)
         if not levels and array.attrs.get("GRIB_typeOfLevel") == "surface":
             levels.append(Level("surface", None, "", "surface"))
         return levels
@@ -353,7 +425,7 @@ class _DatasetReader:
             when = np.datetime_as_string(start.values, unit="m").replace("T", " ")
             origin = f"start {when}, {origin}".removesuffix(", ")
         time_dim = time.dims[0] if time.ndim else None
-        return np.atleast_1d(time.values).astype("datetime64[ns]"), time_dim, origin
+        return _to_seconds(time.values), time_dim, origin
 
     def _valid_time(self, part: "xarray.DataArray") -> "xarray.DataArray | None":
         """Return the coordinate of valid times: by its role, or the only one with dates."""
@@ -378,17 +450,44 @@ class _DatasetReader:
             indices = np.flatnonzero(versions == value)
             yield str(value), times[indices], indices
 
-    def _interval(self, array: "xarray.DataArray") -> str:
-        """Return length and kind of a mean or sum over time, from cell methods and time bounds."""
-        method = str(array.attrs.get("cell_methods", "")).partition("time: ")[2].split(" ")[0]
-        (time, *_) = [*self._find(array, "time"), None]
-        if method in ("", "point") or time is None:
-            return ""
+    def _at_ends(self, array: "xarray.DataArray") -> tuple["xarray.DataArray", str]:
+        """Return a field at the ends of its intervals, and their length and kind, such as "6h sum".
+
+        The intervals are the bounds of its times, unless `cell_methods` tell values of instants.
+        """
+        found = TIME_METHOD.search(str(array.attrs.get("cell_methods", "")))
+        method = found[1] if found else ""
+        time = self._valid_time(array)
+        if method == "point" or time is None:
+            return array, ""
         bounds = self.source.variables.get(time.attrs.get("bounds", time.encoding.get("bounds")))
-        if bounds is None or bounds.ndim != 2 or bounds.dtype.kind != "M":
-            return ""
-        lengths = np.unique(np.diff(bounds.values, axis=1) / np.timedelta64(1, "h"))
-        return f"{lengths[0]:g}h {method}" if len(lengths) == 1 else ""
+        if bounds is None or bounds.ndim != time.ndim + 1 or bounds.dtype.kind != "M":
+            if method:
+                log.info(
+                    "%s of %s is a %s over times without bounds: taken as at their ends",
+                    *(array.name, self.name, method),
+                )
+            return array, ""
+        begin, end = bounds.values.min(axis=-1), bounds.values.max(axis=-1)
+        lengths = np.unique((end - begin) / np.timedelta64(1, "h"))
+        if not lengths.any():
+            return array, ""
+        if not method:
+            log.info(
+                "%s of %s has time bounds and no cell_methods: taken as at the ends of its "
+                "intervals; 'time: point' tells instants",
+                *(array.name, self.name),
+            )
+        ends = array.assign_coords({time.name: (time.dims, end, time.attrs)})
+        length = f"{lengths[0]:g}h" if len(lengths) == 1 else "varying"
+        return ends, f"{length} {method or 'unknown'}"
+
+
+def _to_seconds(times: np.ndarray) -> np.ndarray:
+    """Return dates to the second [T]: hours as fractions of days are off by less."""
+    half = np.timedelta64(500, "ms")
+    seconds = (np.atleast_1d(times).astype("datetime64[ns]") + half).astype("datetime64[s]")
+    return seconds.astype("datetime64[ns]")
 
 
 def _sizes(array: "xarray.DataArray") -> str:
@@ -416,11 +515,12 @@ def _level(coordinate: "xarray.DataArray", index: int) -> Level:
     if isinstance(value, np.timedelta64):  # which NumPy also treats as an integer
         hours = value / np.timedelta64(1, "h")
         return Level(name, float(hours), f"{hours:g}h", f"{name} {hours:g} h")
-    if not isinstance(value, np.number):
-        return Level(name, float(index), str(index), f"{name} {value}")
+    if not isinstance(value, np.number) or np.isnan(value):
+        text = value.decode() if isinstance(value, bytes) else str(value)
+        return Level(name, text, text, f"{name} {text}")
     label = f"{value:g}"
     if units in PRESSURE:
-        hectopascals = round(float(value) * PRESSURE[units], 6)
+        hectopascals = rounded(float(value) * PRESSURE[units])
         return Level("pressure", hectopascals, label, f"{label} {units}")
     if name == "surface":
         return Level("surface", None, "", "surface")
@@ -435,7 +535,31 @@ def _level(coordinate: "xarray.DataArray", index: int) -> Level:
         kind = standard_name
     elif name not in VERTICAL:
         kind = name
-    return Level(kind, float(value), label, text)
+    return Level(kind, rounded(float(value)), label, text)
+
+
+def _valid_range(array: "xarray.DataArray") -> tuple[float, float] | None:
+    """Return the smallest and largest valid value that attributes tell, unpacked; None if none.
+
+    As in netCDF4, values beyond them are missing; xarray ignores them.
+    """
+    attrs = array.attrs
+    limits = np.array([-np.inf, np.inf])
+    scale, offset = (array.encoding.get(key) for key in ("scale_factor", "add_offset"))
+    for i, key in enumerate(("valid_min", "valid_max")):
+        limit = np.atleast_1d(attrs.get("valid_range", attrs.get(key, ())))
+        if limit.dtype.kind not in "fiu" or len(limit) not in (1, 2):
+            continue
+        limits[i] = limit[i if len(limit) == 2 else 0]
+        if limit.dtype.kind in "iu" and (scale, offset) != (None, None):  # of the packed values
+            # half a step, because values are unpacked in float32
+            step = 1.0 if scale is None else float(scale)
+            limits[i] = limits[i] * step + float(offset or 0.0) + (i - 0.5) * abs(step)
+    low, high = sorted(limits)  # a negative scale turns them round
+    if np.isinf([low, high]).all():
+        return None
+    log.info("values of %s beyond its valid range, %g to %g, are missing", array.name, low, high)
+    return low, high
 
 
 def _read(
@@ -443,12 +567,17 @@ def _read(
     grid_dims: tuple[str, ...],
     time_dim: Hashable | None,
     indices: np.ndarray,
+    valid_range: tuple[float, float] | None,
     index: int,
 ) -> np.ndarray:
-    """Return the values of a field at the time of an index, [N] float32."""
+    """Return the values of a field at the time of an index, [N] float32; NaN if not valid."""
     if time_dim is not None and time_dim in part.dims:
         part = part.isel({time_dim: int(indices[index])})
-    return part.transpose(*grid_dims).values.reshape(-1).astype(np.float32)
+    values = part.transpose(*grid_dims).values.reshape(-1).astype(np.float32)
+    if valid_range is not None:
+        low, high = valid_range
+        values[(values < low) | (values > high)] = np.nan
+    return values
 
 
 def open_netcdf(path: str) -> "xarray.Dataset":
@@ -457,29 +586,35 @@ def open_netcdf(path: str) -> "xarray.Dataset":
     return xarray.open_dataset(path, engine="netcdf4", decode_timedelta=False)
 
 
-def open_zarr(path: str) -> tuple["xarray.Dataset", list[str]]:
-    """Open a zarr; return it, and the variables in which 0 is a value.
+def open_zarr(path: str) -> "xarray.Dataset":
+    """Open a zarr.
 
     Format 2 stores a fill value for chunks that were not written, by default 0, which xarray takes
-    as missing. A variable whose fill value is 0 and that is not packed has values of 0.
+    as missing. A variable whose fill value is 0 and that is not packed has values of 0; if some of
+    its chunks were not written, their zeros are logged.
 
     Raises FieldError for a zarr of anemoi-datasets.
     """
     xarray = import_extra("xarray", "xarray")
-    import_extra("zarr", "xarray")
+    zarr = import_extra("zarr", "xarray")
     with warnings.catch_warnings():
         message = "Failed to open Zarr store with consolidated"
         warnings.filterwarnings("ignore", message, RuntimeWarning)
         raw = xarray.open_dataset(path, engine="zarr", decode_cf=False)
     if "variables" in raw.attrs and {"data", "latitudes", "dates"} <= set(raw.variables):
         raise FieldError(f"{path} is a zarr of anemoi-datasets: take data=anemoi")
-    zeros = []
+    store = zarr.open(path, mode="r")
     for key, variable in raw.variables.items():
         is_packed = {"scale_factor", "add_offset"} & set(variable.attrs)
         fill = variable.attrs.get("_FillValue")
         if not is_packed and np.isscalar(fill) and fill == 0:
             del raw[key].attrs["_FillValue"]
-            zeros.append(str(key))
+            missing = store[key].nchunks - store[key].nchunks_initialized
+            if missing:
+                log.warning(
+                    "%s: %d of %d chunks of %s were not written, their values are read as 0",
+                    *(path, missing, store[key].nchunks, key),
+                )
     # Without consolidated metadata, zarr 3 lists arrays in random order.
     opened = xarray.decode_cf(raw, decode_timedelta=False)
-    return opened[sorted(opened.data_vars, key=str)], zeros
+    return opened[sorted(opened.data_vars, key=str)]

@@ -34,7 +34,7 @@ from anemoi_gt.app.training.loggers import open_metrics
 from anemoi_gt.app.training.progress import StopRequest
 from anemoi_gt.app.training.run_files import atomic_write
 from anemoi_gt.app.training.run_folder import BEST, LAST
-from anemoi_gt.app.training.step import TrainingStep, autocast
+from anemoi_gt.app.training.step import TrainingStep, autocast, node_errors
 from anemoi_gt.app.training.trainer import Trainer
 from anemoi_gt.distributed.consensus import (
     check_same,
@@ -252,8 +252,8 @@ class ShardedTrainingStep(TrainingStep):
     def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return the local part of `weighted_mse`, whose gradients depend on all ranks."""
         with autocast(self.config.precision, self.device):
-            error = (model(batch.inputs) - batch.target).square().mean(dim=(0, 2))
-            return (error * self.weights).sum() / self.num_nodes
+            errors = node_errors(model(batch.inputs), batch.target, self.weights)
+            return errors.sum() / self.num_nodes
 
     def is_finite(self) -> bool:
         """Return whether the weights of all ranks are finite. Collective; synchronises."""

@@ -257,16 +257,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     """Return the mean over batch, nodes and channels of weight * (output - target)^2, a scalar.
 
-    Output and target [B, N, C] are normalised, and weights [N] have mean 1. The mean is about 1 for
-    a forecast without skill, because targets have unit variance. Raises ValueError if the shapes of
-    output and target differ, because PyTorch would broadcast them.
+    Output and target [B, N, C] are normalised, and weights [N] or [N, C] have mean 1. The mean is
+    about 1 for a forecast without skill, because targets have unit variance. Raises ValueError if
+    the shapes of output and target differ, because PyTorch would broadcast them.
     """
+    return node_errors(output, target, weights).mean()
+
+
+def node_errors(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """Return the addends of `weighted_mse`, its mean over batch and channels, [N]."""
     if output.shape != target.shape:
         raise ValueError(
             f"output must have the shape of target, {tuple(target.shape)}, got "
             f"{tuple(output.shape)}"
         )
-    return ((output - target).square().mean(dim=(0, 2)) * weights).mean()
+    squares = (output - target).square()
+    if weights.ndim == 1:
+        return squares.mean(dim=(0, 2)) * weights
+    return (squares.mean(dim=0) * weights).mean(dim=1)
 
 
 def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
