@@ -91,12 +91,14 @@ def is_watched() -> bool:
 
 @constant_when_traced
 def function_modes() -> str:
-    """Return the class of an active mode of `__torch_function__`, "" if there is none.
+    """Return the classes of active modes of `__torch_function__`, "" if there are none.
 
-    The default device is such a mode, of functions that make tensors only.
+    Those of PyTorch do not count: the default device, which is for functions that make tensors, and
+    those that trace.
     """
     kinds = [type(mode) for mode in _function_modes()]
-    return ", ".join([kind.__qualname__ for kind in kinds if kind.__name__ != "DeviceContext"])
+    foreign = [kind for kind in kinds if kind.__module__.partition(".")[0] != "torch"]
+    return ", ".join([kind.__qualname__ for kind in foreign])
 
 
 def is_batched(*gradients: Tensor | None) -> bool:

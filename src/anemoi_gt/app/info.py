@@ -31,7 +31,7 @@ PACKAGES = {
     "xarray": ("xarray", "xarray"),
     "netCDF4": ("netCDF4", "xarray"),
     "zarr": ("zarr", "xarray"),
-    "cf-xarray": ("cf_xarray", "xarray"),
+    "cf_xarray": ("cf-xarray", "xarray"),
     "eccodes": ("eccodes", "era5"),
     "pooch": ("pooch", "era5"),
 }

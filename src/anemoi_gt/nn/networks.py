@@ -13,6 +13,7 @@ from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
 from anemoi_gt.nn.sublayers import (
     ACTIVATION,
+    DOUBLE,
     GATED_LINEAR,
     LAYER_NORM,
     LINEAR,
@@ -20,8 +21,8 @@ from anemoi_gt.nn.sublayers import (
     CannotFuseError,
     Submodule,
     cannot_fuse,
-    check_precision,
     child_of,
+    other_precision,
     read_linears,
     read_norm,
     shape_mismatch,
@@ -190,7 +191,8 @@ def _read_network(
     options = NormOptions()
     if norm is not None and type(norm) is not nn.Identity:
         norm_parts = read_norm(norm, f"{prefix}layer_norm", sublayers)
-        check_precision(norm_parts, out.weight, f"{prefix}layer_norm")
+        if norm_parts.is_double not in (None, out.weight.dtype is DOUBLE):
+            raise other_precision(f"{prefix}layer_norm")
         parameters, options = norm_parts.parameters, norm_parts.options
         if norm_parts.features != features:
             raise shape_mismatch(

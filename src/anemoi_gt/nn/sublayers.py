@@ -69,6 +69,7 @@ class NormParts(NamedTuple):
     options: NormOptions
     features: int
     has_condition: bool
+    is_double: bool | None  # whether its parameters are float64; None without parameters
 
 
 class FeedForwardParts(NamedTuple):
@@ -299,8 +300,8 @@ def _read_linear_layer(layer: Submodule, name: str, sublayers: Sublayers) -> Lin
         norm_parts = read_norm(norm, f"{name}.0", sublayers)
     (parameters,) = read_linears({linear_name: linear})
     weight = parameters.weight
-    if norm_parts is not None:
-        check_precision(norm_parts, weight, f"{name}.0")
+    if norm_parts is not None and norm_parts.is_double not in (None, weight.dtype is DOUBLE):
+        raise other_precision(f"{name}.0")
     if norm_parts is not None and weight.shape[1] != norm_parts.features:
         shape = (weight.shape[0], norm_parts.features)
         raise shape_mismatch(weight, shape, linear_name, f"{name}.0")
@@ -367,7 +368,8 @@ def _read_feed_forward(
         raise cannot_fuse(f"its {mlp_name} ends with a norm")
     norm_parts = read_norm(norm, norm_name, sublayers)
     hidden, out = read_linears({hidden_name: linear_in, out_name: linear_out})
-    check_precision(norm_parts, hidden.weight, norm_name)
+    if norm_parts.is_double not in (None, hidden.weight.dtype is DOUBLE):
+        raise other_precision(norm_name)
     gate: Linear[Tensor] = Linear()
     if gated is not None:
         (gate,) = read_linears({gate_name: gated._modules["gate_proj"]})
@@ -428,8 +430,11 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
     if norm_of_sources.has_condition != norm.has_condition:
         raise cannot_fuse("one of its norms of sources and destinations takes a condition")
     query, self_term, key, value, edge, projection = read_linears(linears)
-    check_precision(norm, query.weight, "layer_norm_attention")
-    check_precision(norm_of_sources, query.weight, "layer_norm_attention_src")
+    is_double = query.weight.dtype is DOUBLE
+    if norm.is_double not in (None, is_double):
+        raise other_precision("layer_norm_attention")
+    if norm_of_sources.is_double not in (None, is_double):
+        raise other_precision("layer_norm_attention_src")
     width = query.weight.shape[0]
     features = norm.features
     shape = (width, features)
@@ -530,18 +535,13 @@ def read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
     if has_condition:
         parameters = Norm(scale_map=Linear(scale, scale_bias), shift_map=Linear(shift, shift_bias))
     options = NormOptions(EPS if inner.eps is None else inner.eps, type(inner) is not nn.RMSNorm)
-    return NormParts(parameters, options, features, has_condition)
+    is_double = None if scale is None else scale.dtype is DOUBLE
+    return NormParts(parameters, options, features, has_condition, is_double)
 
 
-def check_precision(norm: NormParts, weight: Tensor, name: str) -> None:
-    """Raise if a norm has parameters in float64 and the linear maps do not, or the reverse."""
-    scale = norm.parameters.scale_map.weight if norm.has_condition else norm.parameters.scale
-    _check_float64(scale, weight, name)
-
-
-def _check_float64(parameter: Tensor | None, weight: Tensor, name: str) -> None:
-    if parameter is not None and (parameter.dtype is DOUBLE) != (weight.dtype is DOUBLE):
-        raise cannot_fuse(f"its {name} is {parameter.dtype}, and its linear maps {weight.dtype}")
+def other_precision(name: str) -> CannotFuseError:
+    """Return the error for a norm in float64 among linear maps that are not, or the reverse."""
+    return cannot_fuse(f"its {name} and its linear maps are not both float64")
 
 
 def _read_head_norms(
@@ -554,7 +554,8 @@ def _read_head_norms(
         if norm is None or type(norm) is nn.Identity:
             continue
         scale, shift = _read_parameters(norm, name)
-        _check_float64(scale, weight, name)
+        if scale is not None and (scale.dtype is DOUBLE) != (weight.dtype is DOUBLE):
+            raise other_precision(name)
         if shift is not None:
             raise cannot_fuse(f"its {name} has a bias")
         shape = tuple(norm.normalized_shape)

@@ -285,7 +285,9 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
         return SIZES_OF_TRACE
     if not isinstance(call.edge_index, Tensor) or call.edge_index.layout != torch.strided:
         return permanent("edges must be an edge_index [2, E], got a sparse adjacency")
-    refusal = why_not_size(call.size, call.x, call.group)
+    x = call.x
+    nodes = x.shape[0] if isinstance(x, Tensor) else (x[0].shape[0], x[1].shape[0])
+    refusal = None if call.size == nodes else why_not_size(call.size, x, call.group)
     if refusal is not None:
         return refusal
     is_updated = call.cond is not None and getattr(block, "update_src_nodes", False)
