@@ -288,16 +288,25 @@ def starts_in_training(samples: ForecastDataset) -> tuple[int, str]:
 
     The periods are those of the trained model. Data without members are compared with all.
     """
-    found: dict[int, Period] = {}
+    periods: dict[str, list[Period]] = {}
+    for period in samples.trained_periods:
+        periods.setdefault(period[0], []).append(period)
+    count = 0
+    found: set[Period] = set()
     for i in range(len(samples)):
-        for label, first, last in samples.trained_periods:
-            is_same = label == samples.member(i) or "" in (label, samples.member(i))
-            time = samples.start_time(i)
-            if time is not None and is_same and np.datetime64(first) <= time <= np.datetime64(last):
-                found[i] = (label, first, last)
-    firsts = [first for _, first, _ in found.values()]
-    lasts = [last for _, _, last in found.values()]
-    return len(found), f"{min(firsts)} to {max(lasts)}" if found else ""
+        label, time = samples.member(i), samples.start_time(i)
+        if time is None:
+            continue
+        candidates: Iterable[Period] = samples.trained_periods
+        if label:
+            candidates = (*periods.get(label, ()), *periods.get("", ()))
+        inside = [p for p in candidates if np.datetime64(p[1]) <= time <= np.datetime64(p[2])]
+        count += len(inside) > 0
+        found.update(inside)
+    if not found:
+        return 0, ""
+    first, last = min(period[1] for period in found), max(period[2] for period in found)
+    return count, f"{first} to {last}"
 
 
 def with_units(name: str, units: str) -> str:
