@@ -380,7 +380,11 @@ def why_not_plain_tensor(subject: str, tensor: Tensor | None) -> Refusal | None:
 
 @constant_when_traced
 def _is_plain_subclass(kind: Any) -> bool:
-    if hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ != Tensor.__torch_dispatch__:
+    if hasattr(kind, "__tensor_flatten__"):
+        return False
+    if _package(kind.__module__) == "torch":  # fake tensors, of an export
+        return True
+    if kind.__torch_dispatch__ != Tensor.__torch_dispatch__:
         return False
     functions: list[Any] = [kind.__torch_function__, Tensor.__torch_function__]
     of_kind, of_tensor = [getattr(function, "__func__", function) for function in functions]
