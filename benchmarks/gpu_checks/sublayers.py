@@ -1,52 +1,56 @@
 """Both sub-layers of a block, and the linear layer, over a corpus of norms, sizes and options."""
 
 import multiprocessing
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import torch
-from support import sublayers
+from support import networks, sublayers
 from support.accuracy import Corpus
+from support.formulas import CASES, DRAW, Problem, results_of
 
-from anemoi_gt.ops.sublayer_tensors import (
-    AttentionTensors,
-    FeedForwardOptions,
-    FeedForwardTensors,
-    NormLinearOptions,
-    NormLinearTensors,
-    NormOptions,
-)
-from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
-from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_sublayer
-from anemoi_gt.ops.triton_backend.norm_linear import norm_linear
 from gpu_checks import DEVICE
+
+NAMES = ("attention", "feed-forward", "linear")
+
+
+class Size(NamedTuple):
+    """Sizes of all problems."""
+
+    attention: sublayers.Sizes
+    rows: int  # of the others
+    hidden: int  # of a feed-forward sub-layer
+
+    @property
+    def features(self) -> int:
+        """Of all of them."""
+        return self.attention.features
+
 
 # The reference materialises several tensors of batch x destinations x edges x width elements.
 ODD = sublayers.Sizes(
-    features=200,
-    hidden=333,
-    rows=1001,
-    width=180,
-    heads=6,
-    edge_dim=11,
-    edges=701,
-    num_src=91,
-    num_dst=77,
+    features=200, width=180, heads=6, edge_dim=11, edges=701, num_src=91, num_dst=77
 )
-WIDE = ODD._replace(features=512, hidden=2048, rows=4100, width=512, heads=16)
-WIDEST = WIDE._replace(features=1024, hidden=4096, width=1024, edge_dim=23)
+WIDE = ODD._replace(features=512, width=512, heads=16)
+WIDEST = WIDE._replace(features=1024, width=1024, edge_dim=23)
 # more features than are fused by default
-BEYOND = WIDEST._replace(features=2048, hidden=2048, width=1536, rows=1100)
-ALL_SIZES = (sublayers.SMALL, ODD, WIDE, WIDEST, BEYOND)
+BEYOND = WIDEST._replace(features=2048, width=1536)
+SMALL = Size(sublayers.SMALL, rows=13, hidden=40)
+ALL_SIZES = (
+    SMALL,
+    Size(ODD, rows=1001, hidden=333),
+    Size(WIDE, rows=4100, hidden=2048),
+    Size(WIDEST, rows=4100, hidden=4096),
+    Size(BEYOND, rows=1100, hidden=2048),
+)
 REPEATS = 3
 
 
 class Task(NamedTuple):
     """All cases of a sub-layer in some sizes and a dtype."""
 
-    sublayer: str  # a name in MAKERS
-    sizes: sublayers.Sizes
+    sublayer: str  # one of NAMES
+    size: Size
     dtype: torch.dtype
 
 
@@ -56,15 +60,14 @@ def check(processes: int = 12) -> str:
     Tasks run in several processes, because compilation dominates.
     """
     tasks = [
-        Task(name, sizes, dtype)
-        for name, sizes, dtype in product(MAKERS, ALL_SIZES, sublayers.DTYPES)
+        Task(name, size, dtype) for name, size, dtype in product(NAMES, ALL_SIZES, sublayers.DTYPES)
     ]
     with multiprocessing.get_context("spawn").Pool(
         processes, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
         corpora = pool.map(errors_of, tasks, chunksize=1)
     verdicts = []
-    for name, dtype in product(MAKERS, sublayers.DTYPES):
+    for name, dtype in product(NAMES, sublayers.DTYPES):
         total = Corpus()
         for task, corpus in zip(tasks, corpora, strict=True):
             if (task.sublayer, task.dtype) == (name, dtype):
@@ -72,7 +75,7 @@ def check(processes: int = 12) -> str:
         total.assert_accurate()
         worst = max(total.ours, key=total.over_plain)
         verdicts.append(f"{name} {dtype} {total.over_plain(worst):.2f} ({worst})")
-    num_cases = sum(len(cases) for _, cases in MAKERS.values())
+    num_cases = sum(len(CASES[name]) for name in NAMES)
     worsts = ", ".join(verdicts)
     return (
         f"{len(ALL_SIZES) * num_cases} problems in each dtype, {REPEATS} runs of equal bits; worst "
@@ -83,81 +86,44 @@ def check(processes: int = 12) -> str:
 def errors_of(task: Task) -> Corpus:
     """Return the errors of a task."""
     corpus = Corpus()
-    make, cases = MAKERS[task.sublayer]
-    for number, case in enumerate(cases):
-        ours, plain, named, grad = make(number, case, task.sizes, task.dtype)
-        _add_errors(corpus, ours, plain, named, grad, task.dtype, str(case))
+    for number, case in enumerate(CASES[task.sublayer]):
+        problem = _draw(task.sublayer, number, case, task.size, task.dtype)
+        _add_errors(corpus, problem, task.dtype, str(case))
     return corpus
 
 
 def run_some() -> None:
     """Run both passes of every third case on sizes that fill no tile, for compute-sanitizer."""
-    for make, cases in MAKERS.values():
-        for number in range(0, len(cases), 3):
+    for name in NAMES:
+        for number in range(0, len(CASES[name]), 3):
             dtype = sublayers.DTYPES[number // 3 % len(sublayers.DTYPES)]
-            ours, _, named, grad = make(number, cases[number], sublayers.SMALL, dtype)
-            sublayers.results_of(ours, named, grad, torch.float32)
+            results_of(_draw(name, number, CASES[name][number], SMALL, dtype))
 
 
-def _attention(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dtype):
-    """Return both implementations of an attention sub-layer, its tensors and a gradient."""
-    named, grad, graph, edge_index, options = sublayers.draw_attention(
-        DEVICE, seed=number, dtype=dtype, sizes=sizes, **case
-    )
-
-    def ours(named):
-        return attention_sublayer(sublayers.fill(AttentionTensors, named), graph, options)
-
-    plain = partial(sublayers.attention, edge_index=edge_index, options=options)
-    return ours, plain, named, grad
-
-
-def _feed_forward(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dtype):
-    """Return both implementations of a feed-forward sub-layer, its tensors and a gradient."""
-    named, grad = sublayers.draw_feed_forward(DEVICE, seed=number, sizes=sizes, scaled=True, **case)
-    keep_hidden = number % 2 == 0  # every second problem recomputes its hidden layer
-    norm = NormOptions(sublayers.EPS, case["centred"])
-    options = FeedForwardOptions(norm, case["activation"], dtype, keep_hidden)
-
-    def ours(named):
-        return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), options)
-
-    activation = case["activation"]
-    plain = partial(sublayers.feed_forward, norm=norm, activation=activation)
-    return ours, plain, named, grad
+def _draw(name: str, number: int, case: dict, size: Size, dtype: torch.dtype) -> Problem:
+    """Return a problem of a size."""
+    if name == "attention":
+        case = case | {"sizes": size.attention}
+    else:
+        case = case | {"sizes": networks.SIZES._replace(rows=size.rows, features=size.features)}
+    if name == "feed-forward":
+        case["hidden"] = size.hidden
+    if name == "linear":  # the widths of the case, of which some are odd, scaled
+        scale = size.features // networks.SIZES.features
+        for width in ("columns", "out_columns"):
+            case[width] = case[width] * scale + case[width] % 2
+    return DRAW[name](DEVICE, dtype, seed=number, **case)
 
 
-def _norm_linear(number: int, case: dict, sizes: sublayers.Sizes, dtype: torch.dtype):
-    """Return both implementations of a linear layer, its tensors and a gradient."""
-    # the widths of the case, of which some are odd, scaled
-    scale = sizes.features // sublayers.SMALL.features
-    widths = {name: case[name] * scale + case[name] % 2 for name in ("columns", "out_columns")}
-    named, grad = sublayers.draw_norm_linear(DEVICE, seed=number, rows=sizes.rows, **case | widths)
-    norm = NormOptions() if case["norm"] is None else NormOptions(sublayers.EPS, case["centred"])
-    options = NormLinearOptions(norm, dtype)
-
-    def ours(named):
-        return norm_linear(sublayers.fill(NormLinearTensors, named), options)
-
-    return ours, partial(sublayers.norm_linear, norm=norm), named, grad
-
-
-def _add_errors(corpus, ours, plain, named, grad, dtype, case: str) -> None:
+def _add_errors(corpus: Corpus, problem: Problem, dtype: torch.dtype, case: str) -> None:
     """Check that repeated runs give equal bits, then add the errors of a case."""
-    result = sublayers.results_of(ours, named, grad, torch.float32)
+    result = results_of(problem)
     for _ in range(REPEATS - 1):
-        again = sublayers.results_of(ours, named, grad, torch.float32)
+        again = results_of(problem)
         different = [name for name in result if not torch.equal(result[name], again[name])]
         if different:
             raise AssertionError(f"another run gave different bits in {different}: {case}")
-    exact = sublayers.results_of(plain, named, grad, torch.float64)
+    exact = results_of(problem, torch.float64, problem.plainly)
     with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
-        baseline = sublayers.results_of(plain, named, grad, torch.float32)
+        baseline = results_of(problem, None, problem.plainly)
     corpus.add_errors(result, exact, baseline)
-
-
-MAKERS = {
-    "attention": (_attention, sublayers.ATTENTION_CASES),
-    "feed-forward": (_feed_forward, sublayers.FEED_FORWARD_CASES),
-    "linear": (_norm_linear, sublayers.NORM_LINEAR_CASES),
-}

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 ATTENTION = "attention_sublayer_triton"
-FEED_FORWARD = "feed_forward_triton"
+FEED_FORWARD = "network_triton"
 ALONE = "edge_attention_triton"
 TRITON = AttentionConfig("triton")
 # few, because the interpreter runs them one by one

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.operators import Operators
+from support.operators import LINEAR_LAYER, Operators
 
 from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.nn import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.usefixtures("few_programs", "default_device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
 ]
-LAYER = "anemoi_gt.norm_linear_triton.default"
+LAYER = LINEAR_LAYER
 autocast = partial(torch.autocast, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
 
 
@@ -83,7 +83,7 @@ def test_layers_are_modules_in_float32_and_in_compiled_code():
 
     with autocast():
         torch.compile(mapper, backend=record)(*arguments)
-    assert "anemoi_gt.feed_forward_triton.default" in names
+    assert "anemoi_gt.network_triton.default" in names
     assert LAYER not in names
 
 

@@ -112,14 +112,15 @@ def normed(x, norm, options):
 
 def feed_forward(t, options):
     """Return the output of a fused sub-layer for its tensors."""
-    n = normed(t.x, t.norm, options.norm)
+    n = normed(t.x, t.norm_in, options.norm_in)
     activate = FUNCTIONS[options.activation]
-    hidden = functional.linear(n, *t.hidden)
-    if t.gate.weight is None:
+    gate, value = t.network.first
+    hidden = functional.linear(n, *value)
+    if gate.weight is None:
         activated = activate(hidden)
     else:
-        activated = activate(functional.linear(n, *t.gate)) * hidden
-    return t.x + functional.linear(activated, *t.out)
+        activated = activate(functional.linear(n, *gate)) * hidden
+    return t.x + functional.linear(activated, *t.network.out)
 
 
 def assert_parts_compute(parts, norm, mlp):

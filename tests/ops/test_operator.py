@@ -15,10 +15,6 @@ from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
 from anemoi_gt.ops.operator import Operator
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionTensors,
-    FeedForwardOptions,
-    FeedForwardTensors,
-    NormLinearOptions,
-    NormLinearTensors,
 )
 from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 from anemoi_gt.ops.tree import form_of, leaf_types, leaves, tree_of
@@ -27,16 +23,11 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import (
     attention_sublayer_triton,
 )
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
-from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
-    feed_forward_sublayer,
-    feed_forward_triton,
-)
+from anemoi_gt.ops.triton_backend.formulas import network_sublayer, network_triton
 from anemoi_gt.ops.triton_backend.interaction_sublayer import (
     interaction_sublayer,
     interaction_triton,
 )
-from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer, network_triton
-from anemoi_gt.ops.triton_backend.norm_linear import norm_linear, norm_linear_triton
 
 pytestmark = [
     pytest.mark.usefixtures("few_programs"),
@@ -82,12 +73,11 @@ def test_leaves_have_the_names_of_their_paths_and_the_types_of_their_fields():
 
 
 def test_a_schema_has_a_parameter_for_each_leaf():
-    schema = str(torch.ops.anemoi_gt.feed_forward_triton.default._schema)
-    assert "Tensor? x, Tensor? norm_scale, " in schema
-    assert "Tensor? hidden_weight, Tensor? hidden_bias, " in schema
-    assert schema.endswith(
-        "float norm_eps, bool norm_is_centred, str activation, ScalarType gemm_dtype, bool keep_hidden, bool save) -> (Tensor, Tensor)"
-    )
+    schema = str(torch.ops.anemoi_gt.network_triton.default._schema)
+    assert "Tensor? x, Tensor? more, Tensor? norm_in_scale, " in schema
+    assert "Tensor? network_out_weight, Tensor? network_out_bias, " in schema
+    assert "float norm_eps, bool norm_is_centred, str activation, ScalarType" in schema
+    assert schema.endswith("bool keep_hidden, bool save) -> (Tensor, Tensor)")
 
 
 def second_derivative(compute, x):
@@ -117,12 +107,6 @@ def attend_sublayer(x):
     return attention_sublayer(sublayers.fill(AttentionTensors, tensors), graph, options)
 
 
-def linear_after_norm(x):
-    named, _ = sublayers.draw_norm_linear(x.device)
-    options = NormLinearOptions(sublayers.NORM, torch.float32)
-    return norm_linear(sublayers.fill(NormLinearTensors, named | {"x": x}), options)
-
-
 def update_of_edges(x):
     named, _, graph, _, options = INTERACTION
     tensors = {name: tensor.to(x.device) for name, tensor in named.items()} | {"x_dst": x}
@@ -143,8 +127,6 @@ CALLS = {
         attend_sublayer,
         (sublayers.SMALL.num_dst, sublayers.SMALL.features),
     ),
-    feed_forward_triton: (lambda x: feed_forward(x), (13, 24)),
-    norm_linear_triton: (linear_after_norm, sublayers.draw_norm_linear("cpu")[0]["x"].shape),
     interaction_triton: (update_of_edges, (networks.SIZES.num_dst, networks.SIZES.dst)),
     network_triton: (network, (networks.SIZES.rows, networks.SIZES.features)),
 }
@@ -189,20 +171,13 @@ def attend(query, backend):
     return edge_attention(query, rows, rows, graph, config=AttentionConfig(backend))[0]
 
 
-def feed_forward(x):
-    named, _ = sublayers.draw_feed_forward(x.device)
-    options = FeedForwardOptions(sublayers.NORM, "gelu", torch.float32, keep_hidden=True)
-    tensors = sublayers.fill(FeedForwardTensors, named | {"x": x})
-    return feed_forward_sublayer(tensors, options)
-
-
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("compute", "shape", "name"),
     [
         (lambda x: attend(x, "triton"), (2, 3, 4), "edge_attention"),
         (lambda x: attend(x, "torch"), (2, 3, 4), "edge_attention"),
-        (feed_forward, (13, 24), "feed_forward"),
+        (network, (networks.SIZES.rows, networks.SIZES.features), "network"),
     ],
 )
 def test_the_second_derivative_of_a_strided_input_is_refused_and_not_dropped(

@@ -30,7 +30,7 @@ from support import (
     anemoi_transformer_versions,
     anemoi_window_versions,
 )
-from support.operators import Operators
+from support.operators import LINEAR_LAYER, Operators
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
 if VERSION >= (0, 15):
@@ -324,7 +324,7 @@ def mapper_layers():
         assert shapes == ours_shapes
         error = max(error, max_error(ours, theirs))
         names += operators.names
-    return {"error": error, "fused": names.count("anemoi_gt.norm_linear_triton.default")}
+    return {"error": error, "fused": names.count(LINEAR_LAYER)}
 
 
 def compiled(kind):

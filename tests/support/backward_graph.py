@@ -19,5 +19,5 @@ def sublayers_of_backward(call):
 
     with pytest.raises(BackendCompilerFailed, match="the graph is recorded"):
         call(aot_autograd(fw_compiler=None, partition_fn=partition))
-    kinds = ("anemoi_gt.attention_sublayer_triton", "anemoi_gt.feed_forward_triton")
+    kinds = ("anemoi_gt.attention_sublayer_triton", "anemoi_gt.network_triton")
     return [name.removeprefix("anemoi_gt.") for name in names if name.startswith(kinds)]

@@ -8,15 +8,13 @@ from torch.nn import functional
 from anemoi_gt import GraphStructure
 from anemoi_gt.ops.network_tensors import (
     InteractionOptions,
-    InteractionTensors,
     NetworkOptions,
-    NetworkTensors,
 )
 from anemoi_gt.ops.sublayer_tensors import NormOptions
-from anemoi_gt.ops.tree import leaf_types
 from support.pairwise import pairwise
 from support.run import with_hubs
 from support.sublayers import ACTIVATIONS, EPS, draw_norm, normed
+from support.sublayers import NORMS as NORMS_OF_BLOCKS
 
 NORMS = {  # options of the norm, and its parameters
     "none": (NormOptions(), "bare"),
@@ -43,6 +41,22 @@ INPUTS = ("x", "x and more", "x twice")
 # columns of x: rows of 48 bytes in 16 bits, and of 22 and 10, which are padded
 COLUMNS = (24, 11, 5)
 NETWORK_CASES = pairwise(**OF_A_NETWORK, inputs=INPUTS, residual=(True, False), columns=COLUMNS)
+FEED_FORWARD_CASES = pairwise(
+    norm=NORMS_OF_BLOCKS,
+    activation=tuple(ACTIVATIONS),
+    gated=(False, True),
+    bias=(True, False),
+    centred=(True, False),
+    keep_hidden=(True, False),
+)
+# rows of 16, 22 and 26 bytes in 16 bits, of which cuBLAS multiplies the first at full speed
+LINEAR_CASES = pairwise(
+    norm=(None, "bare", "scale", "shift", "both"),
+    columns=(24, 11, 13),
+    out_columns=(8, 11, 13),
+    bias=(True, False),
+    centred=(True, False),
+)
 INTERACTION_CASES = pairwise(
     **OF_A_NETWORK,
     nodes=("one set", "two sets"),
@@ -51,11 +65,6 @@ INTERACTION_CASES = pairwise(
     edges=(29, 0),
     halo=(None, 5, 0),  # rows of each batch entry
 )
-# names of the results of each operator over all cases
-GRADIENTS = {
-    kind: {f"d{name}" for name in leaf_types(kind) if "condition" not in name and "map" not in name}
-    for kind in (NetworkTensors, InteractionTensors)
-}
 
 
 class Sizes(NamedTuple):
@@ -75,6 +84,66 @@ class Sizes(NamedTuple):
 
 
 SIZES = Sizes()
+
+
+def draw_feed_forward(
+    device,
+    norm="both",
+    dtype=torch.float32,
+    *,
+    gated=False,
+    bias=True,
+    activation="gelu",
+    centred=True,
+    keep_hidden=True,
+    hidden=40,
+    seed=0,
+    sizes=SIZES,
+):
+    """Draw tensors of a feed-forward sub-layer by name and the gradient of its output; return them with the options."""
+    generator = torch.Generator().manual_seed(seed)
+    features, rows = sizes.features, sizes.rows
+    named = {"x": torch.randn(rows, features, generator=generator)}
+    named |= draw_norm("norm_in", norm, features, rows, generator)
+    kinds = ("gate", "value") if gated else ("value",)
+    maps = {f"first_{kind}": (hidden, features) for kind in kinds} | {"out": (features, hidden)}
+    named |= _draw_maps(maps, bias, generator)
+    grads = {"out": torch.randn(rows, features, generator=generator)}
+    options = NetworkOptions(
+        NormOptions(),
+        activation,
+        dtype,
+        dtype,
+        residual=True,
+        norm_in=NormOptions(EPS, centred),
+        keep_hidden=keep_hidden,
+    )
+    return _to(device, named), _to(device, grads), options
+
+
+def draw_linear(
+    device,
+    norm="both",
+    dtype=torch.float32,
+    *,
+    columns=24,
+    out_columns=13,
+    bias=True,
+    centred=True,
+    seed=0,
+    sizes=SIZES,
+):
+    """Draw tensors of a linear layer as `draw_feed_forward`; without a norm for None."""
+    generator = torch.Generator().manual_seed(seed)
+    named = {"x": torch.randn(sizes.rows, columns, generator=generator)}
+    norm_in = NormOptions()
+    if norm is not None:
+        named |= draw_norm("norm_in", norm, columns, sizes.rows, generator)
+        norm_in = NormOptions(EPS, centred)
+    named |= _draw_maps({"out": (out_columns, columns)}, bias, generator)
+    grads = {"out": torch.randn(sizes.rows, out_columns, generator=generator)}
+    options = NetworkOptions(NormOptions(), "", dtype, dtype, residual=False, norm_in=norm_in)
+    return _to(device, named), _to(device, grads), options
 
 
 def draw_network(
@@ -167,14 +236,19 @@ def draw_parameters(inputs, out, norm, hidden, bias, sizes, generator):
         maps[f"first_{kind}"] = (sizes.hidden, inputs)
         if layers == 2:
             maps[f"second_{kind}"] = (sizes.second, sizes.hidden)
+    _, parameters = NORMS[norm]
+    drawn = _draw_maps(maps, bias, generator)
+    return drawn | draw_norm("network_norm", parameters, out, 0, generator)
+
+
+def _draw_maps(maps, bias, generator):
     drawn = {}
     for name, shape in maps.items():
         weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
         drawn[f"network_{name}_weight"] = weight
         if bias:
             drawn[f"network_{name}_bias"] = torch.randn(shape[0], generator=generator)
-    _, parameters = NORMS[norm]
-    return drawn | draw_norm("network_norm", parameters, out, 0, generator)
+    return drawn
 
 
 def _options(norm, activation, dtype, out, *, residual):
@@ -214,9 +288,10 @@ def results_of(compute, named, grads, dtype=None):
 def network_sublayer(named, options):
     """Return y of a network on rows."""
     x, more = named["x"], named.get("more")
-    if named["network_first_value_weight"].shape[1] == 2 * x.shape[1]:
-        more = x
-    y = network(named, _concatenated(x) if more is None else _concatenated(x, more), options)
+    rows = normed(x, named, "norm_in", options.norm_in) if options.norm_in.eps else x
+    if options.repeats_x:
+        more = rows
+    y = network(named, _concatenated(rows) if more is None else _concatenated(rows, more), options)
     return {"out": _rounded(x + y if options.residual else y, x, options)}
 
 
@@ -242,10 +317,10 @@ def interaction_sublayer(named, edge_index, options):
 
 def network(named, rows, options):
     """Return the output of a network, normalised."""
-    hidden = _hidden(named, "first", rows, options.activation)
-    if "network_second_value_weight" in named:
-        hidden = _hidden(named, "second", hidden, options.activation)
-    out = _mapped(named, "out", hidden)
+    for layer in ("first", "second"):
+        if f"network_{layer}_value_weight" in named:
+            rows = _hidden(named, layer, rows, options.activation)
+    out = _mapped(named, "out", rows)
     if not options.norm.eps:
         return out
     out = out.to(torch.promote_types(out.dtype, torch.float32))

@@ -2,6 +2,14 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anemoi_gt.ops.network_tensors import NetworkTensors
+from anemoi_gt.ops.tree import leaf_types
+from anemoi_gt.ops.triton_backend.formulas import network_triton
+
+# the name of a network without hidden layers
+LINEAR_LAYER = "anemoi_gt.network_triton.default, linear"
+FIRST_LAYER = list(leaf_types(NetworkTensors)).index("network_first_value_weight")
+
 
 class Operators(TorchDispatchMode):
     """Names of the operators, such as aten.sort.stable, in the order of their calls."""
@@ -11,5 +19,6 @@ class Operators(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names.append(str(operator))
+        is_linear = operator is network_triton.op and args[FIRST_LAYER] is None
+        self.names.append(LINEAR_LAYER if is_linear else str(operator))
         return operator(*args, **(kwargs or {}))

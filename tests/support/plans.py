@@ -6,17 +6,13 @@ from unittest import mock
 
 from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer_triton
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
-from anemoi_gt.ops.triton_backend.feed_forward_sublayer import feed_forward_triton
+from anemoi_gt.ops.triton_backend.formulas import network_triton
 from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_triton
-from anemoi_gt.ops.triton_backend.network_sublayer import network_triton
-from anemoi_gt.ops.triton_backend.norm_linear import norm_linear_triton
 from anemoi_gt.ops.triton_backend.tiles import Tuning
 
 OPERATORS = (
     edge_attention_triton,
     attention_sublayer_triton,
-    feed_forward_triton,
-    norm_linear_triton,
     network_triton,
     interaction_triton,
 )

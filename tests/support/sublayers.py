@@ -1,4 +1,4 @@
-"""Both sub-layers of a block and the linear layer in plain PyTorch, and the cases and tensors to test them."""
+"""The attention sub-layer of a block in plain PyTorch, and the cases and tensors to test it."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,6 @@ from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionOptions,
     AttentionTensors,
-    FeedForwardTensors,
-    NormLinearTensors,
     NormOptions,
 )
 from anemoi_gt.ops.tree import form_of, leaf_types, tree_of
@@ -29,21 +27,12 @@ NORM = NormOptions(EPS)
 FORMS = {  # of each kind of tensors, and the names of its leaves; types cannot be read when traced
     kind: (form_of(kind), tuple(leaf_types(kind)))
     for kind in (
-        FeedForwardTensors,
         AttentionTensors,
-        NormLinearTensors,
         NetworkTensors,
         InteractionTensors,
     )
 }
 BIASES = ("query", "self_term", "key", "value", "edge", "projection")
-FEED_FORWARD_CASES = pairwise(
-    norm=NORMS,
-    activation=tuple(ACTIVATIONS),
-    gated=(False, True),
-    bias=(True, False),
-    centred=(True, False),
-)
 ATTENTION_CASES = pairwise(
     norm=NORMS,
     nodes=("one set", "two sets"),
@@ -56,22 +45,11 @@ ATTENTION_CASES = pairwise(
     centred=(True, False),
 )
 
-# rows of 16, 22 and 26 bytes in 16 bits, of which cuBLAS multiplies the first at full speed
-NORM_LINEAR_CASES = pairwise(
-    norm=(None, "bare", "scale", "shift", "both"),
-    columns=(24, 11, 13),
-    out_columns=(8, 11, 13),
-    bias=(True, False),
-    centred=(True, False),
-)
-
 
 class Sizes(NamedTuple):
     """Sizes of a problem; small ones fill no tile."""
 
     features: int = 24
-    hidden: int = 40
-    rows: int = 13  # of a feed-forward sub-layer
     width: int = 16
     heads: int = 2
     edge_dim: int = 3
@@ -81,48 +59,6 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes()
-
-
-def draw_feed_forward(
-    device, norm="both", *, gated=False, bias=True, seed=0, sizes=SMALL, scaled=False, **_
-):
-    """Draw tensors by name and a gradient of the output; `scaled` weights are as in a new model."""
-    generator = torch.Generator().manual_seed(seed)
-    features, hidden, rows = sizes.features, sizes.hidden, sizes.rows
-    shapes = {
-        "x": (rows, features),
-        "hidden_weight": (hidden, features),
-        "out_weight": (features, hidden),
-    }
-    if bias:
-        shapes |= {"hidden_bias": (hidden,), "out_bias": (features,)}
-    if gated:
-        shapes["gate_weight"] = (hidden, features)
-    if gated and bias:
-        shapes["gate_bias"] = (hidden,)
-    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    if scaled:
-        for name in shapes:
-            if name.endswith("weight"):
-                named[name] *= shapes[name][1] ** -0.5
-    named |= draw_norm("norm", norm, features, rows, generator)
-    grad = torch.randn(rows, features, generator=generator)
-    return {name: tensor.to(device) for name, tensor in named.items()}, grad.to(device)
-
-
-def draw_norm_linear(
-    device, norm="both", *, columns=24, out_columns=13, bias=True, seed=0, rows=13, **_
-):
-    """Draw the tensors of a linear layer by name and a gradient of the output; no norm with None."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"x": (rows, columns), "linear_weight": (out_columns, columns)}
-    if bias:
-        shapes["linear_bias"] = (out_columns,)
-    shapes |= {name: (columns,) for name in ("scale", "shift") if norm in (name, "both")}
-    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    named["linear_weight"] *= columns**-0.5
-    grad = torch.randn(rows, out_columns, generator=generator)
-    return {name: tensor.to(device) for name, tensor in named.items()}, grad.to(device)
 
 
 def draw_attention(
@@ -141,7 +77,7 @@ def draw_attention(
     dtype=torch.float32,
     sizes=SMALL,
 ):
-    """Draw tensors by name and a gradient of the output; return them with a structure, edge_index and options.
+    """Draw tensors by name and the gradient of the output; return them with a structure, edge_index and options.
 
     The last destination is isolated.
     """
@@ -174,13 +110,13 @@ def draw_attention(
     edge_index = torch.stack([sources, destinations]).to(device)
     graph = GraphStructure.from_edge_index(edge_index, (num_src + halo, num_dst))
     graph = with_hubs(graph, segment)
-    grad = torch.randn(batch * num_dst, features, generator=generator)
+    grads = {"out": torch.randn(batch * num_dst, features, generator=generator).to(device)}
     norms = [NormOptions(EPS, centred)] * 4
     if qk_norm == "none":
         norms[2:] = [NormOptions()] * 2
     options = AttentionOptions(heads, batch, *norms, dtype)
     named = {name: tensor.to(device) for name, tensor in named.items()}
-    return named, grad.to(device), graph, edge_index, options
+    return named, grads, graph, edge_index, options
 
 
 def draw_norm(prefix, norm, features, rows, generator):
@@ -207,17 +143,6 @@ def fill(kind, named):
     return tree_of(form, [named.get(name) for name in names])
 
 
-def results_of(compute, named, grad, dtype):
-    """Return the output of `compute(named)` and the gradients by name, from leaves in a dtype."""
-    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in named.items()}
-    out = compute(leaves)
-    gradients = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
-    result = {"out": out.detach()}
-    for name, gradient in zip(leaves, gradients, strict=True):
-        result[f"d{name}"] = gradient
-    return result
-
-
 def bare_norm(x, norm):
     """Return a norm over the last dimension without scale and shift."""
     function = functional.layer_norm if norm.is_centred else functional.rms_norm
@@ -242,27 +167,6 @@ def normed(x, named, prefix, norm):
     if shift is not None:
         rows = rows + shift
     return rows
-
-
-def feed_forward(named, norm, activation):
-    """Return the output of the feed-forward sub-layer."""
-    rows = normed(named["x"], named, "norm", norm)
-    hidden = functional.linear(rows, named["hidden_weight"], named.get("hidden_bias"))
-    if "gate_weight" in named:
-        gate = functional.linear(rows, named["gate_weight"], named.get("gate_bias"))
-        hidden = ACTIVATIONS[activation](gate) * hidden
-    else:
-        hidden = ACTIVATIONS[activation](hidden)
-    return named["x"] + functional.linear(hidden, named["out_weight"], named.get("out_bias"))
-
-
-def norm_linear(named, norm):
-    """Return the output of a linear layer, after a norm unless its eps is 0."""
-    rows = named["x"]
-    if norm.eps:
-        parameters = {f"norm_{name}": named.get(name) for name in ("scale", "shift")}
-        rows = normed(rows, parameters, "norm", norm)
-    return functional.linear(rows, named["linear_weight"], named.get("linear_bias"))
 
 
 def attention(named, edge_index, options):
@@ -300,4 +204,5 @@ def attention(named, edge_index, options):
     mask = (nodes[:, None] == destination)[None, :, :, None]  # [1, N_dst, E, 1]
     weights = torch.where(mask, scores[:, None], -1e4).softmax(2) * mask
     out = (weights[..., None] * (value[:, source] + edges)[:, None]).sum(2).flatten(-2)
-    return named["x_dst"] + mapped(out + mapped(dst, "self_term"), "projection").flatten(0, 1)
+    out = out + mapped(dst, "self_term")
+    return {"out": named["x_dst"] + mapped(out, "projection").flatten(0, 1)}

@@ -196,7 +196,7 @@ def linear_layer_parts(
 
 def linear(parts: LinearParts, x: Tensor) -> Tensor:
     """Return rows [.., N, F_out] of a linear layer."""
-    y = parts.layer(parts.tensors(_rows(x)), parts.options())
+    y = parts.sublayer.compute(parts.tensors(_rows(x)), parts.options())
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -36,6 +36,7 @@ from anemoi_gt.nn.mlp import NormedMLP
 from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import IDENTITY, INTERACTION, LAYER_NORM, RMS_NORM, Asked, why_not_plain
 from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges
+from anemoi_gt.nn.sublayers import NO_NORM
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
 from anemoi_gt.ops.network_tensors import (
     InteractionOptions,
@@ -402,8 +403,10 @@ class InteractionBlock(nn.Module):
                 out = rows + self.node_mlp(torch.cat([rows, more], dim=-1))
             else:
                 parts, options = network
-                tensors = NetworkTensors(rows.flatten(0, -2), more.flatten(0, -2), parts.network)
-                out = parts.sublayers.network(tensors, options).view(x.shape)
+                tensors = NetworkTensors(
+                    rows.flatten(0, -2), more.flatten(0, -2), NO_NORM, parts.network
+                )
+                out = parts.sublayers.network.compute(tensors, options).view(x.shape)
         return out.to(x.dtype)
 
 

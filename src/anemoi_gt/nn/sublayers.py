@@ -1,8 +1,8 @@
 """Parts of fused sub-layers of a block, and of linear layers, or the refusal of one.
 
-    attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,   n = norm(x)
-    feed_forward_sublayer   y_i = z_i + W_out act(W_in norm(z_i) + b) + b
-    norm_linear             y_i = W norm(x_i) + b, or W x_i + b
+    attention       z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,   n = norm(x)
+    feed-forward    y_i = z_i + W_out act(W_in norm(z_i) + b) + b
+    linear          y_i = W norm(x_i) + b, or W x_i + b
 
 `attention_parts` and `feed_forward_parts` read the modules of a block of this library or of Anemoi,
 whose submodules have the same names, `linear_parts` reads a layer of a mapper. A fused sub-layer
@@ -17,7 +17,6 @@ sub-layer are asked for by one call of the rule, and read afterwards.
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +26,12 @@ from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backends import Sublayer, Sublayers
+from anemoi_gt.ops.network_tensors import Layer, Network, NetworkOptions, NetworkTensors
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionOptions,
     AttentionTensors,
-    FeedForwardOptions,
-    FeedForwardTensors,
     Linear,
     Norm,
-    NormLinearOptions,
-    NormLinearTensors,
     NormOptions,
 )
 from anemoi_gt.refusal import Refusal, permanent
@@ -58,6 +54,9 @@ LAYER_NORM = (plain.LAYER_NORM,)
 HEAD_NORM = (plain.LAYER_NORM, plain.RMS_NORM, plain.IDENTITY)
 MLP = (plain.MLP, plain.SEQUENTIAL)
 GATED_LINEAR, ACTIVATION = (plain.GATED_LINEAR,), (plain.ACTIVATION,)
+NO_LAYER: Layer[Tensor] = Layer()
+NO_NORM: Norm[Tensor] = Norm()
+NO_NORM_OPTIONS = NormOptions()
 WITHOUT_CONDITION = (nn.LayerNorm, nn.RMSNorm)
 ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge", "projection")
 
@@ -86,15 +85,22 @@ class FeedForwardParts(NamedTuple):
     gemm_dtype: torch.dtype  # the parameters', or in a call autocast's
     keep_hidden: bool = True  # whether a call keeps its hidden layer for the backward pass
 
-    def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
+    def tensors(self, x: Tensor, condition: Tensor | None) -> NetworkTensors:
         """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
         norm = self.norm.parameters._replace(condition=condition)
-        return FeedForwardTensors(x, norm, self.gate, self.hidden, self.out)
+        network = Network(Layer(self.gate, self.hidden), NO_LAYER, self.out, NO_NORM)
+        return NetworkTensors(x, None, norm, network)
 
-    def options(self) -> FeedForwardOptions:
+    def options(self) -> NetworkOptions:
         """Return the options of the operator."""
-        return FeedForwardOptions(
-            self.norm.options, self.activation, self.gemm_dtype, self.keep_hidden
+        return NetworkOptions(
+            norm=NO_NORM_OPTIONS,
+            activation=self.activation,
+            gemm_dtype=self.gemm_dtype,
+            out_dtype=self.gemm_dtype,
+            residual=True,
+            norm_in=self.norm.options,
+            keep_hidden=self.keep_hidden,
         )
 
 
@@ -163,24 +169,29 @@ class AttentionParts(NamedTuple):
 class LinearParts(NamedTuple):
     """Parameters and options of a linear layer, perhaps after a norm."""
 
-    layer: Callable[..., Tensor]  # computes it from `tensors` and `options`
+    sublayer: Sublayer  # of `tensors` and `options`
     norm: NormParts | None
     linear: Linear[Tensor]
     has_condition: bool  # whether the norm needs a condition
     dtype: torch.dtype  # of the parameters
     gemm_dtype: torch.dtype  # the parameters', or in a call autocast's
 
-    def tensors(self, x: Tensor) -> NormLinearTensors:
+    def tensors(self, x: Tensor) -> NetworkTensors:
         """Return the tensors of a call on rows x [N, F]."""
-        if self.norm is None:
-            return NormLinearTensors(x, None, None, self.linear)
-        parameters = self.norm.parameters
-        return NormLinearTensors(x, parameters.scale, parameters.shift, self.linear)
+        norm = NO_NORM if self.norm is None else self.norm.parameters
+        network = Network(NO_LAYER, NO_LAYER, self.linear, NO_NORM)
+        return NetworkTensors(x, None, norm, network)
 
-    def options(self) -> NormLinearOptions:
+    def options(self) -> NetworkOptions:
         """Return the options of the operator."""
-        norm = NormOptions() if self.norm is None else self.norm.options
-        return NormLinearOptions(norm, self.gemm_dtype)
+        return NetworkOptions(
+            norm=NO_NORM_OPTIONS,
+            activation="",  # of hidden layers, which there are none of
+            gemm_dtype=self.gemm_dtype,
+            out_dtype=self.gemm_dtype,
+            residual=False,
+            norm_in=NO_NORM_OPTIONS if self.norm is None else self.norm.options,
+        )
 
 
 class HeadNorm(NamedTuple):
@@ -306,7 +317,7 @@ def _read_linear_layer(layer: Submodule, name: str, sublayers: Sublayers) -> Lin
         shape = (weight.shape[0], norm_parts.features)
         raise shape_mismatch(weight, shape, linear_name, f"{name}.0")
     return LinearParts(
-        layer=sublayers.norm_linear,
+        sublayer=sublayers.network,
         norm=norm_parts,
         linear=parameters,
         has_condition=norm_parts is not None and norm_parts.has_condition,
@@ -382,7 +393,7 @@ def _read_feed_forward(
     if gate.weight is not None and gate.weight.shape != hidden.weight.shape:
         raise shape_mismatch(gate.weight, (num_hidden, features), layers_name, norm_name)
     return FeedForwardParts(
-        sublayer=sublayers.feed_forward,
+        sublayer=sublayers.network,
         norm=norm_parts,
         gate=gate,
         hidden=hidden,

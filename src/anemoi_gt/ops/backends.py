@@ -14,13 +14,8 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import (
     attention_sublayer,
 )
 from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
-from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
-    feed_forward_kept_bytes,
-    feed_forward_sublayer,
-)
+from anemoi_gt.ops.triton_backend.formulas import network_kept_bytes, network_sublayer
 from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_sublayer
-from anemoi_gt.ops.triton_backend.network_sublayer import network_sublayer
-from anemoi_gt.ops.triton_backend.norm_linear import norm_linear
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, MAX_FUSED_FEATURES
 from anemoi_gt.refusal import Refusal, RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced
@@ -36,15 +31,13 @@ class Sublayer(NamedTuple):
 
 
 class Sublayers(NamedTuple):
-    """The fused sub-layers and layers of a backend.
+    """The fused sub-layers of a backend.
 
     The formulas are in `ops.sublayer_tensors` and `ops.network_tensors`.
     """
 
     attention: Sublayer
-    feed_forward: Sublayer
-    norm_linear: Callable[..., Tensor]
-    network: Callable[..., Tensor]
+    network: Sublayer
     interaction: Callable[..., Tensor]
     sum_edges: Callable[..., Tensor]
     max_features: int  # of a row
@@ -69,9 +62,7 @@ BACKENDS = {  # in the order in which `auto` tries them
         triton_backend.why_not,
         Sublayers(
             Sublayer(attention_sublayer, attention_kept_bytes),
-            Sublayer(feed_forward_sublayer, feed_forward_kept_bytes),
-            norm_linear,
-            network_sublayer,
+            Sublayer(network_sublayer, network_kept_bytes),
             interaction_sublayer,
             sum_edges,
             MAX_FUSED_FEATURES,

@@ -1,15 +1,17 @@
-"""Tensors and options of networks with a norm on their output, and of the edge update, as trees.
+"""Tensors and options of networks and of the edge update, as trees.
 
     network(u) = norm(W_out act(W_2 act(W_1 u + b_1) + b_2) + b_out)
 
-    network_sublayer        y_n = x_n + network([x_n, m_n])                or network([x_n, m_n])
+    network_sublayer        y_n = x_n + network([norm_in(x_n), m_n])       or without x_n
     interaction_sublayer    e'_e = e_e + network([x_i, x_j, e_e])          edge e from j to i
     sum_edges               s_i  = sum of e'_e over the in-edges of i
 
-The second layer, the norm and m_n are optional. The first layer of the edge update factors over
-nodes: W_1 u = W_e e_e + (W_i x_i + b_1) + W_j x_j. An interaction network (Battaglia et al. 2016,
-https://arxiv.org/abs/1612.00222) is both, the second on [x_i, s_i]. Anemoi's graph networks consist
-of them; GraphCast (Lam et al. 2023, supplement 3.5 to 3.7) sums the networks, not e'_e.
+Hidden layers, both norms and m_n are optional: the feed-forward sub-layer of a transformer is
+x + network(norm_in(x)) without the outer norm, a linear layer network(x) without hidden layers. The
+first layer of the edge update factors over nodes: W_1 u = W_e e_e + (W_i x_i + b_1) + W_j x_j. An
+interaction network (Battaglia et al. 2016, https://arxiv.org/abs/1612.00222) is both, the second on
+[x_i, s_i]. Anemoi's graph networks consist of them; GraphCast (Lam et al. 2023, supplement 3.5 to
+3.7) sums the networks, not e'_e.
 
 Dimensions: N nodes of a batch entry, B batch entries, E edges of one, R halo rows, F features of a
 row, K and L hidden features.
@@ -34,10 +36,10 @@ class Layer(NamedTuple, Generic[Held]):
 
 
 class Network(NamedTuple, Generic[Held]):
-    """A network of one or two hidden layers."""
+    """A network of at most two hidden layers; K or L are its inputs where a layer is absent."""
 
     first: Layer[Held]  # [K, inputs]
-    second: Layer[Held]  # [L, K]; absent: K = L
+    second: Layer[Held]  # [L, K]
     out: Linear[Held]  # [F, L]
     norm: Norm[Held]  # without a condition
 
@@ -47,6 +49,7 @@ class NetworkTensors(NamedTuple, Generic[Held]):
 
     x: Held  # [N, F_x]
     more: Held | None  # [N, F_m]: more inputs
+    norm_in: Norm[Held]  # of x before the network
     network: Network[Held]
 
 
@@ -72,6 +75,8 @@ class NetworkOptions(NamedTuple):
     out_dtype: torch.dtype
     residual: bool  # whether x is added
     repeats_x: bool = False  # whether x takes the place of `more` too
+    norm_in: NormOptions = NormOptions()  # eps 0 for an absent norm
+    keep_hidden: bool = True  # rows before activations, which are else computed again
 
 
 class InteractionOptions(NamedTuple):
@@ -79,6 +84,11 @@ class InteractionOptions(NamedTuple):
 
     batch: int
     network: NetworkOptions  # with the residual connection
+
+    @property
+    def gemm_dtype(self) -> torch.dtype:
+        """The dtype of the operands of matrix products."""
+        return self.network.gemm_dtype
 
 
 def check_network(t: NetworkTensors[Tensor], options: NetworkOptions) -> None:
@@ -89,9 +99,13 @@ def check_network(t: NetworkTensors[Tensor], options: NetworkOptions) -> None:
         inputs += t.more.shape[1]
     elif options.repeats_x:
         inputs *= 2
-    _check_inputs(t.network, inputs)
-    if options.residual:
-        _check_residual(t.network, "x", t.x)
+    # compared here, because a call of a function in every call of a block costs time
+    network = t.network
+    first, out = network.first.value.weight, network.out.weight
+    if (out if first is None else first).shape[1] != inputs:
+        _refuse_inputs(network, inputs)
+    if options.residual and t.x.shape[1] != out.shape[0]:
+        _refuse_residual(network, "x", t.x)
 
 
 def check_interaction(
@@ -107,8 +121,11 @@ def check_interaction(
     _check_rows("x_dst", t.x_dst, batch * graph.num_dst)
     _check_rows("x_src", x_src, own_sources)
     _check_rows("edges", t.edges, batch * graph.num_edges)
-    _check_inputs(t.network, t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1])
-    _check_residual(t.network, "edges", t.edges)
+    inputs = t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1]
+    if t.network.first.value.weight.shape[1] != inputs:
+        _refuse_inputs(t.network, inputs)
+    if t.edges.shape[1] != t.network.out.weight.shape[0]:
+        _refuse_residual(t.network, "edges", t.edges)
 
 
 def check_edge_sums(edges: Tensor, graph: GraphStructure, batch: int) -> None:
@@ -130,19 +147,18 @@ def _check_halo(halo: Tensor, features: int, batch: int) -> None:
         )
 
 
-def _check_inputs(network: Network[Tensor], inputs: int) -> None:
+def _refuse_inputs(network: Network[Tensor], inputs: int) -> None:
     weight = network.first.value.weight
-    if weight.shape[1] != inputs:
-        raise ValueError(
-            f"the first layer must take the {inputs} features of its inputs, side by side, got a "
-            f"weight {tuple(weight.shape)}"
-        )
+    if weight is None:
+        weight = network.out.weight
+    raise ValueError(
+        f"the first layer must take the {inputs} features of its inputs, side by side, got a "
+        f"weight {tuple(weight.shape)}"
+    )
 
 
-def _check_residual(network: Network[Tensor], name: str, rows: Tensor) -> None:
-    features = network.out.weight.shape[0]
-    if rows.shape[1] != features:
-        raise ValueError(
-            f"{name} must have the {features} features that the network returns (residual "
-            f"connection), got {tuple(rows.shape)}"
-        )
+def _refuse_residual(network: Network[Tensor], name: str, rows: Tensor) -> None:
+    raise ValueError(
+        f"{name} must have the {network.out.weight.shape[0]} features that the network returns "
+        f"(residual connection), got {tuple(rows.shape)}"
+    )

@@ -198,7 +198,8 @@ class Operator(ABC):
         save : bool
             Whether a tensor `needs_gradient`.
         """
-        self._refuse_forward_mode(flat)
+        if not torch.compiler.is_compiling() and forward_mode_is_active():
+            self._refuse_tangents(flat)
         if not is_plain(*flat, *constants):
             self._refuse_transform(flat)
             outputs = self.op(*flat, *constants, *leaves(options), save)
@@ -289,10 +290,8 @@ class Operator(ABC):
             "(create_graph=True); use plain PyTorch operations where a second derivative is needed"
         )
 
-    def _refuse_forward_mode(self, tensors: Sequence[Tensor | None]) -> None:
+    def _refuse_tangents(self, tensors: Sequence[Tensor | None]) -> None:
         """Raise RuntimeError if a tensor has a tangent, which would be dropped silently."""
-        if torch.compiler.is_compiling() or not forward_mode_is_active():
-            return
         for tensor in tensors:
             if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise RuntimeError(

@@ -1,11 +1,9 @@
-"""Tensors and options of the fused sub-layers of a block and of linear layers, as trees.
+"""Tensors and options of the attention sub-layer of a block, as trees, and of maps and norms.
 
     attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b, n = norm(x)
-    feed_forward_sublayer   y_i = x_i + W_out act(W_hidden norm(x_i) + b) + b
-    norm_linear             y_i = W norm(x_i) + b, or W x_i + b
 
-Dimensions: N nodes of a batch entry, B batch entries, F features, K_h hidden features, H heads of C
-channels, D edge attributes, R halo rows, K features of a condition.
+Dimensions: N nodes of a batch entry, B batch entries, F features, H heads of C channels, D edge
+attributes, R halo rows, K features of a condition.
 """
 
 from typing import Generic, NamedTuple
@@ -42,16 +40,6 @@ class NoConstants(NamedTuple):
     """The constants of an operator on rows, which reads no graph."""
 
 
-class FeedForwardTensors(NamedTuple, Generic[Held]):
-    """Tensors of a feed-forward sub-layer, or what belongs to each of them."""
-
-    x: Held  # [B * N, F]
-    norm: Norm[Held]
-    gate: Linear[Held]  # [K_h, F], of a gated network
-    hidden: Linear[Held]  # [K_h, F]
-    out: Linear[Held]  # [F, K_h]
-
-
 class NormOptions(NamedTuple):
     """Options of a norm."""
 
@@ -61,15 +49,6 @@ class NormOptions(NamedTuple):
     def constants(self) -> dict[str, bool]:
         """Return what the kernels are compiled for."""
         return {"CENTRED": self.is_centred}
-
-
-class FeedForwardOptions(NamedTuple):
-    """Options of a feed-forward sub-layer."""
-
-    norm: NormOptions
-    activation: str  # of the hidden layer, or of the gate; see `anemoi_gt.ops.activations`
-    gemm_dtype: torch.dtype
-    keep_hidden: bool  # for the backward pass; if not, that pass computes the hidden layer again
 
 
 class AttentionTensors(NamedTuple, Generic[Held]):
@@ -105,19 +84,3 @@ class AttentionOptions(NamedTuple):
     query_norm: NormOptions
     key_norm: NormOptions
     gemm_dtype: torch.dtype  # of the operands of the attention too
-
-
-class NormLinearTensors(NamedTuple, Generic[Held]):
-    """Tensors of a linear layer, perhaps after a norm, or what belongs to each of them."""
-
-    x: Held  # [N, F]
-    scale: Held | None  # [F], of the norm; None for 1, and without a norm
-    shift: Held | None  # [F]
-    linear: Linear[Held]  # [F_out, F]
-
-
-class NormLinearOptions(NamedTuple):
-    """Options of a linear layer."""
-
-    norm: NormOptions  # eps 0 without a norm
-    gemm_dtype: torch.dtype  # of y too

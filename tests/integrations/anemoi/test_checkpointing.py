@@ -130,7 +130,7 @@ def test_compiled_fused_sub_layers_are_recomputed_one_chunk_at_a_time(graph):
         names = sublayers_of_backward(
             lambda backend: compiled(model, WHOLE[:1], backend=backend)(draw(graph))
         )
-    attention, feed_forward = "attention_sublayer_triton", "feed_forward_triton"
+    attention, feed_forward = "attention_sublayer_triton", "network_triton"
     recomputed = 2 * [attention, feed_forward]
     backward = 2 * [f"{feed_forward}_backward", f"{attention}_backward"]
     assert names == 2 * (recomputed + backward)

@@ -50,7 +50,7 @@ SERVED = (
 # the network of the destinations is the same in both kinds of blocks
 NETWORKS = tuple({"mlp_implementation": name} for name in ("glu", "swiglu", "geglu", "reglu"))
 ATTENTION, FEED_FORWARD = (
-    f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "feed_forward")
+    f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "network")
 )
 BLOCKS = partial(integration.install, backend="triton", blocks=True)
 autocast = partial(torch.autocast, "cpu", torch.bfloat16)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from support import anemoi_model as small
 from support.anemoi_model import OwnLinear
-from support.operators import Operators
+from support.operators import LINEAR_LAYER, Operators
 from support.same_numbers import assert_same_numbers
 from torch import nn
 
 from anemoi_gt.integrations import anemoi as integration
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("few_programs")]
-LAYER = "anemoi_gt.norm_linear_triton.default"
+LAYER = LINEAR_LAYER
 CHUNKS = 2  # of each mapper of the small model
 autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 in_triton = partial(integration.install, backend="triton", activation_checkpointing="none")

@@ -136,7 +136,7 @@ def two_ranks():
 @pytest.mark.parametrize(
     ("options", "operator"),
     [
-        (make_options, "anemoi_gt.feed_forward_triton.default"),
+        (make_options, "anemoi_gt.network_triton.default"),
         (partial(make_family_options, "graph network"), "anemoi_gt.interaction_triton.default"),
     ],
     ids=["graph transformer", "graph network"],

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 KINDS = {"processor": TransformerProcessorBlock, "mapper": TransformerMapperBlock}
 NODES = 12
 CHANNELS = 16
-FEED_FORWARD = "anemoi_gt.feed_forward_triton.default"
+FEED_FORWARD = "anemoi_gt.network_triton.default"
 FUSED = partial(integration.install, backend="triton", blocks=True)
 
 

@@ -37,6 +37,7 @@ from anemoi_gt.nn import plain
 from anemoi_gt.nn.fused_block import Computation
 from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import why_not_plain
+from anemoi_gt.nn.sublayers import NO_NORM
 from anemoi_gt.ops.network_tensors import (
     InteractionOptions,
     InteractionTensors,
@@ -211,7 +212,9 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     assert not isinstance(computation, Refusal)  # or there would be no parts
     options = _options(parts, computation, x, residual=False)
     rows = x.reshape(-1, x.shape[-1])
-    out = parts.sublayers.network(NetworkTensors(rows, None, parts.network), options)
+    out = parts.sublayers.network.compute(
+        NetworkTensors(rows, None, NO_NORM, parts.network), options
+    )
     return out.view(*x.shape[:-1], parts.features)
 
 
@@ -409,4 +412,4 @@ def _update_nodes(block: Any, block_parts: BlockParts, x: Tensor, sums: Tensor |
         return block.node_mlp(torch.cat([x, more], dim=1)) + x
     assert computation is not None
     options = _options(parts, computation, x, residual=True, repeats_x=sums is None)
-    return parts.sublayers.network(NetworkTensors(x, sums, parts.network), options)
+    return parts.sublayers.network.compute(NetworkTensors(x, sums, NO_NORM, parts.network), options)

@@ -52,20 +52,19 @@ from anemoi_gt.ops.triton_backend.node_rows import (
     NodeSets,
     NodeSizes,
 )
-from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
-from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator, Shaped
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
-from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    NodeSums,
-    NormGradients,
+from anemoi_gt.ops.triton_backend.packing import (
     PackedGradients,
     PackedWeights,
     Part,
     Piece,
-    SublayerBuilder,
     stacked,
     zero,
 )
+from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
+from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator, Shaped
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
+from anemoi_gt.ops.triton_backend.sublayer_builder import NodeSums, SublayerBuilder
+from anemoi_gt.ops.triton_backend.sublayer_steps import NormGradients
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
 
 # results of the backward pass by number; the packed gradients of parameters follow
@@ -210,7 +209,8 @@ class AttentionSublayer(PlannedOperator):
         nodes = NodeSets.of(builder, t, options, weights)
         sizes = nodes.sizes
         parts = _Parts.of(t, options)
-        sums = NodeSums(builder, parts.sums)
+        widths = {name: part.shape[0] for name, part in parts.sums.items()}
+        sums = NodeSums(builder, widths, builder.tuning.programs)
         packed_gradients, parameters = parts.packed(needs).allocate(builder)
         if "key_bias" in parameters:
             builder.compute(zero, parameters["key_bias"])

@@ -33,13 +33,11 @@ from anemoi_gt.ops.triton_backend.network_steps import (
     NetworkSums,
     residual_gradient,
 )
+from anemoi_gt.ops.triton_backend.packing import PackedWeights
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, segment_of
-from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    PackedWeights,
-    SublayerBuilder,
-)
+from anemoi_gt.ops.triton_backend.sublayer_builder import SublayerBuilder
 
 # results of the backward pass by number; the packed gradients follow
 X_SRC, HALO, X_DST, EDGES = range(4)

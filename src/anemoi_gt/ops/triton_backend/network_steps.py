@@ -19,18 +19,11 @@ from anemoi_gt.ops.sublayer_tensors import Linear, Norm
 from anemoi_gt.ops.triton_backend import (
     interaction_launches,
     row_launches,
-    sublayer_steps,
     tiles,
 )
+from anemoi_gt.ops.triton_backend.packing import PackedGradients, Part, Piece, stacked
 from anemoi_gt.ops.triton_backend.plan import Buffer
-from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    NodeSums,
-    PackedGradients,
-    Part,
-    Piece,
-    SublayerBuilder,
-    stacked,
-)
+from anemoi_gt.ops.triton_backend.sublayer_builder import NodeSums, SublayerBuilder, wide_mm
 
 
 def is_gated(network: Network[Operand]) -> bool:
@@ -130,12 +123,13 @@ class NetworkSums:
     """Sums over rows; `residual_norm_bwd`, with its own number of programs, writes the first."""
 
     def __init__(self, builder: SublayerBuilder, parts: dict[str, Part]):
-        of_norm = {name: parts[name] for name in NORM_SUMS}
-        (features,) = parts["norm_scale"].shape
+        widths = {name: part.shape[0] for name, part in parts.items()}
+        of_norm = {name: widths[name] for name in NORM_SUMS}
+        features = widths["norm_scale"]
         programs = tiles.residual_norm_programs(features, builder.tuning)
         self.norm = NodeSums(builder, of_norm, programs)
-        hidden = {name: part for name, part in parts.items() if name not in NORM_SUMS}
-        self.hidden = NodeSums(builder, hidden)
+        hidden = {name: width for name, width in widths.items() if name not in NORM_SUMS}
+        self.hidden = NodeSums(builder, hidden, builder.tuning.programs)
 
     def reduce_into(self, total: Buffer) -> None:
         """Write all sums into `total`, in the order of the parts."""
@@ -310,7 +304,7 @@ def residual_gradient(
     elif dx.dtype == dp.dtype:
         builder.product(dp, weight, dx)
     else:
-        builder.compute(sublayer_steps.wide_mm, dp, weight, dx)
+        builder.compute(wide_mm, dp, weight, dx)
 
 
 def out_dtype(x: torch.dtype, options: NetworkOptions) -> torch.dtype:

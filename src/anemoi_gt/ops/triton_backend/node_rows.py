@@ -17,12 +17,8 @@ from anemoi_gt.ops.operands import Operand
 from anemoi_gt.ops.sublayer_tensors import AttentionOptions, AttentionTensors, NormOptions
 from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer
-from anemoi_gt.ops.triton_backend.sublayer_steps import (
-    NodeSums,
-    NormSteps,
-    Rows,
-    SublayerBuilder,
-)
+from anemoi_gt.ops.triton_backend.sublayer_builder import NodeSums, SublayerBuilder
+from anemoi_gt.ops.triton_backend.sublayer_steps import NormSteps, Rows
 
 
 class NodeSizes(NamedTuple):

@@ -1,0 +1,436 @@
+"""Both passes of a formula as plans, derived from its nodes; see `formula`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from anemoi_gt.ops.operator import GradientLayout, Spec
+from anemoi_gt.ops.tree import leaves, tree_of
+from anemoi_gt.ops.triton_backend.formula import Key, Node, Program, Value
+from anemoi_gt.ops.triton_backend.packing import PackedGradients, PackedWeights, Part
+from anemoi_gt.ops.triton_backend.plan import Buffer
+from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
+from anemoi_gt.ops.triton_backend.sublayer_builder import NodeSums, SublayerBuilder
+
+
+class Pass:
+    """A pass of a program whose plan is being built.
+
+    Parameters
+    ----------
+    program : Program
+    builder : SublayerBuilder
+    tensors : sequence of Buffer or None
+        Of the leaves.
+    index : NamedTuple
+        The constants.
+    kept : dict
+        Memory of packed parameters and of values, by the names of the kept layout.
+    needs : sequence of bool, optional
+        Of the leaves, in a backward pass.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        builder: SublayerBuilder,
+        tensors: Sequence[Buffer | None],
+        index: Any,
+        kept: dict[str, Buffer],
+        needs: Sequence[bool] | None = None,
+    ):
+        self.program, self.builder, self.tensors, self.index = program, builder, tensors, index
+        self.crossing = program.crossing()
+        self.memory = {value: kept[name] for name, value in program.kept().items() if name in kept}
+        self.computed: set[Value] = set()  # in this pass, for all rows
+        self._prepared: set[Node] = set()
+        self.operands: dict[tuple, Buffer] = {}  # rows as products read them
+        # of a backward pass
+        self.needed = set() if needs is None else program.needed(needs)
+        self.needs = needs
+        self.parameters: dict[str, Buffer] = {}  # gradients by group
+        self.gradients: dict[Value, Buffer | None] = {}  # of all rows
+        self.written: set[Value] = set()  # values whose gradient has a part; others are added
+        self.residuals: dict[Value, Buffer] = {}  # parts that wait for the pass of a norm
+        self.sums: dict[Node, tuple[NodeSums, slice]] = {}
+
+        groups = {}
+        for name, pieces in program.packed().items():
+            groups[name] = [
+                piece._replace(source=self.leaf(piece.source), addend=self.leaf(piece.addend))
+                for piece in pieces
+            ]
+        if needs is None:
+            self.weights = builder.pack(groups, kept["packed"])
+        else:
+            self.weights = PackedWeights.of(groups).views(kept["packed"])
+
+    def leaf(self, value: Value | None) -> Buffer | None:
+        """Return the buffer of a leaf; None if it is absent."""
+        return None if value is None or value.leaf is None else self.tensors[value.leaf]
+
+    def whole(self, value: Value) -> Buffer | None:
+        """Return the memory of all rows of a value; None where it exists for one chunk."""
+        if value.leaf is not None:
+            return self.tensors[value.leaf]
+        is_memory = value.node is None  # of which other values are columns
+        if value not in self.memory and (is_memory or value in self.crossing):
+            self.memory[value] = self.builder.empty(value.shape, value.dtype)
+        return self.memory.get(value)
+
+    def gradient(self, value: Value) -> Buffer | None:
+        """Return the memory of the gradient of all rows; None where it exists for one chunk."""
+        if value not in self.gradients:
+            is_result = value.leaf is not None and value in self.needed
+            if is_result or value in self.crossing or value in self.program.whole_gradients:
+                spec = value.gradient or (value.shape, value.dtype)
+                self.gradients[value] = self.builder.empty(*spec)
+        return self.gradients.get(value)
+
+    def gradient_of(self, value: Value) -> Buffer:
+        """Return the gradient of all rows of a value that has one."""
+        value = value.in_place_of or value
+        if value.base is not None:
+            return self.gradient_of(value.base).slice(1, value.first, value.first + value.shape[1])
+        found = self.gradient(value)
+        assert found is not None
+        return found
+
+    def spans(self, nodes: Sequence[Node]) -> Iterator[tuple[int, int]]:
+        """Yield the first and the last row of the chunks of a run."""
+        loop = nodes[0].loop
+        num_rows = nodes[0].out.shape[0]
+        is_chunked = loop is not None and loop.is_chunked
+        if loop is not None and self.needs is not None:
+            is_chunked = loop.is_chunked_backward
+        return self.builder.chunks(num_rows) if is_chunked else iter([(0, num_rows)])
+
+    def forward(self) -> None:
+        """Add the steps of a forward pass."""
+        for nodes in self.program.runs():
+            for begin, end in self.spans(nodes):
+                run = Run(self, begin, end, is_whole=end - begin == nodes[0].out.shape[0])
+                for node in nodes:
+                    run.compute(node, run.place(node.out))
+            self.computed |= {node.out for node in nodes}
+
+    def prepare(self, node: Node) -> None:
+        """Add what comes before the first use of a node."""
+        if node not in self._prepared:
+            self._prepared.add(node)
+            node.prepare(self)
+
+    def is_there(self, value: Value) -> bool:
+        """Return whether the memory of a value has been written."""
+        node = value.node
+        if value.leaf is not None or node is None or value in self.computed:
+            return True
+        if value.base is not None and value.base.node is node:
+            return True  # columns of what its node computes
+        return self.needs is not None and not node.is_cheap
+
+    def backward(self) -> None:
+        """Add the steps of a backward pass, from the gradients of the results."""
+        for nodes in reversed(self.program.runs()):
+            differentiated = [node for node in reversed(nodes) if node in self.needed]
+            for begin, end in self.spans(nodes) if differentiated else ():
+                run = Run(self, begin, end, is_whole=end - begin == nodes[0].out.shape[0])
+                for node in differentiated:
+                    self.prepare(node)
+                    node.backward(run, run.gradient(node.out))
+                written = run.written
+            if differentiated:
+                self.written = written
+            for node in differentiated:
+                node.finish(self)
+
+
+class Run:
+    """A chunk of rows of a pass: values, and gradients.
+
+    Parameters
+    ----------
+    call : Pass
+    begin, end : int
+        The rows.
+    is_whole : bool
+        Whether these are all.
+    """
+
+    def __init__(self, call: Pass, begin: int, end: int, *, is_whole: bool):
+        self.call, self.builder = call, call.builder
+        self.begin, self.end, self.is_whole = begin, end, is_whole
+        self.is_first = begin == 0
+        self.values: dict[Value, Buffer] = {}
+        self.gradients: dict[Value, Buffer] = {}
+        self.written = set(call.written)
+        self._deferred: dict[Value, list[Callable[[Buffer], None]]] = {}
+
+    def rows_of(self, whole: Buffer) -> Buffer:
+        """Return the rows of this run in a buffer of all rows."""
+        return whole if self.is_whole else whole.slice(0, self.begin, self.end)
+
+    def place(self, value: Value) -> Buffer:
+        """Return the memory of the rows of a value."""
+        if value.base is not None:
+            rows = self.value(value.base).slice(1, value.first, value.first + value.shape[1])
+        else:
+            whole = self.call.whole(value)
+            rows = self._scratch(value) if whole is None else self.rows_of(whole)
+        self.values[value] = rows
+        return rows
+
+    def compute(self, node: Node, out: Buffer) -> None:
+        """Compute the output of a node."""
+        self.call.prepare(node)
+        node.forward(self, out)
+
+    def value(self, value: Value) -> Buffer:
+        """Return the rows of a value, computed again in a backward pass unless they are kept."""
+        if value not in self.values:
+            rows = self.place(value)
+            if not self.call.is_there(value) and value.node is not None:
+                self.compute(value.node, rows)
+                if self.is_whole and self.call.whole(value.base or value) is not None:
+                    self.call.computed.add(value)
+        return self.values[value]
+
+    def _scratch(self, value: Value) -> Buffer:
+        num_rows = value.shape[0] if self.is_whole else self.end - self.begin
+        return self.builder.empty((num_rows, *value.shape[1:]), value.dtype)
+
+    def hand_on(self, value: Value, gradient: Buffer) -> None:
+        """Take rows that are there for the gradient of a value."""
+        self.gradients[value] = gradient
+
+    def needs(self, value: Value) -> bool:
+        """Return whether the gradient of a value is needed."""
+        return value in self.call.needed
+
+    def gradient(self, value: Value) -> Buffer | None:
+        """Return the gradient of a value; None if it has none."""
+        value = value.in_place_of or value
+        if value.base is not None:
+            return self.write(value)
+        if value in self.gradients:
+            return self.gradients[value]
+        whole = self.call.gradients.get(value)
+        return None if whole is None else self.rows_of(whole)
+
+    def write(self, value: Value) -> Buffer:
+        """Return the memory of the gradient of a value, for a node to write or add to."""
+        value = value.in_place_of or value
+        if value.base is not None:
+            return self.write(value.base).slice(1, value.first, value.first + value.shape[1])
+        self.written.add(value)
+        if value not in self.gradients:
+            whole = self.call.gradient(value)
+            if whole is None:
+                self.gradients[value] = self._scratch(value)
+            else:
+                self.gradients[value] = self.rows_of(whole)
+        return self.gradients[value]
+
+    def when_there(self, value: Value, use: Callable[[Buffer], None]) -> None:
+        """Call `use` with the rows of a value, which a node may offer later."""
+        node = value.node
+        if node is not None and node.offers and node in self.call.needed:
+            self._deferred.setdefault(value, []).append(use)
+        else:
+            use(self.value(value))
+
+    def offer(self, value: Value, rows: Buffer) -> None:
+        """Hand rows of a value, computed again, to those that wait for them."""
+        for use in self._deferred.pop(value, []):
+            use(rows)
+
+    def residual(self, value: Value) -> Buffer | None:
+        """Return the gradient that waits for the pass of a norm over this value."""
+        whole = self.call.residuals.get(value)
+        return None if whole is None else self.rows_of(whole)
+
+    def sums(self, node: Node) -> tuple[NodeSums, int]:
+        """Return the sums of a node, and its first column."""
+        sums, columns = self.call.sums[node]
+        return sums, columns.start
+
+
+class _Gradients(NamedTuple):
+    """Where the gradients of a program are."""
+
+    packed: PackedGradients
+    where: dict[Key, Part | int]  # a part of them, or the number of a result
+    results: list[Value]  # leaves that are rows
+    sums: list[list[Node]]  # nodes whose sums are made by the same number of programs
+
+    @classmethod
+    def of(cls, program: Program, needs: Sequence[bool]) -> "_Gradients":
+        needed = program.needed(needs)
+        where: dict[Key, Part | int] = {}
+        groups: dict[str, list[Part]] = {}
+        for node in program.nodes:
+            for name, members in node.weights().items():
+                keys = [key if isinstance(key, tuple) else (key,) for key, _ in members]
+                is_needed = [any(isinstance(k, int) and needs[k] for k in one) for one in keys]
+                if name in groups or not any(is_needed):
+                    continue
+                groups[name] = [Part(tuple(shape)) for _, shape in members]
+                for shared, part in zip(keys, groups[name], strict=True):
+                    where |= dict.fromkeys(shared, part)
+        summing: dict[str, list[Node]] = {}
+        for node in program.nodes:
+            if node in needed and _sums_of(node, needs):
+                summing.setdefault(node.summed_with, []).append(node)
+        parts = []
+        for nodes in summing.values():
+            for node in nodes:
+                for key, width in _sums_of(node, needs).items():
+                    part = Part((width,))
+                    where[key] = part
+                    parts.append(part)
+        if parts:
+            groups["sums"] = parts
+        rows: dict[int, Value] = {}
+        for node in program.nodes:
+            for value in [*node.inputs, *node.conditions()]:
+                for source in value.sources():
+                    if source.leaf is not None:
+                        rows[source.leaf] = source
+        results = [rows[leaf] for leaf in sorted(rows)]
+        where |= {value.leaf: number for number, value in enumerate(results)}
+        return cls(PackedGradients.of(groups), where, results, list(summing.values()))
+
+
+def _sums_of(node: Node, needs: Sequence[bool]) -> dict[Key, int]:
+    """Return the columns of the sums of a node."""
+    needed = {key: width for key, width in node.bias_sums.items() if needs[key]}
+    return node.sums | needed
+
+
+class FormulaOperator(PlannedOperator):
+    """An operator that is a formula.
+
+    Parameters
+    ----------
+    name : str
+    formula : callable
+        Of a program, the tree of tensors as `Value`s, the constants if there are any, and options;
+        returns the output, or a tuple of outputs.
+    **trees
+        As of `Operator`.
+    """
+
+    builder_class = SublayerBuilder
+
+    def __init__(self, name: str, formula: Callable[..., Any], **trees: Any):
+        self.formula = formula
+        super().__init__(name, **trees)
+
+    def program(self, tensors: Any, constants: Any, options: Any) -> Program:
+        """Return the formula for tensors of these shapes."""
+        flat = []
+        for number, tensor in enumerate(leaves(tensors)):
+            value = None
+            if tensor is not None:
+                value = Value(tuple(tensor.shape), tensor.dtype, leaf=number)
+            flat.append(value)
+        program = Program(options.gemm_dtype)
+        arguments = [tree_of(self.tensors_form, flat)]
+        if self.num_inputs > self.num_tensors:
+            arguments.append(constants)
+        results = self.formula(program, *arguments, options)
+        program.results = list(results) if isinstance(results, tuple) else [results]
+        return program
+
+    def kept_bytes(self, tensors: Any, constants: Any, options: Any) -> int:
+        """Return the bytes that a call keeps for its backward pass, besides its inputs."""
+        return self.program(tensors, constants, options).kept_layout().num_bytes
+
+    def forward_specs(self, tensors: Any, constants: Any, options: Any) -> list[Spec]:
+        """Return the specs of the outputs and of the kept bytes."""
+        program = self.program(tensors, constants, options)
+        outputs: list[Spec] = [(value.shape, value.dtype) for value in program.results]
+        return [*outputs, ((program.kept_layout().num_bytes,), torch.uint8)]
+
+    def add_forward(
+        self,
+        builder: SublayerBuilder,
+        tensors: Any,
+        constants: Any,
+        options: Any,
+        *,
+        save: bool,
+    ) -> list[Buffer]:
+        """Add the steps of the forward pass."""
+        program = self.program(tensors, constants, options)
+        layout = program.kept_layout()
+        if save:
+            kept = builder.empty_parts(layout, together=True)
+        else:
+            extras = {value for node in program.nodes for value in node.extras}
+            names = [name for name, value in program.kept().items() if value in extras]
+            kept = {name: builder.empty(*layout.parts[name][1:]) for name in ("packed", *names)}
+        call = Pass(program, builder, leaves(tensors), constants, kept)
+        results = [builder.empty(value.shape, value.dtype) for value in program.results]
+        call.memory |= dict(zip(program.results, results, strict=True))
+        call.forward()
+        return [*results, builder.whole(kept["packed"])] if save else results
+
+    def gradient_layout(
+        self, tensors: Any, constants: Any, options: Any, needs: Any
+    ) -> GradientLayout:
+        """Return the layout of the gradients of rows, and of the packed gradients."""
+        flat_needs = leaves(needs)
+        program = self.program(tensors, constants, options)
+        gradients = _Gradients.of(program, flat_needs)
+        whole: list[Spec | None] = []
+        for value in gradients.results:
+            spec = value.gradient or (value.shape, value.dtype)
+            whole.append(spec if flat_needs[value.leaf] else None)
+        whole += [None] * (self.num_results - 1 - len(whole))
+        flat = leaves(tensors)
+        where = [gradients.where.get(number) for number in range(len(flat))]
+        return gradients.packed.layout(whole, where, flat, flat_needs)
+
+    def add_backward(
+        self,
+        builder: SublayerBuilder,
+        tensors: Any,
+        constants: Any,
+        options: Any,
+        kept: Buffer,
+        grads: Sequence[Buffer | None],
+        needs: Any,
+    ) -> list[Buffer | None]:
+        """Add the steps of the backward pass."""
+        program = self.program(tensors, constants, options)
+        flat_needs = leaves(needs)
+        buffers = program.kept_layout().buffers(kept)
+        call = Pass(program, builder, leaves(tensors), constants, buffers, flat_needs)
+        gradients = _Gradients.of(program, flat_needs)
+        packed, call.parameters = gradients.packed.allocate(builder)
+        groups = []
+        for nodes in gradients.sums:
+            parts: dict[Key, int] = {}
+            for node in nodes:
+                parts |= _sums_of(node, flat_needs)
+            sums = NodeSums(builder, parts, nodes[0].programs(builder))
+            groups.append(sums)
+            for node in nodes:
+                columns = [sums.columns[key] for key in _sums_of(node, flat_needs)]
+                call.sums[node] = (sums, slice(columns[0].start, columns[-1].stop))
+        call.gradients |= dict(zip(program.results, grads, strict=True))
+        call.backward()
+        first = 0
+        for sums in groups:
+            sums.reduce_into(call.parameters["sums"].slice(0, first, first + sums.width))
+            first += sums.width
+        for node in program.nodes:
+            if node in call.needed:
+                node.after_sums(call)
+        whole = []
+        for value in gradients.results:
+            whole.append(call.gradients.get(value) if value in call.needed else None)
+        whole += [None] * (self.num_results - 1 - len(whole))
+        return [*whole, packed]
