@@ -47,8 +47,7 @@ from anemoi_gt.ops.network_tensors import (
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
 from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
-from anemoi_gt.ops.triton_backend.formulas import network_sublayer
-from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_sublayer
+from anemoi_gt.ops.triton_backend.formulas import interaction_sublayer, network_sublayer
 
 WARP = {"cuda": 32, "hip": 64}
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}

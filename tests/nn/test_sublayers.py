@@ -659,7 +659,7 @@ def test_a_replaced_parameter_is_read_by_the_next_call():
     block.lin_query.weight = nn.Parameter(torch.zeros(CHANNELS, CHANNELS))
     assert attention_parts(block).query.weight is block.lin_query.weight
     block.layer_norm_mlp_dst.eps = 0.5
-    assert network_parts(block).options().norm.eps == 0.5
+    assert network_parts(block).options().norm_in.eps == 0.5
 
 
 def test_parameters_of_functional_call_are_read():
@@ -705,7 +705,8 @@ class UsesParts(nn.Module):
         query = attention.tensors((None, x), x, (None, None), None).query.weight
         return (
             functional.linear(x, query) * heads
-            + functional.linear(tensors.x, tensors.hidden.weight).sum() * options.norm.eps
+            + functional.linear(tensors.x, tensors.network.first.value.weight).sum()
+            * options.norm_in.eps
         )
 
 

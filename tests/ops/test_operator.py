@@ -23,10 +23,11 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import (
     attention_sublayer_triton,
 )
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
-from anemoi_gt.ops.triton_backend.formulas import network_sublayer, network_triton
-from anemoi_gt.ops.triton_backend.interaction_sublayer import (
+from anemoi_gt.ops.triton_backend.formulas import (
     interaction_sublayer,
     interaction_triton,
+    network_sublayer,
+    network_triton,
 )
 
 pytestmark = [

@@ -6,8 +6,7 @@ from unittest import mock
 
 from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer_triton
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
-from anemoi_gt.ops.triton_backend.formulas import network_triton
-from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_triton
+from anemoi_gt.ops.triton_backend.formulas import interaction_triton, network_triton
 from anemoi_gt.ops.triton_backend.tiles import Tuning
 
 OPERATORS = (

@@ -14,8 +14,11 @@ from anemoi_gt.ops.triton_backend.attention_sublayer import (
     attention_sublayer,
 )
 from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
-from anemoi_gt.ops.triton_backend.formulas import network_kept_bytes, network_sublayer
-from anemoi_gt.ops.triton_backend.interaction_sublayer import interaction_sublayer
+from anemoi_gt.ops.triton_backend.formulas import (
+    interaction_sublayer,
+    network_kept_bytes,
+    network_sublayer,
+)
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, MAX_FUSED_FEATURES
 from anemoi_gt.refusal import Refusal, RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced

@@ -82,7 +82,7 @@ class Pass:
     def gradient(self, value: Value) -> Buffer | None:
         """Return the memory of the gradient of all rows; None where it exists for one chunk."""
         if value not in self.gradients:
-            is_result = value.leaf is not None and value in self.needed
+            is_result = value.leaf is not None and self.needs is not None and self.needs[value.leaf]
             if is_result or value in self.crossing or value in self.program.whole_gradients:
                 spec = value.gradient or (value.shape, value.dtype)
                 self.gradients[value] = self.builder.empty(*spec)
@@ -291,13 +291,7 @@ class _Gradients(NamedTuple):
                     parts.append(part)
         if parts:
             groups["sums"] = parts
-        rows: dict[int, Value] = {}
-        for node in program.nodes:
-            for value in [*node.inputs, *node.conditions()]:
-                for source in value.sources():
-                    if source.leaf is not None:
-                        rows[source.leaf] = source
-        results = [rows[leaf] for leaf in sorted(rows)]
+        results = program.rows()
         where |= {value.leaf: number for number, value in enumerate(results)}
         return cls(PackedGradients.of(groups), where, results, list(summing.values()))
 
@@ -335,7 +329,7 @@ class FormulaOperator(PlannedOperator):
             if tensor is not None:
                 value = Value(tuple(tensor.shape), tensor.dtype, leaf=number)
             flat.append(value)
-        program = Program(options.gemm_dtype)
+        program = Program(flat, options.gemm_dtype)
         arguments = [tree_of(self.tensors_form, flat)]
         if self.num_inputs > self.num_tensors:
             arguments.append(constants)
@@ -431,6 +425,6 @@ class FormulaOperator(PlannedOperator):
                 node.after_sums(call)
         whole = []
         for value in gradients.results:
-            whole.append(call.gradients.get(value) if value in call.needed else None)
+            whole.append(call.gradient(value) if flat_needs[value.leaf] else None)
         whole += [None] * (self.num_results - 1 - len(whole))
         return [*whole, packed]

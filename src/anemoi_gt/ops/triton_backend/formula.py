@@ -111,10 +111,6 @@ class Node:
         """Return the gradients of parameters by group: key, or keys that share one, and shape."""
         return {}
 
-    def conditions(self) -> list[Value]:
-        """Return the leaves besides the inputs that are rows."""
-        return []
-
     def programs(self, builder: "SublayerBuilder") -> int:
         """Return the number of programs that make its sums."""
         return builder.tuning.programs
@@ -155,11 +151,14 @@ class Program:
 
     Parameters
     ----------
+    leaves : sequence of Value or None
+        Of the operator's tensors.
     dtype : torch.dtype
         Of the operands of matrix products.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, leaves: Sequence[Value | None], dtype: torch.dtype):
+        self.leaves = [leaf for leaf in leaves if leaf is not None]
         self.dtype = dtype
         self.nodes: list[Node] = []
         self.results: list[Value] = []
@@ -199,6 +198,16 @@ class Program:
                     if source.node is not None and numbers[source.node] != numbers[node]:
                         found.add(source)
         return found
+
+    def rows(self) -> list[Value]:
+        """Return the leaves that are rows, not parameters: each gradient is a result of its own."""
+        keys: set[Key] = set()
+        for node in self.nodes:
+            keys |= node.sums.keys() | node.bias_sums.keys()
+            for members in node.weights().values():
+                for key, _ in members:
+                    keys |= set(key) if isinstance(key, tuple) else {key}
+        return [leaf for leaf in self.leaves if leaf.leaf not in keys]
 
     def packed(self) -> dict[str, list[Piece[Value]]]:
         """Return the parameters to cast, stacked by group; nodes may share one."""

@@ -6,10 +6,20 @@ The equations are in `anemoi_gt.ops.sublayer_tensors` and `anemoi_gt.ops.network
 from torch import Tensor
 
 from anemoi_gt.custom_ops import needs_gradient
-from anemoi_gt.ops.network_tensors import NetworkOptions, NetworkTensors, check_network
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops.network_tensors import (
+    InteractionOptions,
+    InteractionTensors,
+    NetworkOptions,
+    NetworkTensors,
+    check_interaction,
+    check_network,
+)
+from anemoi_gt.ops.operands import Operand
 from anemoi_gt.ops.sublayer_tensors import NoConstants
 from anemoi_gt.ops.triton_backend.derived_passes import FormulaOperator
-from anemoi_gt.ops.triton_backend.formula import Program, Value
+from anemoi_gt.ops.triton_backend.edge_nodes import EndsNode, GatherActivationNode
+from anemoi_gt.ops.triton_backend.formula import Loop, Program, Value
 from anemoi_gt.ops.triton_backend.packing import aligned_columns
 from anemoi_gt.ops.triton_backend.row_nodes import (
     ActivationNode,
@@ -17,7 +27,9 @@ from anemoi_gt.ops.triton_backend.row_nodes import (
     LinearNode,
     NormNode,
     ResidualNormNode,
+    joined,
 )
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
 
 def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
@@ -66,6 +78,42 @@ def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
     return r if x is None else p.add(AddNode(x, r, norm))
 
 
+def edge_update(
+    p: Program, t: InteractionTensors[Value], index: IndexTensors[Operand], o: InteractionOptions
+) -> Value:
+    """e'_e = e_e + norm(network([x_i, x_j, e_e])) for each edge e from j to i.
+
+    The first layer is z_e + a_i + b_j, of products over edges and over each set of nodes.
+    """
+    first, second, out, norm = t.network
+    layers = [linear for linear in first if linear.weight is not None]
+    x_src = joined(t.x_dst if t.x_src is None else t.x_src, t.halo, o.batch)
+    columns_dst, columns_src = t.x_dst.shape[1], x_src.shape[1]
+    ends = p.add_alone(EndsNode(index))
+    # W_1 is [W_i, W_j, W_e]
+    b = p.add_alone(
+        LinearNode("first", [x_src], layers, p.dtype, first_column=columns_dst, has_bias=False)
+    )
+    a = p.add_alone(LinearNode("first", [t.x_dst], layers, p.dtype))
+    p.loop = Loop("edges")
+    z = LinearNode(
+        "first",
+        [t.edges],
+        layers,
+        p.dtype,
+        first_column=columns_dst + columns_src,
+        has_bias=False,
+    )
+    gathered = GatherActivationNode(p, p.add(z), a.out, b.out, ends, o.network.activation, o.batch)
+    rows = p.add(gathered)
+    if second.value.weight is not None:
+        layers = [linear for linear in second if linear.weight is not None]
+        hidden = p.add(LinearNode("second", [rows], layers, p.dtype))
+        rows = p.add(ActivationNode(hidden, o.network.activation))
+    r = p.add(LinearNode("out", [rows], [out], p.dtype))
+    return p.add(ResidualNormNode(t.edges, r, norm, o.network.norm, o.network.out_dtype))
+
+
 def network_sublayer(tensors: NetworkTensors[Tensor], options: NetworkOptions) -> Tensor:
     """Return y [N, F] of a network on rows."""
     check_network(tensors, options)
@@ -79,6 +127,22 @@ def network_kept_bytes(tensors: NetworkTensors[Tensor], options: NetworkOptions)
     return network_triton.kept_bytes(tensors, NoConstants(), options)
 
 
+def interaction_sublayer(
+    tensors: InteractionTensors[Tensor], graph: GraphStructure, options: InteractionOptions
+) -> Tensor:
+    """Return the updated edges [B * E, F].
+
+    `graph` is the structure of one batch entry, from own sources and halo to destinations.
+    """
+    check_interaction(tensors, graph, options)
+    flat = interaction_triton.flatten(tensors)
+    save = needs_gradient(*flat)
+    if save:
+        graph = graph.with_reverse()
+    (edges,) = interaction_triton(flat, IndexTensors.of(graph), options, save=save)
+    return edges
+
+
 network_triton = FormulaOperator(
     "network",
     network,
@@ -87,4 +151,14 @@ network_triton = FormulaOperator(
     options=NetworkOptions,
     outputs=("out",),
     num_results=4,
+)
+
+interaction_triton = FormulaOperator(
+    "interaction",
+    edge_update,
+    tensors=InteractionTensors,
+    constants=IndexTensors,
+    options=InteractionOptions,
+    outputs=("edges",),
+    num_results=5,
 )

@@ -86,10 +86,6 @@ class NormNode(Node):
         maps = (self.norm.scale_map, self.norm.shift_map)
         return {f"{self.name}_map": [(key_of(m.weight, ""), m.weight.shape) for m in maps]}
 
-    def conditions(self) -> list[Value]:
-        """Return the condition."""
-        return present(self.norm.condition)
-
     def prepare(self, call: Pass) -> None:
         """Cast the condition."""
         condition = call.leaf(self.norm.condition)
@@ -244,6 +240,21 @@ class NormNode(Node):
         run.builder.copy(halo.unflatten(0, (batch, halo.shape[0] // batch)), self._halo_of(out))
 
 
+def joined(own: Value, halo: Value | None, batch: int) -> Value:
+    """Return own rows, each batch entry followed by its rows of a halo."""
+    if halo is None or not halo.shape[0]:
+        return own
+    spans = []
+    first = 0
+    for entry in range(batch):
+        for value in (own, halo):
+            number = value.shape[0] // batch
+            rows = slice(entry * number, (entry + 1) * number)
+            spans.append(Span(value, rows, slice(first, first + number)))
+            first += number
+    return Value((first, *own.shape[1:]), own.dtype, spans=tuple(spans))
+
+
 class LinearNode(Node):
     """y = W [x_1, x_2, ..] + b, for the columns of W from `first_column` and its rows `part`.
 
@@ -291,7 +302,8 @@ class LinearNode(Node):
         super().__init__(inputs, Value((inputs[0].shape[0], width), out_dtype or dtype))
         self.reads = list(inputs)
         self.parameters = [layer.weight for layer in layers]
-        self.parameters += present(*(layer.bias for layer in layers))
+        if has_bias:
+            self.parameters += present(*(layer.bias for layer in layers))
         self.width = aligned_columns(width, dtype) if pads_output else width
         columns = inputs[0].shape[1]
         self.columns = aligned_columns(columns, dtype) if pads_input else columns
