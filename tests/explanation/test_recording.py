@@ -13,7 +13,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure, GraphTransformerConv
+from anemoi_gt import (
+    AttentionConfig,
+    EncoderProcessorDecoder,
+    GraphStructure,
+    GraphTransformerConv,
+    InteractionBlock,
+)
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.explanation import explain, explain_attention
@@ -119,7 +125,7 @@ def test_a_function_or_a_model_without_attention_raises(conv, inputs):
         "model must be a torch.nn.Module, got function",
     )
     with pytest.raises(
-        ValueError, match="an attention of anemoi_gt on these inputs, Linear computed none"
+        ValueError, match="an operator of anemoi_gt on these inputs, Linear called none"
     ):
         explain(nn.Linear(2, 2), torch.randn(1, 2))
 
@@ -230,7 +236,8 @@ def test_a_fused_attention_of_anemoi_is_listed_with_all_kernels_of_the_sublayer(
     with anemoi.install(backend="triton", blocks=False):
         (attention,) = explain(block, *block_inputs(kind)).layers
     with anemoi.install(backend="triton", blocks=True):
-        (whole,) = explain(block, *block_inputs(kind)).layers
+        whole, network = explain(block, *block_inputs(kind)).layers
+    assert network.passes[0].operator == "anemoi_gt::network_triton"
     name = "anemoi_gt::attention_sublayer_triton"
     assert [pass_.operator for pass_ in whole.passes] == [name, f"{name}_backward"]
     for fused, alone in zip(whole.passes, attention.passes, strict=True):
@@ -238,3 +245,19 @@ def test_a_fused_attention_of_anemoi_is_listed_with_all_kernels_of_the_sublayer(
         assert in_attention == list(alone.kernels)
         assert any("anemoi_gt_norm" in kernel for kernel in fused.kernels)
     assert replace(whole, passes=attention.passes) == attention
+
+
+def test_a_graph_network_is_listed_with_the_kernels_of_its_operators():
+    block = InteractionBlock(8, edge_dim=6, config=AttentionConfig("triton"))
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
+    explanation = explain(block, torch.randn(2, 8), graph, torch.randn(3, 6))
+    edges, nodes = explanation.layers
+    assert [layer.passes[0].operator for layer in (edges, nodes)] == [
+        "anemoi_gt::interaction_triton",
+        "anemoi_gt::network_triton",
+    ]
+    assert edges.sizes == {"batch": 1, "sources": 2, "destinations": 2, "edges": 3, "hidden": 6}
+    assert nodes.sizes == {"rows": 2, "inputs": 8, "outputs": 8}
+    for layer, kernel in ((edges, "anemoi_gt_gather_activation"), (nodes, "anemoi_gt_residual")):
+        assert any(kernel in name for name in layer.passes[0].kernels)
+    assert "3 edges, 2 to 2 nodes, batch 1, 6 hidden features, float32, cpu" in str(explanation)

@@ -18,12 +18,10 @@ from anemoi_gt.ops.sublayer_tensors import (
 )
 from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 from anemoi_gt.ops.tree import form_of, leaf_types, leaves, tree_of
-from anemoi_gt.ops.triton_backend.attention_sublayer import (
-    attention_sublayer,
-    attention_sublayer_triton,
-)
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
 from anemoi_gt.ops.triton_backend.formulas import (
+    attention_sublayer,
+    attention_triton,
     interaction_sublayer,
     interaction_triton,
     network_sublayer,
@@ -124,7 +122,7 @@ def network(x):
 CALLS = {
     edge_attention_torch: (lambda x: attend(x, "torch"), (2, 3, 4)),
     edge_attention_triton: (lambda x: attend(x, "triton"), (2, 3, 4)),
-    attention_sublayer_triton: (
+    attention_triton: (
         attend_sublayer,
         (sublayers.SMALL.num_dst, sublayers.SMALL.features),
     ),

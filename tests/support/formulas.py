@@ -9,12 +9,10 @@ import torch
 from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
 from anemoi_gt.ops.sublayer_tensors import AttentionTensors
 from anemoi_gt.ops.tree import leaf_types, leaves
-from anemoi_gt.ops.triton_backend.attention_sublayer import (
-    attention_sublayer,
-    attention_sublayer_triton,
-)
 from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
 from anemoi_gt.ops.triton_backend.formulas import (
+    attention_sublayer,
+    attention_triton,
     interaction_sublayer,
     interaction_triton,
     network_sublayer,
@@ -87,7 +85,7 @@ def _on_graph(draw, plainly, ours, kind, operator, device, dtype=torch.float32, 
 
 
 OF_EDGES = (networks.interaction_sublayer, interaction, InteractionTensors, interaction_triton)
-OF_ATTENTION = (sublayers.attention, attention, AttentionTensors, attention_sublayer_triton)
+OF_ATTENTION = (sublayers.attention, attention, AttentionTensors, attention_triton)
 # draw(device, dtype, **case) returns a Problem
 DRAW = {
     "feed-forward": partial(_on_rows, networks.draw_feed_forward),

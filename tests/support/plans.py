@@ -4,14 +4,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer_triton
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
-from anemoi_gt.ops.triton_backend.formulas import interaction_triton, network_triton
+from anemoi_gt.ops.triton_backend.formulas import (
+    attention_triton,
+    interaction_triton,
+    network_triton,
+)
 from anemoi_gt.ops.triton_backend.tiles import Tuning
 
 OPERATORS = (
     edge_attention_triton,
-    attention_sublayer_triton,
+    attention_triton,
     network_triton,
     interaction_triton,
 )

@@ -1,4 +1,4 @@
-"""`explain`: run a model once and record the operator call of each attention.
+"""`explain`: run a model once and record the operator calls of its layers.
 
 Modules get no hooks of their own, because Anemoi's blocks fall back while a submodule has a hook.
 """
@@ -17,26 +17,38 @@ from anemoi_gt.explanation.results import Explanation, Layer, Pass
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
+from anemoi_gt.ops.operator import Operator
 from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
-from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer_triton
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
+from anemoi_gt.ops.triton_backend.formulas import (
+    attention_triton,
+    interaction_triton,
+    network_triton,
+)
 from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 
-# by the operator that a dispatch mode sees; the sub-layer has norm and projections of a block, too
+# by the operator that a dispatch mode sees
 OPERATORS = {
     operator.op: operator
-    for operator in (edge_attention_torch, edge_attention_triton, attention_sublayer_triton)
+    for operator in (
+        edge_attention_torch,
+        edge_attention_triton,
+        attention_triton,
+        network_triton,
+        interaction_triton,
+    )
 }
 
 
 def explain(model: nn.Module, *inputs: Any, **named: Any) -> Explanation:
-    """Report backend, rejected backends, operators and kernels of each attention in a model.
+    """Report backend, rejected backends, operators and kernels of each layer of a model.
 
     The model runs once on the inputs, in its current mode, under the caller's autocast and gradient
     mode. If gradients are enabled, the kernels of the backward pass are listed too. The states of
-    random number generators are restored. Raises ValueError if the model is not a module or
-    computes no attention of this library.
+    random number generators are restored. A layer is one call of an operator of this library: an
+    attention, a fused sub-layer of a block, an edge update or a network. Raises ValueError if the
+    model is not a module or calls none.
 
     Parameters
     ----------
@@ -73,8 +85,8 @@ def explain(model: nn.Module, *inputs: Any, **named: Any) -> Explanation:
     explanation = _explain(lambda: model(*inputs, **named), names, gpus)
     if not explanation.layers:
         raise ValueError(
-            f"model must compute an attention of anemoi_gt on these inputs, {type(model).__name__} "
-            "computed none; swap its layers, or explain a submodule that has some"
+            f"model must call an operator of anemoi_gt on these inputs, {type(model).__name__} "
+            "called none; swap its layers, or explain a submodule that has some"
         )
     return explanation
 
@@ -99,7 +111,7 @@ def explain_attention(
 
 
 def _explain(compute: Callable, names: dict, gpus: list[torch.device]) -> Explanation:
-    """Call `compute` and describe each attention when it runs, so that no operands are kept."""
+    """Call `compute` and describe each layer when it runs, so that no operands are kept."""
     layers: list[Layer] = []
     recorder = _Recorder(lambda call: layers.append(_layer(call, names)))
     with (
@@ -120,10 +132,10 @@ def _gpus_of(*tensors: Any) -> list[torch.device]:
 
 
 class Call(NamedTuple):
-    """One attention, as a call of its operator."""
+    """A call of an operator."""
 
     module: nn.Module | None  # the innermost module that was running
-    operator: Any  # an `Operator` with `attention_sizes`
+    operator: Operator
     arguments: tuple
     grad_enabled: bool
 
@@ -134,7 +146,7 @@ class Call(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that calls `record` for each attention of this thread, with its module."""
+    """Dispatch mode that calls `record` for each operator of this thread, with its module."""
 
     def __init__(self, record: Callable[[Call], None]):
         super().__init__()
@@ -163,25 +175,16 @@ class _Recorder(TorchDispatchMode):
 
 def _layer(call: Call, names: dict) -> Layer:
     backend = call.operator.backend
-    sizes = call.operator.attention_sizes(*call.operator.split(call.arguments))
+    sizes, dtype, features = call.operator.call_sizes(*call.operator.split(call.arguments))
     x = next(tensor for tensor in call.arguments if tensor is not None)
-    query = x.new_empty(0, dtype=sizes.dtype)
-    features = "none" if sizes.edge_dim == 0 else "raw"
+    query = x.new_empty(0, dtype=dtype)
     class_name = "" if call.module is None else type(call.module).__name__
     return Layer(
         name=names.get(call.module, ""),
         module=class_name,
-        sizes={
-            "batch": sizes.batch,
-            "sources": sizes.num_src,
-            "destinations": sizes.num_dst,
-            "edges": sizes.num_edges,
-            "heads": sizes.heads,
-            "channels": sizes.channels,
-            "attributes": sizes.edge_dim,
-        },
-        features="embedded" if sizes.is_embedded else features,
-        dtype=str(sizes.dtype).removeprefix("torch."),
+        sizes=sizes,
+        features=features,
+        dtype=str(dtype).removeprefix("torch."),
         device=str(x.device),
         backend=backend,
         rejected=rejected(backend, query),

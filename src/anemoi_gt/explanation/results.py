@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or a backward pass of one attention.
+    """A forward or a backward pass of a layer.
 
     Parameters
     ----------
@@ -16,10 +16,8 @@ class Pass:
     operator : str
         As a profiler shows it, in eager and compiled runs.
     kernels : tuple of str
-        Names of this library's kernels, as a profiler shows them, in launch order. Empty if PyTorch
-        operators compute the pass. For a fused sub-layer of a block,
-        `anemoi_gt::attention_sublayer_triton`, those of its norms and projections are among them,
-        but not PyTorch's GEMMs.
+        Names of this library's kernels, as a profiler shows them, in launch order, without GEMMs of
+        PyTorch. Empty if PyTorch operators compute the pass.
     """
 
     name: str
@@ -29,20 +27,22 @@ class Pass:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention call.
+    """One call of an operator of this library.
 
     Parameters
     ----------
     name, module : str
         Name and class of the module that called it; "" outside a module.
     sizes : dict of str to int
-        batch, sources, destinations, edges, heads, channels, attributes.
-    features : {"none", "raw", "embedded"}
-        Form of the edge features that the operator reads. The weight of raw attributes is factored
-        out of the sums over edges. Attributes are embedded before the operator if that moves fewer
-        bytes, or if they do not fit a kernel program.
+        Of an attention: batch, sources, destinations, edges, heads, channels, attributes; of an
+        edge update: batch, sources, destinations, edges, hidden; of a network: rows, inputs,
+        outputs.
+    features : {"none", "raw", "embedded", ""}
+        Form of the edge features that an attention reads, else "". The weight of raw attributes is
+        factored out of the sums over edges. Attributes are embedded before the operator if that
+        moves fewer bytes, or if they do not fit a kernel program.
     dtype, device : str
-        Dtype and device of query.
+        Dtype of the operands of products, and device.
     backend : str
         The backend that ran.
     rejected : dict of str to str
@@ -64,7 +64,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All attention calls of a model, in execution order."""
+    """All layers of a model, in execution order."""
 
     layers: tuple[Layer, ...]
 
@@ -83,17 +83,25 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     """Yield the lines for consecutive layers that differ only in their names."""
     first = layers[0]
     sizes = first.sizes
-    features = {
-        "none": "no attributes",
-        "raw": f"attributes {sizes['attributes']}",
-        "embedded": "embedded edges",
-    }
     yield _title(layers) or "attention"
-    yield (
-        f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, "
-        f"batch {sizes['batch']}, heads {sizes['heads']} x {sizes['channels']}, "
-        f"{features[first.features]}, {first.dtype}, {first.device}"
-    )
+    of_graph = ""
+    if "edges" in sizes:
+        of_graph = (
+            f"{sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, "
+            f"batch {sizes['batch']}, "
+        )
+    if "heads" in sizes:
+        features = {
+            "none": "no attributes",
+            "raw": f"attributes {sizes['attributes']}",
+            "embedded": "embedded edges",
+        }
+        of_layer = f"heads {sizes['heads']} x {sizes['channels']}, {features[first.features]}"
+    elif "rows" in sizes:
+        of_layer = f"{sizes['rows']:,} rows, {sizes['inputs']} to {sizes['outputs']} features"
+    else:
+        of_layer = f"{sizes['hidden']} hidden features"
+    yield f"  {of_graph}{of_layer}, {first.dtype}, {first.device}"
     reasons = [f"{name}: {reason}" for name, reason in first.rejected.items()]
     yield "; ".join([f"  backend {first.backend}", *reasons])
     for pass_ in first.passes:

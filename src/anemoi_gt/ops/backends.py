@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.ops import torch_backend, triton_backend
-from anemoi_gt.ops.triton_backend.attention_sublayer import (
-    attention_kept_bytes,
-    attention_sublayer,
-)
 from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
 from anemoi_gt.ops.triton_backend.formulas import (
+    attention_kept_bytes,
+    attention_sublayer,
     interaction_sublayer,
     network_kept_bytes,
     network_sublayer,

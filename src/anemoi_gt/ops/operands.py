@@ -50,35 +50,31 @@ class AttentionOperands(NamedTuple, Generic[Held]):
         return AttentionOperands(*rows, *edges)
 
 
-class AttentionSizes(NamedTuple):
-    """Sizes and dtype of a call of edge attention."""
+class CallSizes(NamedTuple):
+    """Sizes of a call of an operator, for people."""
 
-    batch: int
-    num_src: int
-    num_dst: int
-    num_edges: int
-    heads: int
-    channels: int
-    edge_dim: int  # 0 without raw attributes
-    is_embedded: bool  # edge_attr is [E, H, C]
-    dtype: torch.dtype
+    sizes: dict[str, int]  # by name
+    dtype: torch.dtype  # of products
+    features: str = ""  # form of the edge features that an attention reads
 
     @classmethod
-    def of(cls, operands: AttentionOperands[Operand], num_edges: int) -> "AttentionSizes":
+    def of_attention(cls, operands: AttentionOperands[Operand], num_edges: int) -> "CallSizes":
         """Read the sizes of operands, or of what has their shapes."""
         query, key, _, edge_attr, edge_weight, _ = operands
         num_dst, heads, channels = query.shape[-3:]
-        return cls(
-            batch=query.shape[0] if len(query.shape) == 4 else 1,
-            num_src=key.shape[-3],
-            num_dst=num_dst,
-            num_edges=num_edges,
-            heads=heads,
-            channels=channels,
-            edge_dim=0 if edge_weight is None else edge_weight.shape[1],
-            is_embedded=edge_attr is not None and edge_weight is None,
-            dtype=query.dtype,
-        )
+        features = "none"
+        if edge_attr is not None:
+            features = "embedded" if edge_weight is None else "raw"
+        sizes = {
+            "batch": query.shape[0] if len(query.shape) == 4 else 1,
+            "sources": key.shape[-3],
+            "destinations": num_dst,
+            "edges": num_edges,
+            "heads": heads,
+            "channels": channels,
+            "attributes": 0 if edge_weight is None else edge_weight.shape[1],
+        }
+        return cls(sizes, query.dtype, features)
 
 
 class Needs(NamedTuple):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from anemoi_gt.custom_ops import is_plain, register
+from anemoi_gt.ops.operands import CallSizes
 from anemoi_gt.ops.tree import form_of, getter_of, leaf_types, leaves, tree_of
 from anemoi_gt.torch_compat import forward_mode_is_active, is_batched, is_gradient_transform
 
@@ -175,6 +176,10 @@ class Operator(ABC):
         self, tensors: Any, constants: Any, options: Any, needs: Any
     ) -> GradientLayout:
         """Return the layout of the results of the backward pass; `needs` is a tree of bools."""
+
+    @abstractmethod
+    def call_sizes(self, tensors: Any, constants: Any, options: Any) -> CallSizes:
+        """Return the sizes of a call, for people."""
 
     def readable(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return inputs as the passes read them: contiguous."""

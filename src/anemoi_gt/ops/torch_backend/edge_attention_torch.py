@@ -10,7 +10,7 @@ from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dropout import dropout_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
-from anemoi_gt.ops.operands import AttentionOperands, AttentionSizes, Held, Needs
+from anemoi_gt.ops.operands import AttentionOperands, CallSizes, Held, Needs
 from anemoi_gt.ops.operator import GradientLayout, Operator, Spec
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
@@ -211,11 +211,11 @@ class EdgeAttention(Operator):
             num_results=6,
         )
 
-    def attention_sizes(
+    def call_sizes(
         self, tensors: AttentionOperands[Tensor], constants: Index[Tensor], options: Options
-    ) -> AttentionSizes:
+    ) -> CallSizes:
         """Return the sizes of a call."""
-        return AttentionSizes.of(tensors, constants.row.shape[0])
+        return CallSizes.of_attention(tensors, constants.row.shape[0])
 
     def passes(self, inputs: Sequence[Tensor | None], options: Options) -> "_Passes":
         """Return both passes."""

@@ -1,14 +1,15 @@
 """Both passes of a formula as plans, derived from its nodes; see `formula`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from anemoi_gt.ops.operands import CallSizes
 from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.tree import leaves, tree_of
 from anemoi_gt.ops.triton_backend.formula import Key, Node, Program, Value
-from anemoi_gt.ops.triton_backend.packing import PackedGradients, PackedWeights, Part
+from anemoi_gt.ops.triton_backend.packing import PackedGradients, PackedWeights, Part, Piece
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sublayer_builder import NodeSums, SublayerBuilder
@@ -54,12 +55,13 @@ class Pass:
         self.written: set[Value] = set()  # values whose gradient has a part; others are added
         self.residuals: dict[Value, Buffer] = {}  # parts that wait for the pass of a norm
         self.sums: dict[Node, tuple[NodeSums, slice]] = {}
+        self.totals: dict[Hashable, Buffer] = {}  # once all rows are summed
 
-        groups = {}
+        groups: dict[str, list[Piece[Buffer]]] = {}
         for name, pieces in program.packed().items():
             groups[name] = [
-                piece._replace(source=self.leaf(piece.source), addend=self.leaf(piece.addend))
-                for piece in pieces
+                Piece(shape, self.leaf(source), self.leaf(addend), has_one)
+                for shape, source, addend, has_one in pieces
             ]
         if needs is None:
             self.weights = builder.pack(groups, kept["packed"])
@@ -261,7 +263,7 @@ class _Gradients(NamedTuple):
 
     packed: PackedGradients
     where: dict[Key, Part | int]  # a part of them, or the number of a result
-    results: list[Value]  # leaves that are rows
+    results: dict[int, Value]  # leaves that are rows
     sums: list[list[Node]]  # nodes whose sums are made by the same number of programs
 
     @classmethod
@@ -271,12 +273,13 @@ class _Gradients(NamedTuple):
         groups: dict[str, list[Part]] = {}
         for node in program.nodes:
             for name, members in node.weights().items():
-                keys = [key if isinstance(key, tuple) else (key,) for key, _ in members]
-                is_needed = [any(isinstance(k, int) and needs[k] for k in one) for one in keys]
-                if name in groups or not any(is_needed):
+                keys = [key for shared, _ in members for key in shared if isinstance(key, int)]
+                if name in groups or not any(needs[key] for key in keys):
                     continue
-                groups[name] = [Part(tuple(shape)) for _, shape in members]
-                for shared, part in zip(keys, groups[name], strict=True):
+                groups[name] = []
+                for shared, shape in members:
+                    part = Part(tuple(shape))
+                    groups[name].append(part)
                     where |= dict.fromkeys(shared, part)
         summing: dict[str, list[Node]] = {}
         for node in program.nodes:
@@ -292,13 +295,13 @@ class _Gradients(NamedTuple):
         if parts:
             groups["sums"] = parts
         results = program.rows()
-        where |= {value.leaf: number for number, value in enumerate(results)}
+        where |= {leaf: number for number, leaf in enumerate(results)}
         return cls(PackedGradients.of(groups), where, results, list(summing.values()))
 
 
 def _sums_of(node: Node, needs: Sequence[bool]) -> dict[Key, int]:
     """Return the columns of the sums of a node."""
-    needed = {key: width for key, width in node.bias_sums.items() if needs[key]}
+    needed = {leaf: width for leaf, width in node.bias_sums.items() if needs[leaf]}
     return node.sums | needed
 
 
@@ -336,6 +339,17 @@ class FormulaOperator(PlannedOperator):
         results = self.formula(program, *arguments, options)
         program.results = list(results) if isinstance(results, tuple) else [results]
         return program
+
+    def call_sizes(self, tensors: Any, constants: Any, options: Any) -> CallSizes:
+        """Return the sizes of a call, for people."""
+        program = self.program(tensors, constants, options)
+        for node in program.nodes:
+            found = node.call_sizes()
+            if found is not None:
+                return found
+        (x, *_), (y, *_) = program.rows().values(), program.results
+        sizes = {"rows": x.shape[0], "inputs": x.shape[1], "outputs": y.shape[1]}
+        return CallSizes(sizes, program.dtype)
 
     def kept_bytes(self, tensors: Any, constants: Any, options: Any) -> int:
         """Return the bytes that a call keeps for its backward pass, besides its inputs."""
@@ -379,9 +393,9 @@ class FormulaOperator(PlannedOperator):
         program = self.program(tensors, constants, options)
         gradients = _Gradients.of(program, flat_needs)
         whole: list[Spec | None] = []
-        for value in gradients.results:
+        for leaf, value in gradients.results.items():
             spec = value.gradient or (value.shape, value.dtype)
-            whole.append(spec if flat_needs[value.leaf] else None)
+            whole.append(spec if flat_needs[leaf] else None)
         whole += [None] * (self.num_results - 1 - len(whole))
         flat = leaves(tensors)
         where = [gradients.where.get(number) for number in range(len(flat))]
@@ -406,10 +420,11 @@ class FormulaOperator(PlannedOperator):
         packed, call.parameters = gradients.packed.allocate(builder)
         groups = []
         for nodes in gradients.sums:
-            parts: dict[Key, int] = {}
+            widths: dict[Hashable, int] = {}
             for node in nodes:
-                parts |= _sums_of(node, flat_needs)
-            sums = NodeSums(builder, parts, nodes[0].programs(builder))
+                for key, width in _sums_of(node, flat_needs).items():
+                    widths[key] = width
+            sums = NodeSums(builder, widths, nodes[0].programs(builder))
             groups.append(sums)
             for node in nodes:
                 columns = [sums.columns[key] for key in _sums_of(node, flat_needs)]
@@ -418,13 +433,16 @@ class FormulaOperator(PlannedOperator):
         call.backward()
         first = 0
         for sums in groups:
-            sums.reduce_into(call.parameters["sums"].slice(0, first, first + sums.width))
+            totals = call.parameters["sums"].slice(0, first, first + sums.width)
+            sums.reduce_into(totals)
+            for name, part in sums.columns.items():
+                call.totals[name] = totals.rows(part)
             first += sums.width
         for node in program.nodes:
             if node in call.needed:
                 node.after_sums(call)
         whole = []
-        for value in gradients.results:
-            whole.append(call.gradient(value) if flat_needs[value.leaf] else None)
+        for leaf, value in gradients.results.items():
+            whole.append(call.gradient(value) if flat_needs[leaf] else None)
         whole += [None] * (self.num_results - 1 - len(whole))
         return [*whole, packed]

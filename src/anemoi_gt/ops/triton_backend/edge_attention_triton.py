@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
-from anemoi_gt.ops.operands import AttentionOperands, AttentionSizes, Needs, Operand
+from anemoi_gt.ops.operands import AttentionOperands, CallSizes, Needs, Operand
 from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
@@ -114,11 +114,11 @@ class EdgeAttention(PlannedOperator):
             num_results=6,
         )
 
-    def attention_sizes(
+    def call_sizes(
         self, tensors: AttentionOperands[Tensor], constants: Constants[Tensor], options: Options
-    ) -> AttentionSizes:
+    ) -> CallSizes:
         """Return the sizes of a call."""
-        return AttentionSizes.of(tensors, constants.graph.row.shape[0])
+        return CallSizes.of_attention(tensors, constants.graph.row.shape[0])
 
     def readable(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return inputs that kernels can read: contiguous, 16-bit pairs aligned to 32 bits."""

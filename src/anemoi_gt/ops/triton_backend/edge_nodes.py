@@ -1,6 +1,6 @@
 """Nodes of formulas on the edges of a graph; edges are in the caller's order."""
 
-from anemoi_gt.ops.operands import Operand
+from anemoi_gt.ops.operands import CallSizes, Operand
 from anemoi_gt.ops.triton_backend import interaction_launches
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.edge_sums import add_segment_sum
@@ -54,6 +54,18 @@ class GatherActivationNode(ActivationNode):
         self.ends, self.batch = ends, batch
         p.whole_gradients.add(z)
 
+    def call_sizes(self) -> CallSizes:
+        """Return the sizes of the graph, for people."""
+        z, at_dst, at_src = self.inputs
+        sizes = {
+            "batch": self.batch,
+            "sources": at_src.shape[0] // self.batch,
+            "destinations": at_dst.shape[0] // self.batch,
+            "edges": self.ends.out.shape[0],
+            "hidden": self.out.shape[1],
+        }
+        return CallSizes(sizes, z.dtype)
+
     def forward(self, run: Run, out: Buffer) -> None:
         """Complete p in the forward pass, and activate it."""
         if run.call.needs is not None:
@@ -61,7 +73,8 @@ class GatherActivationNode(ActivationNode):
             return
         z, at_dst, at_src = self.inputs
         launch = interaction_launches.gather_activation(
-            *out.shape,
+            out.shape[0],
+            out.shape[1],
             self.activation,
             gated=self.is_gated,
             first_row=run.begin,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar
 
 import torch
 
+from anemoi_gt.ops.operands import CallSizes
 from anemoi_gt.ops.operator import Spec
 from anemoi_gt.ops.triton_backend.packing import PackedWeights, Piece
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from anemoi_gt.ops.triton_backend.sublayer_builder import SublayerBuilder
 
 Key = int | str  # of a gradient: the leaf of its tensor, or a name where that is absent
+# of stacked parameters: keys that share a gradient, and its shape
+WeightGradients = list[tuple[tuple[Key, ...], tuple[int, ...]]]
 
 
 @dataclass(eq=False)
@@ -101,19 +104,23 @@ class Node:
         self.reads: list[Value] = []  # values that the backward pass reads
         self.parameters: list[Value] = []  # leaves besides the inputs
         self.sums: dict[Key, int] = {}  # columns of sums over rows that its backward pass makes
-        self.bias_sums: dict[Key, int] = {}  # the same, made by one more pass where needed
+        self.bias_sums: dict[int, int] = {}  # of leaves, by one more pass where needed
 
     def packed(self) -> Mapping[str, list[Piece[Value]]]:
         """Return the parameters to cast, stacked by group."""
         return {}
 
-    def weights(self) -> Mapping[str, list[tuple[Key | tuple[Key, ...], tuple[int, ...]]]]:
-        """Return the gradients of parameters by group: key, or keys that share one, and shape."""
+    def weights(self) -> Mapping[str, WeightGradients]:
+        """Return the gradients of parameters by group."""
         return {}
 
     def programs(self, builder: "SublayerBuilder") -> int:
         """Return the number of programs that make its sums."""
         return builder.tuning.programs
+
+    def call_sizes(self) -> CallSizes | None:
+        """Return the sizes of a formula with this node, for people; None if others say more."""
+        return None
 
     def prepare(self, call: "Pass") -> None:
         """Add what comes before the first use, in either pass."""
@@ -188,7 +195,7 @@ class Program:
 
     def crossing(self) -> set[Value]:
         """Return the values that a node of another run reads."""
-        numbers = {}
+        numbers: dict[Node, int] = {}
         for number, nodes in enumerate(self.runs()):
             numbers |= dict.fromkeys(nodes, number)
         found = set()
@@ -199,15 +206,22 @@ class Program:
                         found.add(source)
         return found
 
-    def rows(self) -> list[Value]:
-        """Return the leaves that are rows, not parameters: each gradient is a result of its own."""
+    def rows(self) -> dict[int, Value]:
+        """Return the leaves that are rows, not parameters, by their numbers.
+
+        Each of their gradients is a result of its own.
+        """
         keys: set[Key] = set()
         for node in self.nodes:
             keys |= node.sums.keys() | node.bias_sums.keys()
             for members in node.weights().values():
-                for key, _ in members:
-                    keys |= set(key) if isinstance(key, tuple) else {key}
-        return [leaf for leaf in self.leaves if leaf.leaf not in keys]
+                for shared, _ in members:
+                    keys |= set(shared)
+        rows = {}
+        for leaf in self.leaves:
+            if leaf.leaf is not None and leaf.leaf not in keys:
+                rows[leaf.leaf] = leaf
+        return rows
 
     def packed(self) -> dict[str, list[Piece[Value]]]:
         """Return the parameters to cast, stacked by group; nodes may share one."""

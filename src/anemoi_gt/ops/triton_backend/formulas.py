@@ -3,6 +3,8 @@
 The equations are in `anemoi_gt.ops.sublayer_tensors` and `anemoi_gt.ops.network_tensors`.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from anemoi_gt.custom_ops import needs_gradient
@@ -16,18 +18,26 @@ from anemoi_gt.ops.network_tensors import (
     check_network,
 )
 from anemoi_gt.ops.operands import Operand
-from anemoi_gt.ops.sublayer_tensors import NoConstants
+from anemoi_gt.ops.sublayer_tensors import (
+    AttentionOptions,
+    AttentionTensors,
+    Linear,
+    NoConstants,
+)
+from anemoi_gt.ops.triton_backend.attention_nodes import AttendNode, HeadNormNode
 from anemoi_gt.ops.triton_backend.derived_passes import FormulaOperator
 from anemoi_gt.ops.triton_backend.edge_nodes import EndsNode, GatherActivationNode
-from anemoi_gt.ops.triton_backend.formula import Loop, Program, Value
+from anemoi_gt.ops.triton_backend.formula import Loop, Program, Value, key_of, present
 from anemoi_gt.ops.triton_backend.packing import aligned_columns
 from anemoi_gt.ops.triton_backend.row_nodes import (
     ActivationNode,
     AddNode,
+    Halo,
     LinearNode,
     NormNode,
     ResidualNormNode,
     joined,
+    own_rows,
 )
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
@@ -65,7 +75,7 @@ def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
         out_dtype=o.out_dtype if is_result else None,
         pads_input=pads_input,
         pads_output=pads_output,
-        sums_bias=is_result,
+        summed=[t.network.out] if is_result else [],
     )
     r = p.add(out)
     if is_result:
@@ -114,6 +124,59 @@ def edge_update(
     return p.add(ResidualNormNode(t.edges, r, norm, o.network.norm, o.network.out_dtype))
 
 
+def attention(
+    p: Program, t: AttentionTensors[Value], index: IndexTensors[Operand], o: AttentionOptions
+) -> Value:
+    """Z = x + W_projection y + b, where y is the self term plus the attention to sources.
+
+    Query, y, key and value of one set of nodes are columns of one value. Where a halo follows the
+    own sources, or sources are another set, [q, y] of destinations and [k, v] of sources are two.
+    """
+    width = t.query.weight.shape[0]
+    key_bias = t.key.bias if o.key_norm.eps else None  # without effect where keys have no norm
+    key, value = Linear(t.key.weight, key_bias), Linear(t.value.weight)
+    layers = [t.query, t.self_term, key, value]
+    to_dst, to_src = slice(0, 2 * width), slice(2 * width, 4 * width)
+    project = partial(LinearNode, "nodes", layers=layers, dtype=p.dtype)
+    halo = None
+    if t.halo is not None and t.halo.shape[0]:
+        halo = Halo(t.halo, o.batch)
+
+    p.loop = Loop("sources", is_chunked=False, is_chunked_backward=False)
+    if t.x_src is not None:
+        normed = p.add(NormNode(t.x_src, t.norm_src, o.norm_src, p.dtype, "norm_src", halo))
+        src = p.add(project(inputs=[normed], part=to_src, summed=[key]))
+        p.loop = Loop("destinations", is_chunked=False, is_chunked_backward=False)
+        norm = NormNode(t.x_dst, t.norm, o.norm, p.dtype)
+        dst = p.add(project(inputs=[p.add(norm)], part=to_dst, summed=[t.query]))
+    else:
+        norm = NormNode(t.x_dst, t.norm, o.norm, p.dtype, halo=halo)
+        normed = p.add(norm)
+        if halo is None:
+            dst = src = p.add(project(inputs=[normed], summed=[t.query, key]))
+        else:
+            own = own_rows(normed, t.x_dst.shape[0], o.batch)
+            dst = p.add(project(inputs=[own], part=to_dst, summed=[t.query]))
+            src = p.add(project(inputs=[normed], part=to_src, summed=[key]))
+    q, y = dst.columns(0, width), dst.columns(width, 2 * width)
+    first = src.shape[1] - 2 * width
+    k, v = src.columns(first, first + width), src.columns(first + width, first + 2 * width)
+
+    if o.query_norm.eps or o.key_norm.eps:
+        beside = {rows: Value(rows.shape, rows.dtype) for rows in (dst, src)}
+        if o.query_norm.eps:
+            q = p.add_alone(HeadNormNode(q, t.query_scale, o.query_norm, o.heads, beside[dst])).out
+        if o.key_norm.eps:
+            k = p.add_alone(HeadNormNode(k, t.key_scale, o.key_norm, o.heads, beside[src])).out
+    total = key_of(t.projection.bias, "total")
+    attended = p.add_alone(AttendNode(t, o, index, q, y, k, v, total))
+    norm.parameters += present(t.self_term.bias)  # whose gradient is made from the same total
+
+    p.loop = Loop("outputs", is_chunked_backward=False)
+    delta = p.add(LinearNode("projection", [attended.out], [t.projection], p.dtype))
+    return p.add(AddNode(t.x_dst, delta, norm))
+
+
 def network_sublayer(tensors: NetworkTensors[Tensor], options: NetworkOptions) -> Tensor:
     """Return y [N, F] of a network on rows."""
     check_network(tensors, options)
@@ -125,6 +188,29 @@ def network_sublayer(tensors: NetworkTensors[Tensor], options: NetworkOptions) -
 def network_kept_bytes(tensors: NetworkTensors[Tensor], options: NetworkOptions) -> int:
     """Return the bytes that a call keeps for its backward pass, besides its inputs."""
     return network_triton.kept_bytes(tensors, NoConstants(), options)
+
+
+def attention_sublayer(
+    tensors: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
+) -> Tensor:
+    """Return z [B * N_dst, F], in the promoted dtype of x and the GEMMs.
+
+    `graph` is the structure of one batch entry, from own sources and halo to destinations. Edge
+    attributes [E, D] are shared by the batch.
+    """
+    flat = attention_triton.flatten(tensors)
+    save = needs_gradient(*flat)
+    if save:
+        graph = graph.with_reverse()
+    (z,) = attention_triton(flat, IndexTensors.of(graph), options, save=save)
+    return z
+
+
+def attention_kept_bytes(
+    tensors: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
+) -> int:
+    """Return the bytes that a call keeps for its backward pass, besides its inputs."""
+    return attention_triton.kept_bytes(tensors, IndexTensors.of(graph), options)
 
 
 def interaction_sublayer(
@@ -161,4 +247,14 @@ interaction_triton = FormulaOperator(
     options=InteractionOptions,
     outputs=("edges",),
     num_results=5,
+)
+
+attention_triton = FormulaOperator(
+    "attention_sublayer",
+    attention,
+    tensors=AttentionTensors,
+    constants=IndexTensors,
+    options=AttentionOptions,
+    outputs=("out",),
+    num_results=7,
 )

@@ -12,7 +12,15 @@ import torch
 from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
 from anemoi_gt.ops.triton_backend import interaction_launches, row_launches, tiles
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
-from anemoi_gt.ops.triton_backend.formula import Key, Node, Span, Value, key_of, present
+from anemoi_gt.ops.triton_backend.formula import (
+    Key,
+    Node,
+    Span,
+    Value,
+    WeightGradients,
+    key_of,
+    present,
+)
 from anemoi_gt.ops.triton_backend.packing import Piece, aligned_columns, stacked
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.sublayer_builder import SublayerBuilder, as_row
@@ -79,12 +87,12 @@ class NormNode(Node):
             f"{self.name}_map_bias": [scale_bias, *stacked(shift.bias)],
         }
 
-    def weights(self) -> dict[str, list[tuple[Key, tuple[int, ...]]]]:
+    def weights(self) -> dict[str, WeightGradients]:
         """Return the weights of the maps of a condition."""
         if not self.has_condition:
             return {}
         maps = (self.norm.scale_map, self.norm.shift_map)
-        return {f"{self.name}_map": [(key_of(m.weight, ""), m.weight.shape) for m in maps]}
+        return {f"{self.name}_map": [((key_of(m.weight, ""),), m.weight.shape) for m in maps]}
 
     def prepare(self, call: Pass) -> None:
         """Cast the condition."""
@@ -145,10 +153,9 @@ class NormNode(Node):
             )
         self._copy_halo(run, normed)
         if self.halo is not None and run.needs(self.halo.rows):
-            dhalo = run.write(self.halo.rows)  # which may be empty
-            if dhalo.shape[0]:
-                entries = (self.halo.batch, dhalo.shape[0] // self.halo.batch)
-                builder.copy(self._halo_of(grad), dhalo.unflatten(0, entries))
+            dhalo = run.write(self.halo.rows)
+            entries = (self.halo.batch, dhalo.shape[0] // self.halo.batch)
+            builder.copy(self._halo_of(grad), dhalo.unflatten(0, entries))
         run.offer(self.out, normed)
 
     def _differentiate(
@@ -220,7 +227,7 @@ class NormNode(Node):
 
     def _entry_rows(self) -> int | None:
         """Return the rows of a batch entry where rows of a halo lie between those of entries."""
-        if self.halo is None or self.halo.batch == 1 or not self.halo.rows.shape[0]:
+        if self.halo is None or self.halo.batch == 1:
             return None
         return self.out.shape[0] // self.halo.batch
 
@@ -232,7 +239,7 @@ class NormNode(Node):
         return entries.slice(1, self.inputs[0].shape[0] // batch, entries.shape[1])
 
     def _copy_halo(self, run: Run, out: Buffer) -> None:
-        if self.halo is None or not self.halo.rows.shape[0]:
+        if self.halo is None:
             return
         halo = run.call.leaf(self.halo.rows)
         assert halo is not None
@@ -255,14 +262,24 @@ def joined(own: Value, halo: Value | None, batch: int) -> Value:
     return Value((first, *own.shape[1:]), own.dtype, spans=tuple(spans))
 
 
+def own_rows(rows: Value, number: int, batch: int) -> Value:
+    """Return the `number` own rows among rows that a halo follows in each batch entry."""
+    own, all_rows = number // batch, rows.shape[0] // batch
+    spans = []
+    for entry in range(batch):
+        first, first_own = entry * all_rows, entry * own
+        part, among = slice(first, first + own), slice(first_own, first_own + own)
+        spans.append(Span(rows, part, among))
+    return Value((number, *rows.shape[1:]), rows.dtype, spans=tuple(spans))
+
+
 class LinearNode(Node):
     """y = W [x_1, x_2, ..] + b, for the columns of W from `first_column` and its rows `part`.
 
     The maps of `layers` are stacked. Nodes of one name share W. Equal inputs share one product, by
     the sum of their columns of W. An input may consist of rows of other values.
 
-    Whoever writes dy sums its columns, the gradient of b; nobody writes the gradient of a result,
-    which this node sums itself.
+    The gradient of b is a sum of columns of dy, made by the node that writes dy, or by this one.
 
     Parameters
     ----------
@@ -272,8 +289,8 @@ class LinearNode(Node):
         Whether columns are a model's variables, not its channels, and padded (`aligned_columns`).
     is_cheap : bool
         Whether the backward pass computes y again.
-    sums_bias : bool
-        Whether y is a result, or columns of y have other readers.
+    summed : sequence of Linear
+        The layers whose bias gradients this node sums.
     """
 
     def __init__(
@@ -290,7 +307,7 @@ class LinearNode(Node):
         pads_input: bool = False,
         pads_output: bool = False,
         is_cheap: bool = False,
-        sums_bias: bool = False,
+        summed: Sequence[Linear[Value]] = (),
     ):
         self.name, self.layers, self.dtype = name, list(layers), dtype
         self.part = part or slice(0, sum(layer.weight.shape[0] for layer in layers))
@@ -308,19 +325,14 @@ class LinearNode(Node):
         columns = inputs[0].shape[1]
         self.columns = aligned_columns(columns, dtype) if pads_input else columns
         self.is_padded = self.width != width or self.columns != columns
-        if sums_bias:
-            for layer in self.layers:
-                if layer.bias is not None and self.has_bias:
-                    self.bias_sums[key_of(layer.bias, "")] = layer.bias.shape[0]
-
-    def biases(self) -> list[Value | None]:
-        """Return the bias of each layer; None for 0."""
-        return [layer.bias for layer in self.layers]
+        for bias in present(*(layer.bias for layer in summed)):
+            if bias.leaf is not None:
+                self.bias_sums[bias.leaf] = bias.shape[0]
 
     def packed(self) -> dict[str, list[Piece[Value]]]:
         """Return the weights, and the biases if there are any."""
         groups = {self.name: stacked(*(layer.weight for layer in self.layers))}
-        biases = self.biases()
+        biases = [layer.bias for layer in self.layers]
         if any(bias is not None for bias in biases):
             widths = [layer.weight.shape[0] for layer in self.layers]
             groups[f"{self.name}_bias"] = [
@@ -328,9 +340,9 @@ class LinearNode(Node):
             ]
         return groups
 
-    def weights(self) -> dict[str, list[tuple[Key, tuple[int, ...]]]]:
+    def weights(self) -> dict[str, WeightGradients]:
         """Return the weights."""
-        return {self.name: [(key_of(m.weight, ""), m.weight.shape) for m in self.layers]}
+        return {self.name: [((key_of(m.weight, ""),), m.weight.shape) for m in self.layers]}
 
     def prepare(self, call: Pass) -> None:
         """Take the rows of W and b; pad, or fold, their columns."""
@@ -499,7 +511,9 @@ class ActivationNode(Node):
 
     def forward(self, run: Run, out: Buffer) -> None:
         """Activate rows."""
-        launch = row_launches.activation_forward(*out.shape, self.activation, gated=self.is_gated)
+        launch = row_launches.activation_forward(
+            out.shape[0], out.shape[1], self.activation, gated=self.is_gated
+        )
         run.builder.launch(launch, hidden=run.value(self.inputs[0]), out=out)
 
     def backward(self, run: Run, grad: Buffer | None) -> None:
@@ -508,7 +522,8 @@ class ActivationNode(Node):
         hidden = self.inputs[0]
         sums, first_sum = run.sums(self)
         launch = row_launches.activation_backward(
-            *grad.shape,
+            grad.shape[0],
+            grad.shape[1],
             self.activation,
             gated=self.is_gated,
             programs=sums.programs,
@@ -583,15 +598,19 @@ class ResidualNormNode(Node):
 
     def forward(self, run: Run, out: Buffer) -> None:
         """Normalise, and add x."""
-        r, *x = (run.value(value) for value in self.inputs)
+        r, x = run.value(self.inputs[0]), None
+        if len(self.inputs) > 1:
+            x = run.value(self.inputs[1])
         if not self.has_norm:
-            run.builder.add(r, *x, out)
+            run.builder.add(r, x, out)
             return
-        launch = interaction_launches.residual_norm_forward(*out.shape, self.options)
+        launch = interaction_launches.residual_norm_forward(
+            out.shape[0], out.shape[1], self.options
+        )
         run.builder.launch(
             launch,
             r=r,
-            x=x[0] if x else None,
+            x=x,
             scale=run.call.leaf(self.norm.scale),
             shift=run.call.leaf(self.norm.shift),
             y=out,
@@ -604,7 +623,8 @@ class ResidualNormNode(Node):
         dx = run.write(x[0]) if x and run.needs(x[0]) else None
         sums, first_sum = run.sums(self)
         launch = interaction_launches.residual_norm_backward(
-            *dr.shape,
+            dr.shape[0],
+            dr.shape[1],
             self.options,
             dr_stride=dr.shape[1],
             programs=sums.programs,
