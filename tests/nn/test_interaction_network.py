@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.nightly import nightly
 from support.operators import Operators
 from support.refusals import raises
 from support.same_numbers import assert_same, assert_same_numbers
+from torch import nn
 from torch_geometric import EdgeIndex
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.nn import Sequential
@@ -470,3 +472,68 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_wrong_options_and_inputs_are_refused(wrong, message):
     raises(wrong, message)
+
+
+# inputs of the networks of other libraries by number, in their order: of edges (x_i, x_j, e), and of nodes (x_i, s_i)
+LIBRARIES = {
+    "graph_weather": ((1, 0, 2), (0, 1), "edges"),
+    "PhysicsNeMo": ((2, 1, 0), (1, 0), "edges"),
+    "neural-lam": ((2, 1, 0), (0, 1), "updates"),
+}
+
+
+def network_of(widths):
+    """Return a network as these libraries build it."""
+    inputs, hidden, outputs = widths
+    layers = (nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
+    return nn.Sequential(*layers, nn.LayerNorm(outputs)).double()
+
+
+def ordered(inputs, order):
+    return torch.cat([inputs[number] for number in order], dim=-1)
+
+
+@both
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_weights_of_other_libraries_give_their_numbers(library, backend, kernel_device):
+    of_edges, of_nodes, sum_of = LIBRARIES[library]
+    problem = make(kernel_device, sum_of=sum_of, batch="none", activation="silu")
+    x_src, x_dst, edges = (
+        problem.inputs[name].double() for name in ("x_src", "x_dst", "edge_attr")
+    )
+    edge_mlp = network_of((8 + 12 + 24, 16, 24)).to(kernel_device)
+    node_mlp = network_of((12 + 24, 16, 12)).to(kernel_device)
+    source, destination = problem.edge_index
+    update = edge_mlp(ordered((x_dst[destination], x_src[source], edges), of_edges))
+    terms = update if sum_of == "updates" else edges + update
+    sums = torch.zeros(len(x_dst), 24, dtype=torch.float64, device=kernel_device)
+    sums = sums.index_add(0, destination, terms)
+    nodes = x_dst + node_mlp(ordered((x_dst, sums), of_nodes))
+
+    block = problem.block
+    block.conv.config = AttentionConfig(backend)
+    sizes = {"conv.edge_mlp": ((12, 8, 24), of_edges), "node_mlp": ((12, 24), of_nodes)}
+    for (name, (widths, order)), theirs in zip(sizes.items(), (edge_mlp, node_mlp), strict=True):
+        ours = block.get_submodule(name)
+        weights = theirs[0].weight.split([widths[number] for number in order], dim=1)
+        back = [order.index(number) for number in range(len(order))]
+        ours.mlp[0].weight.data = ordered(weights, back).float()
+        ours.mlp[0].bias.data = theirs[0].bias.float()
+        ours.mlp[2].load_state_dict(theirs[2].state_dict())
+        ours.layer_norm.load_state_dict(theirs[3].state_dict())
+    found = problem.call()
+    for actual, expected in zip(found, (nodes, edges + update), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@both
+def test_a_condition_of_each_row_and_a_wrong_one(backend, kernel_device):
+    problem = make(kernel_device, config=AttentionConfig(backend), norm="conditional")
+    shared = problem.inputs["cond"]
+    rows = tuple(shared.expand(-1, number, -1) for number in (29, 9))
+    assert_same(problem.call(cond=rows), problem.call(), tolerance=1e-6)
+    raises(lambda: problem.call(cond=shared[..., :2]), r"cond must .*got \(2, 1, 2\)")
+    without = problem._replace(inputs={k: x for k, x in problem.inputs.items() if k != "cond"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the modules compute
+        raises(without.call, "require a condition, got None")

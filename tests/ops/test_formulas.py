@@ -18,8 +18,6 @@ from anemoi_gt.ops.triton_backend.tiles import OUTER_ROWS
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 SIZES = networks.SIZES
-# leaves that no problem has: norms of graph networks without a condition
-WITHOUT = {"network_norm": ("condition", "scale_map", "shift_map")}
 ALL = pytest.mark.parametrize("name", DRAW)
 ON_ROWS = ("feed-forward", "linear", "network")
 
@@ -80,13 +78,7 @@ def test_cases_have_a_gradient_of_every_tensor():
             problem = DRAW[name]("cpu", **case)
             found.setdefault(problem.kind, set()).update(problem.named)
     for kind, names in found.items():
-        absent = set(leaf_types(kind)) - names
-        assert absent == {
-            leaf
-            for leaf in leaf_types(kind)
-            for prefix, parts in WITHOUT.items()
-            if leaf.startswith(tuple(f"{prefix}_{part}" for part in parts))
-        }, kind
+        assert names == set(leaf_types(kind)), kind
 
 
 @pytest.mark.parametrize("name", ["network", "interaction"])

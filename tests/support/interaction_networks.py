@@ -1,6 +1,7 @@
 """Graph networks as modules: blocks to test, and what they compute, in plain PyTorch from the values of a state dict."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from anemoi_gt import AttentionConfig, GraphStructure, InteractionBlock
-from anemoi_gt.nn import AutocastLayerNorm, LayerKernels
+from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
 from support.pairwise import pairwise
 
 NORMS = {
@@ -16,6 +17,7 @@ NORMS = {
     "autocast layer norm": AutocastLayerNorm,
     "RMSNorm": nn.RMSNorm,
     "none": nn.Identity,
+    "conditional": partial(ConditionalLayerNorm, condition_shape=3),
 }
 ACTIVATIONS = {"gelu": (nn.GELU, functional.gelu), "silu": (nn.SiLU, functional.silu)}
 GATES = {"glu": torch.sigmoid, "swiglu": functional.silu, "reglu": torch.relu}
@@ -28,6 +30,7 @@ CASES = pairwise(
     batch=("none", "of nodes", "of nodes and edges"),
     rows=("float32", "16 bits"),
     edges=(29, 0),
+    sum_of=("edges", "updates"),
 )
 DST, SRC = 9, 7
 TORCH = AttentionConfig("torch")
@@ -44,6 +47,7 @@ class Case(NamedTuple):
     batch: str = "of nodes"
     rows: str = "float32"
     edges: int = 29
+    sum_of: str = "edges"
 
 
 class Problem(NamedTuple):
@@ -65,7 +69,10 @@ class Problem(NamedTuple):
         given = self.inputs | inputs
         x = given["x_dst"] if "x_src" not in given else (given["x_src"], given["x_dst"])
         call = self.block if call is None else call
-        return call(x, self.graph if edges is None else edges, given["edge_attr"])
+        arguments = [x, self.graph if edges is None else edges, given["edge_attr"]]
+        if "cond" in given:
+            arguments.append(given["cond"])
+        return call(*arguments)
 
     def results(self, call=None, edges=None, autocast=None):
         """Return outputs and gradients by name, of the inputs and all parameters."""
@@ -101,6 +108,7 @@ def make(device="cpu", dtype=torch.float32, config=TORCH, seed=0, **case):
         case.hidden_layers,
         mlp_implementation=case.implementation,
         layer_kernels=LayerKernels(LayerNorm=NORMS[case.norm], Activation=activation),
+        sum_of=case.sum_of,
         config=config,
     )
     for name, parameter in block.named_parameters():
@@ -114,6 +122,8 @@ def make(device="cpu", dtype=torch.float32, config=TORCH, seed=0, **case):
     inputs["edge_attr"] = torch.randn(*edge_batch, case.edges, 24)
     row_dtype = dtype if case.rows == "16 bits" else torch.float32
     inputs = {name: x.to(device, row_dtype) for name, x in inputs.items()}
+    if case.norm == "conditional":  # of each batch entry, or of all
+        inputs["cond"] = torch.randn(*batch, 1, 3).to(device)
     ends = [torch.randint(size, (case.edges,)) for size in (num_nodes[0], DST - 1)]
     edge_index = torch.stack(ends).to(device)
     return Problem(case, block.to(device), inputs, edge_index, num_nodes)
@@ -126,9 +136,10 @@ def plain_block(values, edge_index, case):
     source, destination = edge_index
     edges = edges.expand(*x_dst.shape[:-2], *edges.shape[-2:])
     rows = _side_by_side(x_dst[..., destination, :], x_src[..., source, :], edges)
-    out = edges + _network(values, "conv.edge_mlp", rows, case)
-    edges = out.to(edges.dtype)
-    terms = edges.to(torch.promote_types(edges.dtype, torch.float32))
+    update = _network(values, "conv.edge_mlp", rows, case)
+    edges = (edges + update).to(edges.dtype)
+    terms = update if case.sum_of == "updates" else edges
+    terms = terms.to(torch.promote_types(edges.dtype, torch.float32))
     sums = terms.new_zeros(*x_dst.shape[:-1], edges.shape[-1])
     sums = sums.index_add(-2, destination, terms).to(edges.dtype)
     nodes = x_dst + _network(values, "node_mlp", _side_by_side(x_dst, sums), case)
@@ -153,6 +164,16 @@ def _network(values, name, rows, case):
     out = mapped(number, rows)
     if case.norm == "none":
         return out
+    if case.norm == "conditional":
+        scale, shift = (
+            functional.linear(
+                values["cond"],
+                values[f"{name}.layer_norm.{part}.weight"],
+                values[f"{name}.layer_norm.{part}.bias"],
+            )
+            for part in ("scale", "bias")
+        )
+        return (1 + scale) * functional.layer_norm(out, out.shape[-1:]) + shift
     weight = values[f"{name}.layer_norm.weight"]
     if case.norm == "RMSNorm":
         return functional.rms_norm(out, weight.shape, weight, torch.finfo(torch.float32).eps)

@@ -22,6 +22,7 @@ NORMS = {  # options of the norm, and its parameters
     "layer norm": (NormOptions(EPS), "both"),
     "layer norm with shift": (NormOptions(EPS), "shift"),
     "RMSNorm": (NormOptions(EPS, is_centred=False), "scale"),
+    "conditional": (NormOptions(EPS), 4),
 }
 HIDDEN = {  # hidden layers, and the kinds of linear maps in each
     "one": (1, ("value",)),
@@ -64,6 +65,7 @@ INTERACTION_CASES = pairwise(
     segment=(None, 2),  # edges of a segment of hubs
     edges=(29, 0),
     halo=(None, 5, 0),  # rows of each batch entry
+    residual=(True, False),
 )
 
 
@@ -172,7 +174,7 @@ def draw_network(
     out_features = features if residual else sizes.out
     named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     named = _in_dtype(named, rows, dtype)
-    named |= draw_parameters(width, out_features, norm, hidden, bias, sizes, generator)
+    named |= draw_parameters(width, out_features, norm, hidden, bias, sizes, generator, sizes.rows)
     grads = {"out": torch.randn(sizes.rows, out_features, generator=generator)}
     options = _options(norm, activation, dtype, out, residual=residual)
     options = options._replace(repeats_x=inputs == "x twice")
@@ -194,6 +196,7 @@ def draw_interaction(
     rows="float32",
     out="float32",
     edges=None,
+    residual=True,
     seed=0,
     sizes=SIZES,
 ):
@@ -215,7 +218,7 @@ def draw_interaction(
     named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     named = _in_dtype(named, rows, dtype)
     width = sizes.dst + src + features
-    named |= draw_parameters(width, features, norm, hidden, bias, sizes, generator)
+    named |= draw_parameters(width, features, norm, hidden, bias, sizes, generator, batch * edges)
     sources = torch.randint(max(1, num_src), (edges,), generator=generator)
     destinations = torch.randint(max(1, num_dst - 1), (edges,), generator=generator)
     edge_index = torch.stack([sources, destinations]).to(device)
@@ -224,11 +227,11 @@ def draw_interaction(
         "edges": torch.randn(batch * edges, features, generator=generator),
         "sums": torch.randn(batch * num_dst, features, generator=generator),
     }
-    options = InteractionOptions(batch, _options(norm, activation, dtype, out, residual=True))
+    options = InteractionOptions(batch, _options(norm, activation, dtype, out, residual=residual))
     return _to(device, named), _to(device, grads), graph, edge_index, options
 
 
-def draw_parameters(inputs, out, norm, hidden, bias, sizes, generator):
+def draw_parameters(inputs, out, norm, hidden, bias, sizes, generator, rows):
     """Draw the parameters of a network by name, of the sizes of a new model's."""
     layers, kinds = HIDDEN[hidden]
     maps = {"out": (out, sizes.second if layers == 2 else sizes.hidden)}
@@ -238,7 +241,7 @@ def draw_parameters(inputs, out, norm, hidden, bias, sizes, generator):
             maps[f"second_{kind}"] = (sizes.second, sizes.hidden)
     _, parameters = NORMS[norm]
     drawn = _draw_maps(maps, bias, generator)
-    return drawn | draw_norm("network_norm", parameters, out, 0, generator)
+    return drawn | draw_norm("network_norm", parameters, out, rows, generator)
 
 
 def _draw_maps(maps, bias, generator):
@@ -309,7 +312,8 @@ def interaction_sublayer(named, edge_index, options):
     )
     edges = named["edges"]
     rows = _concatenated(dst[destination], src[source], edges)
-    edges = _rounded(edges + network(named, rows, options.network), edges, options.network)
+    update = network(named, rows, options.network)
+    edges = _rounded(edges + update if options.network.residual else update, edges, options.network)
     terms = edges.to(torch.promote_types(edges.dtype, torch.float32))
     sums = terms.new_zeros(dst.shape[0], edges.shape[1]).index_add(0, destination, terms)
     return {"edges": edges, "sums": sums.to(edges.dtype)}

@@ -189,9 +189,10 @@ def sum_columns(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
+    IS_FIRST: tl.constexpr,  # if not, sums are added to what is there
     INT64: tl.constexpr,
 ):
-    """Grid (P, ceil(W / COLUMNS)): a program writes the sums of every P-th tile of ROWS rows."""
+    """Grid (P, ceil(W / COLUMNS)): a program sums the columns of every P-th tile of ROWS rows."""
     start = as_index(tl.program_id(0), INT64) * ROWS
     step = tl.num_programs(0) * ROWS
     w = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -203,7 +204,10 @@ def sum_columns(
         x = tl.load(rows + row[:, None] * STRIDE + w[None, :], mask=mask, other=0.0)
         sums += x.to(tl.float32)
     address = partial + tl.program_id(0) * SUMS + first_sum + w
-    tl.store(address, tl.sum(sums, axis=0), mask=inside)
+    total = tl.sum(sums, axis=0)
+    if not IS_FIRST:
+        total += tl.load(address, mask=inside, other=0.0)
+    tl.store(address, total, mask=inside)
 
 
 @triton.jit(repr=kernel_name("anemoi_gt_sum_partial", "partial", "SUMS"))

@@ -3,7 +3,7 @@
 For an edge e from source j to destination i:
 
     e'_e = e_e + edge_mlp([x_i, x_j, e_e])        s_i = sum of e'_e over the in-edges of i
-    x'_i = x_i + node_mlp([x_i, s_i])
+    x'_i = x_i + node_mlp([x_i, s_i])             or of the updates edge_mlp(..)
 
 The `torch` backend is PyG's message passing with modules; `triton` has one operator for each line
 (`anemoi_gt.ops.network_tensors`).
@@ -23,7 +23,7 @@ from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import check_shape, have_size
 from anemoi_gt.nn.block import ShardedGraph
-from anemoi_gt.nn.fused_block import NOT_FASTER, Computation
+from anemoi_gt.nn.fused_block import NOT_FASTER, Computation, row_conditions
 from anemoi_gt.nn.input_validation import (
     both_sides,
     check_batch,
@@ -34,7 +34,15 @@ from anemoi_gt.nn.input_validation import (
 from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
 from anemoi_gt.nn.mlp import NormedMLP
 from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
-from anemoi_gt.nn.plain import IDENTITY, INTERACTION, LAYER_NORM, RMS_NORM, Asked, why_not_plain
+from anemoi_gt.nn.plain import (
+    CONDITIONAL_NORM,
+    IDENTITY,
+    INTERACTION,
+    LAYER_NORM,
+    RMS_NORM,
+    Asked,
+    why_not_plain,
+)
 from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges
 from anemoi_gt.nn.sublayers import NO_NORM
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
@@ -46,10 +54,13 @@ from anemoi_gt.ops.network_tensors import (
 )
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
-from anemoi_gt.torch_compat import constant_when_traced, is_exporting
+from anemoi_gt.torch_compat import constant_when_traced, is_exporting, replace_fields
 
+# the modules raise the error
+WRONG_CONDITION = transient("its norm expects a condition, and the call passes none (or reverse)")
 NO_OPERATORS = not_faster("its backend has no operators of graph networks")
-NORMS = (LAYER_NORM, RMS_NORM, IDENTITY)
+NORMS = (LAYER_NORM, RMS_NORM, IDENTITY, CONDITIONAL_NORM)
+SUMMED = ("edges", "updates")
 
 
 class InteractionConv(MessagePassing):
@@ -57,8 +68,9 @@ class InteractionConv(MessagePassing):
 
     For an edge e from source j to destination i:
 
-        e'_e = e_e + edge_mlp([x_i, x_j, e_e])
-        s_i  = sum of e'_e over the in-edges of i
+        u_e  = edge_mlp([x_i, x_j, e_e])
+        e'_e = e_e + u_e
+        s_i  = sum of e'_e, or of u_e, over the in-edges of i
 
     The network `edge_mlp` has hidden layers with an activation or a gate, a linear map and a norm.
     On backend `triton` no tensor of its inputs side by side is materialised.
@@ -77,7 +89,11 @@ class InteractionConv(MessagePassing):
         Plain or gated hidden layers.
     layer_kernels : LayerKernels
         Classes of linear maps, of the norm on the output, and of the activation:
-        `LayerNorm=torch.nn.RMSNorm` is an RMSNorm, `LayerNorm=torch.nn.Identity` no norm.
+        `LayerNorm=torch.nn.RMSNorm` is an RMSNorm, `LayerNorm=torch.nn.Identity` no norm, and
+        `LayerNorm=partial(ConditionalLayerNorm, condition_shape=K)` takes a condition.
+    sum_of : {"edges", "updates"}
+        What is summed over in-edges: the updated edges e', as in Anemoi, or their updates u, as in
+        GraphCast and neural-lam.
     config : AttentionConfig
         Backend of the layer, precision of its matrix products, and sorting of raw edges. `auto`
         selects `triton` on a GPU under 16-bit autocast, or with a 16-bit precision.
@@ -85,8 +101,8 @@ class InteractionConv(MessagePassing):
     Raises
     ------
     ValueError
-        For a size that is not an integer or below 1, an unknown mlp_implementation, or incomplete
-        layer kernels.
+        For a size that is not an integer or below 1, an unknown mlp_implementation or sum_of, or
+        incomplete layer kernels.
 
     Notes
     -----
@@ -112,6 +128,8 @@ class InteractionConv(MessagePassing):
     section 2.
     """
 
+    sum_of = "edges"  # of a layer that version 0.4.0 pickled
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -121,6 +139,7 @@ class InteractionConv(MessagePassing):
         *,
         mlp_implementation: str = "mlp",
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
+        sum_of: str = "edges",
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__(aggr="add", node_dim=-2)
@@ -130,7 +149,9 @@ class InteractionConv(MessagePassing):
         check_integer("edge_dim", edge_dim)
         check_kernels(layer_kernels)
         check_config(config)
-        self.edge_dim, self.config = edge_dim, config
+        if sum_of not in SUMMED:
+            raise ValueError(f"sum_of must be one of {', '.join(SUMMED)}, got {sum_of!r}")
+        self.edge_dim, self.sum_of, self.config = edge_dim, sum_of, config
         self.edge_mlp = NormedMLP(
             sum(self.in_channels) + edge_dim,
             edge_dim if hidden_dim is None else hidden_dim,
@@ -150,8 +171,9 @@ class InteractionConv(MessagePassing):
         x: Tensor | tuple[Tensor, Tensor],
         edge_index: GraphStructure | ShardedGraph | Tensor,  # or a SparseTensor
         edge_attr: Tensor,
+        cond: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Update the edges; return them, and their sums over in-edges.
+        """Update the edges; return them, and the sums over in-edges.
 
         Parameters
         ----------
@@ -164,6 +186,8 @@ class InteractionConv(MessagePassing):
             call (see `AttentionConfig.stable_sort`).
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Features of the edges in the caller's order.
+        cond : Tensor [E or 1, K] or [B, E or 1, K], optional
+            Condition of each edge, required by a conditional norm and refused by others.
 
         Returns
         -------
@@ -205,21 +229,34 @@ class InteractionConv(MessagePassing):
             x_src = x_dst if is_one_set else _read(x_src, self.config)
             halo = None if halo is None else _read(halo, self.config)
             own: Asked = ("", self, (INTERACTION,))
-            network = _network_of(self, "edge_mlp", self.edge_mlp, x_dst, self.config, own)
+            network = _network_of(self, "edge_mlp", self.edge_mlp, x_dst, cond, self.config, own)
             if graph is None or isinstance(network, Refusal):
                 x = (x_src if halo is None else torch.cat([x_src, halo], dim=-2), x_dst)
                 sizes = (x[0].shape[-2], x_dst.shape[-2])
                 ends = traced if graph is None else graph.edge_index()
+                # With a condition a pair: PyG would hand another argument to messages of subclasses
+                # without it too, as it generates `propagate` once (2.8).
+                attributes = edges if cond is None else (edges, cond)
                 # propagate_type: (x: PairTensor, edge_attr: Tensor)
-                edges, sums = self.propagate(ends, size=sizes, x=x, edge_attr=edges)
+                summed, sums = self.propagate(ends, size=sizes, x=x, edge_attr=attributes)
             else:
                 nodes = (None if is_one_set else x_src, halo, x_dst)
-                edges, sums = _fused_edges(*network, nodes, graph, edges)
+                parts, options = network
+                if self.sum_of == "updates":
+                    out_dtype = torch.promote_types(edges.dtype, options.out_dtype)
+                    options = replace_fields(options, residual=False, out_dtype=out_dtype)
+                summed, sums = _fused_edges(parts, options, nodes, graph, edges, cond)
+            edges = edges + summed if self.sum_of == "updates" else summed
         return edges.to(dtype), sums.to(dtype)
 
     def message(self, x_i: Tensor, x_j: Tensor, edge_attr: Tensor) -> Tensor:
-        """Return the updated edges [.., E, edge_dim], which are PyG's messages."""
-        return edge_attr + self.edge_mlp(torch.cat([x_i, x_j, edge_attr], dim=-1))
+        """Return the updated edges [.., E, edge_dim], or the updates, which are PyG's messages.
+
+        With a condition, `edge_attr` is a pair with it.
+        """
+        edges, cond = edge_attr if isinstance(edge_attr, tuple) else (edge_attr, None)
+        update = self.edge_mlp(torch.cat([x_i, x_j, edges], dim=-1), cond)
+        return update if self.sum_of == "updates" else edges + update
 
     def aggregate(
         self,
@@ -228,7 +265,7 @@ class InteractionConv(MessagePassing):
         ptr: OptTensor = None,
         dim_size: Optional[int] = None,  # noqa: UP045  PyG supports no other spelling
     ) -> tuple[Tensor, Tensor]:
-        """Return the updated edges, and their sums."""
+        """Return the messages, and their sums."""
         terms = inputs.to(accumulator_dtype(inputs.dtype))
         return inputs, super().aggregate(terms, index, ptr=ptr, dim_size=dim_size)
 
@@ -294,6 +331,8 @@ class InteractionBlock(nn.Module):
         Features of an edge, which the update keeps.
     hidden_dim, hidden_layers, mlp_implementation, layer_kernels, config
         As for `InteractionConv`, of both networks.
+    sum_of
+        As for `InteractionConv`.
 
     Raises
     ------
@@ -303,7 +342,7 @@ class InteractionBlock(nn.Module):
 
     Notes
     -----
-    GraphCast sums the updates edge_mlp(..) without e_e; its weights are those of another function.
+    With `sum_of="updates"` it is a block of GraphCast, where s_i is the sum of edge_mlp(..).
 
     Examples
     --------
@@ -331,6 +370,7 @@ class InteractionBlock(nn.Module):
         *,
         mlp_implementation: str = "mlp",
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
+        sum_of: str = "edges",
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
@@ -355,6 +395,7 @@ class InteractionBlock(nn.Module):
             hidden_layers,
             mlp_implementation=mlp_implementation,
             layer_kernels=layer_kernels,
+            sum_of=sum_of,
             config=config,
         )
 
@@ -368,6 +409,7 @@ class InteractionBlock(nn.Module):
         x: Tensor | tuple[Tensor, Tensor],
         edge_index: GraphStructure | ShardedGraph | Tensor,  # or a SparseTensor
         edge_attr: Tensor,
+        cond: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Update edges and destinations.
 
@@ -375,6 +417,9 @@ class InteractionBlock(nn.Module):
         ----------
         x, edge_index, edge_attr
             As for `InteractionConv`.
+        cond : Tensor [1, K] or [B, 1, K], or (Tensor, Tensor), optional
+            Condition of edges and destinations, or a pair of one for each: [E or 1, K] and
+            [N_dst or 1, K], or with a batch. Required by conditional norms and refused by others.
 
         Returns
         -------
@@ -389,22 +434,27 @@ class InteractionBlock(nn.Module):
             When x, edges and features do not fit together, or the config names a backend that
             cannot run.
         """
-        edges, sums = self.conv(x, edge_index, edge_attr)
+        of_edges, of_nodes = (cond, cond) if cond is None or isinstance(cond, Tensor) else cond
+        edges, sums = self.conv(x, edge_index, edge_attr, of_edges)
         x_dst = x if isinstance(x, Tensor) else x[1]
-        return self._update_nodes(x_dst, sums), edges
+        return self._update_nodes(x_dst, sums, of_nodes), edges
 
-    def _update_nodes(self, x: Tensor, sums: Tensor) -> Tensor:
+    def _update_nodes(self, x: Tensor, sums: Tensor, cond: Tensor | None) -> Tensor:
         """Return nodes x [.., N, F] after their update from the sums over their edges."""
         config = self.conv.config
         with _precision(config, x.device):
             rows, more = _read(x, config), _read(sums, config)
-            network = _network_of(self, "node_mlp", self.node_mlp, rows, config)
+            network = _network_of(self, "node_mlp", self.node_mlp, rows, cond, config)
             if isinstance(network, Refusal):
-                out = rows + self.node_mlp(torch.cat([rows, more], dim=-1))
+                out = rows + self.node_mlp(torch.cat([rows, more], dim=-1), cond)
             else:
                 parts, options = network
+                condition = _condition_of(parts, cond, rows)
                 tensors = NetworkTensors(
-                    rows.flatten(0, -2), more.flatten(0, -2), NO_NORM, parts.network
+                    rows.flatten(0, -2),
+                    more.flatten(0, -2),
+                    NO_NORM,
+                    parts.network_with(condition),
                 )
                 out = parts.sublayers.network.compute(tensors, options).view(x.shape)
         return out.to(x.dtype)
@@ -425,7 +475,13 @@ def _read(rows: Tensor, config: AttentionConfig) -> Tensor:
 
 
 def _network_of(
-    layer: nn.Module, name: str, mlp: NormedMLP, x: Tensor, config: AttentionConfig, *asked: Asked
+    layer: nn.Module,
+    name: str,
+    mlp: NormedMLP,
+    x: Tensor,
+    cond: Tensor | None,
+    config: AttentionConfig,
+    *asked: Asked,
 ) -> tuple[NetworkParts, NetworkOptions] | Refusal:
     """Return a network of a layer and its options in a call on rows like x, or why not fused.
 
@@ -446,6 +502,8 @@ def _network_of(
         refusal = why_not_plain(*asked)
         parts = refusal or network_parts(mlp, sublayers, name, norms=NORMS)
         parts = for_call(parts, x, is_autocast=computation.is_autocast)
+    if not isinstance(parts, Refusal) and parts.has_condition != (cond is not None):
+        parts = WRONG_CONDITION
     if isinstance(parts, Refusal):
         if parts.kind is RefusalKind.PERMANENT and config.backend != "auto":
             raise ValueError(
@@ -460,6 +518,26 @@ def _network_of(
     return parts, NetworkOptions(parts.norm, parts.activation, dtype, dtype, residual=True)
 
 
+def _condition_of(parts: NetworkParts, cond: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Return a condition of each row [.., N, F] as rows [B * N, K]; None without one."""
+    if cond is None:
+        return None
+    features = parts.network.norm.scale_map.weight.shape[1]
+    number, batch = rows.shape[-2], rows.shape[:-2]
+    check_shape(
+        "cond",
+        cond,
+        f"[{number} or 1, {features}], or with the batch {tuple(batch)}",
+        lambda c: (
+            c.dim() in (2, 3)
+            and c.shape[-1] == features
+            and c.shape[-2] in (1, number)
+            and c.shape[:-2] in ((), (1,), batch)
+        ),
+    )
+    return row_conditions(cond, rows)
+
+
 @constant_when_traced
 def _warn_of_modules(layer: str, text: str) -> None:
     warnings.warn(f"{layer} falls back to plain PyTorch: {text}", stacklevel=4)
@@ -471,8 +549,9 @@ def _fused_edges(
     nodes: tuple[Tensor | None, Tensor | None, Tensor],
     graph: GraphStructure,
     edges: Tensor,
+    cond: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the updated edges, and their sums.
+    """Return the updated edges, or without a residual connection the updates, and their sums.
 
     `nodes` are sources, None on one set of nodes, their halo, if there is one, and destinations.
     """
@@ -482,7 +561,7 @@ def _fused_edges(
         halo=None if halo is None else halo.flatten(0, -2),
         x_dst=x_dst.flatten(0, -2),
         edges=edges.flatten(0, -2),
-        network=parts.network,
+        network=parts.network_with(_condition_of(parts, cond, edges)),
     )
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
     out = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))

@@ -88,9 +88,9 @@ class NormedMLP(MLP):
         )
         self.layer_norm = kernels.LayerNorm(normalized_shape=out_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `x` [..., in_features] to [..., out_features]."""
-        return apply_norm(self.layer_norm, self.mlp(x))
+    def forward(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        """Map `x` [..., in_features] to [..., out_features]; a conditional norm takes `cond`."""
+        return apply_norm(self.layer_norm, self.mlp(x), cond)
 
 
 def hidden_width(channels: int, ratio: float) -> int:

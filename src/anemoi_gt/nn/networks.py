@@ -20,8 +20,10 @@ from anemoi_gt.nn.sublayers import (
     SEQUENTIAL,
     CannotFuseError,
     Submodule,
+    asked_of_children,
     cannot_fuse,
     child_of,
+    is_conditional,
     other_precision,
     read_linears,
     read_norm,
@@ -45,7 +47,13 @@ class NetworkParts(NamedTuple):
     is_cast: bool  # whether the result has the dtype of the GEMMs under autocast too
     features: int  # that it returns
     dtype: torch.dtype  # of the parameters
+    has_condition: bool  # whether the norm needs a condition; if not, it takes none
     sublayers: Sublayers
+
+    def network_with(self, condition: Tensor | None) -> Network[Tensor]:
+        """Return the parameters with a condition [N, K] of each row, None without one."""
+        norm = self.network.norm._replace(condition=condition)
+        return self.network._replace(norm=norm)
 
     def options(
         self, gemm_dtype: torch.dtype, device: torch.device, *, is_autocast: bool, residual: bool
@@ -117,6 +125,8 @@ def _read_network(
     asked.append((f"{prefix}mlp", layers, SEQUENTIAL))
     if norm is not None:
         asked.append((f"{prefix}layer_norm", norm, norms))
+    if plain.CONDITIONAL_NORM in norms and is_conditional(norm):
+        asked += asked_of_children(norm, f"{prefix}layer_norm")
     modules = list(layers._modules.items()) if isinstance(layers, nn.Module) else []
     linears: list[tuple[str, Submodule]] = []  # of each hidden layer the gate first, if it has one
     activations: list[tuple[str, Submodule]] = []
@@ -189,11 +199,13 @@ def _read_network(
         raise cannot_fuse(f"{got}, and at most {sublayers.max_features} are possible")
     parameters: Norm[Tensor] = Norm()
     options = NormOptions()
+    has_condition = False
     if norm is not None and type(norm) is not nn.Identity:
         norm_parts = read_norm(norm, f"{prefix}layer_norm", sublayers)
         if norm_parts.is_double not in (None, out.weight.dtype is DOUBLE):
             raise other_precision(f"{prefix}layer_norm")
         parameters, options = norm_parts.parameters, norm_parts.options
+        has_condition = norm_parts.has_condition
         if norm_parts.features != features:
             raise shape_mismatch(
                 out.weight, (norm_parts.features, width), f"{prefix}mlp", "layer_norm"
@@ -210,5 +222,6 @@ def _read_network(
         is_cast=type(norm) is not nn.LayerNorm,
         features=features,
         dtype=out.weight.dtype,
+        has_condition=has_condition,
         sublayers=sublayers,
     )

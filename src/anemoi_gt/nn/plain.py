@@ -187,7 +187,7 @@ TABLE: dict[str, Kind] = {
     "anemoi_gt.nn.interaction_network.InteractionConv": Kind(
         INTERACTION,
         **MESSAGE_PASSING | {"fixed": (("node_dim", (-2,)), *FIXED_OF_EDGES)},
-        read=("edge_mlp",),
+        read=("edge_mlp", "sum_of"),
         runs_hooks=False,
         subclasses=True,
     ),

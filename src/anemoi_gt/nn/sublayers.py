@@ -496,10 +496,22 @@ def _asked_of_norm(norm: Submodule, name: str) -> list[plain.Asked]:
     """Return a norm, and the children of a conditional one, for `why_not_plain`."""
     asked: list[plain.Asked] = [(name, norm, NORM)]
     if not isinstance(norm, WITHOUT_CONDITION):
-        asked.append((f"{name}.norm", child_of(norm, "norm"), LAYER_NORM))
-        asked.append((f"{name}.scale", child_of(norm, "scale"), LINEAR))
-        asked.append((f"{name}.bias", child_of(norm, "bias"), LINEAR))
+        asked += asked_of_children(norm, name)
     return asked
+
+
+def asked_of_children(norm: Submodule, name: str) -> list[plain.Asked]:
+    """Return the children of a conditional norm for `why_not_plain`."""
+    return [
+        (f"{name}.norm", child_of(norm, "norm"), LAYER_NORM),
+        (f"{name}.scale", child_of(norm, "scale"), LINEAR),
+        (f"{name}.bias", child_of(norm, "bias"), LINEAR),
+    ]
+
+
+def is_conditional(norm: Submodule) -> bool:
+    """Return whether a norm is no class without a condition."""
+    return norm is not None and not isinstance(norm, (*WITHOUT_CONDITION, nn.Identity))
 
 
 def read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:

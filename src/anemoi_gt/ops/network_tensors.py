@@ -3,8 +3,8 @@
     network(u) = norm(W_out act(W_2 act(W_1 u + b_1) + b_2) + b_out)
 
     network_sublayer        y_n = x_n + network([norm_in(x_n), m_n])       or without x_n
-    interaction_sublayer    e'_e = e_e + network([x_i, x_j, e_e])          edge e from j to i
-    sum_edges               s_i  = sum of e'_e over the in-edges of i
+    interaction_sublayer    e'_e = e_e + network([x_i, x_j, e_e])          or without e_e
+    sum_edges               s_i  = sum of e'_e over the in-edges of i      edge e from j to i
 
 Hidden layers, both norms and m_n are optional: the feed-forward sub-layer of a transformer is
 x + network(norm_in(x)) without the outer norm, a linear layer network(x) without hidden layers. The
@@ -41,7 +41,7 @@ class Network(NamedTuple, Generic[Held]):
     first: Layer[Held]  # [K, inputs]
     second: Layer[Held]  # [L, K]
     out: Linear[Held]  # [F, L]
-    norm: Norm[Held]  # without a condition
+    norm: Norm[Held]
 
 
 class NetworkTensors(NamedTuple, Generic[Held]):
@@ -83,7 +83,7 @@ class InteractionOptions(NamedTuple):
     """Options of an edge update."""
 
     batch: int
-    network: NetworkOptions  # with the residual connection
+    network: NetworkOptions  # without a residual connection, the update of e_e is returned
 
     @property
     def gemm_dtype(self) -> torch.dtype:

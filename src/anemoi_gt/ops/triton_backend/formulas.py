@@ -5,6 +5,7 @@ The equations are in `anemoi_gt.ops.sublayer_tensors` and `anemoi_gt.ops.network
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from anemoi_gt.custom_ops import needs_gradient
@@ -23,6 +24,8 @@ from anemoi_gt.ops.sublayer_tensors import (
     AttentionTensors,
     Linear,
     NoConstants,
+    Norm,
+    NormOptions,
 )
 from anemoi_gt.ops.triton_backend.attention_nodes import AttendNode, HeadNormNode
 from anemoi_gt.ops.triton_backend.derived_passes import FormulaOperator
@@ -40,6 +43,21 @@ from anemoi_gt.ops.triton_backend.row_nodes import (
     own_rows,
 )
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors
+
+
+def add_residual_norm(
+    p: Program,
+    x: Value | None,
+    r: Value,
+    norm: Norm[Value],
+    options: NormOptions,
+    out_dtype: torch.dtype,
+) -> Value:
+    """Y = x + norm(r), without x or the norm."""
+    if norm.condition is not None:
+        r = p.add(NormNode(r, norm, options, p.dtype, "network_norm"))
+        norm, options = Norm(), NormOptions()
+    return p.add(ResidualNormNode(x, r, norm, options, out_dtype))
 
 
 def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
@@ -75,23 +93,24 @@ def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
         out_dtype=o.out_dtype if is_result else None,
         pads_input=pads_input,
         pads_output=pads_output,
-        summed=[t.network.out] if is_result else [],
+        # the pass of a conditional norm does not sum the gradient that it writes
+        summed=[t.network.out] if is_result or t.network.norm.condition is not None else [],
     )
     r = p.add(out)
     if is_result:
         return r
     x = t.x if o.residual else None
     if not o.norm_in.eps:
-        return p.add(ResidualNormNode(x, r, t.network.norm, o.norm, o.out_dtype))
+        return add_residual_norm(p, x, r, t.network.norm, o.norm, o.out_dtype)
     if o.norm.eps:
-        r = p.add(ResidualNormNode(None, r, t.network.norm, o.norm, o.out_dtype))
+        r = add_residual_norm(p, None, r, t.network.norm, o.norm, o.out_dtype)
     return r if x is None else p.add(AddNode(x, r, norm))
 
 
 def edge_update(
     p: Program, t: InteractionTensors[Value], index: IndexTensors[Operand], o: InteractionOptions
 ) -> Value:
-    """e'_e = e_e + norm(network([x_i, x_j, e_e])) for each edge e from j to i.
+    """e'_e = e_e + norm(network([x_i, x_j, e_e])), or without e_e, for each edge e from j to i.
 
     The first layer is z_e + a_i + b_j, of products over edges and over each set of nodes.
     """
@@ -120,8 +139,10 @@ def edge_update(
         layers = [linear for linear in second if linear.weight is not None]
         hidden = p.add(LinearNode("second", [rows], layers, p.dtype))
         rows = p.add(ActivationNode(hidden, o.network.activation))
-    r = p.add(LinearNode("out", [rows], [out], p.dtype))
-    return p.add(ResidualNormNode(t.edges, r, norm, o.network.norm, o.network.out_dtype))
+    summed = [] if norm.condition is None else [out]
+    r = p.add(LinearNode("out", [rows], [out], p.dtype, summed=summed))
+    x = t.edges if o.network.residual else None
+    return add_residual_norm(p, x, r, norm, o.network.norm, o.network.out_dtype)
 
 
 def attention(
@@ -236,7 +257,7 @@ network_triton = FormulaOperator(
     constants=NoConstants,
     options=NetworkOptions,
     outputs=("out",),
-    num_results=4,
+    num_results=5,
 )
 
 interaction_triton = FormulaOperator(
@@ -246,7 +267,7 @@ interaction_triton = FormulaOperator(
     constants=IndexTensors,
     options=InteractionOptions,
     outputs=("edges",),
-    num_results=5,
+    num_results=6,
 )
 
 attention_triton = FormulaOperator(

@@ -389,6 +389,8 @@ class LinearNode(Node):
     def backward(self, run: Run, grad: Buffer | None) -> None:
         """Write dx, or add to what other nodes wrote, and the gradient of W."""
         assert grad is not None  # its output is read, or the only result
+        if self in run.call.sums:
+            self._sum_biases(run, grad)
         dy = grad
         if grad.shape[1] != self.width or grad.dtype != self.dtype:
             dy = run.builder.empty((grad.shape[0], self.width), self.dtype)
@@ -416,6 +418,16 @@ class LinearNode(Node):
                 run.when_there(span.value, use)
                 is_first = False
 
+    def _sum_biases(self, run: Run, grad: Buffer) -> None:
+        sums, _ = run.sums(self)
+        first = -self.part.start
+        for layer in self.layers:
+            stop = first + layer.weight.shape[0]
+            if layer.bias is not None and layer.bias.leaf in sums.columns.keys() & self.bias_sums:
+                columns = grad.slice(1, first, stop)
+                sums.sum_rows(layer.bias.leaf, columns, is_first=run.is_first)
+            first = stop
+
     def _differentiate_input(
         self, run: Run, dy: Buffer, weight: Buffer, dx: Buffer, *, adds: bool
     ) -> None:
@@ -434,7 +446,7 @@ class LinearNode(Node):
         run.builder.outer_product(dy, operand, total, is_first=is_first)
 
     def finish(self, call: Pass) -> None:
-        """Sum the gradients of biases; cut the padding, and copy what is folded."""
+        """Cut the padding off the gradient of W, and copy what is folded."""
         gradient = call.parameters.get(self.name)
         if gradient is not None and self.is_padded:
             assert self.grad_weight is not None
@@ -443,16 +455,6 @@ class LinearNode(Node):
             columns = self.inputs[0].shape[1]
             halves = (gradient.slice(1, 0, columns), gradient.slice(1, columns, 2 * columns))
             call.builder.copy(*halves)
-        if self not in call.sums:
-            return
-        sums, _ = call.sums[self]
-        first = -self.part.start
-        for layer in self.layers:
-            stop = first + layer.weight.shape[0]
-            key = key_of(layer.bias, "")
-            if key in self.bias_sums and key in sums.columns:
-                sums.sum_rows(key, call.gradient_of(self.out).slice(1, first, stop))
-            first = stop
 
     def _blocks(self, weight: Buffer) -> list[tuple[Value, Buffer]]:
         """Return each input with its columns of W, or of its gradient."""
@@ -580,14 +582,13 @@ class ResidualNormNode(Node):
         options: NormOptions,
         out_dtype: torch.dtype,
     ):
-        assert isinstance(r.node, LinearNode)
         self.norm, self.options, self.has_norm = norm, options, bool(options.eps)
         dtype = out_dtype if x is None else torch.promote_types(x.dtype, out_dtype)
         super().__init__([r, *present(x)], Value(r.shape, dtype))
         self.reads = [r] if self.has_norm else []
         self.parameters = present(norm.scale, norm.shift)
-        (layer,) = r.node.layers
-        keys = [(norm.scale, "out_scale"), (norm.shift, "out_shift"), (layer.bias, "out_bias")]
+        bias = r.node.layers[0].bias if isinstance(r.node, LinearNode) else None
+        keys = [(norm.scale, "out_scale"), (norm.shift, "out_shift"), (bias, "out_bias")]
         for leaf, name in keys:
             self.sums[key_of(leaf, name)] = r.shape[1]
         self.summed_with = f"residual norm of {r.shape[1]}"

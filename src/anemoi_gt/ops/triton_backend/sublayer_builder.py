@@ -116,21 +116,6 @@ class SublayerBuilder(PlanBuilder):
         else:
             self.compute(wide_mm, x, y, out)
 
-    def product(self, x: Buffer, y: Buffer, out: Buffer | None = None) -> Buffer:
-        """Return x y by one GEMM, for x [N, K] and y [K, M]."""
-        if out is None:
-            out = self.empty((x.shape[0], y.shape[1]), x.dtype)
-        self.compute_into(out, torch.mm, x, y)
-        return out
-
-    def add_product(self, x: Buffer, y: Buffer, out: Buffer) -> None:
-        """Add x y to `out` [N, M] by one GEMM, for x [N, K] and y [K, M]."""
-        self.compute(_add_mm, x, y, out)
-
-    def accumulate(self, x: Buffer, y: Buffer, out: Buffer) -> None:
-        """Add the matrix product of x [N, K] and y [K, M] to `out`, in float32 if that is."""
-        self.compute(_add_mm if out.dtype == x.dtype else add_wide_mm, x, y, out)
-
     def outer_product(self, dy: Buffer, x: Buffer, total: Buffer, *, is_first: bool) -> None:
         """Write dy^T x, the gradient of a weight, into float32 `total`; add unless `is_first`."""
         num_rows = dy.shape[0]
@@ -257,8 +242,8 @@ class NodeSums:
             self.width += width
         self.partial = builder.empty((self.programs, self.width), torch.float32)
 
-    def sum_rows(self, name: Hashable, rows: Buffer) -> None:
-        """Write the sums of rows [N, W] into the columns called `name`."""
+    def sum_rows(self, name: Hashable, rows: Buffer, *, is_first: bool) -> None:
+        """Write the sums of rows [N, W] into the columns called `name`, or add them."""
         from anemoi_gt.kernels import elementwise
 
         num_rows, width = rows.shape
@@ -269,6 +254,7 @@ class NodeSums:
             "ROWS": tiles.SUM_ELEMENTS // columns,
             "COLUMNS": columns,
             "SUMS": self.width,
+            "IS_FIRST": is_first,
             "INT64": (num_rows + self.programs * tiles.SUM_ELEMENTS) * rows.stride[0] >= 2**31,
             "num_warps": 4,
         }
