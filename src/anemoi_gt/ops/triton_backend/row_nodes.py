@@ -420,6 +420,11 @@ class LinearNode(Node):
 
     def _sum_biases(self, run: Run, grad: Buffer) -> None:
         sums, _ = run.sums(self)
+        whole = run.call.gradients.get(self.out)
+        if whole is not None:  # one launch, not one a chunk
+            if not run.is_first:
+                return
+            grad = whole
         first = -self.part.start
         for layer in self.layers:
             stop = first + layer.weight.shape[0]
