@@ -255,7 +255,7 @@ class InteractionConv(MessagePassing):
         With a condition, `edge_attr` is a pair with it.
         """
         edges, cond = edge_attr if isinstance(edge_attr, tuple) else (edge_attr, None)
-        update = self.edge_mlp(torch.cat([x_i, x_j, edges], dim=-1), cond)
+        update = _mapped(self.edge_mlp, torch.cat([x_i, x_j, edges], dim=-1), cond)
         return update if self.sum_of == "updates" else edges + update
 
     def aggregate(
@@ -446,7 +446,7 @@ class InteractionBlock(nn.Module):
             rows, more = _read(x, config), _read(sums, config)
             network = _network_of(self, "node_mlp", self.node_mlp, rows, cond, config)
             if isinstance(network, Refusal):
-                out = rows + self.node_mlp(torch.cat([rows, more], dim=-1), cond)
+                out = rows + _mapped(self.node_mlp, torch.cat([rows, more], dim=-1), cond)
             else:
                 parts, options = network
                 condition = _condition_of(parts, cond, rows)
@@ -458,6 +458,11 @@ class InteractionBlock(nn.Module):
                 )
                 out = parts.sublayers.network.compute(tensors, options).view(x.shape)
         return out.to(x.dtype)
+
+
+def _mapped(mlp: nn.Module, rows: Tensor, cond: Tensor | None) -> Tensor:
+    """Return mlp(rows), with a condition if there is one: any module takes the place of an MLP."""
+    return mlp(rows) if cond is None else mlp(rows, cond)
 
 
 def _precision(config: AttentionConfig, device: torch.device) -> AbstractContextManager:
