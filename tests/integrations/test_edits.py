@@ -4,7 +4,17 @@ import warnings
 
 import pytest
 import torch
-from support.edits import CHANNELS, EDGES, EDITS, NODES, OWNERS, pair_of, results_of
+from support.edits import (
+    CHANNELS,
+    EDGES,
+    EDITS,
+    LAYER_EDITS,
+    NODES,
+    OWNERS,
+    editing_the_layer,
+    pair_of,
+    results_of,
+)
 from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
@@ -20,22 +30,42 @@ owners = pytest.mark.parametrize("owner", OWNERS)
 CASES = [(o, e) for o in OWNERS for e in EDITS if not ("own" in o and "Anemoi" in e)]
 
 
-@pytest.mark.parametrize(("owner", "edit"), CASES)
-def test_an_edited_block_has_the_untouched_numbers_or_a_named_refusal(owner, edit):
+def assert_right(owner, edit):
+    """Assert that an edited block has the untouched numbers, or raises with a reason."""
     theirs, ours = pair_of(owner)
     try:
-        expected = results_of(*theirs, EDITS[edit])
+        expected = results_of(*theirs, edit)
     except (RuntimeError, ValueError):
         with pytest.raises((RuntimeError, ValueError)):  # where it raises, this library does, too
-            results_of(*ours, EDITS[edit])
+            results_of(*ours, edit)
         return
     try:
-        actual = results_of(*ours, EDITS[edit])
+        actual = results_of(*ours, edit)
     except ValueError as error:
         if "cannot" not in str(error):
             raise
         return
     assert_same_numbers(actual, expected)
+
+
+@pytest.mark.parametrize(("owner", "edit"), CASES)
+def test_an_edited_block_has_the_untouched_numbers_or_a_named_refusal(owner, edit):
+    assert_right(owner, EDITS[edit])
+
+
+# this library's own block has no layer of message passing, and Anemoi's edge update does not call its sum
+LAYER_CASES = [
+    (owner, name)
+    for owner in OWNERS
+    for name in LAYER_EDITS
+    if owner != "own graph transformer"
+    and (owner, name) != ("own graph network", "hook of aggr_module")
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), LAYER_CASES)
+def test_an_edited_layer_has_the_untouched_numbers_or_a_named_refusal(owner, name):
+    assert_right(owner, editing_the_layer(name))
 
 
 @owners

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from support.differentiate import differentiate
+from support.edits import LAYER_EDITS
 from support.pyg_models import (
     DIM,
     MODELS,
@@ -23,7 +24,6 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import (
     HeteroConv,
     Linear,
-    MeanAggregation,
     Sequential,
     TransformerConv,
     to_hetero,
@@ -433,25 +433,7 @@ def test_a_model_without_such_a_layer_is_refused():
         swap_layers(nn.Linear(2, 2))
 
 
-def with_method(name):
-    """Return a change that scales the result of a method of a layer."""
-
-    def change(conv):
-        method = getattr(conv, name)
-        setattr(conv, name, lambda *args, **kwargs: method(*args, **kwargs) * 1.5)
-
-    return change
-
-
-CHANGES = {name: with_method(name) for name in ("message", "aggregate", "update", "propagate")}
-CHANGES |= {
-    "aggr_module": lambda conv: setattr(conv, "aggr_module", MeanAggregation()),
-    "hook of aggr_module": lambda conv: conv.aggr_module.register_forward_hook(
-        lambda module, arguments, out: out * 1.5
-    ),
-    "message hook": lambda conv: conv.register_message_forward_hook(lambda _, __, out: out * 1.5),
-    "aggregate hook": lambda conv: conv.register_aggregate_forward_hook(lambda *_: _[-1] * 1.5),
-    "propagate hook": lambda conv: conv.register_propagate_forward_hook(lambda *_: _[-1] * 1.5),
+CHANGES = LAYER_EDITS | {
     "hook of lin_edge": lambda conv: conv.lin_edge.register_forward_hook(lambda *_: _[-1] * 1.5),
 }
 

@@ -16,13 +16,14 @@ from anemoi.models.layers.block import GraphConvProcessorBlock, GraphTransformer
 from anemoi.models.layers.utils import load_layer_kernels
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch_geometric.nn import TransformerConv
+from torch_geometric.nn import MeanAggregation, TransformerConv
 from torch_geometric.nn.conv import transformer_conv
 
 from anemoi_gt import AttentionConfig, GraphStructure, InteractionBlock
 from anemoi_gt import GraphTransformerProcessorBlock as OwnBlock
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.pyg import swap_layers
+from anemoi_gt.nn.plain import PYG_HOOKS
 
 CHANNELS, NODES, EDGES = 8, 6, 13
 TRITON = AttentionConfig("triton")
@@ -269,3 +270,67 @@ EDITS = {
     "a weight in float64": float64_weight,
     "norms in float64": float64_norm,
 }
+
+
+# ----------------------------------------------------------------------------------------------
+# edits of a layer of PyG's message passing, which last
+
+
+def larger(result):
+    """Return a result, or a pair of them, times 1.5."""
+    return tuple(1.5 * part for part in result) if isinstance(result, tuple) else 1.5 * result
+
+
+def with_message_hook(registry):
+    """Return an edit that adds a hook to a registry, which scales what it sees."""
+    register = f"register{registry}".removesuffix("s")
+
+    def scale(module, arguments, *results):
+        if results:
+            return larger(results[0])
+        (inputs,) = arguments[-1:]
+        if registry == "_message_forward_pre_hooks":
+            name = "value_j" if "value_j" in inputs else "edge_attr"
+            return ({**inputs, name: 1.5 * inputs[name]},)
+        if registry == "_aggregate_forward_pre_hooks":
+            return ({**inputs},)
+        return None
+
+    return lambda conv: getattr(conv, register)(scale)
+
+
+def with_method(name):
+    def edit(conv):
+        method = getattr(conv, name)
+        setattr(conv, name, lambda *args, **kwargs: larger(method(*args, **kwargs)))
+
+    return edit
+
+
+def with_other_sum(conv):
+    conv.aggr_module = MeanAggregation()
+
+
+def with_hook_of_the_sum(conv):
+    conv.aggr_module.register_forward_hook(lambda module, arguments, out: 1.5 * out)
+
+
+LAYER_HOOKS = {registry: with_message_hook(registry) for registry in PYG_HOOKS}
+LAYER_EDITS = LAYER_HOOKS | {
+    name: with_method(name) for name in ("message", "aggregate", "update", "propagate")
+}
+LAYER_EDITS |= {"aggr_module": with_other_sum, "hook of aggr_module": with_hook_of_the_sum}
+
+
+def layer_of(block):
+    """Return the layer of message passing of a block."""
+    return getattr(block, "conv", block)
+
+
+def editing_the_layer(name):
+    @contextmanager
+    def edit(block):
+        LAYER_EDITS[name](layer_of(block))
+        yield
+
+    return edit

@@ -8,13 +8,12 @@ from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShard
 from anemoi.models.layers.block import GraphConvMapperBlock, GraphConvProcessorBlock
 from anemoi.models.layers.mlp import MLP
 from anemoi.models.layers.utils import load_layer_kernels
+from support.edits import LAYER_HOOKS
 from support.same_numbers import assert_same_numbers
 from torch import nn
-from torch_geometric.nn import MeanAggregation
 
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import report
-from anemoi_gt.nn.plain import PYG_HOOKS
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("few_programs")]
 
@@ -113,20 +112,13 @@ def scale(module, arguments, out):
     return tuple(1.5 * part for part in out) if isinstance(out, tuple) else 1.5 * out
 
 
-HOOKS = {
-    registry: lambda conv, name=registry: getattr(conv, f"register{name}".removesuffix("s"))(
-        lambda module, *arguments: None
-    )
-    for registry in PYG_HOOKS
-}
+HOOKS = dict(LAYER_HOOKS)
 HOOKS |= {
     "forward hook": lambda conv: conv.register_forward_hook(scale),
     "hook of the network": lambda conv: conv.edge_mlp.register_forward_hook(scale),
     "hook of an activation": lambda conv: conv.edge_mlp.mlp[1].register_forward_hook(scale),
 }
 CHANGES = {
-    "message": lambda conv: setattr(conv, "message", lambda edge_attr: 1.5 * edge_attr),
-    "aggr_module": lambda conv: setattr(conv, "aggr_module", MeanAggregation()),
     "flow": lambda conv: setattr(conv, "flow", "target_to_source"),
     "activation": lambda conv: conv.edge_mlp.mlp.__setitem__(1, nn.Tanh()),
     "layer": lambda conv: conv.edge_mlp.mlp.append(nn.GELU()),

@@ -21,15 +21,15 @@ from support.anemoi_model import (
     make_options,
 )
 from support.anemoi_model import differentiate_block as run
+from support.edits import LAYER_EDITS
 from support.same_numbers import assert_same_numbers
 from support.weather import weather_graph
 from torch import nn
-from torch_geometric.nn import MeanAggregation
 
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.versions import KNOWN
-from anemoi_gt.nn.plain import MESSAGE_PASSING, PYG_HOOKS, TABLE
+from anemoi_gt.nn.plain import MESSAGE_PASSING, TABLE
 
 BASE = blocks.GraphTransformerBaseBlock
 inputs = pytest.fixture(block_inputs)
@@ -46,35 +46,11 @@ def scaled(function):
     return other
 
 
-def with_message_hook(registry):
-    """Return a change that adds a hook which scales what it sees to the attention of a block."""
-    register = f"register{registry}".removesuffix("s")
-
-    def scale(module, arguments, *results):
-        if results:
-            return results[0] * 1.5
-        if registry == "_message_forward_pre_hooks":
-            return ({**arguments[0], "value_j": arguments[0]["value_j"] * 1.5},)
-        if registry == "_aggregate_forward_pre_hooks":
-            return ({**arguments[0]},)
-        return None
-
-    return lambda conv: getattr(conv, register)(scale)
+def with_other_width(conv):
+    conv.out_channels = 100
 
 
-def with_method(name):
-    return lambda conv: setattr(conv, name, scaled(getattr(conv, name)))
-
-
-CHANGES = {registry: with_message_hook(registry) for registry in PYG_HOOKS}
-CHANGES |= {name: with_method(name) for name in ("message", "aggregate", "update", "propagate")}
-CHANGES |= {
-    "aggr_module": lambda conv: setattr(conv, "aggr_module", MeanAggregation()),
-    "hook of aggr_module": lambda conv: conv.aggr_module.register_forward_hook(
-        lambda module, arguments, out: out * 1.5
-    ),
-    "out_channels": lambda conv: setattr(conv, "out_channels", 100),
-}
+CHANGES = LAYER_EDITS | {"out_channels": with_other_width}
 
 
 @pytest.mark.parametrize("name", CHANGES)
