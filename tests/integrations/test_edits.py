@@ -1,9 +1,21 @@
 """Whoever edits a block gets the numbers of the untouched one under the same edit, or a refusal that says why."""
 
+import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+from anemoi.models.distributed.shapes import GraphShardInfo
+from anemoi.models.layers.mlp import MLP
+from support.anemoi_model import (
+    build,
+    differentiate,
+    draw,
+    graph_of,
+    make_family_options,
+    make_options,
+)
 from support.edits import (
     CHANNELS,
     EDGES,
@@ -11,12 +23,21 @@ from support.edits import (
     LAYER_EDITS,
     NODES,
     OWNERS,
+    attention_block,
+    call_anemoi,
     editing_the_layer,
+    network_block,
     pair_of,
     results_of,
 )
 from support.same_numbers import assert_same_numbers
+from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from anemoi_gt import GraphStructure, InteractionBlock, InteractionConv
+from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi import report
+from anemoi_gt.nn import GraphTransformerProcessor, GraphTransformerProcessorBlock
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -105,34 +126,58 @@ def test_the_gradient_of_returned_edges_holds_the_path_through_their_sums(owner,
     assert_same_numbers(look(*ours(*inputs())), look(*theirs(*inputs())))
 
 
-@owners
-def test_a_hook_that_calls_another_block_once_leaves_a_recomputation_alone(owner):
-    """A diagnostic, in the forward pass only: answers that were kept for the recomputation were taken by position."""
+def with_a_diagnostic(block, call):
+    """Compute and differentiate while a hook, in its first call only, calls a copy of the block with other weights."""
+    teacher, seen = copy.deepcopy(block), []
+    for parameter in teacher.parameters():
+        parameter.data.mul_(3)
 
-    def gradients(pair):
-        block, call = pair
-        (teacher, call_teacher), (teacher_of_ours, call_other) = pair_of(owner)
-        other = call_teacher if call is pair[1] and type(block) is type(teacher) else call_other
-        for parameter in (*teacher.parameters(), *teacher_of_ours.parameters()):
-            parameter.data.mul_(3)
-        x, edges, index = inputs()
-        seen = []
+    def probe(module, args, kwargs, out):
+        if not seen:
+            seen.append(None)
+            with torch.no_grad():
+                teacher(*args, **kwargs)
 
-        def chunk(x, edges):
-            nodes, updated = call(x, edges, index)
-            if not seen:
-                seen.append(None)
-                with torch.no_grad():
-                    other(nodes if nodes.shape == x.shape else x, edges, index)
-            return call(nodes if nodes.shape == x.shape else x, updated, index)[0]
+    handle = block.register_forward_hook(probe, with_kwargs=True)
+    gradients = call()
+    handle.remove()
+    return gradients
 
-        checkpoint(chunk, x, edges, use_reentrant=False).sin().sum().backward()
-        return {"x": x.grad, "edges": edges.grad} | {
-            name: parameter.grad for name, parameter in block.named_parameters()
-        }
 
-    theirs, ours = pair_of(owner)
-    assert_same_numbers(gradients(ours), gradients(theirs))
+@pytest.mark.parametrize("family", ("graph transformer", "graph network"))
+def test_a_diagnostic_of_another_block_leaves_a_recomputation_of_anemois_alone(family):
+    """Answers that were kept for the recomputation were taken by position, with the parameters in them."""
+    graph = graph_of("O4", 1)
+    sizes = {"channels": 8, "heads": 2, "trainable": 2, "layers": 3, "layer_chunks": 1}
+    options = make_options(**sizes)
+    if family == "graph network":
+        options = make_family_options(family, **sizes)
+    model, x = build(graph, options), draw(graph)
+    block = model.processor.proc[0]
+    expected = with_a_diagnostic(block, lambda: differentiate(model, x))
+    with integration.install("triton", blocks=True):
+        assert_same_numbers(with_a_diagnostic(block, lambda: differentiate(model, x)), expected)
+
+
+def test_a_diagnostic_of_another_block_leaves_a_recomputation_of_an_own_processor_alone():
+    sizes = {"num_layers": 3, "num_channels": CHANNELS, "num_heads": 2, "edge_dim": CHANNELS}
+    x, edges, index = inputs()
+    graph = GraphStructure.from_edge_index(index, NODES)
+
+    def gradients(groups):
+        torch.manual_seed(0)
+        processor = GraphTransformerProcessor(**sizes, checkpoint_groups=groups)
+        block = next(
+            m for m in processor.modules() if isinstance(m, GraphTransformerProcessorBlock)
+        )
+
+        def call():
+            out = processor(x, graph, edges).sin().sum()
+            return torch.autograd.grad(out, [x, edges, *processor.parameters()])
+
+        return list(with_a_diagnostic(block, call))
+
+    assert_same_numbers(gradients(1), gradients(None))
 
 
 @owners
@@ -147,12 +192,133 @@ def test_a_metric_in_float32_between_two_passes_leaves_a_checkpoint_under_autoca
     assert x.grad.isfinite().all()
 
 
-@owners
-def test_an_edge_index_that_numpy_rewrites_is_read_again(owner):
-    (_, theirs), (_, ours) = pair_of(owner)
+@pytest.mark.parametrize("make", (attention_block, network_block))
+def test_an_edge_index_that_numpy_rewrites_is_sorted_again(make):
+    block = make()
     x, edges, index = inputs()
     memory = index.numpy().copy()
     shared = torch.from_numpy(memory)
-    ours(x, edges, shared)
-    memory[:] = memory[:, ::-1].copy()
-    assert_same_numbers(ours(x, edges, shared)[0], theirs(x, edges, shared)[0])
+    with integration.install("triton", blocks=True):
+        call_anemoi(block, x, edges, shared)
+        memory[:] = memory[:, ::-1].copy()
+        actual = call_anemoi(block, x, edges, shared)[0]
+    assert_same_numbers(actual, call_anemoi(block, x, edges, shared)[0])
+
+
+def test_a_patch_on_a_replaced_method_stays_when_the_replacement_goes():
+    block, (x, edges, index) = network_block(), inputs()
+    original = MLP.forward
+    with integration.install():
+        inner = MLP.forward
+        MLP.forward = lambda self, x, **options: 1.5 * inner(self, x, **options)
+        inside = call_anemoi(block, x, edges, index)
+    try:
+        assert_same_numbers(call_anemoi(block, x, edges, index), inside)
+    finally:
+        MLP.forward = original
+    with mock.patch.object(MLP, "forward"):
+        integration.install()
+        integration.uninstall()
+    integration.install()
+    with mock.patch.object(MLP, "forward") as patch:
+        integration.uninstall()
+        assert MLP.forward is patch
+    assert_same_numbers(call_anemoi(block, x, edges, index), call_anemoi(block, x, edges, index))
+    integration.install()
+    integration.uninstall()
+    assert MLP.forward is original
+
+
+@pytest.mark.parametrize("number", (NODES - 1, NODES + 1))
+@pytest.mark.parametrize("make", (attention_block, network_block))
+def test_sizes_that_do_not_fit_the_nodes_do_what_they_do_in_anemoi(make, number):
+    x, edges, index = inputs()
+    block = make()
+
+    def outcome():
+        if make is attention_block:
+            arguments = (GraphShardInfo(), 1, number)
+        else:
+            arguments = (GraphShardInfo(), None, (number, number))
+        try:
+            return block(x, edges, index, *arguments)
+        except (ValueError, RuntimeError, IndexError) as error:
+            return type(error)
+
+    expected = outcome()
+    with integration.install():
+        actual = outcome()
+    if isinstance(expected, type):
+        assert actual is expected
+    else:
+        assert_same_numbers(actual, expected)
+
+
+def test_a_graph_network_in_float64_runs_under_a_named_backend_that_would_fuse_nothing():
+    block, (x, edges, index) = network_block().double(), inputs()
+    arguments = (x.double(), edges.double(), index)
+    expected = call_anemoi(block, *arguments)
+    with integration.install("triton"):
+        assert_same_numbers(call_anemoi(block, *arguments), expected)
+
+
+NETWORKS = {
+    "Sequential": lambda block: setattr(
+        block.conv, "edge_mlp", nn.Sequential(nn.Linear(3 * CHANNELS, CHANNELS), nn.Tanh())
+    ),
+    "Linear": lambda block: setattr(block.conv, "edge_mlp", nn.Linear(3 * CHANNELS, CHANNELS)),
+    "another activation": lambda block: block.conv.edge_mlp.mlp.append(nn.GELU()),
+    "dropout": lambda block: block.conv.edge_mlp.mlp.append(nn.Dropout(0.0)),
+    "compiled": lambda block: setattr(
+        block.conv.edge_mlp, "mlp", torch.compile(block.conv.edge_mlp.mlp, backend="eager")
+    ),
+    "quantised": lambda block: torch.ao.quantization.quantize_dynamic(
+        block, {nn.Linear}, dtype=torch.qint8, inplace=True
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", NETWORKS)
+def test_any_module_may_be_the_network_of_an_edge_update(edit):
+    block, (x, edges, index) = InteractionBlock(CHANNELS, CHANNELS), inputs()
+    NETWORKS[edit](block)
+    updated = edges + block.conv.edge_mlp(torch.cat([x[index[1]], x[index[0]], edges], -1))
+    sums = torch.zeros(NODES, CHANNELS).index_add(0, index[1], updated)
+    nodes = x + block.node_mlp(torch.cat([x, sums], -1))
+    assert_same_numbers(block(x, index, edges), (nodes, updated))
+
+
+@pytest.mark.parametrize("kind", (InteractionConv, InteractionBlock))
+def test_torchscript_traces_a_layer_with_an_edge_index(kind):
+    layer, (x, edges, index) = kind(CHANNELS, CHANNELS), inputs()
+    traced = torch.jit.trace(layer, (x, index, edges), check_trace=False)
+    assert_same_numbers(traced(2 * x, index, edges), layer(2 * x, index, edges))
+
+
+def test_the_report_names_a_network_that_is_not_fused_and_one_that_is():
+    graph = graph_of("O4", 1)
+    sizes = {"channels": 8, "heads": 2, "trainable": 2}
+    model, x = build(graph, make_family_options("graph network", **sizes)), draw(graph)
+    model.encoder["encoder"].emb_nodes_src.mlp[1] = nn.LeakyReLU()
+    with torch.no_grad(), integration.install("triton", blocks=True):
+        model(x)
+        computed = {block.path: block for block in integration.installed().computed}
+    refused = computed["encoder.encoder.emb_nodes_src"]
+    assert refused.outcome == "upstream"
+    assert "LeakyReLU" in refused.reason
+
+
+@pytest.mark.compiled
+def test_the_report_of_compiled_blocks_of_a_class_that_differ_claims_neither_of_one():
+    blocks = nn.ModuleDict({"plain": network_block(), "leaky": network_block()})
+    blocks["leaky"].node_mlp.mlp[1] = nn.LeakyReLU()
+    with torch.no_grad(), integration.install("triton", blocks=None):
+        report.add_model(blocks)
+        for block in blocks.values():
+            block.compile(backend="eager")
+            with torch.autocast("cpu", torch.bfloat16):
+                call_anemoi(block, *inputs())
+        outcomes = {block.path: block for block in integration.installed().computed}
+    assert {block.outcome for block in outcomes.values()} == {"several"}
+    for block in outcomes.values():
+        assert "fused, or edge update only" in block.reason
