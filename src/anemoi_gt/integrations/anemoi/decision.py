@@ -285,11 +285,6 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
         return SIZES_OF_TRACE
     if not isinstance(call.edge_index, Tensor) or call.edge_index.layout != torch.strided:
         return permanent("edges must be an edge_index [2, E], got a sparse adjacency")
-    x = call.x
-    nodes = x.shape[0] if isinstance(x, Tensor) else (x[0].shape[0], x[1].shape[0])
-    refusal = None if call.size == nodes else why_not_size(call.size, x, call.group)
-    if refusal is not None:
-        return refusal
     is_updated = call.cond is not None and getattr(block, "update_src_nodes", False)
     if is_updated and Upstream.sources_take_destination_condition:
         return permanent(
@@ -309,18 +304,6 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
             f"{block.out_channels_conv} channels"
         )
     return refusal
-
-
-def why_not_size(size: Any, x: Any, group: Any) -> Refusal | None:
-    """Return why the sizes of a call are not those of its nodes x, which upstream checks."""
-    if size is None or group is not None:  # sizes of all ranks, or of one
-        return None
-    rows = (x, x) if isinstance(x, Tensor) else x
-    sizes = (size, size) if isinstance(size, int) else tuple(size)
-    expected = (rows[0].shape[0], rows[1].shape[0])
-    if sizes == expected:
-        return None
-    return permanent(f"its size is {sizes}, and its nodes are {expected}")
 
 
 def _sublayers_of(

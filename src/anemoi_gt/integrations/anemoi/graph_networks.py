@@ -27,7 +27,6 @@ from anemoi_gt.integrations.anemoi.decision import (
     UPSTREAM,
     computation_of,
     report_not_fused,
-    why_not_size,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
@@ -268,7 +267,7 @@ def _decide(
     if settings is None:
         return unwanted, local
     parts = unwanted
-    refusal = why_not_size(size, x, None if ranks is None else ranks.group)
+    refusal = None if size is None or ranks is not None else _why_not_size(size, x)
     if refusal is not None:
         parts = BlockParts(None, refusal, refusal)
     elif not is_exported:
@@ -287,6 +286,15 @@ def _decide(
     else:
         report.record(block, outcome, reason)
     return parts, local
+
+
+def _why_not_size(size: Any, x: Any) -> Refusal | None:
+    """Return why the sizes of a call are not those of its nodes x, which PyG checks, or None."""
+    src, dst = (x, x) if isinstance(x, Tensor) else x
+    nodes = (src.shape[0], dst.shape[0])
+    if tuple(size) == nodes:
+        return None
+    return permanent(f"its size is {tuple(size)}, and its nodes are {nodes}")
 
 
 def _outcome(parts: BlockParts) -> tuple[str, str | None]:
