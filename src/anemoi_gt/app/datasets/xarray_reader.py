@@ -233,7 +233,7 @@ class _DatasetReader:
             is_level |= coordinate.attrs.get("units") in PRESSURE
             if coordinate.dims != time_dims or not (is_level or self.roles.get(key) == "member"):
                 continue
-            values = list(dict.fromkeys(map(str, coordinate.values.tolist())))
+            values = list(dict.fromkeys(map(str, coordinate.values.ravel().tolist())))
             if len(values) > 1:
                 raise FieldError(
                     f"{array.name} of {self.name} must have one {key} at all times, got "
