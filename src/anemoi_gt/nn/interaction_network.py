@@ -220,8 +220,8 @@ class InteractionConv(MessagePassing):
                 sizes = (x_src.shape[-2], x_dst.shape[-2])
                 graph, features = read_edges(edge_index, edge_attr, sizes, self.config)
                 check_nodes(graph, x_src, x_dst)
-        traced: Any = edge_index
-        num_edges = traced.shape[1] if graph is None else graph.num_edges
+        edge_list: Any = edge_index  # [2, E] where there is no structure
+        num_edges = edge_list.shape[1] if graph is None else graph.num_edges
         edges = self._in_batch(features, num_edges, x_dst)
         dtype = edges.dtype
         with _precision(self.config, x_dst.device):
@@ -233,7 +233,7 @@ class InteractionConv(MessagePassing):
             if graph is None or isinstance(network, Refusal):
                 x = (x_src if halo is None else torch.cat([x_src, halo], dim=-2), x_dst)
                 sizes = (x[0].shape[-2], x_dst.shape[-2])
-                ends = traced if graph is None else graph.edge_index()
+                ends = edge_list if graph is None else graph.edge_index()
                 # With a condition a pair: PyG would hand another argument to messages of subclasses
                 # without it too, as it generates `propagate` once (2.8).
                 attributes = edges if cond is None else (edges, cond)

@@ -279,7 +279,7 @@ class Called(NamedTuple):
 
     namespace: dict[str, Any]  # of a module
     name: str
-    function: Callable
+    recorded: Callable
 
 
 class Recognised(NamedTuple):
@@ -382,7 +382,7 @@ def why_not_plain_tensor(subject: str, tensor: Tensor | None) -> Refusal | None:
 def _is_plain_subclass(kind: Any) -> bool:
     if hasattr(kind, "__tensor_flatten__"):
         return False
-    if _package(kind.__module__) == "torch":  # fake tensors, of an export
+    if kind.__module__.startswith("torch._subclasses."):  # of an export, which traces with them
         return True
     if kind.__torch_dispatch__ != Tensor.__torch_dispatch__:
         return False
@@ -452,12 +452,13 @@ def recognise(
         if network is not None:
             networks[name] = _why_unknown(kind, kind, name, network, unknown_body) or network
     answer = _checks_of(row) if reason is None else reason
-    functions = [function for of_class in methods for function in of_class.functions]
+    functions: list[Callable] = []
+    for of_class in methods:
+        functions += of_class.functions
     called = tuple(_called_by((*functions, *filter(callable, networks.values()))))
-    for each in called:
-        if _is_foreign(each):
-            reason = reason or f"calls {each.namespace['__name__']}.{each.name}, which was replaced"
-            answer = reason
+    for lookup in called:
+        if _is_foreign(lookup):
+            answer = reason = reason or _why_replaced(lookup)
     _RECOGNISED[kind] = Recognised(row.role, class_name, tuple(methods), networks, called, answer)
     return reason
 
@@ -505,14 +506,18 @@ def _lookups(code: CodeType | None, names: dict) -> Iterator[tuple[dict, str]]:
             namespace = None
 
 
+def _why_replaced(called: Called) -> str:
+    return f"calls {called.namespace['__name__']}.{called.name}, which was replaced"
+
+
 def _is_foreign(called: Called) -> bool:
     """Return whether a function was made in the program of a user: neither built in nor installed.
 
     Functions of one package are used by others, so it may be of any of those that are recognised.
     """
-    names = getattr(called.function, "__globals__", None)
+    names = getattr(called.recorded, "__globals__", None)
     if names is None:
-        return not isinstance(called.function, BuiltinFunctionType)
+        return not isinstance(called.recorded, BuiltinFunctionType)
     package = _package(names.get("__name__", ""))
     own = _package(called.namespace["__name__"])
     return package not in (own, "einops", *_OWN_PACKAGES)
@@ -593,10 +598,10 @@ def _of_classes(
             # of the class as it is now: methods are patched at any time
             if read(owner) != functions and not isinstance(answer, str):
                 answer = _why_other_methods(owner, names, functions, class_name) or answer
-        for namespace, name, function in called:
-            if namespace.get(name) is not function and not isinstance(answer, str):
-                text = f"calls {namespace['__name__']}.{name}, which was replaced"
-                answer = transient(text)
+        for lookup in called:
+            is_other = lookup.namespace.get(lookup.name) is not lookup.recorded
+            if is_other and not isinstance(answer, str):
+                answer = transient(_why_replaced(lookup))
         answers[kind] = role, answer
     return tuple([answers[kind] for kind in kinds])
 

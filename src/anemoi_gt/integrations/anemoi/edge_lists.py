@@ -91,7 +91,7 @@ class EdgeCache:
     """The cache of one edge list."""
 
     num_nodes: tuple[int, int]  # sources and destinations of the list
-    content: "Content"  # of the tensor
+    content: Content  # of the tensor
     # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
     batch: int = 1
     validate: bool = True  # check the values when the list is sorted, which synchronises the device

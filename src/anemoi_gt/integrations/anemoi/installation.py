@@ -263,9 +263,8 @@ class Installed(Settings):
         For each block of a model that has run: path, class, "fused", "attention only",
         "feed-forward only", "edge update only", "networks only" (Anemoi's forward with fused MLPs),
         "upstream", "several" (compiled blocks of its class differ) or "not yet", and the reason if
-        it was not fused. Embeddings and output layers of mappers, MLPs of graph networks, and
-        attention of transformers, are
-        listed only if a reason keeps them with upstream.
+        it was not fused. Embeddings and output layers of mappers, MLPs of graph networks, and the
+        attention of transformers are listed only if a reason keeps them with upstream.
     """
 
     computed: tuple[report.Computed, ...] = ()
