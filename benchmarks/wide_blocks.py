@@ -25,7 +25,7 @@ from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.nn import GraphTransformerProcessorBlock
 from anemoi_gt.nn.fused_block import FusedParts
-from anemoi_gt.nn.sublayers import attention_parts, feed_forward_parts
+from anemoi_gt.nn.sublayers import Computation, attention_parts, network_parts
 from anemoi_gt.ops.backends import BACKENDS
 from anemoi_gt.ops.triton_backend.tiles import MAX_FEATURES
 from anemoi_gt.refusal import not_faster
@@ -37,10 +37,11 @@ UNFUSED = FusedParts.by_modules(not_faster("this benchmark computes the modules 
 def fused_parts(block: GraphTransformerProcessorBlock) -> FusedParts:
     """Return the parts of both sub-layers for bfloat16, whatever the number of features."""
     sublayers = BACKENDS["triton"].sublayers._replace(max_features=MAX_FEATURES)
-    attention = attention_parts(block, sublayers)
-    feed_forward = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp, sublayers)
-    parts = [part._replace(gemm_dtype=torch.bfloat16) for part in (attention, feed_forward)]
-    return FusedParts(*parts, UNFUSED.source_feed_forward)
+    call = Computation(torch.bfloat16, is_autocast=True, sublayers=sublayers)
+    attention = attention_parts(block, call)
+    norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
+    feed_forward = network_parts(block.node_dst_mlp, call, "node_dst_mlp", norm_in=norm)
+    return FusedParts(attention, feed_forward, UNFUSED.source_feed_forward)
 
 
 def step(

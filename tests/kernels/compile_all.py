@@ -125,17 +125,17 @@ def run_block(dtype):
         torch.zeros(number, 64, dtype=dtype, requires_grad=True)
         for number in (graph.num_src, graph.num_dst)
     )
-    fused = BACKENDS["triton"].sublayers
-    attention = sublayers.attention_parts(block, fused)._replace(gemm_dtype=dtype)
-    feed_forward = sublayers.feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp, fused)
-    feed_forward = feed_forward._replace(gemm_dtype=dtype)
+    call = sublayers.Computation(dtype, dtype != torch.float32, BACKENDS["triton"].sublayers)
+    attention = sublayers.attention_parts(block, call)
+    norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
+    feed_forward = sublayers.network_parts(block.node_dst_mlp, call, "node_dst_mlp", norm_in=norm)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         z = fused_block.attention(
             attention, nodes, graph, torch.zeros(graph.num_edges, 3), (None, None)
         )
-        y = fused_block.feed_forward(feed_forward, z, None)
-        layer = sublayers.linear_parts(nn.Linear(64, 101), "layer", fused)
-        fused_block.linear(layer._replace(gemm_dtype=dtype), y).float().sum().backward()
+        y = fused_block.network(feed_forward, z, residual=True)
+        layer = sublayers.linear_parts(nn.Linear(64, 101), "layer", call)
+        fused_block.network(layer, y).float().sum().backward()
 
 
 def run_networks(dtype, features, graph, *, gated=False):

@@ -22,7 +22,9 @@ from anemoi_gt.refusal import Refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # a gate needs no activation
 
-LIMITS = BACKENDS["triton"].sublayers
+CALL = sublayers.Computation(
+    torch.float32, is_autocast=False, sublayers=BACKENDS["triton"].sublayers
+)
 CHANNELS = 24
 HEADS = 2
 HIDDEN = 40
@@ -64,12 +66,13 @@ def anemoi_is_known():
 
 def attention_parts(block):
     """Return the parts of the attention, or the text of the refusal."""
-    return text_or_parts(sublayers.attention_parts(block, LIMITS))
+    return text_or_parts(sublayers.attention_parts(block, CALL))
 
 
-def feed_forward_parts(norm, mlp, **names):
+def feed_forward_parts(norm, mlp, mlp_name="node_dst_mlp"):
     """Return the parts of a feed-forward network, or the text of the refusal."""
-    return text_or_parts(sublayers.feed_forward_parts(norm, mlp, LIMITS, **names))
+    norm_in = ("layer_norm_mlp_dst", norm)
+    return text_or_parts(sublayers.network_parts(mlp, CALL, mlp_name, norm_in=norm_in))
 
 
 def text_or_parts(parts):
@@ -129,7 +132,7 @@ def assert_parts_compute(parts, norm, mlp):
     x = torch.randn(5, CHANNELS)
     condition = torch.randn(5, CONDITION) if parts.has_condition else None
     cond = {} if condition is None else {"cond": condition}
-    out = feed_forward(parts.tensors(x, condition), parts.options())
+    out = feed_forward(parts.tensors(x, None, condition), parts.options(residual=True))
     torch.testing.assert_close(out, x + mlp(norm(x, **cond)))
 
 
@@ -188,9 +191,7 @@ def test_a_pointwise_block_of_anemoi_has_no_residual_network_to_fuse():
         num_channels=CHANNELS, hidden_dim=HIDDEN, layer_kernels=load_layer_kernels({})
     )
     reason = feed_forward_parts(nn.LayerNorm(CHANNELS), block.mlp, mlp_name="mlp")
-    assert reason.startswith(
-        "its mlp has 4 layers, and a linear map, an activation and a linear map, or"
-    )
+    assert reason.startswith("its mlp.1 is a torch.nn.modules.normalization.LayerNorm, and a ")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -239,7 +240,8 @@ def test_options_of_the_attention_match_its_modules(library):
     block = make("mapper", library, qk_norm=True, bias=False)
     block.layer_norm_attention.eps, block.layer_norm_attention_src.eps = 0.5, 0.25
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
-    parts = attention_parts(block)._replace(gemm_dtype=torch.bfloat16)
+    computation = CALL._replace(gemm_dtype=torch.bfloat16)
+    parts = attention_parts(block)._replace(computation=computation)
     norms = [NormOptions(eps) for eps in (0.5, 0.25, 0.125, 0.0625)]
     assert parts.options(3) == (HEADS, 3, *norms, torch.bfloat16)
     assert parts.query_norm.scale is block.q_norm.weight
@@ -403,7 +405,7 @@ def test_a_module_of_another_class_costs_its_own_sub_layer(library, name, module
 def test_a_gate_of_another_class():
     block = make(mlp_implementation="swiglu")
     block.node_dst_mlp.mlp[0] = nn.Linear(CHANNELS, HIDDEN)
-    reason = "its node_dst_mlp.mlp.0 is a torch.nn.modules.linear.Linear, and a gated linear map is needed"
+    reason = "its node_dst_mlp.mlp has 2 layers, and one hidden layer (a linear map and an activation, or a gated linear map) and a linear map are needed"
     assert_one_reason(block, "feed_forward", reason)
 
 
@@ -546,9 +548,8 @@ def drop_in_training(block):
         (
             replaced("node_dst_mlp.mlp.3", lambda: nn.GELU()),
             "feed_forward",
-            "its node_dst_mlp.mlp has 4 layers, and a linear map, an activation and a linear map, "
-            "or a gated linear "
-            "map and a linear map are needed",
+            "its node_dst_mlp.mlp has 4 layers, and one hidden layer (a linear map and an "
+            "activation, or a gated linear map) and a linear map are needed",
         ),
         (
             replaced("node_dst_mlp.layer_norm", lambda: nn.LayerNorm(CHANNELS)),
@@ -659,7 +660,7 @@ def test_a_replaced_parameter_is_read_by_the_next_call():
     block.lin_query.weight = nn.Parameter(torch.zeros(CHANNELS, CHANNELS))
     assert attention_parts(block).query.weight is block.lin_query.weight
     block.layer_norm_mlp_dst.eps = 0.5
-    assert network_parts(block).options().norm_in.eps == 0.5
+    assert network_parts(block).options(residual=True).norm_in.eps == 0.5
 
 
 def test_parameters_of_functional_call_are_read():
@@ -700,7 +701,7 @@ class UsesParts(nn.Module):
             return x + len(attention)
         if isinstance(network, str):
             return x - len(network)
-        tensors, options = network.tensors(x, None), network.options()
+        tensors, options = network.tensors(x), network.options(residual=True)
         heads = attention.options(1).heads
         query = attention.tensors((None, x), x, (None, None), None).query.weight
         return (

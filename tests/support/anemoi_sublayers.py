@@ -7,11 +7,12 @@ import inspect
 import warnings
 from itertools import product
 
+import torch
 from anemoi.models.layers import block
 from anemoi.models.layers.utils import load_layer_kernels
 
 from anemoi_gt.integrations.anemoi.upstream import recognise_modules
-from anemoi_gt.nn.sublayers import attention_parts, feed_forward_parts
+from anemoi_gt.nn.sublayers import Computation, attention_parts, network_parts
 from anemoi_gt.ops.backends import BACKENDS
 from anemoi_gt.refusal import Refusal
 
@@ -47,17 +48,22 @@ def describe(parts):
     words = ["parts"]
     if parts.has_condition:
         words.append("condition")
-    if hasattr(parts, "gate") and parts.gate.weight is not None:
+    if hasattr(parts, "network") and parts.network.first.gate.weight is not None:
         words.append("gated")
     if hasattr(parts, "key_norm") and parts.key_norm.options.eps > 0:
         words.append("qk-norm")
     return " ".join(words)
 
 
+def feed_forward_parts(layer, call, side):
+    norm, mlp = f"layer_norm_mlp_{side}", f"node_{side}_mlp"
+    return network_parts(getattr(layer, mlp), call, mlp, norm_in=(norm, getattr(layer, norm)))
+
+
 def report_sublayers():
     """Return by kind of block, of norm and of network what each sub-layer is read as."""
     recognise_modules()
-    limits = BACKENDS["triton"].sublayers
+    call = Computation(torch.float32, is_autocast=False, sublayers=BACKENDS["triton"].sublayers)
     report = {}
     norms = {"plain": {}, "conditional": {"LayerNorm": CONDITIONAL}}
     for kind, norm, mlp_kind in product(("Processor", "Mapper"), norms, ("mlp", "swiglu")):
@@ -65,15 +71,11 @@ def report_sublayers():
             warnings.simplefilter("ignore")
             layer = build(f"GraphTransformer{kind}Block", norms[norm], mlp_implementation=mlp_kind)
         parts = {
-            "attention": attention_parts(layer, limits),
-            "feed_forward": feed_forward_parts(
-                layer.layer_norm_mlp_dst, layer.node_dst_mlp, limits
-            ),
+            "attention": attention_parts(layer, call),
+            "feed_forward": feed_forward_parts(layer, call, "dst"),
         }
         if kind == "Mapper":
-            parts["sources"] = feed_forward_parts(
-                layer.layer_norm_mlp_src, layer.node_src_mlp, limits
-            )
+            parts["sources"] = feed_forward_parts(layer, call, "src")
         descriptions = {part: describe(value) for part, value in parts.items()}
         report[f"{kind} {norm} {mlp_kind}"] = descriptions
     return report

@@ -42,7 +42,7 @@ from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import BLOCK, why_not_plain
 from anemoi_gt.nn.sublayers import (
     AttentionParts,
-    FeedForwardParts,
+    NetworkParts,
     linear_parameters,
     warn_of_embedded_edges,
 )
@@ -280,14 +280,14 @@ class GraphTransformerBaseBlock(nn.Module):
         return fused_block.attention(parts, nodes, structure, edge_attr, cond, halo)
 
     def _feed_forward(
-        self, parts: FeedForwardParts | Refusal, side: str, x: Tensor, cond: Tensor | None
+        self, parts: NetworkParts | Refusal, side: str, x: Tensor, cond: Tensor | None
     ) -> Tensor:
         """Return rows x after the feed-forward sub-layer of `side`, "dst" or "src"."""
         if isinstance(parts, Refusal):
             norm = getattr(self, f"layer_norm_mlp_{side}")
             mlp = getattr(self, f"node_{side}_mlp")
             return x + mlp(apply_norm(norm, x, cond))
-        return fused_block.feed_forward(parts, x, cond)
+        return fused_block.network(parts, x, cond, residual=True)
 
     def normed_sides(self, x: tuple[Tensor, Tensor], cond: Conditions) -> tuple[Tensor, Tensor]:
         """Return normed sources and destinations; the same tensor for one set of nodes."""

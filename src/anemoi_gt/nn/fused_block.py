@@ -4,10 +4,10 @@ Decided per call:
 
 fused = FusedParts.of(block, x_dst, cond, config)    parts of fused sub-layers, or refusals
 z = attention(fused.attention, ...)                  where they are parts
-y = feed_forward(fused.feed_forward, ...)
+y = network(fused.feed_forward, ..., residual=True)
 
 parts = linear_layer_parts(layer, name, x, computation)
-y = linear(parts, x)                                 where it has parts
+y = network(parts, x)                                where it has parts
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -20,16 +20,14 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.plain import why_not_plain_tensor
 from anemoi_gt.nn.sublayers import (
     AttentionParts,
+    Computation,
     Conditions,
-    FeedForwardParts,
-    LinearParts,
+    NetworkParts,
     Nodes,
     attention_parts,
-    feed_forward_parts,
     linear_parts,
+    network_parts,
 )
-from anemoi_gt.ops.backends import Sublayers, choose_backend
-from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.operands import AttentionOperands, check_operands
 from anemoi_gt.refusal import Refusal, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
@@ -40,47 +38,19 @@ NOT_FASTER = not_faster(
     "sub-layers are fused under 16-bit autocast where the backend of the attention has them"
 )
 
+WRONG_CONDITION = permanent(
+    "its norms expect a condition, and the call passes none (or the reverse)"
+)
 FUSED_BY_COMPILER = not_faster("compiled code fuses casts and norms, and pads rows")
 NO_LAYER = not_faster("it is no layer")
-
-
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-
-
-def is_16_bit_autocast(x: Tensor) -> bool:
-    """Return whether features like x are read under autocast to 16 bits."""
-    return autocast_is_active(x.device.type) and autocast_dtype(x) in SIXTEEN_BITS
-
-
-class Computation(NamedTuple):
-    """Dtype, backend and kept tensors of a call, decided once from its features and settings."""
-
-    gemm_dtype: torch.dtype
-    is_autocast: bool  # whether autocast is active
-    sublayers: Sublayers | None  # of the backend of the attention, None if it has none
-    keep_hidden: bool  # whether fused feed-forward sub-layers keep their hidden layer
-
-    @classmethod
-    def of(cls, x: Tensor, config: AttentionConfig, *, keep_hidden: bool = True) -> "Computation":
-        """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
-        dtype = autocast_dtype(x)
-        # an empty tensor: the choice depends on device and dtype
-        backend = choose_backend(config.backend, x.new_empty(0, dtype=dtype))
-        is_autocast = autocast_is_active(x.device.type)
-        return cls(dtype, is_autocast, backend.sublayers, keep_hidden)
-
-    @property
-    def is_faster_fused(self) -> bool:
-        """Whether fused sub-layers are faster: under 16-bit autocast."""
-        return self.sublayers is not None and self.is_autocast and self.gemm_dtype in SIXTEEN_BITS
 
 
 class FusedParts(NamedTuple):
     """The parts of each sub-layer in one call if it is fused, else the refusal."""
 
     attention: AttentionParts | Refusal
-    feed_forward: FeedForwardParts | Refusal
-    source_feed_forward: FeedForwardParts | Refusal  # of a mapper that updates its sources
+    feed_forward: NetworkParts | Refusal
+    source_feed_forward: NetworkParts | Refusal  # of a mapper that updates its sources
 
     @classmethod
     def by_modules(cls, refusal: Refusal) -> "FusedParts":
@@ -113,8 +83,7 @@ class FusedParts(NamedTuple):
 
         `refused` are the caller's refusals of its sub-layers; None if there is none.
         """
-        sublayers = computation.sublayers
-        if sublayers is None:
+        if computation.sublayers is None:
             return cls.by_modules(NO_SUBLAYERS)
         refused_attention, refused_feed_forward, refused_sources = refused
         attention: AttentionParts | Refusal
@@ -123,31 +92,28 @@ class FusedParts(NamedTuple):
         elif config.precision is not None:  # sub-layers have one dtype for all their operands
             attention = permanent("the precision of its attention is set")
         else:
-            attention = for_call(attention_parts(block, sublayers), x, cond, computation)
-        feed_forward: FeedForwardParts | Refusal
+            attention = for_call(attention_parts(block, computation), x, cond)
+        feed_forward: NetworkParts | Refusal
         if refused_feed_forward is not None:
             feed_forward = refused_feed_forward
         else:
-            parts = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp, sublayers)
-            feed_forward = for_call(parts, x, cond, computation)
-        sources: FeedForwardParts | Refusal = NO_SOURCES
+            norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
+            parts = network_parts(block.node_dst_mlp, computation, "node_dst_mlp", norm_in=norm)
+            feed_forward = for_call(parts, x, cond)
+        sources: NetworkParts | Refusal = NO_SOURCES
         if refused_sources is not None:
             sources = refused_sources
         elif getattr(block, "update_src_nodes", False):
-            names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
-            modules = block.layer_norm_mlp_src, block.node_src_mlp
-            sources = for_call(
-                feed_forward_parts(*modules, sublayers, **names), x, cond, computation
-            )
+            norm = ("layer_norm_mlp_src", block.layer_norm_mlp_src)
+            parts = network_parts(block.node_src_mlp, computation, "node_src_mlp", norm_in=norm)
+            sources = for_call(parts, x, cond)
         return cls(attention, feed_forward, sources)
 
 
-Parts = TypeVar("Parts", AttentionParts, FeedForwardParts, LinearParts)
+Parts = TypeVar("Parts", AttentionParts, NetworkParts)
 
 
-def for_call(
-    parts: Parts | Refusal, x: Tensor, cond: Tensor | tuple | None, computation: Computation
-) -> Parts | Refusal:
+def for_call(parts: Parts | Refusal, x: Tensor, cond: Tensor | tuple | None) -> Parts | Refusal:
     """Return the parts for a call on rows like x with this condition, or why it cannot use them."""
     if isinstance(parts, Refusal):
         return parts
@@ -156,23 +122,17 @@ def for_call(
         if refusal is not None:
             return refusal
     if parts.has_condition != (cond is not None):
-        return permanent("its norms expect a condition, and the call passes none (or the reverse)")
-    if x.dtype != parts.dtype and not computation.is_autocast:
+        return WRONG_CONDITION
+    if x.dtype != parts.dtype and not parts.computation.is_autocast:
         return permanent(
             f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
         )
-    # What torch_compat.replace_fields does and gives the reason for; inlined, because all
-    # sub-layers are decided here in every forward pass.
-    fields = parts._asdict()
-    fields["gemm_dtype"] = computation.gemm_dtype
-    if isinstance(parts, FeedForwardParts):
-        fields["keep_hidden"] = computation.keep_hidden
-    return type(parts)(**fields)
+    return parts
 
 
 def linear_layer_parts(
     layer: Any, name: str, x: Tensor, computation: Computation
-) -> LinearParts | Refusal:
+) -> NetworkParts | Refusal:
     """Decide for a linear layer on features like x, called `name` in its mapper.
 
     It may be a Sequential of a norm and a linear map.
@@ -185,18 +145,22 @@ def linear_layer_parts(
         return NO_SUBLAYERS
     if type(layer) is nn.Identity:
         return NO_LAYER
-    parts = for_call(linear_parts(layer, name, computation.sublayers), x, None, computation)
+    parts = for_call(linear_parts(layer, name, computation), x, None)
     if isinstance(parts, Refusal):
         return parts
-    features = parts.linear.weight.shape[1]
+    features = parts.network.out.weight.shape[1]
     if x.shape[-1] != features:
         return permanent(f"its {name} takes {features} features, got {x.shape[-1]}")
     return parts
 
 
-def linear(parts: LinearParts, x: Tensor) -> Tensor:
-    """Return rows [.., N, F_out] of a linear layer."""
-    y = parts.sublayer.compute(parts.tensors(_rows(x)), parts.options())
+def network(
+    parts: NetworkParts, x: Tensor, cond: Tensor | None = None, *, residual: bool = False
+) -> Tensor:
+    """Return a network or linear layer of rows x [.., N, F], plus x if `residual`."""
+    condition = None if cond is None else row_conditions(cond, x)
+    tensors = parts.tensors(_rows(x), None, condition)
+    y = parts.sublayer.compute(tensors, parts.options(residual=residual))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -224,14 +188,6 @@ def attention(
     tensors = parts.tensors(rows, edge_attr, row_conditions_of(x, cond), _optional_rows(halo))
     z = parts.sublayer.compute(tensors, graph, parts.options(batch))
     return z.view(x_dst.shape)
-
-
-def feed_forward(parts: FeedForwardParts, x: Tensor, cond: Tensor | None) -> Tensor:
-    """Return rows [.., N, F] after the feed-forward sub-layer."""
-    rows = x.reshape(-1, x.shape[-1])
-    condition = None if cond is None else row_conditions(cond, x)
-    tensors = parts.tensors(rows, condition)
-    return parts.sublayer.compute(tensors, parts.options()).view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

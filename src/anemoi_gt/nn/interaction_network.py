@@ -23,7 +23,7 @@ from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import check_shape, have_size
 from anemoi_gt.nn.block import ShardedGraph
-from anemoi_gt.nn.fused_block import NOT_FASTER, Computation, row_conditions
+from anemoi_gt.nn.fused_block import NOT_FASTER, WRONG_CONDITION, for_call, row_conditions
 from anemoi_gt.nn.input_validation import (
     both_sides,
     check_batch,
@@ -33,7 +33,6 @@ from anemoi_gt.nn.input_validation import (
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
 from anemoi_gt.nn.mlp import NormedMLP
-from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import (
     CONDITIONAL_NORM,
     IDENTITY,
@@ -44,20 +43,13 @@ from anemoi_gt.nn.plain import (
     why_not_plain,
 )
 from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges
-from anemoi_gt.nn.sublayers import NO_NORM
+from anemoi_gt.nn.sublayers import Computation, NetworkParts, network_parts
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
-from anemoi_gt.ops.network_tensors import (
-    InteractionOptions,
-    InteractionTensors,
-    NetworkOptions,
-    NetworkTensors,
-)
+from anemoi_gt.ops.network_tensors import InteractionOptions, InteractionTensors
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
-from anemoi_gt.torch_compat import constant_when_traced, is_exporting, replace_fields
+from anemoi_gt.torch_compat import constant_when_traced, is_exporting
 
-# the modules raise the error
-WRONG_CONDITION = transient("its norm expects a condition, and the call passes none (or reverse)")
 NO_OPERATORS = not_faster("its backend has no operators of graph networks")
 NORMS = (LAYER_NORM, RMS_NORM, IDENTITY, CONDITIONAL_NORM)
 SUMMED = ("edges", "updates")
@@ -241,11 +233,10 @@ class InteractionConv(MessagePassing):
                 summed, sums = self.propagate(ends, size=sizes, x=x, edge_attr=attributes)
             else:
                 nodes = (None if is_one_set else x_src, halo, x_dst)
-                parts, options = network
-                if self.sum_of == "updates":
-                    out_dtype = torch.promote_types(edges.dtype, options.out_dtype)
-                    options = replace_fields(options, residual=False, out_dtype=out_dtype)
-                summed, sums = _fused_edges(parts, options, nodes, graph, edges, cond)
+                of_updates = self.sum_of == "updates"
+                summed, sums = _fused_edges(
+                    network, nodes, graph, edges, cond, of_updates=of_updates
+                )
             edges = edges + summed if self.sum_of == "updates" else summed
         return edges.to(dtype), sums.to(dtype)
 
@@ -448,15 +439,11 @@ class InteractionBlock(nn.Module):
             if isinstance(network, Refusal):
                 out = rows + _mapped(self.node_mlp, torch.cat([rows, more], dim=-1), cond)
             else:
-                parts, options = network
-                condition = _condition_of(parts, cond, rows)
-                tensors = NetworkTensors(
-                    rows.flatten(0, -2),
-                    more.flatten(0, -2),
-                    NO_NORM,
-                    parts.network_with(condition),
+                condition = _condition_of(network, cond, rows)
+                tensors = network.tensors(rows.flatten(0, -2), more.flatten(0, -2), condition)
+                out = network.sublayer.compute(tensors, network.options(residual=True)).view(
+                    x.shape
                 )
-                out = parts.sublayers.network.compute(tensors, options).view(x.shape)
         return out.to(x.dtype)
 
 
@@ -487,15 +474,14 @@ def _network_of(
     cond: Tensor | None,
     config: AttentionConfig,
     *asked: Asked,
-) -> tuple[NetworkParts, NetworkOptions] | Refusal:
-    """Return a network of a layer and its options in a call on rows like x, or why not fused.
+) -> NetworkParts | Refusal:
+    """Return a network of a layer for a call on rows like x, or why its modules compute it.
 
     `asked` must be plain as well. Raise ValueError if the config names a backend with operators.
     """
     computation = Computation.of(x, config)
-    sublayers = computation.sublayers
     parts: NetworkParts | Refusal
-    if sublayers is None or (x.dim() == 3 and x.shape[0] == 0):
+    if computation.sublayers is None or (x.dim() == 3 and x.shape[0] == 0):
         parts = NO_OPERATORS
     elif config.backend == "auto" and not computation.is_faster_fused:
         parts = NOT_FASTER
@@ -505,10 +491,10 @@ def _network_of(
         parts = transient("torch.jit.trace records it")
     else:
         refusal = why_not_plain(*asked)
-        parts = refusal or network_parts(mlp, sublayers, name, norms=NORMS)
-        parts = for_call(parts, x, is_autocast=computation.is_autocast)
-    if not isinstance(parts, Refusal) and parts.has_condition != (cond is not None):
-        parts = WRONG_CONDITION
+        parts = refusal or network_parts(mlp, computation, name, norms=NORMS)
+        parts = for_call(parts, x, cond)
+    if parts is WRONG_CONDITION:  # the modules raise the error
+        return parts
     if isinstance(parts, Refusal):
         if parts.kind is RefusalKind.PERMANENT and config.backend != "auto":
             raise ValueError(
@@ -517,10 +503,7 @@ def _network_of(
             )
         if parts.kind is not RefusalKind.NOT_FASTER:
             _warn_of_modules(type(layer).__name__, parts.text)
-        return parts
-    dtype = computation.gemm_dtype
-    # results are cast to the dtype of the rows that they update
-    return parts, NetworkOptions(parts.norm, parts.activation, dtype, dtype, residual=True)
+    return parts
 
 
 def _condition_of(parts: NetworkParts, cond: Tensor | None, rows: Tensor) -> Tensor | None:
@@ -550,13 +533,14 @@ def _warn_of_modules(layer: str, text: str) -> None:
 
 def _fused_edges(
     parts: NetworkParts,
-    options: NetworkOptions,
     nodes: tuple[Tensor | None, Tensor | None, Tensor],
     graph: GraphStructure,
     edges: Tensor,
     cond: Tensor | None,
+    *,
+    of_updates: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the updated edges, or without a residual connection the updates, and their sums.
+    """Return the updated edges, or if the sums are of updates these, and the sums.
 
     `nodes` are sources, None on one set of nodes, their halo, if there is one, and destinations.
     """
@@ -569,8 +553,15 @@ def _fused_edges(
         network=parts.network_with(_condition_of(parts, cond, edges)),
     )
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
-    out = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
+    dtype = parts.computation.gemm_dtype
+    if of_updates:
+        dtype = torch.promote_types(edges.dtype, dtype)
+    # else results are cast to the dtype of the rows that they update
+    options = parts.options(residual=not of_updates, out_dtype=dtype)
+    operators = parts.computation.sublayers
+    assert operators is not None  # or there would be no parts
+    out = operators.interaction(tensors, graph, InteractionOptions(batch, options))
     updated = out.view(edges.shape)
     # of the edges that are returned: autograd must see that
-    sums = parts.sublayers.sum_edges(updated.flatten(0, -2), graph, batch)
+    sums = operators.sum_edges(updated.flatten(0, -2), graph, batch)
     return updated, sums.view(*x_dst.shape[:-1], edges.shape[-1])

@@ -16,11 +16,11 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.chunking import Chunk, Pair, Rows, map_chunks
-from anemoi_gt.nn.fused_block import NOT_FASTER, Computation, linear, linear_layer_parts
+from anemoi_gt.nn.fused_block import NOT_FASTER, linear_layer_parts, network
 from anemoi_gt.nn.input_validation import check_conditions, check_sides, stored_parameter
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.nn.norm import apply_norm
-from anemoi_gt.nn.sublayers import LinearParts
+from anemoi_gt.nn.sublayers import Computation, NetworkParts
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.refusal import Refusal
 from anemoi_gt.torch_compat import is_exporting
@@ -133,7 +133,7 @@ class GraphTransformerBaseMapper(nn.Module):
     def _apply_linear(self, name: str, x: Tensor) -> Tensor:
         """Return the result of the linear layer `name`, fused where that is faster."""
         layer = getattr(self, name)
-        parts: LinearParts | Refusal = NOT_FASTER
+        parts: NetworkParts | Refusal = NOT_FASTER
         if not is_exporting():
             computation = Computation.of(x, self.proc.config)
             if computation.is_faster_fused:
@@ -141,7 +141,7 @@ class GraphTransformerBaseMapper(nn.Module):
         if isinstance(parts, Refusal):
             # a norm may have more rows than PyTorch's kernel takes
             return apply_norm(layer, x) if isinstance(layer, nn.Sequential) else layer(x)
-        return linear(parts, x)
+        return network(parts, x)
 
 
 class GraphTransformerForwardMapper(GraphTransformerBaseMapper):

@@ -1,14 +1,13 @@
-"""Parts of fused sub-layers of a block, and of linear layers, or the refusal of one.
+"""Parts of fused sub-layers of a block, and of networks and linear layers, or the refusal of one.
 
     attention       z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,   n = norm(x)
-    feed-forward    y_i = z_i + W_out act(W_in norm(z_i) + b) + b
-    linear          y_i = W norm(x_i) + b, or W x_i + b
+    network         y_i = norm(W_out act(W_2 act(W_1 u_i + b) + b) + b),         u_i = norm_in(x_i)
 
-`attention_parts` and `feed_forward_parts` read the modules of a block of this library or of Anemoi,
-whose submodules have the same names, `linear_parts` reads a layer of a mapper. A fused sub-layer
-uses parameters without calling their modules, so these must be plain (`nn.plain`), with plain
-tensors as parameters. Whatever else a module is, the refusal names it; that costs its own sub-layer
-only.
+`attention_parts` and `network_parts` read the modules of a block of this library or of Anemoi,
+whose submodules have the same names, `linear_parts` a network without hidden layers. A fused
+sub-layer uses parameters without calling their modules, so these must be plain (`nn.plain`), with
+plain tensors as parameters. Whatever else a module is, the refusal names it; that costs its own
+sub-layer only.
 
 Ask once per call of a block and hand the answer down. Nothing is remembered between calls: the
 answer depends on mutable modules, and to read them takes no longer than to compare them with what
@@ -17,15 +16,19 @@ sub-layer are asked for by one call of the rule, and read afterwards.
 """
 
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
-from anemoi_gt.ops.backends import Sublayer, Sublayers
+from anemoi_gt.ops.backends import Sublayer, Sublayers, choose_backend
+from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.network_tensors import Layer, Network, NetworkOptions, NetworkTensors
 from anemoi_gt.ops.sublayer_tensors import (
     AttentionOptions,
@@ -58,7 +61,37 @@ NO_LAYER: Layer[Tensor] = Layer()
 NO_NORM: Norm[Tensor] = Norm()
 NO_NORM_OPTIONS = NormOptions()
 WITHOUT_CONDITION = (nn.LayerNorm, nn.RMSNorm)
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+Result = TypeVar("Result")
 ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge", "projection")
+
+
+def is_16_bit_autocast(x: Tensor) -> bool:
+    """Return whether features like x are read under autocast to 16 bits."""
+    return autocast_is_active(x.device.type) and autocast_dtype(x) in SIXTEEN_BITS
+
+
+class Computation(NamedTuple):
+    """Dtype, backend and kept tensors of a call, decided once from its features and settings."""
+
+    gemm_dtype: torch.dtype
+    is_autocast: bool  # whether autocast is active
+    sublayers: Sublayers | None  # of the backend of the attention, None if it has none
+    keep_hidden: bool = True  # whether fused feed-forward sub-layers keep their hidden layer
+
+    @classmethod
+    def of(cls, x: Tensor, config: AttentionConfig, *, keep_hidden: bool = True) -> "Computation":
+        """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
+        dtype = autocast_dtype(x)
+        # an empty tensor: the choice depends on device and dtype
+        backend = choose_backend(config.backend, x.new_empty(0, dtype=dtype))
+        is_autocast = autocast_is_active(x.device.type)
+        return cls(dtype, is_autocast, backend.sublayers, keep_hidden)
+
+    @property
+    def is_faster_fused(self) -> bool:
+        """Whether fused sub-layers are faster: under 16-bit autocast."""
+        return self.sublayers is not None and self.is_autocast and self.gemm_dtype in SIXTEEN_BITS
 
 
 class NormParts(NamedTuple):
@@ -71,42 +104,67 @@ class NormParts(NamedTuple):
     is_double: bool | None  # whether its parameters are float64; None without parameters
 
 
-class FeedForwardParts(NamedTuple):
-    """Parameters and options of a feed-forward sub-layer."""
+NO_NORM_PARTS = NormParts(NO_NORM, NO_NORM_OPTIONS, 0, has_condition=False, is_double=None)
 
+
+class NetworkParts(NamedTuple):
+    """Parameters and options of a network on rows; only one of its norms may take a condition."""
+
+    computation: Computation
     sublayer: Sublayer  # of `tensors` and `options`
-    norm: NormParts
-    gate: Linear[Tensor]
-    hidden: Linear[Tensor]
-    out: Linear[Tensor]
-    activation: str
-    has_condition: bool  # whether the norm needs a condition; if not, it takes none
+    norm_in: NormParts  # of its input; without one NO_NORM_PARTS
+    network: Network[Tensor]
+    norm: NormOptions  # of its output; eps 0 without one
+    activation: str  # "" without hidden layers
+    is_cast: bool  # whether its result has the dtype of the GEMMs under autocast too
+    has_condition: bool  # whether a norm needs a condition; if not, the network takes none
     dtype: torch.dtype  # of the parameters
-    gemm_dtype: torch.dtype  # the parameters', or in a call autocast's
-    keep_hidden: bool = True  # whether a call keeps its hidden layer for the backward pass
 
-    def tensors(self, x: Tensor, condition: Tensor | None) -> NetworkTensors:
-        """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
-        norm = self.norm.parameters._replace(condition=condition)
-        network = Network(Layer(self.gate, self.hidden), NO_LAYER, self.out, NO_NORM)
-        return NetworkTensors(x, None, norm, network)
+    def tensors(
+        self, x: Tensor, more: Tensor | None = None, condition: Tensor | None = None
+    ) -> NetworkTensors:
+        """Return the tensors of a call on rows x [N, F], and `more` beside them.
 
-    def options(self) -> NetworkOptions:
-        """Return the options of the operator."""
+        `condition` is [N, K], None without one.
+        """
+        if condition is None:
+            return NetworkTensors(x, more, self.norm_in.parameters, self.network)
+        if self.norm_in.has_condition:
+            norm_in = self.norm_in.parameters._replace(condition=condition)
+            return NetworkTensors(x, more, norm_in, self.network)
+        return NetworkTensors(x, more, self.norm_in.parameters, self.network_with(condition))
+
+    def network_with(self, condition: Tensor | None) -> Network[Tensor]:
+        """Return the parameters, with the condition [N, K] of the norm of the output."""
+        if condition is None:
+            return self.network
+        return self.network._replace(norm=self.network.norm._replace(condition=condition))
+
+    def options(
+        self,
+        *,
+        residual: bool,
+        repeats_x: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> NetworkOptions:
+        """Return the options of a call; `out_dtype` None is that of the GEMMs."""
+        dtype = self.computation.gemm_dtype
         return NetworkOptions(
-            norm=NO_NORM_OPTIONS,
+            norm=self.norm,
             activation=self.activation,
-            gemm_dtype=self.gemm_dtype,
-            out_dtype=self.gemm_dtype,
-            residual=True,
-            norm_in=self.norm.options,
-            keep_hidden=self.keep_hidden,
+            gemm_dtype=dtype,
+            out_dtype=dtype if out_dtype is None else out_dtype,
+            residual=residual,
+            repeats_x=repeats_x,
+            norm_in=self.norm_in.options,
+            keep_hidden=self.computation.keep_hidden,
         )
 
 
 class AttentionParts(NamedTuple):
     """Parameters and options of an attention sub-layer."""
 
+    computation: Computation
     sublayer: Sublayer  # of `tensors`, a graph and `options`
     norm: NormParts  # of destinations
     norm_src: NormParts  # of sources; `norm` itself if the block has one norm
@@ -121,7 +179,6 @@ class AttentionParts(NamedTuple):
     heads: int
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
-    gemm_dtype: torch.dtype  # the parameters', or in a call autocast's
 
     def tensors(
         self,
@@ -162,35 +219,7 @@ class AttentionParts(NamedTuple):
             norm_src=self.norm_src.options,
             query_norm=self.query_norm.options,
             key_norm=self.key_norm.options,
-            gemm_dtype=self.gemm_dtype,
-        )
-
-
-class LinearParts(NamedTuple):
-    """Parameters and options of a linear layer, perhaps after a norm."""
-
-    sublayer: Sublayer  # of `tensors` and `options`
-    norm: NormParts | None
-    linear: Linear[Tensor]
-    has_condition: bool  # whether the norm needs a condition
-    dtype: torch.dtype  # of the parameters
-    gemm_dtype: torch.dtype  # the parameters', or in a call autocast's
-
-    def tensors(self, x: Tensor) -> NetworkTensors:
-        """Return the tensors of a call on rows x [N, F]."""
-        norm = NO_NORM if self.norm is None else self.norm.parameters
-        network = Network(NO_LAYER, NO_LAYER, self.linear, NO_NORM)
-        return NetworkTensors(x, None, norm, network)
-
-    def options(self) -> NetworkOptions:
-        """Return the options of the operator."""
-        return NetworkOptions(
-            norm=NO_NORM_OPTIONS,
-            activation="",  # of hidden layers, which there are none of
-            gemm_dtype=self.gemm_dtype,
-            out_dtype=self.gemm_dtype,
-            residual=False,
-            norm_in=NO_NORM_OPTIONS if self.norm is None else self.norm.options,
+            gemm_dtype=self.computation.gemm_dtype,
         )
 
 
@@ -212,56 +241,21 @@ class CannotFuseError(Exception):
     """
 
 
-def feed_forward_parts(
-    norm: Submodule,
-    mlp: Submodule,
-    sublayers: Sublayers,
-    *,
-    norm_name: str = "layer_norm_mlp_dst",
-    mlp_name: str = "node_dst_mlp",
-) -> FeedForwardParts | Refusal:
-    """Return the parts of `x + mlp(norm(x))`, or why it cannot be fused.
+def or_refusal(read: Callable[..., Result]) -> Callable[..., Result | Refusal]:
+    """Make a reader return the refusal of a `CannotFuseError` that it raises."""
 
-    Parameters
-    ----------
-    norm, mlp : nn.Module
-        Of any block with such a residual connection.
-    sublayers : Sublayers
-        Of the backend that is to compute it, for its limits.
-    norm_name, mlp_name : str
-        Names of the modules in the block, for the text of a refusal.
-    """
-    try:
-        return _read_feed_forward(norm, mlp, sublayers, norm_name, mlp_name)
-    except CannotFuseError as error:
-        refusal: Refusal = error.args[0]
-        return refusal
+    @wraps(read)
+    def read_or_refuse(*args: Any, **kwargs: Any) -> Result | Refusal:
+        try:
+            return read(*args, **kwargs)
+        except CannotFuseError as error:
+            refusal: Refusal = error.args[0]
+            return refusal
+
+    return read_or_refuse
 
 
-def attention_parts(block: Any, sublayers: Sublayers) -> AttentionParts | Refusal:
-    """Return the parts of the attention of a graph-transformer block, or why it cannot be fused.
-
-    The network of edge attributes, `edge_pre_mlp`, is no part: its result is `edge_attr`.
-    """
-    try:
-        return _read_attention(block, sublayers)
-    except CannotFuseError as error:
-        refusal: Refusal = error.args[0]
-        return refusal
-
-
-def linear_parts(layer: Submodule, name: str, sublayers: Sublayers) -> LinearParts | Refusal:
-    """Return the parts of a linear map, or of a norm and a linear map in a Sequential, or why not.
-
-    It is `name` in its mapper.
-    """
-    try:
-        return _read_linear_layer(layer, name, sublayers)
-    except CannotFuseError as error:
-        refusal: Refusal = error.args[0]
-        return refusal
-
-
+@or_refusal
 def linear_parameters(
     linear: Submodule, name: str, role: str = plain.LINEAR
 ) -> tuple[Tensor, Tensor | None] | Refusal:
@@ -269,26 +263,20 @@ def linear_parameters(
 
     It has the role `role` of `nn.plain`, and is `name` in its block or layer.
     """
-    refused = why_not_plain((name, linear, (role,)))
-    if refused is not None:
-        return refused
-    try:
-        return read_linears({name: linear})[0]
-    except CannotFuseError as error:
-        refusal: Refusal = error.args[0]
+    refusal = why_not_plain((name, linear, (role,)))
+    if refusal is not None:
         return refusal
+    return read_linears({name: linear})[0]
 
 
-@constant_when_traced
-def warn_of_embedded_edges(text: str) -> None:
-    """Warn that edges are embedded before the attention, for the reason in `text`."""
-    warnings.warn(
-        f"edge attributes are embedded into a tensor [E, H, C] before the attention: {text}",
-        stacklevel=3,
-    )
+@or_refusal
+def linear_parts(layer: Submodule, name: str, computation: Computation) -> NetworkParts | Refusal:
+    """Return the parts of a linear map, or of a norm and a linear map in a Sequential, or why not.
 
-
-def _read_linear_layer(layer: Submodule, name: str, sublayers: Sublayers) -> LinearParts | Refusal:
+    It is `name` in its mapper.
+    """
+    sublayers = computation.sublayers
+    assert sublayers is not None  # or the call would have been refused
     asked: list[plain.Asked] = []
     norm: Submodule = None
     linear, linear_name = layer, name
@@ -306,106 +294,183 @@ def _read_linear_layer(layer: Submodule, name: str, sublayers: Sublayers) -> Lin
     refusal = why_not_plain(*asked)
     if refusal is not None:
         return refusal
-    norm_parts = None
-    if norm is not None:
-        norm_parts = read_norm(norm, f"{name}.0", sublayers)
     (parameters,) = read_linears({linear_name: linear})
-    weight = parameters.weight
-    if norm_parts is not None and norm_parts.is_double not in (None, weight.dtype is DOUBLE):
-        raise other_precision(f"{name}.0")
-    if norm_parts is not None and weight.shape[1] != norm_parts.features:
-        shape = (weight.shape[0], norm_parts.features)
-        raise shape_mismatch(weight, shape, linear_name, f"{name}.0")
-    return LinearParts(
+    norm_in = NO_NORM_PARTS
+    if norm is not None:
+        norm_in = _read_norm_of(parameters.weight, linear_name, norm, f"{name}.0", sublayers)
+    return NetworkParts(
+        computation=computation,
         sublayer=sublayers.network,
-        norm=norm_parts,
-        linear=parameters,
-        has_condition=norm_parts is not None and norm_parts.has_condition,
-        dtype=weight.dtype,
-        gemm_dtype=weight.dtype,
+        norm_in=norm_in,
+        network=Network(NO_LAYER, NO_LAYER, parameters, NO_NORM),
+        norm=NO_NORM_OPTIONS,
+        activation="",
+        is_cast=True,
+        has_condition=norm_in.has_condition,
+        dtype=parameters.weight.dtype,
     )
 
 
-def _read_feed_forward(
-    norm: Submodule,
+@or_refusal
+def network_parts(
     mlp: Submodule,
-    sublayers: Sublayers,
-    norm_name: str,
-    mlp_name: str,
-) -> FeedForwardParts | Refusal:
-    asked = _asked_of_norm(norm, norm_name)
-    # Up to anemoi-models 0.11 the network is the Sequential itself.
-    layers, layers_name = mlp, mlp_name
-    if type(mlp) is not nn.Sequential:
-        asked.append((mlp_name, mlp, MLP))
-        layers, layers_name = child_of(mlp, "mlp"), f"{mlp_name}.mlp"
+    computation: Computation,
+    name: str,
+    *,
+    norm_in: tuple[str, Submodule] | None = None,
+    is_called: bool = False,
+    norms: tuple[str, ...] = LAYER_NORM,
+) -> NetworkParts | Refusal:
+    """Return the parts of an MLP of one or two hidden layers, or why it cannot be fused.
+
+    Parameters
+    ----------
+    mlp : nn.Module
+        Of anemoi-models or of this library, with children `mlp` and `layer_norm`.
+    computation : Computation
+        Of the call.
+    name : str
+        In its block, for the text of a refusal.
+    norm_in : (str, nn.Module), optional
+        Name and module of the norm in a feed-forward sub-layer `x + mlp(norm(x))`. Its network has
+        one hidden layer and no norm on its output, and may be a Sequential, as it is up to
+        anemoi-models 0.11.
+    is_called : bool
+        Whether the MLP is called, and only its children are not.
+    norms : tuple of str
+        Roles of the norm on its output. An RMSNorm has another dtype under autocast than a layer
+        norm, on some devices and versions of PyTorch: callers that keep what Anemoi returns do not
+        admit it.
+    """
+    sublayers = computation.sublayers
+    assert sublayers is not None  # or the call would have been refused
+    is_feed_forward = norm_in is not None
+    asked = [] if norm_in is None else _asked_of_norm(norm_in[1], norm_in[0])
+    path = f"{name}." if name else ""
+    layers, layers_name, norm = mlp, name, None
+    if type(mlp) is not nn.Sequential or not is_feed_forward:
+        if not is_called:
+            asked.append((name, mlp, MLP if is_feed_forward else MLP[:1]))
+        children = mlp._modules if isinstance(mlp, nn.Module) else {}
+        layers, layers_name = children.get("mlp"), f"{path}mlp"
+        norm, norm_name = children.get("layer_norm"), f"{path}layer_norm"
     asked.append((layers_name, layers, SEQUENTIAL))
-    modules = tuple(layers._modules.values()) if isinstance(layers, nn.Module) else ()
-    gated: Submodule = None
-    activation: Submodule
-    if len(modules) == 3:
-        linear_in, activation, linear_out = modules
-        hidden_name, out_name = f"{layers_name}.0", f"{layers_name}.2"
-        activation_name = f"{layers_name}.1"
-    elif len(modules) == 2:
-        gated, linear_out = modules
-        gated_name, out_name = f"{layers_name}.0", f"{layers_name}.1"
-        gate_name, hidden_name = f"{gated_name}.gate_proj", f"{gated_name}.value_proj"
-        activation_name = f"{gated_name}.gating"
-        linear_in, activation = child_of(gated, "value_proj"), child_of(gated, "gating")
-        asked.append((gated_name, gated, GATED_LINEAR))
-        asked.append((gate_name, child_of(gated, "gate_proj"), LINEAR))
-    else:
-        refusal = why_not_plain(*asked)
-        if refusal is not None:
-            return refusal
-        raise cannot_fuse(
-            f"its {layers_name} has {len(modules)} layers, and a linear map, an activation and a "
-            "linear map, or a gated linear map and a linear map are needed"
-        )
-    asked.append((hidden_name, linear_in, LINEAR))
-    asked.append((out_name, linear_out, LINEAR))
-    asked.append((activation_name, activation, ACTIVATION))
+    if norm is not None and not is_feed_forward:
+        asked.append((norm_name, norm, norms))
+        if plain.CONDITIONAL_NORM in norms and is_conditional(norm):
+            asked += asked_of_children(norm, norm_name)
+    gates: dict[str, Submodule] = {}  # of each hidden layer, if it has one
+    linears: dict[str, Submodule] = {}
+    activations: dict[str, Submodule] = {}
+    form = ""  # a linear map "m", a gated layer "g", anything else "f"
+    modules = layers._modules if isinstance(layers, nn.Module) else {}
+    for key, module in modules.items():
+        module_name = f"{layers_name}.{key}"
+        if hasattr(module, "gate_proj"):
+            asked.append((module_name, module, GATED_LINEAR))
+            gates[f"{module_name}.gate_proj"] = child_of(module, "gate_proj")
+            linears[f"{module_name}.value_proj"] = child_of(module, "value_proj")
+            activations[f"{module_name}.gating"] = child_of(module, "gating")
+            form += "g"
+        elif hasattr(module, "weight"):
+            linears[module_name] = module
+            form += "m"
+        else:
+            activations[module_name] = module
+            form += "f"
+    for linear_name, linear in (*gates.items(), *linears.items()):
+        asked.append((linear_name, linear, LINEAR))
+    for activation_name, activation in activations.items():
+        asked.append((activation_name, activation, ACTIVATION))
     refusal = why_not_plain(*asked)
     if refusal is not None:
         return refusal
 
-    approximate = activation.__dict__.get("approximate")  # of a GELU
-    kernel_activation = ACTIVATION_NAMES.get((type(activation), approximate))
-    if kernel_activation is None:
-        got = f"its {activation_name} has approximate={approximate!r}"
-        raise cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
-    if layers is not mlp and getattr(mlp, "layer_norm", None) is not None:
-        raise cannot_fuse(f"its {mlp_name} ends with a norm")
-    norm_parts = read_norm(norm, norm_name, sublayers)
-    hidden, out = read_linears({hidden_name: linear_in, out_name: linear_out})
-    if norm_parts.is_double not in (None, hidden.weight.dtype is DOUBLE):
-        raise other_precision(norm_name)
-    gate: Linear[Tensor] = Linear()
-    if gated is not None:
-        (gate,) = read_linears({gate_name: gated._modules["gate_proj"]})
-    num_hidden, num_inputs = hidden.weight.shape
-    features = norm_parts.features
-    if num_inputs != features:
-        raise shape_mismatch(hidden.weight, (num_hidden, features), layers_name, norm_name)
-    if out.weight.shape != (features, num_hidden):
-        raise shape_mismatch(out.weight, (features, num_hidden), layers_name, norm_name)
-    if gate.weight is not None and gate.weight.shape != hidden.weight.shape:
-        raise shape_mismatch(gate.weight, (num_hidden, features), layers_name, norm_name)
-    return FeedForwardParts(
+    num_hidden = len(activations)
+    is_gated = bool(gates)
+    expected = num_hidden * ("g" if is_gated else "mf") + "m"
+    if not 1 <= num_hidden <= (1 if is_feed_forward else 2) or form != expected:
+        number = "one hidden layer" if is_feed_forward else "one or two hidden layers"
+        raise cannot_fuse(
+            f"its {layers_name} has {len(modules)} layers, and {number} (a linear map and an "
+            "activation, or a gated linear map) and a linear map are needed"
+        )
+    if norm is not None and is_feed_forward:
+        raise cannot_fuse(f"its {name} ends with a norm")
+    names = set()
+    for activation_name, activation in activations.items():
+        approximate = activation.__dict__.get("approximate")  # of a GELU
+        known = ACTIVATION_NAMES.get((type(activation), approximate))
+        if known is None:
+            got = f"its {activation_name} has approximate={approximate!r}"
+            raise cannot_fuse(f"{got}, and 'none' or 'tanh' is needed")
+        names.add(known)
+    if len(names) != 1:
+        raise cannot_fuse(f"its {layers_name} has several kinds of activations")
+
+    *values, out = read_linears(gates | linears)
+    dtype = out.weight.dtype
+    width = values[0].weight.shape[1]
+    norm_of_input = NO_NORM_PARTS
+    if norm_in is not None:
+        norm_of_input = _read_norm_of(
+            values[0].weight, layers_name, norm_in[1], norm_in[0], sublayers
+        )
+    hidden = []
+    for index in range(num_hidden):
+        layer = Layer(NO_LAYER.gate, values[index])
+        if is_gated:  # gates come first
+            layer = Layer(values[index], values[num_hidden + index])
+        shape = (layer.value.weight.shape[0], width)
+        for linear in layer:
+            if linear.weight is not None and linear.weight.shape != shape:
+                raise shape_mismatch(linear.weight, shape, layers_name, "first layer")
+        hidden.append(layer)
+        width = shape[0]
+    features = out.weight.shape[0]
+    if norm_in is not None and features != norm_of_input.features:  # a residual connection
+        raise shape_mismatch(out.weight, (norm_of_input.features, width), layers_name, norm_in[0])
+    if out.weight.shape[1] != width:
+        raise shape_mismatch(out.weight, (features, width), layers_name, "last hidden layer")
+    limit = sublayers.max_features
+    if features > limit:
+        got = f"its {layers_name} returns {features} features"
+        raise cannot_fuse(f"{got}, and at most {limit} are possible")
+    norm_of_output = NO_NORM_PARTS
+    if norm is not None and type(norm) is not nn.Identity:
+        norm_of_output = read_norm(norm, norm_name, sublayers)
+        if norm_of_output.is_double not in (None, dtype is DOUBLE):
+            raise other_precision(norm_name)
+        if norm_of_output.features != features:
+            raise shape_mismatch(
+                out.weight, (norm_of_output.features, width), layers_name, "layer_norm"
+            )
+        if norm_of_output.options.eps <= 0.0:
+            got = f"its {norm_name} has eps {norm_of_output.options.eps}"
+            raise cannot_fuse(f"{got}, and a positive number is needed")
+    second = hidden[1] if num_hidden == 2 else NO_LAYER
+    return NetworkParts(
+        computation=computation,
         sublayer=sublayers.network,
-        norm=norm_parts,
-        gate=gate,
-        hidden=hidden,
-        out=out,
-        activation=kernel_activation,
-        has_condition=norm_parts.has_condition,
-        dtype=hidden.weight.dtype,
-        gemm_dtype=hidden.weight.dtype,
+        norm_in=norm_of_input,
+        network=Network(hidden[0], second, out, norm_of_output.parameters),
+        norm=norm_of_output.options,
+        activation=names.pop(),
+        # Anemoi's AutocastLayerNorm casts its result to the dtype of its input
+        is_cast=type(norm) is not nn.LayerNorm,
+        has_condition=norm_of_input.has_condition or norm_of_output.has_condition,
+        dtype=dtype,
     )
 
 
-def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusal:
+@or_refusal
+def attention_parts(block: Any, computation: Computation) -> AttentionParts | Refusal:
+    """Return the parts of the attention of a graph-transformer block, or why it cannot be fused.
+
+    The network of edge attributes, `edge_pre_mlp`, is no part: its result is `edge_attr`.
+    """
+    sublayers = computation.sublayers
+    assert sublayers is not None  # or the call would have been refused
     modules = block._modules
     # Anemoi's attention is a module, which its integration has found to be plain, or a function.
     attention = modules.get("conv", block)
@@ -474,6 +539,7 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
     if has_head_norms:
         query_norm, key_norm = _read_head_norms(modules, width // heads, query.weight)
     return AttentionParts(
+        computation=computation,
         sublayer=sublayers.attention,
         norm=norm,
         norm_src=norm_of_sources,
@@ -488,7 +554,15 @@ def _read_attention(block: Any, sublayers: Sublayers) -> AttentionParts | Refusa
         heads=heads,
         has_condition=norm.has_condition,
         dtype=query.weight.dtype,
-        gemm_dtype=query.weight.dtype,
+    )
+
+
+@constant_when_traced
+def warn_of_embedded_edges(text: str) -> None:
+    """Warn that edges are embedded before the attention, for the reason in `text`."""
+    warnings.warn(
+        f"edge attributes are embedded into a tensor [E, H, C] before the attention: {text}",
+        stacklevel=3,
     )
 
 
@@ -551,15 +625,28 @@ def read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
         raise shape_mismatch(scale, shape, scale_name, "normalized_shape")
     if shift is not None and shift.shape != shape:
         raise shape_mismatch(shift, shape, shift_name, others)
-    if features > sublayers.max_features:
+    limit = sublayers.max_features
+    if features > limit:
         got = f"its {name} has {features} features"
-        raise cannot_fuse(f"{got}, and more than {sublayers.max_features} are not measured")
+        raise cannot_fuse(f"{got}, and more than {limit} are not measured")
     parameters: Norm[Tensor] = Norm(scale, shift)
     if has_condition:
         parameters = Norm(scale_map=Linear(scale, scale_bias), shift_map=Linear(shift, shift_bias))
     options = NormOptions(EPS if inner.eps is None else inner.eps, type(inner) is not nn.RMSNorm)
     is_double = None if scale is None else scale.dtype is DOUBLE
     return NormParts(parameters, options, features, has_condition, is_double)
+
+
+def _read_norm_of(
+    weight: Tensor, layer_name: str, norm: Submodule, name: str, sublayers: Sublayers
+) -> NormParts:
+    """Return the parts of the norm before a linear map with a weight."""
+    parts = read_norm(norm, name, sublayers)
+    if parts.is_double not in (None, weight.dtype is DOUBLE):
+        raise other_precision(name)
+    if weight.shape[1] != parts.features:
+        raise shape_mismatch(weight, (weight.shape[0], parts.features), layer_name, name)
+    return parts
 
 
 def other_precision(name: str) -> CannotFuseError:

@@ -245,7 +245,8 @@ class BlockSizes(NamedTuple):
             destination = FLOAT32 * self.channels + size * (self.channels + 2 * self.hidden)
             return graph.num_dst * destination
         z = torch.empty(graph.num_dst, self.channels, device="meta")
-        kept = parts.sublayer.kept_bytes(parts.tensors(z, None), parts.options())
+        kept_bytes = parts.sublayer.kept_bytes
+        kept = kept_bytes(parts.tensors(z), parts.options(residual=True))
         return kept + size * self.channels * graph.num_dst
 
     def gradients(self, size: int) -> int:

@@ -29,7 +29,7 @@ from anemoi_gt.integrations.anemoi.sharding import (
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.layer_kernels import cast_for_projections
-from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts
+from anemoi_gt.nn.sublayers import AttentionParts, NetworkParts
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.refusal import Refusal
 
@@ -144,7 +144,7 @@ def transformer_processor_block(
         return upstream(self, x, *args, **kwargs)
     normed = self.layer_norm_attention(x, **_named_condition(cond))
     x = x + self.attention(normed, shards, batch_size, model_comm_group=group)
-    x = fused_block.feed_forward(parts, x, cond)
+    x = fused_block.network(parts, x, cond, residual=True)
     return x if Upstream.returns_rows_only else (x,)
 
 
@@ -168,7 +168,7 @@ def transformer_mapper_block(
     dst = self.layer_norm_attention_dst(x_dst, **_named_condition(cond_dst))
     # upstream adds to the normed destinations and returns the normed sources (anemoi-models 0.19)
     out = dst + self.attention((src, dst), shards, batch_size, model_comm_group=group)
-    out = fused_block.feed_forward(parts, out, cond_dst)
+    out = fused_block.network(parts, out, cond_dst, residual=True)
     return (src, out), None
 
 
@@ -191,7 +191,7 @@ def _named_condition(cond: Tensor | None) -> dict[str, Tensor]:
 
 
 def _feed_forward(
-    parts: FeedForwardParts | Refusal,
+    parts: NetworkParts | Refusal,
     run_network: Callable[..., Tensor],
     x: Tensor,
     cond: Tensor | None,
@@ -199,7 +199,7 @@ def _feed_forward(
     """Return rows [N, F] after a feed-forward sub-layer, fused or by the block's `run_network`."""
     if isinstance(parts, Refusal):
         return run_network(x, **_named_condition(cond)) + x
-    return fused_block.feed_forward(parts, x, cond)
+    return fused_block.network(parts, x, cond, residual=True)
 
 
 def _attend_here(block: Any, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:

@@ -23,9 +23,7 @@ from anemoi_gt.nn.fused_block import (
     NO_SOURCES,
     NO_SUBLAYERS,
     NOT_FASTER,
-    Computation,
     FusedParts,
-    is_16_bit_autocast,
 )
 from anemoi_gt.nn.plain import (
     ANEMOI_ATTENTION,
@@ -33,7 +31,13 @@ from anemoi_gt.nn.plain import (
     why_not_plain,
     why_not_plain_method,
 )
-from anemoi_gt.nn.sublayers import LinearParts, feed_forward_parts, linear_parameters
+from anemoi_gt.nn.sublayers import (
+    Computation,
+    NetworkParts,
+    is_16_bit_autocast,
+    linear_parameters,
+    network_parts,
+)
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 
@@ -109,7 +113,7 @@ def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | Non
     return decision
 
 
-def decide_linear(mapper: Any, name: str, x: Tensor) -> LinearParts | Refusal:
+def decide_linear(mapper: Any, name: str, x: Tensor) -> NetworkParts | Refusal:
     """Return the parts of the linear layer `name` of a mapper for features x, or why it is called.
 
     Log and keep the reason if it is refused. Raise ValueError if the named backend cannot run.
@@ -126,7 +130,7 @@ def decide_linear(mapper: Any, name: str, x: Tensor) -> LinearParts | Refusal:
     return parts
 
 
-def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> LinearParts | Refusal:
+def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> NetworkParts | Refusal:
     settings = SETTINGS.of(mapper.proc)
     if settings is None or settings.blocks is False or is_exporting():
         return UNWANTED
@@ -251,12 +255,9 @@ def _feed_forward_of(
     computation = computation_of(settings, x)
     if isinstance(computation, Refusal):
         return computation
-    assert computation.sublayers is not None  # or it would be refused
-    norm = getattr(block, norm_name)
-    parts = feed_forward_parts(
-        norm, block.mlp, computation.sublayers, norm_name=norm_name, mlp_name="mlp"
-    )
-    parts = fused_block.for_call(parts, x, cond, computation)
+    norm = (norm_name, getattr(block, norm_name))
+    parts = network_parts(block.mlp, computation, "mlp", norm_in=norm)
+    parts = fused_block.for_call(parts, x, cond)
     if isinstance(parts, Refusal):
         return parts
     return FusedParts(permanent("its attention is Anemoi's"), parts, NO_SOURCES)

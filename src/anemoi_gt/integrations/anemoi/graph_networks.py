@@ -33,18 +33,12 @@ from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_rows
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import plain
-from anemoi_gt.nn.fused_block import Computation
-from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
+from anemoi_gt.nn.fused_block import for_call
 from anemoi_gt.nn.plain import why_not_plain
-from anemoi_gt.nn.sublayers import NO_NORM
-from anemoi_gt.ops.network_tensors import (
-    InteractionOptions,
-    InteractionTensors,
-    NetworkOptions,
-    NetworkTensors,
-)
+from anemoi_gt.nn.sublayers import Computation, NetworkParts, network_parts
+from anemoi_gt.ops.network_tensors import InteractionOptions, InteractionTensors
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
-from anemoi_gt.torch_compat import is_exporting, replace_fields
+from anemoi_gt.torch_compat import is_exporting
 
 EDGES = "edge_update"  # the edge update fused, the update of nodes by modules
 PARAMETERS = "self x edge_attr edge_index shard_info model_comm_group size layer_kwargs"
@@ -59,7 +53,6 @@ NOT_OF_GRAPH_NETWORK = not_faster("it has one hidden layer and no norm")
 class BlockParts(NamedTuple):
     """The parts of both updates of a block in one call, or refusals."""
 
-    computation: Computation | None
     edges: NetworkParts | Refusal
     nodes: NetworkParts | Refusal
 
@@ -197,9 +190,7 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     if isinstance(computation, Refusal):
         parts = computation
     elif _is_embedding(self):
-        assert computation.sublayers is not None  # or it would be refused
-        parts = network_parts(self, computation.sublayers, "", is_called=True)
-        parts = for_call(parts, x, is_autocast=computation.is_autocast)
+        parts = for_call(network_parts(self, computation, "", is_called=True), x, None)
     reason = None
     if isinstance(parts, Refusal) and parts.kind is not RefusalKind.NOT_FASTER:
         reason = parts.text
@@ -208,13 +199,9 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
         report.record_network(self, reason, is_fused=not isinstance(parts, Refusal))
     if isinstance(parts, Refusal):
         return upstream(self, x)
-    assert not isinstance(computation, Refusal)  # or there would be no parts
-    options = _options(parts, computation, x, residual=False)
-    rows = x.reshape(-1, x.shape[-1])
-    out = parts.sublayers.network.compute(
-        NetworkTensors(rows, None, NO_NORM, parts.network), options
-    )
-    return out.view(*x.shape[:-1], parts.features)
+    options = parts.options(residual=False, out_dtype=_dtype_of(parts, x))
+    out = parts.sublayer.compute(parts.tensors(x.reshape(-1, x.shape[-1])), options)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
@@ -262,14 +249,14 @@ def _decide(
     local = None
     if ranks is not None and not is_exported and not torch.jit.is_tracing():
         local = local_edges(block, edge_index, (ranks.src, ranks.dst), 1, ranks.group)
-    unwanted = BlockParts(None, UNWANTED, UNWANTED)
+    unwanted = BlockParts(UNWANTED, UNWANTED)
     settings = SETTINGS.of(block)
     if settings is None:
         return unwanted, local
     parts = unwanted
     refusal = None if size is None or ranks is not None else _why_not_size(size, x)
     if refusal is not None:
-        parts = BlockParts(None, refusal, refusal)
+        parts = BlockParts(refusal, refusal)
     elif not is_exported:
         gathered = ranks if local is None else None
         x_dst = x if isinstance(x, Tensor) else x[1]
@@ -318,7 +305,7 @@ def _parts_of(
 ) -> BlockParts:
     """Return the parts of a block; `gathered` are the ranks whose nodes Anemoi gathers."""
     if settings.blocks is False:
-        return BlockParts(None, UNWANTED, UNWANTED)
+        return BlockParts(UNWANTED, UNWANTED)
     computation = _computation_of(settings, x_dst)
     refusal = computation if isinstance(computation, Refusal) else None
     if refusal is None and (
@@ -333,16 +320,11 @@ def _parts_of(
     if refusal is None:
         refusal = why_not_plain(("conv", block.conv, (plain.ANEMOI_GRAPH_CONV,)))
     if refusal is not None:
-        return BlockParts(None, refusal, refusal)
+        return BlockParts(refusal, refusal)
     assert isinstance(computation, Computation)
-    assert computation.sublayers is not None
-    edges = network_parts(block.conv.edge_mlp, computation.sublayers, "conv.edge_mlp")
-    nodes = network_parts(block.node_mlp, computation.sublayers, "node_mlp")
-    return BlockParts(
-        computation,
-        for_call(edges, x_dst, is_autocast=computation.is_autocast),
-        for_call(nodes, x_dst, is_autocast=computation.is_autocast),
-    )
+    edges = network_parts(block.conv.edge_mlp, computation, "conv.edge_mlp")
+    nodes = network_parts(block.node_mlp, computation, "node_mlp")
+    return BlockParts(for_call(edges, x_dst, None), for_call(nodes, x_dst, None))
 
 
 def _num_nodes(sizes: Any) -> int:
@@ -364,38 +346,33 @@ def _is_embedding(mlp: Any) -> bool:
     return num_maps > 2
 
 
-def _options(
-    parts: NetworkParts,
-    computation: Computation,
-    x: Tensor,
-    *,
-    residual: bool,
-    repeats_x: bool = False,
-) -> NetworkOptions:
-    options = parts.options(
-        computation.gemm_dtype, x.device, is_autocast=computation.is_autocast, residual=residual
-    )
-    return replace_fields(options, repeats_x=repeats_x)
+def _dtype_of(parts: NetworkParts, x: Tensor) -> torch.dtype:
+    """Return the dtype in which Anemoi's network returns rows like x."""
+    # autocast computes a layer norm in float32 on a GPU, not on a CPU, and returns that
+    if parts.computation.is_autocast and x.is_cuda and not parts.is_cast:
+        return torch.float32
+    return parts.computation.gemm_dtype
 
 
 def _update_edges(
     block: Any, block_parts: BlockParts, nodes: Nodes, edges: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return e' and the sums over the in-edges of own destinations."""
-    parts, computation = block_parts.edges, block_parts.computation
+    parts = block_parts.edges
     if isinstance(parts, Refusal):  # ranks may decide differently, and must exchange the same rows
         return _update_edges_by_modules(block, nodes, edges)
-    assert computation is not None
     num_src = (nodes.dst if nodes.src is None else nodes.src).shape[0]
     if nodes.halo is not None:
         num_src += nodes.halo.shape[0]
     graph, batch = structure_of(
         nodes.edge_index, (num_src, nodes.dst.shape[0]), reverse=torch.is_grad_enabled()
     )
-    options = _options(parts, computation, nodes.dst, residual=True)
+    options = parts.options(residual=True, out_dtype=_dtype_of(parts, nodes.dst))
+    operators = parts.computation.sublayers
+    assert operators is not None  # or there would be no parts
     tensors = InteractionTensors(nodes.src, nodes.halo, nodes.dst, edges, parts.network)
-    edges = parts.sublayers.interaction(tensors, graph, InteractionOptions(batch, options))
-    return edges, nodes.own_sums(parts.sublayers.sum_edges(edges, graph, batch))
+    edges = operators.interaction(tensors, graph, InteractionOptions(batch, options))
+    return edges, nodes.own_sums(operators.sum_edges(edges, graph, batch))
 
 
 def _update_edges_by_modules(block: Any, nodes: Nodes, edges: Tensor) -> tuple[Tensor, Tensor]:
@@ -414,10 +391,10 @@ def _update_edges_by_modules(block: Any, nodes: Nodes, edges: Tensor) -> tuple[T
 
 def _update_nodes(block: Any, block_parts: BlockParts, x: Tensor, sums: Tensor | None) -> Tensor:
     """Return updated rows of nodes; those without in-edges take their own rows for the sums."""
-    parts, computation = block_parts.nodes, block_parts.computation
+    parts = block_parts.nodes
     if isinstance(parts, Refusal):
         more = x if sums is None else sums
         return block.node_mlp(torch.cat([x, more], dim=1)) + x
-    assert computation is not None
-    options = _options(parts, computation, x, residual=True, repeats_x=sums is None)
-    return parts.sublayers.network.compute(NetworkTensors(x, sums, NO_NORM, parts.network), options)
+    dtype = _dtype_of(parts, x)
+    options = parts.options(residual=True, repeats_x=sums is None, out_dtype=dtype)
+    return parts.sublayer.compute(parts.tensors(x, sums), options)
