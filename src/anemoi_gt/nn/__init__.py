@@ -1,10 +1,10 @@
 """Layers as modules: convolutions, blocks, mappers, processor and the whole model."""
 
+from anemoi_gt.graph import ShardedGraph
 from anemoi_gt.nn.block import (
     GraphTransformerBaseBlock,
     GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
-    ShardedGraph,
 )
 from anemoi_gt.nn.chunking import Chunk, split_destinations
 from anemoi_gt.nn.conv import GraphTransformerConv

@@ -30,7 +30,7 @@ from anemoi_gt.nn.sublayers import (
 )
 from anemoi_gt.ops.backends import Sublayers, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
-from anemoi_gt.ops.operands import AttentionOperands, check_operands
+from anemoi_gt.ops.tensors import AttentionOperands, check_operands
 from anemoi_gt.refusal import Refusal, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 

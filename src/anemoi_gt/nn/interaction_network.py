@@ -6,7 +6,7 @@ For an edge e from source j to destination i:
     x'_i = x_i + node_mlp([x_i, s_i])             or of the updates edge_mlp(..)
 
 The `torch` backend is PyG's message passing with modules; `triton` has one operator for each line
-(`anemoi_gt.ops.network_tensors`).
+(`anemoi_gt.ops.tensors`).
 """
 
 import warnings
@@ -20,9 +20,8 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.typing import OptTensor, PairTensor
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.graph.checks import check_shape, have_size
-from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.fused_block import NOT_FASTER, Computation, row_conditions
 from anemoi_gt.nn.input_validation import (
     both_sides,
@@ -46,7 +45,7 @@ from anemoi_gt.nn.plain import (
 from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges
 from anemoi_gt.nn.sublayers import NO_NORM
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
-from anemoi_gt.ops.network_tensors import (
+from anemoi_gt.ops.tensors import (
     InteractionOptions,
     InteractionTensors,
     NetworkOptions,

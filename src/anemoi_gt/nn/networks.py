@@ -31,8 +31,7 @@ from anemoi_gt.nn.sublayers import (
 )
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backends import Sublayers
-from anemoi_gt.ops.network_tensors import Layer, Network, NetworkOptions
-from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
+from anemoi_gt.ops.tensors import Layer, Linear, Network, NetworkOptions, Norm, NormOptions
 from anemoi_gt.refusal import Refusal, permanent
 
 LAYERS = "one or two hidden layers and a linear map are needed"

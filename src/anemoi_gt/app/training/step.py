@@ -19,13 +19,13 @@ from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.capture_choice import replays_steps
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.run_files import load_weights
-from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.nn import (
     GraphTransformerBackwardMapper,
     GraphTransformerBaseBlock,
     GraphTransformerMapperBlock,
     InteractionBlock,
 )
+from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 
 log = logging.getLogger(__name__)
 

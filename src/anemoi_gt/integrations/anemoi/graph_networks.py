@@ -1,6 +1,6 @@
 """Anemoi's graph networks: replacements of `forward` of their blocks, and of MLPs.
 
-A block updates its edges, then its nodes (`anemoi_gt.ops.network_tensors`):
+A block updates its edges, then its nodes (`anemoi_gt.ops.tensors`):
 
     e'_e = e_e + edge_mlp([x_i, x_j, e_e])        s_i = sum of e'_e
     x'_i = x_i + node_mlp([x_i, s_i])
@@ -37,7 +37,7 @@ from anemoi_gt.nn.fused_block import Computation
 from anemoi_gt.nn.networks import NetworkParts, for_call, network_parts
 from anemoi_gt.nn.plain import why_not_plain
 from anemoi_gt.nn.sublayers import NO_NORM
-from anemoi_gt.ops.network_tensors import (
+from anemoi_gt.ops.tensors import (
     InteractionOptions,
     InteractionTensors,
     NetworkOptions,
