@@ -436,27 +436,43 @@ class InteractionBlock(nn.Module):
         of_edges, of_nodes = (cond, cond) if cond is None or isinstance(cond, Tensor) else cond
         edges, sums = self.conv(x, edge_index, edge_attr, of_edges)
         x_dst = x if isinstance(x, Tensor) else x[1]
-        return self._update_nodes(x_dst, sums, of_nodes), edges
+        nodes = apply_mlp(self, "node_mlp", x_dst, self.conv.config, more=sums, cond=of_nodes)
+        return nodes.to(x_dst.dtype), edges
 
-    def _update_nodes(self, x: Tensor, sums: Tensor, cond: Tensor | None) -> Tensor:
-        """Return nodes x [.., N, F] after their update from the sums over their edges."""
-        config = self.conv.config
-        with _precision(config, x.device):
-            rows, more = _read(x, config), _read(sums, config)
-            network = _network_of(self, "node_mlp", self.node_mlp, rows, cond, config)
-            if isinstance(network, Refusal):
-                out = rows + _mapped(self.node_mlp, torch.cat([rows, more], dim=-1), cond)
-            else:
-                parts, options = network
-                condition = _condition_of(parts, cond, rows)
-                tensors = NetworkTensors(
-                    rows.flatten(0, -2),
-                    more.flatten(0, -2),
-                    NO_NORM,
-                    parts.network_with(condition),
-                )
-                out = parts.sublayers.network.compute(tensors, options).view(x.shape)
-        return out.to(x.dtype)
+
+def apply_mlp(
+    layer: nn.Module,
+    name: str,
+    x: Tensor,
+    config: AttentionConfig,
+    *,
+    more: Tensor | None = None,
+    cond: Tensor | None = None,
+) -> Tensor:
+    """Return rows x [.., N, F] mapped by the MLP `name` of a layer, fused where that is faster.
+
+    With `more`, rows [.., N, F_m], they are updated: x + mlp([x, more]).
+    """
+    mlp = getattr(layer, name)
+    with _precision(config, x.device):
+        rows = _read(x, config)
+        others = None if more is None else _read(more, config)
+        network = _network_of(layer, name, mlp, rows, cond, config)
+        if isinstance(network, Refusal):
+            if others is None:
+                return _mapped(mlp, rows, cond)
+            return rows + _mapped(mlp, torch.cat([rows, others], dim=-1), cond)
+        parts, options = network
+        if others is None:
+            options = replace_fields(options, residual=False)
+        tensors = NetworkTensors(
+            rows.flatten(0, -2),
+            None if others is None else others.flatten(0, -2),
+            NO_NORM,
+            parts.network_with(_condition_of(parts, cond, rows)),
+        )
+        out = parts.sublayers.network.compute(tensors, options)
+        return out.view(*x.shape[:-1], parts.features)
 
 
 def _mapped(mlp: nn.Module, rows: Tensor, cond: Tensor | None) -> Tensor:
