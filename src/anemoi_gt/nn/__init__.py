@@ -11,20 +11,25 @@ from anemoi_gt.nn.conv import GraphTransformerConv
 from anemoi_gt.nn.interaction_network import InteractionBlock, InteractionConv
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mapper import (
+    BaseMapper,
+    GNNMapper,
     GraphTransformerBackwardMapper,
     GraphTransformerBaseMapper,
     GraphTransformerForwardMapper,
 )
 from anemoi_gt.nn.model import EncoderProcessorDecoder
 from anemoi_gt.nn.norm import AutocastLayerNorm, ConditionalLayerNorm
-from anemoi_gt.nn.processor import GraphTransformerProcessor
+from anemoi_gt.nn.processor import GNNProcessor, GraphTransformerProcessor
 from anemoi_gt.nn.static_graph import StaticEdges, StaticNodes
 
 __all__ = [
     "AutocastLayerNorm",
+    "BaseMapper",
     "Chunk",
     "ConditionalLayerNorm",
     "EncoderProcessorDecoder",
+    "GNNMapper",
+    "GNNProcessor",
     "GraphTransformerBackwardMapper",
     "GraphTransformerBaseBlock",
     "GraphTransformerBaseMapper",
