@@ -7,7 +7,7 @@ from itertools import cycle, islice
 
 import torch
 
-from anemoi_gt.cuda_graph import capture_cuda_graph
+from anemoi_gt.replay.cuda_graph import capture_cuda_graph
 
 
 class Gpu:

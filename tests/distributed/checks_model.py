@@ -15,6 +15,7 @@ from anemoi_gt.app.training.memory_estimate import STATE, estimate_memory
 from anemoi_gt.distributed import reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import edges_of_model, scatter_model, shard_model
 from anemoi_gt.distributed.parameter_shard import shard_parameters
+from anemoi_gt.nn import GNNMapper, GNNProcessor
 from anemoi_gt.nn.plain import BLOCK, why_not_plain
 from distributed.problems import CONFIG, data
 from distributed.problems import mesh as mesh_points
@@ -28,6 +29,7 @@ from distributed.ranks import (
 
 FIELDS = 3
 CHUNKED = {"mapper_chunks": 3, "checkpoint_groups": 2}
+GRAPH_NETWORK = {"processor": GNNProcessor, "mapper": GNNMapper, "heads": 8}
 MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))  # (data, model)
 
 
@@ -126,6 +128,7 @@ def output_loss_and_gradients_match_one_device(group, verdict):
         {"checkpoint_groups": 2, "qk_norm": True},
         {"dropout": 0.5},
         CHUNKED,
+        GRAPH_NETWORK | {"mapper_chunks": 3, "checkpoint_groups": 1},
         {"mapper_chunks": 7},  # of 17 nodes on 4 ranks: some chunks are empty
     ]
     for options in cases:

@@ -37,7 +37,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.export import TensorGraphLayer, export_model, export_program
 from anemoi_gt.ops import triton_backend
-from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.tensors import AttentionOperands
 
 H200 = GPUTarget("cuda", 90, 32)
 TRITON = AttentionConfig(backend="triton")

@@ -36,16 +36,18 @@ from anemoi_gt.graph.grouping import group_both_ends_unordered, group_edges_unor
 from anemoi_gt.nn import GraphTransformerMapperBlock, fused_block, sublayers
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.backends import BACKENDS
-from anemoi_gt.ops.network_tensors import (
+from anemoi_gt.ops.tensors import (
+    AttentionOperands,
     InteractionOptions,
     InteractionTensors,
     Layer,
+    Linear,
     Network,
     NetworkOptions,
     NetworkTensors,
+    Norm,
+    NormOptions,
 )
-from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
 from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
 from anemoi_gt.ops.triton_backend.formulas import interaction_sublayer, network_sublayer
 

@@ -14,7 +14,7 @@ import torch
 from compile_all import ALIGNED, WARP, compile_launch, resources, ttir_of
 from triton.backends.compiler import GPUTarget
 
-from anemoi_gt.ops.sublayer_tensors import NormOptions
+from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import interaction_launches, row_launches
 
 NORM = NormOptions(1e-5)

@@ -6,7 +6,7 @@ from support.graphs import GRAPHS, HUBS
 from support.run import structure
 from support.sublayers import ACTIVATIONS, EPS, bare_norm
 
-from anemoi_gt.ops.sublayer_tensors import NormOptions
+from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import interaction_launches
 
 FEATURES = (3, 67, 600)

@@ -12,7 +12,7 @@ from support.releases import TRITON
 from torch.nn import functional
 
 from anemoi_gt.ops import activations
-from anemoi_gt.ops.sublayer_tensors import NormOptions
+from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import row_launches
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.tensors import AttentionOperands
 from anemoi_gt.ops.triton_backend.sizes import IndexTensors, sizes_of
 
 

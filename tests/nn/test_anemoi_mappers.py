@@ -7,6 +7,7 @@ import torch
 from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShardInfo
 from anemoi.models.layers import mapper as their_mappers
 from anemoi.models.layers.graph_provider import StaticGraphProvider
+from anemoi.models.layers.processor import GNNProcessor as TheirGNNProcessor
 from anemoi.models.layers.processor import GraphTransformerProcessor as TheirProcessor
 from support.differentiate import differentiate, draw, randomise
 from support.same_numbers import assert_same
@@ -113,6 +114,58 @@ def test_mapper_gives_their_output_and_all_their_gradients_and_loads_both_ways(
     inputs = make_inputs(kind, conditional=conditional)
     assert_same(run_ours(ours, inputs, num_chunks), run_theirs(theirs, inputs))
     assert_state_loads_back(theirs, ours)
+
+
+@pytest.mark.parametrize("kind", ("encoder", "decoder"))
+def test_a_mapper_of_graph_networks_gives_their_numbers(kind):
+    sizes = {"in_channels_src": 12, "in_channels_dst": 12, "num_channels": 12, "edge_dim": DIM}
+    name = "GNNForwardMapper"
+    if kind == "decoder":
+        sizes["out_channels_dst"] = 3
+        name = "GNNBackwardMapper"
+    options = {"mlp_extra_layers": 0, "num_chunks": 1, "layer_kernels": {}}
+    torch.manual_seed(5)
+    theirs = getattr(their_mappers, name)(**sizes, **options, gradient_checkpointing=False)
+    torch.manual_seed(5)
+    ours = nn.GNNMapper(**sizes, hidden_layers=2)
+    if kind == "encoder":
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        assert_same(ours.state_dict(), theirs.state_dict(), 0.0)
+    randomise(theirs.double())
+    unknown = ours.double().load_state_dict(theirs.state_dict(), strict=False)
+    assert not unknown.unexpected_keys
+    if kind == "decoder":  # whose destinations their encoder has embedded
+        assert {name.partition(".")[0] for name in unknown.missing_keys} == {"emb_nodes_dst"}
+        randomise(ours.emb_nodes_dst, seed=3)
+        theirs.pre_process = lambda x: (x[0], ours.emb_nodes_dst(x[1]))
+    inputs = {"src": draw(SRC, 12), "dst": draw(DST, 12), "edge_attr": draw(EDGES, DIM)}
+    actual, expected = run_ours(ours, inputs), run_theirs(theirs, inputs)
+    assert_same({name: actual[name] for name in expected}, expected)
+
+
+def test_a_processor_of_graph_networks_gives_their_numbers():
+    sizes = {"num_channels": 12, "num_layers": 2, "edge_dim": DIM}
+    options = {"mlp_extra_layers": 0, "num_chunks": 1, "layer_kernels": {}}
+    theirs = randomise(TheirGNNProcessor(**sizes, **options).double())
+    ours = nn.GNNProcessor(**sizes, hidden_layers=2).double()
+    ours.load_state_dict(
+        {
+            name.replace("proc.0.emb_edges", "emb_edges"): w
+            for name, w in theirs.state_dict().items()
+        }
+    )
+    edge_index = make_edges(DST)
+    inputs = {"x": draw(DST, 12), "edge_attr": draw(EDGES, DIM)}
+
+    def run_their_processor(tensors):
+        shards = GraphShardInfo(nodes=[DST])
+        return theirs(tensors["x"], 1, shards, tensors["edge_attr"], edge_index)
+
+    graph = GraphStructure.from_edge_index(edge_index, DST)
+    expected = differentiate(theirs, inputs, run_their_processor)
+    actual = differentiate(ours, inputs, lambda t: ours(t["x"], graph, t["edge_attr"]))
+    expected = {name.replace("proc.0.emb_edges", "emb_edges"): v for name, v in expected.items()}
+    assert_same(actual, expected)
 
 
 def assert_state_loads_back(theirs, ours):

@@ -1,5 +1,7 @@
 """EncoderProcessorDecoder: shapes, gradients, checkpointing, copies, and graphs that do not fit."""
 
+from functools import partial
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -10,9 +12,21 @@ from support.weather import IN, KINDS, NODES, OUT, SAMPLES, weather_graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
+from anemoi_gt.nn import (
+    GNNMapper,
+    GNNProcessor,
+    GraphTransformerBackwardMapper,
+    GraphTransformerForwardMapper,
+    GraphTransformerProcessor,
+)
 from anemoi_gt.nn.block import GraphTransformerBaseBlock
 
 graph = pytest.fixture(weather_graph)
+GRAPH_NETWORK = {
+    "processor": partial(GNNProcessor, hidden_layers=2),
+    "mapper": partial(GNNMapper, sum_of="updates"),
+    "heads": 8,
+}
 
 
 @pytest.fixture
@@ -62,22 +76,75 @@ def test_forward_is_encoder_processor_decoder(graph, x):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "groups", "dropout"),
-    [(None, 1, 0.0), (None, 2, 0.3), (2, None, 0.0), (11, None, 0.0), (3, 2, 0.0)],
+    ("chunks", "groups", "family"),
+    [
+        (None, 1, {}),
+        (None, 2, {"dropout": 0.3}),
+        (2, None, {}),
+        (11, None, {}),
+        (3, 2, {}),
+        (3, 2, GRAPH_NETWORK),
+    ],
 )
 def test_options_that_save_memory_change_no_output_and_no_gradient(
-    graph, x, chunks, groups, dropout
+    graph, x, chunks, groups, family
 ):
     options = {"checkpoint_groups": groups}
     if chunks:
         options["mapper_chunks"] = chunks
-    plain = randomise(make_model(graph, dropout=dropout).double())
-    saving = randomise(make_model(graph, dropout=dropout, **options).double())
+    plain = randomise(make_model(graph, **family).double())
+    saving = randomise(make_model(graph, **family, **options).double())
     expected = train_step(plain, x.double())
     actual = train_step(saving, x.double())
     tolerance = 1e-9 if chunks else 0.0
     assert_same(actual["out"], expected["out"], tolerance / 10)
     assert_same(actual, expected, tolerance)
+
+
+def test_a_graph_transformer_has_the_weights_of_its_layers_made_in_order(graph):
+    sizes = {"num_channels": 16, "num_heads": 4, "edge_dim": 11}
+    torch.manual_seed(2)
+    layers = {
+        "processor": GraphTransformerProcessor(num_layers=2, **sizes),
+        "encoder.data": GraphTransformerForwardMapper(
+            in_channels_src=IN + 12, in_channels_dst=12, **sizes
+        ),
+        "decoder.data": GraphTransformerBackwardMapper(
+            in_channels_src=16, in_channels_dst=IN + 12, out_channels_dst=OUT, **sizes
+        ),
+    }
+    expected = {
+        f"{path}.{name}": weight
+        for path, layer in layers.items()
+        for name, weight in layer.state_dict().items()
+    }
+    state = make_model(graph).state_dict()
+    weights = {name: weight for name, weight in state.items() if not name.endswith("trainable")}
+    assert list(weights) == list(expected)
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+def test_processor_and_mapper_are_what_callables_build(graph, x):
+    made = []
+
+    class Processor(torch.nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            made.append(options)
+
+        def forward(self, x, graph, edge_attr):
+            return x + edge_attr.sum()
+
+    config = AttentionConfig("torch")
+    model = make_model(graph, processor=Processor, checkpoint_groups=2, config=config)
+    sizes = {"num_channels": 16, "num_layers": 2, "edge_dim": 11}
+    assert made == [sizes | {"checkpoint_groups": 2, "config": config}]
+    assert isinstance(model.encoder["data"], GraphTransformerForwardMapper)
+    assert model(x).shape == (SAMPLES, NODES["data"], OUT)
+
+    model = make_model(graph, **GRAPH_NETWORK | {"processor": Processor})
+    assert [type(part["data"]) for part in (model.encoder, model.decoder)] == [GNNMapper] * 2
+    assert model(x).shape == (SAMPLES, NODES["data"], OUT)
 
 
 @pytest.mark.parametrize("chunks", (1, 2, 5))
@@ -217,6 +284,10 @@ def test_wrong_graph_is_refused(graph, wrong, message):
     ({"residual": {"0": 1}}, r"residual must map output channels .* got \{'0': 1\}"),
     ({"residual": {True: 1}}, r"residual must map output channels .* got \{True: 1\}"),
     ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+    (
+        GRAPH_NETWORK | {"heads": 4},
+        r"options of graph transformers must be left out .* \{'heads': 4\}",
+    ),
 )
 def test_wrong_option_is_refused(graph, wrong, message):
     raises(lambda: make_model(graph, **wrong), message)

@@ -17,7 +17,7 @@ from anemoi_gt.integrations.anemoi.upstream import recognise_modules
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels, plain, sublayers
 from anemoi_gt.ops.activations import ACTIVATIONS
 from anemoi_gt.ops.backends import BACKENDS
-from anemoi_gt.ops.sublayer_tensors import Norm, NormOptions
+from anemoi_gt.ops.tensors import Norm, NormOptions
 from anemoi_gt.refusal import Refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # a gate needs no activation
@@ -103,7 +103,7 @@ def network_parts(block):
 
 
 def normed(x, norm, options):
-    """Return a norm as `anemoi_gt.ops.sublayer_tensors` describes it."""
+    """Return a norm as `anemoi_gt.ops.tensors` describes it."""
     function = functional.layer_norm if options.is_centred else functional.rms_norm
     n = function(x, x.shape[-1:], eps=options.eps)
     if norm.condition is not None:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import anemoi_gt.ops.triton_backend
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
 from anemoi_gt.ops.operator import Operator
-from anemoi_gt.ops.sublayer_tensors import (
+from anemoi_gt.ops.tensors import (
     AttentionTensors,
+    InteractionTensors,
+    NetworkTensors,
 )
 from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 from anemoi_gt.ops.tree import form_of, leaf_types, leaves, tree_of

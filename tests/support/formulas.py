@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
-from anemoi_gt.ops.sublayer_tensors import AttentionTensors
+from anemoi_gt.ops.tensors import AttentionTensors, InteractionTensors, NetworkTensors
 from anemoi_gt.ops.tree import leaf_types, leaves
 from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
 from anemoi_gt.ops.triton_backend.formulas import (

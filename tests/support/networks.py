@@ -6,11 +6,11 @@ import torch
 from torch.nn import functional
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.ops.network_tensors import (
+from anemoi_gt.ops.tensors import (
     InteractionOptions,
     NetworkOptions,
+    NormOptions,
 )
-from anemoi_gt.ops.sublayer_tensors import NormOptions
 from support.pairwise import pairwise
 from support.run import with_hubs
 from support.sublayers import ACTIVATIONS, EPS, draw_norm, normed

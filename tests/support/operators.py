@@ -2,7 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anemoi_gt.ops.network_tensors import NetworkTensors
+from anemoi_gt.ops.tensors import NetworkTensors
 from anemoi_gt.ops.tree import leaf_types
 from anemoi_gt.ops.triton_backend.formulas import network_triton
 

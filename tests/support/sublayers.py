@@ -7,10 +7,11 @@ from torch.nn import functional
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.ops import activations
-from anemoi_gt.ops.network_tensors import InteractionTensors, NetworkTensors
-from anemoi_gt.ops.sublayer_tensors import (
+from anemoi_gt.ops.tensors import (
     AttentionOptions,
     AttentionTensors,
+    InteractionTensors,
+    NetworkTensors,
     NormOptions,
 )
 from anemoi_gt.ops.tree import form_of, leaf_types, tree_of

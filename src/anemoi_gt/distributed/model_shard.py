@@ -136,7 +136,7 @@ def partition_of(model: EncoderProcessorDecoder, num_ranks: int) -> ModulePartit
     positions = {
         name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()
     }
-    num_layers = {(HIDDEN, HIDDEN): len(model.processor.proc)}
+    num_layers = {(HIDDEN, HIDDEN): model.num_layers}
     return ModulePartition(model, edges_of_model(model), num_ranks, tables, positions, num_layers)
 
 

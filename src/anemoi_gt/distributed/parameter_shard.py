@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 
 from anemoi_gt.distributed.module_shard import LAYERS, ModuleShard
 from anemoi_gt.distributed.process_group import AXES, check_mesh
-from anemoi_gt.nn import GraphTransformerBaseMapper
+from anemoi_gt.nn import BaseMapper
 
-UNITS = (GraphTransformerBaseMapper, *LAYERS)
+UNITS = (BaseMapper, *LAYERS)
 
 
 def shard_parameters(module: nn.Module, shard: ModuleShard, mesh: DeviceMesh) -> None:

@@ -13,14 +13,14 @@ are the identity by default. W_edge and its bias are operands of the attention: 
 materialised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
 from anemoi_gt.nn.fused_block import FusedParts
@@ -49,46 +49,6 @@ from anemoi_gt.nn.sublayers import (
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
 from anemoi_gt.refusal import Refusal
-
-
-class PendingRows(Protocol):
-    """Async handle of remote source rows: call `wait`, or after `prepare` `wait_halo`, once."""
-
-    own: Tensor  # local sources [.., N_local, F], to be read instead of the rows passed
-
-    def wait(self) -> Tensor:
-        """Return local sources concatenated with the halo [.., N_local + halo, F]."""
-
-    def wait_halo(self) -> Tensor | None:
-        """Return the halo [.., halo, F], None on a single rank."""
-
-
-@runtime_checkable
-class ShardedGraph(Protocol):
-    """One rank's shard of a graph, accepted as a `GraphStructure`; see `anemoi_gt.distributed`.
-
-    If it has `chunks` of its structure, from `GraphShard.split`, layers exchange its halo before
-    the first chunk.
-
-    Attributes
-    ----------
-    structure : GraphStructure
-        Edges from local and halo sources to local destinations.
-    """
-
-    structure: GraphStructure
-
-    def start_exchange(
-        self,
-        x_src: Tensor,
-        prepare: Callable[..., Tensor] | None = None,
-        cond: Tensor | None = None,
-    ) -> PendingRows:
-        """Send local source rows [.., N_local, F] to their readers; do not wait. Collective.
-
-        `prepare` maps the rows to be sent, and with `cond` [.., N_local, K] their conditions, each
-        row by itself; the local rows stay as they are.
-        """
 
 
 class GraphTransformerBaseBlock(nn.Module):

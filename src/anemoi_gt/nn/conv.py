@@ -14,8 +14,7 @@ from torch_geometric.nn.conv import MessagePassing, transformer_conv
 from torch_geometric.typing import OptTensor
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.block import ShardedGraph
+from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import (
     both_sides,

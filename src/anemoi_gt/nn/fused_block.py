@@ -28,7 +28,7 @@ from anemoi_gt.nn.sublayers import (
     linear_parts,
     network_parts,
 )
-from anemoi_gt.ops.operands import AttentionOperands, check_operands
+from anemoi_gt.ops.tensors import AttentionOperands, check_operands
 from anemoi_gt.refusal import Refusal, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 

@@ -6,7 +6,7 @@ For an edge e from source j to destination i:
     x'_i = x_i + node_mlp([x_i, s_i])             or of the updates edge_mlp(..)
 
 The `torch` backend is PyG's message passing with modules; `triton` has one operator for each line
-(`anemoi_gt.ops.network_tensors`).
+(`anemoi_gt.ops.tensors`).
 """
 
 import warnings
@@ -20,9 +20,8 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.typing import OptTensor, PairTensor
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.graph.checks import check_shape, have_size
-from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.fused_block import NOT_FASTER, WRONG_CONDITION, for_call, row_conditions
 from anemoi_gt.nn.input_validation import (
     both_sides,
@@ -45,7 +44,7 @@ from anemoi_gt.nn.plain import (
 from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges
 from anemoi_gt.nn.sublayers import Computation, NetworkParts, network_parts
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
-from anemoi_gt.ops.network_tensors import InteractionOptions, InteractionTensors
+from anemoi_gt.ops.tensors import InteractionOptions, InteractionTensors
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
 from anemoi_gt.torch_compat import constant_when_traced, is_exporting
@@ -428,23 +427,38 @@ class InteractionBlock(nn.Module):
         of_edges, of_nodes = (cond, cond) if cond is None or isinstance(cond, Tensor) else cond
         edges, sums = self.conv(x, edge_index, edge_attr, of_edges)
         x_dst = x if isinstance(x, Tensor) else x[1]
-        return self._update_nodes(x_dst, sums, of_nodes), edges
+        nodes = apply_mlp(self, "node_mlp", x_dst, self.conv.config, more=sums, cond=of_nodes)
+        return nodes.to(x_dst.dtype), edges
 
-    def _update_nodes(self, x: Tensor, sums: Tensor, cond: Tensor | None) -> Tensor:
-        """Return nodes x [.., N, F] after their update from the sums over their edges."""
-        config = self.conv.config
-        with _precision(config, x.device):
-            rows, more = _read(x, config), _read(sums, config)
-            network = _network_of(self, "node_mlp", self.node_mlp, rows, cond, config)
-            if isinstance(network, Refusal):
-                out = rows + _mapped(self.node_mlp, torch.cat([rows, more], dim=-1), cond)
-            else:
-                condition = _condition_of(network, cond, rows)
-                tensors = network.tensors(rows.flatten(0, -2), more.flatten(0, -2), condition)
-                out = network.sublayer.compute(tensors, network.options(residual=True)).view(
-                    x.shape
-                )
-        return out.to(x.dtype)
+
+def apply_mlp(
+    layer: nn.Module,
+    name: str,
+    x: Tensor,
+    config: AttentionConfig,
+    *,
+    more: Tensor | None = None,
+    cond: Tensor | None = None,
+) -> Tensor:
+    """Return rows x [.., N, F] mapped by the MLP `name` of a layer, fused where that is faster.
+
+    With `more`, rows [.., N, F_m], they are updated: x + mlp([x, more]).
+    """
+    mlp = getattr(layer, name)
+    with _precision(config, x.device):
+        rows = _read(x, config)
+        others = None if more is None else _read(more, config)
+        network = _network_of(layer, name, mlp, rows, cond, config)
+        if isinstance(network, Refusal):
+            if others is None:
+                return _mapped(mlp, rows, cond)
+            return rows + _mapped(mlp, torch.cat([rows, others], dim=-1), cond)
+        more_rows = None if others is None else others.flatten(0, -2)
+        condition = _condition_of(network, cond, rows)
+        tensors = network.tensors(rows.flatten(0, -2), more_rows, condition)
+        options = network.options(residual=others is not None)
+        out = network.sublayer.compute(tensors, options)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _mapped(mlp: nn.Module, rows: Tensor, cond: Tensor | None) -> Tensor:

@@ -3,6 +3,8 @@
 x_src', x_dst' = emb_nodes_src(x_src), emb_nodes_dst(x_dst)
 y              = proc((x_src', x_dst'), edges)                         forward: data to hidden
 y              = node_data_extractor(proc((x_src', x_dst'), edges))    backward: hidden to data
+
+The block of a graph network reads embedded edges: emb_edges(edge_attr).
 """
 
 from collections.abc import Sequence
@@ -12,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.graph import GraphStructure
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.chunking import Chunk, Pair, Rows, map_chunks
 from anemoi_gt.nn.fused_block import NOT_FASTER, linear_layer_parts, network
 from anemoi_gt.nn.input_validation import check_conditions, check_sides, stored_parameter
-from anemoi_gt.nn.mlp import hidden_width
+from anemoi_gt.nn.interaction_network import InteractionBlock, apply_mlp
+from anemoi_gt.nn.layer_kernels import LayerKernels
+from anemoi_gt.nn.mlp import MLP, NormedMLP, hidden_width
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.sublayers import Computation, NetworkParts
 from anemoi_gt.option_checks import check_integer
@@ -26,8 +31,61 @@ from anemoi_gt.refusal import Refusal
 from anemoi_gt.torch_compat import is_exporting
 
 
-class GraphTransformerBaseMapper(nn.Module):
-    """Base class of both mappers: block, embedding of destinations, and loop over chunks.
+class BaseMapper(nn.Module):
+    """Base class of mappers: they map destinations chunk by chunk, and can be checkpointed.
+
+    A subclass has the modules below, and defines `map_nodes`, which maps the nodes of one chunk.
+
+    Parameters
+    ----------
+    in_channels_src, in_channels_dst : int
+        Input features of a source and of a destination.
+    gradient_checkpointing : bool
+        Keep only the inputs of each chunk for the backward pass (activation checkpointing).
+    """
+
+    emb_nodes_src: nn.Module
+    emb_nodes_dst: nn.Module
+
+    def __init__(
+        self, *, in_channels_src: int, in_channels_dst: int, gradient_checkpointing: bool = False
+    ):
+        super().__init__()
+        check_integer("in_channels_src", in_channels_src)
+        check_integer("in_channels_dst", in_channels_dst)
+        self.in_channels_src, self.in_channels_dst = in_channels_src, in_channels_dst
+        self.gradient_checkpointing = gradient_checkpointing
+
+    @property
+    def draws(self) -> bool:
+        """Whether `map_nodes` draws random numbers, which a recomputation must draw again."""
+        return self.training
+
+    def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
+        """Return destinations [..., N_dst, F] of a graph or one chunk.
+
+        `x` holds sources and destinations, each a tensor or a tuple of tensors with its columns;
+        `concatenate` returns one tensor.
+        """
+        raise NotImplementedError
+
+    def _in_chunks(
+        self,
+        x: tuple[Tensor, Tensor],
+        graph: object,
+        edge_attr: Tensor,
+        cond: Pair = (None, None),
+    ) -> Tensor:
+        like = stored_parameter(self.emb_nodes_dst)
+        x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=like)
+        call = None
+        if self.gradient_checkpointing:
+            call = partial(checkpoint_activations, device=edge_attr.device, draws=self.draws)
+        return map_chunks(self.map_nodes, graph, x, edge_attr, cond, call=call)
+
+
+class GraphTransformerBaseMapper(BaseMapper):
+    """Base class of the mappers of graph transformers: block, and embedding of destinations.
 
     Parameters
     ----------
@@ -49,8 +107,6 @@ class GraphTransformerBaseMapper(nn.Module):
         With `update_src_nodes`, or for options that the block refuses.
     """
 
-    emb_nodes_src: nn.Module  # of the subclasses
-
     def __init__(
         self,
         *,
@@ -61,16 +117,16 @@ class GraphTransformerBaseMapper(nn.Module):
         gradient_checkpointing: bool = False,
         **block_options: Any,
     ):
-        super().__init__()
+        super().__init__(
+            in_channels_src=in_channels_src,
+            in_channels_dst=in_channels_dst,
+            gradient_checkpointing=gradient_checkpointing,
+        )
         if block_options.get("update_src_nodes"):
             raise ValueError(
                 "update_src_nodes must be False in a mapper, which returns destinations only, got "
                 "True; use GraphTransformerMapperBlock, which returns the sources too"
             )
-        check_integer("in_channels_src", in_channels_src)
-        check_integer("in_channels_dst", in_channels_dst)
-        self.in_channels_src, self.in_channels_dst = in_channels_src, in_channels_dst
-        self.gradient_checkpointing = gradient_checkpointing
         self.proc = GraphTransformerMapperBlock(
             in_channels=num_channels,
             hidden_dim=hidden_width(num_channels, mlp_hidden_ratio),
@@ -115,19 +171,18 @@ class GraphTransformerBaseMapper(nn.Module):
         ValueError
             When rows do not fit the graph, or chunks do not make up one graph.
         """
-        like = stored_parameter(self.emb_nodes_dst)
-        x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=like)
-        call = None
-        if self.gradient_checkpointing:
-            draws = self.training and self.proc.dropout > 0
-            call = partial(checkpoint_activations, device=edge_attr.device, draws=draws)
-        return map_chunks(self.map_nodes, graph, x, edge_attr, check_conditions(cond), call=call)
+        return self._in_chunks(x, graph, edge_attr, check_conditions(cond))
+
+    @property
+    def draws(self) -> bool:
+        """Whether the block has dropout."""
+        return self.training and self.proc.dropout > 0
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return destination features [..., N_dst, num_channels] of a graph or one chunk."""
-        x_src = self._apply_linear("emb_nodes_src", _concatenate(x[0]))
+        x_src = self._apply_linear("emb_nodes_src", concatenate(x[0]))
         # concatenated here, in the chunk: no tensor with the columns of all nodes exists
-        x_dst = self._apply_linear("emb_nodes_dst", _concatenate(x[1]))
+        x_dst = self._apply_linear("emb_nodes_dst", concatenate(x[1]))
         return self.proc((x_src, x_dst), graph, edge_attr, cond=cond)[1]
 
     def _apply_linear(self, name: str, x: Tensor) -> Tensor:
@@ -215,7 +270,128 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         return self._apply_linear("node_data_extractor", x_dst)
 
 
-def _concatenate(rows: Rows) -> Tensor:
+class GNNMapper(BaseMapper):
+    """Encoder or decoder of a graph network, with the parameters of Anemoi's GNN mappers.
+
+    MLPs embed sources, destinations and edge attributes; a block updates edges and destinations; in
+    a decoder, an MLP without a norm gives the fields. An encoder has the state dict of Anemoi's
+    `GNNForwardMapper`. A decoder has that of `GNNBackwardMapper` and `emb_nodes_dst`: Anemoi's
+    destinations are nodes that its encoder has embedded.
+
+    Parameters
+    ----------
+    in_channels_src, in_channels_dst : int
+        Input features of a source and of a destination.
+    num_channels : int
+        Features of a node inside the mapper, and of an embedded edge. A decoder does not embed
+        sources with so many features.
+    edge_dim : int
+        Attributes of an edge.
+    out_channels_dst : int, optional
+        Output fields of each destination of a decoder; None is an encoder, which returns
+        `num_channels` features.
+    mlp_hidden_ratio : float
+        Width of the hidden layers over `num_channels`.
+    gradient_checkpointing : bool
+        As for `GraphTransformerBaseMapper`.
+    hidden_layers, mlp_implementation, layer_kernels, sum_of, config
+        As for `InteractionBlock`. Anemoi has two hidden layers.
+
+    Raises
+    ------
+    ValueError
+        For a size that is not an integer or below 1, or options that `InteractionBlock` refuses.
+
+    Examples
+    --------
+    >>> sizes = {"in_channels_dst": 4, "num_channels": 16, "edge_dim": 3}
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), (5, 2))
+    >>> encoder = GNNMapper(in_channels_src=5, **sizes)
+    >>> encoder((torch.randn(5, 5), torch.randn(2, 4)), graph, torch.randn(3, 3)).shape
+    torch.Size([2, 16])
+    >>> decoder = GNNMapper(in_channels_src=16, **sizes, out_channels_dst=3)
+    >>> decoder((torch.randn(5, 16), torch.randn(2, 4)), graph, torch.randn(3, 3)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        *,
+        in_channels_src: int,
+        in_channels_dst: int,
+        num_channels: int,
+        edge_dim: int,
+        out_channels_dst: int | None = None,
+        mlp_hidden_ratio: float = 1,
+        gradient_checkpointing: bool = False,
+        hidden_layers: int = 1,
+        mlp_implementation: str = "mlp",
+        layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
+        sum_of: str = "edges",
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+    ):
+        super().__init__(
+            in_channels_src=in_channels_src,
+            in_channels_dst=in_channels_dst,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        check_integer("edge_dim", edge_dim)
+        self.config = config
+        hidden_dim = hidden_width(num_channels, mlp_hidden_ratio)
+        networks = (mlp_implementation, layer_kernels, hidden_layers)
+        # in Anemoi's order: the same seed gives the same weights
+        self.emb_edges = NormedMLP(edge_dim, hidden_dim, num_channels, *networks)
+        self.proc = InteractionBlock(
+            num_channels,
+            num_channels,
+            hidden_dim,
+            hidden_layers,
+            mlp_implementation=mlp_implementation,
+            layer_kernels=layer_kernels,
+            sum_of=sum_of,
+            config=config,
+        )
+        self.emb_nodes_src = nn.Identity()
+        if out_channels_dst is None or in_channels_src != num_channels:
+            self.emb_nodes_src = NormedMLP(in_channels_src, hidden_dim, num_channels, *networks)
+        self.emb_nodes_dst = NormedMLP(in_channels_dst, hidden_dim, num_channels, *networks)
+        self.node_data_extractor = None
+        if out_channels_dst is not None:
+            check_integer("out_channels_dst", out_channels_dst)
+            self.node_data_extractor = MLP(num_channels, hidden_dim, out_channels_dst, *networks)
+
+    def forward(
+        self,
+        x: tuple[Tensor, Tensor],
+        graph: GraphStructure | ShardedGraph | Sequence[Chunk],
+        edge_attr: Tensor,
+    ) -> Tensor:
+        """Map features of sources to destinations.
+
+        Arguments, result and errors are those of `GraphTransformerBaseMapper`, without conditions.
+        """
+        return self._in_chunks(x, graph, edge_attr)
+
+    @property
+    def draws(self) -> bool:
+        """Nothing in a graph network draws random numbers."""
+        return False
+
+    def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
+        """Return destinations [..., N_dst, F] of a graph or one chunk."""
+        del cond
+        x_src, x_dst = concatenate(x[0]), concatenate(x[1])
+        if type(self.emb_nodes_src) is not nn.Identity:
+            x_src = apply_mlp(self, "emb_nodes_src", x_src, self.config)
+        x_dst = apply_mlp(self, "emb_nodes_dst", x_dst, self.config)
+        edges = apply_mlp(self, "emb_edges", edge_attr, self.config)
+        x_dst, _ = self.proc((x_src, x_dst), graph, edges)
+        if self.node_data_extractor is None:
+            return x_dst
+        return apply_mlp(self, "node_data_extractor", x_dst, self.config)
+
+
+def concatenate(rows: Rows) -> Tensor:
     """Return features [..., N, F] from their columns."""
     assert rows is not None  # check_sides has refused it
     return torch.cat(rows, dim=-1) if isinstance(rows, tuple) else rows

@@ -1,6 +1,6 @@
 """EncoderProcessorDecoder: the weather model, from fields to fields on data grids."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -19,7 +19,7 @@ from anemoi_gt.option_checks import check_integer
 
 
 class EncoderProcessorDecoder(nn.Module):
-    """Graph transformer that encodes data grids into a hidden mesh, processes, and decodes.
+    """Model that encodes data grids into a hidden mesh, processes, and decodes.
 
         in_d   = [x_d, nodes_d]                            fields and node features of data set d
         hidden = sum over d of encoder_d((in_d, nodes_hidden), edges from d to the mesh)
@@ -36,10 +36,22 @@ class EncoderProcessorDecoder(nn.Module):
     in_channels, out_channels : int, or mapping of str to int
         Input and output fields of a data node: of one data set, or of several by the name of their
         nodes. A data set may be input only or output only.
+    processor : callable, optional
+        Builds the processor, a module that is called as processor(x, graph, edge_attr) and returns
+        x [B, N, channels], from the keywords num_channels, num_layers, edge_dim, checkpoint_groups
+        and config: `GNNProcessor`, or `functools.partial` of it with its options. None is a graph
+        transformer.
+    mapper : callable, optional
+        Builds each encoder and decoder, modules that are called as mapper((x_src, x_dst), graph,
+        edge_attr) and return x_dst, from the keywords in_channels_src, in_channels_dst,
+        out_channels_dst, num_channels, edge_dim, gradient_checkpointing and config. An encoder has
+        out_channels_dst None and returns num_channels features. See `BaseMapper` for the forms of
+        x and graph. None is a graph transformer.
     channels : int
         Features of a node inside the model.
     heads : int
-        Number of attention heads.
+        Number of attention heads. This and mlp_ratio, attn_channels, qk_norm, mlp_implementation,
+        edge_pre_mlp and dropout are options of graph transformers.
     num_layers : int
         Blocks of the processor, which share the trainable edge attributes.
     trainable_nodes : int
@@ -74,7 +86,8 @@ class EncoderProcessorDecoder(nn.Module):
     Raises
     ------
     ValueError
-        If the graph is incomplete or inconsistent, or a size is out of range.
+        If the graph is incomplete or inconsistent, a size is out of range, or an option of graph
+        transformers is given with another processor and mapper.
 
     Notes
     -----
@@ -98,6 +111,7 @@ class EncoderProcessorDecoder(nn.Module):
     nodes: Any  # ModuleDict of StaticNodes by set of nodes
     encoder_edges: Any  # ModuleDict of StaticEdges by data set
     decoder_edges: Any
+    num_layers = 1  # of a model that version 0.4.0 pickled; it only balances shards
 
     def __init__(
         self,
@@ -105,6 +119,8 @@ class EncoderProcessorDecoder(nn.Module):
         in_channels: int | Mapping[str, int],
         out_channels: int | Mapping[str, int],
         *,
+        processor: Callable[..., nn.Module] | None = None,
+        mapper: Callable[..., nn.Module] | None = None,
         channels: int = 128,
         heads: int = 8,
         num_layers: int = 4,
@@ -122,6 +138,7 @@ class EncoderProcessorDecoder(nn.Module):
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
+        self.num_layers = num_layers
         self.has_one_data_set = not isinstance(in_channels, Mapping)
         self.in_channels, self.out_channels = _by_data_set(in_channels, out_channels)
         names = list(dict.fromkeys([*self.in_channels, *self.out_channels]))
@@ -137,29 +154,48 @@ class EncoderProcessorDecoder(nn.Module):
             {d: edges_of(graph, HIDDEN, d, *sizes) for d in self.out_channels}
         )
 
-        options: dict[str, Any] = {
-            "num_channels": channels,
-            "num_heads": heads,
-            "mlp_hidden_ratio": mlp_ratio,
-        }
-        options |= {
+        same_names = {
             "attn_channels": attn_channels,
             "qk_norm": qk_norm,
             "mlp_implementation": mlp_implementation,
+            "edge_pre_mlp": edge_pre_mlp,
+            "dropout": dropout,
         }
-        options |= {"edge_pre_mlp": edge_pre_mlp, "dropout": dropout, "config": config}
-        layers: dict[str, Any] = {"num_layers": num_layers, "checkpoint_groups": checkpoint_groups}
-        self.processor = GraphTransformerProcessor(
-            edge_dim=self.processor_edges.edge_dim, **layers, **options
+        if processor is not None and mapper is not None:
+            _refuse_options(same_names | {"heads": heads, "mlp_ratio": mlp_ratio})
+        options: dict[str, Any] = {"num_heads": heads, "mlp_hidden_ratio": mlp_ratio, **same_names}
+        processor = processor or partial(GraphTransformerProcessor, **options)
+        mapper = mapper or partial(_graph_transformer_mapper, **options)
+        self.processor = processor(
+            num_channels=channels,
+            num_layers=num_layers,
+            edge_dim=self.processor_edges.edge_dim,
+            checkpoint_groups=checkpoint_groups,
+            config=config,
         )
-        # not an option of the processor, which has groups
-        options["gradient_checkpointing"] = checkpoint_groups is not None
-        self.encoder = nn.ModuleDict(
-            {name: self._make_encoder(name, options) for name in self.in_channels}
+        make_mapper = partial(
+            mapper,
+            num_channels=channels,
+            # not an option of the processor, which has groups
+            gradient_checkpointing=checkpoint_groups is not None,
+            config=config,
         )
-        self.decoder = nn.ModuleDict(
-            {name: self._make_decoder(name, options) for name in self.out_channels}
-        )
+        self.encoder = nn.ModuleDict()
+        for name, fields in self.in_channels.items():
+            self.encoder[name] = make_mapper(
+                in_channels_src=fields + self.nodes[name].channels,
+                in_channels_dst=self.nodes[HIDDEN].channels,
+                out_channels_dst=None,
+                edge_dim=self.encoder_edges[name].edge_dim,
+            )
+        self.decoder = nn.ModuleDict()
+        for name, fields in self.out_channels.items():
+            self.decoder[name] = make_mapper(
+                in_channels_src=channels,
+                in_channels_dst=self.in_channels.get(name, 0) + self.nodes[name].channels,
+                out_channels_dst=fields,
+                edge_dim=self.decoder_edges[name].edge_dim,
+            )
         self.residual = nn.ModuleDict(self._make_residuals(residual))
 
     def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
@@ -231,23 +267,6 @@ class EncoderProcessorDecoder(nn.Module):
                 )
             batch = x.shape[0]
 
-    def _make_encoder(self, name: str, options: dict) -> GraphTransformerForwardMapper:
-        return GraphTransformerForwardMapper(
-            in_channels_src=self.in_channels[name] + self.nodes[name].channels,
-            in_channels_dst=self.nodes[HIDDEN].channels,
-            edge_dim=self.encoder_edges[name].edge_dim,
-            **options,
-        )
-
-    def _make_decoder(self, name: str, options: dict) -> GraphTransformerBackwardMapper:
-        return GraphTransformerBackwardMapper(
-            in_channels_src=options["num_channels"],
-            in_channels_dst=self.in_channels.get(name, 0) + self.nodes[name].channels,
-            out_channels_dst=self.out_channels[name],
-            edge_dim=self.decoder_edges[name].edge_dim,
-            **options,
-        )
-
     def _make_residuals(self, residual: Mapping | None) -> dict[str, Residual]:
         if residual is None:
             return {}
@@ -267,6 +286,24 @@ class EncoderProcessorDecoder(nn.Module):
             d: Residual(pairs, self.in_channels[d], self.out_channels[d])
             for d, pairs in residual.items()
         }
+
+
+def _graph_transformer_mapper(*, out_channels_dst: int | None, **options: Any) -> nn.Module:
+    """Return an encoder, or a decoder to fields."""
+    if out_channels_dst is None:
+        return GraphTransformerForwardMapper(**options)
+    return GraphTransformerBackwardMapper(out_channels_dst=out_channels_dst, **options)
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError unless options of graph transformers have their defaults."""
+    defaults = EncoderProcessorDecoder.__init__.__kwdefaults__
+    given = {name: value for name, value in options.items() if value != defaults[name]}
+    if given:
+        raise ValueError(
+            "options of graph transformers must be left out with another processor and mapper, got "
+            f"{given}; bind their own options with functools.partial"
+        )
 
 
 def _is_batch_of(shape: tuple[int, int], x: Tensor) -> bool:

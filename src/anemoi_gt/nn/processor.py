@@ -1,25 +1,65 @@
-"""GraphTransformerProcessor: a stack of blocks, with activation checkpointing by groups.
+"""Processors: stacks of blocks on one set of nodes, with activation checkpointing by groups.
 
-x = proc[l](x, graph, edge_attr)          for each layer l
+x    = proc[l](x, graph, edge_attr)                            graph transformer, for each layer l
+x, e = proc[l](x, graph, e), e = emb_edges(edge_attr) at first  graph network
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.graph import GraphStructure
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, chunk_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.chunking import Chunk
 from anemoi_gt.nn.input_validation import check_features, stored_parameter
-from anemoi_gt.nn.mlp import hidden_width
+from anemoi_gt.nn.interaction_network import InteractionBlock, apply_mlp
+from anemoi_gt.nn.layer_kernels import LayerKernels
+from anemoi_gt.nn.mlp import NormedMLP, hidden_width
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.torch_compat import is_exporting
 
 
-class GraphTransformerProcessor(nn.Module):
+class BaseProcessor(nn.Module):
+    """Base class of both processors: blocks, and groups of them for activation checkpointing."""
+
+    proc: Any  # ModuleList of blocks
+
+    def __init__(self, num_layers: int, checkpoint_groups: int | None):
+        super().__init__()
+        check_integer("num_layers", num_layers)
+        if checkpoint_groups is not None:
+            check_integer("checkpoint_groups", checkpoint_groups, least=None, note=", or None")
+            if not 1 <= checkpoint_groups <= num_layers:
+                allowed = f"1 .. {num_layers}, the number of layers, or None"
+                raise ValueError(f"checkpoint_groups must be in {allowed}, got {checkpoint_groups}")
+        self.checkpoint_groups = checkpoint_groups
+        self.proc = nn.ModuleList()
+
+    def run_groups(
+        self, run: Callable[..., Any], state: Any, *inputs: Any, device: torch.device
+    ) -> Any:
+        """Return the state, a tensor or a tuple, after `run(blocks, state, *inputs)` of all blocks.
+
+        With `checkpoint_groups`, only the state between two groups is kept for the backward pass.
+        """
+        if self.checkpoint_groups is None:
+            return run(self.proc, state, *inputs)
+        layers = len(self.proc)
+        groups = self.checkpoint_groups
+        for i in range(groups):
+            group = self.proc[layers * i // groups : layers * (i + 1) // groups]
+            draws = self.training and any(getattr(block, "dropout", 0) > 0 for block in group)
+            state = checkpoint_activations(
+                _run_group, run, group, state, *inputs, device=device, draws=draws
+            )
+        return state
+
+
+class GraphTransformerProcessor(BaseProcessor):
     """Stack of processor blocks, with the state dict of Anemoi's `GraphTransformerProcessor`.
 
     Parameters
@@ -50,8 +90,6 @@ class GraphTransformerProcessor(nn.Module):
     torch.Size([5, 16])
     """
 
-    proc: Any  # ModuleList of GraphTransformerProcessorBlock
-
     def __init__(
         self,
         *,
@@ -61,15 +99,7 @@ class GraphTransformerProcessor(nn.Module):
         checkpoint_groups: int | None = None,
         **block_options: Any,
     ):
-        super().__init__()
-        check_integer("num_layers", num_layers)
-        if checkpoint_groups is not None:
-            check_integer("checkpoint_groups", checkpoint_groups, least=None, note=", or None")
-            if not 1 <= checkpoint_groups <= num_layers:
-                allowed = f"1 .. {num_layers}, the number of layers, or None"
-                raise ValueError(f"checkpoint_groups must be in {allowed}, got {checkpoint_groups}")
-        self.checkpoint_groups = checkpoint_groups
-        self.proc = nn.ModuleList()
+        super().__init__(num_layers, checkpoint_groups)
         for _ in range(num_layers):
             block = GraphTransformerProcessorBlock(
                 in_channels=num_channels,
@@ -101,27 +131,105 @@ class GraphTransformerProcessor(nn.Module):
         first = self.proc[0]
         # its device is needed below
         check_features("x", x, first.channels, like=stored_parameter(first.lin_query))
-        if self.checkpoint_groups is None:
-            return _run(self.proc, x, graph, edge_attr, cond)
-        layers = len(self.proc)
-        groups = self.checkpoint_groups
-        for i in range(groups):
-            group = self.proc[layers * i // groups : layers * (i + 1) // groups]
-            draws = self.training and any(block.dropout > 0 for block in group)
-            x = checkpoint_activations(
-                _run_group, group, x, graph, edge_attr, cond, device=x.device, draws=draws
+        return self.run_groups(_run_transformer, x, graph, edge_attr, cond, device=x.device)
+
+
+class GNNProcessor(BaseProcessor):
+    """Stack of graph-network blocks, with the parameters of Anemoi's class of this name.
+
+    An MLP embeds the edge attributes; each block updates the edges, then the nodes. The keys of
+    Anemoi's state dict are the same, except that `emb_edges` belongs to its first block
+    (`proc.0.emb_edges`).
+
+    Parameters
+    ----------
+    num_layers : int
+        Number of blocks.
+    num_channels : int
+        Features of a node, and of an embedded edge.
+    edge_dim : int
+        Attributes of an edge.
+    mlp_hidden_ratio : float
+        Width of the hidden layers over `num_channels`.
+    checkpoint_groups : int, optional
+        As for `GraphTransformerProcessor`.
+    hidden_layers, mlp_implementation, layer_kernels, sum_of, config
+        As for `InteractionBlock`. Anemoi has two hidden layers.
+
+    Raises
+    ------
+    ValueError
+        When num_layers is below 1, checkpoint_groups not in 1 .. num_layers, or for options that
+        `InteractionBlock` refuses.
+
+    Examples
+    --------
+    >>> processor = GNNProcessor(num_layers=3, num_channels=16, edge_dim=3, checkpoint_groups=2)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), 5)
+    >>> processor(torch.randn(5, 16), graph, torch.randn(3, 3)).shape
+    torch.Size([5, 16])
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_channels: int,
+        edge_dim: int,
+        mlp_hidden_ratio: float = 1,
+        checkpoint_groups: int | None = None,
+        hidden_layers: int = 1,
+        mlp_implementation: str = "mlp",
+        layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
+        sum_of: str = "edges",
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+    ):
+        super().__init__(num_layers, checkpoint_groups)
+        check_integer("edge_dim", edge_dim)
+        self.config = config
+        hidden_dim = hidden_width(num_channels, mlp_hidden_ratio)
+        options: dict[str, Any] = {
+            "mlp_implementation": mlp_implementation,
+            "layer_kernels": layer_kernels,
+        }
+        for _ in range(num_layers):
+            block = InteractionBlock(
+                *(num_channels, num_channels, hidden_dim, hidden_layers),
+                sum_of=sum_of,
+                config=config,
+                **options,
             )
+            self.proc.append(block)
+        sizes = (edge_dim, hidden_dim, num_channels)
+        self.emb_edges = NormedMLP(*sizes, mlp_implementation, layer_kernels, hidden_layers)
+
+    def forward(self, x: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor) -> Tensor:
+        """Return the nodes [N, num_channels] or [B, N, num_channels] after all blocks.
+
+        Parameters
+        ----------
+        x : Tensor [N, num_channels] or [B, N, num_channels]
+        graph : GraphStructure or ShardedGraph
+        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
+            Raw attributes in the caller's edge order.
+        """
+        edges = apply_mlp(self, "emb_edges", edge_attr, self.config)
+        x, _ = self.run_groups(_run_graph_network, (x, edges), graph, device=edges.device)
         return x
 
 
-def _run_group(*inputs: Any) -> Tensor:
-    x = _run(*inputs)
+def _run_group(run: Callable[..., Any], blocks: nn.ModuleList, *inputs: Any) -> Any:
+    state = run(blocks, *inputs)
     # an export has no operator of this library, and no backward pass
-    return chunk_result(x) if torch.compiler.is_compiling() and not is_exporting() else x
+    if not torch.compiler.is_compiling() or is_exporting():
+        return state
+    if isinstance(state, tuple):
+        return tuple(chunk_result(part) for part in state)
+    return chunk_result(state)
 
 
-def _run(
-    blocks: nn.ModuleList,
+def _run_transformer(
+    blocks: Iterable[nn.Module],
     x: Tensor,
     graph: GraphStructure | Sequence[Chunk],
     edge_attr: Tensor,
@@ -130,3 +238,14 @@ def _run(
     for block in blocks:
         x = block(x, graph, edge_attr, cond=cond)
     return x
+
+
+def _run_graph_network(
+    blocks: Iterable[nn.Module],
+    state: tuple[Tensor, Tensor],
+    graph: GraphStructure | ShardedGraph,
+) -> tuple[Tensor, Tensor]:
+    x, edges = state
+    for block in blocks:
+        x, edges = block(x, graph, edges)
+    return x, edges

@@ -29,11 +29,14 @@ from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backends import Sublayer, Sublayers, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
-from anemoi_gt.ops.network_tensors import Layer, Network, NetworkOptions, NetworkTensors
-from anemoi_gt.ops.sublayer_tensors import (
+from anemoi_gt.ops.tensors import (
     AttentionOptions,
     AttentionTensors,
+    Layer,
     Linear,
+    Network,
+    NetworkOptions,
+    NetworkTensors,
     Norm,
     NormOptions,
 )

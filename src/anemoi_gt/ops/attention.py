@@ -8,7 +8,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
-from anemoi_gt.ops.operands import AttentionOperands, check_operands, check_scale
+from anemoi_gt.ops.tensors import AttentionOperands, check_operands, check_scale
 from anemoi_gt.option_checks import check_probability
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import accumulator_dtype, cast_operands, without_autocast
-from anemoi_gt.ops.operands import AttentionOperands, check_operands, check_scale
+from anemoi_gt.ops.tensors import AttentionOperands, check_operands, check_scale
 
 
 def attention_weights(

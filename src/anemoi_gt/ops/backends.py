@@ -34,7 +34,7 @@ class Sublayer(NamedTuple):
 class Sublayers(NamedTuple):
     """The fused sub-layers of a backend.
 
-    The formulas are in `ops.sublayer_tensors` and `ops.network_tensors`.
+    The formulas are in `ops.tensors`.
     """
 
     attention: Sublayer

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.tensors import AttentionOperands
 
 AUTOCAST_DEVICES = (
     frozenset(  # at import: torch.compile cannot trace is_autocast_available before torch 2.12

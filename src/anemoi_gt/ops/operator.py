@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from anemoi_gt.custom_ops import is_plain, register
-from anemoi_gt.ops.operands import CallSizes
+from anemoi_gt.ops.tensors import CallSizes
 from anemoi_gt.ops.tree import form_of, getter_of, leaf_types, leaves, tree_of
 from anemoi_gt.torch_compat import forward_mode_is_active, is_batched, is_gradient_transform
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.step import AUTOCAST, REMEDY
-from anemoi_gt.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
+from anemoi_gt.replay.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
 
 from ..conftest import assert_same, fit, without_speed
 

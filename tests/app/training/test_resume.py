@@ -14,7 +14,7 @@ from support.capturing import capture_in_place, without_inductor
 from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
 from anemoi_gt.app.training.progress import Stopped, StopRequest
 from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, save_checkpoint
-from anemoi_gt.rng import seed_generators
+from anemoi_gt.replay.rng import seed_generators
 
 from ..conftest import assert_same, fit, without_speed
 

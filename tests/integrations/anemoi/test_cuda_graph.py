@@ -21,10 +21,10 @@ from support.weather import weather_graph
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt.cuda_graph import checkpoints_without_generator
 from anemoi_gt.integrations import anemoi
 from anemoi_gt.integrations.anemoi.captured_step import indices_on_device, replaced_values
 from anemoi_gt.integrations.anemoi.cuda_graph_callback import check_capturable
+from anemoi_gt.replay.cuda_graph import checkpoints_without_generator
 
 pytestmark = pytest.mark.application
 

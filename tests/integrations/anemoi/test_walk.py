@@ -15,7 +15,7 @@ import anemoi_gt
 from anemoi_gt.integrations import anemoi
 from anemoi_gt.integrations.anemoi.decision import Call
 from anemoi_gt.kernels.forward import edge_attention_fwd
-from anemoi_gt.ops.sublayer_tensors import AttentionTensors
+from anemoi_gt.ops.tensors import AttentionTensors
 
 PACKAGE = Path(anemoi_gt.__file__).parent
 KERNELS = PACKAGE / "kernels"

@@ -19,13 +19,14 @@ from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.capture_choice import replays_steps
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.run_files import load_weights
-from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.nn import (
+    BaseMapper,
     GraphTransformerBackwardMapper,
     GraphTransformerBaseBlock,
     GraphTransformerMapperBlock,
     InteractionBlock,
 )
+from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 
 log = logging.getLogger(__name__)
 
@@ -320,8 +321,11 @@ def compile_blocks(model: nn.Module, *, has_messages: bool = False) -> None:
     ]
     # PyTorch 2.9 moves messages only in a process group, and looks for one even without messages.
     options = OVERLAP_MESSAGES if has_messages else None
+    in_mappers: set[nn.Module] = set()
+    for module in modules:
+        if isinstance(module, BaseMapper | GraphTransformerMapperBlock):
+            in_mappers.update(module.modules())
     for module in (*blocks, *ends):
-        in_mapper = module in ends or isinstance(module, GraphTransformerMapperBlock)
         # Only chunks have dynamic sizes. With dynamic sizes elsewhere, PyTorch 2.13 fails on the
         # row counts of all-to-all messages.
-        module.compile(dynamic=has_chunks and in_mapper, options=options)
+        module.compile(dynamic=has_chunks and module in in_mappers, options=options)

@@ -22,7 +22,7 @@ from anemoi_gt.app.training.run_files import (
 )
 from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep
-from anemoi_gt.rng import generator_states, seed_generators, set_generator_states
+from anemoi_gt.replay.rng import generator_states, seed_generators, set_generator_states
 
 
 class Trainer:

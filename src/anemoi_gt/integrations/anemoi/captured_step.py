@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
+from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 
 Slot = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
 _NOTHING = object()
@@ -28,13 +28,13 @@ def capture_step(
     Parameters
     ----------
     function : callable
-        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`, of a batch of tensors on the device in any
+        As for `CUDAGraphedStep`, of a batch of tensors on the device in any
         nesting and the parameters of `module`. A loss is scaled inside, weights are updated
         outside.
     module : torch.nn.Module
         Module on one device; its parameters get the gradients.
     capture : callable
-        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+        As for `CUDAGraphedStep`.
 
     Returns
     -------

@@ -19,7 +19,6 @@ from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.distributed.gradients import average_gradients
 from anemoi_gt.integrations.anemoi.captured_step import (
     check_compiled,
@@ -29,6 +28,7 @@ from anemoi_gt.integrations.anemoi.captured_step import (
     slots_of,
 )
 from anemoi_gt.integrations.anemoi.installation import install
+from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 
 log = logging.getLogger(__name__)
 REMEDY = "remove CUDAGraphCallback from diagnostics.callbacks"
@@ -43,7 +43,7 @@ class CUDAGraphCallback(Callback):
     shapes, run without it. With several processes, gradients are averaged after the replay, because
     a replay does not run the hooks of DDP. Host code of the captured step is not run again: numbers
     that the module logs without a tensor, and `batch_idx`, keep the values of the captured batch.
-    `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+    `capture` is as for `CUDAGraphedStep`.
     """
 
     remedy = REMEDY

@@ -1,6 +1,6 @@
 """Anemoi's graph networks: replacements of `forward` of their blocks, and of MLPs.
 
-A block updates its edges, then its nodes (`anemoi_gt.ops.network_tensors`):
+A block updates its edges, then its nodes (`anemoi_gt.ops.tensors`):
 
     e'_e = e_e + edge_mlp([x_i, x_j, e_e])        s_i = sum of e'_e
     x'_i = x_i + node_mlp([x_i, s_i])
@@ -36,7 +36,7 @@ from anemoi_gt.nn import plain
 from anemoi_gt.nn.fused_block import for_call
 from anemoi_gt.nn.plain import why_not_plain
 from anemoi_gt.nn.sublayers import Computation, NetworkParts, network_parts
-from anemoi_gt.ops.network_tensors import InteractionOptions, InteractionTensors
+from anemoi_gt.ops.tensors import InteractionOptions, InteractionTensors
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
 

@@ -10,8 +10,8 @@ from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dropout import dropout_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
-from anemoi_gt.ops.operands import AttentionOperands, CallSizes, Held, Needs
 from anemoi_gt.ops.operator import GradientLayout, Operator, Spec
+from anemoi_gt.ops.tensors import AttentionOperands, CallSizes, Held, Needs
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from anemoi_gt.ops.operands import Needs
+from anemoi_gt.ops.tensors import Needs
 
 CHUNK = 2**18  # elements gathered at a time, so that they stay in the cache
 # rows of a matrix product; a chunk of a graph that starts at a multiple is rounded as in the whole

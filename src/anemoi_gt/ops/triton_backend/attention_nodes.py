@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.operands import AttentionOperands, CallSizes, Needs, Operand
-from anemoi_gt.ops.sublayer_tensors import AttentionOptions, AttentionTensors, NormOptions
+from anemoi_gt.ops.tensors import (
+    AttentionOperands,
+    AttentionOptions,
+    AttentionTensors,
+    CallSizes,
+    Needs,
+    NormOptions,
+    Operand,
+)
 from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.formula import Key, Node, Value, WeightGradients, key_of, present

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anemoi_gt.ops.operands import CallSizes
 from anemoi_gt.ops.operator import GradientLayout, Spec
+from anemoi_gt.ops.tensors import CallSizes
 from anemoi_gt.ops.tree import leaves, tree_of
 from anemoi_gt.ops.triton_backend.formula import Key, Node, Program, Value
 from anemoi_gt.ops.triton_backend.packing import PackedGradients, PackedWeights, Part, Piece

@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
-from anemoi_gt.ops.operands import AttentionOperands, CallSizes, Needs, Operand
 from anemoi_gt.ops.operator import GradientLayout, Spec
+from anemoi_gt.ops.tensors import AttentionOperands, CallSizes, Needs, Operand
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator

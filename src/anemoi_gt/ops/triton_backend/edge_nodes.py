@@ -1,6 +1,6 @@
 """Nodes of formulas on the edges of a graph; edges are in the caller's order."""
 
-from anemoi_gt.ops.operands import CallSizes, Operand
+from anemoi_gt.ops.tensors import CallSizes, Operand
 from anemoi_gt.ops.triton_backend import interaction_launches
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.edge_sums import add_segment_sum

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 
 from anemoi_gt.custom_ops import is_plain, needs_gradient, register
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.network_tensors import check_edge_sums
 from anemoi_gt.ops.operator import Spec
+from anemoi_gt.ops.tensors import check_edge_sums
 from anemoi_gt.ops.triton_backend import interaction_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import segment_of

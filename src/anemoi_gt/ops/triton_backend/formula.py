@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar
 
 import torch
 
-from anemoi_gt.ops.operands import CallSizes
 from anemoi_gt.ops.operator import Spec
+from anemoi_gt.ops.tensors import CallSizes
 from anemoi_gt.ops.triton_backend.packing import PackedWeights, Piece
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout
 

@@ -1,6 +1,6 @@
 """Formulas of the sub-layers of blocks and graph networks, and their operators.
 
-The equations are in `anemoi_gt.ops.sublayer_tensors` and `anemoi_gt.ops.network_tensors`.
+The equations are in `anemoi_gt.ops.tensors`.
 """
 
 from functools import partial
@@ -10,22 +10,20 @@ from torch import Tensor
 
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.network_tensors import (
-    InteractionOptions,
-    InteractionTensors,
-    NetworkOptions,
-    NetworkTensors,
-    check_interaction,
-    check_network,
-)
-from anemoi_gt.ops.operands import Operand
-from anemoi_gt.ops.sublayer_tensors import (
+from anemoi_gt.ops.tensors import (
     AttentionOptions,
     AttentionTensors,
+    InteractionOptions,
+    InteractionTensors,
     Linear,
+    NetworkOptions,
+    NetworkTensors,
     NoConstants,
     Norm,
     NormOptions,
+    Operand,
+    check_interaction,
+    check_network,
 )
 from anemoi_gt.ops.triton_backend.attention_nodes import AttendNode, HeadNormNode
 from anemoi_gt.ops.triton_backend.derived_passes import FormulaOperator

@@ -4,7 +4,7 @@ Each function returns a `Launch` from sizes and options only, as in `row_launche
 """
 
 from anemoi_gt.kernels.launch import Launch
-from anemoi_gt.ops.sublayer_tensors import NormOptions
+from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.row_launches import (
     activation_tile_of,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
-from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.tensors import AttentionOperands
 from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
 from anemoi_gt.ops.triton_backend.edge_attention_triton import (
     edge_attention_triton,

@@ -13,8 +13,8 @@ from typing import Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.ops.operands import Held, Operand, OperandT
 from anemoi_gt.ops.operator import GradientLayout, GradientLeaf, Spec
+from anemoi_gt.ops.tensors import Held, Operand, OperandT
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder, contiguous_stride
 
 PACKED_ALIGNMENT = 8  # elements: 16 bytes of 16-bit elements, which kernels and cuBLAS load at once

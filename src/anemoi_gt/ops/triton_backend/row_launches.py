@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.activations import ACTIVATIONS
-from anemoi_gt.ops.sublayer_tensors import NormOptions
+from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.tiles import MAX_FEATURES, NodeTile
 

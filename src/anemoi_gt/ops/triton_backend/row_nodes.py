@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from anemoi_gt.ops.sublayer_tensors import Linear, Norm, NormOptions
+from anemoi_gt.ops.tensors import Linear, Norm, NormOptions
 from anemoi_gt.ops.triton_backend import interaction_launches, row_launches, tiles
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.formula import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.operands import AttentionOperands, Held, Operand
+from anemoi_gt.ops.tensors import AttentionOperands, Held, Operand
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Shape, attribute_columns
 
 # rows may be read as packed 16-bit pairs

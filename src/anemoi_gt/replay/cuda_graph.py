@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
-from anemoi_gt.rng import generator_states, set_generator_states
+from anemoi_gt.replay.rng import generator_states, set_generator_states
 
 WARM_UP = (
     3  # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
