@@ -26,22 +26,23 @@ MAY_IMPORT = {  # package or module: the others that it may import
         part: set()
         for part in (
             "version",
-            "attention_config",
+            "kernel_config",
             "extras",
             "refusal",
             "torch_compat",
             "toolchain",
         )
     },
+    "attention_config": {"kernel_config"},
     "kernels": {"toolchain"},
     "tested_versions": {"torch_compat"},
     "custom_ops": {"torch_compat"},
     "option_checks": set(),
     "graph": {"torch_compat", "kernels", "custom_ops"},  # grouping edges on a GPU
     "ops": {
-        "attention_config",
         "custom_ops",
         "graph",
+        "kernel_config",
         "kernels",
         "option_checks",
         "refusal",
@@ -50,9 +51,9 @@ MAY_IMPORT = {  # package or module: the others that it may import
         "torch_compat",
     },
     "nn": {
-        "attention_config",
         "custom_ops",
         "graph",
+        "kernel_config",
         "ops",
         "option_checks",
         "refusal",
@@ -63,20 +64,19 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "cuda_graph": {"rng"},
     "rng": set(),
     "integrations": {
-        "attention_config",
         "cuda_graph",
         "custom_ops",
         "distributed",
         "graph",
+        "kernel_config",
         "nn",
         "ops",
         "refusal",
         "torch_compat",
     },
-    "distributed": {"attention_config", "graph", "nn", "ops", "option_checks", "torch_compat"},
+    "distributed": {"graph", "kernel_config", "nn", "ops", "option_checks", "torch_compat"},
     "export": {"custom_ops", "graph", "nn", "ops", "option_checks"},
     "app": {
-        "attention_config",
         "cuda_graph",
         "data",
         "distributed",
@@ -85,6 +85,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
         "extras",
         "graph",
         "integrations",
+        "kernel_config",
         "nn",
         "ops",
         "option_checks",
@@ -99,7 +100,10 @@ MAY_IMPORT = {  # package or module: the others that it may import
 }
 # package or module: the packages beyond the standard library that it may import at top level
 FOREIGN = {
-    **{part: set() for part in ("version", "attention_config", "extras", "option_checks")},
+    **{
+        part: set()
+        for part in ("version", "kernel_config", "attention_config", "extras", "option_checks")
+    },
     **{
         part: {"torch"}
         for part in ("torch_compat", "tested_versions", "custom_ops", "graph", "ops", "explanation")

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from anemoi_gt.version import __version__
 
 if TYPE_CHECKING:  # type checkers do not run `__getattr__`
-    from anemoi_gt.attention_config import AttentionConfig
+    from anemoi_gt.attention_config import AttentionConfig as AttentionConfig
     from anemoi_gt.explanation import explain, explain_attention
     from anemoi_gt.graph import GraphStructure
+    from anemoi_gt.kernel_config import KernelConfig
     from anemoi_gt.nn import (
         EncoderProcessorDecoder,
         GraphTransformerConv,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:  # type checkers do not run `__getattr__`
     from anemoi_gt.tested_versions import UntestedVersionsWarning
 
 __all__ = [
-    "AttentionConfig",
     "EncoderProcessorDecoder",
     "GraphStructure",
     "GraphTransformerConv",
@@ -29,6 +29,7 @@ __all__ = [
     "GraphTransformerProcessorBlock",
     "InteractionBlock",
     "InteractionConv",
+    "KernelConfig",
     "UntestedVersionsWarning",
     "__version__",
     "attention_weights",
@@ -40,7 +41,7 @@ __all__ = [
 
 
 _DEFINED_IN = {
-    "AttentionConfig": "attention_config",
+    "AttentionConfig": "attention_config",  # the name of KernelConfig before 0.5.0
     "EncoderProcessorDecoder": "nn",
     "GraphStructure": "graph",
     "GraphTransformerConv": "nn",
@@ -48,6 +49,7 @@ _DEFINED_IN = {
     "GraphTransformerProcessorBlock": "nn",
     "InteractionBlock": "nn",
     "InteractionConv": "nn",
+    "KernelConfig": "kernel_config",
     "UntestedVersionsWarning": "tested_versions",
     "attention_weights": "ops",
     "edge_attention": "ops",

@@ -9,7 +9,7 @@ from support.same_numbers import assert_same
 from support.weather import IN, KINDS, NODES, OUT, SAMPLES, weather_graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
+from anemoi_gt import EncoderProcessorDecoder, GraphStructure, KernelConfig
 from anemoi_gt.nn.block import GraphTransformerBaseBlock
 
 graph = pytest.fixture(weather_graph)
@@ -102,7 +102,7 @@ def test_options_of_a_block_reach_every_block(graph, x):
     same = {
         "mlp_implementation": "swiglu",
         "dropout": 0.25,
-        "config": AttentionConfig("torch", "bf16"),
+        "config": KernelConfig("torch", "bf16"),
     }
     model = make_model(graph, attn_channels=8, qk_norm=True, edge_pre_mlp=True, **same)
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.plain import why_not_plain_tensor
 from anemoi_gt.nn.sublayers import (
     AttentionParts,
@@ -61,7 +61,7 @@ class Computation(NamedTuple):
     keep_hidden: bool  # whether fused feed-forward sub-layers keep their hidden layer
 
     @classmethod
-    def of(cls, x: Tensor, config: AttentionConfig, *, keep_hidden: bool = True) -> "Computation":
+    def of(cls, x: Tensor, config: KernelConfig, *, keep_hidden: bool = True) -> "Computation":
         """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
         dtype = autocast_dtype(x)
         # an empty tensor: the choice depends on device and dtype
@@ -88,9 +88,7 @@ class FusedParts(NamedTuple):
         return cls(refusal, refusal, refusal)
 
     @classmethod
-    def of(
-        cls, block: Any, x: Tensor, cond: Tensor | None, config: AttentionConfig
-    ) -> "FusedParts":
+    def of(cls, block: Any, x: Tensor, cond: Tensor | None, config: KernelConfig) -> "FusedParts":
         """Decide for a block of this library, destinations like x, and any condition."""
         if is_exporting():
             return cls.by_modules(permanent("an exported program has no operators of this library"))
@@ -105,7 +103,7 @@ class FusedParts(NamedTuple):
         block: Any,
         x: Tensor,
         cond: Tensor | tuple | None,
-        config: AttentionConfig,
+        config: KernelConfig,
         computation: Computation,
         refused: tuple[Refusal | None, Refusal | None, Refusal | None] = (None, None, None),
     ) -> "FusedParts":

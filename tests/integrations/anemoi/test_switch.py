@@ -26,7 +26,7 @@ from support.nightly import nightly
 from support.same_numbers import assert_same_numbers
 from torch.testing._internal.two_tensor import TwoTensor
 
-from anemoi_gt import AttentionConfig
+from anemoi_gt import KernelConfig
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
@@ -118,7 +118,7 @@ def test_install_logs_one_line_with_the_active_settings(caplog):
     )
     with integration.install(precision="bf16") as inner:
         installed = integration.installed()
-        assert installed.config == AttentionConfig(precision="bf16")
+        assert installed.config == KernelConfig(precision="bf16")
         assert installed.fuse_edges
         assert installed.sharding
         assert (

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.integrations.anemoi import (
     assemble_output,
     blocks,
@@ -39,6 +38,7 @@ from anemoi_gt.integrations.anemoi.upstream import (
     resolve_upstream,
 )
 from anemoi_gt.integrations.anemoi.versions import NEWEST, OLDEST, unknown_body
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn import plain
 
 log = logging.getLogger(__name__)
@@ -186,11 +186,11 @@ def install(
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        As in `anemoi_gt.AttentionConfig`. Unsupported blocks fall back to Anemoi's own code with
+        As in `anemoi_gt.KernelConfig`. Unsupported blocks fall back to Anemoi's own code with
         `auto`, which logs the reason once, and raise with a named backend; both in eager and in
         compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
-        As in `anemoi_gt.AttentionConfig`; None follows autocast.
+        As in `anemoi_gt.KernelConfig`; None follows autocast.
     fuse_edges : bool
         Pass raw edge attributes to the attention, which then never materialises a tensor of edges
         x heads x channels. False embeds every edge as Anemoi does.
@@ -233,7 +233,7 @@ def install(
     code keeps the methods it was traced with. It is compiled again when called.
     """
     settings = _switch_on(
-        AttentionConfig(backend=backend, precision=precision),
+        KernelConfig(backend=backend, precision=precision),
         fuse_edges=fuse_edges,
         blocks=blocks,
         sharding=sharding,
@@ -352,7 +352,7 @@ def swap_layers(
     ImportError
         As for `install`.
     """
-    config = AttentionConfig(backend=backend, precision=precision)
+    config = KernelConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     count_blocks(model)
@@ -416,7 +416,7 @@ def _build_swapped(kind: Any, options: dict[str, Any]) -> nn.Module:
 
 
 def _switch_on(
-    config: AttentionConfig,
+    config: KernelConfig,
     *,
     fuse_edges: bool,
     blocks: bool | None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
-from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.kernel_config import KernelConfig
 
 MODES = "none", "full"
 
@@ -43,7 +43,7 @@ class Checkpointing:
 class Settings:
     """Settings of a block, as `install` describes them."""
 
-    config: AttentionConfig
+    config: KernelConfig
     fuse_edges: bool
     blocks: bool | None = None
     sharding: bool = False
