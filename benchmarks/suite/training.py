@@ -317,7 +317,7 @@ def anemoi(options: Namespace, folder: Path, *, installed: bool = False) -> Iter
     expected_loss, expected = gradients()
     name = "anemoi-models"
     if installed:
-        integration.install(blocks=True, sharding=False)  # to the end of this process
+        integration.install(fusion="sublayers", sharding=False)  # to the end of this process
         name += ", install"
     for compiled in options.compiled:
         for module in model.modules():

@@ -216,15 +216,15 @@ def test_a_graph_without_destinations_is_explained_by_the_kernels_that_have_prog
     assert "edge_attention_fwd" not in text
 
 
-@pytest.mark.parametrize("fuse_edges", [True, False])
-def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is, fuse_edges):
+@pytest.mark.parametrize(("fusion", "features"), [("auto", "raw"), ("none", "embedded")])
+def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is, fusion, features):
     graph = graph_of("O4", 1)
     model = build(graph, make_options())
-    with anemoi.install(fuse_edges=fuse_edges):
+    with anemoi.install(fusion=fusion):
         layers = explain(model, draw(graph)).layers
     assert len(layers) >= 3
     assert all("proc" in layer.name for layer in layers)
-    assert {layer.features for layer in layers} == {"raw" if fuse_edges else "embedded"}
+    assert {layer.features for layer in layers} == {features}
     assert all(layer.module.startswith("GraphTransformer") for layer in layers)
 
 
@@ -233,9 +233,9 @@ def test_a_fused_attention_of_anemoi_is_listed_with_all_kernels_of_the_sublayer(
     anemoi_as_it_is, kind
 ):
     block = make_block(kind)
-    with anemoi.install(backend="triton", blocks=False):
+    with anemoi.install(backend="triton", fusion="attention"):
         (attention,) = explain(block, *block_inputs(kind)).layers
-    with anemoi.install(backend="triton", blocks=True):
+    with anemoi.install(backend="triton", fusion="sublayers"):
         whole, network = explain(block, *block_inputs(kind)).layers
     assert network.passes[0].operator == "anemoi_gt::network_triton"
     name = "anemoi_gt::attention_sublayer_triton"

@@ -58,7 +58,7 @@ def installed(block):
     """Anemoi's own block under `install`, whose classes it changes while it computes."""
 
     def call(*arguments):
-        with integration.install("triton", blocks=True):
+        with integration.install("triton", fusion="sublayers"):
             return call_anemoi(block, *arguments)
 
     return block, call
