@@ -179,10 +179,12 @@ def public():
         anemoi_gt.app.training,
         anemoi_gt.export,
         anemoi,
+        pyg,
     )
     names = {f"anemoi_gt.{name}" for name in anemoi_gt.__all__ if not name.startswith("__")}
     names |= {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
-    names -= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.__all__}
+    for package in (anemoi_gt.nn, anemoi):  # described by their shorter names
+        names -= {f"{package.__name__}.{name}" for name in anemoi_gt.__all__}
     folders = (anemoi_gt.data, anemoi_gt.app.datasets)
     parts = [
         f"{folder.__name__}.{part.name}"
@@ -190,9 +192,7 @@ def public():
         for part in iter_modules(folder.__path__)
     ]
     modules = [importlib.import_module(name) for name in parts]
-    names |= {
-        f"{module.__name__}.{name}" for module in (*modules, pyg) for name in definitions(module)
-    }
+    names |= {f"{module.__name__}.{name}" for module in modules for name in definitions(module)}
     return sorted(names)
 
 

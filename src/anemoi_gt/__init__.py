@@ -9,6 +9,8 @@ if TYPE_CHECKING:  # type checkers do not run `__getattr__`
     from anemoi_gt.attention_config import AttentionConfig as AttentionConfig
     from anemoi_gt.explanation import explain, explain_attention
     from anemoi_gt.graph import GraphStructure
+    from anemoi_gt.integrations.anemoi import install, installed, uninstall
+    from anemoi_gt.integrations.swap import swap_layers
     from anemoi_gt.kernel_config import KernelConfig
     from anemoi_gt.nn import (
         EncoderProcessorDecoder,
@@ -36,7 +38,11 @@ __all__ = [
     "edge_attention",
     "explain",
     "explain_attention",
+    "install",
+    "installed",
     "merge",
+    "swap_layers",
+    "uninstall",
 ]
 
 
@@ -55,7 +61,11 @@ _DEFINED_IN = {
     "edge_attention": "ops",
     "explain": "explanation",
     "explain_attention": "explanation",
+    "install": "integrations.anemoi",
+    "installed": "integrations.anemoi",
     "merge": "ops",
+    "swap_layers": "integrations.swap",
+    "uninstall": "integrations.anemoi",
 }
 
 

@@ -23,6 +23,8 @@ from anemoi_gt.nn.plain import (
 )
 from anemoi_gt.refusal import Refusal, RefusalKind, permanent
 
+__all__ = ["GraphData", "swap_back", "swap_layers"]
+
 log = logging.getLogger(__name__)
 
 KINDS = (TransformerConv, GraphTransformerConv)
@@ -85,17 +87,32 @@ def swap_layers(
       (second): GraphTransformerConv(8, 2, heads=1)
     )
     """
+    prepare_swap(model, backend, precision, stable_sort=stable_sort, subclasses=subclasses)()
+    return model
+
+
+def prepare_swap(
+    model: nn.Module,
+    backend: str = "auto",
+    precision: str | None = None,
+    *,
+    stable_sort: bool = True,
+    subclasses: Sequence[type[TransformerConv]] = (),
+) -> Callable[[], None]:
+    """Return a function that swaps the layers; what `swap_layers` refuses is refused here."""
     config = KernelConfig(backend=backend, precision=precision, stable_sort=stable_sort)
     subclasses = _checked_subclasses(subclasses)
     layers = _layers_of(model, "a TransformerConv of PyG", lambda layer: isinstance(layer, KINDS))
     upstream = {id(layer): layer for layer in layers if isinstance(layer, TransformerConv)}
-    # before the model changes
     ours = {key: _replacement(layer, config, subclasses) for key, layer in upstream.items()}
-    _replace(model, ours)
-    for layer in layers:
-        if isinstance(layer, GraphTransformerConv):
-            layer.config = config
-    return model
+
+    def swap() -> None:
+        _replace(model, ours)
+        for layer in layers:
+            if isinstance(layer, GraphTransformerConv):
+                layer.config = config
+
+    return swap
 
 
 def swap_back(model: nn.Module) -> nn.Module:

@@ -371,19 +371,31 @@ def swap_layers(
     return model
 
 
+def has_blocks(model: nn.Module) -> bool:
+    """Return whether a model has a block of a graph transformer, graph network or transformer."""
+    paths = (
+        BLOCK,
+        GRAPH_NETWORK_BLOCK,
+        GRAPH_NETWORK_MAPPER_BLOCK,
+        TRANSFORMER_BLOCK,
+        TRANSFORMER_MAPPER_BLOCK,
+    )
+    kinds = tuple(find(*path) for path in paths)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def count_blocks(model: nn.Module) -> tuple[int, int]:
     """Return the number of graph-transformer and of graph-network blocks of a model.
 
     Raise ValueError if there is none, and no block of a transformer.
     """
-    kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
-    numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
-    others = find(*TRANSFORMER_BLOCK), find(*TRANSFORMER_MAPPER_BLOCK)
-    if not any(numbers) and not any(isinstance(module, others) for module in model.modules()):
+    if not has_blocks(model):
         raise ValueError(
             "model must have a block of Anemoi's graph transformers, graph networks or "
             f"transformers, got {type(model).__name__} without one"
         )
+    kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
+    numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
     return numbers[0], numbers[1]
 
 
