@@ -70,6 +70,12 @@ def test_code_runs_from_top_to_bottom(page, tmp_path, monkeypatch, anemoi_as_it_
             namespace |= test.globs
 
 
+@pages_with("python", "pycon")
+def test_code_does_not_hide_the_package_anemoi_of_ecmwf(page):
+    for _, code in BLOCK.findall(page.read_text()):
+        assert not re.search(r"import anemoi$|as anemoi$", code, re.MULTILINE)
+
+
 @pages_with("yaml")
 def test_yaml_composes_as_the_config_of_an_application(page, tmp_path):
     for text in blocks(page, "yaml"):
@@ -320,7 +326,7 @@ def test_readme_starts_with_the_two_commands_and_the_limitations():
         "pip install",
         "make demo",
         "make test",
-        "anemoi.install()",
+        "anemoi_gt.install()",
         "swap_layers(model)",
         "Not yet measured",
     ):
