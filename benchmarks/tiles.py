@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # to try the script; must be set before importing triton
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 from anemoi_gt.ops.triton_backend import attention_steps
 from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
 from anemoi_gt.ops.triton_backend.sizes import Sizes
@@ -67,7 +67,7 @@ class Case:
 
     def attention(self, operands: Operands):
         """Bind the attention to operands."""
-        o, config = operands, AttentionConfig(backend="triton")
+        o, config = operands, KernelConfig(backend="triton")
         edges = (o.edge_attr, o.edge_weight, o.edge_bias)
         return lambda: edge_attention(o.query, o.key, o.value, self.graph, *edges, config=config)[0]
 

@@ -21,7 +21,7 @@ from suite.environment import describe
 from suite.timing import CLOCKS, measure
 from torch import Tensor
 
-from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt import GraphStructure, KernelConfig
 from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.nn import GraphTransformerProcessorBlock
 from anemoi_gt.nn.fused_block import FusedParts
@@ -74,7 +74,7 @@ def measured(channels: int, refinement: int, device: str) -> dict[str, dict[str,
         out_channels=channels,
         num_heads=HEADS,
         edge_dim=EDGE_DIM,
-        config=AttentionConfig("triton"),
+        config=KernelConfig("triton"),
     ).to(device)
     x = torch.randn(num_nodes, channels, device=device, requires_grad=True)
     edge_attr = torch.randn(graph.num_edges, EDGE_DIM, device=device)

@@ -70,6 +70,12 @@ def test_code_runs_from_top_to_bottom(page, tmp_path, monkeypatch, anemoi_as_it_
             namespace |= test.globs
 
 
+@pages_with("python", "pycon")
+def test_code_does_not_hide_the_package_anemoi_of_ecmwf(page):
+    for _, code in BLOCK.findall(page.read_text()):
+        assert not re.search(r"import anemoi$|as anemoi$", code, re.MULTILINE)
+
+
 @pages_with("yaml")
 def test_yaml_composes_as_the_config_of_an_application(page, tmp_path):
     for text in blocks(page, "yaml"):
@@ -179,10 +185,12 @@ def public():
         anemoi_gt.app.training,
         anemoi_gt.export,
         anemoi,
+        pyg,
     )
     names = {f"anemoi_gt.{name}" for name in anemoi_gt.__all__ if not name.startswith("__")}
     names |= {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
-    names -= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.__all__}
+    for package in (anemoi_gt.nn, anemoi):  # described by their shorter names
+        names -= {f"{package.__name__}.{name}" for name in anemoi_gt.__all__}
     folders = (anemoi_gt.data, anemoi_gt.app.datasets)
     parts = [
         f"{folder.__name__}.{part.name}"
@@ -190,9 +198,7 @@ def public():
         for part in iter_modules(folder.__path__)
     ]
     modules = [importlib.import_module(name) for name in parts]
-    names |= {
-        f"{module.__name__}.{name}" for module in (*modules, pyg) for name in definitions(module)
-    }
+    names |= {f"{module.__name__}.{name}" for module in modules for name in definitions(module)}
     return sorted(names)
 
 
@@ -320,7 +326,7 @@ def test_readme_starts_with_the_two_commands_and_the_limitations():
         "pip install",
         "make demo",
         "make test",
-        "anemoi.install()",
+        "anemoi_gt.install()",
         "swap_layers(model)",
         "Not yet measured",
     ):

@@ -26,7 +26,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
         part: set()
         for part in (
             "version",
-            "attention_config",
+            "kernel_config",
             "extras",
             "refusal",
             "torch_compat",
@@ -39,7 +39,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "option_checks": set(),
     "graph": {"torch_compat", "kernels", "custom_ops"},  # grouping edges on a GPU
     "ops": {
-        "attention_config",
+        "kernel_config",
         "custom_ops",
         "graph",
         "kernels",
@@ -50,7 +50,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
         "torch_compat",
     },
     "nn": {
-        "attention_config",
+        "kernel_config",
         "custom_ops",
         "graph",
         "ops",
@@ -62,7 +62,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "data": {"extras", "option_checks"},
     "replay": set(),
     "integrations": {
-        "attention_config",
+        "kernel_config",
         "custom_ops",
         "distributed",
         "graph",
@@ -72,10 +72,10 @@ MAY_IMPORT = {  # package or module: the others that it may import
         "replay",
         "torch_compat",
     },
-    "distributed": {"attention_config", "graph", "nn", "ops", "option_checks", "torch_compat"},
+    "distributed": {"kernel_config", "graph", "nn", "ops", "option_checks", "torch_compat"},
     "export": {"custom_ops", "graph", "nn", "ops", "option_checks"},
     "app": {
-        "attention_config",
+        "kernel_config",
         "data",
         "distributed",
         "explanation",
@@ -97,7 +97,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
 }
 # package or module: the packages beyond the standard library that it may import at top level
 FOREIGN = {
-    **{part: set() for part in ("version", "attention_config", "extras", "option_checks")},
+    **{part: set() for part in ("version", "kernel_config", "extras", "option_checks")},
     **{
         part: {"torch"}
         for part in ("torch_compat", "tested_versions", "custom_ops", "graph", "ops", "explanation")

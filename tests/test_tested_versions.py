@@ -10,8 +10,8 @@ import torch
 from test_house import run_without
 
 from anemoi_gt import (
-    AttentionConfig,
     GraphStructure,
+    KernelConfig,
     UntestedVersionsWarning,
     edge_attention,
     tested_versions,
@@ -35,7 +35,7 @@ def untested(monkeypatch):
 
 def attend(backend="torch"):
     rows = torch.ones(2, 1, 16)
-    return edge_attention(rows, rows, rows, GRAPH, config=AttentionConfig(backend=backend))[0]
+    return edge_attention(rows, rows, rows, GRAPH, config=KernelConfig(backend=backend))[0]
 
 
 def warned(call):

@@ -60,7 +60,7 @@ def tracer(**wrong):
         (lambda x=x: attend(scale=x), f"scale must be finite, or None for 1 / sqrt.*, got {x}")
         for x in (math.nan, math.inf)
     ),
-    *options(attend, "be an AttentionConfig", config=None),
+    *options(attend, "be a KernelConfig", config=None),
     *options(partial(attention_weights, QUERY, KEY, GRAPH), "be a", config="torch", scale="1"),
     (lambda: merge(QUERY, None, QUERY, LSE), "lse1 must be a tensor, got NoneType"),
     (lambda: merge(QUERY.int(), LSE, QUERY, LSE), "out1 must be floating point, got torch.int32"),

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 from gpu_checks import DEVICE
 
-TRITON = AttentionConfig(backend="triton")
+TRITON = KernelConfig(backend="triton")
 NAMES = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 
 

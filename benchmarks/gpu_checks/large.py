@@ -6,12 +6,12 @@ import torch
 from support.accuracy import assert_within
 from support.oracle import Problem, magnitude, oracle, plain
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 from anemoi_gt.nn import AutocastLayerNorm
 from anemoi_gt.nn.norm import OVERFLOW_NUMEL, apply_norm
 from gpu_checks import DEVICE
 
-TRITON = AttentionConfig(backend="triton")
+TRITON = KernelConfig(backend="triton")
 LIMIT = 2**31
 SHAPE = (16, 64, 11) if DEVICE.type == "cuda" else (1, 16, 3)  # heads, channels, edge_dim
 EDGES = (("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data"))

@@ -9,7 +9,7 @@ from support.weather import weather_graph
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 from gpu_checks import DEVICE
 
 FIELDS = 20  # in and out of the data grid
@@ -49,7 +49,7 @@ class Training:
         nodes = {"data": size.data, "hidden": size.hidden}
         graph = weather_graph(nodes, {(src, "to", dst): size.edges for src, dst in kinds})
         sizes = {"channels": size.channels, "heads": size.heads, "num_layers": size.layers}
-        config = AttentionConfig(backend="triton" if DEVICE.type == "cuda" else "torch")
+        config = KernelConfig(backend="triton" if DEVICE.type == "cuda" else "torch")
         self.model = EncoderProcessorDecoder(
             graph, FIELDS, FIELDS, config=config, **sizes, **options
         ).to(DEVICE)

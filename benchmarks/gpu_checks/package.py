@@ -10,7 +10,7 @@ from support.graphs import GRAPHS
 from support.run import structure
 from torch.export import Dim
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerConv
+from anemoi_gt import EncoderProcessorDecoder, GraphTransformerConv, KernelConfig
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.export import Autocast, TensorGraphLayer, export_model, export_program, write_package
@@ -44,7 +44,7 @@ def _errors_of_model(dtype: torch.dtype) -> dict[int, float]:
     """Return the relative error of the package of a model, by batch size."""
     torch.manual_seed(0)
     graph = icosphere_graph(grid("O32"), refinement=3)
-    config = AttentionConfig(backend="triton")
+    config = KernelConfig(backend="triton")
     model = EncoderProcessorDecoder(
         graph, FIELDS, FIELDS, channels=256, heads=8, num_layers=2, config=config
     )
@@ -72,7 +72,7 @@ def _errors_of_model(dtype: torch.dtype) -> dict[int, float]:
 def layers() -> str:
     """Check a layer with dynamic batch, nodes and edges on graphs of other sizes."""
     conv = GraphTransformerConv(
-        (4, 5), CHANNELS, HEADS, edge_dim=EDGE_DIM, config=AttentionConfig(backend="triton")
+        (4, 5), CHANNELS, HEADS, edge_dim=EDGE_DIM, config=KernelConfig(backend="triton")
     )
     layer = TensorGraphLayer(conv).to(DEVICE).eval()
     batch, sources, nodes, edges = (

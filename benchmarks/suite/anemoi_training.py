@@ -93,7 +93,7 @@ class Variant(NamedTuple):
     """A form of a training step."""
 
     installed: bool
-    fused_blocks: bool | None = None  # the option `blocks` of install
+    fusion: str = "auto"  # as for install
     compiled: frozenset[str] = frozenset()  # classes whose modules are compiled, one by one
     recompute: bool = True  # activation checkpointing as in the YAML
     keep_hidden: bool = True  # as for install
@@ -105,7 +105,7 @@ def make_variants() -> dict[str, Variant]:
     bases = {
         "untouched": Variant(installed=False),
         "install": Variant(installed=True),
-        "install, attention alone": Variant(installed=True, fused_blocks=False),
+        "install, attention alone": Variant(installed=True, fusion="attention"),
     }
     forms = {"": frozenset(), ", blocks compiled": BLOCKS, ", compiled whole": WHOLE}
     recomputations = {  # recompute, keep_hidden
@@ -274,9 +274,7 @@ class Training:
                 checkpointed.append(module)
         installed = nullcontext()
         if variant.installed:
-            installed = integration.install(
-                blocks=variant.fused_blocks, keep_hidden=variant.keep_hidden
-            )
+            installed = integration.install(fusion=variant.fusion, keep_hidden=variant.keep_hidden)
         torch._dynamo.reset()
         self.restart()
         self.captured = variant.captured

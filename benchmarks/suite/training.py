@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
+from anemoi_gt import EncoderProcessorDecoder, GraphStructure, KernelConfig
 from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.memory_estimate import estimate_memory
@@ -317,7 +317,7 @@ def anemoi(options: Namespace, folder: Path, *, installed: bool = False) -> Iter
     expected_loss, expected = gradients()
     name = "anemoi-models"
     if installed:
-        integration.install(blocks=True, sharding=False)  # to the end of this process
+        integration.install(fusion="sublayers", sharding=False)  # to the end of this process
         name += ", install"
     for compiled in options.compiled:
         for module in model.modules():
@@ -406,7 +406,7 @@ def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
         backend: str, precision: str, chunks: int, *, compiled: bool = False
     ) -> dict[str, Tensor]:
         for block in blocks:
-            block.config = AttentionConfig(backend=backend)
+            block.config = KernelConfig(backend=backend)
         model.zero_grad()
         with computing(model, chunks, compiled=compiled), autocast(precision, options.device):
             loss = (model(batch.inputs) - batch.target).square().mean()

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 from anemoi_gt.version import __version__
 
 if TYPE_CHECKING:  # type checkers do not run `__getattr__`
-    from anemoi_gt.attention_config import AttentionConfig
+    from anemoi_gt.attention_config import AttentionConfig as AttentionConfig
     from anemoi_gt.explanation import explain, explain_attention
     from anemoi_gt.graph import GraphStructure
+    from anemoi_gt.integrations.anemoi import install, installed, uninstall
+    from anemoi_gt.integrations.swap import swap_layers
+    from anemoi_gt.kernel_config import KernelConfig
     from anemoi_gt.nn import (
         EncoderProcessorDecoder,
         GraphTransformerConv,
@@ -21,7 +24,6 @@ if TYPE_CHECKING:  # type checkers do not run `__getattr__`
     from anemoi_gt.tested_versions import UntestedVersionsWarning
 
 __all__ = [
-    "AttentionConfig",
     "EncoderProcessorDecoder",
     "GraphStructure",
     "GraphTransformerConv",
@@ -29,18 +31,23 @@ __all__ = [
     "GraphTransformerProcessorBlock",
     "InteractionBlock",
     "InteractionConv",
+    "KernelConfig",
     "UntestedVersionsWarning",
     "__version__",
     "attention_weights",
     "edge_attention",
     "explain",
     "explain_attention",
+    "install",
+    "installed",
     "merge",
+    "swap_layers",
+    "uninstall",
 ]
 
 
 _DEFINED_IN = {
-    "AttentionConfig": "attention_config",
+    "AttentionConfig": "attention_config",  # the name of KernelConfig before 0.5.0
     "EncoderProcessorDecoder": "nn",
     "GraphStructure": "graph",
     "GraphTransformerConv": "nn",
@@ -48,12 +55,17 @@ _DEFINED_IN = {
     "GraphTransformerProcessorBlock": "nn",
     "InteractionBlock": "nn",
     "InteractionConv": "nn",
+    "KernelConfig": "kernel_config",
     "UntestedVersionsWarning": "tested_versions",
     "attention_weights": "ops",
     "edge_attention": "ops",
     "explain": "explanation",
     "explain_attention": "explanation",
+    "install": "integrations.anemoi",
+    "installed": "integrations.anemoi",
     "merge": "ops",
+    "swap_layers": "integrations.swap",
+    "uninstall": "integrations.anemoi",
 }
 
 

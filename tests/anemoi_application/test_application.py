@@ -311,7 +311,7 @@ def test_a_training_of_a_graph_network_says_how_its_blocks_are_computed(train):
 
 def test_every_option_of_install_and_the_runner_to_wrap_are_keys_of_the_runner(forecast):
     theirs, _ = forecast("untouched")
-    options = "runner=forecaster,backend=torch,precision=fp32,fuse_edges=false,blocks=false"
+    options = "runner=forecaster,backend=torch,precision=fp32,fusion=none"
     options += ",sharding=false,activation_checkpointing=none,keep_hidden=false"
     keys = [f"runner.anemoi-gt.{option}" for option in options.split(",")]
     ours, log = forecast("untouched", *keys)

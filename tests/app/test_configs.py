@@ -12,14 +12,14 @@ from support.own_data import weather_file
 from support.pages import ROOT, blocks
 from support.weather import hourly_field
 
-from anemoi_gt import AttentionConfig
+from anemoi_gt import KernelConfig
 from anemoi_gt.app.command_line import GROUPS, OPTIONS, meanings
 from anemoi_gt.app.datasets import era5_uk
 from anemoi_gt.app.datasets.readers import READERS
 from anemoi_gt.app.datasets.xarray_reader import read_dataset
 from anemoi_gt.app.hydra_app import build
-from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data.grids import regional
+from anemoi_gt.kernel_config import BACKENDS, PRECISIONS
 from anemoi_gt.nn import GraphTransformerBaseBlock
 
 CONFIGS = files("anemoi_gt.configs")
@@ -91,7 +91,7 @@ def test_every_config_builds_its_object(option, monkeypatch):
     needed = [*needed, *SMALL_MODEL] if "o1280" in option else needed
     config = composed(*needed, option, *COARSE.get(option, []))
     if option == "attention/backend=triton":
-        assert instantiate(config.attention) == AttentionConfig(backend="triton")
+        assert instantiate(config.attention) == KernelConfig(backend="triton")
         return
     splits, model, _ = build(config)
     sample = splits.train[0]
@@ -101,14 +101,14 @@ def test_every_config_builds_its_object(option, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("", AttentionConfig()),
-        ("attention/precision='null'", AttentionConfig()),
-        ("attention.precision=null", AttentionConfig()),
-        ("attention/backend=triton", AttentionConfig("triton")),
-        ("attention.backend=triton", AttentionConfig("triton")),
-        ("attention/backend=torch attention/precision=bf16", AttentionConfig("torch", "bf16")),
-        ("attention.precision=fp16", AttentionConfig(precision="fp16")),
-        ("attention.stable_sort=false", AttentionConfig(stable_sort=False)),
+        ("", KernelConfig()),
+        ("attention/precision='null'", KernelConfig()),
+        ("attention.precision=null", KernelConfig()),
+        ("attention/backend=triton", KernelConfig("triton")),
+        ("attention.backend=triton", KernelConfig("triton")),
+        ("attention/backend=torch attention/precision=bf16", KernelConfig("torch", "bf16")),
+        ("attention.precision=fp16", KernelConfig(precision="fp16")),
+        ("attention.stable_sort=false", KernelConfig(stable_sort=False)),
     ],
 )
 def test_attention_is_chosen_by_group_or_by_value(overrides, expected):
@@ -182,7 +182,7 @@ def test_the_attention_config_reaches_every_layer():
     ).model
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
     assert len(blocks) > 2
-    assert {block.config for block in blocks} == {AttentionConfig("torch", "bf16")}
+    assert {block.config for block in blocks} == {KernelConfig("torch", "bf16")}
 
 
 def test_the_seed_draws_the_weights():
@@ -211,7 +211,7 @@ def test_a_foreign_application_uses_the_groups(tmp_path):
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         config = compose("config", ["attention/backend=torch", "graph.refinement=1"])
     attention = instantiate(config.attention)
-    assert attention == AttentionConfig(backend="torch")
+    assert attention == KernelConfig(backend="torch")
     assert config.learning == "fast"
     assert set(config) == {"attention", "networks", "graph", "learning"}
     nodes = regional(np.arange(-80.0, 90, 20), np.arange(0.0, 360, 20))

@@ -116,4 +116,4 @@ def test_another_application_finds_the_configs_of_the_installed_package(
     home = source / "src" if mode == "editable" else tmp_path / "environment"
     assert Path(lines[0]).is_relative_to(home)
     assert lines[1:5] == ["torch bf16", "(3, 8) True", "(1, 6114, 2)", "LICENSE NOTICE"]
-    assert any("AttentionConfig" in line for line in lines[5:])  # the application's own config
+    assert any("KernelConfig" in line for line in lines[5:])  # the application's own config

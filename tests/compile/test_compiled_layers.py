@@ -22,7 +22,7 @@ from support.nightly import nightly
 from support.weather import IN, NODES, OUT, SAMPLES, weather_graph
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 
 pytestmark = pytest.mark.compiled
 
@@ -33,7 +33,7 @@ def compile_layer(layer, backend="aot_eager"):
 
 
 def make_model(**options):
-    sizes = {"channels": 8, "heads": 2, "num_layers": 1, "config": AttentionConfig(backend="torch")}
+    sizes = {"channels": 8, "heads": 2, "num_layers": 1, "config": KernelConfig(backend="torch")}
     return EncoderProcessorDecoder(weather_graph(), IN, OUT, residual={0: 1}, **sizes, **options)
 
 
@@ -54,7 +54,7 @@ def test_a_layer_trains_in_one_graph_with_kernels(kernel_device):
     assert_trains(make_layer("processor_block", "triton", kernel_device), sample)
 
 
-CONFIGS = [AttentionConfig(), AttentionConfig(precision="bf16"), AttentionConfig("torch", "fp16")]
+CONFIGS = [KernelConfig(), KernelConfig(precision="bf16"), KernelConfig("torch", "fp16")]
 
 
 @pytest.mark.parametrize(

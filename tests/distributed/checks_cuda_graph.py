@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from support.capturing import capture_in_place, without_inductor
 
-from anemoi_gt import AttentionConfig
+from anemoi_gt import KernelConfig
 from anemoi_gt.app.training.capture_choice import (
     messages_unsupported_reason,
     replays_steps,
@@ -41,7 +41,7 @@ def trained(
     `captured` None takes the default of the configuration.
     """
     on_gpu = device_type() == "cuda"
-    attention = AttentionConfig(backend="triton" if on_gpu else "torch")
+    attention = KernelConfig(backend="triton" if on_gpu else "torch")
     cuda_graph = None if captured is None else captured and on_gpu
     options = {"compile": compiled, "cuda_graph": cuda_graph, "precision": precision}
     # Matrix products in 16 bits are slow on a CPU, which therefore gets narrow layers.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.plans import new_plans
 from torch import nn
 
-from anemoi_gt import AttentionConfig, InteractionBlock, InteractionConv
+from anemoi_gt import InteractionBlock, InteractionConv, KernelConfig
 from anemoi_gt.distributed import reduce_gradients, shard_graph, shard_module
 from anemoi_gt.nn import StaticEdges
 from distributed.checks_module import close_gradients
@@ -38,7 +38,7 @@ def compare(verdict, group, name, backend="torch", dtype=torch.float64, batch=()
     """Compare the results of a rank with one device."""
     torch.manual_seed(7)
     edge_index, (num_src, num_dst) = GRAPHS[name]
-    block = InteractionBlock(FEATURES, EDGE_DIM, config=AttentionConfig(backend)).to(dtype)
+    block = InteractionBlock(FEATURES, EDGE_DIM, config=KernelConfig(backend)).to(dtype)
     inputs = {
         "x_src": torch.randn(*batch, num_src, FEATURES, dtype=dtype),
         "edge_attr": torch.randn(edge_index.shape[1], EDGE_DIM, dtype=dtype),
@@ -86,7 +86,7 @@ class Net(nn.Module):
         self.nodes = nn.Embedding(len(mesh), FEATURES)
         self.edges = StaticEdges(edge_index, attributes, sizes, trainable=2)
         self.embed = nn.Linear(4, EDGE_DIM)
-        config = AttentionConfig("torch")
+        config = KernelConfig("torch")
         self.blocks = nn.ModuleList(
             [InteractionBlock(FEATURES, EDGE_DIM, config=config) for _ in range(2)]
         )
@@ -131,7 +131,7 @@ class OwnConv(InteractionConv):
 def options_of_a_users_layer_that_differ_between_ranks_are_named(group, verdict):
     torch.manual_seed(0)
     conv = OwnConv(FEATURES, EDGE_DIM)
-    conv.config = AttentionConfig(("torch", "auto")[dist.get_rank(group)])
+    conv.config = KernelConfig(("torch", "auto")[dist.get_rank(group)])
     graphs = {("mesh", "mesh"): structure("symmetric")}
     shard = partial(shard_module, conv, graphs, mesh_of_group(group))
     verdict.raises(ValueError, "config must be the same on all ranks", shard)

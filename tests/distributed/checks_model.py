@@ -9,7 +9,7 @@ from support.weather import KINDS, weather_graph
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.memory_estimate import STATE, estimate_memory
 from anemoi_gt.distributed import reduce_gradients, sum_loss
@@ -258,7 +258,7 @@ def models_that_cannot_be_sharded_are_refused(group, verdict):
 
 @on_all_ranks
 def layer_options_that_differ_between_ranks_are_refused(group, verdict):
-    config = AttentionConfig(backend="torch", precision="bf16")
+    config = KernelConfig(backend="torch", precision="bf16")
     changes = {
         "num_heads": {"heads": 2},
         "dropout": {"dropout": 0.5},

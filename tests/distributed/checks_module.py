@@ -11,7 +11,7 @@ from support.operators import Operators
 from support.plans import new_plans
 from torch import nn
 
-from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt import GraphStructure, KernelConfig
 from anemoi_gt.distributed import reduce_gradients, shard_graph, shard_module
 from anemoi_gt.nn import (
     ConditionalLayerNorm,
@@ -188,7 +188,7 @@ def graphs_and_tables_that_do_not_fit_the_module_are_refused(group, verdict):
 def fused_blocks_on_a_shard_match_the_whole_graph(group, verdict):
     torch.manual_seed(0)
     sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
-    config = AttentionConfig("triton")
+    config = KernelConfig("triton")
     blocks = [
         Processor(**sizes, config=config),
         GraphTransformerMapperBlock(**sizes, config=config),
@@ -319,7 +319,7 @@ def options_of_any_layer_that_differ_between_ranks_are_named(group, verdict):
         "dropout": (0.0, 0.5),
         "beta": (False, True),
         "concat": (True, False),
-        "config": (CONFIG, AttentionConfig("torch", precision="bf16")),
+        "config": (CONFIG, KernelConfig("torch", precision="bf16")),
     }
     for name, values in options.items():
         sizes = {"out_channels": 8}

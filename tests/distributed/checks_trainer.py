@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.train_command import resumes_on_ranks
 from anemoi_gt.app.training import Trainer, TrainingConfig
@@ -72,7 +72,7 @@ def make_parts(folder, model_options=None, **numbers):
     train = splits.train
     graph = icosphere_graph(train.nodes, refinement=1)
     torch.manual_seed(0)
-    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": AttentionConfig("torch")}
+    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": KernelConfig("torch")}
     options |= model_options or {}
     model = EncoderProcessorDecoder(graph, train.in_channels, train.out_channels, **options)
     config = TrainingConfig(**defaults | numbers)

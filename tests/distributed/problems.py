@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 from anemoi_gt.distributed import shard_graph
 
 HEADS = 5
 CHANNELS = 4
 WIDTH = 6
 EDGE_DIM = 3
-CONFIG = AttentionConfig(backend="torch")
+CONFIG = KernelConfig(backend="torch")
 
 
 def on_cpu(seed):

@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 
 from anemoi_gt import (
-    AttentionConfig,
     EncoderProcessorDecoder,
     GraphStructure,
     GraphTransformerConv,
     InteractionBlock,
+    KernelConfig,
 )
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
@@ -26,7 +26,7 @@ from anemoi_gt.explanation import explain, explain_attention
 from anemoi_gt.integrations import anemoi
 from anemoi_gt.ops import backends
 
-TRITON = AttentionConfig(backend="triton")
+TRITON = KernelConfig(backend="triton")
 EDGES = torch.tensor([[0, 1, 1, 2], [0, 0, 1, 2]])
 TORCH_PASSES = ["anemoi_gt::edge_attention_torch", "anemoi_gt::edge_attention_torch_backward"]
 
@@ -79,7 +79,7 @@ def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
     assert reason.startswith("its kernels run on a GPU, got tensors on cpu")
     able = backends.BACKENDS["triton"]._replace(why_not=lambda query: None)
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
-    conv.config = AttentionConfig(backend="torch")
+    conv.config = KernelConfig(backend="torch")
     assert explain(conv, *inputs).layers[0].rejected == {
         "triton": "supported; the config names 'torch'"
     }
@@ -216,15 +216,15 @@ def test_a_graph_without_destinations_is_explained_by_the_kernels_that_have_prog
     assert "edge_attention_fwd" not in text
 
 
-@pytest.mark.parametrize("fuse_edges", [True, False])
-def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is, fuse_edges):
+@pytest.mark.parametrize(("fusion", "features"), [("auto", "raw"), ("none", "embedded")])
+def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is, fusion, features):
     graph = graph_of("O4", 1)
     model = build(graph, make_options())
-    with anemoi.install(fuse_edges=fuse_edges):
+    with anemoi.install(fusion=fusion):
         layers = explain(model, draw(graph)).layers
     assert len(layers) >= 3
     assert all("proc" in layer.name for layer in layers)
-    assert {layer.features for layer in layers} == {"raw" if fuse_edges else "embedded"}
+    assert {layer.features for layer in layers} == {features}
     assert all(layer.module.startswith("GraphTransformer") for layer in layers)
 
 
@@ -233,9 +233,9 @@ def test_a_fused_attention_of_anemoi_is_listed_with_all_kernels_of_the_sublayer(
     anemoi_as_it_is, kind
 ):
     block = make_block(kind)
-    with anemoi.install(backend="triton", blocks=False):
+    with anemoi.install(backend="triton", fusion="attention"):
         (attention,) = explain(block, *block_inputs(kind)).layers
-    with anemoi.install(backend="triton", blocks=True):
+    with anemoi.install(backend="triton", fusion="sublayers"):
         whole, network = explain(block, *block_inputs(kind)).layers
     assert network.passes[0].operator == "anemoi_gt::network_triton"
     name = "anemoi_gt::attention_sublayer_triton"
@@ -248,7 +248,7 @@ def test_a_fused_attention_of_anemoi_is_listed_with_all_kernels_of_the_sublayer(
 
 
 def test_a_graph_network_is_listed_with_the_kernels_of_its_operators():
-    block = InteractionBlock(8, edge_dim=6, config=AttentionConfig("triton"))
+    block = InteractionBlock(8, edge_dim=6, config=KernelConfig("triton"))
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
     explanation = explain(block, torch.randn(2, 8), graph, torch.randn(3, 6))
     edges, nodes = explanation.layers

@@ -5,9 +5,9 @@ import torch
 from support.differentiate import randomise
 from support.weather import IN, KINDS, NODES, OUT, weather_graph
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 
-SMALL = {"channels": 16, "heads": 2, "num_layers": 1, "config": AttentionConfig(backend="torch")}
+SMALL = {"channels": 16, "heads": 2, "num_layers": 1, "config": KernelConfig(backend="torch")}
 OTHER = {"data": 17, "hidden": 23}, {kind: edges // 2 + 9 for kind, edges in KINDS.items()}
 
 

@@ -12,7 +12,7 @@ from support.refusals import raises
 from support.run import structure
 from torch.export import Dim
 
-from anemoi_gt import AttentionConfig, GraphTransformerConv
+from anemoi_gt import GraphTransformerConv, KernelConfig
 from anemoi_gt.export import TensorGraphLayer, export_program, verify_package, write_package
 from anemoi_gt.export import package as packages
 from anemoi_gt.export.package import check_compiler, check_toolkit
@@ -48,7 +48,7 @@ def problem(name, batch):
 @pytest.fixture(scope="module")
 def layer():
     conv = GraphTransformerConv(
-        (4, 5), 8, heads=2, edge_dim=3, config=AttentionConfig(backend="torch")
+        (4, 5), 8, heads=2, edge_dim=3, config=KernelConfig(backend="torch")
     )
     return TensorGraphLayer(randomise(conv)).eval()
 

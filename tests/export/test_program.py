@@ -14,7 +14,7 @@ from support.run import structure
 from support.weather import weather_graph
 from torch.export import Dim
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerProcessorBlock
+from anemoi_gt import EncoderProcessorDecoder, GraphTransformerProcessorBlock, KernelConfig
 from anemoi_gt.export import (
     Autocast,
     GraphInputModel,
@@ -74,7 +74,7 @@ def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
 @pytest.mark.compiled
 def test_a_tensor_graph_layer_accepts_any_nodes_and_edges():
     sizes = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
-    block = GraphTransformerProcessorBlock(**sizes, config=AttentionConfig(backend="torch"))
+    block = GraphTransformerProcessorBlock(**sizes, config=KernelConfig(backend="torch"))
     layer = TensorGraphLayer(randomise(block))
     batch, nodes, edges = map(Dim, ("batch", "nodes", "edges"))
 

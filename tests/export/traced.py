@@ -31,7 +31,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerConv
+from anemoi_gt import EncoderProcessorDecoder, GraphTransformerConv, KernelConfig
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
@@ -40,7 +40,7 @@ from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.tensors import AttentionOperands
 
 H200 = GPUTarget("cuda", 90, 32)
-TRITON = AttentionConfig(backend="triton")
+TRITON = KernelConfig(backend="triton")
 
 
 class Driver:

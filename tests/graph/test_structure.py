@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 from torch_geometric import EdgeIndex
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 
 EXAMPLE = torch.tensor([[2, 0, 2, 1], [0, 2, 2, 0]])
 GRAPH = GraphStructure.from_edge_index(EXAMPLE, (3, 3), reverse=False)
@@ -368,7 +368,7 @@ class Attend(torch.nn.Module):
     """Attention among nodes whose graph is an input."""
 
     def forward(self, x, graph):
-        return edge_attention(x, x, x, graph, config=AttentionConfig("torch"))[0] + graph.num_src
+        return edge_attention(x, x, x, graph, config=KernelConfig("torch"))[0] + graph.num_src
 
 
 def draw_graph(nodes, edges):

@@ -155,7 +155,7 @@ def test_a_diagnostic_of_another_block_leaves_a_recomputation_of_anemois_alone(f
     model, x = build(graph, options), draw(graph)
     block = model.processor.proc[0]
     expected = with_a_diagnostic(block, lambda: differentiate(model, x))
-    with integration.install("triton", blocks=True):
+    with integration.install("triton", fusion="sublayers"):
         assert_same_numbers(with_a_diagnostic(block, lambda: differentiate(model, x)), expected)
 
 
@@ -198,7 +198,7 @@ def test_an_edge_index_that_numpy_rewrites_is_sorted_again(make):
     x, edges, index = inputs()
     memory = index.numpy().copy()
     shared = torch.from_numpy(memory)
-    with integration.install("triton", blocks=True):
+    with integration.install("triton", fusion="sublayers"):
         call_anemoi(block, x, edges, shared)
         memory[:] = memory[:, ::-1].copy()
         actual = call_anemoi(block, x, edges, shared)[0]
@@ -235,7 +235,7 @@ def test_sizes_that_do_not_fit_the_nodes_raise_as_in_anemoi(number):
     arguments = (x, edges, index, GraphShardInfo(), None, (number, number))
     with pytest.raises(ValueError, match="size"):
         block(*arguments)
-    with integration.install("triton", blocks=True), pytest.raises(ValueError, match="size"):
+    with integration.install("triton", fusion="sublayers"), pytest.raises(ValueError, match="size"):
         block(*arguments)
 
 
@@ -285,7 +285,7 @@ def test_the_report_names_a_network_that_is_not_fused_and_one_that_is():
     sizes = {"channels": 8, "heads": 2, "trainable": 2}
     model, x = build(graph, make_family_options("graph network", **sizes)), draw(graph)
     model.encoder["encoder"].emb_nodes_src.mlp[1] = nn.LeakyReLU()
-    with torch.no_grad(), integration.install("triton", blocks=True):
+    with torch.no_grad(), integration.install("triton", fusion="sublayers"):
         model(x)
         computed = {block.path: block for block in integration.installed().computed}
     refused = computed["encoder.encoder.emb_nodes_src"]
@@ -297,7 +297,7 @@ def test_the_report_names_a_network_that_is_not_fused_and_one_that_is():
 def test_the_report_of_compiled_blocks_of_a_class_that_differ_claims_neither_of_one():
     blocks = nn.ModuleDict({"plain": network_block(), "leaky": network_block()})
     blocks["leaky"].node_mlp.mlp[1] = nn.LeakyReLU()
-    with torch.no_grad(), integration.install("triton", blocks=None):
+    with torch.no_grad(), integration.install("triton", fusion="auto"):
         report.add_model(blocks)
         for block in blocks.values():
             block.compile(backend="eager")

@@ -30,7 +30,7 @@ from torch_geometric.nn import (
 )
 from torch_geometric.utils import k_hop_subgraph
 
-from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
+from anemoi_gt import GraphStructure, GraphTransformerConv, KernelConfig
 from anemoi_gt.integrations.pyg import GraphData, swap_back, swap_layers
 from anemoi_gt.nn import GraphTransformerProcessorBlock
 
@@ -196,11 +196,9 @@ def test_a_swapped_model_pickles_and_copies():
 def test_the_options_of_each_call_reach_every_layer():
     model = swap_layers(TextGraphEncoder(), "torch", "bf16", stable_sort=False)
     first = layers_of(model, GraphTransformerConv)
-    assert {layer.config for layer in first} == {
-        AttentionConfig("torch", "bf16", stable_sort=False)
-    }
+    assert {layer.config for layer in first} == {KernelConfig("torch", "bf16", stable_sort=False)}
     assert layers_of(swap_layers(model, precision="fp16"), GraphTransformerConv) == first
-    assert {layer.config for layer in first} == {AttentionConfig(precision="fp16")}
+    assert {layer.config for layer in first} == {KernelConfig(precision="fp16")}
 
 
 def test_swapping_back_restores_the_layers_with_the_current_parameters():

@@ -10,10 +10,10 @@ from support.refusals import raises, refused
 from support.same_numbers import assert_same
 
 from anemoi_gt import (
-    AttentionConfig,
     GraphStructure,
     GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
+    KernelConfig,
 )
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels
 
@@ -81,7 +81,7 @@ def test_dropout_acts_in_training_only(kind):
 @every_kind
 def test_config_reaches_the_attention(kind):
     edges, x = make_edges(8, 8), draw(8, CHANNELS)
-    block = make_block(kind, config=AttentionConfig(backend="torch", precision="bf16"))
+    block = make_block(kind, config=KernelConfig(backend="torch", precision="bf16"))
     difference = (run(block, x, *edges) - run(make_block(kind), x, *edges)).abs().max()
     assert 0 < difference < 0.5
 

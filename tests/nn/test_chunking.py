@@ -9,7 +9,7 @@ from support.differentiate import differentiate, draw, randomise
 from support.refusals import raises
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, nn
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention, nn
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, split_destinations
 
 SRC = 13
@@ -139,7 +139,7 @@ def test_attention_of_a_destination_is_bitwise_that_on_the_whole_graph(
 ):
     tensors = (draw(DST, 12), draw(SRC, 12), draw(SRC, 12), draw(EDGES, 12))
     query, key, value, embedded = (tensor.float().to(kernel_device) for tensor in tensors)
-    graph, config = graph.to(kernel_device), AttentionConfig(backend)
+    graph, config = graph.to(kernel_device), KernelConfig(backend)
 
     def attend(chunk):
         rows = (

@@ -13,7 +13,7 @@ from torch.export import Dim
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, TransformerConv, summary, to_hetero
 
-from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
+from anemoi_gt import GraphStructure, GraphTransformerConv, KernelConfig
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_layer_warns_of_per_edge_messages_only_while_a_hook_is_active(data):
 def test_a_tool_that_watches_does_not_end_a_run_with_a_named_backend(data, backend):
     conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM)
     expected = conv(*data)
-    conv.config = AttentionConfig(backend)
+    conv.config = KernelConfig(backend)
     explain(conv, AttentionExplainer(), data, edge_mask_type="object")
     seen = []
     conv.register_message_forward_hook(lambda *_: seen.append(None))
@@ -127,7 +127,7 @@ def test_a_tool_that_watches_does_not_end_a_run_with_a_named_backend(data, backe
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 def test_a_named_backend_raises_for_a_layer_that_computes_something_else(data, backend):
-    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, config=AttentionConfig(backend))
+    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, config=KernelConfig(backend))
     conv.message = conv.message
     refusal = f"attention backend '{backend}' cannot run .*: it has a message set on it, .* 'auto'"
     raises(lambda: conv(*data), refusal)

@@ -11,7 +11,7 @@ from support.operators import Operators
 from torch import nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt import GraphStructure, KernelConfig
 from anemoi_gt.nn import (
     ConditionalLayerNorm,
     GraphTransformerMapperBlock,
@@ -30,7 +30,7 @@ KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformer
 ATTENTION = "attention_sublayer_triton"
 FEED_FORWARD = "network_triton"
 ALONE = "edge_attention_triton"
-TRITON = AttentionConfig("triton")
+TRITON = KernelConfig("triton")
 # few, because the interpreter runs them one by one
 NODES = 5
 EDGES = 13
@@ -97,7 +97,7 @@ def rms(tensor):
 @pytest.mark.parametrize("shared", (False, True))
 @pytest.mark.parametrize(("batch", "num_chunks"), (((1,), 3), ((2,), 1), ((2,), 3)))
 def test_errors_are_at_most_three_times_separate_operators(kind, batch, num_chunks, shared):
-    block, *inputs = make(kind, batch, num_chunks, shared=shared, config=AttentionConfig("torch"))
+    block, *inputs = make(kind, batch, num_chunks, shared=shared, config=KernelConfig("torch"))
     exact = differentiate(copy.deepcopy(block).double(), *inputs, torch.float64)
     results = []
     for config, calls in ((block.config, 0), (TRITON, num_chunks)):
@@ -212,7 +212,7 @@ def test_a_mapper_that_updates_its_sources_is_three_sublayers():
     ("options", "change", "expected"),
     (
         ({"dropout": 0.5}, None, [ALONE, FEED_FORWARD]),
-        ({"config": AttentionConfig("triton", precision="fp32")}, None, [ALONE, FEED_FORWARD]),
+        ({"config": KernelConfig("triton", precision="fp32")}, None, [ALONE, FEED_FORWARD]),
         ({}, with_hook("lin_query"), [ALONE, FEED_FORWARD]),
         ({}, with_hook("node_dst_mlp"), [ATTENTION]),
         ({}, with_hook("layer_norm_mlp_dst"), [ATTENTION]),

@@ -21,7 +21,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.nn import Sequential
 
-from anemoi_gt import AttentionConfig, GraphStructure, InteractionBlock, InteractionConv
+from anemoi_gt import GraphStructure, InteractionBlock, InteractionConv, KernelConfig
 from anemoi_gt.nn import LayerKernels, split_destinations
 
 pytestmark = [
@@ -53,7 +53,7 @@ def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(
 ):
     corpus = Corpus()
     for seed, case in enumerate(CASES):
-        problem = make(kernel_device, dtype, AttentionConfig(backend), seed, **case)
+        problem = make(kernel_device, dtype, KernelConfig(backend), seed, **case)
         exact = problem.plain_results(torch.float64)
         results = problem.results(autocast=autocast(kernel_device, dtype))
         plain = problem.plain_results(autocast=autocast(kernel_device, dtype))
@@ -66,7 +66,7 @@ def test_corpus_errors_are_at_most_two_and_three_times_plain_pytorchs(
 @both
 def test_in_float64_gradients_are_those_of_finite_differences(backend):
     if backend == "triton":
-        problem = make(config=AttentionConfig("triton"))
+        problem = make(config=KernelConfig("triton"))
         problem.block.double()
         inputs = {name: x.double() for name, x in problem.inputs.items()}
         raises(lambda: problem.call(**inputs), "'triton' cannot run here: .* got torch.float64")
@@ -82,7 +82,7 @@ def test_in_float64_gradients_are_those_of_finite_differences(backend):
 def test_only_the_triton_backend_computes_with_the_operators_of_graph_networks(
     backend, kernel_device
 ):
-    problem = make(kernel_device, config=AttentionConfig(backend))
+    problem = make(kernel_device, config=KernelConfig(backend))
     with Operators() as operators:
         problem.call()
     ours = [name for name in operators.names if name.startswith("anemoi_gt.")]
@@ -91,13 +91,13 @@ def test_only_the_triton_backend_computes_with_the_operators_of_graph_networks(
 
 @both
 def test_results_are_the_same_bits_each_time(backend, kernel_device):
-    problem = make(kernel_device, config=AttentionConfig(backend), hidden_layers=2)
+    problem = make(kernel_device, config=KernelConfig(backend), hidden_layers=2)
     assert_same(problem.results(), problem.results(), tolerance=0)
 
 
 @both
 def test_isolated_destinations_get_a_sum_of_zero(backend, kernel_device):
-    problem = make(kernel_device, config=AttentionConfig(backend))
+    problem = make(kernel_device, config=KernelConfig(backend))
     _, sums = problem.call(problem.block.conv)
     assert not sums[:, -1].any()
     assert sums[:, problem.edge_index[1]].ne(0).any(-1).all()
@@ -111,7 +111,7 @@ def test_isolated_destinations_get_a_sum_of_zero(backend, kernel_device):
 def test_a_compiled_block_gives_the_bits_of_an_eager_one(backend, dynamic, kernel_device):
     counter, compiled, compilations = counting(), None, []
     for edges in (29, 17):
-        problem = make(kernel_device, config=AttentionConfig(backend), edges=edges)
+        problem = make(kernel_device, config=KernelConfig(backend), edges=edges)
         if compiled is None:
             block = problem.block
             compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=dynamic)
@@ -124,7 +124,7 @@ def test_a_compiled_block_gives_the_bits_of_an_eager_one(backend, dynamic, kerne
 
 @both
 def test_a_batch_on_one_graph_matches_its_elements(backend, kernel_device):
-    problem = make(kernel_device, config=AttentionConfig(backend), batch="of nodes and edges")
+    problem = make(kernel_device, config=KernelConfig(backend), batch="of nodes and edges")
     nodes, edges = problem.call()
     for entry in range(2):
         one = {name: x[entry] for name, x in problem.inputs.items()}
@@ -132,7 +132,7 @@ def test_a_batch_on_one_graph_matches_its_elements(backend, kernel_device):
 
 
 def test_an_empty_batch_gives_empty_results(kernel_device):
-    problem = make(kernel_device, config=AttentionConfig("triton"))
+    problem = make(kernel_device, config=KernelConfig("triton"))
     nodes, edges = problem.call(
         **{name: x[:0] for name, x in problem.inputs.items()} | of_one(problem)
     )
@@ -153,7 +153,7 @@ def adjacency(layout, edge_index, values):
 
 @both
 def test_edges_in_every_form_give_the_same_results_in_the_callers_order(backend, kernel_device):
-    problem = make(kernel_device, config=AttentionConfig(backend), batch="none", edges=20)
+    problem = make(kernel_device, config=KernelConfig(backend), batch="none", edges=20)
     # a sparse matrix has no edge twice
     cells = torch.randperm(SRC * (DST - 1), generator=torch.Generator().manual_seed(0))[:20]
     edge_index = torch.stack([cells % SRC, cells // SRC]).to(kernel_device)
@@ -185,16 +185,16 @@ def test_a_16_bit_precision_is_that_of_autocast_and_results_have_the_dtype_of_th
     backend, kernel_device
 ):
     for rows, dtype in (("float32", torch.float32), ("16 bits", torch.bfloat16)):
-        problem = make(kernel_device, torch.bfloat16, AttentionConfig(backend), rows=rows)
+        problem = make(kernel_device, torch.bfloat16, KernelConfig(backend), rows=rows)
         expected = problem.results(autocast=autocast(kernel_device))
         assert expected["out"].dtype == expected["edges"].dtype == dtype
-        problem.block.conv.config = AttentionConfig(backend, precision="bf16")
+        problem.block.conv.config = KernelConfig(backend, precision="bf16")
         assert_same(problem.results(), expected, tolerance=0)
 
 
 @both
 def test_precision_float32_is_that_of_no_autocast(backend, kernel_device):
-    problem = make(kernel_device, config=AttentionConfig(backend, "fp32"), nodes="one set")
+    problem = make(kernel_device, config=KernelConfig(backend, "fp32"), nodes="one set")
     expected = problem.results()
     results = problem.results(autocast=autocast(kernel_device))
     assert_same(results, expected, tolerance=0)
@@ -211,10 +211,10 @@ def test_auto_selects_the_operators_only_in_16_bits(monkeypatch, kernel_device):
 
     served = by_name["triton"]._replace(why_not=lambda _: None)
     monkeypatch.setattr(backends, by_name | {"triton": served})
-    problem = make(kernel_device, config=AttentionConfig("auto"))
+    problem = make(kernel_device, config=KernelConfig("auto"))
     names = []
     for precision in (None, "bf16"):
-        problem.block.conv.config = AttentionConfig("auto", precision)
+        problem.block.conv.config = KernelConfig("auto", precision)
         with Operators() as operators:
             problem.call()
         names.append([name for name in operators.names if name.startswith("anemoi_gt.")])
@@ -240,7 +240,7 @@ def test_weights_of_anemois_block_give_its_numbers(backend, implementation, kind
         *(16, 16),
         hidden_layers=2,
         mlp_implementation=implementation,
-        config=AttentionConfig(backend),
+        config=KernelConfig(backend),
     )
     assert list(ours.state_dict()) == list(theirs.state_dict())
     for name, value in theirs.state_dict().items():
@@ -282,7 +282,7 @@ HOOKS = {
 def test_a_hook_falls_back_to_plain_pytorch_with_a_warning_whatever_the_backend(
     hook, kernel_device
 ):
-    problem = make(kernel_device, config=AttentionConfig("triton"))
+    problem = make(kernel_device, config=KernelConfig("triton"))
     expected = problem.results()
     handle = HOOKS[hook](problem.block)
     with pytest.warns(UserWarning, match="falls back to plain PyTorch: its? .*has hooks"):
@@ -324,7 +324,7 @@ def test_a_named_backend_raises_for_what_it_does_not_compute_and_torch_computes_
         change(problem.block)
         changed = problem.call()
         assert not torch.allclose(changed[1], expected[1])
-    problem.block.conv.config = AttentionConfig("triton")
+    problem.block.conv.config = KernelConfig("triton")
     message = f"backend 'triton' cannot run InteractionConv: {refusal}"
     raises(problem.call, message.replace("InteractionConv", "(InteractionConv|Doubled)"))
 
@@ -391,7 +391,7 @@ def test_an_exported_block_is_plain_pytorch_which_a_named_backend_is_not(kernel_
     arguments = (problem.inputs["x_dst"], problem.edge_index, problem.inputs["edge_attr"])
     program = torch.export.export(problem.block, arguments)
     assert_same(program.module()(*arguments), problem.call(), tolerance=1e-6)
-    problem.block.conv.config = AttentionConfig("triton")
+    problem.block.conv.config = KernelConfig("triton")
     raises(
         lambda: torch.export.export(problem.block, arguments),
         "cannot run InteractionConv: an exported program",
@@ -400,7 +400,7 @@ def test_an_exported_block_is_plain_pytorch_which_a_named_backend_is_not(kernel_
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, of each size that a trace records
 def test_a_traced_block_is_plain_pytorch(kernel_device):
-    problem = make(kernel_device, config=AttentionConfig("triton"), nodes="one set", batch="none")
+    problem = make(kernel_device, config=KernelConfig("triton"), nodes="one set", batch="none")
     graph, expected = problem.graph, problem.call()
 
     class OnOneGraph(torch.nn.Module):
@@ -431,7 +431,7 @@ WRONG = [
     (lambda: InteractionBlock(4, 5, hidden_layers=0), "hidden_layers must be at least 1, got 0"),
     (lambda: InteractionBlock(4, 5, mlp_implementation="tanh"), "mlp_implementation must be one"),
     (lambda: InteractionBlock(4, 5, layer_kernels=3), "layer_kernels must have the attributes"),
-    (lambda: InteractionBlock(4, 5, config="triton"), "config must be an AttentionConfig"),
+    (lambda: InteractionBlock(4, 5, config="triton"), "config must be a KernelConfig"),
     (lambda: CONV((X, X, X), EDGES, ATTRIBUTES), "x must be a tensor or a pair .* got 3 elements"),
     (lambda: CONV((X, None), EDGES, ATTRIBUTES), "x_dst must be a tensor .*, got NoneType"),
     (lambda: CONV(X[:, 1:], EDGES, ATTRIBUTES), r"x_src must have shape .*, got \(3, 3\)"),
@@ -457,7 +457,7 @@ WRONG = [
         "x must have 4 rows, one per source of the graph",
     ),
     (
-        lambda: InteractionBlock(4, 5, config=AttentionConfig(precision="bf16")).bfloat16()(
+        lambda: InteractionBlock(4, 5, config=KernelConfig(precision="bf16")).bfloat16()(
             X.bfloat16(), EDGES, ATTRIBUTES.bfloat16()
         ),
         "with a precision must be float32, got torch.bfloat16; use .*precision=None",
@@ -511,7 +511,7 @@ def test_weights_of_other_libraries_give_their_numbers(library, backend, kernel_
     nodes = x_dst + node_mlp(ordered((x_dst, sums), of_nodes))
 
     block = problem.block
-    block.conv.config = AttentionConfig(backend)
+    block.conv.config = KernelConfig(backend)
     sizes = {"conv.edge_mlp": ((12, 8, 24), of_edges), "node_mlp": ((12, 24), of_nodes)}
     for (name, (widths, order)), theirs in zip(sizes.items(), (edge_mlp, node_mlp), strict=True):
         ours = block.get_submodule(name)
@@ -528,7 +528,7 @@ def test_weights_of_other_libraries_give_their_numbers(library, backend, kernel_
 
 @both
 def test_a_condition_of_each_row_and_a_wrong_one(backend, kernel_device):
-    problem = make(kernel_device, config=AttentionConfig(backend), norm="conditional")
+    problem = make(kernel_device, config=KernelConfig(backend), norm="conditional")
     shared = problem.inputs["cond"]
     rows = tuple(shared.expand(-1, number, -1) for number in (29, 9))
     assert_same(problem.call(cond=rows), problem.call(), tolerance=1e-6)

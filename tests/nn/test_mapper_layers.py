@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.operators import LINEAR_LAYER, Operators
 
-from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt import GraphStructure, KernelConfig
 from anemoi_gt.nn import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.chunking import split_destinations
 
@@ -30,7 +30,7 @@ def make(kind=GraphTransformerBackwardMapper, batch=(), num_chunks=1, backend="t
     torch.manual_seed(0)
     options = {} if kind is GraphTransformerForwardMapper else {"out_channels_dst": 11}
     sizes = {"in_channels_src": 24, "in_channels_dst": 5, "num_channels": 24, "num_heads": 2}
-    mapper = kind(**sizes, edge_dim=3, config=AttentionConfig(backend), **options)
+    mapper = kind(**sizes, edge_dim=3, config=KernelConfig(backend), **options)
     edge_index = torch.stack([torch.randint(5, (13,)), torch.randint(4, (13,)).sort().values])
     graph = GraphStructure.from_edge_index(edge_index, (5, 4))
     if num_chunks > 1:

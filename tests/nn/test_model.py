@@ -11,7 +11,7 @@ from support.same_numbers import assert_same
 from support.weather import IN, KINDS, NODES, OUT, SAMPLES, weather_graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
+from anemoi_gt import EncoderProcessorDecoder, GraphStructure, KernelConfig
 from anemoi_gt.nn import (
     GNNMapper,
     GNNProcessor,
@@ -135,7 +135,7 @@ def test_processor_and_mapper_are_what_callables_build(graph, x):
         def forward(self, x, graph, edge_attr):
             return x + edge_attr.sum()
 
-    config = AttentionConfig("torch")
+    config = KernelConfig("torch")
     model = make_model(graph, processor=Processor, checkpoint_groups=2, config=config)
     sizes = {"num_channels": 16, "num_layers": 2, "edge_dim": 11}
     assert made == [sizes | {"checkpoint_groups": 2, "config": config}]
@@ -169,7 +169,7 @@ def test_options_of_a_block_reach_every_block(graph, x):
     same = {
         "mlp_implementation": "swiglu",
         "dropout": 0.25,
-        "config": AttentionConfig("torch", "bf16"),
+        "config": KernelConfig("torch", "bf16"),
     }
     model = make_model(graph, attn_channels=8, qk_norm=True, edge_pre_mlp=True, **same)
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]

@@ -7,7 +7,7 @@ from support.operators import Operators
 from support.refusals import raises
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
+from anemoi_gt import GraphStructure, GraphTransformerConv, KernelConfig
 
 EDGE_INDEX = GRAPHS["shuffled"][0]
 NODES = max(GRAPHS["shuffled"][1])
@@ -61,21 +61,21 @@ def as_adjacency(edge_index):
 def test_raw_edges_are_grouped_without_sorting_on_request(
     edges, expected, unordered, kernel_device
 ):
-    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(
+    layer = GraphTransformerConv(4, 4, config=KernelConfig("triton", stable_sort=False)).to(
         kernel_device
     )
     edges = edges.to(kernel_device)
     with Operators() as operators:
         result = train([layer], edges)
     assert groupings(operators) == expected
-    layer.config = AttentionConfig("triton")
+    layer.config = KernelConfig("triton")
     with Operators() as operators:
         assert_same(result, train([layer], edges), 1e-5)
     assert set(groupings(operators)) == {"sort"}
 
 
 def test_raw_edges_are_grouped_only_by_destination_without_gradients(unordered, kernel_device):
-    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(
+    layer = GraphTransformerConv(4, 4, config=KernelConfig("triton", stable_sort=False)).to(
         kernel_device
     )
     with torch.no_grad(), Operators() as operators:

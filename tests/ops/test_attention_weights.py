@@ -6,7 +6,7 @@ from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.run import structure
 
-from anemoi_gt import AttentionConfig, attention_weights, edge_attention
+from anemoi_gt import KernelConfig, attention_weights, edge_attention
 
 GRAPH = structure(GRAPHS["shuffled"])
 F64 = {"rtol": 1e-12, "atol": 1e-12}
@@ -31,7 +31,7 @@ def test_they_reproduce_the_output_in_the_callers_edge_order(form):
     elif form == "embedded":
         value = value + problem.edge_attr
     out = torch.zeros_like(problem.query).index_add(0, dst, weights(problem)[..., None] * value)
-    expected, _ = edge_attention(**problem.operands(), graph=GRAPH, config=AttentionConfig("torch"))
+    expected, _ = edge_attention(**problem.operands(), graph=GRAPH, config=KernelConfig("torch"))
     torch.testing.assert_close(out, expected, **F64)
 
 

@@ -12,7 +12,7 @@ from support.oracle import make_problem
 from support.run import attend, leaves_of, result_of, scalar, structure
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, merge
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention, merge
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = dict(zip(("fp32", "bf16", "fp16"), DTYPES, strict=True))
@@ -61,7 +61,7 @@ def test_chunks_of_the_edges_merge_into_the_whole_with_gradients(
         )
         torch.manual_seed(7)
         return edge_attention(
-            **operands, graph=chunk, dropout_p=dropout_p, config=AttentionConfig(backend)
+            **operands, graph=chunk, dropout_p=dropout_p, config=KernelConfig(backend)
         )
 
     out, lse = merge(*chunk(numbers[numbers % 3 == 0]), *chunk(numbers[numbers % 3 != 0]))
@@ -78,7 +78,7 @@ def test_dropout_of_rate_one_drops_everything_and_never_touches_lse(problem_and_
 
 def test_activation_checkpointing_gives_the_same_bits_with_dropout(problem_and_graph, backend):
     problem, graph = problem_and_graph()
-    graph, gradients, config = graph.with_reverse(), [], AttentionConfig(backend)
+    graph, gradients, config = graph.with_reverse(), [], KernelConfig(backend)
     for use in (
         lambda f, *a: f(*a),
         lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False),
@@ -99,7 +99,7 @@ def test_activation_checkpointing_gives_the_same_bits_with_dropout(problem_and_g
 def test_double_backward_raises(problem_and_graph, backend):
     problem, graph = problem_and_graph()
     leaves = leaves_of(problem, graph)
-    out, _ = edge_attention(**leaves, graph=graph, config=AttentionConfig(backend))
+    out, _ = edge_attention(**leaves, graph=graph, config=KernelConfig(backend))
     (gradient,) = torch.autograd.grad(out.square().sum(), leaves["query"], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         gradient.sum().backward()
@@ -108,7 +108,7 @@ def test_double_backward_raises(problem_and_graph, backend):
 @pytest.mark.parametrize("form", ["raw", "embedded"])
 def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_graph, backend, form):
     problem, graph = problem_and_graph(form=form)
-    expected, config = attend(problem, graph, backend), AttentionConfig(backend)
+    expected, config = attend(problem, graph, backend), KernelConfig(backend)
     for wanted in problem.operands():
         leaves = {
             name: leaf.requires_grad_(name == wanted)
@@ -137,17 +137,17 @@ def test_compiled_attention_equals_eager_and_never_recompiles(form, backend, ker
         cases.append(
             (make_problem(edges, 2, 13, 4, form), structure(edges, kernel_device).with_reverse())
         )
-    assert_compiled_attention_is_eager(AttentionConfig(backend), cases)
+    assert_compiled_attention_is_eager(KernelConfig(backend), cases)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_precision_casts_inputs_and_casts_the_output_back(problem_and_graph, backend, precision):
     problem, graph = problem_and_graph("shuffled")
     out, lse = edge_attention(
-        **leaves_of(problem, graph), graph=graph, config=AttentionConfig(backend, precision)
+        **leaves_of(problem, graph), graph=graph, config=KernelConfig(backend, precision)
     )
     cast = leaves_of(problem.to(PRECISIONS[precision]), graph)
-    cast_out, cast_lse = edge_attention(**cast, graph=graph, config=AttentionConfig(backend))
+    cast_out, cast_lse = edge_attention(**cast, graph=graph, config=KernelConfig(backend))
     assert out.dtype == lse.dtype == torch.float32
     assert torch.equal(out, cast_out.float())
     assert torch.equal(lse, cast_lse)
@@ -161,7 +161,7 @@ def test_autocast_decides_the_dtype_and_gradients_keep_the_dtype_of_the_leaves(
     leaves, cast = leaves_of(problem, graph), replace(problem.to(dtype), grad_lse=problem.grad_lse)
     with torch.autocast(graph.device.type, dtype=dtype):
         out, lse = edge_attention(
-            **leaves, graph=graph, scale=problem.scale, config=AttentionConfig(backend)
+            **leaves, graph=graph, scale=problem.scale, config=KernelConfig(backend)
         )
     assert out.dtype == dtype
     assert lse.dtype == torch.float32

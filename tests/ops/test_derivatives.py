@@ -10,7 +10,7 @@ from support.run import structure
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt import AttentionConfig, edge_attention
+from anemoi_gt import KernelConfig, edge_attention
 
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def attend(request, kernel_device):
     """Attention over the graph "isolated" on each backend, of operands by name."""
     graph = structure(GRAPHS["isolated"], kernel_device)
-    config = AttentionConfig(backend=request.param)
+    config = KernelConfig(backend=request.param)
     return lambda operands: edge_attention(**operands, graph=graph, config=config)
 
 

@@ -14,9 +14,9 @@ from support.refusals import raises, refused
 from support.run import attend, leaves_of, structure
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 
-TORCH = AttentionConfig(backend="torch")
+TORCH = KernelConfig(backend="torch")
 F64 = 1e-12
 FORMS = ("raw", "embedded", "none")
 
@@ -71,7 +71,7 @@ def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dropout_p": 0.5}, {"scale": 2.0}, {"config": AttentionConfig("torch")}],
+    [{}, {"dropout_p": 0.5}, {"scale": 2.0}, {"config": KernelConfig("torch")}],
     ids=str,
 )
 def test_an_edge_index_is_refused_before_anything_else(options, monkeypatch):
@@ -206,13 +206,13 @@ EMPTY = {"query": zeros(13, 0, 4), "key": zeros(11, 0, 4), "value": zeros(11, 0,
     (lambda: changed(edge_bias=zeros(3, 4)), r"edge_bias must have shape \[12\], got \(3, 4\)"),
     (lambda: changed(dropout_p=1.5), "dropout_p must be a probability in 0 .. 1, got 1.5"),
     (
-        lambda: changed(config=AttentionConfig("triton")),
+        lambda: changed(config=KernelConfig("triton")),
         "attention backend 'triton' cannot run here: ",
     ),
-    (lambda: AttentionConfig(stable_sort=None), "stable_sort must be True or False, got None"),
-    (lambda: AttentionConfig("cuda"), "backend must be one of auto, triton, torch, got 'cuda'"),
+    (lambda: KernelConfig(stable_sort=None), "stable_sort must be True or False, got None"),
+    (lambda: KernelConfig("cuda"), "backend must be one of auto, triton, torch, got 'cuda'"),
     (
-        lambda: AttentionConfig(precision="bf32"),
+        lambda: KernelConfig(precision="bf32"),
         "precision must be one of None, fp32, bf16, fp16, got 'bf32'",
     ),
 )

@@ -8,9 +8,9 @@ import torch
 from support.launches import noted_launches
 from support.run import with_hubs
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention, explain_attention
 
-CONFIG = AttentionConfig(backend="triton")
+CONFIG = KernelConfig(backend="triton")
 
 
 def operands_of(form, batch_size=1):

@@ -10,7 +10,7 @@ from support import networks, sublayers
 from torch import Tensor
 
 import anemoi_gt.ops.triton_backend
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 from anemoi_gt.ops.operator import Operator
 from anemoi_gt.ops.tensors import (
     AttentionTensors,
@@ -168,7 +168,7 @@ def strided(*shape):
 def attend(query, backend):
     graph = GRAPH.to(query.device)
     rows = torch.randn(2, 3, 4, device=query.device)
-    return edge_attention(query, rows, rows, graph, config=AttentionConfig(backend))[0]
+    return edge_attention(query, rows, rows, graph, config=KernelConfig(backend))[0]
 
 
 @pytest.mark.interpreted

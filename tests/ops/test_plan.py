@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.triton_backend.plan import SCRATCH_ALIGNMENT, PlanBuilder
 
@@ -195,9 +195,7 @@ def test_an_empty_graph_runs_repeatedly(edges, num_src, num_dst, form, kernel_de
         features["edge_attr"] = torch.randn(edges, 2, 4, device=kernel_device, requires_grad=True)
     operands += features.values()
     for _ in range(4):
-        out, lse = edge_attention(
-            query, key, key, graph, **features, config=AttentionConfig("triton")
-        )
+        out, lse = edge_attention(query, key, key, graph, **features, config=KernelConfig("triton"))
         assert torch.equal(out, torch.zeros_like(query))
         assert bool(lse.isneginf().all())
         for gradient, operand in zip(

@@ -5,7 +5,7 @@ import torch
 from support.differentiate import differentiate
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 from anemoi_gt.ops.torch_backend import edge_attention_torch, reference
 
 BATCH = 2
@@ -13,7 +13,7 @@ NODES = 9
 EDGES = 40
 HEADS = 6
 CHANNELS = 4
-TORCH = AttentionConfig(backend="torch")
+TORCH = KernelConfig(backend="torch")
 
 
 class Attention(torch.nn.Module):

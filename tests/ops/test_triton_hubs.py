@@ -15,13 +15,13 @@ from support.plans import new_plans
 from support.poison import poisoned_memory
 from support.run import attend, leaves_of, structure, with_hubs
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 from anemoi_gt.graph.checks import HUB_DEGREE
 
 # edges of a segment, and of the small ones here
 SEGMENT = HUB_DEGREE // 2
 SMALL = 4
-TRITON = AttentionConfig("triton")
+TRITON = KernelConfig("triton")
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 

@@ -13,13 +13,13 @@ from support.oracle import make_problem
 from support.run import attend, head_major, leaves_of, scalar, scheduled, structure
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention, explain_attention
 from anemoi_gt.ops.backends import unsupported_reason
 from anemoi_gt.ops.triton_backend import device
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES
 from anemoi_gt.refusal import RefusalKind
 
-TRITON = AttentionConfig(backend="triton")
+TRITON = KernelConfig(backend="triton")
 op = import_module("anemoi_gt.ops.triton_backend.edge_attention_triton")
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -119,7 +119,7 @@ def test_dropout_mask_equals_the_torch_backends(problem_and_graph, form):
 def test_precision_holds_inside_autocast_for_attributes_that_are_embedded_first(problem_and_graph):
     problem, graph = problem_and_graph("one_edge", edge_dim=MAX_ATTRIBUTES)
     operands = {name: operand.to(graph.device) for name, operand in problem.operands().items()}
-    config = AttentionConfig("triton", "fp32")
+    config = KernelConfig("triton", "fp32")
     expected = edge_attention(**operands, graph=graph, config=config)
     with torch.autocast(graph.device.type, dtype=torch.bfloat16):
         result = edge_attention(**operands, graph=graph, config=config)

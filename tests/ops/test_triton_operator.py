@@ -13,9 +13,9 @@ from support.oracle import make_problem
 from support.run import attend, head_major, leaves_of, scalar, scheduled, structure
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 
-TRITON = AttentionConfig(backend="triton")
+TRITON = KernelConfig(backend="triton")
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 

@@ -95,7 +95,7 @@ def compare(max_error):
         for ranks, group in ((1, None), (2, dist.group.WORLD)):
             block = build(kind)
             expected = run(block, group)
-            with integration.install(backend="triton", blocks=True):
+            with integration.install(backend="triton", fusion="sublayers"):
                 error = max_error(run(block, group), expected)
                 outcomes = {"error": error, "outcome": outcome(), "trainable": is_trainable(group)}
             with integration.install(backend="triton"), torch.autocast("cpu", torch.bfloat16):

@@ -114,7 +114,7 @@ def make_cases():
             3, options={"checkpointing": False, "mapper_chunks": 1}, batch=2
         ),
         "edges embedded": Case(
-            3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2
+            3, options={"edge_pre_mlp": True}, install={"fusion": "none"}, batch=2
         ),
         "hooks on one rank": Case(2, has_hooks=True),
         "divided-3": Case(3, graph="asymmetric", divided=True),
@@ -399,7 +399,7 @@ def run_case(case, group, index, everyone):
     if case.divided:
         model = divide(model, group)
     counts = []
-    blocks = {"backend": "triton", "blocks": True} if case.fused else {"backend": "torch"}
+    blocks = {"backend": "triton", "fusion": "sublayers"} if case.fused else {"backend": "torch"}
     convs = [module.conv for module in model.modules() if hasattr(module, "conv")]
     hooks = []
     if case.has_hooks and dist.get_rank() == 0:

@@ -48,7 +48,7 @@ def compare():
     for kind in (blocks.TransformerProcessorBlock, blocks.TransformerMapperBlock):
         block = build(kind)
         expected, expected_tensor = rows_after(kind, block)
-        with integration.install(backend="triton", blocks=True):
+        with integration.install(backend="triton", fusion="sublayers"):
             actual, returns_tensor = rows_after(kind, block)
             (computed,) = integration.installed().computed
         report[kind.__name__] = {

@@ -256,7 +256,7 @@ def updated_sources():
         theirs = call()
         with integration.install():
             error = max_error(call(), theirs)
-        with integration.install(backend="triton", blocks=True):
+        with integration.install(backend="triton", fusion="sublayers"):
             try:
                 error = max(error, max_error(call(), theirs))
                 (computed,) = integration.installed().computed
@@ -319,7 +319,10 @@ def mapper_layers():
 
         with torch.no_grad():
             theirs, shapes = call()
-            with integration.install(backend="triton", blocks=True), Operators() as operators:
+            with (
+                integration.install(backend="triton", fusion="sublayers"),
+                Operators() as operators,
+            ):
                 ours, ours_shapes = call()
         assert shapes == ours_shapes
         error = max(error, max_error(ours, theirs))

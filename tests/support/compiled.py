@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, nn
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention, nn
 from anemoi_gt.nn import split_destinations
 from support.differentiate import differentiate, randomise
 from support.run import leaves_of
@@ -91,7 +91,7 @@ def call(layer, graph, tensors):
 def make_layer(name, backend="torch", device="cpu", **options):
     """Return a layer with random parameters."""
     torch.manual_seed(0)
-    layer = LAYERS[name](config=AttentionConfig(backend=backend), **options)
+    layer = LAYERS[name](config=KernelConfig(backend=backend), **options)
     return randomise(layer).to(device)
 
 

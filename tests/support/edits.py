@@ -19,14 +19,14 @@ from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import MeanAggregation, TransformerConv
 from torch_geometric.nn.conv import transformer_conv
 
-from anemoi_gt import AttentionConfig, GraphStructure, InteractionBlock
+from anemoi_gt import GraphStructure, InteractionBlock, KernelConfig
 from anemoi_gt import GraphTransformerProcessorBlock as OwnBlock
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.pyg import swap_layers
 from anemoi_gt.nn.plain import PYG_HOOKS
 
 CHANNELS, NODES, EDGES = 8, 6, 13
-TRITON = AttentionConfig("triton")
+TRITON = KernelConfig("triton")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def installed(block):
     """Anemoi's own block under `install`, whose classes it changes while it computes."""
 
     def call(*arguments):
-        with integration.install("triton", blocks=True):
+        with integration.install("triton", fusion="sublayers"):
             return call_anemoi(block, *arguments)
 
     return block, call

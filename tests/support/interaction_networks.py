@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from anemoi_gt import AttentionConfig, GraphStructure, InteractionBlock
+from anemoi_gt import GraphStructure, InteractionBlock, KernelConfig
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
 from support.pairwise import pairwise
 
@@ -33,7 +33,7 @@ CASES = pairwise(
     sum_of=("edges", "updates"),
 )
 DST, SRC = 9, 7
-TORCH = AttentionConfig("torch")
+TORCH = KernelConfig("torch")
 
 
 class Case(NamedTuple):

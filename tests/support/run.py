@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import GraphStructure, KernelConfig, edge_attention
 
 
 def structure(graph, device="cpu", **options):
@@ -37,7 +37,7 @@ def attend(problem, graph, backend, **options):
 
     `backend` may be a config. An upstream gradient of the problem that is None is not passed.
     """
-    config = backend if isinstance(backend, AttentionConfig) else AttentionConfig(backend=backend)
+    config = backend if isinstance(backend, KernelConfig) else KernelConfig(backend=backend)
     leaves = leaves_of(problem, graph)
     out, lse = edge_attention(graph=graph, config=config, scale=problem.scale, **leaves, **options)
     return result_of(problem, out, lse, leaves)

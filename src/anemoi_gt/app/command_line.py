@@ -254,6 +254,8 @@ def docstring(target: str) -> str:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return ast.get_docstring(node) or ""
-        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
-            return docstring(f"{node.module}.{name}")
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return docstring(f"{node.module}.{alias.name}")
     raise LookupError(f"{module} must define or import {name}")

@@ -31,12 +31,12 @@ from anemoi_gt.app.training.memory_estimate import advice
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint, load_fitting_weights, load_weights
 from anemoi_gt.app.training.run_folder import LOCK, own
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.explanation import explain
 from anemoi_gt.extras import import_extra
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.toolchain import compile_problem
 
@@ -355,7 +355,7 @@ def check_device(config: "DictConfig") -> TrainingConfig:
     return training
 
 
-def check_backend(attention: AttentionConfig, device: torch.device) -> str:
+def check_backend(attention: KernelConfig, device: torch.device) -> str:
     """Return the name of the attention backend for a device; raise ValueError if none can run."""
     chosen = choose_backend(attention.backend, torch.empty(1, 1, 1, 16, device=device))
     return next(name for name, backend in BACKENDS.items() if backend is chosen)

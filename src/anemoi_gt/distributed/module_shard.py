@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_graph
 from anemoi_gt.distributed.partition import Partition, destination_cost
@@ -27,6 +26,7 @@ from anemoi_gt.distributed.process_group import AXES, check_mesh
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.ordering import morton_order
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn import (
     GraphTransformerBaseBlock,
     GraphTransformerConv,
@@ -39,7 +39,7 @@ EDGE_ROWS = ("edge_attr", "trainable")
 # libraries whose layers have no rank-specific attributes
 LIBRARIES = ("anemoi_gt", "torch", "torch_geometric")
 LAYERS = (GraphTransformerBaseBlock, GraphTransformerConv, InteractionBlock, InteractionConv)
-OPTION_TYPES = (bool, int, float, str, tuple, AttentionConfig)
+OPTION_TYPES = (bool, int, float, str, tuple, KernelConfig)
 Kind = tuple[str, str]  # node sets of sources and destinations
 Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 

@@ -10,8 +10,8 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.nn import Linear, TransformerConv
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn import GraphTransformerConv
 from anemoi_gt.nn.plain import (
     PYG_ATTENTION,
@@ -22,6 +22,8 @@ from anemoi_gt.nn.plain import (
     why_overridden,
 )
 from anemoi_gt.refusal import Refusal, RefusalKind, permanent
+
+__all__ = ["GraphData", "swap_back", "swap_layers"]
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def swap_layers(
     model : torch.nn.Module
         Its layers are replaced in place.
     backend, precision, stable_sort
-        As in `anemoi_gt.AttentionConfig`. With backend "auto", unsupported layers stay PyG's,
+        As in `anemoi_gt.KernelConfig`. With backend "auto", unsupported layers stay PyG's,
         which is logged with the reason.
     subclasses : sequence of type
         Classes that inherit from `TransformerConv` and compute the same, to replace as well.
@@ -85,17 +87,32 @@ def swap_layers(
       (second): GraphTransformerConv(8, 2, heads=1)
     )
     """
-    config = AttentionConfig(backend=backend, precision=precision, stable_sort=stable_sort)
+    prepare_swap(model, backend, precision, stable_sort=stable_sort, subclasses=subclasses)()
+    return model
+
+
+def prepare_swap(
+    model: nn.Module,
+    backend: str = "auto",
+    precision: str | None = None,
+    *,
+    stable_sort: bool = True,
+    subclasses: Sequence[type[TransformerConv]] = (),
+) -> Callable[[], None]:
+    """Return a function that swaps the layers; what `swap_layers` refuses is refused here."""
+    config = KernelConfig(backend=backend, precision=precision, stable_sort=stable_sort)
     subclasses = _checked_subclasses(subclasses)
     layers = _layers_of(model, "a TransformerConv of PyG", lambda layer: isinstance(layer, KINDS))
     upstream = {id(layer): layer for layer in layers if isinstance(layer, TransformerConv)}
-    # before the model changes
     ours = {key: _replacement(layer, config, subclasses) for key, layer in upstream.items()}
-    _replace(model, ours)
-    for layer in layers:
-        if isinstance(layer, GraphTransformerConv):
-            layer.config = config
-    return model
+
+    def swap() -> None:
+        _replace(model, ours)
+        for layer in layers:
+            if isinstance(layer, GraphTransformerConv):
+                layer.config = config
+
+    return swap
 
 
 def swap_back(model: nn.Module) -> nn.Module:
@@ -206,7 +223,7 @@ def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
 
 
 def _replacement(
-    upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]
+    upstream: TransformerConv, config: KernelConfig, subclasses: tuple[type, ...]
 ) -> nn.Module:
     """Return the new layer with the parameters of `upstream`, or `upstream` if unsupported."""
     refusal = _why_not(upstream, subclasses)
@@ -254,7 +271,7 @@ def _why_not(upstream: TransformerConv, subclasses: tuple[type, ...]) -> Refusal
     return None
 
 
-def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> GraphTransformerConv:
+def _with_parameters_of(upstream: TransformerConv, config: KernelConfig) -> GraphTransformerConv:
     # the new parameters are replaced at once, so they need neither memory nor random numbers
     with torch.device("meta"):
         options = {name: getattr(upstream, name) for name in SAME_OPTIONS} | {

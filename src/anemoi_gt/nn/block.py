@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure, ShardedGraph
+from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
 from anemoi_gt.nn.fused_block import FusedParts
@@ -82,7 +82,7 @@ class GraphTransformerBaseBlock(nn.Module):
         Classes of the submodules.
     dropout : float
         Probability of dropping an attention weight in training.
-    config : AttentionConfig
+    config : KernelConfig
         Backend and precision of the attention.
 
     Raises
@@ -108,7 +108,7 @@ class GraphTransformerBaseBlock(nn.Module):
         edge_pre_mlp: bool = False,
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
         dropout: float = 0.0,
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+        config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
         width = out_channels if attn_channels is None else attn_channels

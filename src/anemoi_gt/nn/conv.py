@@ -13,8 +13,8 @@ from torch_geometric.nn import Linear
 from torch_geometric.nn.conv import MessagePassing, transformer_conv
 from torch_geometric.typing import OptTensor
 
-from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure, ShardedGraph
+from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import (
     both_sides,
@@ -69,7 +69,7 @@ class GraphTransformerConv(MessagePassing):
     bias : bool
     root_weight : bool
         Add the transformed features of the destination itself.
-    config : AttentionConfig
+    config : KernelConfig
         Backend and precision of the attention.
     **kwargs
         Options of PyG's `MessagePassing`, such as `flow`.
@@ -111,14 +111,14 @@ class GraphTransformerConv(MessagePassing):
         bias: bool = True,  # noqa: FBT001, FBT002  as in PyG's TransformerConv
         root_weight: bool = True,  # noqa: FBT001, FBT002  as in PyG's TransformerConv
         *,
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+        config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
         **kwargs: Any,
     ):
         unknown = [name for name in kwargs if name not in signature(MessagePassing).parameters]
         if unknown:
             raise TypeError(
                 f"{type(self).__name__} has no argument {unknown[0]}: backend and precision are "
-                "those of config=AttentionConfig(...)"
+                "those of config=KernelConfig(...)"
             )
         kwargs.setdefault("aggr", "add")
         # as in PyG's TransformerConv: messages are [E, heads, C]
@@ -180,7 +180,7 @@ class GraphTransformerConv(MessagePassing):
             For a ShardedGraph, x_src holds the local sources. Chunks come from
             `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
             whose values [E, D] replace a missing `edge_attr`. Tensors and adjacencies are sorted in
-            every call (see `AttentionConfig.stable_sort`), and their indices are checked on the
+            every call (see `KernelConfig.stable_sort`), and their indices are checked on the
             host on a CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.

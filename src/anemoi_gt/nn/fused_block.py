@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.plain import why_not_plain_tensor
 from anemoi_gt.nn.sublayers import (
     AttentionParts,
@@ -58,9 +58,7 @@ class FusedParts(NamedTuple):
         return cls(refusal, refusal, refusal)
 
     @classmethod
-    def of(
-        cls, block: Any, x: Tensor, cond: Tensor | None, config: AttentionConfig
-    ) -> "FusedParts":
+    def of(cls, block: Any, x: Tensor, cond: Tensor | None, config: KernelConfig) -> "FusedParts":
         """Decide for a block of this library, destinations like x, and any condition."""
         if is_exporting():
             return cls.by_modules(permanent("an exported program has no operators of this library"))
@@ -75,7 +73,7 @@ class FusedParts(NamedTuple):
         block: Any,
         x: Tensor,
         cond: Tensor | tuple | None,
-        config: AttentionConfig,
+        config: KernelConfig,
         computation: Computation,
         refused: tuple[Refusal | None, Refusal | None, Refusal | None] = (None, None, None),
     ) -> "FusedParts":

@@ -19,9 +19,9 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import OptTensor, PairTensor
 
-from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.graph.checks import check_shape, have_size
+from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.fused_block import NOT_FASTER, WRONG_CONDITION, for_call, row_conditions
 from anemoi_gt.nn.input_validation import (
     both_sides,
@@ -85,7 +85,7 @@ class InteractionConv(MessagePassing):
     sum_of : {"edges", "updates"}
         What is summed over in-edges: the updated edges e', as in Anemoi, or their updates u, as in
         GraphCast and neural-lam.
-    config : AttentionConfig
+    config : KernelConfig
         Backend of the layer, precision of its matrix products, and sorting of raw edges. `auto`
         selects `triton` on a GPU under 16-bit autocast, or with a 16-bit precision.
 
@@ -131,7 +131,7 @@ class InteractionConv(MessagePassing):
         mlp_implementation: str = "mlp",
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
         sum_of: str = "edges",
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+        config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__(aggr="add", node_dim=-2)
         self.in_channels = both_sides(in_channels)
@@ -174,7 +174,7 @@ class InteractionConv(MessagePassing):
             For a ShardedGraph, x_src holds the local sources, and edges are those of the rank.
             adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src], whose values
             [E, edge_dim] replace an `edge_attr` of None. All but the first are sorted in every
-            call (see `AttentionConfig.stable_sort`).
+            call (see `KernelConfig.stable_sort`).
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Features of the edges in the caller's order.
         cond : Tensor [E or 1, K] or [B, E or 1, K], optional
@@ -273,7 +273,7 @@ class InteractionConv(MessagePassing):
         if self.config.precision is not None and like is not None and like.dtype != torch.float32:
             raise ValueError(
                 f"the weights of a layer with a precision must be float32, got {like.dtype}; use "
-                "AttentionConfig(precision=None)"
+                "KernelConfig(precision=None)"
             )
         for name, side, channels in zip(("x_src", "x_dst"), sides, self.in_channels, strict=True):
             check_features(name, side, channels, like)
@@ -361,7 +361,7 @@ class InteractionBlock(nn.Module):
         mlp_implementation: str = "mlp",
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
         sum_of: str = "edges",
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+        config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
         _, channels = both_sides(in_channels)
@@ -435,7 +435,7 @@ def apply_mlp(
     layer: nn.Module,
     name: str,
     x: Tensor,
-    config: AttentionConfig,
+    config: KernelConfig,
     *,
     more: Tensor | None = None,
     cond: Tensor | None = None,
@@ -466,7 +466,7 @@ def _mapped(mlp: nn.Module, rows: Tensor, cond: Tensor | None) -> Tensor:
     return mlp(rows) if cond is None else mlp(rows, cond)
 
 
-def _precision(config: AttentionConfig, device: torch.device) -> AbstractContextManager:
+def _precision(config: KernelConfig, device: torch.device) -> AbstractContextManager:
     """Return the context in which modules multiply matrices in the precision of a config."""
     if config.precision is None:
         return nullcontext()
@@ -475,7 +475,7 @@ def _precision(config: AttentionConfig, device: torch.device) -> AbstractContext
     return torch.autocast(device.type, DTYPES[config.precision])
 
 
-def _read(rows: Tensor, config: AttentionConfig) -> Tensor:
+def _read(rows: Tensor, config: KernelConfig) -> Tensor:
     """Return rows as networks read them: in float32 if that is the precision."""
     return rows.float() if config.precision == "fp32" else rows
 
@@ -486,7 +486,7 @@ def _network_of(
     mlp: NormedMLP,
     x: Tensor,
     cond: Tensor | None,
-    config: AttentionConfig,
+    config: KernelConfig,
     *asked: Asked,
 ) -> NetworkParts | Refusal:
     """Return a network of a layer for a call on rows like x, or why its modules compute it.

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure, ShardedGraph
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.chunking import Chunk, Pair, Rows, map_chunks
@@ -328,7 +328,7 @@ class GNNMapper(BaseMapper):
         mlp_implementation: str = "mlp",
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
         sum_of: str = "edges",
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+        config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__(
             in_channels_src=in_channels_src,

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph.checks import check_shape
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.processor import GraphTransformerProcessor
@@ -70,7 +70,7 @@ class EncoderProcessorDecoder(nn.Module):
         Mix the attributes of an edge by a linear map and an activation before they are embedded.
     dropout : float
         Probability of dropping an attention weight in training.
-    config : AttentionConfig
+    config : KernelConfig
         Backend and precision of the attention.
     residual : mapping, optional
         Output channel to the input channel that is added to it, for prognostic variables: {0: 2}.
@@ -135,7 +135,7 @@ class EncoderProcessorDecoder(nn.Module):
         residual: Mapping | None = None,
         mapper_chunks: int = 1,
         checkpoint_groups: int | None = None,
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+        config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
         self.num_layers = num_layers

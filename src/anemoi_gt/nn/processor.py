@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure, ShardedGraph
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, chunk_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.chunking import Chunk
@@ -182,7 +182,7 @@ class GNNProcessor(BaseProcessor):
         mlp_implementation: str = "mlp",
         layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
         sum_of: str = "edges",
-        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen: one value for all
+        config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__(num_layers, checkpoint_groups)
         check_integer("edge_dim", edge_dim)

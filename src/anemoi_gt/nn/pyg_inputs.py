@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import is_torch_sparse_tensor
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernel_config import KernelConfig
 
 
 def read_edges(
-    edges: Any, edge_attr: Tensor | None, num_nodes: tuple[int, int], config: AttentionConfig
+    edges: Any, edge_attr: Tensor | None, num_nodes: tuple[int, int], config: KernelConfig
 ) -> tuple[GraphStructure, Tensor | None]:
     """Return `edges` as a structure, and the attributes in the caller's edge order.
 

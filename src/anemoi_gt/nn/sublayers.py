@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
@@ -83,7 +83,7 @@ class Computation(NamedTuple):
     keep_hidden: bool = True  # whether fused feed-forward sub-layers keep their hidden layer
 
     @classmethod
-    def of(cls, x: Tensor, config: AttentionConfig, *, keep_hidden: bool = True) -> "Computation":
+    def of(cls, x: Tensor, config: KernelConfig, *, keep_hidden: bool = True) -> "Computation":
         """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
         dtype = autocast_dtype(x)
         # an empty tensor: the choice depends on device and dtype

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
@@ -23,7 +23,7 @@ def edge_attention(
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen
+    config: KernelConfig = KernelConfig(),  # noqa: B008  frozen
 ) -> tuple[Tensor, Tensor]:
     """Attend over the in-edges of every destination, with edge features in key and value.
 
@@ -58,7 +58,7 @@ def edge_attention(
         Probability of dropping each attention weight; the others are scaled by 1 / (1 - dropout_p).
         The mask is a function of a seed from PyTorch's generator, the batch index, the global edge
         id and the head, so it does not depend on the order or sharding of the edges.
-    config : AttentionConfig
+    config : KernelConfig
         Backend and precision.
 
     Returns
@@ -83,7 +83,7 @@ def edge_attention(
     All operands are cast to one dtype: `config.precision` if set, else autocast's where active
     (except float64), else the dtype of query. Sums and softmax are float32, or float64 for float64.
     The result is bitwise reproducible, unless edges were grouped without sorting (`stable=False`,
-    `AttentionConfig.stable_sort`).
+    `KernelConfig.stable_sort`).
 
     Examples
     --------

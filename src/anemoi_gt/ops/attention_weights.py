@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.ops.dtypes import accumulator_dtype, cast_operands, without_autocast
 from anemoi_gt.ops.tensors import AttentionOperands, check_operands, check_scale
 
@@ -18,7 +18,7 @@ def attention_weights(
     edge_bias: Tensor | None = None,
     *,
     scale: float | None = None,
-    config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen
+    config: KernelConfig = KernelConfig(),  # noqa: B008  frozen
 ) -> Tensor:
     """Return p_e = exp(s_e - lse_i), the weight of each edge before dropout (`edge_attention`).
 

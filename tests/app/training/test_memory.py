@@ -8,7 +8,7 @@ from support.weather import weather_graph
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.memory_estimate import GATHERED, STATE, advice, estimate_memory
 from anemoi_gt.app.training.step import autocast
@@ -28,7 +28,7 @@ def make_model():
     return lambda **options: EncoderProcessorDecoder(graph, 20, 9, channels=128, heads=4, **options)
 
 
-WHOLE = {"num_layers": 2, "config": AttentionConfig("triton")}
+WHOLE = {"num_layers": 2, "config": KernelConfig("triton")}
 
 
 @pytest.mark.parametrize(

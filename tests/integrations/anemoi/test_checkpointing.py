@@ -126,7 +126,7 @@ def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_
 @pytest.mark.compiled
 def test_compiled_fused_sub_layers_are_recomputed_one_chunk_at_a_time(graph):
     model = make_model(graph, layers=4, layer_chunks=2)
-    with anemoi.install(backend="triton", blocks=True):
+    with anemoi.install(backend="triton", fusion="sublayers"):
         names = sublayers_of_backward(
             lambda backend: compiled(model, WHOLE[:1], backend=backend)(draw(graph))
         )

@@ -73,7 +73,7 @@ def test_a_compiled_block_computes_with_us(kind, make, switch, options, traced):
     if switch == "swap_layers":
         integration.swap_layers(block)
     else:
-        integration.install(fuse_edges=switch == "install")
+        integration.install(fusion="auto" if switch == "install" else "none")
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
     assert len(graphs) == 1

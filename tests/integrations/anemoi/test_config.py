@@ -61,14 +61,14 @@ def test_the_layer_kernel_passes_the_schema_and_installs_us(composed, graph, att
 
 def test_the_layer_kernel_accepts_the_options_of_install(composed, graph):
     kernel = "model.layer_kernels.AnemoiGT.install"
-    options = (f"{kernel}.backend=torch", f"{kernel}.precision=bf16", f"{kernel}.fuse_edges=false")
+    options = (f"{kernel}.backend=torch", f"{kernel}.precision=bf16", f"{kernel}.fusion=none")
     options += (f"{kernel}.sharding=false",)
     build(graph, validated(composed(*options)))
     assert (SETTINGS.everywhere.config.backend, SETTINGS.everywhere.config.precision) == (
         "torch",
         "bf16",
     )
-    assert (SETTINGS.everywhere.fuse_edges, SETTINGS.everywhere.sharding) == (False, False)
+    assert (SETTINGS.everywhere.fusion, SETTINGS.everywhere.sharding) == ("none", False)
 
 
 def test_a_misspelt_option_stops_the_build(composed, graph):
@@ -136,7 +136,7 @@ def test_a_target_refuses_activation_checkpointing_which_anemoi_would_ignore(gra
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_takes_every_option_of_swap_layers(graph, name):
     """Anemoi's classes take any keyword argument and ignore those that they do not know."""
-    chosen = {"fuse_edges": False, "blocks": False, "sharding": False, "keep_hidden": False}
+    chosen = {"fusion": "attention", "sharding": False, "keep_hidden": False}
     options = make_options()
     component_of(options, name).update(
         _target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", backend="torch", **chosen

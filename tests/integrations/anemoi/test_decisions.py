@@ -104,13 +104,7 @@ def test_a_second_model_is_logged_with_its_own_blocks(small_graph, caplog, few_p
     options = make_ensemble_options(channels=16, heads=2)
     models = [build(small_graph, options, seed=seed) for seed in (0, 1)]
     with (
-        integration.install(backend="triton", blocks=True, fuse_edges=False) as _,
-        caplog.at_level(logging.INFO, logger="anemoi_gt"),
-        pytest.raises(ValueError, match="its edges are embedded before the attention"),
-    ):
-        models[0](x, fcstep=1)
-    with (
-        integration.install(backend="triton", blocks=True),
+        integration.install(backend="triton", fusion="sublayers"),
         caplog.at_level(logging.INFO, logger="anemoi_gt"),
     ):
         for model in models:

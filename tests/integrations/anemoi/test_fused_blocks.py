@@ -52,7 +52,7 @@ NETWORKS = tuple({"mlp_implementation": name} for name in ("glu", "swiglu", "geg
 ATTENTION, FEED_FORWARD = (
     f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "network")
 )
-BLOCKS = partial(integration.install, backend="triton", blocks=True)
+BLOCKS = partial(integration.install, backend="triton", fusion="sublayers")
 autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
@@ -454,7 +454,7 @@ def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_
             assert_same_numbers(differentiate_block(block, inputs), expected)
         assert counted(operators.names) == remaining(reason)
         return
-    refused = f"blocks=True with backend 'triton' cannot compute this Anemoi block: {reason}"
+    refused = f"fusion='sublayers' with backend 'triton' cannot compute this Anemoi block: {reason}"
     with BLOCKS(), pytest.raises(ValueError, match=refused):
         block(*inputs)
 
@@ -492,7 +492,7 @@ def test_hooks_of_all_modules_see_the_parts_of_a_block(is_compiled, said, traced
     hook = nn.modules.module.register_module_forward_hook(double_activations)
     try:
         expected = differentiate_block(block, inputs)
-        with integration.install(blocks=True):
+        with integration.install(fusion="sublayers"):
             assert_same_numbers(differentiate_block(block, inputs, forward), expected)
         with BLOCKS():
             assert_same_numbers(differentiate_block(block, inputs), expected)
@@ -506,7 +506,7 @@ def test_a_forward_set_on_a_linear_map_is_called(name):
     block, inputs = block_of("processor"), block_inputs()
     double(block.get_submodule(name), "forward")
     expected = differentiate_block(block, inputs)
-    with integration.install(blocks=True):
+    with integration.install(fusion="sublayers"):
         assert_same_numbers(differentiate_block(block, inputs), expected)
 
 
@@ -544,7 +544,7 @@ def test_hidden_layers_are_computed_again_with_the_same_bits_if_they_are_not_kep
             return tensor
 
         forward = torch.compile(block, backend="aot_eager") if is_compiled else block
-        options = {"backend": "triton", "blocks": True, "keep_hidden": keep_hidden}
+        options = {"backend": "triton", "fusion": "sublayers", "keep_hidden": keep_hidden}
         try:
             if swapped:
                 integration.swap_layers(block, **options)
@@ -574,9 +574,9 @@ def test_hidden_layers_are_computed_again_with_the_same_bits_if_they_are_not_kep
         ({}, torch.bfloat16, True),
         ({}, torch.float16, True),
         ({}, None, False),
-        ({"blocks": False}, torch.bfloat16, False),
+        ({"fusion": "attention"}, torch.bfloat16, False),
         ({"backend": "auto"}, torch.bfloat16, False),  # which computes with the reference on a CPU
-        ({"blocks": True}, None, True),
+        ({"fusion": "sublayers"}, None, True),
     ),
 )
 def test_fused_sub_layers_are_the_default_under_16_bit_autocast_on_triton(
@@ -594,11 +594,13 @@ def test_fused_sub_layers_are_the_default_under_16_bit_autocast_on_triton(
 
 
 def test_blocks_that_backend_torch_computes_are_named_if_they_were_asked_for(said):
-    with integration.install(blocks=True):
+    with integration.install(fusion="sublayers"):
         block_of("processor")(*block_inputs())
     assert "the backend of its attention has no fused sub-layers" in said()[0]
 
 
-def test_blocks_must_be_a_switch():
-    with pytest.raises(ValueError, match="blocks must be True, False or None, got 'yes'"):
-        integration.install(blocks="yes")
+@pytest.mark.parametrize("fusion", ["all", None, True])
+def test_fusion_must_be_one_of_its_values(fusion):
+    expected = re.escape(f"one of auto, none, attention, sublayers, got {fusion!r}")
+    with pytest.raises(ValueError, match=expected):
+        integration.install(fusion=fusion)

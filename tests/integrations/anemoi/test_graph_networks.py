@@ -87,7 +87,7 @@ def test_a_fused_block_computes_what_anemoi_computes(kind, kernels, options, bat
         options = {name: value for name, value in options.items() if name != "edge_dim"}
     block = make_block(kind, kernels, **options)
     expected = run(block, kind, batch=batch)
-    with integration.install(backend="triton", blocks=True):
+    with integration.install(backend="triton", fusion="sublayers"):
         assert_same_numbers(run(block, kind, batch=batch), expected)
         assert outcome_of(block) == ("fused", None)
     assert_same_numbers(run(block, kind, batch=batch), expected)
@@ -99,7 +99,7 @@ def test_dtypes_under_autocast_are_those_of_anemoi(kind, kernels):
     block = make_block(kind, kernels)
     with torch.autocast("cpu", torch.bfloat16):
         expected = run(block, kind, torch.bfloat16)
-        with integration.install(backend="triton", blocks=True):
+        with integration.install(backend="triton", fusion="sublayers"):
             actual = run(block, kind, torch.bfloat16)
     for out, other in zip(actual["out"], expected["out"], strict=True):
         assert out.dtype == other.dtype
@@ -131,7 +131,7 @@ def test_with_a_hook_in_its_edge_update_a_block_is_computed_by_anemoi(hook):
     block = make_block("processor")
     HOOKS[hook](block.conv)
     expected = run(block, "processor")
-    with integration.install(backend="triton", blocks=True):
+    with integration.install(backend="triton", fusion="sublayers"):
         assert_same_numbers(run(block, "processor"), expected)
         outcome, reason = outcome_of(block)
     assert outcome == "networks only"  # Anemoi's forward, whose MLPs are fused
@@ -144,7 +144,7 @@ def test_a_changed_edge_update_is_refused_by_a_named_backend(change):
     block = make_block("processor")
     CHANGES[change](block.conv)
     with (
-        integration.install(backend="triton", blocks=True),
+        integration.install(backend="triton", fusion="sublayers"),
         pytest.raises(ValueError, match="cannot compute this Anemoi block: its conv"),
     ):
         run(block, "processor")
@@ -154,7 +154,7 @@ def test_a_changed_node_update_costs_only_itself():
     block = make_block("mapper")
     block.node_mlp.register_forward_hook(lambda module, arguments, out: 1.5 * out)
     expected = run(block, "mapper")
-    with integration.install(backend="triton", blocks=True):
+    with integration.install(backend="triton", fusion="sublayers"):
         assert_same_numbers(run(block, "mapper"), expected)
         outcome, reason = outcome_of(block)
     assert outcome == "edge update only"
@@ -163,7 +163,7 @@ def test_a_changed_node_update_costs_only_itself():
 
 def test_a_method_of_the_class_patched_after_install_is_called(monkeypatch):
     block = make_block("processor")
-    with integration.install(backend="triton", blocks=True):
+    with integration.install(backend="triton", fusion="sublayers"):
         run(block, "processor")
 
         def message(self, x_i, x_j, edge_attr, dim_size=None):
@@ -195,7 +195,7 @@ def test_an_embedding_is_fused_and_its_own_hooks_are_called():
         return [out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()])]
 
     expected = differentiate()
-    with integration.install(backend="triton", blocks=True):
+    with integration.install(backend="triton", fusion="sublayers"):
         out = mlp(x)
         assert out.grad_fn.next_functions[0][0].name() == "FunctionBackward"
         assert_same_numbers(differentiate(), expected)
@@ -210,7 +210,7 @@ def test_a_network_of_two_hidden_layers_is_fused_without_a_norm_and_refuses_othe
     mlp = MLP(6, 16, 4, load_layer_kernels(AUTOCAST), **sizes)
     x = torch.randn(7, 6)
     expected = mlp(x)
-    with integration.install(backend="triton", blocks=True):
+    with integration.install(backend="triton", fusion="sublayers"):
         out = mlp(x)
         assert out.grad_fn.name() == "ViewBackward0"
         assert_same_numbers(out, expected)
@@ -222,7 +222,7 @@ def test_blocks_of_one_model_are_swapped():
     block = make_block("processor")
     other = copy.deepcopy(block)
     expected = run(block, "processor")
-    integration.swap_layers(nn.ModuleList([block]), backend="triton", blocks=True)
+    integration.swap_layers(nn.ModuleList([block]), backend="triton", fusion="sublayers")
     try:
         assert_same_numbers(run(block, "processor"), expected)
         assert_same_numbers(run(other, "processor"), expected)
@@ -242,7 +242,7 @@ def test_a_compiled_block_is_one_graph_with_both_operators(kind):
         names.update(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    with integration.install(backend="triton", blocks=True):
+    with integration.install(backend="triton", fusion="sublayers"):
         compiled = torch.compile(block, backend=record, fullgraph=True)
         assert_same_numbers(run(block, kind, call=compiled), expected)
     assert {"anemoi_gt.interaction_triton.default", "anemoi_gt.network_triton.default"} <= names

@@ -55,7 +55,7 @@ def layers_of(model):
 
 def test_a_model_in_float32_has_the_numbers_of_anemoi_by_fused_layers(model, graph):
     expected = small.differentiate(model, small.draw(graph, batch=2))
-    with in_triton(blocks=True), Operators() as operators:
+    with in_triton(fusion="sublayers"), Operators() as operators:
         actual = small.differentiate(model, small.draw(graph, batch=2))
     assert calls_of(operators) == len(layers_of(model)) > 2
     assert_same_numbers(actual, expected)
@@ -84,7 +84,7 @@ def test_under_autocast_layers_are_fused_and_return_its_dtype(model, graph, chec
         assert actual[1][name].dtype == gradient.dtype, name
 
 
-@pytest.mark.parametrize("settings", [{"blocks": False}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"fusion": "attention"}, {}], ids=str)
 def test_layers_are_modules_where_sublayers_are_not_fused(model, graph, settings):
     with in_triton(**settings), Operators() as operators:
         small.differentiate(model, small.draw(graph))
@@ -119,7 +119,7 @@ def test_a_layer_that_is_not_plain_is_called_and_named(model, graph, change, sai
     CHANGES[change](layer)
     x = small.draw(graph)
     expected = small.differentiate(model, x)
-    with in_triton(blocks=True):
+    with in_triton(fusion="sublayers"):
         with Operators() as operators:
             assert_same_numbers(small.differentiate(model, x), expected)
         (refused,) = (block for block in integration.installed().computed if block.path == path)
@@ -132,7 +132,7 @@ def test_a_layer_that_is_not_plain_is_called_and_named(model, graph, change, sai
 def test_a_layer_is_no_longer_named_when_its_hook_has_gone(model, graph):
     path, layer = extractor_of(model)
     handle = layer.register_forward_hook(lambda *_: None)
-    with in_triton(blocks=True), torch.no_grad():
+    with in_triton(fusion="sublayers"), torch.no_grad():
         model(small.draw(graph))
         assert path in [block.path for block in integration.installed().computed]
         handle.remove()
@@ -142,13 +142,13 @@ def test_a_layer_is_no_longer_named_when_its_hook_has_gone(model, graph):
 
 def test_rows_of_another_width_raise_as_upstream(model):
     mapper = next(m for m in model.modules() if hasattr(m, "node_data_extractor"))
-    with in_triton(blocks=True), pytest.raises(RuntimeError, match="normalized_shape"):
+    with in_triton(fusion="sublayers"), pytest.raises(RuntimeError, match="normalized_shape"):
         mapper.post_process(torch.randn(5, mapper.hidden_dim + 1))
 
 
 def test_the_layers_of_a_swapped_model_are_fused_and_of_others_are_not(model, graph):
     other = small.build(graph, small.make_options())
-    integration.swap_layers(model, backend="triton", blocks=True)
+    integration.swap_layers(model, backend="triton", fusion="sublayers")
     for one, count in ((model, len(layers_of(model))), (other, 0)):
         with Operators() as operators, torch.no_grad():
             one(small.draw(graph))

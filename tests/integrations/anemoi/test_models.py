@@ -24,11 +24,11 @@ LEARNING_RATE = 1e-3
 def assert_same(graph, attentions):
     """Check that a model with these options uses anemoi_gt under `install` and gives the same results."""
 
-    def check(options, x, *, fuse_edges=True, **forward):
+    def check(options, x, *, fusion="auto", **forward):
         model = build(graph, options)
         out, gradients = differentiate(model, x, **forward)
         assert not attentions
-        with integration.install(fuse_edges=fuse_edges):
+        with integration.install(fusion=fusion):
             ours, our_gradients = differentiate(model, x, **forward)
         assert attentions
         assert_same_numbers(ours, out)
@@ -59,10 +59,10 @@ def test_output_and_gradients_are_anemois(graph, assert_same, changes):
 
 
 @pytest.mark.parametrize("strategy", ("edges", "heads"))
-@pytest.mark.parametrize(("chunks", "fuse_edges"), ((1, True), (2, True), (3, True), (2, False)))
-def test_a_batch_matches_anemoi(graph, assert_same, chunks, fuse_edges, strategy):
+@pytest.mark.parametrize(("chunks", "fusion"), ((1, "auto"), (2, "auto"), (3, "auto"), (2, "none")))
+def test_a_batch_matches_anemoi(graph, assert_same, chunks, fusion, strategy):
     options = make_options(mapper_chunks=chunks, shard_strategy=strategy)
-    assert_same(options, draw(graph, batch=3 if chunks == 3 else 2), fuse_edges=fuse_edges)
+    assert_same(options, draw(graph, batch=3 if chunks == 3 else 2), fusion=fusion)
 
 
 def test_an_ensemble_with_conditional_layer_norm_matches_anemoi(graph, assert_same):

@@ -26,7 +26,7 @@ from support.nightly import nightly
 from support.same_numbers import assert_same_numbers
 from torch.testing._internal.two_tensor import TwoTensor
 
-from anemoi_gt import AttentionConfig
+from anemoi_gt import KernelConfig
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
@@ -92,11 +92,11 @@ def test_uninstall_leaves_anemois_code_as_it_was(owner):
 )
 def test_an_inner_context_brings_back_the_outer_one(inputs, attentions, leave):
     with integration.install(backend="torch"):
-        with integration.install(precision="bf16", fuse_edges=False):
+        with integration.install(precision="bf16", fusion="none"):
             assert SETTINGS.everywhere.config.precision == "bf16"
             leave()
         assert SETTINGS.everywhere.config.backend == "torch"
-        assert SETTINGS.everywhere.fuse_edges
+        assert SETTINGS.everywhere.fusion == "auto"
         run(make_block(), inputs)
     assert len(attentions) == 1
     assert SETTINGS.is_empty
@@ -105,25 +105,25 @@ def test_an_inner_context_brings_back_the_outer_one(inputs, attentions, leave):
 def test_install_logs_one_line_with_the_active_settings(caplog):
     assert integration.installed() is None
     with caplog.at_level(logging.INFO, logger="anemoi_gt"):
-        outer = integration.install(backend="torch", fuse_edges=False)
+        outer = integration.install(backend="torch", fusion="none")
         # as Anemoi's configs do for each component
-        integration.install(backend="torch", fuse_edges=False)
+        integration.install(backend="torch", fusion="none")
     (line,) = [record.message for record in caplog.records]
     assert line.startswith(
         "anemoi_gt computes blocks of graph transformers and graph networks of anemoi-models "
         f"{version('anemoi-models')}, where a model has them"
     )
     assert line.endswith(
-        "backend='torch', precision=None, fuse_edges=False, sharding=True, keep_hidden=True"
+        "backend='torch', precision=None, fusion='none', sharding=True, keep_hidden=True"
     )
     with integration.install(precision="bf16") as inner:
         installed = integration.installed()
-        assert installed.config == AttentionConfig(precision="bf16")
-        assert installed.fuse_edges
+        assert installed.config == KernelConfig(precision="bf16")
+        assert installed.fusion == "auto"
         assert installed.sharding
         assert (
             repr(inner)
-            == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True, "
+            == "Installation(backend='auto', precision='bf16', fusion='auto', sharding=True, "
             "keep_hidden=True; in force)"
         )
         assert repr(outer).endswith("; ended)")
@@ -157,7 +157,7 @@ def test_swap_layers_swaps_one_model_and_none_of_its_copies_until_uninstall(inpu
 
 
 def test_a_swapped_model_keeps_its_options_under_install(inputs, attentions):
-    block = integration.swap_layers(make_block(), fuse_edges=False)
+    block = integration.swap_layers(make_block(), fusion="none")
     with integration.install():
         run(block, inputs)
     assert len(attentions[0]) == 5
@@ -259,7 +259,7 @@ def test_blocks_of_a_version_in_which_a_method_has_another_body_are_left_alone(
     assert re.search(unknown, message)
     assert computed.outcome == "upstream"
     assert re.search(unknown, computed.reason)
-    for options in ({"backend": "torch"}, {"blocks": True}):
+    for options in ({"backend": "torch"}, {"fusion": "sublayers"}):
         with pytest.raises(ImportError, match=unknown):
             integration.install(**options)
     assert [dict(vars(owner)) for owner in BLOCKS] == before
@@ -318,24 +318,24 @@ WATCHED = ("its conv has hooks, which would be skipped", "its conv has hooks, .*
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    ("reason", "fuse_edges"),
+    ("reason", "fusion"),
     (
-        *((reason, False) for reason in UNSERVED),
-        *((reason, True) for reason in WATCHED),
-        *nightly(*((reason, True) for reason in UNSERVED if reason not in WATCHED)),
+        *((reason, "none") for reason in UNSERVED),
+        *((reason, "auto") for reason in WATCHED),
+        *nightly(*((reason, "auto") for reason in UNSERVED if reason not in WATCHED)),
     ),
 )
 def test_an_unsupported_block_falls_back_to_anemoi_and_logs_it_once(
-    inputs, attentions, said, reason, fuse_edges
+    inputs, attentions, said, reason, fusion
 ):
     torch.compiler.reset()
     block = make_block()
     UNSERVED[reason](block)
     expected = run(block, inputs)
     compiled = []
-    for fullgraph in (False, True) if fuse_edges else ():
+    for fullgraph in (False, True) if fusion == "auto" else ():
         compiled.append(torch.compile(block, backend="eager", fullgraph=fullgraph))
-    with integration.install(fuse_edges=fuse_edges):
+    with integration.install(fusion=fusion):
         for forward in (*compiled[:1], block, block):
             assert_same_numbers(run(block, inputs, forward), expected)
     assert not attentions

@@ -20,7 +20,7 @@ KINDS = {"processor": TransformerProcessorBlock, "mapper": TransformerMapperBloc
 NODES = 12
 CHANNELS = 16
 FEED_FORWARD = "anemoi_gt.network_triton.default"
-FUSED = partial(integration.install, backend="triton", blocks=True)
+FUSED = partial(integration.install, backend="triton", fusion="sublayers")
 
 
 def block_of(kind, **options):
@@ -109,7 +109,7 @@ def test_a_hook_on_the_network_leaves_the_block_to_anemoi_with_the_reason():
 
 def test_without_fused_sublayers_blocks_compute_with_anemois_code():
     block = block_of("processor")
-    with integration.install(blocks=False), Operators() as operators:
+    with integration.install(fusion="attention"), Operators() as operators:
         differentiate(block, "processor")
     assert FEED_FORWARD not in operators.names
 

@@ -58,7 +58,10 @@ def walk_of(kind):
         run(executor, *arguments, **options)
         sys.setprofile(note)
 
-    with anemoi.install(backend="triton", blocks=True), torch.autocast("cpu", torch.bfloat16):
+    with (
+        anemoi.install(backend="triton", fusion="sublayers"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
         block(*inputs)  # makes the structure of the graph and the plans
         with patch.object(GridExecutor, "__call__", run_unwatched):
             sys.setprofile(note)

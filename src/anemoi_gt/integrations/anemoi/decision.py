@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.integrations.anemoi import report
-from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.upstream import Upstream
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.fused_block import (
@@ -105,8 +105,8 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
 def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
     """Decide for a transformer block with rows x; log why if the request is not fully met.
 
-    `norm_name` names the norm before its feed-forward network. Raise ValueError if `blocks` is
-    True and the named backend cannot run.
+    `norm_name` names the norm before its feed-forward network. Raise ValueError if fusion is
+    "sublayers" and the named backend cannot run.
     """
     decision = _decide_transformer(block, norm_name, x, cond)
     _record(block, decision)
@@ -132,7 +132,7 @@ def decide_linear(mapper: Any, name: str, x: Tensor) -> NetworkParts | Refusal:
 
 def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> NetworkParts | Refusal:
     settings = SETTINGS.of(mapper.proc)
-    if settings is None or settings.blocks is False or is_exporting():
+    if settings is None or settings.fusion not in FUSES_SUBLAYERS or is_exporting():
         return UNWANTED
     computation = computation_of(settings, x)
     if isinstance(computation, Refusal):
@@ -145,11 +145,11 @@ def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
 
     Raise ValueError if they are wanted and the named backend cannot run on x.
     """
-    if settings.blocks is None and not is_16_bit_autocast(x):
+    if settings.fusion == "auto" and not is_16_bit_autocast(x):
         return NOT_FASTER
     computation = Computation.of(x, settings.config, keep_hidden=settings.keep_hidden)
     if computation.sublayers is None:
-        return NOT_FASTER if settings.blocks is None else NO_SUBLAYERS
+        return NOT_FASTER if settings.fusion == "auto" else NO_SUBLAYERS
     return computation
 
 
@@ -200,7 +200,7 @@ def _decide(
 
     fused = NOT_FUSED
     reason = None
-    if settings.blocks is not False and not is_exporting():
+    if settings.fusion in FUSES_SUBLAYERS and not is_exporting():
         computation = computation_of(settings, x_dst)
         if computation is NOT_FASTER:
             fused = FusedParts.by_modules(NOT_FASTER)
@@ -217,7 +217,7 @@ def _decide(
     if not isinstance(fused.attention, Refusal):
         return Decision(settings, FUSED, has_raw_edges=True, reason=reason, fused=fused)
 
-    has_raw_edges = settings.fuse_edges and not gathers
+    has_raw_edges = settings.fusion != "none" and not gathers
     if has_raw_edges:
         embedding = linear_parameters(block.lin_edge, "lin_edge")
         if isinstance(embedding, Refusal):
@@ -248,7 +248,7 @@ def _feed_forward_of(
     block: Any, norm_name: str, x: Tensor, cond: Tensor | None, settings: Settings
 ) -> FusedParts | Refusal:
     """Return the parts of a transformer block's feed-forward sub-layer, or why it is not fused."""
-    if settings.blocks is False or is_exporting():
+    if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
         return UNWANTED
     if torch.jit.is_tracing():
         return transient("torch.jit.trace records it")
@@ -268,14 +268,14 @@ def report_not_fused(
     refusals: Iterable[Refusal],
     log_reason: Callable[[str], None] = report.warn_once,
 ) -> None:
-    """Log why sub-layers are not fused; raise ValueError with blocks=True and a named backend."""
-    is_wanted = settings.blocks and settings.config.backend != "auto"
+    """Log why sub-layers are not fused; raise ValueError if a named backend must fuse."""
+    is_wanted = settings.fusion == "sublayers" and settings.config.backend != "auto"
     for refusal in refusals:
         if is_wanted and refusal.kind is RefusalKind.PERMANENT:
             raise ValueError(
-                f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi "
-                f"block: {refusal.text}; blocks=None computes it by its modules there, and so "
-                "does backend 'auto'"
+                f"fusion='sublayers' with backend {settings.config.backend!r} cannot compute this "
+                f"Anemoi block: {refusal.text}; fusion='auto' computes it by its modules there, "
+                "and so does backend 'auto'"
             )
         log_reason(f"a sub-layer of an Anemoi block is not fused: {refusal.text}")
 
@@ -322,8 +322,6 @@ def _sublayers_of(
     attention: Refusal | None = None
     if gathers:
         attention = permanent("its nodes are sharded by Anemoi")
-    elif not settings.fuse_edges:
-        attention = permanent("its edges are embedded before the attention")
     sources: Refusal | None = NO_SOURCES
     # processor blocks of anemoi-models have the attribute but nothing to update
     if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):

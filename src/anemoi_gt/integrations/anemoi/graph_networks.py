@@ -29,7 +29,7 @@ from anemoi_gt.integrations.anemoi.decision import (
     report_not_fused,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
-from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_rows
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import plain
@@ -183,7 +183,7 @@ def mapper_block(
 def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     """Compute an MLP, an embedding of a graph network."""
     settings = SETTINGS.of(self)
-    if settings is None or settings.blocks is False or layer_kwargs or is_exporting():
+    if settings is None or settings.fusion not in FUSES_SUBLAYERS or layer_kwargs or is_exporting():
         return upstream(self, x, **layer_kwargs)
     computation = _computation_of(settings, x)
     parts: NetworkParts | Refusal = NOT_OF_GRAPH_NETWORK
@@ -304,7 +304,7 @@ def _parts_of(
     block: Any, settings: Settings, x_dst: Tensor, edge_index: Any, gathered: Ranks | None
 ) -> BlockParts:
     """Return the parts of a block; `gathered` are the ranks whose nodes Anemoi gathers."""
-    if settings.blocks is False:
+    if settings.fusion not in FUSES_SUBLAYERS:
         return BlockParts(UNWANTED, UNWANTED)
     computation = _computation_of(settings, x_dst)
     refusal = computation if isinstance(computation, Refusal) else None
@@ -312,7 +312,7 @@ def _parts_of(
         not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided
     ):
         refusal = permanent("its edges are no edge_index [2, E]")
-    if refusal is None and gathered is not None and settings.blocks is None:
+    if refusal is None and gathered is not None and settings.fusion == "auto":
         num_nodes = _num_nodes(gathered.src) + _num_nodes(gathered.dst)
         refusal = GATHERED if num_nodes > 2 * edge_index.shape[1] else None
     if refusal is None and settings.config.precision is not None:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.integrations.anemoi import (
     assemble_output,
     blocks,
@@ -30,7 +29,14 @@ from anemoi_gt.integrations.anemoi import (
     transformer_attention,
 )
 from anemoi_gt.integrations.anemoi.checkpointing_modes import maybe_checkpoint, torchs_checkpoint
-from anemoi_gt.integrations.anemoi.settings import SETTINGS, Checkpointing, Settings
+from anemoi_gt.integrations.anemoi.settings import (
+    FORMER_OPTIONS,
+    FUSIONS,
+    SETTINGS,
+    Checkpointing,
+    Settings,
+    accepts_former_options,
+)
 from anemoi_gt.integrations.anemoi.upstream import (
     Replacement,
     Upstream,
@@ -39,6 +45,7 @@ from anemoi_gt.integrations.anemoi.upstream import (
     resolve_upstream,
 )
 from anemoi_gt.integrations.anemoi.versions import NEWEST, OLDEST, unknown_body
+from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn import plain
 
 log = logging.getLogger(__name__)
@@ -168,12 +175,12 @@ class Installation:
         return f"Installation({self._settings}; {state})"
 
 
+@accepts_former_options
 def install(
     backend: str = "auto",
     precision: str | None = None,
     *,
-    fuse_edges: bool = True,
-    blocks: bool | None = None,
+    fusion: str = "auto",
     sharding: bool = True,
     activation_checkpointing: str | Mapping[str, str | None] | None = None,
     keep_hidden: bool = True,
@@ -186,19 +193,19 @@ def install(
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        As in `anemoi_gt.AttentionConfig`. Unsupported blocks fall back to Anemoi's own code with
+        As in `anemoi_gt.KernelConfig`. Unsupported blocks fall back to Anemoi's own code with
         `auto`, which logs the reason once, and raise with a named backend; both in eager and in
         compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
-        As in `anemoi_gt.AttentionConfig`; None follows autocast.
-    fuse_edges : bool
-        Pass raw edge attributes to the attention, which then never materialises a tensor of edges
-        x heads x channels. False embeds every edge as Anemoi does.
-    blocks : {None, True, False}
-        Fuse the attention and feed-forward sub-layers of blocks. None fuses them where it was
-        measured to be faster, under 16-bit autocast on a GPU with backend "triton"; True in float32
-        too. A sub-layer that cannot be fused is computed by the block's own modules, which is
-        logged once; with True and a named backend it raises. False replaces the attention only.
+        As in `anemoi_gt.KernelConfig`; None follows autocast.
+    fusion : {"auto", "none", "attention", "sublayers"}
+        What is fused. "none" replaces the attention and embeds every edge, as Anemoi does.
+        "attention" fuses the embedding of edges into it, so that a tensor of edges x heads x
+        channels is never materialised. "sublayers" fuses the attention and feed-forward sub-layers
+        of blocks, linear layers of mappers, and the updates and MLPs of graph networks; what cannot
+        be fused is computed by the block's own modules, which is logged once, and raises with a
+        named backend. "auto" is "sublayers" where it was measured to be faster, under 16-bit
+        autocast on a GPU with backend "triton", and "attention" elsewhere, and does not raise.
     sharding : bool
         Exchange halo rows only, if Anemoi shards a model over several ranks: graph transformers
         with strategy "edges", for graphs of any symmetry, batches and ensembles, and graph
@@ -222,10 +229,10 @@ def install(
     Raises
     ------
     ValueError
-        For another backend, precision or activation checkpointing.
+        For another backend, precision, fusion or activation checkpointing.
     ImportError
-        If anemoi-models is missing; for a named backend, or `blocks=True`, if its blocks match
-        no version that was reviewed. With backend "auto" they are left to Anemoi's code.
+        If anemoi-models is missing; for a named backend, or fusion "sublayers", if its blocks
+        match no version that was reviewed. With backend "auto" they are left to Anemoi's code.
 
     Notes
     -----
@@ -233,9 +240,8 @@ def install(
     code keeps the methods it was traced with. It is compiled again when called.
     """
     settings = _switch_on(
-        AttentionConfig(backend=backend, precision=precision),
-        fuse_edges=fuse_edges,
-        blocks=blocks,
+        KernelConfig(backend=backend, precision=precision),
+        fusion=fusion,
         sharding=sharding,
         keep_hidden=keep_hidden,
     )
@@ -325,13 +331,13 @@ def uninstall() -> None:
     _remove_patches_unless_used()
 
 
+@accepts_former_options
 def swap_layers(
     model: nn.Module,
     backend: str = "auto",
     precision: str | None = None,
     *,
-    fuse_edges: bool = True,
-    blocks: bool | None = None,
+    fusion: str = "auto",
     sharding: bool = True,
     keep_hidden: bool = True,
 ) -> nn.Module:
@@ -342,23 +348,21 @@ def swap_layers(
     model : torch.nn.Module
         Returned unchanged: its blocks are only registered. A copy or an unpickled model must be
         swapped again.
-    backend, precision, fuse_edges, blocks, sharding, keep_hidden
+    backend, precision, fusion, sharding, keep_hidden
         As for `install`, over which they take precedence.
 
     Raises
     ------
     ValueError
-        If it has no such block, or for another backend or precision.
+        If it has no such block, or for another backend, precision or fusion.
     ImportError
         As for `install`.
     """
-    config = AttentionConfig(backend=backend, precision=precision)
+    config = KernelConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     count_blocks(model)
-    settings = _switch_on(
-        config, fuse_edges=fuse_edges, blocks=blocks, sharding=sharding, keep_hidden=keep_hidden
-    )
+    settings = _switch_on(config, fusion=fusion, sharding=sharding, keep_hidden=keep_hidden)
     for _, block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     for module in model.modules():
@@ -367,19 +371,31 @@ def swap_layers(
     return model
 
 
+def has_blocks(model: nn.Module) -> bool:
+    """Return whether a model has a block of a graph transformer, graph network or transformer."""
+    paths = (
+        BLOCK,
+        GRAPH_NETWORK_BLOCK,
+        GRAPH_NETWORK_MAPPER_BLOCK,
+        TRANSFORMER_BLOCK,
+        TRANSFORMER_MAPPER_BLOCK,
+    )
+    kinds = tuple(find(*path) for path in paths)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def count_blocks(model: nn.Module) -> tuple[int, int]:
     """Return the number of graph-transformer and of graph-network blocks of a model.
 
     Raise ValueError if there is none, and no block of a transformer.
     """
-    kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
-    numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
-    others = find(*TRANSFORMER_BLOCK), find(*TRANSFORMER_MAPPER_BLOCK)
-    if not any(numbers) and not any(isinstance(module, others) for module in model.modules()):
+    if not has_blocks(model):
         raise ValueError(
             "model must have a block of Anemoi's graph transformers, graph networks or "
             f"transformers, got {type(model).__name__} without one"
         )
+    kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
+    numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
     return numbers[0], numbers[1]
 
 
@@ -411,46 +427,47 @@ def _build_swapped(kind: Any, options: dict[str, Any]) -> nn.Module:
             "its gradient_checkpointing to True or False instead"
         )
     _, *names = signature(swap_layers).parameters  # the first one is the model
-    for_swapping = {name: options.pop(name) for name in names if name in options}
+    for_swapping = {}
+    for name in (*names, *FORMER_OPTIONS):
+        if name in options:
+            for_swapping[name] = options.pop(name)
     return swap_layers(kind(**options), **for_swapping)
 
 
 def _switch_on(
-    config: AttentionConfig,
+    config: KernelConfig,
     *,
-    fuse_edges: bool,
-    blocks: bool | None,
+    fusion: str,
     sharding: bool,
     keep_hidden: bool,
 ) -> Settings:
     """Apply the patches; return the settings. `sharding` needs all of its methods replaced."""
-    if blocks is not None and not isinstance(blocks, bool):
-        raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
-    switches = {"fuse_edges": fuse_edges, "sharding": sharding, "keep_hidden": keep_hidden}
-    for name, value in switches.items():
+    if fusion not in FUSIONS:
+        raise ValueError(f"fusion must be one of {', '.join(FUSIONS)}, got {fusion!r}")
+    for name, value in (("sharding", sharding), ("keep_hidden", keep_hidden)):
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
-    _apply_patches(is_named=config.backend != "auto" or blocks is True)
+    _apply_patches(is_named=config.backend != "auto" or fusion == "sublayers")
     replaced = {name for _, name in _upstream}
     replaces_sharding = replaced.issuperset(name for _, name in SHARDING)
-    return Settings(config, fuse_edges, blocks, sharding and replaces_sharding, keep_hidden)
+    return Settings(config, fusion, sharding and replaces_sharding, keep_hidden)
 
 
 def _is_named(settings: Settings) -> bool:
-    return settings.config.backend != "auto" or settings.blocks is True
+    return settings.config.backend != "auto" or settings.fusion == "sublayers"
 
 
 def _apply_patches(*, is_named: bool) -> None:
-    """Replace methods; `is_named`: a backend, or `blocks`, is asked for, so blocks must fit."""
+    """Replace methods; `is_named`: a backend, or fusion, is asked for, so blocks must fit."""
     if _upstream:
         return
     matches = _matches()
     reasons = [matches[path, "forward"].reason for path in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
     if is_named and None not in reasons:
         raise ImportError(
-            "a named backend, or blocks=True, needs graph-transformer blocks as in a reviewed "
-            f"version of anemoi-models, {OLDEST} to {NEWEST}, got {version('anemoi-models')}: "
-            f"{PROCESSOR_BLOCK[1]}.forward {reasons[0]}"
+            "a named backend, or fusion='sublayers', needs graph-transformer blocks as in a "
+            f"reviewed version of anemoi-models, {OLDEST} to {NEWEST}, got "
+            f"{version('anemoi-models')}: {PROCESSOR_BLOCK[1]}.forward {reasons[0]}"
         )
     missing = [
         f"{path[-1]}.{name} ({match.reason})"

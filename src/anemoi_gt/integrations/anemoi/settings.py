@@ -1,14 +1,23 @@
 """The settings of blocks, as `install` and `swap_layers` choose them."""
 
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.integrations.anemoi import report
+from anemoi_gt.kernel_config import KernelConfig
 
 MODES = "none", "full"
+FUSIONS = "auto", "none", "attention", "sublayers"
+FUSES_SUBLAYERS = "auto", "sublayers"
+FORMER_OPTIONS = "blocks", "fuse_edges"  # of 0.4, which `fusion` replaces
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -43,18 +52,50 @@ class Checkpointing:
 class Settings:
     """Settings of a block, as `install` describes them."""
 
-    config: AttentionConfig
-    fuse_edges: bool
-    blocks: bool | None = None
+    config: KernelConfig
+    fusion: str  # one of FUSIONS
     sharding: bool = False
     keep_hidden: bool = True
     checkpointing: Checkpointing | None = None  # only set by `install`
 
     def __str__(self) -> str:
         values = {"backend": self.config.backend, "precision": self.config.precision}
-        names = ("fuse_edges", "blocks", "sharding", "keep_hidden", "checkpointing")
+        names = ("fusion", "sharding", "keep_hidden", "checkpointing")
         values |= {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def accepts_former_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function with an option `fusion` accept `FORMER_OPTIONS` too, with a warning."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> R:
+        former = {name: options.pop(name) for name in FORMER_OPTIONS if name in options}
+        if former:
+            given = ", ".join(f"{name}={value!r}" for name, value in former.items())
+            fusion = _fusion_of(**former)
+            if options.get("fusion", "auto") not in ("auto", fusion):
+                raise ValueError(
+                    f"fusion must be given alone, got {options['fusion']!r} and {given}"
+                )
+            message = f"{given} is the option fusion since 0.5.0: use fusion={fusion!r}"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            report.warn_once(message)  # Python hides the warning where Hydra makes the call
+            options["fusion"] = fusion
+        return function(*args, **options)
+
+    return call
+
+
+def _fusion_of(*, blocks: bool | None = None, fuse_edges: bool = True) -> str:
+    """Return the fusion of options of 0.4; edges that are embedded exclude fused sub-layers."""
+    if blocks is not None and not isinstance(blocks, bool):
+        raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
+    if not isinstance(fuse_edges, bool):
+        raise ValueError(f"fuse_edges must be True or False, got {fuse_edges!r}")
+    if not fuse_edges:
+        return "none"
+    return {None: "auto", True: "sublayers", False: "attention"}[blocks]
 
 
 class SettingsRegistry:

@@ -1,0 +1,67 @@
+"""KernelConfig: backend and precision of operations and layers, and how raw edges are sorted.
+
+The config is a value: it is handed down by constructors, never read from the environment or a
+global.
+"""
+
+from dataclasses import dataclass
+
+BACKENDS = ("auto", "triton", "torch")
+PRECISIONS = (None, "fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Backend, precision and sorting of `anemoi_gt.edge_attention` and of all layers.
+
+    Parameters
+    ----------
+    backend : {"auto", "triton", "torch"}
+        `auto` is `triton` (the fused GPU kernels) if it can run, else `torch` (the PyTorch
+        reference). It logs its choice at DEBUG level; a named backend that cannot run raises with
+        the reason.
+    precision : {None, "fp32", "bf16", "fp16"}
+        Dtype in which query, key, value, edge attributes, weight and bias are read. None is the
+        dtype of the inputs: autocast's inside `torch.autocast`, otherwise the dtype of query. With
+        a precision, inputs are cast to it and the output is cast back to the dtype of query. Sums
+        and `lse` are float32 in any case.
+    stable_sort : bool
+        Sort stably where a call has to build a structure: in a layer that gets a raw `edge_index`,
+        or for a missing reverse structure. Results are then bitwise reproducible. False groups
+        edges on a GPU without sorting, for graphs that change every step: faster, but sums may
+        differ in the last bit from run to run. It has no effect on a CPU, under
+        `torch.use_deterministic_algorithms(True)` and on a GraphStructure.
+
+    Raises
+    ------
+    ValueError
+        For any other value.
+
+    Examples
+    --------
+    >>> KernelConfig(backend="torch", precision="bf16").precision
+    'bf16'
+    """
+
+    backend: str = "auto"
+    precision: str | None = None
+    stable_sort: bool = True
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(
+                f"precision must be one of {', '.join(map(str, PRECISIONS))}, got "
+                f"{self.precision!r}"
+            )
+        if not isinstance(self.stable_sort, bool):
+            raise ValueError(f"stable_sort must be True or False, got {self.stable_sort!r}")
+
+
+def check_config(config: object) -> None:
+    """Raise ValueError unless `config` is a KernelConfig."""
+    if not isinstance(config, KernelConfig):
+        raise ValueError(
+            f"config must be a KernelConfig, as KernelConfig(backend='torch'), got {config!r}"
+        )
