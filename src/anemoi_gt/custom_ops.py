@@ -57,14 +57,17 @@ def is_plain(*args: Any) -> bool:
         return False
     if not _PLAIN.issuperset(map(type, args)):
         return False
-    first_tensor = next(arg for arg in args if isinstance(arg, Tensor))
-    return not first_tensor.is_meta
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return not arg.is_meta
+    raise ValueError("an operator must have a tensor among its arguments, got none")
 
 
 def needs_gradient(*operands: Tensor | None) -> bool:
     """Return whether a gradient of an operand may be needed; always True under torch.func."""
     if not torch.is_grad_enabled():
         return False
-    if any(operand is not None and operand.requires_grad for operand in operands):
-        return True
+    for operand in operands:
+        if operand is not None and operand.requires_grad:
+            return True
     return is_transformed()

@@ -229,7 +229,8 @@ class GraphTransformerConv(MessagePassing):
             edges = edge_index.structure
         query = self._split_heads(self.lin_query(x_dst))
         x_src = x_src if pending is None else pending.wait()
-        key, value = (self._split_heads(linear(x_src)) for linear in (self.lin_key, self.lin_value))
+        key = self._split_heads(self.lin_key(x_src))
+        value = self._split_heads(self.lin_value(x_src))
 
         alpha = None
         refusal = self._why_messages()

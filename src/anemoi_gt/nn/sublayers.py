@@ -686,7 +686,7 @@ def _read_head_norms(
 
 def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
     """Return weight and bias of linear maps; `linears` are by name in the block."""
-    read = []
+    read: list[Linear[Tensor]] = []
     for name, linear in linears.items():
         parameters = linear._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -696,9 +696,9 @@ def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
             if weight is None:
                 raise cannot_fuse(f"its {name} has no weight")
         read.append(Linear(weight, bias))
-    # PyTorch multiplies no matrices of both, also not under autocast
-    if len({linear.weight.dtype is DOUBLE for linear in read}) > 1:
-        raise cannot_fuse(f"some of its {', '.join(linears)} are float64, and others are not")
+        # PyTorch multiplies no matrices of both, also not under autocast
+        if (weight.dtype is DOUBLE) != (read[0].weight.dtype is DOUBLE):
+            raise cannot_fuse(f"some of its {', '.join(linears)} are float64, and others are not")
     return read
 
 

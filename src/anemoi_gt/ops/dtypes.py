@@ -24,9 +24,10 @@ def cast_operands(
     query = operands.query
     dtype = autocast_dtype(query) if precision is None else DTYPES[precision]
     out_dtype = dtype if precision is None else query.dtype
-    if all(operand is None or operand.dtype == dtype for operand in operands):
-        return operands, out_dtype
-    return operands.map(lambda operand: operand.to(dtype)), out_dtype
+    for operand in operands:
+        if operand is not None and operand.dtype != dtype:
+            return operands.map(lambda operand: operand.to(dtype)), out_dtype
+    return operands, out_dtype
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

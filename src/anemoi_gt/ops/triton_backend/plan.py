@@ -269,7 +269,10 @@ class Plan:
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the steps on contiguous inputs, on their device, and return the results."""
-        device = next(tensor.device for tensor in inputs if tensor is not None)
+        for tensor in inputs:
+            if tensor is not None:
+                device = tensor.device
+                break
         with _current(device):
             bases: list[Tensor | None] = list(inputs)
             results: list[Tensor | None] = []
@@ -287,7 +290,10 @@ class Plan:
                 scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
             bases.append(scratch)
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
-            are_aligned = not any(address % ALIGNMENT for address in addresses)
+            bits = 0
+            for address in addresses:
+                bits |= address
+            are_aligned = bits % ALIGNMENT == 0  # a power of two
             addresses.append(0)
             gpu = fast_launch_device()
             stream = None if gpu is None else current_stream(gpu)
@@ -302,13 +308,15 @@ class Plan:
                     else:
                         step.function(*tensors, out=views[step.out])
                     continue
-                arguments = [addresses[base] + offset for base, offset in step.addresses]
-                alignment = step.alignment
-                if not are_aligned:
-                    # Triton compiles a kernel for each pattern of aligned pointers. A chunk of an
-                    # input, such as the edges of a mapper chunk, may begin at any address.
-                    alignment = tuple(argument % ALIGNMENT == 0 for argument in arguments)
-                compiled = None if gpu is None else step.compiled.get((gpu, alignment))
+                compiled = None
+                if gpu is not None:
+                    arguments = [addresses[base] + offset for base, offset in step.addresses]
+                    alignment = step.alignment
+                    if not are_aligned:
+                        # Triton compiles a kernel for each pattern of aligned pointers. A chunk of
+                        # an input, such as the edges of a mapper chunk, may begin at any address.
+                        alignment = tuple([argument % ALIGNMENT == 0 for argument in arguments])
+                    compiled = step.compiled.get((gpu, alignment))
                 if compiled is None:
                     step.launch.on(
                         [None if p is None else _view(p, bases, typed) for p in step.locations]

@@ -45,7 +45,8 @@ class PlannedOperator(Operator):
 
     def passes(self, inputs: Sequence[Tensor | None], options: Any) -> "Plans":
         """Return the plans for these inputs."""
-        specs = tuple(None if x is None else (x.shape, x.dtype) for x in inputs)
+        # from a list: a generator is entered once for each input
+        specs = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
         return self.plans_of(specs, options)
 
     @abstractmethod
@@ -151,5 +152,5 @@ class Plans:
         cast_grads = []
         for grad, (_, dtype) in zip(grads, self.output_specs, strict=False):
             cast_grads.append(grad if grad is None or grad.dtype == dtype else grad.to(dtype))
-        plan, layout = self.backward_plan(needs, tuple(grad is not None for grad in cast_grads))
+        plan, layout = self.backward_plan(needs, tuple([grad is not None for grad in cast_grads]))
         return plan.run((*inputs, kept, *cast_grads)), layout

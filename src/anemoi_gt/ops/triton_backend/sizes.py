@@ -35,7 +35,7 @@ class IndexTensors(NamedTuple, Generic[Held]):
     @classmethod
     def of(cls, graph: GraphStructure) -> "IndexTensors[Tensor]":
         """Collect the index tensors of `graph`."""
-        return IndexTensors(*(getattr(graph, name) for name in cls._fields))
+        return IndexTensors(*[getattr(graph, name) for name in cls._fields])
 
 
 class Constants(NamedTuple, Generic[Held]):
