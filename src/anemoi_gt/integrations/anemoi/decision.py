@@ -98,7 +98,7 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a named backend cannot run.
     """
     decision = _decide(block, x_dst, call, gathers=gathers)
-    _record(block, decision)
+    report.record(block, decision.outcome, decision.reason)
     return decision
 
 
@@ -109,7 +109,7 @@ def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | Non
     "sublayers" and the named backend cannot run.
     """
     decision = _decide_transformer(block, norm_name, x, cond)
-    _record(block, decision)
+    report.record(block, decision.outcome, decision.reason)
     return decision
 
 
@@ -120,13 +120,7 @@ def decide_linear(mapper: Any, name: str, x: Tensor) -> NetworkParts | Refusal:
     """
     layer = getattr(mapper, name)
     parts = _linear_of(mapper, layer, name, x)
-    if torch.compiler.is_compiling():
-        return parts
-    reason = None
-    if isinstance(parts, Refusal) and parts.kind is not RefusalKind.NOT_FASTER:
-        reason = parts.text
-        report.warn_once(f"a linear layer of an Anemoi mapper is not fused: {reason}")
-    report.record_layer(layer, reason)
+    report.record_network(layer, parts, "a linear layer of an Anemoi mapper")
     return parts
 
 
@@ -151,14 +145,6 @@ def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
     if computation.sublayers is None:
         return NOT_FASTER if settings.fusion == "auto" else NO_SUBLAYERS
     return computation
-
-
-def _record(block: Any, decision: Decision) -> None:
-    """Keep how a block is computed, for `installed()`."""
-    if torch.compiler.is_compiling():
-        report.record_traced(type(block), decision.outcome, decision.reason)
-    else:
-        report.record(block, decision.outcome, decision.reason)
 
 
 def examine(block: Any, device: torch.device) -> Decision:

@@ -191,12 +191,7 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
         parts = computation
     elif _is_embedding(self):
         parts = for_call(network_parts(self, computation, "", is_called=True), x, None)
-    reason = None
-    if isinstance(parts, Refusal) and parts.kind is not RefusalKind.NOT_FASTER:
-        reason = parts.text
-        report.warn_once(f"an MLP of Anemoi is not fused: {reason}")
-    if not torch.compiler.is_compiling():
-        report.record_network(self, reason, is_fused=not isinstance(parts, Refusal))
+    report.record_network(self, parts, "an MLP of Anemoi")
     if isinstance(parts, Refusal):
         return upstream(self, x)
     options = parts.options(residual=False, out_dtype=_dtype_of(parts, x))
@@ -268,10 +263,7 @@ def _decide(
     reported = [refusal for refusal in refusals if refusal.kind is not RefusalKind.NOT_FASTER]
     report_not_fused(settings, reported)
     outcome, reason = _outcome(parts)
-    if torch.compiler.is_compiling():
-        report.record_traced(type(block), outcome, reason)
-    else:
-        report.record(block, outcome, reason)
+    report.record(block, outcome, reason)
     return parts, local
 
 

@@ -10,9 +10,11 @@ from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 
 from anemoi_gt.integrations.anemoi.upstream import Upstream
+from anemoi_gt.refusal import Refusal, RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced
 
 log = logging.getLogger(__name__)
@@ -56,8 +58,10 @@ def warn_once(message: str) -> None:
 
 
 def record(block: nn.Module, outcome: str, reason: str | None) -> None:
-    """Keep how a block is computed."""
-    if _BLOCKS.get(block) != (outcome, reason):
+    """Keep how a block is computed; in compiled code, how those of its class are."""
+    if torch.compiler.is_compiling():
+        _record_traced(type(block), outcome, reason)
+    elif _BLOCKS.get(block) != (outcome, reason):
         _BLOCKS[block] = (outcome, reason)
         _CLEAN.clear()
 
@@ -72,8 +76,18 @@ def record_layer(layer: nn.Module, reason: str | None) -> None:
         _CLEAN.clear()
 
 
-def record_network(network: nn.Module, reason: str | None, *, is_fused: bool) -> None:
-    """Keep whether a network is fused, and why not; None if it need not be."""
+def record_network(network: nn.Module, parts: object, name: str) -> None:
+    """Keep and log whether a network or linear layer is fused, and why not, if it could be.
+
+    `parts` are its parts, or the refusal; `name` is for the log.
+    """
+    reason = None
+    is_fused = not isinstance(parts, Refusal)
+    if isinstance(parts, Refusal) and parts.kind is not RefusalKind.NOT_FASTER:
+        reason = parts.text
+        warn_once(f"{name} is not fused: {reason}")
+    if torch.compiler.is_compiling():
+        return
     if is_fused != (network in _FUSED_NETWORKS):
         if is_fused:
             _FUSED_NETWORKS.add(network)
@@ -84,7 +98,7 @@ def record_network(network: nn.Module, reason: str | None, *, is_fused: bool) ->
 
 
 @constant_when_traced
-def record_traced(kind: type, outcome: str, reason: str | None) -> None:
+def _record_traced(kind: type, outcome: str, reason: str | None) -> None:
     """Keep how a block of this class is computed in compiled code, which several may share."""
     traced = _TRACED.setdefault(kind, [])
     if (outcome, reason) not in traced:
