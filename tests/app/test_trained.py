@@ -170,6 +170,7 @@ def convert_to_0_2_0(path):
     state["config"]["training"]["_target_"] = "anemoi_gt.training.TrainingConfig"
     state["config"]["data"]["_target_"] = "anemoi_gt.data.field_dataset.field_data"
     state["config"]["attention"] |= {"tile": None, "fixed_degree_kernels": True}
+    state["config"]["attention"]["_target_"] = "anemoi_gt.AttentionConfig"
     save_checkpoint(path, state)
 
 

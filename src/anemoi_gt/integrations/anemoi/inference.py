@@ -18,12 +18,12 @@ from anemoi.inference.runners import runner_registry
 from anemoi.inference.runners.parallel import ParallelRunnerFactory, ParallelRunnerMixin
 
 from anemoi_gt.integrations.anemoi.installation import count_blocks, install
-from anemoi_gt.integrations.anemoi.settings import FORMER_OPTIONS
+from anemoi_gt.integrations.anemoi.settings import DEPRECATED_OPTIONS
 from anemoi_gt.integrations.anemoi.without_flash_attn import flash_attn_stand_in
 
 log = logging.getLogger(__name__)
 NAME = "anemoi-gt"  # entry point
-OPTIONS_OF_INSTALL = (*signature(install).parameters, *FORMER_OPTIONS)
+OPTIONS_OF_INSTALL = (*signature(install).parameters, *DEPRECATED_OPTIONS)
 
 
 class AnemoiGTRunner(Runner):

@@ -30,12 +30,12 @@ from anemoi_gt.integrations.anemoi import (
 )
 from anemoi_gt.integrations.anemoi.checkpointing_modes import maybe_checkpoint, torchs_checkpoint
 from anemoi_gt.integrations.anemoi.settings import (
-    FORMER_OPTIONS,
+    DEPRECATED_OPTIONS,
     FUSIONS,
     SETTINGS,
     Checkpointing,
     Settings,
-    accepts_former_options,
+    accepts_deprecated_options,
 )
 from anemoi_gt.integrations.anemoi.upstream import (
     Replacement,
@@ -175,7 +175,7 @@ class Installation:
         return f"Installation({self._settings}; {state})"
 
 
-@accepts_former_options
+@accepts_deprecated_options
 def install(
     backend: str = "auto",
     precision: str | None = None,
@@ -331,7 +331,7 @@ def uninstall() -> None:
     _remove_patches_unless_used()
 
 
-@accepts_former_options
+@accepts_deprecated_options
 def swap_layers(
     model: nn.Module,
     backend: str = "auto",
@@ -428,7 +428,7 @@ def _build_swapped(kind: Any, options: dict[str, Any]) -> nn.Module:
         )
     _, *names = signature(swap_layers).parameters  # the first one is the model
     for_swapping = {}
-    for name in (*names, *FORMER_OPTIONS):
+    for name in (*names, *DEPRECATED_OPTIONS):
         if name in options:
             for_swapping[name] = options.pop(name)
     return swap_layers(kind(**options), **for_swapping)

@@ -15,7 +15,7 @@ from anemoi_gt.kernel_config import KernelConfig
 MODES = "none", "full"
 FUSIONS = "auto", "none", "attention", "sublayers"
 FUSES_SUBLAYERS = "auto", "sublayers"
-FORMER_OPTIONS = "blocks", "fuse_edges"  # of 0.4, which `fusion` replaces
+DEPRECATED_OPTIONS = "blocks", "fuse_edges"  # of 0.4, which `fusion` replaces
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -65,20 +65,20 @@ class Settings:
         return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-def accepts_former_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function with an option `fusion` accept `FORMER_OPTIONS` too, with a warning."""
+def accepts_deprecated_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function with an option `fusion` accept `DEPRECATED_OPTIONS` too, with a warning."""
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> R:
-        former = {name: options.pop(name) for name in FORMER_OPTIONS if name in options}
-        if former:
-            given = ", ".join(f"{name}={value!r}" for name, value in former.items())
-            fusion = _fusion_of(**former)
+        deprecated = {name: options.pop(name) for name in DEPRECATED_OPTIONS if name in options}
+        if deprecated:
+            given = ", ".join(f"{name}={value!r}" for name, value in deprecated.items())
+            fusion = _fusion_of(**deprecated)
             if options.get("fusion", "auto") not in ("auto", fusion):
                 raise ValueError(
                     f"fusion must be given alone, got {options['fusion']!r} and {given}"
                 )
-            message = f"{given} is the option fusion since 0.5.0: use fusion={fusion!r}"
+            message = f"{given}: deprecated since 0.5.0, use fusion={fusion!r}"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
             report.warn_once(message)  # Python hides the warning where Hydra makes the call
             options["fusion"] = fusion

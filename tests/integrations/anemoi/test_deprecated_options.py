@@ -35,8 +35,8 @@ AnemoiGT:  # as the page of 0.4 had it
 
 
 @pytest.mark.parametrize(("options", "fusion"), FUSIONS, ids=str)
-def test_former_options_of_install_choose_a_fusion_and_warn(options, fusion, said):
-    message = f"since 0.5.0: use fusion='{fusion}'"
+def test_deprecated_options_of_install_choose_a_fusion_and_warn(options, fusion, said):
+    message = f"since 0.5.0, use fusion='{fusion}'"
     with pytest.warns(DeprecationWarning, match=message) as caught:
         integration.install(**options)
     assert caught[0].filename == __file__
@@ -44,7 +44,7 @@ def test_former_options_of_install_choose_a_fusion_and_warn(options, fusion, sai
     assert [message in line for line in said()] == [True]
 
 
-def test_former_options_of_swap_layers_choose_a_fusion_and_warn():
+def test_deprecated_options_of_swap_layers_choose_a_fusion_and_warn():
     block = make_block()
     with pytest.warns(DeprecationWarning, match="use fusion='attention'"):
         integration.swap_layers(block, blocks=False)
@@ -58,7 +58,7 @@ def test_a_layer_kernel_of_0_4_installs(graph):
     assert SETTINGS.everywhere.fusion == "attention"
 
 
-def test_a_target_takes_former_options(graph):
+def test_a_target_takes_deprecated_options(graph):
     options = make_options()
     target = "anemoi_gt.integrations.anemoi.graph_transformer_processor"
     options["processor"].update(_target_=target, blocks=False, fuse_edges=False)
@@ -78,7 +78,7 @@ def test_a_target_takes_former_options(graph):
         ),
     ],
 )
-def test_former_options_that_are_wrong_or_contradict_are_refused(options, expected):
+def test_deprecated_options_that_are_wrong_or_contradict_are_refused(options, expected):
     with pytest.raises(ValueError, match=expected):
         integration.install(**options)
     assert SETTINGS.is_empty
