@@ -52,14 +52,8 @@ from anemoi_gt.app.training.run_folder import (
 )
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.app.training.step import autocast
-from anemoi_gt.distributed import (
-    ShardingConfig,
-    broadcast_from_rank0,
-    init_distributed,
-    is_launched,
-    run_on_rank0,
-)
-from anemoi_gt.distributed.consensus import check_same
+from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
+from anemoi_gt.distributed.consensus import broadcast_from_rank0, check_same, run_on_rank0
 from anemoi_gt.distributed.model_shard import scatter_model
 from anemoi_gt.distributed.process_group import (
     exit_without_finalization,
