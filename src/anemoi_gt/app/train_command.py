@@ -131,7 +131,10 @@ def make_trainer(
     if config.explain is not None:
         model = trainer.step.model.train()
         with autocast(run.training.precision, trainer.device):
-            hydra_app.write_explanation(model, run.splits.train, run.training, config.explain)
+            text = hydra_app.write_explanation(
+                model, run.splits.train, run.training, config.explain
+            )
+        log.info("%s", text)
     return trainer
 
 
