@@ -103,10 +103,6 @@ def test_the_operation_names_wrong_arguments(wrong, message):
         "prepared rows must be awaited by wait_halo",
     ),
     (
-        lambda: GRAPH.with_dst_schedule([[0.0]] * 3),
-        r"positions must be a tensor \[3, 1 to 3\], .*, got list",
-    ),
-    (
         lambda: GraphStructure.from_state(None),
         "state must be a dict of tensors from state_dict.., got NoneType",
     ),

@@ -11,7 +11,7 @@ from support.batch import run_batch, share
 from support.cases import full_cases, judge, pairwise_cases, run
 from support.oracle import make_problem
 from support.poison import poisoned_memory
-from support.run import scheduled, structure, with_hubs
+from support.run import structure, with_hubs
 
 from gpu_checks import DEVICE
 
@@ -146,8 +146,6 @@ def _random_graph(
     ]
     samples = share(samples, "edge_weight", "edge_bias", *rng.choice(([], ["edge_attr"])))
     graph = with_hubs(structure(edges, DEVICE), segment)
-    if rng.random() < 0.3:
-        graph = scheduled(graph)
     return run_batch(samples, graph, "triton", dropout_p=dropout_p, seed=rng.getrandbits(40))
 
 

@@ -50,7 +50,7 @@ def work() -> None:
     import torch
     from support.graphs import GRAPHS
     from support.oracle import make_problem
-    from support.run import attend, scheduled
+    from support.run import attend
 
     from anemoi_gt import GraphStructure
     from gpu_checks import DEVICE, sublayers
@@ -59,7 +59,7 @@ def work() -> None:
         edge_index, sizes = GRAPHS[name]
         problem = make_problem(GRAPHS[name], *shape, form, dtype)
         graph = GraphStructure.from_edge_index(edge_index.to(DEVICE), sizes, stable=False)
-        attend(problem, scheduled(graph), "triton", dropout_p=dropout_p)
+        attend(problem, graph, "triton", dropout_p=dropout_p)
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for form, dtype in product(FORMS, dtypes if DEVICE.type == "cuda" else dtypes[1:2]):

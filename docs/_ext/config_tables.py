@@ -1,15 +1,17 @@
 """Tables of the Hydra configs, from their YAML files and the docstrings of their targets."""
 
+import inspect
 import json
 import re
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 
 from hydra import compose, initialize_config_module
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 import anemoi_gt
-from anemoi_gt.app.command_line import meanings
 
 CONFIGS = files("anemoi_gt.configs")
 ABSENT = object()
@@ -104,6 +106,24 @@ def _options_table(target: str, values: dict[str, dict]) -> str:
         rows.append([f"`{name}`", *cells, described[name].replace("|", r"\|")])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return f"Options of {{py:obj}}`{_public_name(target)}`:\n\n{table}"
+
+
+def meanings(target: str) -> dict[str, str]:
+    """Return the type and description of each parameter of a target, from its docstring."""
+    lines = (inspect.getdoc(get_object(target)) or "").splitlines()
+    begin = lines.index("Parameters") + 2 if "Parameters" in lines else len(lines)
+    described: dict[str, str] = {}
+    names: list[str] = []
+    for line, below in pairwise([*lines[begin:], ""]):
+        if below.startswith("---"):  # the heading of the next section
+            break
+        if line and not line.startswith(" "):
+            name, _, kind = line.partition(" : ")
+            names = name.split(", ")
+            described |= dict.fromkeys(names, f"*{kind}.*".replace('"', "") if kind else "")
+        elif line:
+            described |= {name: f"{described[name]} {line.strip()}".strip() for name in names}
+    return described
 
 
 def _public_name(target: str) -> str:

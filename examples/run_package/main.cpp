@@ -9,6 +9,7 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <cstdlib>
 #include <exception>
 #include <fstream>
 #include <iostream>
@@ -35,6 +36,7 @@ void write_file(const std::string& name, const std::vector<char>& bytes) {
 
 void run(const std::string& package_name, const std::vector<std::string>& input_names, const std::string& output_name) {
   c10::InferenceMode no_gradients;
+  setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 1);  // PyTorch checks the inputs in every call
   torch::inductor::AOTIModelPackageLoader package(package_name);
   auto metadata = package.get_metadata();
   for (const char* name : {"inputs", "outputs", "forecast"}) {

@@ -7,6 +7,7 @@ channels], float32, in physical units, and for data with dates the time [batch],
 forecast.pt can be read by torch.load.
 """
 
+import os
 import sys
 
 import torch
@@ -15,6 +16,7 @@ import torch._inductor.codecache  # aoti_load_package of torch 2.10 needs it and
 
 def main(package_name: str, *names: str) -> None:
     """Load the package, print its metadata, and run it."""
+    os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"  # PyTorch checks the inputs in every call
     package = torch._inductor.aoti_load_package(package_name)
     metadata = package.get_metadata()
     for name in ("inputs", "outputs", "forecast"):

@@ -124,29 +124,25 @@ def cpp_program(tmp_path_factory, worker_id):
     return Path(compute_once("program in C++", compile_it, tmp_path_factory, worker_id))
 
 
+DTYPE = r"unmatched dtype, expected: 6\(at::kFloat\), but got: 7"
 WRONG_FIELDS = {
-    "another dtype": (lambda x: x.double(), r"float64 \[3, 208, 5\]"),
-    "a transposed view": (
-        lambda x: x.mT.contiguous().mT,
-        r"float32 \[3, 208, 5\] with strides \[1040, 1, 208\]",
-    ),
-    "a missing channel": (lambda x: x[..., :4].contiguous(), r"float32 \[3, 208, 4\]"),
-    "a missing node": (lambda x: x[:, :207].contiguous(), r"float32 \[3, 207, 5\]"),
-    "no batch": (lambda x: x[0], r"float32 \[208, 5\]"),
-    "an empty batch": (lambda x: x[:0], r"float32 \[0, 208, 5\]"),
-    "too large a batch": (lambda x: torch.cat([x, x]), r"float32 \[6, 208, 5\]"),
+    "another dtype": (torch.Tensor.double, DTYPE),
+    "a transposed view": (lambda x: x.mT.contiguous().mT, "stride value at 1, expected: 5, .* 1"),
+    "a missing channel": (lambda x: x[..., :4].contiguous(), "dim value at 2, expected: 5, .* 4"),
+    "a missing node": (lambda x: x[:, :207].contiguous(), "dim value at 1, expected: 208, .* 207"),
+    "no batch": (lambda x: x[0], "dim value is too large at 0, expected to be <= 4, .* 208"),
+    "too large a batch": (lambda x: torch.cat([x, x]), "too large at 0, .* <= 4, but got: 6"),
 }
-EXPECTED_FIELDS = r"fields must be float32 \[1 to 4, 208, 5\], contiguous, on cpu, got "
 
 
 @pytest.mark.parametrize(("change", "got"), WRONG_FIELDS.values(), ids=WRONG_FIELDS)
-def test_package_refuses_wrong_fields_in_python(package, example, change, got, capfd):
+def test_package_refuses_wrong_fields_in_python(package, example, change, got, capfd, monkeypatch):
+    monkeypatch.setenv("AOTI_RUNTIME_CHECK_INPUTS", "1")
     loaded = torch._inductor.aoti_load_package(str(package))
     wrong = change(torch.load(example[0]))
-    # torch 2.13 raises with the sentence, 2.11 says that the call failed
     with pytest.raises(RuntimeError):
         loaded(wrong)
-    assert re.search(f"^Error: {EXPECTED_FIELDS}{got} on cpu$", capfd.readouterr().err, re.M)
+    assert re.search(rf"^Error: input_handles\[0\]: .*{got}$", capfd.readouterr().err, re.M)
 
 
 @pytest.mark.nightly  # compiling the program takes ten seconds
@@ -158,7 +154,7 @@ def test_package_refuses_wrong_fields_in_cpp(package, example, cpp_program):
     )
     assert result.returncode == 1
     assert not forecast.exists()
-    assert re.search(rf"^Error: {EXPECTED_FIELDS}float64", result.stderr, re.M), result.stderr
+    assert re.search(rf"^Error: input_handles\[0\]: {DTYPE}", result.stderr, re.M), result.stderr
     assert "run_package: " in result.stderr
 
 

@@ -12,8 +12,10 @@ from support.picture import colours
 
 from anemoi_gt.app import rollout_command as rollout
 from anemoi_gt.app import train_command as train
-from anemoi_gt.app.datasets.field_dataset import FieldDataset, Roles
+from anemoi_gt.app.datasets.field_dataset import FieldDataset
+from anemoi_gt.app.datasets.field_states import FieldStates
 from anemoi_gt.app.datasets.fields import Level, arrange_all
+from anemoi_gt.app.datasets.roles import Roles
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.datasets.xarray_reader import read_dataset
 from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, regular_axes
@@ -130,7 +132,7 @@ def test_levels_members_and_cell_methods_of_the_data_are_in_the_forecast():
             height = heights[one.key.parameter]
             level = Level("height", height, f"{height:g}", f"{height:g} m")
             at_heights.append(replace(one, key=one.key._replace(levels=(level,))))
-    data = FieldDataset(arrange_all(at_heights), Roles(("t2m", "u10"), (), ()), 6.0, 1)
+    data = FieldDataset(FieldStates(arrange_all(at_heights), Roles(("t2m", "u10"), (), ()), 6.0, 1))
     data = data.starting_at("latest")
     forecast = describe_forecast(data, 0, np.zeros((1, 2, len(data.nodes), 2)))
     assert forecast.number == 11

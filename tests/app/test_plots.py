@@ -11,7 +11,9 @@ from support.fields import fields_of
 from support.own_data import weather_file
 from support.picture import colours, fewest_colours
 
-from anemoi_gt.app.datasets.field_dataset import FieldDataset, Roles
+from anemoi_gt.app.datasets.field_dataset import FieldDataset
+from anemoi_gt.app.datasets.field_states import FieldStates
+from anemoi_gt.app.datasets.roles import Roles
 from anemoi_gt.app.map_image import MapImage, coastlines
 from anemoi_gt.app.plots import (
     _caption,
@@ -112,8 +114,10 @@ def field_data_with_land():
     attrs = {"units": "kg m**-2", "long_name": "Temperature of the foundation of the sea, " * 3}
     weather["sea_surface_temperature"] = weather.sea_surface_temperature.assign_attrs(attrs)
     weather.sea_surface_temperature[:, :3, :3] = np.nan
-    data = FieldDataset(fields_of(weather), Roles(("sea_surface_temperature",), (), ()), 6.0, 1)
-    return data.within(np.ones(40, bool)).with_own_normalisation()
+    data = FieldDataset(
+        FieldStates(fields_of(weather), Roles(("sea_surface_temperature",), (), ()), 6.0, 1)
+    )
+    return data.within(np.ones(40, bool)).normalised()
 
 
 def lines_drawn(nodes):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import HaloExchange, Partition, Ranges, shard_edges, shard_graph
 from anemoi_gt.distributed.consensus import check_finite, check_same, raise_on_all_ranks
-from anemoi_gt.graph.ordering import morton_order
 from distributed.problems import GRAPHS, structure
 from distributed.ranks import (
     device_type,
@@ -98,15 +97,6 @@ def a_graph_of_one_edge_is_sharded_whatever_its_strides(group, verdict):
     graph = replace(graph, row=torch.zeros(3, 3, dtype=torch.int32)[:, 0][:1])
     shard = shard_graph(graph, group)
     verdict.same("edges of all ranks", sum(everywhere(shard.structure.num_edges, group)), 1)
-
-
-@on_ranks(3)
-def the_destination_schedule_is_sharded_with_the_nodes(group, verdict):
-    positions = torch.randn(41, 3, generator=seeded(2))
-    shard = shard_graph(structure("asymmetric").with_dst_schedule(positions), group)
-    nodes = shard.destinations.nodes(shard.rank)
-    expected = [node for node in morton_order(positions).tolist() if node in nodes]
-    verdict.same("schedule", nodes[shard.structure.dst_schedule.long()].tolist(), expected)
 
 
 @on_ranks(3)

@@ -26,7 +26,8 @@ from anemoi_gt.app.training.sharded import (
     make_sharded_trainer,
 )
 from anemoi_gt.data.graphs import icosphere_graph
-from anemoi_gt.distributed import run_on_rank0, save_checkpoint
+from anemoi_gt.distributed import save_checkpoint
+from anemoi_gt.distributed.consensus import run_on_rank0
 from anemoi_gt.distributed.model_shard import shard_model
 from distributed.ranks import (
     device_type,

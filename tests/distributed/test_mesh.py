@@ -9,6 +9,7 @@ import torch
 import yaml
 from support.refusals import raises, refused
 
+from anemoi_gt import distributed
 from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
 from anemoi_gt.distributed.process_group import (
     VARIABLES,
@@ -99,3 +100,11 @@ def test_an_exit_without_finalisation_waits_for_no_thread_and_keeps_the_output(c
     process.start()
     process.join(30)
     assert (process.exitcode, capfd.readouterr().out) == (3, "printed")
+
+
+@pytest.mark.parametrize(
+    "name", ["broadcast_from_rank0", "check_finite", "fingerprint", "raise_on_all_ranks"]
+)
+def test_helpers_of_the_former_release_warn_and_work(name):
+    with pytest.warns(DeprecationWarning, match=f"distributed.{name} will be removed in 0.6.0"):
+        assert getattr(distributed, name) is getattr(distributed.consensus, name)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.graphs import GRAPHS
 from support.refusals import raises, refused
-from support.run import scheduled
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 from torch_geometric import EdgeIndex
@@ -188,13 +187,6 @@ def test_writing_into_the_inputs_does_not_change_the_structure(make, inputs):
     assert same(graph, expected)
 
 
-def test_disjoint_keeps_the_schedule_of_each_graph():
-    scheduled = replace(GRAPH, dst_schedule=ints(2, 0, 1))
-    both = disjoint(scheduled, GRAPH, scheduled).validate()
-    assert both.dst_schedule.tolist() == [2, 0, 1, 3, 4, 5, 8, 6, 7]
-    assert disjoint(GRAPH, GRAPH).dst_schedule is None
-
-
 def test_disjoint_keeps_a_shared_in_degree():
     three, one = (GraphStructure.from_edge_index(*GRAPHS[name]) for name in ("nearest", "one_each"))
     assert disjoint(three, three).fixed_in_degree.shape == (3, 0)
@@ -210,7 +202,7 @@ def test_methods_return_new_values_and_nothing_can_be_set():
 
 
 def test_saved_structure_loads_with_safe_defaults():
-    graph = scheduled(REVERSE)
+    graph = REVERSE
     for saved, restore in (
         (graph, lambda loaded: loaded),
         (graph.state_dict(), GraphStructure.from_state),
@@ -231,19 +223,11 @@ def test_repr_is_one_line():
     )
 
 
-def test_schedule_puts_neighbours_together():
-    side = 16
-    grid = torch.cartesian_prod(torch.arange(side), torch.arange(side))
-    positions = grid[
-        torch.randperm(side * side, generator=torch.Generator().manual_seed(0))
-    ].double()
-    near = torch.cdist(positions, positions) < 1.1
-    graph = GraphStructure.from_edge_index(near.nonzero().T, side * side)
-    order = graph.with_dst_schedule(positions).validate().dst_schedule.long()
-    jump = (positions[order[1:]] - positions[order[:-1]]).norm(dim=1).mean()
-    assert jump < 2.0, (
-        f"mean distance of successive destinations is {jump:.2f} cells; at random it is about 8"
-    )
+def test_a_schedule_of_the_former_release_is_left_out():
+    with pytest.warns(DeprecationWarning, match="with_dst_schedule does nothing"):
+        assert GRAPH.with_dst_schedule(torch.zeros(3, 2)) is GRAPH
+    saved = REVERSE.state_dict() | {"dst_schedule": ints(2, 0, 1)}
+    assert same(GraphStructure.from_state(saved), REVERSE)
 
 
 @pytest.mark.parametrize(
@@ -318,13 +302,6 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
         "graphs must be whole, got .* global_edge_id",
     ),
     (lambda: GRAPH.to(torch.float16), "device must be a device, got torch.float16"),
-    *(
-        (
-            lambda s=s: GRAPH.with_dst_schedule(torch.zeros(s)),
-            r"positions must have shape \[3, 1 to 3\]",
-        )
-        for s in ((2, 2), (3,), (3, 4))
-    ),
     (
         lambda: GraphStructure.from_state({"rows": EXAMPLE}),
         r"only fields of a GraphStructure, got also \['rows'\]",
@@ -377,7 +354,7 @@ def draw_graph(nodes, edges):
     return torch.linspace(0, 1, nodes * 8).view(nodes, 2, 4), graph
 
 
-@pytest.mark.parametrize("graph", [GRAPH, scheduled(REVERSE), NEAREST], ids=repr)
+@pytest.mark.parametrize("graph", [GRAPH, REVERSE, NEAREST], ids=repr)
 def test_a_pytree_of_its_tensors_round_trips(graph):
     leaves, spec = pytree.tree_flatten(graph)
     assert len(leaves) == len(graph.state_dict())

@@ -86,8 +86,7 @@ def hub_graph(edges=400):
 def full_graph(edges):
     """Return the same with all optional fields of a structure; with 90 edges, every destination has three."""
     perm, ids = torch.randperm(edges, dtype=torch.int32), torch.arange(edges)
-    schedule = torch.arange(30, dtype=torch.int32).flip(0)
-    return replace(bare_graph(edges), perm=perm, global_edge_id=ids, dst_schedule=schedule)
+    return replace(bare_graph(edges), perm=perm, global_edge_id=ids)
 
 
 def run(call):

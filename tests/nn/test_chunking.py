@@ -1,6 +1,5 @@
 """Chunks of a graph: every layer gives on them what it gives on the graph, in less memory; inference keeps nothing."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -123,13 +122,6 @@ def test_chunks_keep_the_fixed_in_degree_of_their_graph(graph):
         (3, 0)
     ] * 3
     assert [chunk.graph.fixed_in_degree for chunk in split_destinations(graph, 3)] == [None] * 3
-
-
-def test_chunks_keep_the_destination_schedule(graph):
-    order = torch.randperm(DST, generator=torch.Generator().manual_seed(0)).int()
-    for chunk in split_destinations(replace(graph, dst_schedule=order), 2):
-        expected = order[(order >= chunk.dst.start) & (order < chunk.dst.stop)]
-        assert torch.equal(chunk.graph.dst_schedule + chunk.dst.start, expected)
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))

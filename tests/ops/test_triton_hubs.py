@@ -36,7 +36,7 @@ COLUMNS = {
     ),
     "form": ("raw", "raw_without_bias", "embedded", "none"),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
-    "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "dst_schedule"),
+    "option": ("plain", "dropout", *BATCHES, *GRADIENTS),
 }
 CASES = [
     Case(**row | {"shape": row["shape"][:2], "edge_dim": row["shape"][2], "segment": SMALL})

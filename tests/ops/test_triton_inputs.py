@@ -10,7 +10,7 @@ from support.accuracy import assert_accurate, assert_within
 from support.batch import run_batch, share, stack
 from support.graphs import GRAPHS
 from support.oracle import make_problem
-from support.run import attend, head_major, leaves_of, scalar, scheduled, structure
+from support.run import attend, head_major, leaves_of, scalar, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import GraphStructure, KernelConfig, edge_attention, explain_attention
@@ -61,12 +61,12 @@ def test_operands_and_gradients_in_another_layout_give_the_same_bits(
 
 def test_a_structure_of_strided_tensors_is_read_as_it_is(problem_and_graph):
     problem, graph = problem_and_graph("self_loops")
-    graph = scheduled(graph.with_reverse())
+    graph = graph.with_reverse()
     state = {name: tensor for name, tensor in graph.state_dict().items() if tensor.dim() == 1}
     strided = {
         name: torch.stack([tensor, tensor + 2**30], 1)[:, 0] for name, tensor in state.items()
     }
-    assert {"rowptr", "col", "csr_to_csc", "perm", "dst_schedule"} <= strided.keys()
+    assert {"rowptr", "col", "csr_to_csc", "perm"} <= strided.keys()
     assert_same(
         attend(problem, replace(graph, **strided), "triton"), attend(problem, graph, "triton"), 0
     )

@@ -10,7 +10,7 @@ import torch
 from support.nightly import nightly
 from support.operators import Operators
 from support.oracle import make_problem
-from support.run import attend, head_major, leaves_of, scalar, scheduled, structure
+from support.run import attend, head_major, leaves_of, scalar, structure
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import GraphStructure, KernelConfig, edge_attention
@@ -35,7 +35,6 @@ def operator_arguments(problem, graph):
         graph.row,
         graph.perm,
         graph.global_edge_id,
-        graph.dst_schedule,
         graph.fixed_in_degree,
     ]
     seed = torch.tensor([3], device=graph.device)
@@ -63,7 +62,7 @@ def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, fo
     problem, graph = problem_and_graph(name, form, torch.float32, *shape)
     for operand in ("query", "key", "value"):
         setattr(problem, operand, head_major(getattr(problem, operand)))
-    arguments = operator_arguments(problem, scheduled(graph.with_reverse()))
+    arguments = operator_arguments(problem, graph.with_reverse())
     grad_out = head_major(problem.grad_out).to(graph.device)[None]
     grad_lse = problem.grad_lse.T.contiguous().T.to(graph.device)[None]
     check_operators(arguments, grad_out, grad_lse)

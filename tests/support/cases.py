@@ -14,7 +14,7 @@ from support.batch import run_batch, share
 from support.graphs import GRAPHS, HUBS, sort_edges
 from support.oracle import make_problem
 from support.pairwise import pairwise
-from support.run import scheduled, structure, with_hubs
+from support.run import structure, with_hubs
 
 BATCHES = ("batch_shares_attributes", "batch_of_attributes")
 # options with only one incoming gradient
@@ -27,7 +27,7 @@ COLUMNS = {
     "edge_dim": (1, 3, 11, 17),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
     "form": ("raw", "raw_without_bias", "embedded", "none"),
-    "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "dst_schedule", "sorted_by_caller"),
+    "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "sorted_by_caller"),
 }
 LOSS_SCALE = 256.0  # for float16, as in training
 DROPOUT = 0.3
@@ -75,8 +75,6 @@ def full_cases():
 def run(case, backend, device):
     """Run a case and compute its references."""
     graph = with_hubs(structure(edges(case), device), case.segment)
-    if case.option == "dst_schedule":
-        graph = scheduled(graph)
     arriving = GRADIENTS.get(case.option, ["grad_out", "grad_lse"])
     dropout_p = DROPOUT if case.option == "dropout" else 0.0
     return run_batch(

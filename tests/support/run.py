@@ -21,12 +21,6 @@ def with_hubs(graph, segment):
     return replace(graph, dst_hubs=hubs, src_hubs=hubs)
 
 
-def scheduled(graph):
-    """Return a GraphStructure with a destination schedule, by positions drawn at random."""
-    positions = torch.rand(graph.num_dst, 2, generator=torch.Generator().manual_seed(graph.num_dst))
-    return graph.with_dst_schedule(positions.to(graph.device))
-
-
 def head_major(rows):
     """Return the same rows [N, H, ..] with the nodes inside the heads, as a sharding over heads leaves them."""
     return rows.transpose(0, 1).contiguous().transpose(0, 1) if rows.dim() > 1 else rows

@@ -3,16 +3,11 @@
 The config groups are in `anemoi_gt.configs`.
 """
 
-import ast
-import inspect
-import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from anemoi_gt.extras import import_extra
 
@@ -145,14 +140,7 @@ def hydra_main(config_name: str, run: Callable[["DictConfig"], Any]) -> None:
     help and exit.
     """
     hydra = import_extra("hydra", "train")
-    from omegaconf import OmegaConf
-
     sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
-    # OmegaConf 2.4 renamed it; before, the short name is that of a function without `replace`
-    register = OmegaConf.register_resolver
-    if "replace" not in inspect.signature(register).parameters:
-        register = OmegaConf.register_new_resolver
-    register("anemoi_gt_options", options_help, replace=True)
     main = hydra.main(
         version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
     )
@@ -171,91 +159,3 @@ def quote_null(argument: str) -> str:
     """Quote the null in `attention/precision=null`, because Hydra does not accept it unquoted."""
     groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
     return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)
-
-
-def options_help(*, _root_: "DictConfig") -> str:
-    """Return one line per option of a composed config: name, value and short description."""
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(_root_, resolve=False)
-    options = OPTIONS[_root_.hydra.job.name]
-    rows = []
-    for name, kind in get_type_hints(options).items():
-        if kind is PlotOptions:
-            rows += option_rows(f"{name}.", kind, values[name])
-        elif name in values:  # a run that continues has no init_from
-            rows += option_rows("", options, {name: values[name]})
-    for group in _root_:
-        if group == "hydra" or OmegaConf.is_missing(_root_, group):
-            continue
-        if not OmegaConf.is_dict(_root_[group]):
-            continue
-        values = OmegaConf.to_container(_root_[group], resolve=True)
-        if "_target_" in values:
-            rows += option_rows(f"{group}.", values["_target_"], values)
-    width = min(45, max(len(name) for name, _ in rows))
-    return "\n".join(f"{name:{width}}  {meaning}" for name, meaning in rows).replace("$", "$$")
-
-
-def option_rows(prefix: str, target: str | type, values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return NAME=VALUE, and type and first sentence of the meaning, of each option of a target."""
-    described = meanings(target)
-    rows = []
-    for name, value in values.items():
-        if name.startswith("_"):
-            continue
-        if not isinstance(value, str):
-            value = json.dumps(value)
-        kind, _, meaning = re.sub(r"[*`]", "", described.get(name, "")).partition(". ")
-        first_sentence = re.split(r"(?<=[a-z0-9)])[.;] ", meaning)[0].rstrip(".")
-        help_text = f"{kind}: {first_sentence}" if first_sentence else kind
-        rows.append((f"{prefix}{name}={value}", help_text))
-    return rows
-
-
-def meanings(target: str | type) -> dict[str, str]:
-    """Return the type and description of each parameter of a callable, from its docstring.
-
-    `target` is a class or the full name of a callable.
-    """
-    text = docstring(target) if isinstance(target, str) else inspect.getdoc(target) or ""
-    lines = text.splitlines()
-    begin = lines.index("Parameters") + 2 if "Parameters" in lines else len(lines)
-    described: dict[str, str] = {}
-    names: list[str] = []
-    for line, below in pairwise([*lines[begin:], ""]):
-        if below.startswith("---"):  # the heading of the next section
-            break
-        if line and not line.startswith(" "):
-            name, _, kind = line.partition(" : ")
-            names = name.split(", ")
-            described |= dict.fromkeys(names, f"*{kind}.*".replace('"', "") if kind else "")
-        elif line:
-            described |= {name: f"{described[name]} {line.strip()}".strip() for name in names}
-    return described
-
-
-def docstring(target: str) -> str:
-    """Return the docstring of a class or function; `target` is its full name.
-
-    Those of this package are read from the source, because importing them takes PyTorch.
-    """
-    from hydra.utils import get_object
-
-    module, _, name = target.rpartition(".")
-    package, *inside = module.split(".")
-    if package != "anemoi_gt":
-        return inspect.getdoc(get_object(target)) or ""
-    path = files(package).joinpath(*inside)
-    if path.is_dir():
-        source = path.joinpath("__init__.py").read_text()
-    else:
-        source = files(package).joinpath(*inside[:-1], f"{inside[-1]}.py").read_text()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return ast.get_docstring(node) or ""
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return docstring(f"{node.module}.{alias.name}")
-    raise LookupError(f"{module} must define or import {name}")

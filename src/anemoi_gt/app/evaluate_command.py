@@ -52,7 +52,10 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
         )
     if config.explain is not None:
         with torch.no_grad():
-            hydra_app.write_explanation(run.model, run.splits.test, run.training, config.explain)
+            text = hydra_app.write_explanation(
+                run.model, run.splits.test, run.training, config.explain
+            )
+        log.info("%s", text)
     return partial(
         evaluate,
         run,

@@ -370,25 +370,24 @@ def check_explain(target: Any) -> None:
 
 def write_explanation(
     model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str
-) -> None:
-    """Report which kernels a model runs on the first batch.
+) -> str:
+    """Return for the log which kernels a model runs on the first batch, or the file that says so.
 
-    The target "print" logs the report. Any other target is a file, in the folder of the run unless
-    it is absolute: JSON if it ends in .json, otherwise text.
+    The target is "print", or a file in the folder of the run unless it is absolute: JSON if it ends
+    in .json, otherwise text.
     """
     batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
     with cpu_threads(training.threads):
         explanation = explain(model, batch.inputs)
     if target == "print":
-        log.info("%s", explanation)
-        return
+        return str(explanation)
     path = output_folder() / target
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         path.write_text(json.dumps(explanation.to_dict(), indent=1))
     else:
         path.write_text(f"{explanation}\n")
-    log.info("kernels of each layer: %s", path)
+    return f"kernels of each layer: {path}"
 
 
 def is_multirun() -> bool:

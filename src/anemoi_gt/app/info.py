@@ -1,14 +1,10 @@
 """The output of `anemoi-gt info`: versions, devices, backends, Anemoi. It needs only torch."""
 
-import ast
-import inspect
 import os
 import platform
-import textwrap
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
@@ -130,9 +126,9 @@ def anemoi_models() -> Iterator[tuple[str, str]]:
 
 
 def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
-    """Yield a one-line summary, then how `install` would compute each block of a checkpoint.
+    """Yield the version that wrote a checkpoint, and how `install` would compute its blocks.
 
-    Raise ValueError if it is not a whole model that the installed anemoi-models can run.
+    Raise ValueError if it is not a whole model that the installed anemoi-models can read.
     """
     from anemoi_gt.integrations.anemoi import flash_attn_stand_in, report
     from anemoi_gt.integrations.anemoi.installation import examine
@@ -151,13 +147,10 @@ def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
             "checkpoint must hold a whole model, as Anemoi's inference-*.ckpt does, got "
             f"{type(model).__name__} in {path}"
         )
-    missing = missing_attributes(model)
-    if missing:
-        raise ValueError(
-            f"checkpoint must be of a version like {installed_version}, which sets attributes that "
-            f"{path} does not have, so the model cannot run: {', '.join(missing)}; install the "
-            "version that wrote it, or build the model and load its state dict"
-        )
+    written = version_of_writer(path)
+    if written is not None:
+        # a pickle holds attributes, not code, which may read others
+        yield "written by", f"anemoi-models {written}; models run with the version that wrote them"
     blocks = examine(model)
     if not blocks:
         yield "blocks", "none: the model has no block that anemoi_gt computes"
@@ -170,35 +163,15 @@ def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
             yield block.path, f"{block.outcome}: {block.reason}"
 
 
-def missing_attributes(model: torch.nn.Module) -> list[str]:
-    """Return, as CLASS.NAME, what constructors of Anemoi's modules always set and `model` lacks.
+def version_of_writer(path: str) -> str | None:
+    """Return the version of anemoi-models that wrote a checkpoint, None if it does not say."""
+    from anemoi.utils.checkpoints import load_metadata
 
-    A pickle holds attributes, not code: one of another version may have other attributes than the
-    installed code reads.
-    """
-    missing = {}
-    always_set = {kind: _always_set(kind) for kind in map(type, model.modules())}
-    for module in model.modules():
-        for name in always_set[type(module)]:
-            if not hasattr(module, name):
-                missing[f"{type(module).__name__}.{name}"] = True
-    return list(missing)
-
-
-def _always_set(kind: type) -> list[str]:
-    """Return the names that the constructors of a class of Anemoi assign unconditionally."""
-    names = []
-    for owner in kind.__mro__:
-        if not owner.__module__.startswith("anemoi.") or "__init__" not in vars(owner):
-            continue
-        source = inspect.getsource(inspect.unwrap(vars(owner)["__init__"]))
-        constructor: Any = ast.parse(textwrap.dedent(source)).body[0]
-        for statement in constructor.body:
-            targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-            for target in targets:
-                if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
-                    names.append(target.attr)
-    return names
+    try:
+        provenance = load_metadata(path).get("provenance_training", {})
+    except FileNotFoundError:  # no metadata, as in a file of torch.save
+        return None
+    return provenance.get("module_versions", {}).get("anemoi.models")
 
 
 def _gpus() -> list[torch.device]:

@@ -52,14 +52,8 @@ from anemoi_gt.app.training.run_folder import (
 )
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.app.training.step import autocast
-from anemoi_gt.distributed import (
-    ShardingConfig,
-    broadcast_from_rank0,
-    init_distributed,
-    is_launched,
-    run_on_rank0,
-)
-from anemoi_gt.distributed.consensus import check_same
+from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
+from anemoi_gt.distributed.consensus import broadcast_from_rank0, check_same, run_on_rank0
 from anemoi_gt.distributed.model_shard import scatter_model
 from anemoi_gt.distributed.process_group import (
     exit_without_finalization,
@@ -137,7 +131,10 @@ def make_trainer(
     if config.explain is not None:
         model = trainer.step.model.train()
         with autocast(run.training.precision, trainer.device):
-            hydra_app.write_explanation(model, run.splits.train, run.training, config.explain)
+            text = hydra_app.write_explanation(
+                model, run.splits.train, run.training, config.explain
+            )
+        log.info("%s", text)
     return trainer
 
 

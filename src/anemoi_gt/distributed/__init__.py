@@ -1,13 +1,10 @@
 """Sharding of graph and model among ranks: partition, halo exchange, gradients, checkpoints."""
 
-from anemoi_gt.distributed.consensus import (
-    broadcast_from_rank0,
-    check_finite,
-    check_same,
-    fingerprint,
-    raise_on_all_ranks,
-    run_on_rank0,
-)
+import warnings
+from typing import Any
+
+from anemoi_gt.distributed import consensus
+from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.gradients import (
     clip_gradients,
     optimizer_step,
@@ -42,21 +39,16 @@ __all__ = [
     "Ranges",
     "ShardedTable",
     "ShardingConfig",
-    "broadcast_from_rank0",
-    "check_finite",
     "check_same",
     "clip_gradients",
     "destination_cost",
     "find_checkpoint",
-    "fingerprint",
     "init_distributed",
     "is_launched",
     "load_checkpoint",
     "make_mesh",
     "optimizer_step",
-    "raise_on_all_ranks",
     "reduce_gradients",
-    "run_on_rank0",
     "save_checkpoint",
     "scatter_model",
     "shard_edges",
@@ -66,3 +58,19 @@ __all__ = [
     "shard_parameters",
     "sum_loss",
 ]
+
+_DEPRECATED = {  # of `consensus`; removed in 0.6.0
+    "broadcast_from_rank0": "torch.distributed.broadcast_object_list",
+    "check_finite": "torch.isfinite(sum_loss(loss, mesh)), which is the same on all ranks",
+    "fingerprint": "a hash of your own, such as hashlib's",
+    "raise_on_all_ranks": "check_same, or torch.distributed.all_gather_object",
+    "run_on_rank0": "torch.distributed.broadcast_object_list",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEPRECATED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = f"{__name__}.{name} will be removed in 0.6.0: use {_DEPRECATED[name]}"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return getattr(consensus, name)

@@ -190,14 +190,8 @@ def shard_graph(
         sources=sources,
         global_edge_id=graph.global_edge_ids()[positions],
     )
-    schedule = None
-    if graph.dst_schedule is not None:
-        ranges = destinations.ranges
-        schedule = destinations.positions(graph.dst_schedule)
-        schedule = schedule[ranges.owns(rank, schedule)] - ranges.of(rank).start
-        schedule = schedule.to(graph.colptr.dtype)
     edges = graph.edge_order().long()[positions][shard.edges]
-    return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
+    return replace(shard, edges=edges)
 
 
 def in_edges(graph: GraphStructure, nodes: Tensor) -> tuple[Tensor, Tensor]:

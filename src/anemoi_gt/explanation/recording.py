@@ -17,28 +17,9 @@ from anemoi_gt.explanation.results import Explanation, Layer, Pass
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
-from anemoi_gt.ops.operator import Operator
-from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
-from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
-from anemoi_gt.ops.triton_backend.formulas import (
-    attention_triton,
-    interaction_triton,
-    network_triton,
-)
+from anemoi_gt.ops.operator import OPERATORS, Operator
 from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
-
-# by the operator that a dispatch mode sees
-OPERATORS = {
-    operator.op: operator
-    for operator in (
-        edge_attention_torch,
-        edge_attention_triton,
-        attention_triton,
-        network_triton,
-        interaction_triton,
-    )
-}
 
 
 def explain(model: nn.Module, *inputs: Any, **named: Any) -> Explanation:

@@ -20,6 +20,7 @@ Sizes are stored as shapes: `colptr` has N_dst + 1 elements, `row` has E, and th
 become a constant of the program. A structure is a pytree node whose leaves are its tensors.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -49,7 +50,6 @@ from anemoi_gt.graph.checks import (
     max_degree,
 )
 from anemoi_gt.graph.grouping import GroupedEdges, group_coo, group_edges, pointers
-from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.torch_compat import assert_async, is_exporting
 
 
@@ -91,9 +91,6 @@ class GraphStructure:
         Destination of each edge, CSR order.
     csr_to_csc : Tensor [E], dtype of colptr, or None
         CSC position of each edge, CSR order.
-    dst_schedule : Tensor [N_dst], dtype of colptr, or None
-        Order in which GPU programs process the destinations; None is 0, 1, 2, ... It affects speed,
-        not results.
     fixed_in_degree : Tensor [K, 0], or None
         Marks that every destination has K in-edges (k nearest neighbours), for faster kernels; it
         has no elements. None if the in-degree is unknown or not constant. Detected when values are
@@ -117,7 +114,6 @@ class GraphStructure:
     rowptr: Tensor | None = None
     col: Tensor | None = None
     csr_to_csc: Tensor | None = None
-    dst_schedule: Tensor | None = None
     fixed_in_degree: Tensor | None = None
     dst_hubs: Tensor | None = None
     src_hubs: Tensor | None = None
@@ -138,7 +134,6 @@ class GraphStructure:
         self._check_index("col", self.num_edges)
         self._check_index("csr_to_csc", self.num_edges)
         self._check_index("rowptr", self.num_src + 1)
-        self._check_index("dst_schedule", self.num_dst)
         degree = self.fixed_in_degree
         if degree is not None:
             expected = "[K, 0], K the in-edges of every destination"
@@ -427,8 +422,7 @@ class GraphStructure:
         Returns
         -------
         GraphStructure
-            With the reverse structure if all graphs have it; nothing is sorted. If any graph has a
-            `dst_schedule`, the schedules are concatenated.
+            With the reverse structure if all graphs have it; nothing is sorted.
 
         Raises
         ------
@@ -463,9 +457,6 @@ class GraphStructure:
         if any(graph.perm is not None for graph in graphs):
             orders = [graph.edge_order() for graph in graphs]
             joined["perm"] = _concatenate(orders, edge_begin, dtype)
-        if any(graph.dst_schedule is not None for graph in graphs):
-            schedules = [graph._schedule() for graph in graphs]
-            joined["dst_schedule"] = _concatenate(schedules, dst_begin, dtype)
         for name in HUBS:
             all_hubs = [getattr(graph, name) for graph in graphs]
             joined[name] = next((hubs for hubs in all_hubs if hubs is not None), None)
@@ -503,17 +494,10 @@ class GraphStructure:
         return replace(self, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc)
 
     def with_dst_schedule(self, positions: Tensor) -> "GraphStructure":
-        """Return this structure with destinations scheduled along a Morton curve, for locality.
-
-        Nearby destinations share sources, so concurrent programs share rows in the cache.
-        `positions` [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise
-        ValueError for another shape.
-        """
-        shapes = [(self.num_dst, axes) for axes in (1, 2, 3)]
-        expected = f"[{self.num_dst}, 1 to 3], one row per destination"
-        check_shape("positions", positions, expected, lambda x: tuple(x.shape) in shapes)
-        schedule = morton_order(positions).to(device=self.device, dtype=self.colptr.dtype)
-        return replace(self, dst_schedule=schedule)
+        """Return this structure. Deprecated: the order of GPU programs made no difference."""
+        message = "with_dst_schedule does nothing and will be removed in 0.6.0: leave it out"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self
 
     @property
     def dst(self) -> Tensor:
@@ -551,8 +535,8 @@ class GraphStructure:
         ------
         ValueError
             If colptr or rowptr decreases or does not run from 0 to E; an index is out of range;
-            perm, csr_to_csc or dst_schedule is not a permutation; CSC and CSR have different edges;
-            or an in-degree differs from `fixed_in_degree`.
+            perm or csr_to_csc is not a permutation; CSC and CSR have different edges; or an
+            in-degree differs from `fixed_in_degree`.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
@@ -566,9 +550,8 @@ class GraphStructure:
                 "fixed_in_degree must be the in-degree of every destination, got "
                 f"{self.fixed_in_degree.shape[0]} and other in-degrees in colptr; leave it out"
             )
-        for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
-            if getattr(self, name) is not None:
-                check_permutation(name, getattr(self, name), length)
+        if self.perm is not None:
+            check_permutation("perm", self.perm, self.num_edges)
         reverse = self.reverse_index()
         if reverse is not None:
             check_pointers("rowptr", reverse.rowptr, self.num_edges)
@@ -598,6 +581,7 @@ class GraphStructure:
             raise ValueError(
                 f"state must be a dict of tensors from state_dict(), got {type(state).__name__}"
             )
+        state = {name: tensor for name, tensor in state.items() if name != "dst_schedule"}  # of 0.4
         unknown = set(state) - set(FIELDS)
         if unknown:
             raise ValueError(
@@ -613,10 +597,6 @@ class GraphStructure:
     def edge_order(self) -> Tensor:
         """Return the caller's edge at each CSC position [E]: `perm`, or 0, 1, 2, ..."""
         return self._arange(self.num_edges) if self.perm is None else self.perm
-
-    def _schedule(self) -> Tensor:
-        """Return `dst_schedule`, or 0, 1, 2, ... if it is None."""
-        return self._arange(self.num_dst) if self.dst_schedule is None else self.dst_schedule
 
     def _known_in_degree(self) -> int | None:
         """Return the fixed in-degree K, or None."""

@@ -207,10 +207,10 @@ def attribute_bwd(
     segment_dscore_sums.
     """
     if SEGMENT > 0:
-        b, i, begin, end, slot = row_or_segment(colptr, None, num_dst, num_edges, SEGMENT, INT64)
+        b, i, begin, end, slot = row_or_segment(colptr, num_dst, num_edges, SEGMENT, INT64)
         node = b * num_dst + i
     else:
-        b, i, node = destination(None, num_dst, INT64)
+        b, i, node = destination(num_dst, INT64)
     first_edge = b * num_edges
     h = tl.arange(0, HEADS)
     d = tl.arange(0, ATTRIBUTES)

@@ -92,7 +92,6 @@ def edge_attention_fixed_degree_fwd(
     row,  # [E]
     perm,  # [E] or None
     global_edge_id,  # [E] int64, or None
-    dst_schedule,  # [N_dst] or None
     seed,  # [1] int64, or None
     out,  # [B, N_dst, H, C]
     lse,  # [B, N_dst, H]
@@ -123,7 +122,7 @@ def edge_attention_fixed_degree_fwd(
     Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its
     in-edges.
     """
-    b, i, node = destination(dst_schedule, num_dst, INT64)
+    b, i, node = destination(num_dst, INT64)
     first = as_index(i, INT64) * K
     edge = b * num_edges + first
     h = tl.arange(0, HEADS)
@@ -196,7 +195,6 @@ def edge_attention_fixed_degree_bwd_dst(
     row,  # [E]
     perm,  # [E] or None
     global_edge_id,  # [E] int64, or None
-    dst_schedule,  # [N_dst] or None
     seed,  # [1] int64, or None
     dquery,  # [B, N_dst, H, C] or None
     p_ds,  # [B, E, 2, H]
@@ -228,7 +226,7 @@ def edge_attention_fixed_degree_bwd_dst(
     and their
     p_ds = [m p, ds], which the kernel over sources reads.
     """
-    b, i, node = destination(dst_schedule, num_dst, INT64)
+    b, i, node = destination(num_dst, INT64)
     first = as_index(i, INT64) * K
     edge = b * num_edges + first
     h = tl.arange(0, HEADS)

@@ -76,7 +76,6 @@ def edge_attention_fwd(
     row,  # [E]
     perm,  # [E] or None
     global_edge_id,  # [E] int64, or None
-    dst_schedule,  # [N_dst] or None
     seed,  # [1] int64, or None
     out,  # [B, N_dst, H, C]
     lse,  # [B, N_dst, H]
@@ -118,12 +117,10 @@ def edge_attention_fwd(
     exp_scores and its rows of the partial results.
     """
     if SEGMENT > 0:
-        b, i, begin, end, slot = row_or_segment(
-            colptr, dst_schedule, num_dst, num_edges, SEGMENT, INT64
-        )
+        b, i, begin, end, slot = row_or_segment(colptr, num_dst, num_edges, SEGMENT, INT64)
         node = b * num_dst + i
     else:
-        b, i, node = destination(dst_schedule, num_dst, INT64)
+        b, i, node = destination(num_dst, INT64)
     first_edge, first_attr = b * num_edges, b * attr_stride
     if SEGMENT == 0:
         begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)

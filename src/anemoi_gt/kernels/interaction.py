@@ -277,9 +277,7 @@ def segment_sum(
 ):
     """Grid (B * (spans + N), ceil(W / COLUMNS)): a program sums the edges of a node or segment."""
     if segments is not None:
-        b, i, begin, end, slot = row_or_segment(
-            pointers, None, num_nodes, num_edges, SEGMENT, INT64
-        )
+        b, i, begin, end, slot = row_or_segment(pointers, num_nodes, num_edges, SEGMENT, INT64)
     else:
         b = as_index(tl.program_id(0) // num_nodes, INT64)
         i = as_index(tl.program_id(0) % num_nodes, INT64)

@@ -20,11 +20,9 @@ def as_index(index, INT64: tl.constexpr):
 
 
 @triton.jit
-def destination(dst_schedule, num_dst, INT64: tl.constexpr):
+def destination(num_dst, INT64: tl.constexpr):
     """Return b, i and the row of i in [B * N_dst, ..] for a program of a grid (B * N_dst, ..)."""
     b, i = as_index(tl.program_id(0) // num_dst, INT64), tl.program_id(0) % num_dst
-    if dst_schedule is not None:
-        i = tl.load(dst_schedule + i)
     return b, i, b * num_dst + i
 
 
@@ -56,9 +54,7 @@ def num_spans(num_edges, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def row_or_segment(
-    pointers, schedule, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr
-):
+def row_or_segment(pointers, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr):
     """Return b, i, begin, end and slot of a program of a grid (B * (spans + N), ..).
 
     Segments come first, and `slot` is their row in partial results [B * spans, ..]. It is -1 for a
@@ -73,8 +69,6 @@ def row_or_segment(
         slot = b * spans + program
     else:
         i = program - spans
-        if schedule is not None:
-            i = tl.load(schedule + i).to(program.dtype)
         begin, end = (
             tl.load(pointers + i).to(program.dtype),
             tl.load(pointers + i + 1).to(program.dtype),

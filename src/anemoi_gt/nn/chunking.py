@@ -224,9 +224,6 @@ def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     edges = slice(int(colptr[0]), int(colptr[-1]))
     # ascending, so local sources come before the halo
     src, row = graph.row[edges].unique(return_inverse=True)
-    schedule = graph.dst_schedule
-    if schedule is not None:
-        schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
     global_edge_id = graph.global_edge_id
     if global_edge_id is not None:
         global_edge_id = global_edge_id[edges]
@@ -235,7 +232,6 @@ def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
         row.to(graph.row.dtype),
         torch.empty(src.shape[0], 0, device=graph.device),  # the number of sources, as a shape
         global_edge_id=global_edge_id,
-        dst_schedule=schedule,
         fixed_in_degree=graph.fixed_in_degree,
         dst_hubs=graph.dst_hubs,
         src_hubs=graph.src_hubs,

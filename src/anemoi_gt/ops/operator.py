@@ -104,6 +104,9 @@ class Passes(Protocol):
         """Return results with the gradients that are needed, and where they are."""
 
 
+OPERATORS: dict[Any, "Operator"] = {}  # every operator, by what a dispatch mode sees
+
+
 class Operator(ABC):
     """A differentiable operator: torch.ops.anemoi_gt.NAME_BACKEND, and ..._backward.
 
@@ -162,6 +165,7 @@ class Operator(ABC):
         torch.library.register_autograd(self.op, self._backward, setup_context=self._setup_context)
         torch.library.register_autograd(self.op_backward, self._refuse_second_derivative)
         self.function = _function_of(self)
+        OPERATORS[self.op] = self
 
     @abstractmethod
     def passes(self, inputs: Sequence[Tensor | None], options: Any) -> Passes:

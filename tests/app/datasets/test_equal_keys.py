@@ -8,10 +8,12 @@ from support.fields import fields_of
 from support.grib import write_messages
 from support.own_data import LAT, LON, TIMES, weather_file
 
-from anemoi_gt.app.datasets.field_dataset import FieldDataset, Roles, field_data
+from anemoi_gt.app.datasets.field_dataset import FieldDataset, field_data
+from anemoi_gt.app.datasets.field_states import FieldStates
 from anemoi_gt.app.datasets.fields import FieldError, Key, Level, arrange_all
 from anemoi_gt.app.datasets.grib_reader import INSTANTS, MAY_DIFFER, MISSING
 from anemoi_gt.app.datasets.readers import read_files
+from anemoi_gt.app.datasets.roles import Roles
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.datasets.xarray_reader import KEYS, read_dataset
 
@@ -98,7 +100,7 @@ def field_data_schema():
     """Return the schema of a small data set."""
     fields = fields_of(weather_file()[["t2m"]])
     roles = Roles(("t2m",), (), ())
-    return FieldDataset(fields, roles, 6.0, 1).schema()
+    return FieldDataset(FieldStates(fields, roles, 6.0, 1)).schema()
 
 
 def number_of_variables(source):

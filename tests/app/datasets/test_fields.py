@@ -12,7 +12,8 @@ import zarr
 from support.fields import fields_of, fields_of_anemoi
 from support.own_data import TIMES, weather_file
 
-from anemoi_gt.app.datasets.field_dataset import cell_weights, field_data
+from anemoi_gt.app.datasets.field_dataset import field_data
+from anemoi_gt.app.datasets.field_states import cell_weights
 from anemoi_gt.app.scores import score_rollouts
 from anemoi_gt.data.graphs import check_fit, icosphere_graph, limited_area_graph
 from anemoi_gt.data.grids import classic, octahedral, regional

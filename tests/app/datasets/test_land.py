@@ -42,13 +42,15 @@ def column(dataset, name):
 def test_statistics_are_those_of_the_sea(data):
     train = data.train
     sst = np.stack([train.present(i)[:, column(train, "sst")] for i in range(len(train))])
-    weights = train._node_weights.numpy()[~LAND.ravel()]
+    weights = train.states.node_weights.numpy()[~LAND.ravel()]
     sea = sst[:, ~LAND.ravel()].astype("f8")
     mean = (sea * weights).sum() / (len(sea) * weights.sum())
     spread = np.sqrt(((sea - mean) ** 2 * weights).sum() / (len(sea) * weights.sum()))
     statistics = dict(
         zip(
-            train._names, zip(train.statistics.mean, train.statistics.std, strict=True), strict=True
+            train.states.names,
+            zip(train.statistics.mean, train.statistics.std, strict=True),
+            strict=True,
         )
     )
     assert statistics["sst"] == pytest.approx((mean, spread), rel=1e-5)
@@ -79,8 +81,8 @@ def test_loss_has_the_mean_over_the_sea_whatever_a_model_says_of_land(data):
     for name in train.variables:
         v = column(train, name)
         nodes = np.ones(LAND.size, bool) if name == "t2m" else ~LAND.ravel()
-        squares = (output - target)[0, nodes, v].square() * train._node_weights[nodes]
-        of_variables.append(squares.sum() / train._node_weights[nodes].sum())
+        squares = (output - target)[0, nodes, v].square() * train.states.node_weights[nodes]
+        of_variables.append(squares.sum() / train.states.node_weights[nodes].sum())
     torch.testing.assert_close(loss, torch.stack(of_variables).mean())
 
 
@@ -97,7 +99,7 @@ def test_scores_and_rollouts_are_of_the_sea_and_nan_over_land(data):
     errors = np.stack(
         [(test.present(i) - test.truth(i))[:, column(test, "sst")] for i in range(len(test))]
     )
-    weights = test._node_weights.numpy()[~LAND.ravel()]
+    weights = test.states.node_weights.numpy()[~LAND.ravel()]
     mean = (errors[:, ~LAND.ravel()] ** 2 * weights).sum() / (len(errors) * weights.sum())
     assert persistence.rmse == pytest.approx(np.sqrt(mean), rel=1e-5)
     assert all(np.isfinite(score.rmse) for score in score_rollouts(model, test, 3).scores)

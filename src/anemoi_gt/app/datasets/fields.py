@@ -635,3 +635,8 @@ def _sorted_labels(labels: Collection[str]) -> list[str]:
 def minutes(time: np.datetime64) -> str:
     """Return a time as "2020-01-01 06:00"."""
     return np.datetime_as_string(time, unit="m").replace("T", " ")
+
+
+def evenly_spaced(size: int, count: int) -> np.ndarray:
+    """Return up to `count` evenly spaced indices below `size`, including the first and last."""
+    return np.unique(np.linspace(0, size - 1, count).round().astype(int))

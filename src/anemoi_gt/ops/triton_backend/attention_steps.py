@@ -49,7 +49,7 @@ class AttentionCall:
         buffers = {
             name: getattr(self.operands, name) for name in ("query", "key", "value", "edge_attr")
         }
-        for name in ("colptr", "row", "perm", "global_edge_id", "dst_schedule"):
+        for name in ("colptr", "row", "perm", "global_edge_id"):
             buffers[name] = getattr(self.index, name)
         buffers["seed"] = self.seed
         return buffers

@@ -52,7 +52,6 @@ def edge_attention_triton_exported(
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
-    dst_schedule: Tensor | None,
     dst_hubs: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -62,15 +61,14 @@ def edge_attention_triton_exported(
     """
     operands = AttentionOperands(query, key, value, edge_attr, edge_weight, edge_bias)
     inputs = [
-        None if x is None else x.contiguous()
-        for x in (*operands, colptr, row, perm, dst_schedule, dst_hubs)
+        None if x is None else x.contiguous() for x in (*operands, colptr, row, perm, dst_hubs)
     ]
     builder = PlanBuilder(
         [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs]
     )
     num_operands = len(operands)
     buffers: AttentionOperands[Buffer] = AttentionOperands._make(builder.inputs[:num_operands])
-    structure = ("colptr", "row", "perm", "dst_schedule", "dst_hubs")
+    structure = ("colptr", "row", "perm", "dst_hubs")
     index_buffers: dict[str, Any] = dict(zip(structure, builder.inputs[num_operands:], strict=True))
     index: IndexTensors[Buffer] = IndexTensors(**index_buffers)
     sizes = TracedSizes(*sizes_of(buffers, index, scale, holds=statically_known_true))
@@ -100,7 +98,7 @@ def decompose(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(
             f"a program is exported for inference, got dropout_p={p}; call model.eval() first"
         )
-    structure = (index.colptr, index.row, index.perm, index.dst_schedule, index.dst_hubs)
+    structure = (index.colptr, index.row, index.perm, index.dst_hubs)
     out, lse = edge_attention_triton_exported(*operands, *structure, options.scale)
     return out, lse, lse.new_empty(0, dtype=torch.uint8)
 

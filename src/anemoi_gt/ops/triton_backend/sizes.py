@@ -24,7 +24,6 @@ class IndexTensors(NamedTuple, Generic[Held]):
     row: Held  # [E]
     perm: Held | None = None  # [E]
     global_edge_id: Held | None = None  # [E] int64
-    dst_schedule: Held | None = None  # [N_dst]
     fixed_in_degree: Held | None = None  # [K, 0]
     rowptr: Held | None = None  # [N_src + 1]
     col: Held | None = None  # [E]
