@@ -204,6 +204,9 @@ def option_rows(prefix: str, target: str | type, values: dict[str, Any]) -> list
     for name, value in values.items():
         if name.startswith("_"):
             continue
+        if isinstance(value, dict) and "_target_" in value:
+            rows += option_rows(f"{prefix}{name}.", value["_target_"], value)
+            continue
         if not isinstance(value, str):
             value = json.dumps(value)
         kind, _, meaning = re.sub(r"[*`]", "", described.get(name, "")).partition(". ")
