@@ -302,7 +302,7 @@ class GNNMapper(BaseMapper):
         Classes of the submodules, as for `InteractionBlock`.
     sum_of : {"edges", "updates"}
         What is summed over in-edges: updated edges as in Anemoi, or their updates as in GraphCast.
-    config : AttentionConfig
+    config : KernelConfig
         Backend and precision.
 
     Raises

@@ -161,7 +161,7 @@ class GNNProcessor(BaseProcessor):
         Classes of the submodules, as for `InteractionBlock`.
     sum_of : {"edges", "updates"}
         What is summed over in-edges: updated edges as in Anemoi, or their updates as in GraphCast.
-    config : AttentionConfig
+    config : KernelConfig
         Backend and precision.
 
     Raises
