@@ -36,8 +36,8 @@ UNFUSED = FusedParts.by_modules(not_faster("this benchmark computes the modules 
 
 def fused_parts(block: GraphTransformerProcessorBlock) -> FusedParts:
     """Return the parts of both sub-layers for bfloat16, whatever the number of features."""
-    sublayers = BACKENDS["triton"].sublayers._replace(max_features=MAX_FEATURES)
-    call = Computation(torch.bfloat16, is_autocast=True, sublayers=sublayers)
+    backend = BACKENDS["triton"]._replace(max_features=MAX_FEATURES)
+    call = Computation(torch.bfloat16, is_autocast=True, backend=backend)
     attention = attention_parts(block, call)
     norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
     feed_forward = network_parts(block.node_dst_mlp, call, "node_dst_mlp", norm_in=norm)

@@ -90,6 +90,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
         "replay",
         "tested_versions",
         "toolchain",
+        "torch_compat",
         "version",
     },
     **{command: {"__main__"} for command in ("train", "evaluate", "rollout")},

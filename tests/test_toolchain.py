@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.nightly import nightly
 from support.releases import TORCH
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anemoi_gt import toolchain
 from anemoi_gt.ops import backends
+from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.refusal import permanent
 
 triton_build = pytest.importorskip("triton.runtime.build")
@@ -108,11 +108,11 @@ def test_a_launch_that_cannot_write_the_cache_names_the_variable(numbers):
 
 def test_auto_says_once_why_it_computes_slowly_on_a_gpu(monkeypatch, caplog):
     reason = "Triton needs a C compiler, found none"
-    stub = backends.BACKENDS["triton"]._replace(why_not=lambda query: permanent(reason))
+    stub = backends.BACKENDS["triton"]._replace(why_not=lambda *call: permanent(reason))
     monkeypatch.setitem(backends.BACKENDS, "triton", stub)
-    with FakeTensorMode(), caplog.at_level(logging.WARNING, "anemoi_gt.ops.backends"):
-        query = torch.empty(1, 1, 1, 16, device="cuda")
-        chosen = [backends.choose_backend("auto", query) for _ in range(3)]
+    with caplog.at_level(logging.WARNING, "anemoi_gt.ops.backends"):
+        call = ({}, Dtypes(torch.float32), torch.device("cuda"))
+        chosen = [backends.choose_backend("auto", *call) for _ in range(3)]
     assert all(backend is backends.BACKENDS["torch"] for backend in chosen)
     (record,) = caplog.records
     assert reason in record.getMessage()

@@ -36,11 +36,14 @@ def group_reference(group: str) -> str:
     parts = [_list_of_choices(group, names)]
     if "/" not in group:
         values = {name: composed(group, name) for name in names}
-        targets = dict.fromkeys(options["_target_"] for options in values.values())
-        for target in targets:
-            parts.append(
-                _options_table(target, {n: v for n, v in values.items() if v["_target_"] == target})
-            )
+        parts += _option_tables(values)
+        inner: dict[str, dict[str, dict]] = {}  # options that are objects, by their name
+        for choice, options in values.items():
+            for name, value in options.items():
+                if isinstance(value, dict) and "_target_" in value:
+                    inner.setdefault(name, {})[choice] = value
+        for values_of_choice in inner.values():
+            parts += _option_tables(values_of_choice)
     return "\n\n".join(parts) + "\n"
 
 
@@ -85,6 +88,15 @@ def _list_of_choices(group: str, names: list[str]) -> str:
         origin = f", derived from {parent}" if parent else ""
         lines.append(f"- `{group}={name}`{origin}. {comment}".rstrip())
     return "\n".join(lines)
+
+
+def _option_tables(values: dict[str, dict]) -> list[str]:
+    """Return a table for each target of the values of choices."""
+    targets = dict.fromkeys(options["_target_"] for options in values.values())
+    return [
+        _options_table(target, {n: v for n, v in values.items() if v["_target_"] == target})
+        for target in targets
+    ]
 
 
 def _options_table(target: str, values: dict[str, dict]) -> str:
@@ -135,6 +147,8 @@ def _public_name(target: str) -> str:
 def _yaml(value) -> str:
     if value is ABSENT:
         return ""
+    if isinstance(value, dict) and "_target_" in value:
+        return f"`{value['_target_'].rpartition('.')[2]}`"
     if isinstance(value, list):
         return f"`[{', '.join(map(str, value))}]`"
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"

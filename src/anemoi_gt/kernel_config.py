@@ -16,10 +16,11 @@ class KernelConfig:
 
     Parameters
     ----------
-    backend : {"auto", "triton", "torch"}
+    backend : {"auto", "triton", "torch"}, or the full name of a backend
         `auto` is `triton` (the fused GPU kernels) if it can run, else `torch` (the PyTorch
         reference). It logs its choice at DEBUG level; a named backend that cannot run raises with
-        the reason.
+        the reason. A name with dots, such as package.module.BACKEND, is a backend of another
+        package (`anemoi_gt.ops.backend.Backend`).
     precision : {None, "fp32", "bf16", "fp16"}
         Dtype in which query, key, value, edge attributes, weight and bias are read. None is the
         dtype of the inputs: autocast's inside `torch.autocast`, otherwise the dtype of query. With
@@ -48,8 +49,12 @@ class KernelConfig:
     stable_sort: bool = True
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        is_full_name = isinstance(self.backend, str) and "." in self.backend
+        if self.backend not in BACKENDS and not is_full_name:
+            raise ValueError(
+                f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; a backend of "
+                "another package has a full name, such as package.module.BACKEND"
+            )
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"precision must be one of {', '.join(map(str, PRECISIONS))}, got "

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, overrides
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 # The fallbacks are conservative: correct for every call, at more host time. They assume that
@@ -69,6 +70,16 @@ def is_exporting() -> bool:
     Before PyTorch 2.13, torch.compile traces PyTorch's own function as True.
     """
     return torch.compiler.is_exporting()
+
+
+def fake_tensor_mode() -> FakeTensorMode:
+    """Return a mode in which operations make tensors without data, of modules with data too."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor was made in a `fake_tensor_mode`."""
+    return isinstance(tensor, FakeTensor)
 
 
 def is_transformed() -> bool:

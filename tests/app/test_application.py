@@ -112,7 +112,7 @@ def test_a_host_that_is_too_small_ends_with_one_sentence_and_advice(refusal, mon
 def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
     refusal, monkeypatch, tmp_path
 ):
-    unable = backends.BACKENDS["triton"]._replace(why_not=lambda query: permanent("no reason"))
+    unable = backends.BACKENDS["triton"]._replace(why_not=lambda *call: permanent("no reason"))
     monkeypatch.setitem(backends.BACKENDS, "triton", unable)
     message = "anemoi_gt.train: attention backend 'triton' cannot run here: no reason"
     for choice in ("attention/backend=triton", "attention.backend=triton"):

@@ -98,7 +98,7 @@ def test_each_backend_reports_for_itself(monkeypatch):
         (True, "runs, chosen by auto", "runs"),
     )
     for runs, triton, torch_backend in cases:
-        why_not = lambda query, runs=runs: None if runs else permanent(f"no {query.device}")  # noqa: E731
+        why_not = lambda *call, runs=runs: None if runs else permanent(f"no {call[-1]}")  # noqa: E731
         stub = backends.BACKENDS["triton"]._replace(why_not=why_not)
         monkeypatch.setitem(backends.BACKENDS, "triton", stub)
         answers = rows("attention backends")

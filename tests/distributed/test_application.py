@@ -343,8 +343,8 @@ def assert_checkpoint_is_whole(folder, step):
 
 @pytest.fixture(scope="module")
 def raised(folder):
-    """Run folder and outcome of a job in which a rank raised."""
-    with failing(folder, "raising", 0) as (process, run):
+    """Run folder and outcome of a job in which a rank raised; it trains a graph network."""
+    with failing(folder, "raising", 0, "model=graph_network") as (process, run):
         return run, *outcome(process)
 
 
@@ -366,6 +366,9 @@ def test_a_run_that_is_resumed_without_a_sharding_option_keeps_its_sharding(fold
     assert status == 0, output
     assert "2 ranks, 2 of them for a model" in output, output
     assert "sharding changes" not in output, output
+    assert "memory of a step on the first rank: about" in output, output
+    model = load_values(run / "last", "config")["model"]
+    assert model["processor"]["_target_"] == "anemoi_gt.nn.GNNProcessor"
     sharding = load_values(run / "last", "config")["sharding"]
     expected = {"strategy": "edges", "model": 2, "parameters": False, "timeout": 300.0}
     assert sharding == expected

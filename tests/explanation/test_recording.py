@@ -77,7 +77,7 @@ def test_a_layer_has_its_sizes_and_backend_and_without_gradients_no_backward(con
 def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
     reason = explain(conv, *inputs).layers[0].rejected["triton"]
     assert reason.startswith("its kernels run on a GPU, got tensors on cpu")
-    able = backends.BACKENDS["triton"]._replace(why_not=lambda query: None)
+    able = backends.BACKENDS["triton"]._replace(why_not=lambda *call: None)
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
     conv.config = KernelConfig(backend="torch")
     assert explain(conv, *inputs).layers[0].rejected == {

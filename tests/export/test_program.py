@@ -24,6 +24,7 @@ from anemoi_gt.export import (
     graph_tensors,
 )
 from anemoi_gt.export.program import decomposition_of
+from anemoi_gt.nn import GNNMapper, GNNProcessor
 from anemoi_gt.ops.torch_backend.aten_decomposition import decompose
 from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 
@@ -57,9 +58,13 @@ def test_a_program_accepts_any_batch_size_without_our_operators_and_reverse_stru
             assert_same(program, (fields(batch),), model(fields(batch)))
 
 
+GRAPH_NETWORK = {"processor": GNNProcessor, "mapper": GNNMapper, "heads": 8}
+
+
 @pytest.mark.compiled
-def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
-    model, other = make_model().eval(), make_model(*OTHER).eval()
+@pytest.mark.parametrize("family", ({}, GRAPH_NETWORK), ids=("graph transformer", "graph network"))
+def test_a_graph_input_model_runs_on_other_graphs(make_model, fields, family):
+    model, other = make_model(**family).eval(), make_model(*OTHER, **family).eval()
     trained = {name: value for name, value in model.state_dict().items() if "trainable" not in name}
     other.load_state_dict(trained, strict=False)
     with_graph = GraphInputModel(model)

@@ -126,7 +126,7 @@ def run_block(dtype):
         torch.zeros(number, 64, dtype=dtype, requires_grad=True)
         for number in (graph.num_src, graph.num_dst)
     )
-    call = sublayers.Computation(dtype, dtype != torch.float32, BACKENDS["triton"].sublayers)
+    call = sublayers.Computation(dtype, dtype != torch.float32, BACKENDS["triton"])
     attention = sublayers.attention_parts(block, call)
     norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
     feed_forward = sublayers.network_parts(block.node_dst_mlp, call, "node_dst_mlp", norm_in=norm)

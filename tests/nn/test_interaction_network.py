@@ -209,7 +209,7 @@ def test_auto_selects_the_operators_only_in_16_bits(monkeypatch, kernel_device):
     backends = "anemoi_gt.ops.backends.BACKENDS"
     from anemoi_gt.ops.backends import BACKENDS as by_name
 
-    served = by_name["triton"]._replace(why_not=lambda _: None)
+    served = by_name["triton"]._replace(why_not=lambda *call: None)
     monkeypatch.setattr(backends, by_name | {"triton": served})
     problem = make(kernel_device, config=KernelConfig("auto"))
     names = []

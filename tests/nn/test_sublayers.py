@@ -22,9 +22,7 @@ from anemoi_gt.refusal import Refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # a gate needs no activation
 
-CALL = sublayers.Computation(
-    torch.float32, is_autocast=False, sublayers=BACKENDS["triton"].sublayers
-)
+CALL = sublayers.Computation(torch.float32, is_autocast=False, backend=BACKENDS["triton"])
 CHANNELS = 24
 HEADS = 2
 HIDDEN = 40

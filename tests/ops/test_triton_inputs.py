@@ -14,6 +14,7 @@ from support.run import attend, head_major, leaves_of, scalar, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import GraphStructure, KernelConfig, edge_attention, explain_attention
+from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.ops.backends import unsupported_reason
 from anemoi_gt.ops.triton_backend import device
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES
@@ -163,26 +164,26 @@ def test_embedded_and_factored_attributes_give_the_same(form, kernel_device, mon
 
 
 class TestAvailability:
-    def query(self, dtype=torch.float32):
-        return torch.zeros(1, 1, 1, 1, dtype=dtype)
+    def call(self, dtype=torch.float32):
+        return {}, Dtypes(dtype), torch.device("cpu")
 
     def test_float64_is_refused_with_the_remedy(self):
-        assert "use backend 'torch'" in unsupported_reason("triton", self.query(torch.float64))
+        assert "use backend 'torch'" in unsupported_reason("triton", *self.call(torch.float64))
 
     def test_a_missing_package_is_named_with_its_extra(self, monkeypatch):
         monkeypatch.setattr(device, "find_spec", lambda _: None)
-        reason = unsupported_reason("triton", self.query())
+        reason = unsupported_reason("triton", *self.call())
         assert reason == "the package triton is missing; pip install 'anemoi-gt[triton]'"
 
     def test_tensors_on_a_cpu_are_refused_where_kernels_are_compiled(self, monkeypatch):
         monkeypatch.setattr(device, "interpreted", lambda: False)
-        assert unsupported_reason("triton", self.query()).startswith(
+        assert unsupported_reason("triton", *self.call()).startswith(
             "its kernels run on a GPU, got tensors on cpu"
         )
 
     def test_the_interpreter_must_be_asked_for(self, monkeypatch):
         monkeypatch.setattr(device, "interpreted", lambda: True)
-        assert unsupported_reason("triton", self.query()) is None
-        refusal = device.why_not(self.query())
+        assert unsupported_reason("triton", *self.call()) is None
+        refusal = device.why_not(*self.call())
         assert refusal.kind is RefusalKind.NOT_FASTER
         assert refusal.text.startswith("its kernels run on a GPU")

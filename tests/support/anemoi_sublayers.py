@@ -63,7 +63,7 @@ def feed_forward_parts(layer, call, side):
 def report_sublayers():
     """Return by kind of block, of norm and of network what each sub-layer is read as."""
     recognise_modules()
-    call = Computation(torch.float32, is_autocast=False, sublayers=BACKENDS["triton"].sublayers)
+    call = Computation(torch.float32, is_autocast=False, backend=BACKENDS["triton"])
     report = {}
     norms = {"plain": {}, "conditional": {"LayerNorm": CONDITIONAL}}
     for kind, norm, mlp_kind in product(("Processor", "Mapper"), norms, ("mlp", "swiglu")):

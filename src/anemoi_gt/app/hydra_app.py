@@ -37,7 +37,8 @@ from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.explanation import explain
 from anemoi_gt.extras import import_extra
 from anemoi_gt.kernel_config import KernelConfig
-from anemoi_gt.ops.backends import BACKENDS, choose_backend
+from anemoi_gt.ops.backend import Dtypes
+from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.toolchain import compile_problem
 
 if TYPE_CHECKING:
@@ -357,8 +358,7 @@ def check_device(config: "DictConfig") -> TrainingConfig:
 
 def check_backend(attention: KernelConfig, device: torch.device) -> str:
     """Return the name of the attention backend for a device; raise ValueError if none can run."""
-    chosen = choose_backend(attention.backend, torch.empty(1, 1, 1, 16, device=device))
-    return next(name for name, backend in BACKENDS.items() if backend is chosen)
+    return choose_backend(attention.backend, {}, Dtypes(torch.float32), device).name
 
 
 def check_explain(target: Any) -> None:

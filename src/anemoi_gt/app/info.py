@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.ops.backends import BACKENDS, choose_backend, unsupported_reason
 from anemoi_gt.tested_versions import installed, why_untested
 from anemoi_gt.toolchain import compile_problem
@@ -89,10 +90,10 @@ def devices() -> Iterator[tuple[str, str]]:
 def backends() -> Iterator[tuple[str, str]]:
     """Yield, for each device and backend, whether it runs, the reason if not, and auto's choice."""
     for device in (torch.device("cpu"), *_gpus()):
-        query = torch.empty(1, 1, 1, 16, device=device)
-        chosen = choose_backend("auto", query)
+        call: tuple = ({}, Dtypes(torch.float32), device)
+        chosen = choose_backend("auto", *call)
         for name, backend in BACKENDS.items():
-            reason = unsupported_reason(name, query)
+            reason = unsupported_reason(name, *call)
             status = "runs" if reason is None else f"does not run: {reason}"
             if backend is chosen:
                 status += ", chosen by auto"

@@ -62,6 +62,7 @@ from anemoi_gt.distributed.process_group import (
     report_sentence,
 )
 from anemoi_gt.distributed.sharded_checkpoint import find_run, load_values, sharded
+from anemoi_gt.nn.static_graph import DATA
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,8 @@ def _train(trainer: Trainer, variables: Sequence[str] | None) -> float:
     folder = trainer.folder
     num_parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
     log.info("%s\n%d parameters", describe_data(splits), num_parameters)
-    memory = estimate_memory(trainer.step.model, trainer.config)
+    inputs = (len(splits.train.nodes), splits.train.in_channels)
+    memory = estimate_memory(trainer.step.model, trainer.config, inputs)
     if memory is not None:
         log.info("memory of a step: %s", memory)
     start = time.perf_counter()
@@ -345,7 +347,8 @@ def _train_owned(
             whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
         share = replace(training, batch_size=training.batch_size // mesh["data"].size())
-        memory = estimate_memory(model, share, mesh.size() if sharding.parameters else 1)
+        inputs = (model.nodes[DATA].num_nodes, splits.train.in_channels)
+        memory = estimate_memory(model, share, inputs, mesh.size() if sharding.parameters else 1)
         trainer = make_sharded_trainer(
             model,
             shard,

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.partition import Ranges
-from anemoi_gt.torch_compat import constants
+from anemoi_gt.torch_compat import constants, is_fake
 
 functional = torch.ops._c10d_functional  # traceable by torch.compile
 
@@ -46,7 +46,9 @@ class MessageConsensus:
 
     def reach(self, sent: Tensor) -> None:
         """Raise ValueError on all ranks unless rows [S, .., F] agree. Collective the first time."""
-        if self.is_reached or (sent.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self.is_reached or is_fake(sent):
+            return
+        if sent.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         message = {
             "batch size": tuple(sent.shape[1:-1]),

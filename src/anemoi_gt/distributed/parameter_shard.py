@@ -48,7 +48,7 @@ def shard_parameters(module: nn.Module, shard: ModuleShard, mesh: DeviceMesh) ->
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in shard.tables:
             tables.add(parameter)
-    for part in (*_units(module), module):
+    for part in (*units(module), module):
         unit = fully_shard(part, mesh=ranks, ignored_params=tables)
         unit.set_gradient_divide_factor(mesh["data"].size())
         # divided after the sum: gloo has no other reduction
@@ -63,7 +63,7 @@ def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.flatten())
 
 
-def _units(module: nn.Module) -> list[nn.Module]:
+def units(module: nn.Module) -> list[nn.Module]:
     """Return the outermost layers inside a module that share no parameter with other parts."""
     total = _uses(module)
     units: list[nn.Module] = []

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from anemoi_gt.explanation.results import Explanation, Layer, Pass
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
+from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.ops.backends import rejected
 from anemoi_gt.ops.operator import OPERATORS, Operator
 from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
@@ -158,7 +159,6 @@ def _layer(call: Call, names: dict) -> Layer:
     backend = call.operator.backend
     sizes, dtype, features = call.operator.call_sizes(*call.operator.split(call.arguments))
     x = next(tensor for tensor in call.arguments if tensor is not None)
-    query = x.new_empty(0, dtype=dtype)
     class_name = "" if call.module is None else type(call.module).__name__
     return Layer(
         name=names.get(call.module, ""),
@@ -168,7 +168,7 @@ def _layer(call: Call, names: dict) -> Layer:
         dtype=str(dtype).removeprefix("torch."),
         device=str(x.device),
         backend=backend,
-        rejected=rejected(backend, query),
+        rejected=rejected(backend, sizes, Dtypes(dtype), x.device),
         passes=_passes_of(call),
     )
 

@@ -32,7 +32,6 @@ from anemoi_gt.ops.tensors import AttentionOperands, check_operands
 from anemoi_gt.refusal import Refusal, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 
-NO_SUBLAYERS = permanent("the backend of its attention has no fused sub-layers")
 NO_SOURCES = not_faster("its sources are not updated")
 NOT_FASTER = not_faster(
     "sub-layers are fused under 16-bit autocast where the backend of the attention has them"
@@ -81,8 +80,6 @@ class FusedParts(NamedTuple):
 
         `refused` are the caller's refusals of its sub-layers; None if there is none.
         """
-        if computation.sublayers is None:
-            return cls.by_modules(NO_SUBLAYERS)
         refused_attention, refused_feed_forward, refused_sources = refused
         attention: AttentionParts | Refusal
         if refused_attention is not None:
@@ -139,8 +136,6 @@ def linear_layer_parts(
         return FUSED_BY_COMPILER
     if torch.jit.is_tracing():
         return transient("torch.jit.trace records it")
-    if computation.sublayers is None:
-        return NO_SUBLAYERS
     if type(layer) is nn.Identity:
         return NO_LAYER
     parts = for_call(linear_parts(layer, name, computation), x, None)
@@ -158,7 +153,7 @@ def network(
     """Return a network or linear layer of rows x [.., N, F], plus x if `residual`."""
     condition = None if cond is None else row_conditions(cond, x)
     tensors = parts.tensors(_rows(x), None, condition)
-    y = parts.sublayer.compute(tensors, parts.options(residual=residual))
+    y = parts.compute(tensors, parts.options(residual=residual))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -184,7 +179,7 @@ def attention(
         edge_attr = edge_attr.squeeze(0)
     rows = (_optional_rows(x_src), _rows(x_dst))
     tensors = parts.tensors(rows, edge_attr, row_conditions_of(x, cond), _optional_rows(halo))
-    z = parts.sublayer.compute(tensors, graph, parts.options(batch))
+    z = parts.compute(tensors, graph, parts.options(batch))
     return z.view(x_dst.shape)
 
 

@@ -457,7 +457,7 @@ def apply_mlp(
         condition = _condition_of(network, cond, rows)
         tensors = network.tensors(rows.flatten(0, -2), more_rows, condition)
         options = network.options(residual=others is not None)
-        out = network.sublayer.compute(tensors, options)
+        out = network.compute(tensors, options)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -495,7 +495,9 @@ def _network_of(
     """
     computation = Computation.of(x, config)
     parts: NetworkParts | Refusal
-    if computation.sublayers is None or (x.dim() == 3 and x.shape[0] == 0):
+    backend = computation.backend
+    formulas = [backend.edge_update, backend.edge_sums] if asked else [backend.network]
+    if None in formulas or (x.dim() == 3 and x.shape[0] == 0):
         parts = NO_OPERATORS
     elif config.backend == "auto" and not computation.is_faster_fused:
         parts = NOT_FASTER
@@ -505,7 +507,9 @@ def _network_of(
         parts = transient("torch.jit.trace records it")
     else:
         refusal = why_not_plain(*asked)
-        parts = refusal or network_parts(mlp, computation, name, norms=NORMS)
+        parts = refusal or network_parts(
+            mlp, computation, name, norms=NORMS, is_edge_update=len(asked) > 0
+        )
         parts = for_call(parts, x, cond)
     if parts is WRONG_CONDITION:  # the modules raise the error
         return parts
@@ -572,10 +576,10 @@ def _fused_edges(
         dtype = torch.promote_types(edges.dtype, dtype)
     # else results are cast to the dtype of the rows that they update
     options = parts.options(residual=not of_updates, out_dtype=dtype)
-    operators = parts.computation.sublayers
-    assert operators is not None  # or there would be no parts
-    out = operators.interaction(tensors, graph, InteractionOptions(batch, options))
+    backend = parts.computation.backend
+    assert backend.edge_sums is not None  # it comes with the edge update
+    out = parts.compute(tensors, graph, InteractionOptions(batch, options))
     updated = out.view(edges.shape)
     # of the edges that are returned: autograd must see that
-    sums = operators.sum_edges(updated.flatten(0, -2), graph, batch)
+    sums = backend.edge_sums(updated.flatten(0, -2), graph, batch)
     return updated, sums.view(*x_dst.shape[:-1], edges.shape[-1])

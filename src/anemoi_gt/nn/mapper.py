@@ -18,7 +18,7 @@ from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
-from anemoi_gt.nn.chunking import Chunk, Pair, Rows, map_chunks
+from anemoi_gt.nn.chunking import Chunk, Conditions, Pair, Rows, map_chunks
 from anemoi_gt.nn.fused_block import NOT_FASTER, linear_layer_parts, network
 from anemoi_gt.nn.input_validation import check_conditions, check_sides, stored_parameter
 from anemoi_gt.nn.interaction_network import InteractionBlock, apply_mlp
@@ -74,7 +74,7 @@ class BaseMapper(nn.Module):
         x: tuple[Tensor, Tensor],
         graph: object,
         edge_attr: Tensor,
-        cond: Pair = (None, None),
+        cond: Conditions = (None, None),
     ) -> Tensor:
         like = stored_parameter(self.emb_nodes_dst)
         x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=like)
@@ -294,8 +294,16 @@ class GNNMapper(BaseMapper):
         Width of the hidden layers over `num_channels`.
     gradient_checkpointing : bool
         As for `GraphTransformerBaseMapper`.
-    hidden_layers, mlp_implementation, layer_kernels, sum_of, config
-        As for `InteractionBlock`. Anemoi has two hidden layers.
+    hidden_layers : int
+        Hidden layers of each MLP; Anemoi has two.
+    mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
+        Plain or gated hidden layers.
+    layer_kernels : LayerKernels
+        Classes of the submodules, as for `InteractionBlock`.
+    sum_of : {"edges", "updates"}
+        What is summed over in-edges: updated edges as in Anemoi, or their updates as in GraphCast.
+    config : KernelConfig
+        Backend and precision.
 
     Raises
     ------

@@ -297,7 +297,7 @@ def _graph_transformer_mapper(*, out_channels_dst: int | None, **options: Any) -
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError unless options of graph transformers have their defaults."""
-    defaults = EncoderProcessorDecoder.__init__.__kwdefaults__
+    defaults = EncoderProcessorDecoder.__init__.__kwdefaults__ or {}
     given = {name: value for name, value in options.items() if value != defaults[name]}
     if given:
         raise ValueError(

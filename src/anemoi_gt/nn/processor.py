@@ -152,9 +152,17 @@ class GNNProcessor(BaseProcessor):
     mlp_hidden_ratio : float
         Width of the hidden layers over `num_channels`.
     checkpoint_groups : int, optional
-        As for `GraphTransformerProcessor`.
-    hidden_layers, mlp_implementation, layer_kernels, sum_of, config
-        As for `InteractionBlock`. Anemoi has two hidden layers.
+        Activation checkpointing, as for `GraphTransformerProcessor`.
+    hidden_layers : int
+        Hidden layers of each MLP; Anemoi has two.
+    mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
+        Plain or gated hidden layers.
+    layer_kernels : LayerKernels
+        Classes of the submodules, as for `InteractionBlock`.
+    sum_of : {"edges", "updates"}
+        What is summed over in-edges: updated edges as in Anemoi, or their updates as in GraphCast.
+    config : KernelConfig
+        Backend and precision.
 
     Raises
     ------

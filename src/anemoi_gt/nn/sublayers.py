@@ -27,7 +27,8 @@ from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
 from anemoi_gt.ops.activations import ACTIVATION_NAMES
-from anemoi_gt.ops.backends import Sublayer, Sublayers, choose_backend
+from anemoi_gt.ops.backend import Backend, Dtypes
+from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.tensors import (
     AttentionOptions,
@@ -64,14 +65,14 @@ NO_LAYER: Layer[Tensor] = Layer()
 NO_NORM: Norm[Tensor] = Norm()
 NO_NORM_OPTIONS = NormOptions()
 WITHOUT_CONDITION = (nn.LayerNorm, nn.RMSNorm)
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+NO_SUBLAYERS = permanent("the backend of its attention has no fused sub-layers")
 Result = TypeVar("Result")
 ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge", "projection")
 
 
-def is_16_bit_autocast(x: Tensor) -> bool:
-    """Return whether features like x are read under autocast to 16 bits."""
-    return autocast_is_active(x.device.type) and autocast_dtype(x) in SIXTEEN_BITS
+def dtypes_of(x: Tensor) -> Dtypes:
+    """Return the dtypes of a layer on features like x."""
+    return Dtypes(autocast_dtype(x), autocast_is_active(x.device.type))
 
 
 class Computation(NamedTuple):
@@ -79,22 +80,20 @@ class Computation(NamedTuple):
 
     gemm_dtype: torch.dtype
     is_autocast: bool  # whether autocast is active
-    sublayers: Sublayers | None  # of the backend of the attention, None if it has none
+    backend: Backend
     keep_hidden: bool = True  # whether fused feed-forward sub-layers keep their hidden layer
 
     @classmethod
     def of(cls, x: Tensor, config: KernelConfig, *, keep_hidden: bool = True) -> "Computation":
         """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
-        dtype = autocast_dtype(x)
-        # an empty tensor: the choice depends on device and dtype
-        backend = choose_backend(config.backend, x.new_empty(0, dtype=dtype))
-        is_autocast = autocast_is_active(x.device.type)
-        return cls(dtype, is_autocast, backend.sublayers, keep_hidden)
+        dtypes = dtypes_of(x)
+        backend = choose_backend(config.backend, {"features": x.shape[-1]}, dtypes, x.device)
+        return cls(*dtypes, backend, keep_hidden)
 
     @property
     def is_faster_fused(self) -> bool:
-        """Whether fused sub-layers are faster: under 16-bit autocast."""
-        return self.sublayers is not None and self.is_autocast and self.gemm_dtype in SIXTEEN_BITS
+        """Whether the backend is faster than modules, of what it has."""
+        return self.backend.is_faster(Dtypes(self.gemm_dtype, self.is_autocast))
 
 
 class NormParts(NamedTuple):
@@ -114,7 +113,7 @@ class NetworkParts(NamedTuple):
     """Parameters and options of a network on rows; only one of its norms may take a condition."""
 
     computation: Computation
-    sublayer: Sublayer  # of `tensors` and `options`
+    compute: Callable[..., Tensor]  # of `tensors` and `options`
     norm_in: NormParts  # of its input; without one NO_NORM_PARTS
     network: Network[Tensor]
     norm: NormOptions  # of its output; eps 0 without one
@@ -168,7 +167,7 @@ class AttentionParts(NamedTuple):
     """Parameters and options of an attention sub-layer."""
 
     computation: Computation
-    sublayer: Sublayer  # of `tensors`, a graph and `options`
+    compute: Callable[..., Tensor]  # of `tensors`, a graph and `options`
     norm: NormParts  # of destinations
     norm_src: NormParts  # of sources; `norm` itself if the block has one norm
     query: Linear[Tensor]
@@ -278,8 +277,9 @@ def linear_parts(layer: Submodule, name: str, computation: Computation) -> Netwo
 
     It is `name` in its mapper.
     """
-    sublayers = computation.sublayers
-    assert sublayers is not None  # or the call would have been refused
+    backend = computation.backend
+    if backend.network is None:
+        return NO_SUBLAYERS
     asked: list[plain.Asked] = []
     norm: Submodule = None
     linear, linear_name = layer, name
@@ -300,10 +300,10 @@ def linear_parts(layer: Submodule, name: str, computation: Computation) -> Netwo
     (parameters,) = read_linears({linear_name: linear})
     norm_in = NO_NORM_PARTS
     if norm is not None:
-        norm_in = _read_norm_of(parameters.weight, linear_name, norm, f"{name}.0", sublayers)
+        norm_in = _read_norm_of(parameters.weight, linear_name, norm, f"{name}.0", backend)
     return NetworkParts(
         computation=computation,
-        sublayer=sublayers.network,
+        compute=backend.network,
         norm_in=norm_in,
         network=Network(NO_LAYER, NO_LAYER, parameters, NO_NORM),
         norm=NO_NORM_OPTIONS,
@@ -323,6 +323,7 @@ def network_parts(
     norm_in: tuple[str, Submodule] | None = None,
     is_called: bool = False,
     norms: tuple[str, ...] = LAYER_NORM,
+    is_edge_update: bool = False,
 ) -> NetworkParts | Refusal:
     """Return the parts of an MLP of one or two hidden layers, or why it cannot be fused.
 
@@ -344,9 +345,13 @@ def network_parts(
         Roles of the norm on its output. An RMSNorm has another dtype under autocast than a layer
         norm, on some devices and versions of PyTorch: callers that keep what Anemoi returns do not
         admit it.
+    is_edge_update : bool
+        Whether the network is that of an edge update, which computes it.
     """
-    sublayers = computation.sublayers
-    assert sublayers is not None  # or the call would have been refused
+    backend = computation.backend
+    compute = backend.edge_update if is_edge_update else backend.network
+    if compute is None:
+        return NO_SUBLAYERS
     is_feed_forward = norm_in is not None
     asked = [] if norm_in is None else _asked_of_norm(norm_in[1], norm_in[0])
     path = f"{name}." if name else ""
@@ -417,7 +422,7 @@ def network_parts(
     norm_of_input = NO_NORM_PARTS
     if norm_in is not None:
         norm_of_input = _read_norm_of(
-            values[0].weight, layers_name, norm_in[1], norm_in[0], sublayers
+            values[0].weight, layers_name, norm_in[1], norm_in[0], backend
         )
     hidden = []
     for index in range(num_hidden):
@@ -435,13 +440,13 @@ def network_parts(
         raise shape_mismatch(out.weight, (norm_of_input.features, width), layers_name, norm_in[0])
     if out.weight.shape[1] != width:
         raise shape_mismatch(out.weight, (features, width), layers_name, "last hidden layer")
-    limit = sublayers.max_features
+    limit = backend.max_features
     if features > limit:
         got = f"its {layers_name} returns {features} features"
         raise cannot_fuse(f"{got}, and at most {limit} are possible")
     norm_of_output = NO_NORM_PARTS
     if norm is not None and type(norm) is not nn.Identity:
-        norm_of_output = read_norm(norm, norm_name, sublayers)
+        norm_of_output = read_norm(norm, norm_name, backend)
         if norm_of_output.is_double not in (None, dtype is DOUBLE):
             raise other_precision(norm_name)
         if norm_of_output.features != features:
@@ -454,7 +459,7 @@ def network_parts(
     second = hidden[1] if num_hidden == 2 else NO_LAYER
     return NetworkParts(
         computation=computation,
-        sublayer=sublayers.network,
+        compute=compute,
         norm_in=norm_of_input,
         network=Network(hidden[0], second, out, norm_of_output.parameters),
         norm=norm_of_output.options,
@@ -472,8 +477,9 @@ def attention_parts(block: Any, computation: Computation) -> AttentionParts | Re
 
     The network of edge attributes, `edge_pre_mlp`, is no part: its result is `edge_attr`.
     """
-    sublayers = computation.sublayers
-    assert sublayers is not None  # or the call would have been refused
+    backend = computation.backend
+    if backend.attention_sublayer is None:
+        return NO_SUBLAYERS
     modules = block._modules
     # Anemoi's attention is a module, which its integration has found to be plain, or a function.
     attention = modules.get("conv", block)
@@ -497,13 +503,13 @@ def attention_parts(block: Any, computation: Computation) -> AttentionParts | Re
     if refusal is not None:
         return refusal
 
-    norm = read_norm(norm_dst, "layer_norm_attention", sublayers)
+    norm = read_norm(norm_dst, "layer_norm_attention", backend)
     norm_of_sources = norm
     # In a mapper the norm has two names. Anemoi calls it by one of them, this library by the other.
     if modules.get("layer_norm_attention_dest", norm_dst) is not norm_dst:
         raise cannot_fuse("its layer_norm_attention_dest is not its layer_norm_attention")
     if norm_src is not norm_dst:
-        norm_of_sources = read_norm(norm_src, "layer_norm_attention_src", sublayers)
+        norm_of_sources = read_norm(norm_src, "layer_norm_attention_src", backend)
     if norm_of_sources.features != norm.features:
         raise cannot_fuse("its norms of sources and destinations have different features")
     if norm_of_sources.has_condition != norm.has_condition:
@@ -530,12 +536,12 @@ def attention_parts(block: Any, computation: Computation) -> AttentionParts | Re
         raise shape_mismatch(edge.weight, (width, num_attributes), "lin_edge", "lin_query")
     if projection.weight.shape != (features, width):
         raise shape_mismatch(projection.weight, (features, width), "projection", "lin_query")
-    if width > sublayers.max_features:
+    if width > backend.max_features:
         got = f"its queries have {width} features"
-        raise cannot_fuse(f"{got}, and more than {sublayers.max_features} are not measured")
-    if num_attributes > sublayers.max_attributes:
+        raise cannot_fuse(f"{got}, and more than {backend.max_features} are not measured")
+    if num_attributes > backend.max_attributes:
         got = f"its edges have {num_attributes} attributes"
-        raise cannot_fuse(f"{got}, and at most {sublayers.max_attributes} are possible")
+        raise cannot_fuse(f"{got}, and at most {backend.max_attributes} are possible")
 
     heads = block.num_heads
     query_norm = key_norm = NO_HEAD_NORM
@@ -543,7 +549,7 @@ def attention_parts(block: Any, computation: Computation) -> AttentionParts | Re
         query_norm, key_norm = _read_head_norms(modules, width // heads, query.weight)
     return AttentionParts(
         computation=computation,
-        sublayer=sublayers.attention,
+        compute=backend.attention_sublayer,
         norm=norm,
         norm_src=norm_of_sources,
         query=query,
@@ -591,7 +597,7 @@ def is_conditional(norm: Submodule) -> bool:
     return norm is not None and not isinstance(norm, (*WITHOUT_CONDITION, nn.Identity))
 
 
-def read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
+def read_norm(norm: Submodule, name: str, backend: Backend) -> NormParts:
     """Return the parts of a layer norm, plain or conditional, or of an RMSNorm."""
     scale: Any
     shift: Any
@@ -628,7 +634,7 @@ def read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
         raise shape_mismatch(scale, shape, scale_name, "normalized_shape")
     if shift is not None and shift.shape != shape:
         raise shape_mismatch(shift, shape, shift_name, others)
-    limit = sublayers.max_features
+    limit = backend.max_features
     if features > limit:
         got = f"its {name} has {features} features"
         raise cannot_fuse(f"{got}, and more than {limit} are not measured")
@@ -641,10 +647,10 @@ def read_norm(norm: Submodule, name: str, sublayers: Sublayers) -> NormParts:
 
 
 def _read_norm_of(
-    weight: Tensor, layer_name: str, norm: Submodule, name: str, sublayers: Sublayers
+    weight: Tensor, layer_name: str, norm: Submodule, name: str, backend: Backend
 ) -> NormParts:
     """Return the parts of the norm before a linear map with a weight."""
-    parts = read_norm(norm, name, sublayers)
+    parts = read_norm(norm, name, backend)
     if parts.is_double not in (None, weight.dtype is DOUBLE):
         raise other_precision(name)
     if weight.shape[1] != parts.features:

@@ -5,10 +5,11 @@ from torch import Tensor
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernel_config import KernelConfig, check_config
+from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
-from anemoi_gt.ops.tensors import AttentionOperands, check_operands, check_scale
+from anemoi_gt.ops.tensors import AttentionOperands, CallSizes, check_operands, check_scale
 from anemoi_gt.option_checks import check_probability
 
 
@@ -113,8 +114,11 @@ def edge_attention(
         operands = AttentionOperands(q, k, v, attr.unsqueeze(0), weight, bias)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    backend = choose_backend(config.backend, q)
+    sizes, dtype, _ = CallSizes.of_attention(operands, graph.num_edges)
+    backend = choose_backend(config.backend, sizes, Dtypes(dtype), q.device)
+    if backend.attention is None:
+        raise ValueError(f"backend {backend.name!r} must have an attention, got one without")
     if needs_gradient(k, v):
         graph = graph.with_reverse(stable=config.stable_sort)
-    out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p))
+    out, lse = backend.attention(operands, graph, seed, float(scale), float(dropout_p))
     return out.to(out_dtype), lse

@@ -1,109 +1,82 @@
-"""Backends of edge attention and their choice: one predicate per backend, no silent fallback."""
+"""Choice of a backend: no silent fallback."""
 
 import logging
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from pkgutil import resolve_name
 
 import torch
-from torch import Tensor
 
-from anemoi_gt.ops import torch_backend, triton_backend
-from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
-from anemoi_gt.ops.triton_backend.formulas import (
-    attention_kept_bytes,
-    attention_sublayer,
-    interaction_sublayer,
-    network_kept_bytes,
-    network_sublayer,
-)
-from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, MAX_FUSED_FEATURES
-from anemoi_gt.refusal import Refusal, RefusalKind
+from anemoi_gt.ops.backend import Backend, Dtypes, Sizes
+from anemoi_gt.ops.torch_backend import BACKEND as TORCH
+from anemoi_gt.ops.triton_backend import BACKEND as TRITON
+from anemoi_gt.refusal import RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced
 
 log = logging.getLogger(__name__)
 
-
-class Sublayer(NamedTuple):
-    """A fused sub-layer: functions of the tree of its tensors, a graph if it has one, options."""
-
-    compute: Callable[..., Tensor]
-    kept_bytes: Callable[..., int]  # kept for the backward pass, besides the inputs
+BACKENDS = {backend.name: backend for backend in (TRITON, TORCH)}  # in the order of `auto`
+_IMPORTED: dict[str, Backend] = {}  # by their full names
 
 
-class Sublayers(NamedTuple):
-    """The fused sub-layers of a backend.
+def named_backend(name: str) -> Backend:
+    """Return a backend by its name, or the full name of a value, such as package.module.BACKEND.
 
-    The formulas are in `ops.tensors`.
+    Raise ValueError if there is none.
     """
-
-    attention: Sublayer
-    network: Sublayer
-    interaction: Callable[..., Tensor]
-    sum_edges: Callable[..., Tensor]
-    max_features: int  # of a row
-    max_attributes: int  # of an edge
+    if name in BACKENDS:
+        return BACKENDS[name]
+    _import(name)
+    return _IMPORTED[name]
 
 
-class Backend(NamedTuple):
-    """An implementation of edge attention.
-
-    `attend` has the arguments of `torch_backend.attend`. `why_not(query)` refuses queries that it
-    cannot attend with, and is "not faster" for those that `auto` gives to another backend.
-    """
-
-    attend: Callable[..., tuple[Tensor, Tensor]]
-    why_not: Callable[[Tensor], Refusal | None]
-    sublayers: Sublayers | None  # None: it has none
-
-
-BACKENDS = {  # in the order in which `auto` tries them
-    "triton": Backend(
-        triton_backend.attend,
-        triton_backend.why_not,
-        Sublayers(
-            Sublayer(attention_sublayer, attention_kept_bytes),
-            Sublayer(network_sublayer, network_kept_bytes),
-            interaction_sublayer,
-            sum_edges,
-            MAX_FUSED_FEATURES,
-            MAX_ATTRIBUTES - 1,
-        ),
-    ),
-    "torch": Backend(
-        torch_backend.attend,
-        why_not=lambda _: None,  # it runs wherever PyTorch does
-        sublayers=None,
-    ),
-}
+@constant_when_traced
+def _import(name: str) -> None:
+    if name in _IMPORTED:
+        return
+    try:
+        value = resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"backend {name!r} must be importable: {error}") from error
+    if not isinstance(value, Backend):
+        raise ValueError(
+            f"backend {name!r} must be an anemoi_gt.ops.backend.Backend, got {type(value).__name__}"
+        )
+    _IMPORTED[name] = value
 
 
-def unsupported_reason(name: str, query: Tensor) -> str | None:
-    """Return why the backend `name` cannot run for a query like this one, or None if it can."""
-    refusal = BACKENDS[name].why_not(query)
+def unsupported_reason(name: str, sizes: Sizes, dtypes: Dtypes, device: torch.device) -> str | None:
+    """Return why a backend cannot run a call, or None if it can."""
+    refusal = named_backend(name).why_not(sizes, dtypes, device)
     if refusal is None or refusal.kind is RefusalKind.NOT_FASTER:
         return None
     return refusal.text
 
 
-def choose_backend(name: str, query: Tensor) -> Backend:
+def choose_backend(name: str, sizes: Sizes, dtypes: Dtypes, device: torch.device) -> Backend:
     """Return the backend `name`; for "auto", the first that can run. ValueError if none can."""
     if name != "auto":
-        reason = unsupported_reason(name, query)
-        if reason is not None:
-            raise ValueError(f"attention backend {name!r} cannot run here: {reason}")
-        return BACKENDS[name]
+        backend = named_backend(name)
+        refusal = backend.why_not(sizes, dtypes, device)
+        if refusal is not None and refusal.kind is not RefusalKind.NOT_FASTER:
+            raise ValueError(f"attention backend {name!r} cannot run here: {refusal.text}")
+        return backend
     reasons: dict[str, str] = {}
     for candidate, backend in BACKENDS.items():
-        refusal = backend.why_not(query)
+        refusal = backend.why_not(sizes, dtypes, device)
         if refusal is None:
-            if query.device.type == "cuda" and reasons:
+            if device.type == "cuda" and reasons:
                 _warn_of_fallback(candidate, str(reasons))
             if not torch.compiler.is_compiling():
                 log.debug("attention backend auto: %s; rejected: %s", candidate, reasons or "none")
             return backend
         reasons[candidate] = refusal.text
     raise ValueError(f"no attention backend can run here: {reasons}")
+
+
+def may_be_faster_fused(name: str, dtypes: Dtypes) -> bool:
+    """Return whether the backend `name`, or for "auto" any, is faster fused with these dtypes."""
+    backends = BACKENDS.values() if name == "auto" else (named_backend(name),)
+    return any(backend.is_faster(dtypes) for backend in backends)
 
 
 @constant_when_traced  # said once per process
@@ -121,9 +94,9 @@ def _log_fallback(chosen: str, reasons: str) -> None:
     )
 
 
-def rejected(chosen: str, query: Tensor) -> dict[str, str]:
-    """Return the reason by name for each backend other than `chosen`, which runs for `query`."""
-    refusals = {name: backend.why_not(query) for name, backend in BACKENDS.items()}
+def rejected(chosen: str, sizes: Sizes, dtypes: Dtypes, device: torch.device) -> dict[str, str]:
+    """Return the reason by name for each backend other than `chosen`, which runs the call."""
+    refusals = {name: b.why_not(sizes, dtypes, device) for name, b in BACKENDS.items()}
     first = next(name for name, refusal in refusals.items() if refusal is None)
     selected_by = "'auto' selects" if first == chosen else "the config names"
     supported = f"supported; {selected_by} {chosen!r}"

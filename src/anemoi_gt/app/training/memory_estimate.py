@@ -1,35 +1,45 @@
 """Estimate of the memory of a training step, and advice for a GPU that is too small.
 
-    state          20 bytes per parameter: weight, gradient, two moments of AdamW, average; divided
-                   among ranks, and of two layers, weights and gradients while they are gathered
+    state          16 bytes per parameter: weight, two moments of AdamW, average; divided among
+                   ranks, and of the largest unit, weights and gradients while they are gathered
     graph          buffers of the model; for a sharded model, also this rank's structures
-    fields         input and target in float32; output, error and gradient of the loss
-    kept           inputs of checkpointed groups of processor layers, or all saved activations
-    working set    activations of the largest mapper chunk or group of layers, and their gradients
+    kept           what is alive after the forward pass, input included
+    working set    what is alive at most in either pass besides, gradients included
 
-A fused sub-layer says what it keeps besides its input. Modules save for a destination the inputs
-and outputs of two norms, the query, the result of the attention, the input of its projection, and
-input and output of the activation in the feed-forward network; for a source, its input, normalised
-features, key and value. Norms save float32. Edges of modules, and rows that other ranks read, add
-little. Compiled blocks need less.
+A step is run on tensors without data, whose sizes are counted while they are alive. So it holds for
+any model, and no layer has to say what it keeps. The scratch memory of a plan is added while it
+runs. Compiled blocks need less.
 """
 
-from collections.abc import Mapping
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.step import autocast
+from anemoi_gt.distributed.parameter_shard import units
+from anemoi_gt.explanation.recording import OPERATORS
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, StaticEdges
-from anemoi_gt.nn.fused_block import FusedParts
-from anemoi_gt.refusal import Refusal
+from anemoi_gt.nn import StaticEdges, StaticNodes
+from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
+from anemoi_gt.torch_compat import fake_tensor_mode
 
-STATE = 20
-GATHERED = 16  # per parameter: the weights of two layers, gradients, and a copy to be sent
-FLOAT32 = 4
+log = logging.getLogger(__name__)
+
+STATE = 16
+GATHERED = 16  # per parameter: the weights of two units, gradients, and a copy to be sent
+PLANNED: dict[
+    Any, tuple[PlannedOperator, bool]
+] = {}  # operators with scratch memory, and whether it is the backward pass
+for operator in OPERATORS.values():
+    if isinstance(operator, PlannedOperator):
+        PLANNED |= {operator.op: (operator, False), operator.op_backward: (operator, True)}
 
 
 class MemoryEstimate(NamedTuple):
@@ -37,13 +47,12 @@ class MemoryEstimate(NamedTuple):
 
     state: int
     graph: int
-    fields: int
     kept: int
     working_set: int
 
     @property
     def total(self) -> int:
-        """Sum of all parts, an upper bound because they peak at different times."""
+        """Sum of all parts."""
         return sum(self)
 
     def __str__(self) -> str:
@@ -68,67 +77,115 @@ def format_bytes(size: int) -> str:
 
 
 def estimate_memory(
-    model: nn.Module, config: TrainingConfig, ranks: int = 1
+    model: nn.Module, config: TrainingConfig, inputs: tuple[int, int], ranks: int = 1
 ) -> MemoryEstimate | None:
     """Estimate the memory of a training step with eager blocks on this rank.
 
-    `config.batch_size` is the batch size of one model, whose parameters are to be divided among
-    `ranks` (`shard_parameters`). Return None unless the model is an `EncoderProcessorDecoder`.
+    `inputs` are the number of data nodes, of a shard this rank's, and of fields that the model
+    takes. `config.batch_size` is the batch size of one model, whose parameters are to be divided
+    among `ranks` (`shard_parameters`). Return None, with the reason in the log, for a model that
+    cannot run on tensors without data.
     """
-    if not isinstance(model, EncoderProcessorDecoder):
+    in_checkpoint = model.state_dict().keys()
+    # counters, as a batch norm has, count this step too
+    counters = {n: buffer.clone() for n, buffer in model.named_buffers() if n in in_checkpoint}
+    try:
+        kept, peak = _measure(model, config, inputs)
+    except Exception as error:
+        log.info("the memory of a step is not estimated, because it needs data: %s", error)
         return None
-    element_size = FLOAT32 if config.precision == "32-true" else 2
-    with autocast(config.precision, next(model.parameters()).device):
-        return _estimate(model, config.batch_size, element_size, ranks)
-
-
-def _estimate(model: EncoderProcessorDecoder, batch: int, size: int, ranks: int) -> MemoryEstimate:
-    """Estimate the memory for `size` bytes per element of an activation."""
-    layers = model.processor.proc
-    num_hidden = model.nodes["hidden"].num_nodes
-    num_groups = model.processor.checkpoint_groups
-    layer = BlockSizes.of(layers[0])
-    layers_in_group = -(-len(layers) // (num_groups or 1))
-    graph = _structures(model.processor_edges)[0]
-    group = layers_in_group * layer.kept(graph, size) + num_hidden * layer.gradients(size)
-    mappers = [
-        *_mappers(model.encoder, model.encoder_edges, size),
-        *_mappers(model.decoder, model.decoder_edges, size),
-    ]
-    if num_groups is None:
-        kept = group + sum(all_chunks for all_chunks, _ in mappers)
-        working_set = 0
-    else:
-        kept = num_groups * num_hidden * layer.channels * size
-        working_set = max(group, *(largest_chunk for _, largest_chunk in mappers))
-    fields = 0
-    for name, nodes in model.nodes.items():
-        inputs = model.in_channels.get(name, 0)
-        outputs = model.out_channels.get(name, 0)
-        fields += nodes.num_nodes * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs)
-    rows = sum(_num_parameters(part) for part in (model.nodes, *_all_edges(model)))
+    finally:
+        for name, value in counters.items():
+            model.get_buffer(name).copy_(value)
+    rows = sum(
+        _num_parameters(part)
+        for part in model.modules()
+        if isinstance(part, StaticEdges | StaticNodes)
+    )
     state = STATE * (rows + (_num_parameters(model) - rows) // ranks)
     if ranks > 1:
-        state += GATHERED * _num_parameters(layers[0])
+        state += GATHERED * max(map(_num_parameters, units(model)), default=0)
     return MemoryEstimate(
         state=state,
         graph=sum(buffer.nbytes for buffer in model.buffers()) + _shard_bytes(model),
-        fields=batch * fields,
-        kept=batch * kept,
-        working_set=batch * working_set,
+        kept=kept,
+        working_set=peak - kept,
     )
 
 
-def _all_edges(model: EncoderProcessorDecoder) -> tuple[StaticEdges, ...]:
-    return (
-        *model.encoder_edges.values(),
-        model.processor_edges,
-        *model.decoder_edges.values(),
-    )
+def _measure(model: nn.Module, config: TrainingConfig, inputs: tuple[int, int]) -> tuple[int, int]:
+    """Return the bytes alive between both passes, and the maximum of those in either."""
+    first = next(model.parameters())
+    eager = torch.compiler.set_stance("force_eager")  # of compiled blocks too
+    with eager, fake_tensor_mode() as mode:
+        held = [mode.from_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        allocations = _Allocations(held)
+        with allocations, autocast(config.precision, first.device):
+            out = model(first.new_empty(config.batch_size, *inputs))
+            kept = allocations.live
+            target = torch.empty_like(out)
+            loss = (out.float() - target).square().mean()
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+    return kept, allocations.peak
+
+
+class _Allocations(TorchDispatchMode):
+    """The bytes of tensors that operations have made, while these are alive, and their maximum.
+
+    Tensors in `held` do not count.
+    """
+
+    def __init__(self, held: Iterable[Tensor]):
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        # by address, which another storage may have later
+        self._storages: dict[int, Any] = {x.untyped_storage()._cdata: None for x in held}
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        scratch = 0
+        if operation in PLANNED:
+            operator, is_backward = PLANNED[operation]
+            scratch = operator.scratch_bytes(args, is_backward=is_backward)
+        self.peak = max(self.peak, self.live + scratch)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self._storages:
+            return
+        num_bytes = storage.nbytes()
+
+        def release(_: Any) -> None:
+            del self._storages[address]
+            self.live -= num_bytes
+
+        self._storages[address] = weakref.ref(storage, release)
+        self.live += num_bytes
 
 
 def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shard_bytes(model: nn.Module) -> int:
+    """Return the bytes of graph shards and their chunks, which are not buffers of the model."""
+    total = 0
+    for edges in model.modules():
+        if not isinstance(edges, StaticEdges):
+            continue
+        shard: Any = edges.structure()
+        if not isinstance(shard, GraphStructure):  # which is in the buffers
+            for graph in (shard.structure, *(chunk.graph for chunk in shard.chunks)):
+                total += sum(tensor.nbytes for tensor in graph.state_dict().values())
+    return total
 
 
 def advice(model: Mapping, training: Mapping) -> str:
@@ -144,113 +201,3 @@ def advice(model: Mapping, training: Mapping) -> str:
     if chunks < 64:
         return f"set model.mapper_chunks={4 * chunks}"
     return "lower training.batch_size or model.channels, or share the model among GPUs by torchrun"
-
-
-def _structures(edges: StaticEdges) -> list[GraphStructure]:
-    """Return the structures of the chunks of edges, or the whole structure without chunks.
-
-    For a graph shard, they are the structures of this rank.
-    """
-    graph = edges.structure()
-    if isinstance(graph, GraphStructure):
-        return [chunk.structure() for chunk in edges.chunks] or [graph]
-    return [chunk.graph for chunk in graph.chunks] or [graph.structure]
-
-
-def _shard_bytes(model: EncoderProcessorDecoder) -> int:
-    """Return the bytes of graph shards and their chunks, which are not buffers of the model."""
-    total = 0
-    for edges in _all_edges(model):
-        shard = edges.structure()
-        if isinstance(shard, GraphStructure):  # not sharded: in the buffers
-            continue
-        for graph in (shard.structure, *(chunk.graph for chunk in shard.chunks)):
-            total += sum(tensor.nbytes for tensor in graph.state_dict().values())
-    return total
-
-
-def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
-    """Return the saved bytes of each mapper, and the bytes of its largest chunk with gradients.
-
-    `mappers` and `edges` are ModuleDicts by data set, as in a model.
-    """
-    sizes = []
-    for name, mapper in mappers.items():
-        block = BlockSizes.of(mapper.proc)
-        # rows of fields in float32, and cast for the embedding
-        source = (FLOAT32 + size) * mapper.in_channels_src
-        destination = (FLOAT32 + size) * mapper.in_channels_dst
-        if isinstance(mapper, GraphTransformerBackwardMapper):  # the norm at its end
-            destination += (size + FLOAT32) * block.channels
-        source_gradient = 3 * size * block.channels
-        total = largest = 0
-        for graph in _structures(edges[name]):
-            chunk = graph.num_src * source + graph.num_dst * destination + block.kept(graph, size)
-            gradients = max(graph.num_dst * block.gradients(size), graph.num_src * source_gradient)
-            total += chunk
-            largest = max(largest, chunk + gradients)
-        sizes.append((total, largest))
-    return sizes
-
-
-class BlockSizes(NamedTuple):
-    """The sizes and options of a block that determine how much memory it saves."""
-
-    channels: int  # features of a node
-    width: int  # features of query, key or value, over all heads
-    hidden: int  # features of the hidden layer, including both gate and value of a gated network
-    edge_dim: int
-    is_one_set: bool  # sources are the destinations, with one norm
-    fused: FusedParts
-
-    @classmethod
-    def of(cls, block: Any) -> "BlockSizes":
-        """Read the sizes of a `GraphTransformerBaseBlock`."""
-        return cls(
-            channels=block.channels,
-            width=block.lin_query.out_features,
-            hidden=block.hidden_dim * (1 if block.mlp_implementation == "mlp" else 2),
-            edge_dim=block.lin_edge.in_features,
-            is_one_set=block.source_norm is block.layer_norm_attention,
-            # without rows: the choice depends on modules, dtype and autocast
-            fused=block.fused_parts(block.lin_query.weight.new_empty(0, block.channels), None),
-        )
-
-    def kept(self, graph: GraphStructure, size: int) -> int:
-        """Return the bytes that both sub-layers keep on a graph, inputs included."""
-        return self._kept_by_attention(graph, size) + self._kept_by_feed_forward(graph, size)
-
-    def _kept_by_attention(self, graph: GraphStructure, size: int) -> int:
-        parts = self.fused.attention
-        if isinstance(parts, Refusal):
-            destination = FLOAT32 * self.channels + size * (self.channels + 3 * self.width)
-            source = (FLOAT32 + size) * self.channels + size * 2 * self.width
-            return graph.num_dst * destination + graph.num_src * source
-        num_sources = graph.num_src
-        if self.is_one_set:
-            num_sources -= graph.num_dst  # the halo of a shard
-        x_src = torch.empty(num_sources, self.channels, device="meta")
-        x_dst = torch.empty(graph.num_dst, self.channels, device="meta")
-        edge_attr = torch.empty(graph.num_edges, self.edge_dim, device="meta")
-        if self.is_one_set:
-            tensors = parts.tensors((None, x_dst), edge_attr, (None, None), halo=x_src)
-        else:
-            tensors = parts.tensors((x_src, x_dst), edge_attr, (None, None), halo=None)
-        kept = parts.sublayer.kept_bytes(tensors, graph, parts.options(batch=1))
-        return kept + size * self.channels * (num_sources + graph.num_dst)
-
-    def _kept_by_feed_forward(self, graph: GraphStructure, size: int) -> int:
-        parts = self.fused.feed_forward
-        if isinstance(parts, Refusal):
-            destination = FLOAT32 * self.channels + size * (self.channels + 2 * self.hidden)
-            return graph.num_dst * destination
-        z = torch.empty(graph.num_dst, self.channels, device="meta")
-        kept_bytes = parts.sublayer.kept_bytes
-        kept = kept_bytes(parts.tensors(z), parts.options(residual=True))
-        return kept + size * self.channels * graph.num_dst
-
-    def gradients(self, size: int) -> int:
-        """Return the peak gradient bytes of a destination, at the activation or the projections."""
-        if isinstance(self.fused.feed_forward, Refusal):
-            return size * (2 * self.hidden + self.channels)
-        return size * (3 * self.width + 2 * self.channels)

@@ -362,4 +362,4 @@ def _fused_attention(
     nodes = (x_src, x_dst)
     conditions = fused_block.row_conditions_of(nodes, cond)
     tensors = parts.tensors(nodes, edge_attr, conditions, halo)
-    return parts.sublayer.compute(tensors, graph, parts.options(batch))
+    return parts.compute(tensors, graph, parts.options(batch))

@@ -21,7 +21,6 @@ from anemoi_gt.integrations.anemoi.upstream import Upstream
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.fused_block import (
     NO_SOURCES,
-    NO_SUBLAYERS,
     NOT_FASTER,
     FusedParts,
 )
@@ -32,12 +31,14 @@ from anemoi_gt.nn.plain import (
     why_not_plain_method,
 )
 from anemoi_gt.nn.sublayers import (
+    NO_SUBLAYERS,
     Computation,
     NetworkParts,
-    is_16_bit_autocast,
+    dtypes_of,
     linear_parameters,
     network_parts,
 )
+from anemoi_gt.ops.backends import may_be_faster_fused
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 
@@ -139,10 +140,11 @@ def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
 
     Raise ValueError if they are wanted and the named backend cannot run on x.
     """
-    if settings.fusion == "auto" and not is_16_bit_autocast(x):
+    backend = settings.config.backend
+    if settings.fusion == "auto" and not may_be_faster_fused(backend, dtypes_of(x)):
         return NOT_FASTER
     computation = Computation.of(x, settings.config, keep_hidden=settings.keep_hidden)
-    if computation.sublayers is None:
+    if not computation.backend.has_sublayers:
         return NOT_FASTER if settings.fusion == "auto" else NO_SUBLAYERS
     return computation
 

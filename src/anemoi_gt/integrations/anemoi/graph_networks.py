@@ -195,7 +195,7 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     if isinstance(parts, Refusal):
         return upstream(self, x)
     options = parts.options(residual=False, out_dtype=_dtype_of(parts, x))
-    out = parts.sublayer.compute(parts.tensors(x.reshape(-1, x.shape[-1])), options)
+    out = parts.compute(parts.tensors(x.reshape(-1, x.shape[-1])), options)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -314,7 +314,8 @@ def _parts_of(
     if refusal is not None:
         return BlockParts(refusal, refusal)
     assert isinstance(computation, Computation)
-    edges = network_parts(block.conv.edge_mlp, computation, "conv.edge_mlp")
+    edge_mlp = block.conv.edge_mlp
+    edges = network_parts(edge_mlp, computation, "conv.edge_mlp", is_edge_update=True)
     nodes = network_parts(block.node_mlp, computation, "node_mlp")
     return BlockParts(for_call(edges, x_dst, None), for_call(nodes, x_dst, None))
 
@@ -360,11 +361,11 @@ def _update_edges(
         nodes.edge_index, (num_src, nodes.dst.shape[0]), reverse=torch.is_grad_enabled()
     )
     options = parts.options(residual=True, out_dtype=_dtype_of(parts, nodes.dst))
-    operators = parts.computation.sublayers
-    assert operators is not None  # or there would be no parts
+    backend = parts.computation.backend
+    assert backend.edge_sums is not None  # it comes with the edge update
     tensors = InteractionTensors(nodes.src, nodes.halo, nodes.dst, edges, parts.network)
-    edges = operators.interaction(tensors, graph, InteractionOptions(batch, options))
-    return edges, nodes.own_sums(operators.sum_edges(edges, graph, batch))
+    edges = parts.compute(tensors, graph, InteractionOptions(batch, options))
+    return edges, nodes.own_sums(backend.edge_sums(edges, graph, batch))
 
 
 def _update_edges_by_modules(block: Any, nodes: Nodes, edges: Tensor) -> tuple[Tensor, Tensor]:
@@ -389,4 +390,4 @@ def _update_nodes(block: Any, block_parts: BlockParts, x: Tensor, sums: Tensor |
         return block.node_mlp(torch.cat([x, more], dim=1)) + x
     dtype = _dtype_of(parts, x)
     options = parts.options(residual=True, repeats_x=sums is None, out_dtype=dtype)
-    return parts.sublayer.compute(parts.tensors(x, sums), options)
+    return parts.compute(parts.tensors(x, sums), options)

@@ -351,10 +351,6 @@ class FormulaOperator(PlannedOperator):
         sizes = {"rows": x.shape[0], "inputs": x.shape[1], "outputs": y.shape[1]}
         return CallSizes(sizes, program.dtype)
 
-    def kept_bytes(self, tensors: Any, constants: Any, options: Any) -> int:
-        """Return the bytes that a call keeps for its backward pass, besides its inputs."""
-        return self.program(tensors, constants, options).kept_layout().num_bytes
-
     def forward_specs(self, tensors: Any, constants: Any, options: Any) -> list[Spec]:
         """Return the specs of the outputs and of the kept bytes."""
         program = self.program(tensors, constants, options)

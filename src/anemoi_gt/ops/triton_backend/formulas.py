@@ -204,11 +204,6 @@ def network_sublayer(tensors: NetworkTensors[Tensor], options: NetworkOptions) -
     return y
 
 
-def network_kept_bytes(tensors: NetworkTensors[Tensor], options: NetworkOptions) -> int:
-    """Return the bytes that a call keeps for its backward pass, besides its inputs."""
-    return network_triton.kept_bytes(tensors, NoConstants(), options)
-
-
 def attention_sublayer(
     tensors: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
 ) -> Tensor:
@@ -223,13 +218,6 @@ def attention_sublayer(
         graph = graph.with_reverse()
     (z,) = attention_triton(flat, IndexTensors.of(graph), options, save=save)
     return z
-
-
-def attention_kept_bytes(
-    tensors: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
-) -> int:
-    """Return the bytes that a call keeps for its backward pass, besides its inputs."""
-    return attention_triton.kept_bytes(tensors, IndexTensors.of(graph), options)
 
 
 def interaction_sublayer(
