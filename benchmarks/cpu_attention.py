@@ -11,14 +11,13 @@ sizes of PyG's data sets, and layers have 4 heads of 16 channels and a skip conn
 passes an edge_index, which is sorted in every call, `one graph` a structure.
 """
 
-import argparse
-import json
 import statistics
 from functools import partial
-from pathlib import Path
 
 import torch
 from suite import environment
+from suite.command_line import make_parser
+from suite.results import Results
 from suite.timing import Cpu
 from torch_geometric.nn import TransformerConv
 
@@ -125,28 +124,28 @@ def measure_batch(name, repeats, heads=4, channels=16):
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--refinement", type=int, default=5)
-    parser.add_argument("--heads", type=int, default=16)
+def main(arguments=None):
+    """Measure both layers, and write and return the report."""
+    parser = make_parser(__doc__, seconds=600, refinement=5, heads=16, repeats=5)
     parser.add_argument("--channels", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--batches", action="store_true", help="mini-batches of small graphs")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    facts = environment.describe("cpu", {"torch", "torch-geometric"}, options.commit)
+    report = {"environment": facts | {"dtype": "float32"}, "results": []}
+    results = Results(report, options.output, options.seconds)
+    sizes = options.refinement, options.heads
+    calls = {
+        f"{number} channels": partial(measure, *sizes, number, options.repeats)
+        for number in options.channels
+    }
     if options.batches:
-        results = [measure_batch(name, options.repeats) for name in BATCHES]
-    else:
-        results = [
-            measure(options.refinement, options.heads, c, options.repeats) for c in options.channels
-        ]
-    facts = environment.describe("cpu", {"torch", "torch-geometric"}, None) | {"dtype": "float32"}
-    report = json.dumps({"environment": facts, "results": results}, indent=2)
-    print(report)
-    if options.output:
-        options.output.write_text(report + "\n")
+        calls = {name: partial(measure_batch, name, options.repeats) for name in BATCHES}
+    for name, call in calls.items():
+        record = results.run(name, call)
+        if record is not None:
+            report["results"].append(record)
+            print(record, flush=True)
+    return results.end()
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ and of the gradient of x from those of the modules, relative. Times are medians 
 follow each other, as in training; memory is the peak of a call beyond its inputs.
 """
 
-import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 
 import torch
+from suite.command_line import make_parser
 from suite.environment import describe
+from suite.results import Results
 from suite.timing import CLOCKS, measure
 from torch import Tensor
 
@@ -101,19 +101,19 @@ def measured(channels: int, refinement: int, device: str) -> dict[str, dict[str,
     return results
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print one JSON line for the machine, and one for each number of channels."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main(arguments: list[str] | None = None) -> dict:
+    """Measure each number of channels, and write and return the report."""
+    parser = make_parser(__doc__, seconds=300, refinement=6)
     parser.add_argument("--channels", type=int, nargs="+", default=[1024, 1536, 2048])
-    parser.add_argument("--refinement", type=int, default=6, help="of the icosphere")
-    parser.add_argument("--device", default="cuda", choices=CLOCKS)
-    parser.add_argument("--commit", help="of the project, where there is no git repository")
     options = parser.parse_args(arguments)
-    print(json.dumps(describe(options.device, {"triton"}, options.commit)), flush=True)
+    report = {"environment": describe(options.device, {"triton"}, options.commit), "channels": {}}
+    results = Results(report, options.output, options.seconds)
     for channels in options.channels:
-        results = measured(channels, options.refinement, options.device)
-        print(json.dumps({"channels": channels, "ways": results}), flush=True)
+        call = partial(measured, channels, options.refinement, options.device)
+        report["channels"][channels] = results.run(f"{channels} channels", call)
+        print(channels, json.dumps(report["channels"][channels]), flush=True)
+    return results.end()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -325,18 +325,22 @@ def test_pyg_models_are_timed(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.compiled
-def test_a_block_is_the_same_fused_by_its_modules_and_compiled(capsys):
+def test_a_block_is_the_same_fused_by_its_modules_and_compiled():
     with new_plans(programs=3):  # few, for the interpreter
-        wide_blocks.main(shlex.split("--channels 32 --refinement 1 --device cpu --commit abc"))
-    *_, line = capsys.readouterr().out.splitlines()
-    ways = json.loads(line)["ways"]
+        report = wide_blocks.main(
+            shlex.split("--channels 32 --refinement 1 --device cpu --commit abc")
+        )
+    ways = report["channels"][32]
     assert set(ways) == {"modules", "modules compiled", "fused"}
     assert all(way["difference"] < 0.01 for way in ways.values()), ways
     assert ways["fused"]["difference"] > 0.0  # it was another way
 
 
 def test_layers_are_timed_on_a_cpu():
-    times = cpu_attention.measure(refinement=1, heads=2, channels=4, repeats=1)
+    report = cpu_attention.main(
+        shlex.split("--refinement 1 --heads 2 --channels 4 --repeats 1 --commit abc")
+    )
+    (times,) = report["results"]
     assert times["forward"]["anemoi_gt"] > 0
     assert times["forward_backward"]["pyg"] > 0
 
