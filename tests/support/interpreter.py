@@ -52,10 +52,10 @@ def patch_interpreter() -> None:
 
 
 def speed_up_interpreter() -> None:
-    """Replace functions once per launch, omit the arithmetic of unused assertions, cache tables and shapes."""
+    """Replace functions once, omit the arithmetic of unused assertions, cache tables and shapes."""
     if "scope" not in inspect.signature(interpreter._patch_builtin).parameters:
         return  # before Triton 3.6 the interpreter has other internals, and is as slow as it is
-    patch_once_a_launch()
+    patch_once()
     keep_shapes()
     keep_operands()
     check_sizes_by_name()
@@ -243,25 +243,16 @@ def unwrap_values_first() -> None:
     core._unwrap_if_constexpr = unwrap_known
 
 
-def patch_once_a_launch() -> None:
-    """Replace the functions at a kernel's start, and those of each helper's module once per launch."""
+def patch_once() -> None:
+    """Replace the functions of each kernel's module once in this process, which compiles no kernel, and restore none."""
     patch = interpreter._patch_lang
-    met = []
+    met = {}
 
     def patch_unmet(function):
         names = function.__globals__
-        if any(names is others for others in met):
-            return interpreter._LangPatchScope()
-        scope = patch(function)
-        if not met:  # the kernel itself, whose scope ends with the launch
-            restore = scope.restore
-
-            def restore_and_clear():
-                met.clear()
-                restore()
-
-            scope.restore = restore_and_clear
-        met.append(names)
-        return scope
+        if id(names) not in met:
+            patch(function)
+            met[id(names)] = names  # held, so that no other has its address
+        return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_unmet

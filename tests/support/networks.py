@@ -13,7 +13,7 @@ from anemoi_gt.ops.tensors import (
 )
 from support.pairwise import pairwise
 from support.run import with_hubs
-from support.sublayers import ACTIVATIONS, EPS, draw_norm, normed
+from support.sublayers import ACTIVATIONS, DTYPES, EPS, draw_norm, normed
 from support.sublayers import NORMS as NORMS_OF_BLOCKS
 
 NORMS = {  # options of the norm, and its parameters
@@ -41,7 +41,9 @@ OF_A_NETWORK = {
 INPUTS = ("x", "x and more", "x twice")
 # columns of x: rows of 48 bytes in 16 bits, and of 22 and 10, which are padded
 COLUMNS = (24, 11, 5)
-NETWORK_CASES = pairwise(**OF_A_NETWORK, inputs=INPUTS, residual=(True, False), columns=COLUMNS)
+NETWORK_CASES = pairwise(
+    **OF_A_NETWORK, inputs=INPUTS, residual=(True, False), columns=COLUMNS, dtype=DTYPES
+)
 FEED_FORWARD_CASES = pairwise(
     norm=NORMS_OF_BLOCKS,
     activation=tuple(ACTIVATIONS),
@@ -49,6 +51,7 @@ FEED_FORWARD_CASES = pairwise(
     bias=(True, False),
     centred=(True, False),
     keep_hidden=(True, False),
+    dtype=DTYPES,
 )
 # rows of 16, 22 and 26 bytes in 16 bits, of which cuBLAS multiplies the first at full speed
 LINEAR_CASES = pairwise(
@@ -57,6 +60,7 @@ LINEAR_CASES = pairwise(
     out_columns=(8, 11, 13),
     bias=(True, False),
     centred=(True, False),
+    dtype=DTYPES,
 )
 INTERACTION_CASES = pairwise(
     **OF_A_NETWORK,
@@ -66,6 +70,7 @@ INTERACTION_CASES = pairwise(
     edges=(29, 0),
     halo=(None, 5, 0),  # rows of each batch entry
     residual=(True, False),
+    dtype=DTYPES,
 )
 
 

@@ -15,13 +15,11 @@ from anemoi_gt.ops.tensors import (
     NormOptions,
 )
 from anemoi_gt.ops.tree import form_of, leaf_types, tree_of
-from support.nightly import nightly
 from support.pairwise import pairwise
 from support.run import with_hubs
 
 NORMS = ("bare", "scale", "shift", "both", 1, 4, 16)  # a number: channels of a condition
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CORPUS_DTYPES = (torch.float32, torch.float16, *nightly(torch.bfloat16))
 ACTIVATIONS = {name: known.module() for name, known in activations.ACTIVATIONS.items()}
 EPS = 1e-5
 NORM = NormOptions(EPS)
@@ -44,6 +42,7 @@ ATTENTION_CASES = pairwise(
     biases=(BIASES, (), ("key", "value")),
     shares_attributes=(False, True),
     centred=(True, False),
+    dtype=DTYPES,
 )
 
 
