@@ -33,6 +33,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
             "toolchain",
         )
     },
+    "attention_config": {"kernel_config"},  # the former name of KernelConfig
     "kernels": {"toolchain"},
     "tested_versions": {"torch_compat"},
     "custom_ops": {"torch_compat"},

@@ -360,6 +360,7 @@ def _fused_attention(
     if batch > 1:
         edge_attr = edge_attr.unflatten(0, (batch, -1))
     nodes = (x_src, x_dst)
-    conditions = fused_block.row_conditions_of(nodes, cond)
-    tensors = parts.tensors(nodes, edge_attr, conditions, halo)
+    if cond != (None, None):
+        cond = fused_block.row_conditions_of(nodes, cond)
+    tensors = parts.tensors(nodes, edge_attr, cond, halo)
     return parts.compute(tensors, graph, parts.options(batch))
