@@ -32,11 +32,11 @@ MARKDOWN_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HTML_LINK = re.compile(r'(?:src|href|srcset)="([^"]+)"')
 EXTERNAL = {  # every external link, so that new ones are reviewed; not accessed here
     "https://anemoi.readthedocs.io/projects/models",
+    "https://cds.climate.copernicus.eu/datasets/reanalysis-era5-single-levels",
     "https://docs.pytorch.org/docs/stable/distributed.html",
     "https://github.com/ecmwf/anemoi-core",
     "https://github.com/ecmwf/anemoi-core/issues/1403",
     "https://github.com/ecmwf/anemoi-core/issues/1415",
-    "https://github.com/facebookexperimental/triton/pull/2767",
     "https://github.com/pytorch/pytorch/issues/181555",
     "https://keepachangelog.com/en/1.1.0/",
     "https://pytorch.org/get-started/locally/",
@@ -314,7 +314,7 @@ def test_changelog_has_the_format_of_keep_a_changelog():
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
 
 
-def test_readme_starts_with_the_two_commands_and_the_limitations():
+def test_readme_starts_with_installation_the_commands_and_the_limitations():
     first_screen, *_ = (ROOT / "README.md").read_text().split("## Speed")
     for text in (
         "pip install",
@@ -322,6 +322,8 @@ def test_readme_starts_with_the_two_commands_and_the_limitations():
         "make test",
         "anemoi.install()",
         "swap_layers(model)",
+        "git clone",
+        "anemoi-gt train data=xarray data.path=FILE",
         "Not yet measured",
     ):
         assert text in first_screen
