@@ -19,7 +19,15 @@ import sharding
 from suite import readme_tables, table
 from suite.results_files import RESULTS, FileFacts, load, sources
 from suite.table import EMPTY, markdown
-from suite.training_tables import differences, factor, family_table, mesh_table, overview_table
+from suite.training_tables import (
+    MODES,
+    NONE,
+    differences,
+    factor,
+    family_table,
+    mesh_table,
+    overview_table,
+)
 
 GIB = 2**30 / 1e9  # GB
 SPOT = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
@@ -78,27 +86,6 @@ def _inference(titles: dict[tuple[str, str], str]) -> str:
             rows.append([*row, _ratio(theirs["median_ms"], ours["median_ms"])])
     header = ["part", "GPU", "chunks", "anemoi-models, ms", "GB", "anemoi_gt, ms", "GB", "faster"]
     return _with_sources(header, rows, *dict.fromkeys(name for name, _ in titles))
-
-
-def inference_9km() -> str:
-    """Encoder and decoder at 9 km without gradients."""
-    titles = {"anemoi_gt": "anemoi_gt", "anemoi": "anemoi-models"}
-    names = ("inference_9km_h200.json", "inference_9km_0.2.0_h200.json")
-    rows = []
-    for name in names:
-        for line in load(name)["runs"]:
-            is_older = name == names[1]
-            # the older run has the decoder of anemoi-models in a number of chunks that fits
-            if line["outcome"] != "right" or (is_older and _part(line) != ("decoder", "anemoi")):
-                continue
-            row = [line["part"], titles[line["contender"]], line["num_chunks"]]
-            rows.append([*row, f"{line['seconds']:.3f}", f"{line['peak_gib'] * GIB:.1f}"])
-    rows.sort(key=lambda row: row[0], reverse=True)
-    return _with_sources(["part", "library", "chunks", "s", "GB"], rows, *names)
-
-
-def _part(line: dict) -> tuple[str, str]:
-    return line["part"], line["contender"]
 
 
 def training_9km() -> str:
@@ -179,31 +166,27 @@ def several_gpus() -> str:
 
 
 def several_gpus_networks() -> str:
-    """Forward and backward of a graph network on one and two GPUs."""
+    """Return times and memory of a graph network on two GPUs, in sentences."""
     names = ("sharding_gnn_h100x2.json", "sharding_gnn_h200x2.json")
-    networks = []
-    for name in names:
-        report = load(name)
-        lines = [line for line in report["results"] if line["part"] == "networks"]
-        networks.append(report | {"results": lines})
-    by_name = sharding.series(networks[1])
-    halo = "anemoi-models, network, install, halo"
-    told = f"On two H200, the last takes {by_name[halo][2]['ms']:.1f} ms, and "
-    told += f"{by_name[f'{halo}, CUDA graph'][2]['ms']:.1f} ms replayed from a CUDA graph."
-    used = sources([FileFacts.of(name) for name in names])
-    return f"{_by_gpus(networks[0], 'Graph network, H100')}\n\n{told}\n\n{used}"
+    h100, h200 = (sharding.series(load(name)) for name in names)
+    untouched = "anemoi-models, network"
+    halo = f"{untouched}, install, halo"
+    gathered, exchanged, theirs = (
+        h100[name][2] for name in (f"{untouched}, install", halo, untouched)
+    )
+    return (
+        f"A graph network of anemoi-models (O192, 8 layers, 512 channels) takes {theirs['ms']:.1f} "
+        f"ms on two H100, {exchanged['ms']:.1f} ms under `install`, in {exchanged['peak_gb']:.1f} "
+        f"GB with the halo exchange and {gathered['peak_gb']:.1f} GB with Anemoi's; on two H200, "
+        f"{h200[halo][2]['ms']:.1f} ms and, replayed, "
+        f"{h200[f'{halo}, CUDA graph'][2]['ms']:.1f} ms (`{names[0]}`, `{names[1]}`)."
+    )
 
 
 def several_gpus_steps() -> str:
     """Training steps with parameters whole and divided among two GPUs."""
-    parts = []
-    names = ("sharding_steps_o192_h100x2.json", "sharding_steps_n320_h100x2.json")
-    for name in names:
-        report = load(name)
-        first = report["results"][0]
-        what = f"{first['grid']}, {first['heads'] * first['channels']} channels"
-        parts.append(_by_gpus(report, what))
-    return "\n\n".join([*parts, sources([FileFacts.of(name) for name in names])])
+    name = "sharding_steps_n320_h100x2.json"
+    return f"{_by_gpus(load(name), 'N320, 1024 channels')}\n\n{sources([FileFacts.of(name)])}"
 
 
 def _by_gpus(report: dict, what: str) -> str:
@@ -245,26 +228,7 @@ def pyg_models() -> str:
             rows.append([*row, _ratio(line["pyg"]["median_ms"], line["one graph"]["median_ms"])])
     header = ["model", "GPU", "PyG, ms", "GB", "new graph each step, ms", "GB"]
     header += ["one graph, ms", "GB", "faster"]
-    return f"{_with_sources(header, rows, *names)}\n\n{_three_models(load(names[0]))}"
-
-
-def _three_models(results: dict) -> str:
-    """Return the range of factors of the three models in a sentence."""
-    theirs = [line["pyg"] for line in results["models"].values()]
-    ours = [line["one graph"] for line in results["models"].values()]
-    pairs = list(zip(theirs, ours, strict=True))
-    factors = [pyg["median_ms"] / swapped["median_ms"] for pyg, swapped in pairs]
-    shares = [swapped["peak_gb"] / pyg["peak_gb"] for pyg, swapped in pairs]
-    times = [f"{min(ms):.1f}-{max(ms):.1f} ms" for ms in (_medians(ours), _medians(theirs))]
-    return (
-        f"On one graph, the three models of PyG's examples take {times[0]} instead of {times[1]}: "
-        f"they are {min(factors):.1f}-{max(factors):.1f}x faster and need "
-        f"{100 * min(shares):.0f}-{max(shares):.0%} of the memory."
-    )
-
-
-def _medians(lines: list[dict]) -> list[float]:
-    return [line["median_ms"] for line in lines]
+    return _with_sources(header, rows, *names)
 
 
 def package() -> str:
@@ -272,17 +236,13 @@ def package() -> str:
     name = "export_h200.json"
     results = load(name)["results"]
     line = results["batch_1"]
-    rows = [
-        ["eager", f"{line['eager_ms']:.1f}", f"{line['eager_peak_gb']:.1f}"],
-        ["package", f"{line['package_ms']:.1f}", f"{line['package_peak_gb']:.1f}"],
-    ]
-    text = _with_sources(["model", "ms per call", "peak, GB"], rows, name)
-    facts = f"The file has {results['package_mb']:,.0f} MB, including weights and graph. "
-    facts += (
-        f"Exporting takes {results['export_s']:.0f} s, compiling {results['compile_s']:.0f} s, "
+    return (
+        f"The package takes {line['package_ms']:.1f} ms and {line['package_peak_gb']:.1f} GB, the "
+        f"eager model {line['eager_ms']:.1f} ms and {line['eager_peak_gb']:.1f} GB. The file has "
+        f"{results['package_mb']:,.0f} MB; exporting takes {results['export_s']:.0f} s, compiling "
+        f"{results['compile_s']:.0f} s, loading {line['load_s']:.0f} s. Outputs differ by at most "
+        f"{line['error']:.1%} (`{name}`)."
     )
-    facts += f"loading {line['load_s']:.0f} s. The outputs of package and model differ by at most "
-    return f"{text}\n\n{facts}{line['error']:.1%}."
 
 
 def era5_uk() -> str:
@@ -407,19 +367,6 @@ def _over(by_baseline: dict) -> str:
     return f"{ratio:.1f}"
 
 
-def cpu_layers() -> str:
-    """A whole layer on a CPU beside PyG's."""
-    name = "cpu_attention.json"
-    rows = []
-    for line in load(name)["results"]:
-        for kind in ("forward", "forward_backward"):
-            time = line[kind]
-            title = f"{kind.replace('_', ' and ')}, {line['channels']} channels per head"
-            ours, theirs = f"{time['anemoi_gt']:.0f}", f"{time['pyg']:.0f}"
-            rows.append([title, theirs, ours, _ratio(time["pyg"], time["anemoi_gt"])])
-    return _with_sources(["pass", "PyG, ms", "anemoi_gt, ms", "faster"], rows, name)
-
-
 def cpu_batches() -> str:
     """A whole layer on a CPU beside PyG's, on mini-batches of small graphs."""
     name = "cpu_batches.json"
@@ -512,8 +459,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme-others": readme_tables.other_models,
     "training": overview_table,
     "training-differences": differences,
-    "compiled": partial(family_table, "benchmark"),
-    "aifs": partial(family_table, "aifs", "h100"),
+    "compiled": partial(family_table, "benchmark", "h200", NONE),
+    "aifs": partial(family_table, "aifs", "h100", *MODES),
     "aifs-inference": aifs_inference,
     "meshes": mesh_table,
     "training-9km": training_9km,
@@ -521,7 +468,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "several-gpus-networks": several_gpus_networks,
     "several-gpus-steps": several_gpus_steps,
     "inference": inference,
-    "inference-9km": inference_9km,
     "pyg": pyg_models,
     "package": package,
     "era5-uk": era5_uk,
@@ -530,7 +476,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention-factors": attention_factors,
     "attention": attention,
     "attention-skewed": skewed,
-    "cpu": cpu_layers,
     "cpu-batches": cpu_batches,
     "cpu-model": cpu_model,
     "accuracy": accuracy,

@@ -132,10 +132,10 @@ def factor(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
-def family_table(family: str, device: str = "h200") -> str:
-    """Return all measured configurations of a family, and where they come from."""
+def family_table(family: str, device: str, *modes: str) -> str:
+    """Return the measured configurations of a family in some modes, and where they come from."""
     rows = []
-    steps = steps_of(family, device)
+    steps = [step for step in steps_of(family, device) if step.mode in modes]
     for step in steps:
         row = [step.mode, step.name, "out of memory", EMPTY, EMPTY]
         if step.ms is not None:
