@@ -32,11 +32,11 @@ MARKDOWN_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HTML_LINK = re.compile(r'(?:src|href|srcset)="([^"]+)"')
 EXTERNAL = {  # every external link, so that new ones are reviewed; not accessed here
     "https://anemoi.readthedocs.io/projects/models",
+    "https://cds.climate.copernicus.eu/datasets/reanalysis-era5-single-levels",
     "https://docs.pytorch.org/docs/stable/distributed.html",
     "https://github.com/ecmwf/anemoi-core",
     "https://github.com/ecmwf/anemoi-core/issues/1403",
     "https://github.com/ecmwf/anemoi-core/issues/1415",
-    "https://github.com/facebookexperimental/triton/pull/2767",
     "https://github.com/pytorch/pytorch/issues/181555",
     "https://keepachangelog.com/en/1.1.0/",
     "https://pytorch.org/get-started/locally/",
@@ -320,7 +320,7 @@ def test_changelog_has_the_format_of_keep_a_changelog():
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
 
 
-def test_readme_starts_with_the_two_commands_and_the_limitations():
+def test_readme_starts_with_installation_the_commands_and_the_limitations():
     first_screen, *_ = (ROOT / "README.md").read_text().split("## Speed")
     for text in (
         "pip install",
@@ -328,6 +328,46 @@ def test_readme_starts_with_the_two_commands_and_the_limitations():
         "make test",
         "anemoi_gt.install()",
         "swap_layers(model)",
+        "git clone",
+        "anemoi-gt train data=xarray data.path=FILE",
         "Not yet measured",
     ):
         assert text in first_screen
+
+
+WORDS = {  # headings of the glossary, as prose has them
+    "launch-bound": "launch-bound",
+    "eager": "eager",
+    "replayed": r"replay(?:ed|s)?",
+    "fused": "fused?",
+    "checkpointing": "(?:activation )?checkpointing",
+    "mapper": "mappers?",
+    "chunk": "chunks?",
+    "rank": "ranks?",
+    "shard": r"shard(?:s|ed)?",
+    "autocast": "autocast",
+}
+FOR_DEVELOPERS = {"contributing", "design", "mathematics", "explain", "changelog", "glossary"}
+FOR_USERS = [ROOT / "README.md"] + [
+    page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in FOR_DEVELOPERS
+]
+NOT_PROSE = re.compile(
+    r"^```.*?^```$|^:::.*?^:::$|<!-- table.*?<!-- end of [\w-]+ -->|^[|#].*?$|^ {4}.*?$|`[^`\n]*`",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def test_the_glossary_has_these_words():
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == list(WORDS)
+
+
+@pytest.mark.parametrize("page", FOR_USERS, ids=name_of)
+def test_words_of_the_glossary_are_linked_where_they_first_stand_in_prose(page):
+    prose = NOT_PROSE.sub("", page.read_text())
+    linked = r"\[([^\]]*)\]\((?:docs/)?glossary\.md#([\w-]+)\)"
+    other_link = r"!?\[[^\]]*\]\((?!(?:docs/)?glossary)[^)]*\)"
+    prose = re.sub(linked, r"LINKED-\2 ", re.sub(other_link, "", prose))
+    for word, form in WORDS.items():
+        first = re.search(rf"LINKED-{word} |(?<![\w-]){form}(?![\w-])", prose, re.IGNORECASE)
+        assert first is None or first[0].startswith("LINKED"), word

@@ -2,7 +2,7 @@
 
 from suite.results_files import load
 from suite.table import markdown
-from suite.training_tables import NONE, mode_rows
+from suite.training_tables import FAMILIES, NONE, mode_rows
 
 GIB = 2**30 / 1e9  # GB
 
@@ -11,9 +11,7 @@ def training_steps() -> str:
     """Training steps without activation checkpointing, on one H200."""
     rows = []
     for family in ("benchmark", "O96", "ensemble", "diffusion", "gnn"):
-        (row,) = (row for row in mode_rows(family, "h200") if row[1] == NONE)
-        title, _, *times_and_memory, _, replayed, faster_replayed, _ = row
-        rows.append([title, *times_and_memory, replayed, faster_replayed])
+        rows.append([FAMILIES[family], *mode_rows(family, "h200")[NONE]])
     header = ["training step", "anemoi-models, ms", "GB", "anemoi_gt, ms", "GB", "faster"]
     return markdown([*header, "CUDA graph, ms", "faster"], rows)
 

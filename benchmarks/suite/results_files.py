@@ -9,7 +9,7 @@ from suite import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 SHORT = 7  # digits of a commit
-TOLD = ("anemoi-models", "torch", "torch-geometric", "triton")  # versions that pages name
+TOLD = ("anemoi-models", "torch", "torch-geometric")  # versions that pages name
 
 
 def load(name: str) -> dict:
@@ -60,4 +60,4 @@ def sources(used: Iterable[FileFacts]) -> str:
     told = [f"{package} {' and '.join(versions[package])}" for package in sorted(versions)]
     dated = [f"{', '.join(commits[date])} ({date})" for date in commits]
     names = ", ".join(sorted(facts.name for facts in files))
-    return f"{'; '.join([devices, ', '.join(told), *dated])}. In `benchmarks/results`: {names}."
+    return f"{'; '.join([devices, ', '.join(told), *dated])}: {names}."

@@ -72,7 +72,7 @@ def _times(results: dict, lines: dict, kinds: tuple[str, ...], heading: str) -> 
             rows.append(row)
     if not rows:
         return ""
-    title, *other_titles = _titles(results)
+    title, *other_titles = titles(results)
     header = [heading, "lower bound", title, "of copy bandwidth", *other_titles]
     return _without_empty_columns(header, rows)
 
@@ -89,10 +89,10 @@ def _memory(results: dict, lines: dict) -> str:
             rows.append([f"`{name}`", *cells])
     if not rows:
         return ""
-    return _without_empty_columns(["Peak memory, GB", *_titles(results)], rows)
+    return _without_empty_columns(["Peak memory, GB", *titles(results)], rows)
 
 
-def _titles(results: dict) -> list[str]:
+def titles(results: dict) -> list[str]:
     """Return the names of the baselines without call details, which the page has."""
     return [title.partition(", as ")[0] for title in results["baselines"].values()]
 
@@ -102,7 +102,7 @@ def _notes(results: dict) -> str:
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e9
     text = "Medians in ms; in brackets, time relative to anemoi_gt. A copy in the same run moves "
     text += f"{copy:,.0f} GB/s. {_spread(results)}"
-    titles = dict(zip(results["baselines"], _titles(results), strict=True))
+    names = dict(zip(results["baselines"], titles(results), strict=True))
     problems_by_reason = {}
     for line in results["results"]:
         # most baselines have none, and then no column
@@ -110,10 +110,10 @@ def _notes(results: dict) -> str:
             reason = line["reason"]
             if reason.startswith("wrong: "):
                 reason = "fails the correctness check"
-            key = titles[line["baseline"]], reason
+            key = names[line["baseline"]], reason
             problems_by_reason.setdefault(key, []).append(line["problem"])
-    for (baseline, reason), names in problems_by_reason.items():
-        unique_names = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+    for (baseline, reason), problems in problems_by_reason.items():
+        unique_names = ", ".join(f"`{name}`" for name in dict.fromkeys(problems))
         text += f"\n- {baseline} {reason}: {unique_names}"
     return text.replace("\n-", "\n\n-", 1)
 

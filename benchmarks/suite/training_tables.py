@@ -8,7 +8,7 @@ fastest of all runs, on whatever machine of the same kind that was.
 import json
 from typing import NamedTuple
 
-from suite.results_files import RESULTS, FileFacts, sources
+from suite.results_files import RESULTS, FileFacts, load, sources
 from suite.table import EMPTY, markdown
 
 NONE, HIDDEN, FULL = "none", "hidden layers", "on"
@@ -16,10 +16,9 @@ MODES = (NONE, HIDDEN, FULL)  # activation checkpointing
 # The modes of anemoi-models that a step is compared with: the first in which it fits. It cannot
 # recompute hidden layers only.
 COMPARED = {NONE: (NONE, FULL), HIDDEN: (NONE, FULL), FULL: (FULL,)}
-GPUS_GB = (24, 40, 80, 141)
-FITS = 0.95  # of the nominal memory; the allocator of PyTorch may need the rest
 FORMS = ("eager", "blocks compiled", "compiled whole")
 OURS, THEIRS = "anemoi_gt", "anemoi-models"
+NINE_KM = "train_9km_h200.json"
 
 FAMILIES = {  # cases of families.py, as pages name them
     "benchmark": "graph transformer, N320",
@@ -44,7 +43,6 @@ class Step(NamedTuple):
     captured: bool
     ms: float | None
     gb: float | None
-    kernels_ms: float | None
     difference: dict[str, float]  # of loss and gradients from the untouched model, relative
     facts: FileFacts
 
@@ -70,7 +68,6 @@ def step_of(name: str, record: dict, facts: FileFacts) -> Step | None:
         captured=name.endswith("captured"),
         ms=record.get("median_ms"),
         gb=record.get("peak_gb"),
-        kernels_ms=record.get("profile", {}).get("total_ms"),
         difference=record.get("difference", {}),
         facts=facts,
     )
@@ -135,40 +132,27 @@ def factor(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
-def memory(theirs: Step | None, ours: Step | None) -> str:
-    """Return the memory relative to a baseline with the same checkpointing, as 55%."""
-    if theirs is None or ours is None or ours.gb is None or ours.mode != theirs.mode:
-        return EMPTY
-    return f"{ours.gb / theirs.gb:.0%}"
+def family_table(family: str, device: str, *modes: str) -> str:
+    """Return the measured configurations of a family in some modes, and where they come from."""
+    rows = []
+    steps = [step for step in steps_of(family, device) if step.mode in modes]
+    for step in steps:
+        row = [step.mode, step.name, "out of memory", EMPTY, EMPTY]
+        if step.ms is not None:
+            theirs = baseline(steps, step.mode) if step.library == OURS else None
+            row = [step.mode, step.name, f"{step.ms:.1f}", f"{step.gb:.1f}", faster(theirs, step)]
+        rows.append(row)
+    header = ["checkpointing", "configuration", "ms", "GB", "faster"]
+    return f"{markdown(header, rows)}\n\n{sources(step.facts for step in steps)}"
 
 
-def family_table(*families: str, device: str = "h200") -> str:
-    """Return all measured configurations of families, and where they come from."""
-    header = ["checkpointing", "configuration", "ms", "GB", "kernels, ms", "faster", "memory"]
-    header.append("commit")
-    rows, used = [], []
-    for family in families:
-        steps = steps_of(family, device)
-        for step in steps:
-            row = [step.mode, step.name, "out of memory", EMPTY, EMPTY, EMPTY, EMPTY]
-            if step.ms is not None:
-                theirs = baseline(steps, step.mode) if step.library == OURS else None
-                row = [step.mode, step.name, f"{step.ms:.1f}", f"{step.gb:.1f}"]
-                row += [_or_empty(step.kernels_ms), faster(theirs, step), memory(theirs, step)]
-            row.append(step.facts.commit)
-            rows.append([FAMILIES[family], *row] if len(families) > 1 else row)
-        used += [step.facts for step in steps]
-    header = ["training step", *header] if len(families) > 1 else header
-    return f"{markdown(header, rows)}\n\n{sources(used)}"
+def mode_rows(family: str, device: str) -> dict[str, list[str]]:
+    """Return cells by mode of a family: baseline, step, and the step from a CUDA graph.
 
-
-def mode_rows(family: str, device: str) -> list[list[str]]:
-    """Return a row for each mode of a family: baseline, step, and the step from a CUDA graph.
-
-    The step is eager where that was measured. Both steps of a row have the commit of the row.
+    The step is eager where that was measured. Both steps of a row have one commit.
     """
     steps = steps_of(family, device)
-    rows = []
+    rows = {}
     for mode in MODES:
         ours = [s for s in steps if s.library == OURS and s.mode == mode and s.ms]
         theirs = baseline(steps, mode)
@@ -180,49 +164,70 @@ def mode_rows(family: str, device: str) -> list[list[str]]:
         for s in ours:
             if s.captured and (s.form, s.facts.commit) == (step.form, step.facts.commit):
                 replayed = s
-        rows.append(
-            [
-                FAMILIES[family],
-                mode,
-                f"{theirs.ms:.1f}" + ("" if theirs.mode == mode else "*"),
-                f"{theirs.gb:.1f}",
-                f"{step.ms:.1f}",
-                f"{step.gb:.1f}",
-                faster(theirs, step),
-                memory(theirs, step),
-                _or_empty(replayed.ms if replayed else None),
-                faster(theirs, replayed),
-                step.facts.commit,
-            ]
-        )
+        rows[mode] = [
+            f"{theirs.ms:.1f}" + ("" if theirs.mode == mode else "*"),
+            f"{theirs.gb:.1f}",
+            f"{step.ms:.1f}",
+            f"{step.gb:.1f}",
+            faster(theirs, step),
+            f"{replayed.ms:.1f}" if replayed else EMPTY,
+            faster(theirs, replayed),
+        ]
     return rows
 
 
-def overview_table(device: str) -> str:
+def overview_table() -> str:
     """Return a row for each family and mode, beside the fastest step of anemoi-models."""
     header = ["training step", "checkpointing", "anemoi-models, ms", "GB", "anemoi_gt, ms", "GB"]
-    header += ["faster", "memory", "CUDA graph, ms", "faster", "commit"]
-    rows, used = [], []
-    for family in FAMILIES:
-        rows += mode_rows(family, device)
-        used += [step.facts for step in steps_of(family, device)]
-    return f"{markdown(header, rows)}\n\n{sources(used)}"
-
-
-def fits_table() -> str:
-    """Return the peak memory under `install` by family and mode, and the GPUs that have it."""
+    header += ["faster", "CUDA graph, ms", "faster", "H100, ms", "faster"]
     rows, used = [], []
     for family, title in FAMILIES.items():
-        steps = [s for s in steps_of(family, "h200") if s.library == OURS and s.gb]
-        for mode in MODES:
-            step = next((s for s in steps if s.mode == mode and not s.captured), None)
-            if step is None:
-                continue
-            gpus = [str(gb) for gb in GPUS_GB if step.gb <= FITS * gb]
-            rows.append([title, mode, f"{step.gb:.1f}", ", ".join(gpus)])
-            used.append(step.facts)
-    header = ["training step", "checkpointing", "peak, GB", "fits on GPUs with, GB"]
+        of_h100 = mode_rows(family, "h100")
+        for mode, cells in mode_rows(family, "h200").items():
+            _, _, ms, _, gain, _, _ = of_h100.get(mode, [EMPTY] * 7)
+            rows.append([title, mode, *cells, ms, gain])
+            used += [s.facts for gpu in ("h200", "h100") for s in steps_of(family, gpu)]
     return f"{markdown(header, rows)}\n\n{sources(used)}"
+
+
+MESHES = {  # grid: its points, their spacing in km, refinement of the icosphere
+    "O32": ("5,248", 310, 4),
+    "O96": ("40,320", 100, 5),
+    "benchmark": ("542,080", 30, 6),
+}
+STEPS = 100_000
+
+
+def mesh_table() -> str:
+    """Return GPU hours of training by grid and mesh, from the step replayed from a CUDA graph."""
+    rows, used = [], []
+    for family, (points, spacing, refinement) in MESHES.items():
+        (step,) = (
+            step
+            for step in steps_of(family, "h200")
+            if (step.library, step.form, step.mode, step.captured) == (OURS, FORMS[0], NONE, True)
+        )
+        used.append(step.facts)
+        rows.append(mesh_row(points, spacing, refinement, step.ms))
+    line = next(
+        line
+        for line in load(NINE_KM)["runs"]
+        if (line.get("contender"), line.get("num_chunks"), line.get("compiled"))
+        == ("anemoi_gt", 8, True)
+    )
+    used.append(FileFacts.of(NINE_KM))
+    rows.append(mesh_row("6,599,680", 9, 7, 1000 * line["seconds"]))
+    header = ["grid spacing, km", "points", "mesh: `refinement`", "nodes", "spacing, km"]
+    header += ["ms a step", "GPU hours"]
+    return f"{markdown(header, rows)}\n\n{sources(used)}"
+
+
+def mesh_row(points: str, spacing: int, refinement: int, ms: float) -> list[str | int]:
+    """Return a row: an icosphere has 10 * 4^refinement + 2 nodes, 7054 km / 2^refinement apart."""
+    nodes = f"{10 * 4**refinement + 2:,}"
+    hours = ms * STEPS / 3.6e6
+    cells = [spacing, points, refinement, nodes, 5 * round(7054 / 2**refinement / 5)]
+    return [*cells, f"{ms:.1f}", f"{hours:.1f}"]
 
 
 def differences() -> str:
@@ -238,7 +243,3 @@ def differences() -> str:
         f"Losses differ from the untouched model by at most {loss:.1e}, gradients by "
         f"{gradients:.1e} of their norm (16-mixed)."
     )
-
-
-def _or_empty(value: float | None) -> str:
-    return EMPTY if value is None else f"{value:.1f}"
