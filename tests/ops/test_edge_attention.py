@@ -4,12 +4,12 @@ import logging
 
 import pytest
 import torch
-from support.accuracy import Corpus, assert_accurate
+from support.accuracy import Corpus, assert_accurate, assert_within
 from support.batch import combine, share, shared_names, stack
 from support.corpus import DTYPES, SHAPES, corpus
 from support.graphs import GRAPHS
 from support.nightly import nightly
-from support.oracle import make_problem, oracle
+from support.oracle import magnitude, make_problem, oracle, plain
 from support.refusals import raises, refused
 from support.run import attend, leaves_of, structure
 from support.same_numbers import assert_same
@@ -221,21 +221,22 @@ def test_wrong_operands_and_options_are_refused_with_the_reason(wrong, message):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=str)
 @pytest.mark.parametrize("form", (*FORMS, "raw_without_bias"))
 @pytest.mark.parametrize("name", GRAPHS)
-def test_outputs_and_gradients_are_as_accurate_as_plain_pytorch(name, form, dtype):
+def test_outputs_and_gradients_in_float64_are_as_accurate_as_plain_pytorch(name, form):
     for shape in SHAPES:
-        problem = make_problem(GRAPHS[name], *shape, form, dtype)
-        assert_accurate(attend(problem, structure(GRAPHS[name]), "torch"), problem, dtype)
+        problem = make_problem(GRAPHS[name], *shape, form, torch.float64)
+        assert_accurate(attend(problem, structure(GRAPHS[name]), "torch"), problem, torch.float64)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_corpus_error_is_at_most_twice_plain_pytorchs(dtype):
+def test_errors_of_each_problem_and_of_the_corpus_meet_the_criterion(dtype):
     judged = Corpus()
     for problem, graph in corpus(dtype):
-        judged.add(attend(problem, graph, "torch"), problem)
+        result, exact, baseline = attend(problem, graph, "torch"), oracle(problem), plain(problem)
+        assert_within(result, exact, baseline, magnitude(problem), dtype)
+        judged.add_errors(result, exact, baseline)
     assert set(judged.ours) >= {
         "out",
         "lse",

@@ -25,14 +25,13 @@ TRITON = KernelConfig("triton")
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-# heads, channels, edge_dim; the last in two programs
+# heads, channels, edge_dim
 COLUMNS = {
     "graph": tuple(HUBS),
     "shape": (
         (1, 1, 1),
         (2, 8, 3),
         (3, 5, 17),
-        (20, 64, 2),
     ),
     "form": ("raw", "raw_without_bias", "embedded", "none"),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
@@ -41,6 +40,11 @@ COLUMNS = {
 CASES = [
     Case(**row | {"shape": row["shape"][:2], "edge_dim": row["shape"][2], "segment": SMALL})
     for row in pairwise(**COLUMNS)
+]
+# heads in two programs, which divide a node of any kind of hub alike
+CASES += [
+    Case((20, 64), 2, torch.bfloat16, form, "plain", graph, SMALL)
+    for form, graph in (("raw", "both"), ("none", "several"))
 ]
 
 

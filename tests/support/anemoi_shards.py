@@ -97,12 +97,9 @@ def make_cases():
         for graph, batch in (("symmetric", symmetric_batch), ("asymmetric", 3 - symmetric_batch)):
             counted = (graph, name, batch) in COUNTED
             cases[f"{graph}-{name}-batch{batch}"] = Case(*topology, graph, batch, counted=counted)
-        if symmetric_batch == 1:
-            cases[f"ensemble-{name}"] = Case(*topology, ensemble=2)
-        else:
-            cases[f"ensemble-{name}-batch2"] = Case(
-                *topology, batch=2, ensemble=2, graph="asymmetric"
-            )
+    # Members are one more factor of the batch: a case with each batch size shows it.
+    cases["ensemble-3"] = Case(*TOPOLOGIES["3"], ensemble=2)
+    cases["ensemble-2-batch2"] = Case(*TOPOLOGIES["2"], batch=2, ensemble=2, graph="asymmetric")
     replicated = {"keep_sharded": False}
     cases |= {
         "tiny-1": Case(4, graph="tiny", batch=1),
@@ -152,12 +149,8 @@ def make_cases():
     ensemble = {"graph": "small", "ensemble": 2, "family": "ensemble", **FUSED}
     transport = {"graph": "small", "family": "transport", **FUSED}
     cases |= {
-        "fused ensemble-1": Case(1, batch=2, **ensemble),
-        "fused ensemble-2": Case(2, batch=1, **ensemble),
         "fused ensemble-3": Case(3, batch=2, **ensemble),
-        "fused transport-1": Case(1, batch=2, **transport),
         "fused transport-2": Case(2, batch=1, **transport),
-        "fused transport-3": Case(3, batch=1, **transport),
     }
     networks = {"family": "graph network"}
     fused = networks | FUSED

@@ -31,6 +31,7 @@ CASES = pairwise(
     rows=("float32", "16 bits"),
     edges=(29, 0),
     sum_of=("edges", "updates"),
+    dtype=(torch.float32, torch.bfloat16),
 )
 DST, SRC = 9, 7
 TORCH = KernelConfig("torch")

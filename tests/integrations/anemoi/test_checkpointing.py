@@ -50,7 +50,7 @@ def counted(operators):
     return Counter(operators.names)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(graph):
     """Output and gradients without checkpointing, eager, and how often an operator runs."""
     with anemoi.install(), Operators() as calls:
@@ -86,9 +86,15 @@ def test_hooks_on_saved_tensors_may_copy_them(graph, expected, mode):
 
 
 @pytest.mark.parametrize(
-    "switches", [(), ("processor",), ("encoder", "decoder"), ("processor", "encoder", "decoder")]
+    ("switches", "modes"),
+    [
+        ((), None),
+        (("processor",), None),
+        (("encoder", "decoder"), None),
+        (("processor", "encoder", "decoder"), {"processor": "none", "decoder": None}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("modes", [None, {"processor": "none", "decoder": None}], ids=str)
 def test_components_without_a_mode_follow_their_switch(graph, expected, switches, modes):
     options = make_options(channels=16, heads=2)
     mappers = {name: options[f"{name}s"][name]["mapper"] for name in ("encoder", "decoder")}

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -47,8 +47,7 @@ SERVED = (
     {"bias": False},
     {"qk_norm": True},
 )
-# the network of the destinations is the same in both kinds of blocks
-NETWORKS = tuple({"mlp_implementation": name} for name in ("glu", "swiglu", "geglu", "reglu"))
+NETWORKS = ("glu", "geglu", "reglu")  # and "swiglu", compiled
 ATTENTION, FEED_FORWARD = (
     f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "network")
 )
@@ -73,9 +72,9 @@ def block_of(kind, backend="pyg", **options):
     (
         *((kind, "pyg", {}) for kind in KINDS),
         ("processor", "triton", {}),
-        *(("mapper", "triton", options) for options in SERVED),
+        *(("mapper", "triton", options) for options in SERVED[1:]),
         *nightly(*(("processor", "triton", options) for options in SERVED[1:])),
-        *((kind, "triton", options) for kind, options in zip(2 * [*KINDS], NETWORKS, strict=True)),
+        ("mapper", "triton", {"mlp_implementation": "swiglu"}),
     ),
     ids=str,
 )
@@ -114,6 +113,15 @@ CHANGES = {  # of parts of a block that stays fused
         for name in ("lin_value", "projection", "lin_key")
     ],
 }
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_gated_networks_are_fused(network):
+    block, inputs = block_of("processor", mlp_implementation=network), block_inputs()
+    expected = differentiate_block(block, inputs)
+    with BLOCKS(), Operators() as operators:
+        assert_same_numbers(differentiate_block(block, inputs), expected)
+    assert counted(operators.names) == {ATTENTION: 1, FEED_FORWARD: 1}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -242,9 +250,7 @@ COMPILED = (GraphTransformerProcessorBlock, GraphTransformerMapperBlock)
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("mode", "checkpointing"), (("eager", False), ("eager", True), ("compiled", True)), ids=str
-)
+@pytest.mark.parametrize(("mode", "checkpointing"), (("eager", False), ("compiled", True)), ids=str)
 def test_ensemble_and_diffusion_models_are_fused_and_match_anemoi(
     graph, family, mode, checkpointing, traced
 ):
@@ -395,31 +401,28 @@ def remaining(reason):
     return {ATTENTION: int(reason in NO_FEED_FORWARD), FEED_FORWARD: int(reason in NO_ATTENTION)}
 
 
-@cache
 def changed_block(reason):
-    """A block that is changed for a reason, and what it returns under `install` with its gradients."""
+    """A block that is changed for a reason."""
     block = block_of("processor")
     UNSERVED[reason](block)
-    with integration.install(backend="triton"), autocast():
-        return block, differentiate_block(block, block_inputs())
+    return block
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
 def test_an_unsupported_option_costs_only_its_sub_layer_and_is_logged_once(reason, said):
-    block, ours = changed_block(reason)
-    inputs = block_inputs()
+    block, inputs = changed_block(reason), block_inputs()
     exact = differentiate_block(block, inputs)
     with autocast():
         anemoi = differentiate_block(block, inputs)
-    assert_as_accurate(ours, anemoi, exact, torch.bfloat16)
     with integration.install(backend="triton"), autocast():
-        for _ in range(2):
-            with Operators() as operators:
-                block(*inputs)
-            assert counted(operators.names) == remaining(reason)
+        with Operators() as operators:
+            ours = differentiate_block(block, inputs)
+        block(*inputs)  # again, and nothing is logged
+        assert counted(operators.names) == remaining(reason)
         (computed,) = integration.installed().computed
     assert computed.outcome == ("fused" if reason in NO_FEED_FORWARD else "attention only")
     assert re.match(reason, computed.reason)
+    assert_as_accurate(ours, anemoi, exact, torch.bfloat16)
     (message,) = said()
     assert re.match(f"a sub-layer of an Anemoi block is not fused: {reason}", message)
 
@@ -446,8 +449,7 @@ def test_a_helper_of_another_version_costs_only_its_sub_layer_and_is_named(said,
 def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_tool_watches(
     reason,
 ):
-    block, inputs = block_of("processor"), block_inputs()
-    UNSERVED[reason](block)
+    block, inputs = changed_block(reason), block_inputs()
     if reason in WATCHED:  # which must not end a run
         expected = differentiate_block(block, inputs)
         with BLOCKS(), Operators() as operators:
@@ -459,14 +461,22 @@ def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_
         block(*inputs)
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize(
-    "reason", [reason for reason in UNSERVED if "tensor subclass" not in reason]
+# Dynamo sees each of these in another way: hooks, a method of an instance, another module, and another class.
+COMPILED_REASONS = (
+    "its lin_value has hooks, which would be skipped",
+    "its lin_query has a forward set on it, which would be skipped",
+    "its layer_norm_mlp_dst is a torch.nn.modules.normalization.GroupNorm, and",
+    "it is a .*OwnUpdate, which overrides run_node_dst_mlp",
 )
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("reason", COMPILED_REASONS)
 def test_compiled_code_has_the_sub_layer_that_can_be_fused(reason, traced):
     compiler, graphs = traced
-    block, expected = changed_block(reason)
+    block = changed_block(reason)
     with integration.install(backend="triton"), autocast():
+        expected = differentiate_block(block, block_inputs())
         compiled = torch.compile(block, backend=compiler)
         actual = differentiate_block(block, block_inputs(), compiled)
     for name, value in expected.items():
@@ -524,10 +534,14 @@ def test_only_a_full_checkpoint_recomputes_sub_layers(mode, times, graph):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    ("swapped", "is_compiled"),
-    ((False, False), (True, False), (False, True), *nightly((True, True))),
+    ("kind", "swapped", "is_compiled"),
+    (
+        ("processor", False, False),
+        ("mapper", True, False),
+        ("processor", False, True),
+        *nightly(("mapper", True, True)),
+    ),
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_hidden_layers_are_computed_again_with_the_same_bits_if_they_are_not_kept(
     kind, swapped, is_compiled
 ):

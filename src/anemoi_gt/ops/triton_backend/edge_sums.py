@@ -111,10 +111,20 @@ def _gather(
     hubs: Tensor | None,
     num_edges: int,
     batch: int,
-    addend: Tensor | None = None,
 ) -> Tensor:
     del hubs  # of the transpose
-    inputs = [rows.contiguous(), colptr, perm, addend]
+    return _add_gathered(None, rows, colptr, perm, num_edges, batch)
+
+
+def _add_gathered(
+    total: Tensor | None,
+    rows: Tensor,
+    colptr: Tensor,
+    perm: Tensor | None,
+    num_edges: int,
+    batch: int,
+) -> Tensor:
+    inputs = [rows.contiguous(), colptr, perm, None if total is None else total.contiguous()]
     (gathered,) = _gather_plan(*map(_spec, inputs), num_edges, batch).run(inputs)
     assert gathered is not None
     return gathered
@@ -174,7 +184,8 @@ class GatheredRows(torch.Tensor):
             total, added = args
             is_like = total.shape == added.shape and total.dtype == added.dtype
             if type(total) is Tensor and isinstance(added, cls) and is_like:
-                return _gather(*(*added.arguments, total.contiguous()))
+                rows, colptr, perm, _, *sizes = added.arguments
+                return _add_gathered(total, rows, colptr, perm, *sizes)
         args, kwargs = tree_map(_dense_or_same, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -182,17 +193,6 @@ class GatheredRows(torch.Tensor):
 def _dense(gradient: Tensor) -> Tensor:
     """Return rows in memory; a hook on the edges."""
     return _gather(*gradient.arguments) if type(gradient) is GatheredRows else gradient
-
-
-def _gather_alone(
-    rows: Tensor,
-    colptr: Tensor,
-    perm: Tensor | None,
-    hubs: Tensor | None,
-    num_edges: int,
-    batch: int,
-) -> Tensor:
-    return _gather(rows, colptr, perm, hubs, num_edges, batch)
 
 
 def _dense_or_same(value: Any) -> Any:
@@ -221,7 +221,7 @@ class EdgeSums(torch.autograd.Function):
 
 
 edge_sums = register("edge_sums_triton", _sum)
-edge_gather = register("edge_gather_triton", _gather_alone)
+edge_gather = register("edge_gather_triton", _gather)
 _NO_GRADIENTS = (None,) * 5  # of indices and numbers
 
 
