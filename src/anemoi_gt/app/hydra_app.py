@@ -29,7 +29,7 @@ from anemoi_gt.app.training.capture_choice import check_capturable, device_unsup
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.memory_estimate import advice
 from anemoi_gt.app.training.progress import Stopped
-from anemoi_gt.app.training.run_files import load_checkpoint, load_fitting_weights, load_weights
+from anemoi_gt.app.training.run_files import load_checkpoint, load_weights
 from anemoi_gt.app.training.run_folder import LOCK, own
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.distributed import is_launched
@@ -110,13 +110,7 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     torch.manual_seed(config.training.seed)  # here, so that data and graph do not change weights
     make_model = instantiate(config.model)
     attention = instantiate(config.attention)
-    model = make_model(graph, train.in_channels, train.out_channels, config=attention)
-    path = config.get("init_from")
-    if path is not None:
-        unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
-        names = "; ".join(unfit) or "none"
-        log.info("weights loaded from %s; initialised, as they do not fit: %s", path, names)
-    return model
+    return make_model(graph, train.in_channels, train.out_channels, config=attention)
 
 
 def describe_graph(graph: "HeteroData") -> str:

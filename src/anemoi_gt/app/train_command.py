@@ -16,13 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.command_line import GROUPS
+from anemoi_gt.app.datasets.fields import minutes
 from anemoi_gt.app.datasets.forecast_dataset import (
     Splits,
     share_of_batch,
@@ -37,7 +38,7 @@ from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.loggers import import_logger, open_metrics
 from anemoi_gt.app.training.memory_estimate import estimate_memory
 from anemoi_gt.app.training.progress import Stopped
-from anemoi_gt.app.training.run_files import load_checkpoint, load_weights
+from anemoi_gt.app.training.run_files import load_checkpoint, load_fitting_weights, load_weights
 from anemoi_gt.app.training.run_folder import (
     BEST,
     CONFIG,
@@ -118,6 +119,7 @@ def make_trainer(
         config.init_from = None  # the weights come from the checkpoint
         schema = schema_of(state.get("schema"), folder / LAST)
     run = hydra_app.build(config, schema)
+    load_initial_weights(run.model, config.get("init_from"))
     for split in run.splits:
         split.require_samples()
     check_periods(run.splits, config)
@@ -137,6 +139,14 @@ def make_trainer(
             )
         log.info("%s", text)
     return trainer
+
+
+def load_initial_weights(model: nn.Module, path: str | None) -> None:
+    """Load the weights of a checkpoint that fit a new model, if any, and log those that do not."""
+    if path is not None:
+        unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
+        names = "; ".join(unfit) or "none"
+        log.info("weights loaded from %s; initialised, as they do not fit: %s", path, names)
 
 
 def checkpoint_to_resume(folder: Path, description: dict, *, resume: bool) -> dict | None:
@@ -234,26 +244,22 @@ def train(trainer: Trainer, variables: Sequence[str] | None, ownership: ExitStac
     `variables` are plotted; None plots the first three. `ownership` of the folder ends with the
     run.
     """
-    with ownership:
-        return _train(trainer, variables)
-
-
-def _train(trainer: Trainer, variables: Sequence[str] | None) -> float:
     splits = trainer.splits
     folder = trainer.folder
-    num_parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
-    log.info("%s\n%d parameters", describe_data(splits), num_parameters)
-    inputs = (len(splits.train.nodes), splits.train.in_channels)
-    memory = estimate_memory(trainer.step.model, trainer.config, inputs)
-    if memory is not None:
-        log.info("memory of a step: %s", memory)
-    start = time.perf_counter()
-    with open_metrics(trainer) as metrics:
-        trainer.fit(metrics)
-    log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
-    with cpu_threads(trainer.config.threads):
-        write_report(folder, trainer.best_model(), splits.test, metrics.records, variables)
-    return trainer.best_loss
+    with ownership:
+        num_parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
+        log.info("%s\n%d parameters", describe_data(splits), num_parameters)
+        inputs = (len(splits.train.nodes), splits.train.in_channels)
+        memory = estimate_memory(trainer.step.model, trainer.config, inputs)
+        if memory is not None:
+            log.info("memory of a step: %s", memory)
+        start = time.perf_counter()
+        with open_metrics(trainer) as metrics:
+            trainer.fit(metrics)
+        log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
+        with cpu_threads(trainer.config.threads):
+            write_report(folder, trainer.best_model(), splits.test, metrics.records, variables)
+        return trainer.best_loss
 
 
 def describe_data(splits: Splits) -> str:
@@ -277,17 +283,12 @@ def describe_data(splits: Splits) -> str:
         first = split.start_time(0)
         last = split.start_time(len(split) - 1)
         if first is not None and last is not None:
-            line += f", starting {_minutes(first)} to {_minutes(last)} UTC"
+            line += f", starting {minutes(first)} to {minutes(last)} UTC"
         if split.left_out:
             total = len(split) + split.left_out
             line += f"; {split.left_out} of {total} are left out, because times are missing"
         lines.append(line)
     return "\n".join(lines)
-
-
-def _minutes(time: np.datetime64) -> str:
-    """Return a time as "2020-01-01 06:00"."""
-    return np.datetime_as_string(time, unit="m").replace("T", " ")
 
 
 def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
@@ -303,7 +304,8 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
         sharding = hydra_app.instantiate(config.sharding)
         device_type = choose_device(config.training.device).type
         try:
-            return _train_on_ranks(config, sharding, device_type)
+            with ExitStack() as ownership:  # of the folder, on rank 0
+                return _train_on_ranks(config, sharding, device_type, ownership)
         except hydra_app.ERRORS_OF_PREPARATION as error:
             log.debug("traceback", exc_info=error)
             raise error.with_traceback(None) from None
@@ -316,13 +318,6 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
 
 
 def _train_on_ranks(
-    config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str
-) -> float | None:
-    with ExitStack() as ownership:  # of the folder, on rank 0
-        return _train_owned(config, sharding, device_type, ownership)
-
-
-def _train_owned(
     config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str, ownership: ExitStack
 ) -> float | None:
     whole: Any = None  # the whole model, on rank 0 only
@@ -345,6 +340,7 @@ def _train_owned(
         check_periods(splits, config)
         if mesh.get_rank() == 0:  # the memory of a host may hold the graph once, not once a rank
             whole = hydra_app.build_model(config, splits.train)
+            load_initial_weights(whole, config.get("init_from"))
         model, shard = scatter_model(whole, mesh, group)
         share = replace(training, batch_size=training.batch_size // mesh["data"].size())
         inputs = (model.nodes[DATA].num_nodes, splits.train.in_channels)

@@ -34,7 +34,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from anemoi_gt.app.datasets.fields import arrange, group
+from anemoi_gt.app.datasets.fields import arrange, group, minutes
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, Step, find_start
 from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle
 from anemoi_gt.app.datasets.readers import read_files
@@ -200,7 +200,7 @@ class Era5UkDataset(ForecastDataset):
 
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""
-        start = np.datetime_as_string(self.field.times[self.starts[i]], unit="m").replace("T", " ")
+        start = minutes(self.field.times[self.starts[i]])
         return f"{start} UTC + {self.lead_time} h"
 
     def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:

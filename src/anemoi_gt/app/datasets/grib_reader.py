@@ -20,6 +20,7 @@ from anemoi_gt.app.datasets.fields import (
     Level,
     OtherKeys,
     Series,
+    minutes,
     rounded,
 )
 from anemoi_gt.data.nodes import Nodes
@@ -194,7 +195,7 @@ def _series(
     number = get("perturbationNumber")
     step = str(get("stepRange") or "0")
     reference = _time(get("dataDate"), get("dataTime"))
-    origin = "analysis" if get("dataType") == "an" else f"start {_text(reference)} + {step} h"
+    origin = "analysis" if get("dataType") == "an" else f"start {minutes(reference)} + {step} h"
     return Series(
         key=Key(name, _levels(get), _interval(step, get("stepType")), keys[0]),
         units=str(get("units") or ""),
@@ -268,10 +269,6 @@ def _time(date: int, time: int) -> np.datetime64:
         raise FieldError(f"years must be from 1678 to 2261, got the date {date}")
     day = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "ns")
     return day + np.timedelta64(time // 100 * 60 + time % 100, "m")
-
-
-def _text(time: np.datetime64) -> str:
-    return np.datetime_as_string(time, unit="m").replace("T", " ")
 
 
 def _grid(eccodes: ModuleType, message: int, path: str) -> Grid:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from anemoi_gt.app.datasets.fields import FieldError, Grid, Key, Level, Series, rounded
+from anemoi_gt.app.datasets.fields import FieldError, Grid, Key, Level, Series, minutes, rounded
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 
@@ -422,8 +422,7 @@ class _DatasetReader:
                 raise LeftOutError("its steps have no start")
             return np.empty(0, "datetime64[ns]"), None, origin
         if start is not None and start.ndim == 0:
-            when = np.datetime_as_string(start.values, unit="m").replace("T", " ")
-            origin = f"start {when}, {origin}".removesuffix(", ")
+            origin = f"start {minutes(start.values)}, {origin}".removesuffix(", ")
         time_dim = time.dims[0] if time.ndim else None
         return _to_seconds(time.values), time_dim, origin
 
