@@ -55,7 +55,8 @@ def unsupported_reason(name: str, sizes: Sizes, dtypes: Dtypes, device: torch.de
 def choose_backend(name: str, sizes: Sizes, dtypes: Dtypes, device: torch.device) -> Backend:
     """Return the backend `name`; for "auto", the first that can run. ValueError if none can."""
     if name != "auto":
-        backend = named_backend(name)
+        # no call of a function: this is asked in every call of a layer
+        backend = BACKENDS.get(name) or named_backend(name)
         refusal = backend.why_not(sizes, dtypes, device)
         if refusal is not None and refusal.kind is not RefusalKind.NOT_FASTER:
             raise ValueError(f"attention backend {name!r} cannot run here: {refusal.text}")

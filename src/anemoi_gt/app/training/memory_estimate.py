@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.step import autocast
 from anemoi_gt.distributed.parameter_shard import units
-from anemoi_gt.explanation.recording import OPERATORS
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import StaticEdges, StaticNodes
+from anemoi_gt.ops.operator import OPERATORS
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.torch_compat import fake_tensor_mode
 
