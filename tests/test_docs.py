@@ -269,8 +269,14 @@ def test_every_parameter_of_a_group_is_documented_with_its_value_in_every_option
         for choice in config_tables.choices(group):
             assert f"`{group}={choice}`" in reference or f"`{choice}`" in reference
             values = config_tables.composed(group, choice) if "/" not in group else {}
-            for option in (name for name in values if not name.startswith("_")):
-                value = re.escape(as_yaml(values[option]))
+            options = list(values.items())
+            for value in values.values():
+                if isinstance(value, dict) and "_target_" in value:  # of an object
+                    options += value.items()
+            for option, value in options:
+                if option.startswith("_"):
+                    continue
+                value = re.escape(as_yaml(value))
                 row = re.search(
                     rf"^\| `{option}` \|.*`{value}`.*\| (.+) \|$", reference, re.MULTILINE
                 )
@@ -279,6 +285,8 @@ def test_every_parameter_of_a_group_is_documented_with_its_value_in_every_option
 
 
 def as_yaml(value):
+    if isinstance(value, dict) and "_target_" in value:
+        return value["_target_"].rpartition(".")[2]
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 

@@ -66,6 +66,11 @@ class BaseMapper(nn.Module):
 
         `x` holds sources and destinations, each a tensor or a tuple of tensors with its columns;
         `concatenate` returns one tensor.
+
+        Raises
+        ------
+        NotImplementedError
+            Unless a subclass defines it.
         """
         raise NotImplementedError
 
