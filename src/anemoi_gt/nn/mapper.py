@@ -65,7 +65,12 @@ class BaseMapper(nn.Module):
         """Return destinations [..., N_dst, F] of a graph or one chunk.
 
         `x` holds sources and destinations, each a tensor or a tuple of tensors with its columns;
-        `concatenate` returns one tensor. Raises NotImplementedError unless a subclass defines it.
+        `concatenate` returns one tensor.
+
+        Raises
+        ------
+        NotImplementedError
+            Unless a subclass defines it.
         """
         raise NotImplementedError
 
