@@ -268,6 +268,6 @@ def test_wrong_inputs_are_refused(x, edge_index, edge_attr, options, arguments, 
 
 def test_an_unknown_argument_names_the_config():
     with pytest.raises(
-        TypeError, match=r"GraphTransformerConv has no argument precision: .*config=Att"
+        TypeError, match=r"GraphTransformerConv has no argument precision: .*config=Ker"
     ):
         GraphTransformerConv(4, 8, precision="bf16")

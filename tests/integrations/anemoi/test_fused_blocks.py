@@ -372,7 +372,7 @@ NO_FEED_FORWARD = {  # reason: a change after which only the attention sub-layer
     "its node_dst_mlp.mlp.1 has hooks, which": lambda block: block.node_dst_mlp.mlp[
         1
     ].register_full_backward_hook(lambda *_: None),
-    "its node_dst_mlp.mlp has 4 layers, and a linear map, an activation and a linear map": with_part(
+    "its node_dst_mlp.mlp.2 is a torch.nn.modules.dropout.Dropout, and one of ": with_part(
         "node_dst_mlp.mlp", with_one_more_layer
     ),
     "its layer_norm_mlp_dst is a torch.nn.modules.normalization.GroupNorm, and": with_part(
