@@ -374,7 +374,11 @@ def network_parts(
     modules = layers._modules if isinstance(layers, nn.Module) else {}
     for key, module in modules.items():
         module_name = f"{layers_name}.{key}"
-        if hasattr(module, "gate_proj"):
+        # hasattr of what a module lacks takes longer than the rest of this loop
+        if type(module) is nn.Linear:
+            linears[module_name] = module
+            form += "m"
+        elif "gate_proj" in getattr(module, "_modules", ()):
             asked.append((module_name, module, GATED_LINEAR))
             gates[f"{module_name}.gate_proj"] = child_of(module, "gate_proj")
             linears[f"{module_name}.value_proj"] = child_of(module, "value_proj")
