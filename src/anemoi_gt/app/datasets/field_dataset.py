@@ -201,7 +201,7 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
 class Samples:
     """Samples of fields: the states at which they start, and facts about the choice.
 
-    `left_out` and `trained_periods` are those of `ForecastDataset`.
+    `left_out` and `trained_periods` as in `ForecastDataset`.
     """
 
     starts: np.ndarray

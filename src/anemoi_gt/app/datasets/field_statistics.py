@@ -71,7 +71,7 @@ class Statistics:
         return cls(**values, missing=missing, range=extremes)
 
     def normalisation(self) -> dict[str, Tensor]:
-        """Return means, deviations and extremes, and those of the change, by name."""
+        """Return means, deviations and extremes of the columns and of the change, by name."""
         names = ("mean", "std", "smallest", "largest", "change_mean", "change_std")
         return {name: getattr(self, name) for name in names}
 

@@ -58,7 +58,7 @@ def warn_once(message: str) -> None:
 
 
 def record(block: nn.Module, outcome: str, reason: str | None) -> None:
-    """Keep how a block is computed; in compiled code, how those of its class are."""
+    """Keep how a block is computed; in compiled code, how blocks of its class are."""
     if torch.compiler.is_compiling():
         _record_traced(type(block), outcome, reason)
     elif _BLOCKS.get(block) != (outcome, reason):
