@@ -280,8 +280,8 @@ class GNNMapper(BaseMapper):
 
     MLPs embed sources, destinations and edge attributes; a block updates edges and destinations; in
     a decoder, an MLP without a norm gives the fields. An encoder has the state dict of Anemoi's
-    `GNNForwardMapper`. A decoder has that of `GNNBackwardMapper` and `emb_nodes_dst`: Anemoi's
-    destinations are nodes that its encoder has embedded.
+    `GNNForwardMapper`. A decoder has `emb_nodes_dst` besides the keys of `GNNBackwardMapper`:
+    Anemoi's destinations are nodes that its encoder has embedded.
 
     Parameters
     ----------
@@ -381,13 +381,13 @@ class GNNMapper(BaseMapper):
     ) -> Tensor:
         """Map features of sources to destinations.
 
-        Arguments, result and errors are those of `GraphTransformerBaseMapper`, without conditions.
+        Arguments, result and errors as for `GraphTransformerBaseMapper`, without conditions.
         """
         return self._in_chunks(x, graph, edge_attr)
 
     @property
     def draws(self) -> bool:
-        """Nothing in a graph network draws random numbers."""
+        """Whether `map_nodes` draws random numbers: never in a graph network."""
         return False
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:

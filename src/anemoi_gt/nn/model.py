@@ -298,11 +298,11 @@ def _graph_transformer_mapper(*, out_channels_dst: int | None, **options: Any) -
 def _refuse_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError unless options of graph transformers have their defaults."""
     defaults = EncoderProcessorDecoder.__init__.__kwdefaults__ or {}
-    given = {name: value for name, value in options.items() if value != defaults[name]}
-    if given:
+    changed = {name: value for name, value in options.items() if value != defaults[name]}
+    if changed:
         raise ValueError(
             "options of graph transformers must be left out with another processor and mapper, got "
-            f"{given}; bind their own options with functools.partial"
+            f"{changed}; bind their own options with functools.partial"
         )
 
 

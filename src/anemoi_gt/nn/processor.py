@@ -196,20 +196,20 @@ class GNNProcessor(BaseProcessor):
         check_integer("edge_dim", edge_dim)
         self.config = config
         hidden_dim = hidden_width(num_channels, mlp_hidden_ratio)
-        options: dict[str, Any] = {
-            "mlp_implementation": mlp_implementation,
-            "layer_kernels": layer_kernels,
-        }
         for _ in range(num_layers):
             block = InteractionBlock(
-                *(num_channels, num_channels, hidden_dim, hidden_layers),
+                num_channels,
+                num_channels,
+                hidden_dim,
+                hidden_layers,
+                mlp_implementation=mlp_implementation,
+                layer_kernels=layer_kernels,
                 sum_of=sum_of,
                 config=config,
-                **options,
             )
             self.proc.append(block)
-        sizes = (edge_dim, hidden_dim, num_channels)
-        self.emb_edges = NormedMLP(*sizes, mlp_implementation, layer_kernels, hidden_layers)
+        networks = (mlp_implementation, layer_kernels, hidden_layers)
+        self.emb_edges = NormedMLP(edge_dim, hidden_dim, num_channels, *networks)
 
     def forward(self, x: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor) -> Tensor:
         """Return the nodes [N, num_channels] or [B, N, num_channels] after all blocks.

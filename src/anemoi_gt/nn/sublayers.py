@@ -84,9 +84,19 @@ class Computation(NamedTuple):
     keep_hidden: bool = True  # whether fused feed-forward sub-layers keep their hidden layer
 
     @classmethod
-    def of(cls, x: Tensor, config: KernelConfig, *, keep_hidden: bool = True) -> "Computation":
-        """Read dtype, autocast and backend for features like x. Raise like `edge_attention`."""
-        dtypes = dtypes_of(x)
+    def of(
+        cls,
+        x: Tensor,
+        config: KernelConfig,
+        *,
+        keep_hidden: bool = True,
+        dtypes: Dtypes | None = None,
+    ) -> "Computation":
+        """Choose the backend for features like x. Raise like `edge_attention`.
+
+        `dtypes` are `dtypes_of(x)`, where the caller has read them.
+        """
+        dtypes = dtypes_of(x) if dtypes is None else dtypes
         backend = choose_backend(config.backend, {"features": x.shape[-1]}, dtypes, x.device)
         return cls(*dtypes, backend, keep_hidden)
 
@@ -149,7 +159,7 @@ class NetworkParts(NamedTuple):
         repeats_x: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> NetworkOptions:
-        """Return the options of a call; `out_dtype` None is that of the GEMMs."""
+        """Return the options of a call; `out_dtype` None is the dtype of the GEMMs."""
         dtype = self.computation.gemm_dtype
         return NetworkOptions(
             norm=self.norm,
@@ -346,7 +356,7 @@ def network_parts(
         norm, on some devices and versions of PyTorch: callers that keep what Anemoi returns do not
         admit it.
     is_edge_update : bool
-        Whether the network is that of an edge update, which computes it.
+        Whether the operator of an edge update computes it, and not that of networks on rows.
     """
     backend = computation.backend
     compute = backend.edge_update if is_edge_update else backend.network

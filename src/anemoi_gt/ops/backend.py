@@ -31,8 +31,8 @@ class Backend(NamedTuple):
     """An implementation of some formulas.
 
     `why_not(sizes, dtypes, device)` refuses a call that it cannot compute, or is "not faster" for
-    one that `auto` gives to another backend. The sizes of an attention are all those of
-    `CallSizes`; before a layer reads its modules, only "features", those of its rows, are known.
+    one that `auto` gives to another backend. An attention is asked with all sizes
+    of `CallSizes`; before a layer reads its modules, only "features" of its rows are known.
     """
 
     name: str

@@ -34,12 +34,6 @@ log = logging.getLogger(__name__)
 
 STATE = 16
 GATHERED = 16  # per parameter: the weights of two units, gradients, and a copy to be sent
-PLANNED: dict[
-    Any, tuple[PlannedOperator, bool]
-] = {}  # operators with scratch memory, and whether it is the backward pass
-for operator in OPERATORS.values():
-    if isinstance(operator, PlannedOperator):
-        PLANNED |= {operator.op: (operator, False), operator.op_backward: (operator, True)}
 
 
 class MemoryEstimate(NamedTuple):
@@ -140,6 +134,12 @@ class _Allocations(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
+        # passes with scratch memory, as they are now: a backend of another package may have some
+        self._planned: dict[Any, tuple[PlannedOperator, bool]] = {}
+        for operator in OPERATORS.values():
+            if isinstance(operator, PlannedOperator):
+                self._planned[operator.op] = operator, False
+                self._planned[operator.op_backward] = operator, True
         # by address, which another storage may have later
         self._storages: dict[int, Any] = {x.untyped_storage()._cdata: None for x in held}
 
@@ -151,8 +151,8 @@ class _Allocations(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())
         scratch = 0
-        if operation in PLANNED:
-            operator, is_backward = PLANNED[operation]
+        if operation in self._planned:
+            operator, is_backward = self._planned[operation]
             scratch = operator.scratch_bytes(args, is_backward=is_backward)
         self.peak = max(self.peak, self.live + scratch)
         return result

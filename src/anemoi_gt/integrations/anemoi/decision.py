@@ -140,10 +140,10 @@ def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
 
     Raise ValueError if they are wanted and the named backend cannot run on x.
     """
-    backend = settings.config.backend
-    if settings.fusion == "auto" and not may_be_faster_fused(backend, dtypes_of(x)):
+    config, dtypes = settings.config, dtypes_of(x)
+    if settings.fusion == "auto" and not may_be_faster_fused(config.backend, dtypes):
         return NOT_FASTER
-    computation = Computation.of(x, settings.config, keep_hidden=settings.keep_hidden)
+    computation = Computation.of(x, config, keep_hidden=settings.keep_hidden, dtypes=dtypes)
     if not computation.backend.has_sublayers:
         return NOT_FASTER if settings.fusion == "auto" else NO_SUBLAYERS
     return computation

@@ -72,13 +72,13 @@ def accepts_deprecated_options(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: Any, **options: Any) -> R:
         deprecated = {name: options.pop(name) for name in DEPRECATED_OPTIONS if name in options}
         if deprecated:
-            given = ", ".join(f"{name}={value!r}" for name, value in deprecated.items())
+            former = ", ".join(f"{name}={value!r}" for name, value in deprecated.items())
             fusion = _fusion_of(**deprecated)
             if options.get("fusion", "auto") not in ("auto", fusion):
                 raise ValueError(
-                    f"fusion must be given alone, got {options['fusion']!r} and {given}"
+                    f"fusion must be given alone, got {options['fusion']!r} and {former}"
                 )
-            message = f"{given}: deprecated since 0.5.0, use fusion={fusion!r}"
+            message = f"{former}: deprecated since 0.5.0, use fusion={fusion!r}"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
             report.warn_once(message)  # Python hides the warning where Hydra makes the call
             options["fusion"] = fusion
