@@ -23,6 +23,7 @@ from gpu_checks import (
     model,
     names,
     package,
+    replays,
     sanitize,
     sublayers,
 )
@@ -31,6 +32,7 @@ from gpu_checks.report import Report
 NEED_GPU = {
     "stream",
     "sync",
+    "replays",
     "inference",
     "training",
     "waiting",
@@ -45,6 +47,7 @@ SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),
     "sync": (execution.no_synchronisation, "no host synchronisation"),
+    "replays": (replays.check, "plans that replay themselves, whatever happens beside them"),
     "inference": (
         model.forward_in_graph,
         "a captured forward pass of a model replayed on new fields",

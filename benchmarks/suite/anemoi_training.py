@@ -97,6 +97,7 @@ class Variant(NamedTuple):
     compiled: frozenset[str] = frozenset()  # classes whose modules are compiled, one by one
     recompute: bool = True  # activation checkpointing as in the YAML
     keep_hidden: bool = True  # as for install
+    replay: bool = True  # as for install
     captured: bool = False
 
 
@@ -113,13 +114,14 @@ def make_variants() -> dict[str, Variant]:
         ", hidden recomputed": (False, False),
         ", no recomputation": (False, True),
     }
-    captures = {"": False, ", captured": True}
+    # captured as a whole, runs of plans replayed
+    captures = {"": (False, True), ", launched": (False, False), ", captured": (True, True)}
     variants = {}
     for base, form, recomputation, capture in itertools.product(
         bases, forms, recomputations, captures
     ):
         if capture and base == "untouched":
-            continue  # Anemoi's own code waits for the device, which a capture refuses
+            continue  # Anemoi's own code waits for the device, which a capture refuses; no plans
         recompute, keep_hidden = recomputations[recomputation]
         if not keep_hidden and base != "install":
             continue  # only fused sub-layers keep a hidden layer or not
@@ -127,7 +129,8 @@ def make_variants() -> dict[str, Variant]:
             compiled=frozenset(forms[form]),
             recompute=recompute,
             keep_hidden=keep_hidden,
-            captured=captures[capture],
+            captured=captures[capture][0],
+            replay=captures[capture][1],
         )
     return variants
 
@@ -274,7 +277,9 @@ class Training:
                 checkpointed.append(module)
         installed = nullcontext()
         if variant.installed:
-            installed = integration.install(fusion=variant.fusion, keep_hidden=variant.keep_hidden)
+            installed = integration.install(
+                fusion=variant.fusion, keep_hidden=variant.keep_hidden, replay=variant.replay
+            )
         torch._dynamo.reset()
         self.restart()
         self.captured = variant.captured

@@ -1,4 +1,4 @@
-"""KernelConfig: backend and precision of operations and layers, and how raw edges are sorted.
+"""KernelConfig: backend and precision of operations and layers, sorting of raw edges, replays.
 
 The config is a value: it is handed down by constructors, never read from the environment or a
 global.
@@ -12,7 +12,7 @@ PRECISIONS = (None, "fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Backend, precision and sorting of `anemoi_gt.edge_attention` and of all layers.
+    """Backend, precision, sorting and replays of `anemoi_gt.edge_attention` and of all layers.
 
     Parameters
     ----------
@@ -32,6 +32,10 @@ class KernelConfig:
         edges on a GPU without sorting, for graphs that change every step: faster, but sums may
         differ in the last bit from run to run. It has no effect on a CPU, under
         `torch.use_deterministic_algorithms(True)` and on a GraphStructure.
+    replay : bool
+        Replay the launches of a call from a CUDA graph where its memory was used before, as in a
+        steady loop, with the same results: less work for the host. Loops whose memory seldom recurs
+        launch as with False. For backend "triton" on NVIDIA GPUs, on the default stream.
 
     Raises
     ------
@@ -47,6 +51,7 @@ class KernelConfig:
     backend: str = "auto"
     precision: str | None = None
     stable_sort: bool = True
+    replay: bool = True
 
     def __post_init__(self) -> None:
         is_full_name = isinstance(self.backend, str) and "." in self.backend
@@ -60,8 +65,10 @@ class KernelConfig:
                 f"precision must be one of {', '.join(map(str, PRECISIONS))}, got "
                 f"{self.precision!r}"
             )
-        if not isinstance(self.stable_sort, bool):
-            raise ValueError(f"stable_sort must be True or False, got {self.stable_sort!r}")
+        for name in ("stable_sort", "replay"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_config(config: object) -> None:

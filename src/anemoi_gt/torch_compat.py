@@ -27,6 +27,17 @@ _is_legacy_batched = getattr(
 _functorch = getattr(torch._C, "_functorch", None)
 _innermost_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 _gradient_transform = getattr(getattr(_functorch, "TransformType", None), "Grad", None)
+_float32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+# what cuBLAS's products depend on besides their operands; new releases add settings of these names
+_PRODUCT_SETTINGS = [
+    getattr(torch._C, name)
+    for name in dir(torch._C)
+    if name.startswith(("_get_cublas", "_get_blas_preferred", "_get_sm_carveout"))
+    or name.startswith("_get_deterministic_algorithms")
+    # `_float32_precision` is newer; this one raises where both ways to set it were used
+    if name != "_get_cublas_allow_tf32"
+]
+_tunes_products = getattr(torch._C, "_cuda_tunableop_is_enabled", lambda: False)
 _assert_async = getattr(torch, "_assert_async", None)
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 
@@ -110,6 +121,16 @@ def function_modes() -> str:
     kinds = [type(mode) for mode in _function_modes()]
     foreign = [kind for kind in kinds if kind.__module__.partition(".")[0] != "torch"]
     return ", ".join([kind.__qualname__ for kind in foreign])
+
+
+def product_settings() -> tuple | None:
+    """Return the settings that decide what a matrix product on a GPU launches.
+
+    None if they do not: they cannot be read, or products are tuned when they are called.
+    """
+    if _float32_precision is None or _tunes_products():
+        return None
+    return (_float32_precision("cuda", "matmul"), *[setting() for setting in _PRODUCT_SETTINGS])
 
 
 def is_batched(*gradients: Tensor | None) -> bool:

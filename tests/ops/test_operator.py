@@ -77,7 +77,7 @@ def test_a_schema_has_a_parameter_for_each_leaf():
     assert "Tensor? x, Tensor? more, Tensor? norm_in_scale, " in schema
     assert "Tensor? network_out_weight, Tensor? network_out_bias, " in schema
     assert "float norm_eps, bool norm_is_centred, str activation, ScalarType" in schema
-    assert schema.endswith("bool keep_hidden, bool save) -> (Tensor, Tensor)")
+    assert schema.endswith("bool keep_hidden, bool replay, bool save) -> (Tensor, Tensor)")
 
 
 def second_derivative(compute, x):

@@ -13,7 +13,7 @@ def why_not(sizes, dtypes, device):
     return None
 
 
-def attention(operands, graph, seed, scale, dropout_p):
+def attention(operands, graph, seed, options):
     query, key, value, edge_attr, edge_weight, edge_bias = operands
     src, dst = graph.edge_index()
     key, value = key[..., src, :, :], value[..., src, :, :]
@@ -21,7 +21,7 @@ def attention(operands, graph, seed, scale, dropout_p):
         edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
     if edge_attr is not None:
         key, value = key + edge_attr, value + edge_attr
-    scores = scale * (query[..., dst, :, :] * key).sum(-1)  # [.., E, H]
+    scores = options.scale * (query[..., dst, :, :] * key).sum(-1)  # [.., E, H]
     weights = scores.exp()
     total = query.new_zeros(query.shape[:-1]).index_add(-2, dst, weights)
     out = torch.zeros_like(query).index_add(-3, dst, weights[..., None] * value)

@@ -50,6 +50,7 @@ def swap_layers(
     backend: str = "auto",
     precision: str | None = None,
     *,
+    replay: bool = True,
     stable_sort: bool = True,
     subclasses: Sequence[type[TransformerConv]] = (),
 ) -> nn.Module:
@@ -64,7 +65,7 @@ def swap_layers(
     ----------
     model : torch.nn.Module
         Its layers are replaced in place.
-    backend, precision, stable_sort
+    backend, precision, replay, stable_sort
         As in `anemoi_gt.KernelConfig`. With backend "auto", unsupported layers stay PyG's,
         which is logged with the reason.
     subclasses : sequence of type
@@ -87,7 +88,8 @@ def swap_layers(
       (second): GraphTransformerConv(8, 2, heads=1)
     )
     """
-    prepare_swap(model, backend, precision, stable_sort=stable_sort, subclasses=subclasses)()
+    options = {"replay": replay, "stable_sort": stable_sort}
+    prepare_swap(model, backend, precision, **options, subclasses=subclasses)()
     return model
 
 
@@ -96,11 +98,12 @@ def prepare_swap(
     backend: str = "auto",
     precision: str | None = None,
     *,
+    replay: bool = True,
     stable_sort: bool = True,
     subclasses: Sequence[type[TransformerConv]] = (),
 ) -> Callable[[], None]:
     """Return a function that swaps the layers; what `swap_layers` refuses is refused here."""
-    config = KernelConfig(backend=backend, precision=precision, stable_sort=stable_sort)
+    config = KernelConfig(backend, precision, stable_sort=stable_sort, replay=replay)
     subclasses = _checked_subclasses(subclasses)
     layers = _layers_of(model, "a TransformerConv of PyG", lambda layer: isinstance(layer, KINDS))
     upstream = {id(layer): layer for layer in layers if isinstance(layer, TransformerConv)}

@@ -14,6 +14,7 @@ def swap_layers(
     fusion: str = "auto",
     sharding: bool = True,
     keep_hidden: bool = True,
+    replay: bool = True,
     stable_sort: bool = True,
     subclasses: Sequence[type[nn.Module]] = (),
 ) -> nn.Module:
@@ -27,7 +28,7 @@ def swap_layers(
     ----------
     model : torch.nn.Module
         Changed in place. A copy of Anemoi's blocks, or an unpickled one, must be swapped again.
-    backend, precision
+    backend, precision, replay
         As in `anemoi_gt.KernelConfig`. With backend "auto", unsupported layers stay upstream's,
         which is logged with the reason.
     fusion, sharding, keep_hidden
@@ -83,7 +84,12 @@ def swap_layers(
         from anemoi_gt.integrations import pyg
 
         replace = pyg.prepare_swap(
-            model, backend, precision, stable_sort=stable_sort, subclasses=subclasses
+            model,
+            backend,
+            precision,
+            replay=replay,
+            stable_sort=stable_sort,
+            subclasses=subclasses,
         )
     if is_of_anemoi:
         from anemoi_gt.integrations.anemoi import installation
@@ -95,6 +101,7 @@ def swap_layers(
             fusion=fusion,
             sharding=sharding,
             keep_hidden=keep_hidden,
+            replay=replay,
         )
     if replace is not None:
         replace()

@@ -82,6 +82,7 @@ class Computation(NamedTuple):
     is_autocast: bool  # whether autocast is active
     backend: Backend
     keep_hidden: bool = True  # whether fused feed-forward sub-layers keep their hidden layer
+    replay: bool = True  # as in `KernelConfig`
 
     @classmethod
     def of(
@@ -98,7 +99,7 @@ class Computation(NamedTuple):
         """
         dtypes = dtypes_of(x) if dtypes is None else dtypes
         backend = choose_backend(config.backend, {"features": x.shape[-1]}, dtypes, x.device)
-        return cls(*dtypes, backend, keep_hidden)
+        return cls(*dtypes, backend, keep_hidden, config.replay)
 
     @property
     def is_faster_fused(self) -> bool:
@@ -170,6 +171,7 @@ class NetworkParts(NamedTuple):
             repeats_x=repeats_x,
             norm_in=self.norm_in.options,
             keep_hidden=self.computation.keep_hidden,
+            replay=self.computation.replay,
         )
 
 
@@ -232,6 +234,7 @@ class AttentionParts(NamedTuple):
             query_norm=self.query_norm.options,
             key_norm=self.key_norm.options,
             gemm_dtype=self.computation.gemm_dtype,
+            replay=self.computation.replay,
         )
 
 

@@ -9,7 +9,13 @@ from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
-from anemoi_gt.ops.tensors import AttentionOperands, CallSizes, check_operands, check_scale
+from anemoi_gt.ops.tensors import (
+    AttentionOperands,
+    CallSizes,
+    EdgeAttentionOptions,
+    check_operands,
+    check_scale,
+)
 from anemoi_gt.option_checks import check_probability
 
 
@@ -120,5 +126,6 @@ def edge_attention(
         raise ValueError(f"backend {backend.name!r} must have an attention, got one without")
     if needs_gradient(k, v):
         graph = graph.with_reverse(stable=config.stable_sort)
-    out, lse = backend.attention(operands, graph, seed, float(scale), float(dropout_p))
+    options = EdgeAttentionOptions(float(scale), float(dropout_p), config.replay)
+    out, lse = backend.attention(operands, graph, seed, options)
     return out.to(out_dtype), lse

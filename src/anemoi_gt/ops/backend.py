@@ -37,7 +37,7 @@ class Backend(NamedTuple):
 
     name: str
     why_not: Callable[[Sizes, Dtypes, torch.device], Refusal | None] = runs_anywhere
-    # of checked operands, the graph, a seed, scale and dropout_p: out and lse
+    # of checked operands, the graph, a seed and `EdgeAttentionOptions`: out and lse
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
     # of the tree of its tensors, the graph if it has one, and options
     attention_sublayer: Callable[..., Tensor] | None = None

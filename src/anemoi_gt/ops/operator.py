@@ -68,7 +68,8 @@ class GradientLayout(NamedTuple):
         """
         pieces: list[Any] = []  # of each result: itself, or a tuple of tensors
         for result, sizes in zip(results, self.sizes, strict=True):
-            pieces.append(result if sizes is None else result.split(sizes))  # type: ignore[union-attr]
+            # not `split`, which is a Python function of PyTorch
+            pieces.append(result if sizes is None else result.split_with_sizes(sizes))  # type: ignore[union-attr]
         gradients: list[Tensor | None] = []
         for leaf in self.leaves:
             if leaf is None:

@@ -104,6 +104,14 @@ class Norm(NamedTuple, Generic[Held]):
     shift_map: Linear[Held] = Linear()
 
 
+class EdgeAttentionOptions(NamedTuple):
+    """Options of edge attention."""
+
+    scale: float
+    dropout_p: float
+    replay: bool  # as in `KernelConfig`
+
+
 class NormOptions(NamedTuple):
     """Options of a norm."""
 
@@ -148,6 +156,7 @@ class AttentionOptions(NamedTuple):
     query_norm: NormOptions
     key_norm: NormOptions
     gemm_dtype: torch.dtype  # of the operands of the attention too
+    replay: bool = True  # as in `KernelConfig`
 
 
 class Layer(NamedTuple, Generic[Held]):
@@ -199,6 +208,7 @@ class NetworkOptions(NamedTuple):
     repeats_x: bool = False  # whether x takes the place of `more` too
     norm_in: NormOptions = NormOptions()  # eps 0 for an absent norm
     keep_hidden: bool = True  # rows before activations, which are else computed again
+    replay: bool = True  # as in `KernelConfig`
 
 
 class InteractionOptions(NamedTuple):
@@ -211,6 +221,11 @@ class InteractionOptions(NamedTuple):
     def gemm_dtype(self) -> torch.dtype:
         """The dtype of the operands of matrix products."""
         return self.network.gemm_dtype
+
+    @property
+    def replay(self) -> bool:
+        """As in `KernelConfig`."""
+        return self.network.replay
 
 
 class NoConstants(NamedTuple):

@@ -184,6 +184,7 @@ def install(
     sharding: bool = True,
     activation_checkpointing: str | Mapping[str, str | None] | None = None,
     keep_hidden: bool = True,
+    replay: bool = True,
 ) -> Installation:
     """Switch all blocks of Anemoi's graph transformers and graph networks to anemoi_gt.
 
@@ -219,6 +220,8 @@ def install(
         Keep the hidden layer [N, K] of fused feed-forward sub-layers for the backward pass. False
         computes it again there, with the same bits: less memory than no activation checkpointing
         and less time than checkpointing everything.
+    replay : bool
+        As in `anemoi_gt.KernelConfig`.
 
     Returns
     -------
@@ -240,7 +243,7 @@ def install(
     code keeps the methods it was traced with. It is compiled again when called.
     """
     settings = _switch_on(
-        KernelConfig(backend=backend, precision=precision),
+        KernelConfig(backend=backend, precision=precision, replay=replay),
         fusion=fusion,
         sharding=sharding,
         keep_hidden=keep_hidden,
@@ -340,6 +343,7 @@ def swap_layers(
     fusion: str = "auto",
     sharding: bool = True,
     keep_hidden: bool = True,
+    replay: bool = True,
 ) -> nn.Module:
     """Switch the blocks of graph transformers and graph networks of one model to anemoi_gt.
 
@@ -348,7 +352,7 @@ def swap_layers(
     model : torch.nn.Module
         Returned unchanged: its blocks are only registered. A copy or an unpickled model must be
         swapped again.
-    backend, precision, fusion, sharding, keep_hidden
+    backend, precision, fusion, sharding, keep_hidden, replay
         As for `install`, over which they take precedence.
 
     Raises
@@ -358,7 +362,7 @@ def swap_layers(
     ImportError
         As for `install`.
     """
-    config = KernelConfig(backend=backend, precision=precision)
+    config = KernelConfig(backend=backend, precision=precision, replay=replay)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     count_blocks(model)

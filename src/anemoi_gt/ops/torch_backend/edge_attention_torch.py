@@ -11,7 +11,13 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dropout import dropout_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
 from anemoi_gt.ops.operator import GradientLayout, Operator, Spec
-from anemoi_gt.ops.tensors import AttentionOperands, CallSizes, Held, Needs
+from anemoi_gt.ops.tensors import (
+    AttentionOperands,
+    CallSizes,
+    EdgeAttentionOptions,
+    Held,
+    Needs,
+)
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
@@ -177,8 +183,7 @@ def attend(
     operands: AttentionOperands[Tensor],
     graph: GraphStructure,
     seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
+    options: EdgeAttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """Compute edge attention of checked operands, as documented in `anemoi_gt.edge_attention`.
 
@@ -190,7 +195,8 @@ def attend(
     structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id)
     constants = (*structure, graph.rowptr, graph.col, graph.csr_to_csc, seed)
     save = needs_gradient(*operands)
-    out, lse = edge_attention_torch(operands, constants, Options(scale, dropout_p), save=save)
+    own_options = Options(options.scale, options.dropout_p)
+    out, lse = edge_attention_torch(operands, constants, own_options, save=save)
     return out, lse
 
 

@@ -1,7 +1,7 @@
 """Edge attention as an operator of the `triton` backend: plans of both passes."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,13 @@ from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
 from anemoi_gt.ops.operator import GradientLayout, Spec
-from anemoi_gt.ops.tensors import AttentionOperands, CallSizes, Needs, Operand
+from anemoi_gt.ops.tensors import (
+    AttentionOperands,
+    CallSizes,
+    EdgeAttentionOptions,
+    Needs,
+    Operand,
+)
 from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
@@ -21,19 +27,11 @@ from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, attribute_columns
 from anemoi_gt.tested_versions import warn_if_untested
 
 
-class Options(NamedTuple):
-    """Options of a call."""
-
-    scale: float
-    dropout_p: float
-
-
 def attend(
     operands: AttentionOperands[Tensor],
     graph: GraphStructure,
     seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
+    options: EdgeAttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of checked operands, as documented in `anemoi_gt.edge_attention`.
 
@@ -54,9 +52,7 @@ def attend(
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         operands = AttentionOperands(query, key, value, edge_attr)
     constants = [*IndexTensors.of(graph), seed]
-    out, lse = edge_attention_triton(
-        list(operands), constants, Options(scale, dropout_p), save=save
-    )
+    out, lse = edge_attention_triton(list(operands), constants, options, save=save)
     return out, lse
 
 
@@ -109,13 +105,16 @@ class EdgeAttention(PlannedOperator):
             "edge_attention",
             tensors=AttentionOperands[Tensor],
             constants=Constants[Tensor],
-            options=Options,
+            options=EdgeAttentionOptions,
             outputs=("out", "lse"),
             num_results=6,
         )
 
     def call_sizes(
-        self, tensors: AttentionOperands[Tensor], constants: Constants[Tensor], options: Options
+        self,
+        tensors: AttentionOperands[Tensor],
+        constants: Constants[Tensor],
+        options: EdgeAttentionOptions,
     ) -> CallSizes:
         """Return the sizes of a call."""
         return CallSizes.of_attention(tensors, constants.graph.row.shape[0])
@@ -132,7 +131,10 @@ class EdgeAttention(PlannedOperator):
         return readable
 
     def forward_specs(
-        self, tensors: AttentionOperands[Operand], constants: Constants[Operand], options: Options
+        self,
+        tensors: AttentionOperands[Operand],
+        constants: Constants[Operand],
+        options: EdgeAttentionOptions,
     ) -> list[Spec]:
         """Return the specs of out, lse and of the kept bytes."""
         query = tensors.query
@@ -144,7 +146,7 @@ class EdgeAttention(PlannedOperator):
         self,
         tensors: AttentionOperands[Operand],
         constants: Constants[Operand],
-        options: Options,
+        options: EdgeAttentionOptions,
         needs: AttentionOperands[bool],
     ) -> GradientLayout:
         """Return a layout with one result for each operand."""
@@ -155,7 +157,7 @@ class EdgeAttention(PlannedOperator):
         builder: PlanBuilder,
         tensors: AttentionOperands[Buffer],
         constants: Constants[Buffer],
-        options: Options,
+        options: EdgeAttentionOptions,
         *,
         save: bool,
     ) -> list[Buffer]:
@@ -173,7 +175,7 @@ class EdgeAttention(PlannedOperator):
         builder: PlanBuilder,
         tensors: AttentionOperands[Buffer],
         constants: Constants[Buffer],
-        options: Options,
+        options: EdgeAttentionOptions,
         kept: Buffer,
         grads: Sequence[Buffer | None],
         needs: AttentionOperands[bool],
@@ -207,7 +209,7 @@ def _attention_call(
     builder: PlanBuilder,
     operands: AttentionOperands[Buffer],
     constants: Constants[Buffer],
-    options: Options,
+    options: EdgeAttentionOptions,
 ) -> Any:
     from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 

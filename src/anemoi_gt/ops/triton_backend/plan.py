@@ -18,6 +18,7 @@ import builtins
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -25,8 +26,11 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.kernels.launch import ALIGNMENT, Launch, current_stream, fast_launch_device
+from anemoi_gt.ops.triton_backend.replays import Replays
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
+from anemoi_gt.torch_compat import product_settings
 
+FEWEST_REPLAYED = 3  # steps of a run; replaying fewer takes as long as launching them
 SCRATCH_ALIGNMENT = 512  # bytes; PyTorch's allocator places tensors at such multiples too
 
 
@@ -184,8 +188,11 @@ class PlanBuilder:
         """Add a call of a PyTorch `function` on tensors, with `out=`."""
         self.steps.append(TensorStep(function, (*buffers, out), has_out=True))
 
-    def finish(self, results: Sequence[Buffer | None]) -> "Plan":
-        """Return the plan that computes `results`, whole storages; all other memory is scratch."""
+    def finish(self, results: Sequence[Buffer | None], *, replay: bool = False) -> "Plan":
+        """Return the plan that computes `results`, whole storages; all other memory is scratch.
+
+        With `replay`, its runs are replayed where that is faster.
+        """
         num_inputs = len(self.inputs)
         returned = [result.storage for result in results if result is not None]
         bases = {storage: storage for storage in range(num_inputs)}
@@ -209,7 +216,10 @@ class PlanBuilder:
                 locations = [None if buffer is None else locate(buffer) for buffer in step.buffers]
                 steps.append(BoundKernel.of(step.launch, locations, absent=scratch_base + 1))
         views = tuple(locate(buffer) for buffer in viewed)
-        return Plan(tuple(steps), tuple(results), views, scratch_bytes)
+        # on AMD's GPUs it was never tried
+        replay = replay and len(steps) >= FEWEST_REPLAYED and torch.version.hip is None
+        replays = Replays() if replay else None
+        return Plan(tuple(steps), tuple(results), views, scratch_bytes, replays)
 
 
 class Location(NamedTuple):
@@ -266,6 +276,7 @@ class Plan:
     results: tuple[Buffer | None, ...]
     viewed: tuple[Location, ...]  # what tensor operations read and write
     scratch_bytes: int
+    replays: Replays | None  # None: each run is launched
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the steps on contiguous inputs, on their device, and return the results."""
@@ -290,49 +301,62 @@ class Plan:
                 scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
             bases.append(scratch)
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
-            bits = 0
-            for address in addresses:
-                bits |= address
-            are_aligned = bits % ALIGNMENT == 0  # a power of two
-            addresses.append(0)
             gpu = fast_launch_device()
-            stream = None if gpu is None else current_stream(gpu)
-            typed: dict[tuple[int, torch.dtype], Tensor] = {}
-            views = [_view(location, bases, typed) for location in self.viewed]
-
-            for step in self.steps:
-                if isinstance(step, BoundFunction):
-                    tensors = [views[number] for number in step.views]
-                    if step.out is None:
-                        step.function(*tensors)
-                    else:
-                        step.function(*tensors, out=views[step.out])
-                    continue
-                compiled = None
-                if gpu is not None:
-                    arguments = [addresses[base] + offset for base, offset in step.addresses]
-                    alignment = step.alignment
-                    if not are_aligned:
-                        # Triton compiles a kernel for each pattern of aligned pointers. A chunk of
-                        # an input, such as the edges of a mapper chunk, may begin at any address.
-                        alignment = tuple([argument % ALIGNMENT == 0 for argument in arguments])
-                    compiled = step.compiled.get((gpu, alignment))
-                if compiled is None:
-                    step.launch.on(
-                        [None if p is None else _view(p, bases, typed) for p in step.locations]
-                    )
-                    continue
-                compiled.launch(
-                    *step.launch.grid,
-                    stream,
-                    *compiled.function_and_metadata,
-                    None,
-                    None,
-                    None,
-                    *arguments,
-                    *step.launch.values,
-                )
+            launch = partial(self._launch, bases, addresses, gpu)
+            replays = self.replays
+            settings = None
+            # the default stream, which nobody can capture at the same time
+            if replays is not None and gpu is not None and current_stream(gpu) == 0:
+                settings = product_settings()
+            if replays is None or settings is None:
+                launch()
+            else:
+                replays.run((gpu, settings, *addresses), launch)
             return results
+
+    def _launch(self, bases: list[Tensor | None], addresses: list[int], gpu: int | None) -> None:
+        """Run the steps, on the current stream."""
+        bits = 0
+        for address in addresses:
+            bits |= address
+        are_aligned = bits % ALIGNMENT == 0  # a power of two
+        addresses = [*addresses, 0]  # of what is absent
+        stream = None if gpu is None else current_stream(gpu)
+        typed: dict[tuple[int, torch.dtype], Tensor] = {}
+        views = [_view(location, bases, typed) for location in self.viewed]
+
+        for step in self.steps:
+            if isinstance(step, BoundFunction):
+                tensors = [views[number] for number in step.views]
+                if step.out is None:
+                    step.function(*tensors)
+                else:
+                    step.function(*tensors, out=views[step.out])
+                continue
+            compiled = None
+            if gpu is not None:
+                arguments = [addresses[base] + offset for base, offset in step.addresses]
+                alignment = step.alignment
+                if not are_aligned:
+                    # Triton compiles a kernel for each pattern of aligned pointers. A chunk of
+                    # an input, such as the edges of a mapper chunk, may begin at any address.
+                    alignment = tuple([argument % ALIGNMENT == 0 for argument in arguments])
+                compiled = step.compiled.get((gpu, alignment))
+            if compiled is None:
+                step.launch.on(
+                    [None if p is None else _view(p, bases, typed) for p in step.locations]
+                )
+                continue
+            compiled.launch(
+                *step.launch.grid,
+                stream,
+                *compiled.function_and_metadata,
+                None,
+                None,
+                None,
+                *arguments,
+                *step.launch.values,
+            )
 
 
 def _current(device: torch.device) -> AbstractContextManager:

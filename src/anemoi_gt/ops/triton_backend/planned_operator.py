@@ -121,7 +121,7 @@ class Plans:
             builder = self.operator.builder_class(self.specs, self.tuning)
             trees = self._trees(builder.inputs)
             results = self.operator.add_forward(builder, *trees, self.options, save=save)
-            self._forward[save] = builder.finish(results)
+            self._forward[save] = builder.finish(results, replay=self.options.replay)
         return self._forward[save]
 
     def backward_plan(
@@ -143,7 +143,8 @@ class Plans:
             arguments = (*trees, self.options, kept_buffer, grad_buffers, needed)
             results = operator.add_backward(builder, *arguments)
             layout = operator.gradient_layout(self.tensors, self.constants, self.options, needed)
-            self._backward[key] = (builder.finish(results), layout)
+            plan = builder.finish(results, replay=self.options.replay)
+            self._backward[key] = (plan, layout)
         return self._backward[key]
 
     def forward(self, inputs: Sequence[Tensor | None], *, save: bool) -> list[Tensor]:

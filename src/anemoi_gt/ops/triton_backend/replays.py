@@ -1,0 +1,141 @@
+"""Replays of a plan's runs: CUDA graphs, one for each set of addresses that recurs.
+
+What a run launches depends on its plan and on the addresses of its memory alone. In a loop that
+does the same work at each step, the allocator hands out the same memory again, so runs recur:
+
+    first run on some addresses     launched
+    second                          captured in a CUDA graph, which is replayed
+    later                           replayed: one launch in place of a dozen
+
+A graph holds addresses, not tensors: a replay reads and writes the memory of the run that asks for
+it, in the order of the default stream. So no memory is kept alive for it, and whatever surrounds a
+run (hooks, checkpoints, other allocations) may change. Two runs at a time never share a graph,
+because each holds its own results.
+
+Capturing takes as long as several launched runs, so it must be earned: a plan has a balance of
+captures, to which replays add. Where addresses seldom recur, it is soon spent.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+
+import torch
+
+from anemoi_gt.ops.triton_backend import captured_launches
+
+log = logging.getLogger(__name__)
+
+MAX_GRAPHS = 128  # of a plan, about 0.3 MB each; the least recently replayed is dropped
+MAX_SEEN = 512  # sets of addresses that were launched once
+MAX_BALANCE = 64.0  # captures; the balance of a new plan
+REPLAY_EARNS = 1 / 8
+LAUNCH_EARNS = 1 / 256  # so that a loop that becomes steady is noticed
+# bytes that a run may allocate, as cuBLAS does for a workspace: graphs hold them until they go
+MAX_ALLOCATED = 2**26
+RUNS_TO_LOG = 1000
+
+Run = Callable[[], None]
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that the process has allocated on the current device, freed ones too."""
+    return torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+
+
+@dataclass(slots=True)
+class Graph:
+    """A captured run."""
+
+    replay: Run
+    last: int  # number of the replay that was the last of this graph
+
+
+class Replays:
+    """The graphs of one plan, by the key of a run: the addresses, and all else that it depends on.
+
+    Parameters
+    ----------
+    capture : callable
+        Returns a replay of a run, or None if it cannot be captured now.
+    allocated : callable
+        Returns the bytes allocated until now.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[Run], Run | None] = captured_launches.capture,
+        allocated: Callable[[], int] = allocated_bytes,
+    ):
+        self.capture = capture
+        self.allocated = allocated
+        self.graphs: dict[tuple, Graph] = {}
+        self.seen: set[tuple] = set()
+        self.balance = MAX_BALANCE
+        self.allocates_little = False  # until a run was seen to
+        self.num_launched = 0
+        self.num_replayed = 0
+        self._lock = Lock()  # of insertions
+
+    def run(self, key: tuple, run: Run) -> None:
+        """Run `run`, or replay it."""
+        graph = self.graphs.get(key)
+        if graph is None:
+            self.num_launched += 1
+            self.balance += LAUNCH_EARNS
+            self._run_without_graph(key, run)
+        else:
+            self.num_replayed += 1
+            self.balance = min(MAX_BALANCE, self.balance + REPLAY_EARNS)
+            graph.last = self.num_replayed
+            graph.replay()
+        if self.num_launched + self.num_replayed == RUNS_TO_LOG:
+            log.info(
+                "%d of the first %d runs of a plan were replayed, from %d CUDA graphs",
+                self.num_replayed,
+                RUNS_TO_LOG,
+                len(self.graphs),
+            )
+
+    def _run_without_graph(self, key: tuple, run: Run) -> None:
+        if key not in self.seen:
+            if len(self.seen) >= MAX_SEEN:
+                self.seen.clear()
+            self.seen.add(key)
+            run()
+        elif self.balance < 1:
+            run()
+        elif not self.allocates_little:
+            self.balance -= 1
+            before = self.allocated()
+            run()
+            self.allocates_little = self.allocated() - before <= MAX_ALLOCATED
+        else:
+            self.balance -= 1
+            self._capture(key, run)
+
+    def _capture(self, key: tuple, run: Run) -> None:
+        """Capture a run and replay it; launch it if that fails, and from then on."""
+        replay = None
+        try:
+            replay = self.capture(run)
+        except RuntimeError as error:
+            self.balance = float("-inf")
+            _log_failure(str(error))
+        if replay is None:
+            run()
+            return
+        with self._lock:
+            self.seen.discard(key)
+            if len(self.graphs) >= MAX_GRAPHS:
+                oldest = min(self.graphs, key=lambda key: self.graphs[key].last)
+                del self.graphs[oldest]
+            self.graphs[key] = Graph(replay, self.num_replayed)
+        replay()
+
+
+@cache
+def _log_failure(reason: str) -> None:
+    log.warning("calls are launched and not replayed: capturing failed: %s", reason)
