@@ -8,6 +8,7 @@ import pytest
 import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from support.anemoi_model import block_inputs, build, draw, graph_of, make_block, make_options
+from support.launches import noted_launches
 from support.refusals import raises
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +26,7 @@ from anemoi_gt.data.grids import grid
 from anemoi_gt.explanation import explain, explain_attention
 from anemoi_gt.integrations import anemoi
 from anemoi_gt.ops import backends
+from anemoi_gt.ops.operator import OPERATORS
 
 TRITON = KernelConfig(backend="triton")
 EDGES = torch.tensor([[0, 1, 1, 2], [0, 0, 1, 2]])
@@ -247,17 +249,41 @@ def test_a_fused_attention_of_anemoi_is_listed_with_all_kernels_of_the_sublayer(
     assert replace(whole, passes=attention.passes) == attention
 
 
-def test_a_graph_network_is_listed_with_the_kernels_of_its_operators():
+def test_a_graph_network_is_listed_with_the_kernels_that_it_launches():
     block = InteractionBlock(8, edge_dim=6, config=KernelConfig("triton"))
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
-    explanation = explain(block, torch.randn(2, 8), graph, torch.randn(3, 6))
-    edges, nodes = explanation.layers
-    assert [layer.passes[0].operator for layer in (edges, nodes)] == [
+    inputs = torch.randn(2, 8), graph, torch.randn(3, 6)
+    explanation = explain(block, *inputs)
+    edges, sums, nodes = explanation.layers
+    assert [layer.passes[0].operator for layer in explanation.layers] == [
         "anemoi_gt::interaction_triton",
+        "anemoi_gt::edge_sums_triton",
         "anemoi_gt::network_triton",
     ]
+    assert [layer.passes[1].operator for layer in (edges, sums)] == [
+        "anemoi_gt::interaction_triton_backward",
+        "anemoi_gt::edge_gather_triton",
+    ]
     assert edges.sizes == {"batch": 1, "sources": 2, "destinations": 2, "edges": 3, "hidden": 6}
+    assert sums.sizes == {"batch": 1, "destinations": 2, "edges": 3, "features": 6}
     assert nodes.sizes == {"rows": 2, "inputs": 8, "outputs": 8}
-    for layer, kernel in ((edges, "anemoi_gt_gather_activation"), (nodes, "anemoi_gt_residual")):
-        assert any(kernel in name for name in layer.passes[0].kernels)
     assert "3 edges, 2 to 2 nodes, batch 1, 6 hidden features, float32, cpu" in str(explanation)
+    assert "3 edges, to 2 nodes, batch 1, 6 features, float32, cpu" in str(explanation)
+    with noted_launches() as launches:
+        out, _ = block(*inputs)
+        forward = [launch.name for launch in launches]
+        launches.clear()
+        out.sum().backward()
+    listed = [layer.passes[0].kernels for layer in explanation.layers]
+    assert [name for names in listed for name in names] == forward
+    listed = [layer.passes[1].kernels for layer in reversed(explanation.layers)]
+    assert [name for names in listed for name in names] == [launch.name for launch in launches]
+
+
+def test_every_forward_operator_of_the_library_is_listed():
+    names = {name for name in dir(torch.ops.anemoi_gt) if name.endswith(("_triton", "_torch"))}
+    listed = {operator.op.name() for operator in OPERATORS.values()}
+    backward = {operator.op_backward.name() for operator in OPERATORS.values()}
+    assert {f"anemoi_gt::{name}" for name in names} <= {
+        name.partition(".")[0] for name in listed | backward
+    }

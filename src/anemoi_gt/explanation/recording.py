@@ -18,9 +18,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.ops.backends import rejected
-from anemoi_gt.ops.operator import OPERATORS, Operator
-from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
-from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
+from anemoi_gt.ops.operator import OPERATORS, ListedOperator
 
 
 def explain(model: nn.Module, *inputs: Any, **named: Any) -> Explanation:
@@ -117,7 +115,7 @@ class Call(NamedTuple):
     """A call of an operator."""
 
     module: nn.Module | None  # the innermost module that was running
-    operator: Operator
+    operator: ListedOperator
     arguments: tuple
     grad_enabled: bool
 
@@ -157,7 +155,7 @@ class _Recorder(TorchDispatchMode):
 
 def _layer(call: Call, names: dict) -> Layer:
     backend = call.operator.backend
-    sizes, dtype, features = call.operator.call_sizes(*call.operator.split(call.arguments))
+    sizes, dtype, features = call.operator.sizes_of(call.arguments)
     x = next(tensor for tensor in call.arguments if tensor is not None)
     class_name = "" if call.module is None else type(call.module).__name__
     return Layer(
@@ -178,11 +176,9 @@ def _passes_of(call: Call) -> tuple[Pass, ...]:
     needs = []
     for tensor in call.arguments[: call.operator.num_tensors]:
         needs.append(call.grad_enabled and tensor is not None and tensor.requires_grad)
-    forward: list[str] = []
-    backward: list[str] = []
-    if isinstance(call.operator, PlannedOperator):
-        forward, backward = kernel_names(call.operator, call.arguments, needs)
+    forward, backward = call.operator.kernels(call.arguments, needs)
     passes = [Pass("forward", call.name, tuple(forward))]
     if any(needs):
-        passes.append(Pass("backward", f"{call.name}_backward", tuple(backward)))
+        name = call.operator.op_backward.name().partition(".")[0]
+        passes.append(Pass("backward", name, tuple(backward)))
     return tuple(passes)

@@ -86,10 +86,9 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     yield _title(layers) or "attention"
     of_graph = ""
     if "edges" in sizes:
-        of_graph = (
-            f"{sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, "
-            f"batch {sizes['batch']}, "
-        )
+        sources = f"{sizes['sources']:,} " if "sources" in sizes else ""
+        nodes = f"{sources}to {sizes['destinations']:,} nodes"
+        of_graph = f"{sizes['edges']:,} edges, {nodes}, batch {sizes['batch']}, "
     if "heads" in sizes:
         features = {
             "none": "no attributes",
@@ -99,8 +98,10 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
         of_layer = f"heads {sizes['heads']} x {sizes['channels']}, {features[first.features]}"
     elif "rows" in sizes:
         of_layer = f"{sizes['rows']:,} rows, {sizes['inputs']} to {sizes['outputs']} features"
-    else:
+    elif "hidden" in sizes:
         of_layer = f"{sizes['hidden']} hidden features"
+    else:
+        of_layer = f"{sizes['features']} features"
     yield f"  {of_graph}{of_layer}, {first.dtype}, {first.device}"
     reasons = [f"{name}: {reason}" for name, reason in first.rejected.items()]
     yield "; ".join([f"  backend {first.backend}", *reasons])

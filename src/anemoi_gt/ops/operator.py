@@ -105,7 +105,28 @@ class Passes(Protocol):
         """Return results with the gradients that are needed, and where they are."""
 
 
-OPERATORS: dict[Any, "Operator"] = {}  # every operator, by what a dispatch mode sees
+class ListedOperator(Protocol):
+    """An operator as `explain` lists it and the estimate of memory counts it.
+
+    `arguments` are those that a dispatch mode sees, `needs` the tensors that need a gradient.
+    """
+
+    op: Any
+    op_backward: Any
+    backend: str
+    num_tensors: int  # the first arguments, which are differentiated
+
+    def sizes_of(self, arguments: Sequence) -> CallSizes:
+        """Return the sizes of a call, for people."""
+
+    def kernels(self, arguments: Sequence, needs: Sequence[bool]) -> tuple[list[str], list[str]]:
+        """Return the kernels of a forward pass, and of a backward pass if a tensor needs one."""
+
+    def scratch_bytes(self, arguments: Sequence, *, is_backward: bool) -> int:
+        """Return the bytes that a call of `op` or `op_backward` uses while it runs."""
+
+
+OPERATORS: dict[Any, ListedOperator] = {}  # every operator, by what a dispatch mode sees
 
 
 class Operator(ABC):
@@ -185,6 +206,20 @@ class Operator(ABC):
     @abstractmethod
     def call_sizes(self, tensors: Any, constants: Any, options: Any) -> CallSizes:
         """Return the sizes of a call, for people."""
+
+    def sizes_of(self, arguments: Sequence) -> CallSizes:
+        """Return the sizes of a call, for people."""
+        return self.call_sizes(*self.split(arguments))
+
+    def kernels(self, arguments: Sequence, needs: Sequence[bool]) -> tuple[list[str], list[str]]:
+        """Return no kernels: those of PyTorch have no names that this library gives."""
+        del arguments, needs
+        return [], []
+
+    def scratch_bytes(self, arguments: Sequence, *, is_backward: bool) -> int:
+        """Return 0: operations of PyTorch allocate what they use."""
+        del arguments, is_backward
+        return 0
 
     def readable(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return inputs as the passes read them: contiguous."""

@@ -26,8 +26,7 @@ from anemoi_gt.app.training.step import autocast
 from anemoi_gt.distributed.parameter_shard import units
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import StaticEdges, StaticNodes
-from anemoi_gt.ops.operator import OPERATORS
-from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
+from anemoi_gt.ops.operator import OPERATORS, ListedOperator
 from anemoi_gt.torch_compat import fake_tensor_mode
 
 log = logging.getLogger(__name__)
@@ -135,11 +134,10 @@ class _Allocations(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         # passes with scratch memory, as they are now: a backend of another package may have some
-        self._planned: dict[Any, tuple[PlannedOperator, bool]] = {}
+        self._listed: dict[Any, tuple[ListedOperator, bool]] = {}
         for operator in OPERATORS.values():
-            if isinstance(operator, PlannedOperator):
-                self._planned[operator.op] = operator, False
-                self._planned[operator.op_backward] = operator, True
+            self._listed[operator.op] = operator, False
+            self._listed[operator.op_backward] = operator, True
         # by address, which another storage may have later
         self._storages: dict[int, Any] = {x.untyped_storage()._cdata: None for x in held}
 
@@ -151,8 +149,8 @@ class _Allocations(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())
         scratch = 0
-        if operation in self._planned:
-            operator, is_backward = self._planned[operation]
+        if operation in self._listed:
+            operator, is_backward = self._listed[operation]
             scratch = operator.scratch_bytes(args, is_backward=is_backward)
         self.peak = max(self.peak, self.live + scratch)
         return result

@@ -10,7 +10,7 @@ Rows dy are as many as edges, and autograd adds them to the gradient of the next
 the same edges. So an eager backward pass returns ds as `GatheredRows`, which are added in one pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 
 from anemoi_gt.custom_ops import is_plain, needs_gradient, register
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.operator import Spec
-from anemoi_gt.ops.tensors import check_edge_sums
+from anemoi_gt.ops.operator import OPERATORS, Spec
+from anemoi_gt.ops.tensors import CallSizes, check_edge_sums
 from anemoi_gt.ops.triton_backend import interaction_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import segment_of
@@ -251,6 +251,44 @@ def _(rows: Tensor, colptr: Tensor, *others: Any) -> Tensor:
     return rows.new_empty(batch * num_edges, rows.shape[1])
 
 
+class ListedSums:
+    """The sums, and the transpose as their backward pass, in `OPERATORS`."""
+
+    op = edge_sums
+    op_backward = edge_gather
+    backend = "triton"
+    num_tensors = 1
+
+    def sizes_of(self, arguments: Sequence) -> CallSizes:
+        """Return the sizes of a call, for people."""
+        edges, colptr, _, _, num_edges, batch = arguments
+        sizes = {"batch": batch, "destinations": colptr.shape[0] - 1, "edges": num_edges}
+        return CallSizes(sizes | {"features": edges.shape[1]}, edges.dtype)
+
+    def kernels(self, arguments: Sequence, needs: Sequence[bool]) -> tuple[list[str], list[str]]:
+        """Return the kernels of a forward pass, and of a backward pass if edges need a gradient.
+
+        Assumes that it writes rows, as it does unless they are added to others.
+        """
+        edges, colptr, perm, hubs, num_edges, batch = arguments
+        index = _spec(colptr), _spec(perm)
+        segment = segment_of(hubs, num_edges)
+        forward = _sum_plan(_spec(edges), *index, segment, num_edges, batch).kernels()
+        if not any(needs):
+            return forward, []
+        sums = ((batch * (colptr.shape[0] - 1), edges.shape[1]), edges.dtype)
+        return forward, _gather_plan(sums, *index, None, num_edges, batch).kernels()
+
+    def scratch_bytes(self, arguments: Sequence, *, is_backward: bool) -> int:
+        """Return the bytes of the sums of segments."""
+        if is_backward:
+            return 0
+        edges, colptr, perm, hubs, num_edges, batch = arguments
+        specs = map(_spec, (edges, colptr, perm))
+        return _sum_plan(*specs, segment_of(hubs, num_edges), num_edges, batch).scratch_bytes
+
+
+OPERATORS[edge_sums] = ListedSums()
 for _operator, _transpose in ((edge_sums, edge_gather), (edge_gather, edge_sums)):
     torch.library.register_autograd(
         _operator, _backward_of(_transpose), setup_context=_setup_context

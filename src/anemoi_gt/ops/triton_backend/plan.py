@@ -31,6 +31,8 @@ from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
 from anemoi_gt.torch_compat import product_settings
 
 FEWEST_REPLAYED = 3  # steps of a run; replaying fewer takes as long as launching them
+# in names of kernels
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SCRATCH_ALIGNMENT = 512  # bytes; PyTorch's allocator places tensors at such multiples too
 
 
@@ -277,6 +279,18 @@ class Plan:
     viewed: tuple[Location, ...]  # what tensor operations read and write
     scratch_bytes: int
     replays: Replays | None  # None: each run is launched
+
+    def kernels(self) -> list[str]:
+        """Return the names of the kernels, in order."""
+        names = []
+        for step in self.steps:
+            if isinstance(step, BoundKernel):
+                dtypes = {}
+                for name, location in zip(step.launch.tensors, step.locations, strict=True):
+                    if location is not None:
+                        dtypes[name] = DTYPE_NAMES.get(location.buffer.dtype)
+                names.append(step.launch.name(dtypes))
+        return names
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the steps on contiguous inputs, on their device, and return the results."""

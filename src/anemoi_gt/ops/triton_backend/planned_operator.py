@@ -49,6 +49,20 @@ class PlannedOperator(Operator):
         specs = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
         return self.plans_of(specs, options)
 
+    def kernels(self, arguments: Sequence, needs: Sequence[bool]) -> tuple[list[str], list[str]]:
+        """Return the kernels of a forward pass, and of a backward pass if a tensor needs one.
+
+        Assumes that only the first output has an incoming gradient.
+        """
+        _, _, options = self.split(arguments)
+        plans = self.passes(arguments[: self.num_inputs], options)
+        forward = plans.forward_plan(save=any(needs)).kernels()
+        if not any(needs):
+            return forward, []
+        has_grads = (True, *(False for _ in self.outputs[1:]))
+        plan, _ = plans.backward_plan(tuple(needs), has_grads)
+        return forward, plan.kernels()
+
     def scratch_bytes(self, arguments: Sequence, *, is_backward: bool) -> int:
         """Return the bytes that a call of one of the registered operators uses while it runs."""
         _, _, options = self.split(arguments)
