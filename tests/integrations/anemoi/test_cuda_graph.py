@@ -30,7 +30,7 @@ pytestmark = pytest.mark.application
 
 PREDICTED = [0, 1, 2]  # variables of the model's output
 SMALL = {"channels": 16, "heads": 2}
-UNCAPTURED = "a training batch of other shapes than the captured one runs without the CUDA graph"
+UNCAPTURED = "training batches of other shapes than the captured one run without the CUDA graph"
 
 
 graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidden nodes
@@ -193,16 +193,14 @@ def test_a_fit_with_replays_has_the_bits_of_one_without(graph, name, accumulated
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_single_batch_of_another_shape_is_eager_and_two_in_a_row_are_captured(
-    graph, accumulated, said
-):
+def test_batches_of_another_shape_are_eager(graph, accumulated, said):
     data, capture = batches(graph, sizes=[2, 1, 2, 1, 1, 1]), Mock(side_effect=capture_in_place)
     options = {"data": data, "epochs": 1, "accumulate_grad_batches": accumulated}
     eager = fit(graph, **options)
     replayed = fit(graph, [anemoi.CUDAGraphCallback(capture)], **options)
     assert_same(replayed, eager)
-    assert capture.call_count == 2
-    assert said().count(UNCAPTURED) == 2
+    assert capture.call_count == 1
+    assert said().count(UNCAPTURED) == 1
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -28,6 +28,7 @@ from anemoi_gt.integrations.anemoi.captured_step import (
     slots_of,
 )
 from anemoi_gt.integrations.anemoi.installation import install
+from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,11 @@ REMEDY_OF_INSTALL = "set cuda_graphs: false in InstallCallback of diagnostics.ca
 class CUDAGraphCallback(Callback):
     """Replay forward and backward of every training step from a CUDA graph, with equal results.
 
-    The step is captured at the first batch of every epoch, since an epoch may change the rollout,
-    and again when two batches in a row have other shapes. Validation, and single batches of other
-    shapes, run without it. With several processes, gradients are averaged after the replay, because
-    a replay does not run the hooks of DDP. Host code of the captured step is not run again: numbers
-    that the module logs without a tensor, and `batch_idx`, keep the values of the captured batch.
+    The step is captured at the first batch of every epoch, since an epoch may change the rollout.
+    Validation, and batches of other shapes, run without it. With several processes, gradients are
+    averaged after the replay, because a replay does not run the hooks of DDP. Host code of the
+    captured step is not run again: numbers that the module logs without a tensor, and `batch_idx`,
+    keep the values of the captured batch.
     `capture` is as for `CUDAGraphedStep`.
     """
 
@@ -53,7 +54,6 @@ class CUDAGraphCallback(Callback):
         self._step: CUDAGraphedStep | None = None
         self._differentiate: Any = None  # the module's backward, while it is replaced
         self._gradients: list[Tensor | None] | None = None  # of the replayed batch
-        self._refused = False  # the last batch could not be replayed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace the strategy's `training_step` and the module's `backward`.
@@ -91,17 +91,13 @@ class CUDAGraphCallback(Callback):
         scalers = _tensors_of_loss(module)
         inputs = (batch, [holder[key] for holder, key in scalers], trainer.accumulate_grad_batches)
         if self._step is not None and not self._step.accepts(inputs):
-            if not self._refused:
-                log.warning(
-                    "a training batch of other shapes than the captured one runs without the CUDA "
-                    "graph"
-                )
-                self._refused = True
-                self._gradients = None
-                with trainer.precision_plugin.train_step_context():
-                    # past DDP, which would average gradients
-                    return module.training_step(batch, *rest)
-            self._release()
+            warn_once(
+                "training batches of other shapes than the captured one run without the CUDA graph"
+            )
+            self._gradients = None
+            with trainer.precision_plugin.train_step_context():
+                # past DDP, which would average gradients
+                return module.training_step(batch, *rest)
         if self._step is None:
             indices = indices_on_device(module, trainer.strategy.root_device)
             function = partial(self._forward_backward, trainer, module, scalers, indices, rest)
@@ -109,7 +105,6 @@ class CUDAGraphCallback(Callback):
             self._step = CUDAGraphedStep(
                 function, module.parameters(), device, self._capture, self.remedy
             )
-        self._refused = False
         # of the last step; Lightning discards it after `training_step`
         self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
@@ -182,7 +177,6 @@ class CUDAGraphCallback(Callback):
             self._step.reset()
         self._step = None
         self._gradients = None
-        self._refused = False
 
 
 class InstallCallback(CUDAGraphCallback):
