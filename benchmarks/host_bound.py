@@ -31,7 +31,6 @@ from suite.timing import CLOCKS
 LAUNCHED, REPLAYED = "install, no recomputation, launched", "install, no recomputation"
 VARIANTS = ("untouched", LAUNCHED, REPLAYED, REPLAYED + ", captured")
 TASKS = ("step", "forecast", "random")
-ROUNDS = 2
 TOLERANCE = 5e-2
 
 
@@ -71,7 +70,7 @@ def measure(case, options) -> dict[str, dict[str, float]]:
     losses = {}
     wait = CLOCKS[options.device].synchronize
     limits = options.variant_seconds, options.warmup
-    for turn in range(ROUNDS):
+    for turn in range(options.rounds):
         for name in VARIANTS[:: 1 if turn % 2 == 0 else -1]:
             is_captured = name.endswith("captured")
             if is_captured and options.device == "cpu":
@@ -127,11 +126,11 @@ def table(processes: list[dict]) -> str:
 
 def main(arguments=None) -> None:
     """Measure each case in fresh processes; print the tables and write the report."""
-    parser = make_parser(__doc__, seconds=540, variables=100, warmup=8, processes=5)
+    parser = make_parser(__doc__, seconds=540, variables=100, warmup=6, processes=5, rounds=1)
     add_model_options(parser)
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument("--mapper-chunks", type=int, help="default: as in the YAML")
-    parser.add_argument("--variant-seconds", type=float, default=1.0, help="of a task in a round")
+    parser.add_argument("--variant-seconds", type=float, default=0.6, help="of a task in a round")
     parser.add_argument("--steps-only", action="store_true", help="launched and replayed alone")
     parser.add_argument("--worker", action="store_true", help="of one process: print its times")
     options = parser.parse_args(arguments)

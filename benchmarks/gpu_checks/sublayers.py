@@ -101,7 +101,8 @@ def run_some() -> None:
 
 
 def _draw(name: str, number: int, case: dict, size: Size, dtype: torch.dtype) -> Problem:
-    """Return a problem of a size."""
+    """Return a problem of a size; its dtype takes the place of the case's."""
+    case = {option: value for option, value in case.items() if option != "dtype"}
     if name == "attention":
         case = case | {"sizes": size.attention}
     else:

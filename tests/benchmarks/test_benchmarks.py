@@ -23,7 +23,7 @@ import tiles
 import torch
 import train_9km
 import wide_blocks
-from gpu_checks import model
+from gpu_checks import model, sublayers
 from suite import (
     anemoi_training,
     baselines,
@@ -394,6 +394,13 @@ def test_gpu_checks_run_on_small_problems(tmp_path):
     arguments = shlex.split("--repeat --big --norms --random 1 --processes 1")
     assert check_gpu.main([*arguments, "--log", str(log)]) == 0, log.read_text()
     assert log.read_text().count("PASS") == 4
+
+
+@pytest.mark.parametrize("name", sublayers.NAMES)
+def test_checks_of_sublayers_draw_every_case_in_their_dtype(name):
+    for number, case in enumerate(sublayers.CASES[name]):
+        problem = sublayers._draw(name, number, case, sublayers.SMALL, torch.bfloat16)
+        assert problem.options.gemm_dtype == torch.bfloat16
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch import nn
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.capture_choice import replays_steps
 from anemoi_gt.app.training.step import TrainingStep
+from anemoi_gt.nn import GNNMapper, GNNProcessor
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -58,7 +59,13 @@ def choose(make_model, mesh_of, caplog):
 @pytest.mark.parametrize("cuda_graph", [None, True, False])
 @pytest.mark.parametrize("backends", [None, "cpu:gloo,cuda:nccl"])
 @pytest.mark.parametrize(
-    "options", [{"dropout": 0.1}, {"checkpoint_groups": 2, "dropout": 0.0}], ids=str
+    "options",
+    [
+        {"dropout": 0.1},
+        {"checkpoint_groups": 2, "dropout": 0.0},
+        {"processor": GNNProcessor, "mapper": GNNMapper, "heads": 8, "dropout": 0.0},
+    ],
+    ids=["dropout", "checkpoints", "graph network"],
 )
 def test_a_gpu_replays_what_can_be_captured_unless_it_must_not(
     choose, caplog, cuda_graph, backends, options

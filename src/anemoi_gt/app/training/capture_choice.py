@@ -25,8 +25,13 @@ log = logging.getLogger(__name__)
 
 # Packages whose modules run the same code in every call with the same shapes. Others of torch hold
 # code of users (torch.fx.GraphModule, torch.jit.ScriptModule) or have threads and messages of their
-# own (torch.nn.parallel).
-KNOWN_PACKAGES = ("anemoi_gt.", "torch.nn.modules.", "torch.nn.utils.")
+# own (torch.nn.parallel). PyG's sums are children of each layer that passes messages.
+KNOWN_PACKAGES = (
+    "anemoi_gt.",
+    "torch.nn.modules.",
+    "torch.nn.utils.",
+    "torch_geometric.nn.aggr.",
+)
 
 
 def replays_steps(
