@@ -32,7 +32,7 @@ SMALL = [
         "model.channels=16",
         "model.heads=2",
         "training.device=cpu",
-        "attention.backend=torch",
+        "kernels.backend=torch",
     ),
 ]
 
@@ -237,7 +237,7 @@ def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(
     arguments = (
         f"checkpoint={checkpoint}",
         f"out={tmp_path / 'm.pt2'}",
-        "attention.backend=triton",
+        "kernels.backend=triton",
     )
     assert (
         "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET"

@@ -5,6 +5,7 @@ The config groups are in `anemoi_gt.configs`.
 
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from anemoi_gt.extras import import_extra
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-GROUPS = ("attention", "data", "graph", "model", "training")
+GROUPS = ("data", "graph", "kernels", "model", "training")
 
 
 @dataclass(kw_only=True)
@@ -140,7 +141,6 @@ def hydra_main(config_name: str, run: Callable[["DictConfig"], Any]) -> None:
     help and exit.
     """
     hydra = import_extra("hydra", "train")
-    sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
     main = hydra.main(
         version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
     )
@@ -155,7 +155,11 @@ def print_help(name: str) -> None:
         sys.exit(f"anemoi_gt.{name}: {error}")
 
 
-def quote_null(argument: str) -> str:
-    """Quote the null in `attention/precision=null`, because Hydra does not accept it unquoted."""
-    groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
-    return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)
+def current_spelling(argument: str) -> str:
+    """Return an argument with the group `kernels` in place of `attention`, its name in 0.4."""
+    current = re.sub(r"^\+*attention=default$", "kernels=auto", argument)
+    current = re.sub(r"^\+*attention[/.](\w+=)", r"kernels.\1", current)
+    if current != argument:
+        message = f"{argument} will be refused in 0.6.0: write {current}"
+        warnings.warn(message, FutureWarning, stacklevel=2)  # which users of commands see
+    return current

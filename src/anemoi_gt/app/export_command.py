@@ -48,7 +48,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
     check_compiler()
     check_toolkit(device)
     origin = {"checkpoint": str(config.checkpoint), "step": str(step), "precision": precision}
-    origin["backend"] = hydra_app.check_backend(hydra_app.instantiate(config.attention), device)
+    origin["backend"] = hydra_app.check_backend(hydra_app.instantiate(config.kernels), device)
     if origin["backend"] == "triton":
         check_kernels()
     return partial(export, run, out, max_batch, origin)

@@ -23,7 +23,7 @@ from torch import nn
 from anemoi_gt.app.command_line import GROUPS, OPTIONS, hydra_main
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, load
 from anemoi_gt.app.datasets.schema import DataSchema
-from anemoi_gt.app.trained import check_same_network, current_config, current_target, schema_of
+from anemoi_gt.app.trained import check_same_network, config_of, current_target, schema_of
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.capture_choice import check_capturable, device_unsupported_reason
 from anemoi_gt.app.training.config import choose_device, cpu_threads
@@ -85,7 +85,7 @@ def build_data(
     """
     check_types(config, *GROUPS)
     training = instantiate(config.training)
-    check_backend(instantiate(config.attention), choose_device(training.device))
+    check_backend(instantiate(config.kernels), choose_device(training.device))
     splits = instantiate(config.data) if schema is None else build_same_data(config.data, schema)
     return splits, training
 
@@ -109,8 +109,8 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     log.info("graph: %s", describe_graph(graph))
     torch.manual_seed(config.training.seed)  # here, so that data and graph do not change weights
     make_model = instantiate(config.model)
-    attention = instantiate(config.attention)
-    return make_model(graph, train.in_channels, train.out_channels, config=attention)
+    kernels = instantiate(config.kernels)
+    return make_model(graph, train.in_channels, train.out_channels, config=kernels)
 
 
 def describe_graph(graph: "HeteroData") -> str:
@@ -134,23 +134,16 @@ def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
     run = build(config, schema_of(state.get("schema"), path))
     load_weights(run.model, state)
     values = OmegaConf.to_container(config, resolve=True)
-    check_same_network(current_config(state["config"]), values)
+    check_same_network(config_of(state["config"], path), values)
     run.model.to(choose_device(run.training.device)).eval()
     return run, state.get("step")
 
 
-def store_config(config: Any, checkpoint: Path) -> None:
-    """Register the config of a checkpoint as Hydra's `run: of_checkpoint`.
-
-    Raises ValueError if the checkpoint has no config.
-    """
+def store_config(config: dict[str, Any]) -> None:
+    """Register the config of a checkpoint as Hydra's `run: of_checkpoint`."""
     from hydra.core.config_store import ConfigStore
 
-    if not isinstance(config, dict):
-        raise ValueError(f"a checkpoint must contain the config of its run, {checkpoint} does not")
-    ConfigStore.instance().store(
-        "of_checkpoint", current_config(config), group="run", package="_global_"
-    )
+    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
@@ -350,9 +343,9 @@ def check_device(config: "DictConfig") -> TrainingConfig:
     return training
 
 
-def check_backend(attention: KernelConfig, device: torch.device) -> str:
-    """Return the name of the attention backend for a device; raise ValueError if none can run."""
-    return choose_backend(attention.backend, {}, Dtypes(torch.float32), device).name
+def check_backend(kernels: KernelConfig, device: torch.device) -> str:
+    """Return the name of the backend for a device; raise ValueError if none can run."""
+    return choose_backend(kernels.backend, {}, Dtypes(torch.float32), device).name
 
 
 def check_explain(target: Any) -> None:
@@ -488,7 +481,7 @@ def run_command_on_checkpoint(
                 )
             path = Path(value)
             require_file(path)
-            store_config(load_checkpoint(path).get("config"), path)
+            store_config(config_of(load_checkpoint(path).get("config"), path))
         return name
 
     run_command(name, prepare, choose_config)

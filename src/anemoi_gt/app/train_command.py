@@ -32,7 +32,7 @@ from anemoi_gt.app.datasets.forecast_dataset import (
 )
 from anemoi_gt.app.evaluate_command import write_report
 from anemoi_gt.app.plots import chosen_variables
-from anemoi_gt.app.trained import current_config, flatten, schema_of
+from anemoi_gt.app.trained import config_of, flatten, schema_of
 from anemoi_gt.app.training import Trainer
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.loggers import import_logger, open_metrics
@@ -70,12 +70,12 @@ log = logging.getLogger(__name__)
 # Options that may change when a run is continued. Results are the same or agree to rounding, except
 # that compiled code draws other dropout masks.
 MAY_DIFFER = (
-    *("attention.", "data.path", "data.train", "data.valid", "data.test", "sharding."),
+    *("kernels.", "data.path", "data.train", "data.valid", "data.test", "sharding."),
     *("training.compile", "training.cuda_graph", "training.device", "training.logger"),
     "training.threads",
 )
 # options that may differ between ranks
-RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
+RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "kernels.backend")
 
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
@@ -160,7 +160,7 @@ def checkpoint_to_resume(folder: Path, description: dict, *, resume: bool) -> di
         check_start(folder, description, resume=resume)
         return None
     state = load_checkpoint(path)
-    check_same_config(path, state.get("config", {}), description)
+    check_same_config(path, config_of(state.get("config"), path), description)
     return state
 
 
@@ -223,7 +223,7 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
 
     Options in `MAY_DIFFER` may differ, and `training.steps` may increase.
     """
-    before = dict(flatten(current_config(before)))
+    before = dict(flatten(before))
     now = dict(flatten(now))
     # more steps stretch the learning rate of a run that has ended or was stopped
     if before.get("training.steps", math.inf) < now.get("training.steps", 0):
@@ -396,7 +396,7 @@ def resumes_on_ranks(folder: Path, description: dict, *, resume: bool) -> bool:
     if path is None:
         check_start(folder, description, resume=resume)
         return False
-    before = load_values(path, "config")
+    before = config_of(load_values(path, "config"), path)
     check_same_config(path, before, description)
     former = before.get("sharding")
     current = description.get("sharding")
@@ -409,9 +409,9 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
     """Return the values that ranks must share: config, attention backend, PyTorch version."""
     values = flatten(hydra_app.describe(config) | {"resume": config.resume})
     shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
-    attention = hydra_app.instantiate(config.attention)
-    backend = hydra_app.check_backend(attention, local_device(mesh.device_type))
-    return shared | {"the attention backend": backend, "the version of torch": torch.__version__}
+    kernels = hydra_app.instantiate(config.kernels)
+    backend = hydra_app.check_backend(kernels, local_device(mesh.device_type))
+    return shared | {"the backend": backend, "the version of torch": torch.__version__}
 
 
 def primary_config(arguments: list[str]) -> str:
@@ -433,20 +433,20 @@ def primary_config(arguments: list[str]) -> str:
         if config is None:
             return "train"
     elif checkpoint.is_file():
-        config = load_checkpoint(checkpoint).get("config")
+        config = config_of(load_checkpoint(checkpoint).get("config"), checkpoint)
     else:
-        config = load_values(checkpoint, "config")
-    if is_launched() and isinstance(config, dict):
+        config = config_of(load_values(checkpoint, "config"), checkpoint)
+    if is_launched():
         former = former_sharding(config.get("sharding", {}), arguments)
         check_former_model(former, int(os.environ["WORLD_SIZE"]))
         sys.argv += former
     keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
     if keys & set(GROUPS):
         return "train"
-    if isinstance(config, dict):
-        kept = (*GROUPS, "init_from")
-        config = {"init_from": None} | {key: config[key] for key in kept if key in config}
-    hydra_app.store_config(config, checkpoint)
+    kept = (*GROUPS, "init_from")
+    hydra_app.store_config(
+        {"init_from": None} | {key: config[key] for key in kept if key in config}
+    )
     return "resume"
 
 

@@ -10,6 +10,7 @@ metrics.jsonl         records since step 1
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anemoi_gt.app.trained import current_config
 from anemoi_gt.app.training.run_files import atomic_write
 from anemoi_gt.distributed.ownership import Ownership
 from anemoi_gt.distributed.sharded_checkpoint import find_run
@@ -102,7 +103,7 @@ def write_config(folder: Path, config: "DictConfig", description: dict[str, Any]
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return the config in a folder as plain values, or None if it has none.
+    """Return the config in a folder, with this version's names, or None if it has none.
 
     Raises ValueError if the file is not a config.
     """
@@ -119,4 +120,4 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} must be the config of a run, cannot read it: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must be the config of a run, got {config!r}")
-    return {str(key): value for key, value in config.items()}
+    return current_config({str(key): value for key, value in config.items()})
