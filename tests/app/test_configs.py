@@ -19,7 +19,7 @@ from anemoi_gt.app.command_line import GROUPS, OPTIONS, current_spelling
 from anemoi_gt.app.datasets import era5_uk
 from anemoi_gt.app.datasets.readers import READERS
 from anemoi_gt.app.datasets.xarray_reader import read_dataset
-from anemoi_gt.app.hydra_app import build
+from anemoi_gt.app.objects import build
 from anemoi_gt.data.grids import regional
 from anemoi_gt.kernel_config import BACKENDS
 from anemoi_gt.nn import GraphTransformerBaseBlock

@@ -134,24 +134,46 @@ OPTIONS: dict[str, type] = {  # by the name of the application, hydra.job.name
 }
 
 
-def hydra_main(config_name: str, run: Callable[["DictConfig"], Any]) -> None:
+class CommandLineError(Exception):
+    """Hydra cannot compose a config from the arguments."""
+
+
+def hydra_main(name: str, config_name: str, run: Callable[["DictConfig"], Any]) -> None:
     """Compose the config that the command line describes, and run a function on it.
 
-    `config_name` is the name of a primary config in `anemoi_gt.configs`. With `--help`, print the
-    help and exit.
+    `name` is that of the application, `config_name` that of a primary config in
+    `anemoi_gt.configs`. With `--help`, print the help and exit. Raises CommandLineError with one
+    sentence if the config cannot be composed.
     """
     hydra = import_extra("hydra", "train")
+    from hydra.core.utils import env_override
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
     main = hydra.main(
         version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
     )
-    main(run)()
+    try:
+        with env_override({"HYDRA_FULL_ERROR": "1"}):  # errors are raised, not printed
+            main(run)()
+    except (HydraException, OmegaConfBaseException) as error:
+        text = str(error)
+        unknown = re.search(r"Could not override '([^']+)'", text)
+        if unknown:
+            text = f"there is no option {unknown[1]}"
+        for end in ("\nConfig search path", "\nSee https"):
+            text = text.partition(end)[0]
+        raise CommandLineError(
+            f"{' '.join(text.split())}: nothing was started; anemoi-gt {name} --help lists all "
+            "groups and options"
+        ) from error
 
 
 def print_help(name: str) -> None:
     """Print the help of an application for the arguments of the command line, and exit."""
     try:
-        hydra_main(name, lambda config: config)
-    except ImportError as error:
+        hydra_main(name, name, lambda config: config)
+    except (ImportError, CommandLineError) as error:
         sys.exit(f"anemoi_gt.{name}: {error}")
 
 

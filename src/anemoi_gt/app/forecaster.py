@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from anemoi_gt.app import hydra_app
+from anemoi_gt.app import objects
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.forecast_file import describe_forecast
 from anemoi_gt.app.scores import roll_out
@@ -90,10 +90,10 @@ class Forecaster:
             config.data.path = str(path)
         elif path is not None:
             config.data.path = list(path)
-        splits, training = hydra_app.build_data(config, self._schema)
+        splits, training = objects.build_data(config, self._schema)
         dataset = splits.test.starting_at(start)
         if self._model is None:
-            model = hydra_app.build_model(config, splits.train)
+            model = objects.build_model(config, splits.train)
             load_weights(model, self._state)
             self._model = model.to(self._device).eval()
         with cpu_threads(training.threads):
