@@ -7,7 +7,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anemoi_gt.extras import import_extra
@@ -18,119 +17,28 @@ if TYPE_CHECKING:
 GROUPS = ("data", "graph", "kernels", "model", "training")
 
 
-@dataclass(kw_only=True)
-class PlotOptions:
-    """Options of the plots of a run.
-
-    Parameters
-    ----------
-    variables : list of str, optional
-        Variables to plot. None plots the first three.
-    """
-
-    variables: list[str] | None
-
-
-@dataclass(kw_only=True)
-class TrainOptions:
-    """Options of `anemoi-gt train` outside the groups.
-
-    Parameters
-    ----------
-    resume : bool
-        True continues the run in hydra.run.dir with its config, from its last.pt if there is one,
-        or starts it there.
-    init_from : str, optional
-        Start a new run from the weights of this checkpoint that fit the model.
-    explain : str, optional
-        Report which kernels each layer runs, before training: print, or a file in hydra.run.dir
-        (JSON if .json).
-    plots : PlotOptions
-        Options of the plots.
-    """
-
-    resume: bool
-    init_from: str | None
-    explain: Any  # `check_explain` refuses true, which a str would take as a name
-    plots: PlotOptions
-
-
-@dataclass(kw_only=True)
-class EvaluateOptions:
-    """Options of `anemoi-gt evaluate` outside the config of the run.
-
-    Parameters
-    ----------
-    checkpoint : str
-        File best.pt or last.pt of a run.
-    rollout : int
-        Autoregressive steps; 1 disables rollouts.
-    explain : str, optional
-        Report which kernels each layer runs: print, or a file in hydra.run.dir (JSON if .json).
-    plots : PlotOptions
-        Options of the plots.
-    """
-
-    checkpoint: str
-    rollout: int
-    explain: Any  # `check_explain` refuses true, which a str would take as a name
-    plots: PlotOptions
-
-
-@dataclass(kw_only=True)
-class RolloutOptions:
-    """Options of `anemoi-gt rollout` outside the config of the run.
-
-    Parameters
-    ----------
-    checkpoint : str
-        File best.pt or last.pt of a run.
-    steps : int
-        Autoregressive steps.
-    sample : int, optional
-        Test sample from which the forecast starts, from 0, or from the last, -1. None is the last.
-    start : str or list of str, optional
-        In place of a sample: latest, a date such as 2020-01-31T18, or several dates. Needs no
-        truth.
-    out : str
-        File of the forecast, in hydra.run.dir unless absolute: zarr if it ends in .zarr, else
-        NetCDF.
-    """
-
-    checkpoint: str
-    steps: int
-    sample: int | None
-    start: Any
-    out: str
-
-
-@dataclass(kw_only=True)
-class ExportOptions:
-    """Options of `anemoi-gt export` outside the config of the run.
-
-    Parameters
-    ----------
-    checkpoint : str
-        File best.pt or last.pt of a run.
-    out : str
-        File of the package, NAME.pt2.
-    max_batch : int
-        Maximum batch size; 1 fixes it.
-    precision : {"32-true", "bf16-mixed", "16-mixed"}
-        Precision of the package, with the names of training.precision.
-    """
-
-    checkpoint: str
-    out: str
-    max_batch: int
-    precision: str
-
-
-OPTIONS: dict[str, type] = {  # by the name of the application, hydra.job.name
-    "train": TrainOptions,
-    "evaluate": EvaluateOptions,
-    "rollout": RolloutOptions,
-    "export": ExportOptions,
+# Types of the options outside the groups, by the name of the application, hydra.job.name.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "train": {
+        "resume": bool,
+        "init_from": str | None,
+        "explain": Any,  # `check_explain` refuses true, which a str would take as a name
+        "plots.variables": list[str] | None,
+    },
+    "evaluate": {
+        "checkpoint": str,
+        "rollout": int,
+        "explain": Any,
+        "plots.variables": list[str] | None,
+    },
+    "rollout": {
+        "checkpoint": str,
+        "steps": int,
+        "sample": int | None,
+        "start": Any,
+        "out": str,
+    },
+    "export": {"checkpoint": str, "out": str, "max_batch": int, "precision": str},
 }
 
 

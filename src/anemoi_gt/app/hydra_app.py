@@ -7,12 +7,11 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from anemoi_gt.app.command_line import OPTIONS, CommandLineError, hydra_main
 from anemoi_gt.app.objects import as_type
@@ -128,20 +127,16 @@ def remove_empty_run(existing: Path) -> None:
                 parent.rmdir()
 
 
-def check_options(config: "DictConfig", options: type) -> None:
-    """Convert the options of a command to the types in its structured config.
+def check_options(config: "DictConfig", options: Mapping[str, Any]) -> None:
+    """Convert the options of a command to their types.
 
     Raises ValueError for a wrong type, and MissingMandatoryValue for an option without a value.
     """
-    for name, kind in get_type_hints(options).items():
-        if name not in config:  # a run that continues has no init_from
-            continue
-        if is_dataclass(kind):
-            for inner, inner_kind in get_type_hints(kind).items():
-                value = config[name][inner]
-                config[name][inner] = as_type(f"{name}.{inner}", value, inner_kind)
-        else:
-            config[name] = as_type(name, config[name], kind)
+    from omegaconf import OmegaConf
+
+    for name, kind in options.items():
+        value = OmegaConf.select(config, name, throw_on_missing=True)
+        OmegaConf.update(config, name, as_type(name, value, kind))
 
 
 def is_multirun() -> bool:
