@@ -112,39 +112,33 @@ class Era5UkDataset(ForecastDataset):
         daily_change = training[HOURS_PER_DAY:] - training[:-HOURS_PER_DAY]
         self.change_mean = daily_change.mean()[None]
         self.change_std = daily_change.std()[None]
-        self._mean = training.mean(dim=0)
-        self._anomaly_std = (training - self._mean).std()
+        mean = training.mean(dim=0)
         changes = [training[lag:] - training[:-lag] for lag in self.lags]
-        self._lag_std = torch.stack([change.std() for change in changes])
+        lag_std = torch.stack([change.std() for change in changes])
         position = torch.from_numpy(self.nodes.radians)
-        self._position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
+        position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
+        statistics = {"mean": mean, "anomaly_std": (training - mean).std(), "lag_std": lag_std}
+        self.encoding = Era5UkInputs(self.lags, lead_time, position, statistics)
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return the statistics of the change, the mean per node, and standard deviations."""
-        statistics = {
-            "mean": self._mean,
-            "anomaly_std": self._anomaly_std,
-            "lag_std": self._lag_std,
-        }
-        return super().normalisation() | statistics
+        return super().normalisation() | self.encoding.statistics()
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
         """Return the same samples, normalised by the statistics of `normalisation`."""
         other = super().normalised_by(normalisation)
-        other._mean = normalisation["mean"].float()
-        other._anomaly_std = normalisation["anomaly_std"].float()
-        other._lag_std = normalisation["lag_std"].float()
+        statistics = {name: normalisation[name].float() for name in Era5UkInputs.STATISTICS}
+        position = self.encoding.position
+        other.encoding = Era5UkInputs(self.lags, self.lead_time, position, statistics)
         return other
 
     def physical_inputs(self) -> "Era5UkInputs":
         """Return the module that converts temperatures of the last hours to input channels."""
-        return Era5UkInputs(self)
+        return copy.deepcopy(self.encoding)
 
     def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
         """Return the temperatures of sample i at its start and lags, [N, P], and the time."""
-        hours = [self.starts[i] - lag for lag in (0, *self.lags)]
-        seconds = self.start_time(i).astype("datetime64[s]").astype("int64")
-        return self.field.values[hours].T, torch.tensor(float(seconds), dtype=torch.float64)
+        return self._physical(self.field.values[: self.starts[i] + 1], self.starts[i])
 
     def start_time(self, i: int) -> np.datetime64:
         """Return the start time of sample i."""
@@ -168,7 +162,7 @@ class Era5UkDataset(ForecastDataset):
         return len(self.starts)
 
     def inputs(self, i: int) -> Tensor:
-        return self._channels(self.field.values[: self.starts[i] + 1], self.starts[i])
+        return self.encoding.channels(*self.physical_sample(i))
 
     def reference(self, i: int) -> Tensor:
         """Return the temperature a day before the truth, [N, 1] in K."""
@@ -196,7 +190,8 @@ class Era5UkDataset(ForecastDataset):
         values = torch.cat([past, *(forecast.T for forecast in forecasts)])
         present = start + len(forecasts)
         truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
-        return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
+        inputs = self.encoding.channels(*self._physical(values, present))
+        return Step(inputs, values[-HOURS_PER_DAY][:, None], truth)
 
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""
@@ -232,13 +227,12 @@ class Era5UkDataset(ForecastDataset):
         predict = fit_ridge(torch.stack([predictors(start) for start in starts]), target)
         return lambda i: predict(predictors(self.starts[i]))[:, None]
 
-    def _channels(self, values: Tensor, hour: int) -> Tensor:
-        """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
-        anomaly = (values[-1] - self._mean) / self._anomaly_std
-        past = values[[-1 - lag for lag in self.lags]]  # [lags, N]
-        changes = (values[-1] - past).T / self._lag_std  # [N, lags]
-        time_of_day = harmonics_of_day(hour, 2).expand(len(self.nodes), 4)
-        return torch.cat([anomaly[:, None], changes, time_of_day, self._position], dim=1)
+    def _physical(self, values: Tensor, hour: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs of `encoding` at an hour; `values` [T, N] are those up to it."""
+        time = self.field.times[0] + np.timedelta64(hour, "h")
+        seconds = float(time.astype("datetime64[s]").astype("int64"))
+        fields = values[[-1 - lag for lag in (0, *self.lags)]].T
+        return fields, torch.tensor(seconds, dtype=torch.float64)
 
     def _at(self, hour: int) -> Tensor:
         return self.field.values[hour][:, None]
@@ -247,20 +241,26 @@ class Era5UkDataset(ForecastDataset):
 class Era5UkInputs(PhysicalInputs):
     """The input channels of `Era5UkDataset`: anomaly, changes, harmonics of the hour, position."""
 
+    STATISTICS = ("mean", "anomaly_std", "lag_std")
     mean: Tensor  # buffers
     anomaly_std: Tensor
     lag_std: Tensor
     position: Tensor
 
-    def __init__(self, dataset: Era5UkDataset):
+    def __init__(
+        self, lags: Sequence[int], lead_time: int, position: Tensor, statistics: dict[str, Tensor]
+    ):
         super().__init__()
-        self.names = ("t2m", *(f"t2m -{lag} h" for lag in dataset.lags))
+        self.names = ("t2m", *(f"t2m -{lag} h" for lag in lags))
         self.units = ("K",) * len(self.names)
-        self.reference = (0, *dataset.lags).index(HOURS_PER_DAY - dataset.lead_time)
-        self.register_buffer("mean", dataset._mean)
-        self.register_buffer("anomaly_std", dataset._anomaly_std)
-        self.register_buffer("lag_std", dataset._lag_std)
-        self.register_buffer("position", dataset._position)
+        self.reference = (0, *lags).index(HOURS_PER_DAY - lead_time)
+        for name in self.STATISTICS:
+            self.register_buffer(name, statistics[name])
+        self.register_buffer("position", position)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return the mean per node [N], and deviations of the anomaly and of each change."""
+        return {name: self.get_buffer(name) for name in self.STATISTICS}
 
     # `time` is always passed, because needs_time is True.
     def forward(  # type: ignore[override]
