@@ -21,7 +21,6 @@ from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
 from anemoi_gt.app.training.run_folder import LOCK, own
 from anemoi_gt.distributed import is_launched
-from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.extras import import_extra
 
 if TYPE_CHECKING:
@@ -227,7 +226,6 @@ def run_command_on_checkpoint(
                     "or special characters twice: \"checkpoint='run (1)/best.pt'\""
                 )
             path = Path(value)
-            require_file(path)
             store_config(config_of(load_checkpoint(path).get("config"), path))
         return name
 

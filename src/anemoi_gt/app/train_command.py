@@ -46,9 +46,11 @@ from anemoi_gt.app.training.run_folder import (
     ONE_PROCESS,
     TORCHRUN,
     checkpoint_to_continue,
+    find_run,
     has_records,
     own,
     read_config,
+    read_run,
     write_config,
 )
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
@@ -62,7 +64,6 @@ from anemoi_gt.distributed.process_group import (
     make_cpu_group,
     report_sentence,
 )
-from anemoi_gt.distributed.sharded_checkpoint import find_run, load_values
 from anemoi_gt.nn.static_graph import DATA
 
 log = logging.getLogger(__name__)
@@ -188,13 +189,6 @@ def checkpoint_to_resume(
     if former != current:
         log.info("sharding changes from %s to %s", _as_arguments(former), _as_arguments(current))
     return state
-
-
-def read_run(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint, or config and schema of a folder of several ranks."""
-    if path.is_file():
-        return load_checkpoint(path)
-    return {name: load_values(path, name) for name in ("config", "schema")}
 
 
 def check_periods(splits: Splits, config: "hydra_app.DictConfig") -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anemoi_gt.app.trained import current_config
-from anemoi_gt.app.training.run_files import atomic_write
+from anemoi_gt.app.training.run_files import atomic_write, load_checkpoint, sharded
 from anemoi_gt.distributed.ownership import Ownership
-from anemoi_gt.distributed.sharded_checkpoint import find_run
+from anemoi_gt.distributed.sharded_checkpoint import find_checkpoint, load_values
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -36,6 +36,19 @@ def own(folder: Path) -> Ownership:
         f"one run at a time may train in {folder}",
         "wait for its end, or choose another hydra.run.dir",
     )
+
+
+def find_run(last: str | Path) -> Path | None:
+    """Return the last checkpoint of a run, a file or folder, or None. `last` is the file."""
+    last = Path(last)
+    return last if last.exists() else find_checkpoint(sharded(last))
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint, or config and schema of a folder of several ranks."""
+    if path.is_file():
+        return load_checkpoint(path)
+    return {name: load_values(path, name) for name in ("config", "schema")}
 
 
 def checkpoint_to_continue(folder: Path, writer: str, *, resume: bool) -> Path | None:
