@@ -47,15 +47,6 @@ POLE = 1e-5  # degrees from a pole, or from the meridians of 90 degrees, that ar
 DEGREES = re.compile("(degrees?|deg)?_?(north|n|east|e|true|(?P<negative>south|s|west|w))?")
 RADIANS = ("radian", "radians", "rad")
 PRESSURE = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0, "millibar": 1.0, "millibars": 1.0}
-HOURS = {
-    "day": 24.0,
-    "hour": 1.0,
-    "hr": 1.0,
-    "h": 1.0,
-    "minute": 1 / 60,
-    "second": 1 / 3600,
-    "s": 1 / 3600,
-}
 VERTICAL = ("surface", "height", "heightAboveGround", "depth", "hybrid", "level", "lev", "plev")
 MODEL_LEVEL = ("model_level_number", "hybrid", "model_level")
 # attributes of a variable that must be equal at all times; the others are about grid and packing
@@ -402,7 +393,8 @@ class _DatasetReader:
         if start is not None and start.ndim == 0:
             origin = f"start {minutes(start.values)}, {origin}".removesuffix(", ")
         time_dim = time.dims[0] if time.ndim else None
-        return _to_seconds(time.values), time_dim, origin
+        seconds = time.dt.round("s").values  # hours as fractions of days are off by less
+        return np.atleast_1d(seconds).astype("datetime64[ns]"), time_dim, origin
 
     def _valid_time(self, part: "xarray.DataArray") -> "xarray.DataArray | None":
         """Return the coordinate of valid times: by its role, or the only one with dates."""
@@ -460,13 +452,6 @@ class _DatasetReader:
         return ends, f"{length} {method or 'unknown'}"
 
 
-def _to_seconds(times: np.ndarray) -> np.ndarray:
-    """Return dates to the second [T]: hours as fractions of days are off by less."""
-    half = np.timedelta64(500, "ms")
-    seconds = (np.atleast_1d(times).astype("datetime64[ns]") + half).astype("datetime64[s]")
-    return seconds.astype("datetime64[ns]")
-
-
 def _sizes(array: "xarray.DataArray") -> str:
     return ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) or "none"
 
@@ -476,11 +461,12 @@ def _hours(step: "xarray.DataArray") -> Any:
     if step.dtype.kind == "m":
         return step
     units = str(step.attrs.get("units", ""))
-    unit = units if units in HOURS else units.removesuffix("s")
-    if unit not in HOURS:
-        raise LeftOutError(f"the units of its {step.name} must be hours, got {units!r}")
-    milliseconds = (step * HOURS[unit] * 3_600_000).round().astype("int64")
-    return milliseconds.astype("timedelta64[ms]")
+    pandas = import_extra("pandas", "xarray")
+    try:
+        durations = pandas.to_timedelta(step.values.ravel(), units.removesuffix("s") or units)
+    except ValueError:
+        raise LeftOutError(f"the units of its {step.name} must be hours, got {units!r}") from None
+    return step.copy(data=durations.round("ms").values.reshape(step.shape))
 
 
 def _level(coordinate: "xarray.DataArray") -> Level:
