@@ -147,8 +147,8 @@ def test_a_resumed_run_keeps_its_normalisation(workdir, start):
         (
             lambda s: s,
             ("data.variables=[z_500,t2m,tp,z_850]",),
-            "variables must be t2m, z_500, z_850, tp in this order, as in the checkpoint, got "
-            "z_500, t2m",
+            "the variables, in this order, must be t2m, z_500, z_850, tp, as in the checkpoint, "
+            "got z_500, t2m",
         ),
         (lambda s: s, ("model.heads=2",), "model.heads must be 4, as in the checkpoint, got 2"),
     ],
