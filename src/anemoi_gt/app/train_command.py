@@ -330,12 +330,8 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     def run() -> float | None:
         sharding = objects.instantiate(config.sharding)
         device_type = choose_device(config.training.device).type
-        try:
-            with ExitStack() as ownership:  # of the folder, on rank 0
-                return _train_on_ranks(config, sharding, device_type, ownership)
-        except hydra_app.ERRORS_OF_PREPARATION as error:
-            log.debug("traceback", exc_info=error)
-            raise error.with_traceback(None) from None
+        with ExitStack() as ownership:  # of the folder, on rank 0
+            return _train_on_ranks(config, sharding, device_type, ownership)
 
     try:
         return run()
@@ -408,7 +404,7 @@ def _train_on_ranks(
 
 
 def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the values that ranks must share: config, attention backend, PyTorch version."""
+    """Return the values that ranks must share: config, backend, PyTorch version."""
     values = flatten(objects.describe(config) | {"resume": config.resume})
     shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
     kernels = objects.instantiate(config.kernels)
