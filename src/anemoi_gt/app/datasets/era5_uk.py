@@ -220,7 +220,9 @@ class Era5UkDataset(ForecastDataset):
         def predictors(start: int) -> Tensor:
             """Return temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
             past = self.field.values[[start - lag for lag in RIDGE_LAGS]].T
-            return torch.cat([past, harmonics_of_day(start, 1).expand(len(past), 2)], dim=1)
+            hour = torch.tensor([start % HOURS_PER_DAY], dtype=torch.float64)
+            time_of_day = harmonics(2 * torch.pi * hour / HOURS_PER_DAY, 1)
+            return torch.cat([past, time_of_day.expand(len(past), 2)], dim=1)
 
         starts = range(max(RIDGE_LAGS), hours - self.lead_time)
         target = self.field.values[starts.start + self.lead_time : hours]
@@ -272,13 +274,9 @@ class Era5UkInputs(PhysicalInputs):
         """
         anomaly = (fields[..., :1] - self.mean[:, None]) / self.anomaly_std
         changes = (fields[..., :1] - fields[..., 1:]) / self.lag_std
-        angle = day_angle(time)
-        harmonics = torch.stack(
-            [angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], dim=1
-        ).float()
-        harmonics = harmonics[:, None].expand(-1, fields.shape[1], -1)
+        time_of_day = harmonics(day_angle(time), 2)[:, None].expand(-1, fields.shape[1], -1)
         position = self.position.expand(fields.shape[0], -1, -1)
-        channels = torch.cat([anomaly, changes, harmonics, position], dim=2)
+        channels = torch.cat([anomaly, changes, time_of_day, position], dim=2)
         return channels, fields[..., self.reference : self.reference + 1]
 
 
@@ -309,10 +307,10 @@ def fit_ridge(
     return predict
 
 
-def harmonics_of_day(hour: int, count: int) -> Tensor:
-    """Return sine and cosine of 1, ..., `count` times the hour angle, [2 * count] float32."""
-    angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
-    return rearrange([angle.sin(), angle.cos()], "part harmonic -> (harmonic part)")
+def harmonics(angle: Tensor, count: int) -> Tensor:
+    """Return sine and cosine of 1, ..., `count` times angles [B], [B, 2 * count] float32."""
+    multiples = angle[:, None] * torch.arange(1, count + 1, device=angle.device)
+    return torch.stack([multiples.sin(), multiples.cos()], dim=2).flatten(1).float()
 
 
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
