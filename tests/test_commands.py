@@ -44,7 +44,7 @@ NOT_HERE = {
     "data.path=uk.grib",
     "checkpoint=runs/uk/best.pt",
     "graph=o1280",
-    "attention/backend=triton",
+    "kernels=triton",
     "--nproc-per-node=4",
     "export",
 }

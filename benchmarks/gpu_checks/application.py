@@ -25,7 +25,7 @@ SMALL = [
 ]
 ON_DEVICE = [
     f"training.device={DEVICE.type}",
-    f"attention.backend={'triton' if DEVICE.type == 'cuda' else 'torch'}",
+    f"kernels.backend={'triton' if DEVICE.type == 'cuda' else 'torch'}",
 ]
 SAMPLES, LIMIT = 3, 300.0  # s, for one command
 

@@ -23,7 +23,7 @@ def group_reference(group: str) -> str:
     Parameters
     ----------
     group : str
-        Such as "model", or "attention/backend".
+        Such as "model".
 
     Raises
     ------
@@ -34,39 +34,30 @@ def group_reference(group: str) -> str:
     if not names:
         raise LookupError(f"no config group {group!r}")
     parts = [_list_of_choices(group, names)]
-    if "/" not in group:
-        values = {name: composed(group, name) for name in names}
-        parts += _option_tables(values)
-        inner: dict[str, dict[str, dict]] = {}  # options that are objects, by their name
-        for choice, options in values.items():
-            for name, value in options.items():
-                if isinstance(value, dict) and "_target_" in value:
-                    inner.setdefault(name, {})[choice] = value
-        for values_of_choice in inner.values():
-            parts += _option_tables(values_of_choice)
+    values = {name: composed(group, name) for name in names}
+    parts += _option_tables(values)
+    inner: dict[str, dict[str, dict]] = {}  # options that are objects, by their name
+    for choice, options in values.items():
+        for name, value in options.items():
+            if isinstance(value, dict) and "_target_" in value:
+                inner.setdefault(name, {})[choice] = value
+    for values_of_choice in inner.values():
+        parts += _option_tables(values_of_choice)
     return "\n\n".join(parts) + "\n"
 
 
 def groups() -> list[str]:
-    """Return the names of all groups, including nested ones."""
-    top = sorted(
+    """Return the names of all groups."""
+    return sorted(
         entry.name for entry in CONFIGS.iterdir() if entry.is_dir() and choices(entry.name)
     )
-    inside = (
-        f"{group}/{entry.name}"
-        for group in top
-        for entry in (CONFIGS / group).iterdir()
-        if entry.is_dir()
-    )
-    return top + sorted(inside)
 
 
 def choices(group: str) -> list[str]:
     """Return the names of a group's options, those that others derive from first."""
-    folder = CONFIGS.joinpath(*group.split("/"))
     names = sorted(
         entry.name.removesuffix(".yaml")
-        for entry in folder.iterdir()
+        for entry in (CONFIGS / group).iterdir()
         if entry.name.endswith(".yaml")
     )
     return sorted(names, key=lambda name: bool(_parent(group, name)))
@@ -155,7 +146,7 @@ def _yaml(value) -> str:
 
 
 def _text(group: str, choice: str) -> str:
-    return CONFIGS.joinpath(*group.split("/"), f"{choice}.yaml").read_text()
+    return (CONFIGS / group / f"{choice}.yaml").read_text()
 
 
 def _heading_comment(group: str, choice: str) -> str:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from anemoi_gt.app.command_line import print_help
+from anemoi_gt.app.command_line import current_spelling, print_help
 from anemoi_gt.toolchain import compile_cache_problem
 from anemoi_gt.version import __version__
 
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command with `arguments`, by default from the command line."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if arguments[0] in APPLICATIONS:
-        name, *rest = arguments
+        name, *rest = map(current_spelling, arguments)
         sys.argv = [f"anemoi_gt.{name}", *rest]  # read by Hydra
         names_checkpoint = any(argument.startswith("checkpoint=") for argument in rest)
         if not names_checkpoint and not {"--help", "-h"}.isdisjoint(rest):

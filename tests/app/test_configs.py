@@ -1,7 +1,8 @@
 """The configs: each builds its object, choices compose, and other applications can use the groups."""
 
+import re
+import warnings
 from importlib.resources import files
-from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -13,13 +14,13 @@ from support.pages import ROOT, blocks
 from support.weather import hourly_field
 
 from anemoi_gt import KernelConfig
-from anemoi_gt.app.command_line import GROUPS, OPTIONS
+from anemoi_gt.app.command_line import GROUPS, OPTIONS, current_spelling
 from anemoi_gt.app.datasets import era5_uk
 from anemoi_gt.app.datasets.readers import READERS
 from anemoi_gt.app.datasets.xarray_reader import read_dataset
-from anemoi_gt.app.hydra_app import build
+from anemoi_gt.app.objects import build
 from anemoi_gt.data.grids import regional
-from anemoi_gt.kernel_config import BACKENDS, PRECISIONS
+from anemoi_gt.kernel_config import BACKENDS
 from anemoi_gt.nn import GraphTransformerBaseBlock
 
 CONFIGS = files("anemoi_gt.configs")
@@ -54,23 +55,21 @@ def options(folder=CONFIGS, group=""):
         if entry.is_dir() and entry.name != FOR_ANEMOI:
             yield from options(entry, f"{group}/{entry.name}" if group else entry.name)
         elif group and entry.name.endswith(".yaml"):
-            yield f"{group}={entry.name.removesuffix('.yaml')}".replace("=null", "='null'")
+            yield f"{group}={entry.name.removesuffix('.yaml')}"
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_of_a_command_is_a_field_with_a_type(name):
+def test_every_option_of_a_command_has_a_type(name):
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         config = compose(name)
-    fields = get_type_hints(OPTIONS[name])
-    assert set(fields) == set(config) - {*GROUPS, "sharding"}
+    options = {option.partition(".")[0] for option in OPTIONS[name]}
+    assert options == set(config) - {*GROUPS, "sharding"}
 
 
-def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and_precision():
+def test_there_are_the_groups_that_the_documentation_names_and_every_backend():
     groups = {option.split("=")[0] for option in options()}
-    choices = {option.replace("'", "") for option in options()}
-    assert groups == {"attention/backend", "attention/precision", "sharding", *GROUPS}
-    assert {f"attention/backend={name}" for name in BACKENDS} <= choices
-    assert {f"attention/precision={name or 'null'}" for name in PRECISIONS} <= choices
+    assert groups == {"sharding", *GROUPS}
+    assert {f"kernels={name}" for name in BACKENDS} <= {*options()}
 
 
 @pytest.mark.application
@@ -87,8 +86,8 @@ def test_every_config_builds_its_object(option, monkeypatch):
         )
     needed = [*needed, *SMALL_MODEL] if "o1280" in option else needed
     config = composed(*needed, option, *COARSE.get(option, []))
-    if option == "attention/backend=triton":
-        assert instantiate(config.attention) == KernelConfig(backend="triton")
+    if option == "kernels=triton":
+        assert instantiate(config.kernels) == KernelConfig(backend="triton")
         return
     splits, model, _ = build(config)
     sample = splits.train[0]
@@ -99,17 +98,33 @@ def test_every_config_builds_its_object(option, monkeypatch):
     ("overrides", "expected"),
     [
         ("", KernelConfig()),
-        ("attention/precision='null'", KernelConfig()),
-        ("attention.precision=null", KernelConfig()),
-        ("attention/backend=triton", KernelConfig("triton")),
-        ("attention.backend=triton", KernelConfig("triton")),
-        ("attention/backend=torch attention/precision=bf16", KernelConfig("torch", "bf16")),
-        ("attention.precision=fp16", KernelConfig(precision="fp16")),
-        ("attention.stable_sort=false", KernelConfig(stable_sort=False)),
+        ("kernels.precision=null", KernelConfig()),
+        ("kernels=triton", KernelConfig("triton")),
+        ("kernels.backend=triton", KernelConfig("triton")),
+        ("kernels=torch kernels.precision=bf16", KernelConfig("torch", "bf16")),
+        ("kernels.precision=fp16", KernelConfig(precision="fp16")),
+        ("kernels.stable_sort=false", KernelConfig(stable_sort=False)),
     ],
 )
-def test_attention_is_chosen_by_group_or_by_value(overrides, expected):
-    assert instantiate(composed(*overrides.split()).attention) == expected
+def test_kernels_are_chosen_by_group_or_by_value(overrides, expected):
+    assert instantiate(composed(*overrides.split()).kernels) == expected
+
+
+@pytest.mark.parametrize(
+    ("former", "current"),
+    [
+        ("attention/backend=torch", "kernels.backend=torch"),
+        ("+attention/precision=null", "kernels.precision=null"),
+        ("attention.stable_sort=false", "kernels.stable_sort=false"),
+        ("attention=default", "kernels=auto"),
+    ],
+)
+def test_a_former_spelling_is_accepted_and_the_new_one_is_named(former, current):
+    with pytest.warns(FutureWarning, match=re.escape(f"{former} will be refused in 0.6.0: write ")):
+        assert current_spelling(former) == current
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert current_spelling(current) == current
 
 
 def test_graph_model_and_training_follow_the_data_unless_chosen():
@@ -173,10 +188,8 @@ def test_your_own_data_use_the_default_graph_model_and_training(tmp_path):
     assert config.model == default.model
 
 
-def test_the_attention_config_reaches_every_layer():
-    model = build(
-        composed(*TINY_SPHERE, "attention/backend=torch", "attention/precision=bf16")
-    ).model
+def test_the_kernel_config_reaches_every_layer():
+    model = build(composed(*TINY_SPHERE, "kernels=torch", "kernels.precision=bf16")).model
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
     assert len(blocks) > 2
     assert {block.config for block in blocks} == {KernelConfig("torch", "bf16")}
@@ -193,7 +206,7 @@ def test_the_seed_draws_the_weights():
 
 FOREIGN = """
 defaults:
-  - attention: default
+  - kernels: auto
   - model@networks.small: sphere
   - graph: icosphere
   - _self_
@@ -206,13 +219,13 @@ learning: fast
 def test_a_foreign_application_uses_the_groups(tmp_path):
     (tmp_path / "config.yaml").write_text(FOREIGN)
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        config = compose("config", ["attention/backend=torch", "graph.refinement=1"])
-    attention = instantiate(config.attention)
-    assert attention == KernelConfig(backend="torch")
+        config = compose("config", ["kernels=torch", "graph.refinement=1"])
+    kernels = instantiate(config.kernels)
+    assert kernels == KernelConfig(backend="torch")
     assert config.learning == "fast"
-    assert set(config) == {"attention", "networks", "graph", "learning"}
+    assert set(config) == {"kernels", "networks", "graph", "learning"}
     nodes = regional(np.arange(-80.0, 90, 20), np.arange(0.0, 360, 20))
     model = instantiate(config.networks.small)(
-        instantiate(config.graph)(nodes), 3, 2, config=attention
+        instantiate(config.graph)(nodes), 3, 2, config=kernels
     )
     assert model(torch.zeros(1, len(nodes), 3)).shape == (1, len(nodes), 2)

@@ -16,7 +16,7 @@ from support.once import compute_once
 
 from anemoi_gt import __main__ as command_line
 from anemoi_gt.app import export_command as application
-from anemoi_gt.app import hydra_app
+from anemoi_gt.app import objects
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.datasets.sphere_advection import SphereDataset
 from anemoi_gt.app.scores import model_forecast
@@ -32,7 +32,7 @@ SMALL = [
         "model.channels=16",
         "model.heads=2",
         "training.device=cpu",
-        "attention.backend=torch",
+        "kernels.backend=torch",
     ),
 ]
 
@@ -48,7 +48,7 @@ def run():
     """The model and data of a small run, untrained, and its config."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         config = compose("train", SMALL)
-    return hydra_app.build(config), hydra_app.describe(config)
+    return objects.build(config), objects.describe(config)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(
     arguments = (
         f"checkpoint={checkpoint}",
         f"out={tmp_path / 'm.pt2'}",
-        "attention.backend=triton",
+        "kernels.backend=triton",
     )
     assert (
         "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET"
@@ -258,7 +258,7 @@ def test_package_that_disagrees_with_the_model_is_removed(run, monkeypatch, tmp_
     )
     with pytest.raises(FloatingPointError, match="must agree with the model"):
         application.export(
-            hydra_app.Run(splits, model, training),
+            objects.Run(splits, model, training),
             tmp_path / "model.pt2",
             4,
             {"precision": "32-true"},

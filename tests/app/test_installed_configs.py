@@ -30,13 +30,13 @@ def main(config):
     from anemoi_gt.data.grids import grid
 
     print(anemoi_gt.__file__)
-    attention = instantiate(config.layers.attention)
-    print(attention.backend, attention.precision)
-    layer = anemoi_gt.GraphTransformerConv(8, config.channels_per_head, heads=2, config=attention)
+    kernels = instantiate(config.layers.kernels)
+    print(kernels.backend, kernels.precision)
+    layer = anemoi_gt.GraphTransformerConv(8, config.channels_per_head, heads=2, config=kernels)
     edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
-    print(tuple(layer(torch.ones(3, 8), edge_index).shape), layer.config == attention)
+    print(tuple(layer(torch.ones(3, 8), edge_index).shape), layer.config == kernels)
     nodes = grid("N32")  # its row lengths are package data too
-    model = instantiate(config.model)(instantiate(config.graph)(nodes), 3, 2, config=attention)
+    model = instantiate(config.model)(instantiate(config.graph)(nodes), 3, 2, config=kernels)
     print(tuple(model(torch.zeros(1, len(nodes), 3)).shape))
 
 main()
@@ -46,12 +46,14 @@ runpy.run_module("anemoi_gt.train", run_name="__main__")
 """
 CONFIG = """
 defaults:
-  - attention@layers.attention: default
-  - attention/precision@layers.attention: bf16
+  - kernels@layers.kernels: torch
   - graph: icosphere
   - model: graph_transformer
   - _self_
 channels_per_head: 4
+layers:
+  kernels:
+    precision: bf16
 graph:
   refinement: 1
 model:
@@ -110,9 +112,7 @@ def test_another_application_finds_the_configs_of_the_installed_package(
     )
     (tmp_path / "application.py").write_text(APPLICATION)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    lines = execute(
-        python, "application.py", "+attention/backend@layers.attention=torch", cwd=tmp_path
-    ).splitlines()
+    lines = execute(python, "application.py", cwd=tmp_path).splitlines()
     home = source / "src" if mode == "editable" else tmp_path / "environment"
     assert Path(lines[0]).is_relative_to(home)
     assert lines[1:5] == ["torch bf16", "(3, 8) True", "(1, 6114, 2)", "LICENSE NOTICE"]

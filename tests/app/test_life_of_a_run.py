@@ -17,7 +17,7 @@ from support.own_data import SMALL_RUN, weather_file
 from support.pages import ROOT
 
 from anemoi_gt.app import evaluate_command as evaluate
-from anemoi_gt.app import hydra_app
+from anemoi_gt.app import hydra_app, objects
 from anemoi_gt.app import rollout_command as rollout
 from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.progress import Stopped
@@ -100,8 +100,8 @@ def test_fine_tuning_starts_from_weights_and_names_those_that_do_not_fit(begun, 
     before = load_checkpoint(begun / "best.pt")["average"]
     config = state(Path("runs/b"))["config"]
     config["training"] = config["training"] | {"device": "cpu"}
-    model = hydra_app.build(OmegaConf.create(config)).model
-    train.load_initial_weights(model, "runs/a/best.pt")
+    config = OmegaConf.create(config | {"init_from": "runs/a/best.pt"})
+    model = train.build_model(config, objects.build(config).splits)
     weights = model.state_dict()
     for name in before:
         if "emb_nodes" not in name:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 from hydra import compose, initialize_config_module
 
-from anemoi_gt.app.hydra_app import build
+from anemoi_gt.app.objects import build
 from anemoi_gt.app.train_command import train
 from anemoi_gt.app.training import Trainer
 

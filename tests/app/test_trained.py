@@ -14,6 +14,7 @@ from support.own_data import SMALL_RUN, TIMES, weather_file
 from support.weather import hourly_field
 
 from anemoi_gt.app import evaluate_command as evaluate
+from anemoi_gt.app import export_command as export
 from anemoi_gt.app import rollout_command as rollout
 from anemoi_gt.app import train_command as train
 from anemoi_gt.app.datasets.era5_uk import split
@@ -146,8 +147,8 @@ def test_a_resumed_run_keeps_its_normalisation(workdir, start):
         (
             lambda s: s,
             ("data.variables=[z_500,t2m,tp,z_850]",),
-            "variables must be t2m, z_500, z_850, tp in this order, as in the checkpoint, got "
-            "z_500, t2m",
+            "the variables, in this order, must be t2m, z_500, z_850, tp, as in the checkpoint, "
+            "got z_500, t2m",
         ),
         (lambda s: s, ("model.heads=2",), "model.heads must be 4, as in the checkpoint, got 2"),
     ],
@@ -169,7 +170,8 @@ def convert_to_0_2_0(path):
     del state["schema"]
     state["config"]["training"]["_target_"] = "anemoi_gt.training.TrainingConfig"
     state["config"]["data"]["_target_"] = "anemoi_gt.data.field_dataset.field_data"
-    state["config"]["attention"] |= {"tile": None, "fixed_degree_kernels": True}
+    former = {"tile": None, "fixed_degree_kernels": True}
+    state["config"]["attention"] = state["config"].pop("kernels") | former
     state["config"]["attention"]["_target_"] = "anemoi_gt.AttentionConfig"
     save_checkpoint(path, state)
 
@@ -217,6 +219,20 @@ def test_a_checkpoint_of_0_3_0_finds_its_variables_by_name_with_a_warning(workdi
     assert rmse("scores") == rmse("run")
     start(train, "resume=true", "hydra.run.dir=run", "training.steps=6")
     assert load_checkpoint(Path("run/last.pt"))["step"] == 6
+
+
+def test_a_checkpoint_of_0_4_0_is_evaluated_exported_and_continued(workdir, start, capsys):
+    for name in ("best.pt", "last.pt"):
+        state = load_checkpoint(workdir / "run" / name)
+        state["config"]["attention"] = state["config"].pop("kernels")
+        save_checkpoint(workdir / "run" / name, state)
+    start(evaluate, CHECKPOINT, "kernels.backend=torch", "hydra.run.dir=scores")
+    assert rmse("scores") == rmse("run")
+    start(train, "resume=true", "hydra.run.dir=run", "training.steps=6", "kernels.backend=torch")
+    assert load_checkpoint(Path("run/last.pt"))["config"]["kernels"]["backend"] == "torch"
+    capsys.readouterr()
+    start(export, CHECKPOINT, "out=a.pt2", "kernels.backend=torch", "--cfg", "job")
+    assert "\nkernels:\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", [lambda t: t + 250, lambda t: t.where(t < 284, -9999)])

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 from anemoi_gt.app.datasets.sphere_advection import sphere
-from anemoi_gt.app.train_command import resumes_on_ranks
+from anemoi_gt.app.train_command import checkpoint_to_resume
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import MetricsFile
+from anemoi_gt.app.training.run_folder import TORCHRUN
 from anemoi_gt.app.training.sharded import (
     SharedStopRequest,
     check_same_data,
@@ -206,14 +207,16 @@ def the_checkpoint_to_resume_is_decided_once_for_all_ranks(group, verdict):
         def decide(**changes):
             description = {
                 "model": {"heads": 4, "flows": ["a", "b"]},
-                "attention": {"backend": "torch"},
+                "kernels": {"backend": "torch"},
             } | changes
-            return run_on_rank0(partial(resumes_on_ranks, shared, description, resume=True))
+            return run_on_rank0(
+                partial(checkpoint_to_resume, shared, description, TORCHRUN, resume=True)
+            )
 
-        verdict.that(not decide(), "an empty folder must be started")
-        config = {"model": {"heads": 4, "flows": ["a", "b"]}, "attention": {"backend": "auto"}}
+        verdict.that(decide() is None, "an empty folder must be started")
+        config = {"model": {"heads": 4, "flows": ["a", "b"]}, "kernels": {"backend": "auto"}}
         save_checkpoint(shared / "last", {"step": 1, "config": config}, {}, group)
-        verdict.that(decide(), "the run must be continued")
+        verdict.that(decide() is not None, "the run must be continued")
         changed = partial(decide, model={"heads": 2, "flows": ["a", "b"], "layers": 1})
         message = f"a run is continued with its own config, {shared / 'last'} was written with "
         message += "model.heads=4, not 2; model.layers=None, not 1"

@@ -384,19 +384,19 @@ def test_the_log_states_that_the_sharding_changes(continued):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kept"),
+    ("keys", "kept"),
     [
-        ([], ["sharding=edges", "sharding.model=2", "sharding.timeout=9.0"]),
-        (["sharding.timeout=60"], ["sharding=edges", "sharding.model=2"]),
-        (["+sharding.model=4"], ["sharding=edges", "sharding.timeout=9.0"]),
-        (["sharding=none"], []),
-        (["sharding.strategy=none"], []),
+        ([], True),
+        (["sharding.timeout"], True),
+        (["sharding.model"], True),
+        (["sharding"], False),
+        (["sharding.strategy"], False),
     ],
 )
-def test_the_sharding_of_a_run_is_kept_unless_the_command_changes_it(arguments, kept):
-    sharding = {"strategy": "edges", "model": 2, "timeout": 9.0}
-    assert train.former_sharding(sharding, arguments) == kept
-    assert train.former_sharding({}, arguments) == []  # a checkpoint without this information
+def test_the_sharding_of_a_run_is_kept_unless_the_command_selects_another(keys, kept):
+    config = {"sharding": {"strategy": "edges", "model": 2, "timeout": 9.0}}
+    assert train.keeps_sharding(config, keys, 4) == kept
+    assert not train.keeps_sharding({}, keys, 4)  # a checkpoint without this information
 
 
 def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(folder):

@@ -14,15 +14,15 @@ from support.refusals import raises
 
 from anemoi_gt.app import train_command as train
 from anemoi_gt.app.training.run_files import load_checkpoint as load_file
+from anemoi_gt.app.training.run_folder import find_run
 from anemoi_gt.app.training.sharded import write_as_file
 from anemoi_gt.distributed import (
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
-    sharded_checkpoint,
 )
 from anemoi_gt.distributed.ownership import Ownership
-from anemoi_gt.distributed.sharded_checkpoint import find_run, load_values
+from anemoi_gt.distributed.sharded_checkpoint import load_values
 
 
 @pytest.fixture
@@ -107,7 +107,6 @@ def test_paths_may_be_strings(alone, tmp_path):
     assert torch.equal(load_checkpoint(folder, state, {}, alone)["weight"], torch.arange(5.0))
     write_as_file(f"{folder}.pt")
     assert torch.equal(load_file(f"{folder}.pt")["weight"], torch.arange(5.0))
-    sharded_checkpoint.require_file(f"{folder}.pt")
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
@@ -206,13 +205,12 @@ def test_a_folder_in_place_of_a_file_is_refused_with_the_command_to_convert(
     written.rename(written.with_name(form))
     message = f"one file, got the folder {written.with_name(form)} of several ranks"
     with pytest.raises(ValueError, match=message) as refused:
-        sharded_checkpoint.require_file(written.with_name(name))
+        load_file(written.with_name(name))
     module, *words = re.search(r"python -m (.*) FILE.pt", str(refused.value))[1].split()
     monkeypatch.setattr(sys, "argv", [module, *words, str(written.with_name("file.pt"))])
     monkeypatch.delitem(sys.modules, module, raising=False)  # as in a process of its own
     runpy.run_module(module, run_name="__main__")
     assert torch.equal(load_file(written.with_name("file.pt"))["weight"], torch.arange(5.0))
-    sharded_checkpoint.require_file(written.with_name("file.pt"))
 
 
 def test_a_missing_best_checkpoint_is_named(tmp_path):

@@ -35,8 +35,8 @@ def test_it_refuses_other_sizes_with_its_reason():
 
 def test_a_model_of_a_config_names_it():
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
-        attention = compose("train", [f"attention.backend={NAME}"]).attention
-    config = instantiate(attention)
+        kernels = compose("train", [f"kernels.backend={NAME}"]).kernels
+    config = instantiate(kernels)
     assert config == NARROW
     models = []
     for each in (config, KernelConfig("torch")):

@@ -5,8 +5,8 @@ The config groups are in `anemoi_gt.configs`.
 
 import re
 import sys
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anemoi_gt.extras import import_extra
@@ -14,148 +14,84 @@ from anemoi_gt.extras import import_extra
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-GROUPS = ("attention", "data", "graph", "model", "training")
+GROUPS = ("data", "graph", "kernels", "model", "training")
 
 
-@dataclass(kw_only=True)
-class PlotOptions:
-    """Options of the plots of a run.
-
-    Parameters
-    ----------
-    variables : list of str, optional
-        Variables to plot. None plots the first three.
-    """
-
-    variables: list[str] | None
-
-
-@dataclass(kw_only=True)
-class TrainOptions:
-    """Options of `anemoi-gt train` outside the groups.
-
-    Parameters
-    ----------
-    resume : bool
-        True continues the run in hydra.run.dir with its config, from its last.pt if there is one,
-        or starts it there.
-    init_from : str, optional
-        Start a new run from the weights of this checkpoint that fit the model.
-    explain : str, optional
-        Report which kernels each layer runs, before training: print, or a file in hydra.run.dir
-        (JSON if .json).
-    plots : PlotOptions
-        Options of the plots.
-    """
-
-    resume: bool
-    init_from: str | None
-    explain: Any  # `check_explain` refuses true, which a str would take as a name
-    plots: PlotOptions
-
-
-@dataclass(kw_only=True)
-class EvaluateOptions:
-    """Options of `anemoi-gt evaluate` outside the config of the run.
-
-    Parameters
-    ----------
-    checkpoint : str
-        File best.pt or last.pt of a run.
-    rollout : int
-        Autoregressive steps; 1 disables rollouts.
-    explain : str, optional
-        Report which kernels each layer runs: print, or a file in hydra.run.dir (JSON if .json).
-    plots : PlotOptions
-        Options of the plots.
-    """
-
-    checkpoint: str
-    rollout: int
-    explain: Any  # `check_explain` refuses true, which a str would take as a name
-    plots: PlotOptions
-
-
-@dataclass(kw_only=True)
-class RolloutOptions:
-    """Options of `anemoi-gt rollout` outside the config of the run.
-
-    Parameters
-    ----------
-    checkpoint : str
-        File best.pt or last.pt of a run.
-    steps : int
-        Autoregressive steps.
-    sample : int, optional
-        Test sample from which the forecast starts, from 0, or from the last, -1. None is the last.
-    start : str or list of str, optional
-        In place of a sample: latest, a date such as 2020-01-31T18, or several dates. Needs no
-        truth.
-    out : str
-        File of the forecast, in hydra.run.dir unless absolute: zarr if it ends in .zarr, else
-        NetCDF.
-    """
-
-    checkpoint: str
-    steps: int
-    sample: int | None
-    start: Any
-    out: str
-
-
-@dataclass(kw_only=True)
-class ExportOptions:
-    """Options of `anemoi-gt export` outside the config of the run.
-
-    Parameters
-    ----------
-    checkpoint : str
-        File best.pt or last.pt of a run.
-    out : str
-        File of the package, NAME.pt2.
-    max_batch : int
-        Maximum batch size; 1 fixes it.
-    precision : {"32-true", "bf16-mixed", "16-mixed"}
-        Precision of the package, with the names of training.precision.
-    """
-
-    checkpoint: str
-    out: str
-    max_batch: int
-    precision: str
-
-
-OPTIONS: dict[str, type] = {  # by the name of the application, hydra.job.name
-    "train": TrainOptions,
-    "evaluate": EvaluateOptions,
-    "rollout": RolloutOptions,
-    "export": ExportOptions,
+# Types of the options outside the groups, by the name of the application, hydra.job.name.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "train": {
+        "resume": bool,
+        "init_from": str | None,
+        "explain": Any,  # `check_explain` refuses true, which a str would take as a name
+        "plots.variables": list[str] | None,
+    },
+    "evaluate": {
+        "checkpoint": str,
+        "rollout": int,
+        "explain": Any,
+        "plots.variables": list[str] | None,
+    },
+    "rollout": {
+        "checkpoint": str,
+        "steps": int,
+        "sample": int | None,
+        "start": Any,
+        "out": str,
+    },
+    "export": {"checkpoint": str, "out": str, "max_batch": int, "precision": str},
 }
 
 
-def hydra_main(config_name: str, run: Callable[["DictConfig"], Any]) -> None:
+class CommandLineError(Exception):
+    """Hydra cannot compose a config from the arguments."""
+
+
+def hydra_main(name: str, config_name: str, run: Callable[["DictConfig"], Any]) -> None:
     """Compose the config that the command line describes, and run a function on it.
 
-    `config_name` is the name of a primary config in `anemoi_gt.configs`. With `--help`, print the
-    help and exit.
+    `name` is that of the application, `config_name` that of a primary config in
+    `anemoi_gt.configs`. With `--help`, print the help and exit. Raises CommandLineError with one
+    sentence if the config cannot be composed.
     """
     hydra = import_extra("hydra", "train")
-    sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
+    from hydra.core.utils import env_override
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    groups = "|".join((*GROUPS, "sharding"))  # of which Hydra takes a name, and no null
+    sys.argv[1:] = [re.sub(rf"^({groups})=null$", r"\1='null'", word) for word in sys.argv[1:]]
     main = hydra.main(
         version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
     )
-    main(run)()
+    try:
+        with env_override({"HYDRA_FULL_ERROR": "1"}):  # errors are raised, not printed
+            main(run)()
+    except (HydraException, OmegaConfBaseException) as error:
+        text = str(error)
+        unknown = re.search(r"Could not override '([^']+)'", text)
+        if unknown:
+            text = f"there is no option {unknown[1]}"
+        for end in ("\nConfig search path", "\nSee https"):
+            text = text.partition(end)[0]
+        raise CommandLineError(
+            f"{' '.join(text.split())}: nothing was started; anemoi-gt {name} --help lists all "
+            "groups and options"
+        ) from error
 
 
 def print_help(name: str) -> None:
     """Print the help of an application for the arguments of the command line, and exit."""
     try:
-        hydra_main(name, lambda config: config)
-    except ImportError as error:
+        hydra_main(name, name, lambda config: config)
+    except (ImportError, CommandLineError) as error:
         sys.exit(f"anemoi_gt.{name}: {error}")
 
 
-def quote_null(argument: str) -> str:
-    """Quote the null in `attention/precision=null`, because Hydra does not accept it unquoted."""
-    groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
-    return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)
+def current_spelling(argument: str) -> str:
+    """Return an argument with the group `kernels` in place of `attention`, its name in 0.4."""
+    current = re.sub(r"^\+*attention=default$", "kernels=auto", argument)
+    current = re.sub(r"^\+*attention[/.](\w+=)", r"kernels.\1", current)
+    if current != argument:
+        message = f"{argument} will be refused in 0.6.0: write {current}"
+        warnings.warn(message, FutureWarning, stacklevel=2)  # which users of commands see
+    return current

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from anemoi_gt.app import hydra_app
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, starts_in_training
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, load, starts_in_training
+from anemoi_gt.app.objects import Run, build_trained
 from anemoi_gt.app.plots import chosen_variables, draw_rollout_plot, draw_training_plot
 from anemoi_gt.app.scores import (
     Score,
@@ -26,8 +27,10 @@ from anemoi_gt.app.scores import (
     rollout_table,
     score_rollouts,
 )
+from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.app.training.run_files import atomic_write, read_metrics
+from anemoi_gt.explanation import explain
 from anemoi_gt.option_checks import check_integer
 
 log = logging.getLogger(__name__)
@@ -36,8 +39,8 @@ log = logging.getLogger(__name__)
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     """Build the model and data of a checkpoint, and return a function that evaluates the model."""
     check_integer("rollout", config.rollout)
-    hydra_app.check_explain(config.explain)
-    run, step = hydra_app.build_trained(config)
+    check_explain(config.explain)
+    run, step = build_trained(config)
     run.splits.test.require_samples()
     chosen_variables(run.splits.test, config.plots.variables)  # raises for unknown variables
     if config.rollout > 1:
@@ -52,9 +55,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
         )
     if config.explain is not None:
         with torch.no_grad():
-            text = hydra_app.write_explanation(
-                run.model, run.splits.test, run.training, config.explain
-            )
+            text = write_explanation(run.model, run.splits.test, run.training, config.explain)
         log.info("%s", text)
     return partial(
         evaluate,
@@ -67,7 +68,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
 
 
 def evaluate(
-    run: hydra_app.Run,
+    run: Run,
     checkpoint: Path,
     folder: Path,
     steps: int,
@@ -138,6 +139,35 @@ def write_scores(path: Path, scores: list[Score]) -> None:
     text = json.dumps([asdict(score) for score in scores], indent=2) + "\n"
     with atomic_write(path) as file:
         file.write(text.encode())
+
+
+def check_explain(target: object) -> None:
+    """Raise ValueError unless `explain` is null, "print" or the name of a file."""
+    is_text = isinstance(target, str) and target != ""
+    if target is not None and not is_text:
+        raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
+
+
+def write_explanation(
+    model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str
+) -> str:
+    """Return for the log which kernels a model runs on the first batch, or the file that says so.
+
+    The target is "print", or a file in the folder of the run unless it is absolute: JSON if it ends
+    in .json, otherwise text.
+    """
+    batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
+    with cpu_threads(training.threads):
+        explanation = explain(model, batch.inputs)
+    if target == "print":
+        return str(explanation)
+    path = hydra_app.output_folder() / target
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(explanation.to_dict(), indent=1))
+    else:
+        path.write_text(f"{explanation}\n")
+    return f"kernels of each layer: {path}"
 
 
 def main() -> None:

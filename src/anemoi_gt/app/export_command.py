@@ -17,6 +17,7 @@ import torch
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.datasets.physical import PhysicalModel
+from anemoi_gt.app.objects import Run, build_trained, check_backend, instantiate
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.app.training.step import AUTOCAST
 from anemoi_gt.export import Autocast, PackageReport, export_model, verify_package, write_package
@@ -41,20 +42,20 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
     if precision not in AUTOCAST:
         raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {precision!r}")
     check_path(out)
-    run, step = hydra_app.build_trained(config)
+    run, step = build_trained(config)
     run.splits.test.require_samples()
     run.splits.test.physical_inputs()  # raises before compiling if the data set does not have it
     device = next(run.model.parameters()).device
     check_compiler()
     check_toolkit(device)
     origin = {"checkpoint": str(config.checkpoint), "step": str(step), "precision": precision}
-    origin["backend"] = hydra_app.check_backend(hydra_app.instantiate(config.attention), device)
+    origin["backend"] = check_backend(instantiate(config.kernels), device)
     if origin["backend"] == "triton":
         check_kernels()
     return partial(export, run, out, max_batch, origin)
 
 
-def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]) -> PackageReport:
+def export(run: Run, out: Path, max_batch: int, origin: dict[str, str]) -> PackageReport:
     """Compile the package, compare it with the model, and move it to its final name.
 
     The run is from `build_trained`; `origin` is metadata: checkpoint, step, precision and backend.

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from anemoi_gt.app import hydra_app
+from anemoi_gt.app import objects
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.forecast_file import describe_forecast
 from anemoi_gt.app.scores import roll_out
-from anemoi_gt.app.trained import current_config, schema_of
+from anemoi_gt.app.trained import config_of, schema_of
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.run_files import load_checkpoint, load_weights
-from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
 
@@ -45,12 +44,9 @@ class Forecaster:
         from omegaconf import OmegaConf
 
         path = Path(checkpoint)
-        require_file(path)
         state = load_checkpoint(path)
-        if not isinstance(state.get("config"), dict):
-            raise ValueError(f"checkpoint must hold the config of its run, {path} does not")
         self._device = choose_device(device)
-        self._config = OmegaConf.create(current_config(state["config"]))
+        self._config = OmegaConf.create(config_of(state.get("config"), path))
         self._config.training.device = self._device.type
         self._schema = schema_of(state.get("schema"), path)
         self._state = state
@@ -90,10 +86,10 @@ class Forecaster:
             config.data.path = str(path)
         elif path is not None:
             config.data.path = list(path)
-        splits, training = hydra_app.build_data(config, self._schema)
+        splits, training = objects.build_data(config, self._schema)
         dataset = splits.test.starting_at(start)
         if self._model is None:
-            model = hydra_app.build_model(config, splits.train)
+            model = objects.build_model(config, splits.train)
             load_weights(model, self._state)
             self._model = model.to(self._device).eval()
         with cpu_threads(training.threads):

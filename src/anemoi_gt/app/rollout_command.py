@@ -13,6 +13,7 @@ from anemoi_gt.app import hydra_app
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.forecast_file import check_forecast_path, join_starts, write_forecast
 from anemoi_gt.app.forecaster import forecast_members
+from anemoi_gt.app.objects import Run, build_trained
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
@@ -31,7 +32,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     path = hydra_app.output_folder() / str(config.out)
     check_forecast_path(path)
     import_extra("xarray", "xarray")
-    run, _ = hydra_app.build_trained(config)
+    run, _ = build_trained(config)
     starts: list[ForecastDataset]
     if config.start is not None:
         dates = list(config.start) if is_list(config.start) else [config.start]
@@ -62,7 +63,7 @@ def is_list(value: object) -> bool:
 
 
 def rollout(
-    run: hydra_app.Run,
+    run: Run,
     starts: Sequence[ForecastDataset],
     chosen: Sequence[range],
     steps: int,

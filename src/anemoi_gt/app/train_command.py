@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from anemoi_gt.app import hydra_app
+from anemoi_gt.app import hydra_app, objects
 from anemoi_gt.app.command_line import GROUPS
 from anemoi_gt.app.datasets.fields import minutes
 from anemoi_gt.app.datasets.forecast_dataset import (
@@ -30,10 +30,10 @@ from anemoi_gt.app.datasets.forecast_dataset import (
     starts_in_training,
     with_units,
 )
-from anemoi_gt.app.evaluate_command import write_report
+from anemoi_gt.app.evaluate_command import check_explain, write_explanation, write_report
 from anemoi_gt.app.plots import chosen_variables
-from anemoi_gt.app.trained import current_config, flatten, schema_of
-from anemoi_gt.app.training import Trainer
+from anemoi_gt.app.trained import config_of, flatten, schema_of
+from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.loggers import import_logger, open_metrics
 from anemoi_gt.app.training.memory_estimate import estimate_memory
@@ -46,9 +46,11 @@ from anemoi_gt.app.training.run_folder import (
     ONE_PROCESS,
     TORCHRUN,
     checkpoint_to_continue,
+    find_run,
     has_records,
     own,
     read_config,
+    read_run,
     write_config,
 )
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
@@ -62,7 +64,6 @@ from anemoi_gt.distributed.process_group import (
     make_cpu_group,
     report_sentence,
 )
-from anemoi_gt.distributed.sharded_checkpoint import find_run, load_values, sharded
 from anemoi_gt.nn.static_graph import DATA
 
 log = logging.getLogger(__name__)
@@ -70,18 +71,18 @@ log = logging.getLogger(__name__)
 # Options that may change when a run is continued. Results are the same or agree to rounding, except
 # that compiled code draws other dropout masks.
 MAY_DIFFER = (
-    *("attention.", "data.path", "data.train", "data.valid", "data.test", "sharding."),
+    *("kernels.", "data.path", "data.train", "data.valid", "data.test", "sharding."),
     *("training.compile", "training.cuda_graph", "training.device", "training.logger"),
     "training.threads",
 )
 # options that may differ between ranks
-RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
+RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "kernels.backend")
 
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     """Build the objects of a config, and return a function that trains the model."""
-    hydra_app.check_types(config, "sharding")
-    hydra_app.check_explain(config.explain)
+    objects.check_types(config, "sharding")
+    check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
             raise ValueError(
@@ -93,15 +94,16 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
                 "--multirun must be left out under torchrun, which trains one run: start torchrun "
                 "for each"
             )
+        objects.check_types(config, *GROUPS)
         return partial(train_on_ranks, config)
-    if hydra_app.instantiate(config.sharding).strategy != "none":
+    if objects.instantiate(config.sharding).strategy != "none":
         raise ValueError(
             f"sharding={config.sharding.strategy} must be started on several ranks: torchrun "
             "--nproc-per-node=NUMBER -m anemoi_gt.train ..."
         )
     folder = hydra_app.output_folder()
-    description = hydra_app.describe(config)
-    import_logger(hydra_app.check_device(config).logger)
+    description = objects.describe(config)
+    objects.check_device(config)
     with ExitStack() as ownership:
         ownership.enter_context(own(folder))
         trainer = make_trainer(config, folder, description)
@@ -113,54 +115,79 @@ def make_trainer(
     config: "hydra_app.DictConfig", folder: Path, description: dict[str, Any]
 ) -> Trainer:
     """Return the trainer of a run, with the state of the run that it continues, if any."""
-    state = checkpoint_to_resume(folder, description, resume=config.resume)
-    schema = None
-    if state is not None:
-        config.init_from = None  # the weights come from the checkpoint
-        schema = schema_of(state.get("schema"), folder / LAST)
-    run = hydra_app.build(config, schema)
-    load_initial_weights(run.model, config.get("init_from"))
-    for split in run.splits:
-        split.require_samples()
-    check_periods(run.splits, config)
-    if run.training.compile:
+    state = checkpoint_to_resume(folder, description, ONE_PROCESS, resume=config.resume)
+    splits, training = build_data(config, state, folder)
+    model = build_model(config, splits)
+    if training.compile:
         # code compiled by earlier runs of a sweep counts towards PyTorch's recompilation limit
         torch.compiler.reset()
-    chosen_variables(run.splits.test, config.plots.variables)  # raises for unknown variables
-    trainer = Trainer(run.model, run.splits, run.training, folder, description)
+    trainer = Trainer(model, splits, training, folder, description)
     if state is not None:
         trainer.load_state_dict({"schema": trainer.schema.to_dict()} | state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
-        model = trainer.step.model.train()
-        with autocast(run.training.precision, trainer.device):
-            text = hydra_app.write_explanation(
-                model, run.splits.train, run.training, config.explain
+        with autocast(training.precision, trainer.device):
+            text = write_explanation(
+                trainer.step.model.train(), splits.train, training, config.explain
             )
         log.info("%s", text)
     return trainer
 
 
-def load_initial_weights(model: nn.Module, path: str | None) -> None:
-    """Load the weights of a checkpoint that fit a new model, if any, and log those that do not."""
+def build_data(
+    config: "hydra_app.DictConfig", state: dict | None, folder: Path
+) -> tuple[Splits, TrainingConfig]:
+    """Build data set and training config of a run, which continues from a state if there is one.
+
+    Raises ValueError for what would end the run after training has begun.
+    """
+    schema = None
+    if state is not None:
+        config.init_from = None  # the weights come from the checkpoint
+        schema = schema_of(state.get("schema"), folder / LAST)
+    splits, training = objects.build_data(config, schema)
+    for split in splits:
+        split.require_samples()
+    check_periods(splits, config)
+    chosen_variables(splits.test, config.plots.variables)  # raises for unknown variables
+    import_logger(training.logger)
+    return splits, training
+
+
+def build_model(config: "hydra_app.DictConfig", splits: Splits) -> nn.Module:
+    """Build the model of a config, with the weights of `init_from` that fit it, if any.
+
+    Weights that do not fit are logged.
+    """
+    model = objects.build_model(config, splits.train)
+    path = config.get("init_from")
     if path is not None:
         unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
         names = "; ".join(unfit) or "none"
         log.info("weights loaded from %s; initialised, as they do not fit: %s", path, names)
+    return model
 
 
-def checkpoint_to_resume(folder: Path, description: dict, *, resume: bool) -> dict | None:
-    """Return the state in the `last.pt` of a folder, or None if the run starts from scratch.
+def checkpoint_to_resume(
+    folder: Path, description: dict, writer: str, *, resume: bool
+) -> dict | None:
+    """Return the state that a run continues, or None if it starts from scratch.
 
-    `description` is the config as plain values. Raises ValueError if the folder holds a run but
-    `resume` is False, or the run is from torchrun or has another config.
+    It is that of `last.pt`, or config and schema of the folder `last` of torchrun; `writer` is
+    ONE_PROCESS or TORCHRUN, and `description` the config as plain values. Raises ValueError if the
+    folder holds a run but `resume` is False, or the run is of the other kind or has another config.
     """
-    path = checkpoint_to_continue(folder, ONE_PROCESS, resume=resume)
+    path = checkpoint_to_continue(folder, writer, resume=resume)
     if path is None:
         check_start(folder, description, resume=resume)
         return None
-    state = load_checkpoint(path)
-    check_same_config(path, state.get("config", {}), description)
+    state = read_run(path)
+    before = config_of(state.get("config"), path)
+    check_same_config(path, before, description)
+    former = before.get("sharding")
+    current = description.get("sharding")
+    if former != current:
+        log.info("sharding changes from %s to %s", _as_arguments(former), _as_arguments(current))
     return state
 
 
@@ -223,7 +250,7 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
 
     Options in `MAY_DIFFER` may differ, and `training.steps` may increase.
     """
-    before = dict(flatten(current_config(before)))
+    before = dict(flatten(before))
     now = dict(flatten(now))
     # more steps stretch the learning rate of a run that has ended or was stopped
     if before.get("training.steps", math.inf) < now.get("training.steps", 0):
@@ -301,14 +328,10 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
 
     @record  # records errors, so that torchrun reports the first one with its traceback
     def run() -> float | None:
-        sharding = hydra_app.instantiate(config.sharding)
+        sharding = objects.instantiate(config.sharding)
         device_type = choose_device(config.training.device).type
-        try:
-            with ExitStack() as ownership:  # of the folder, on rank 0
-                return _train_on_ranks(config, sharding, device_type, ownership)
-        except hydra_app.ERRORS_OF_PREPARATION as error:
-            log.debug("traceback", exc_info=error)
-            raise error.with_traceback(None) from None
+        with ExitStack() as ownership:  # of the folder, on rank 0
+            return _train_on_ranks(config, sharding, device_type, ownership)
 
     try:
         return run()
@@ -324,23 +347,18 @@ def _train_on_ranks(
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
-        share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
-        description = hydra_app.describe(config) | {"sharding": asdict(sharding)}
+        share_of_batch(objects.check_device(config).batch_size, mesh["data"].size())
+        description = objects.describe(config) | {"sharding": asdict(sharding)}
         # the others run in the working directory, and their Hydra makes no folder
         folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         run_on_rank0(lambda: ownership.enter_context(own(folder)))
-        resume = run_on_rank0(partial(resumes_on_ranks, folder, description, resume=config.resume))
-        schema = None
-        if resume:
-            config.init_from = None
-            values = run_on_rank0(partial(load_values, sharded(folder / LAST), "schema"))
-            schema = schema_of(values, folder / LAST)
-        splits, training = hydra_app.build_data(config, schema)
+        state = run_on_rank0(
+            partial(checkpoint_to_resume, folder, description, TORCHRUN, resume=config.resume)
+        )
+        splits, training = build_data(config, state, folder)
         check_same_data(splits, folder)
-        check_periods(splits, config)
         if mesh.get_rank() == 0:  # the memory of a host may hold the graph once, not once a rank
-            whole = hydra_app.build_model(config, splits.train)
-            load_initial_weights(whole, config.get("init_from"))
+            whole = build_model(config, splits)
         model, shard = scatter_model(whole, mesh, group)
         share = replace(training, batch_size=training.batch_size // mesh["data"].size())
         inputs = (model.nodes[DATA].num_nodes, splits.train.in_channels)
@@ -356,8 +374,6 @@ def _train_on_ranks(
             group=group,
             divide_parameters=sharding.parameters,
         )
-        chosen_variables(splits.test, config.plots.variables)
-        run_on_rank0(partial(import_logger, training.logger))
         run_on_rank0(partial(write_config, folder, config, description))
         log.info("%s", describe_data(splits))
         log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
@@ -366,7 +382,7 @@ def _train_on_ranks(
         del splits, model  # keep only this rank's shard
         stopped = None
         try:
-            records = fit_sharded(trainer, shard, resume=resume)
+            records = fit_sharded(trainer, shard, resume=state is not None)
         except Stopped as error:
             if not error.saved:  # other ranks may still be in the step
                 raise
@@ -387,40 +403,22 @@ def _train_on_ranks(
     return trainer.best_loss
 
 
-def resumes_on_ranks(folder: Path, description: dict, *, resume: bool) -> bool:
-    """Return whether a run under torchrun continues the run in a folder.
-
-    Raises ValueError like `checkpoint_to_resume`.
-    """
-    path = checkpoint_to_continue(folder, TORCHRUN, resume=resume)
-    if path is None:
-        check_start(folder, description, resume=resume)
-        return False
-    before = load_values(path, "config")
-    check_same_config(path, before, description)
-    former = before.get("sharding")
-    current = description.get("sharding")
-    if former != current:
-        log.info("sharding changes from %s to %s", _as_arguments(former), _as_arguments(current))
-    return True
-
-
 def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the values that ranks must share: config, attention backend, PyTorch version."""
-    values = flatten(hydra_app.describe(config) | {"resume": config.resume})
+    """Return the values that ranks must share: config, backend, PyTorch version."""
+    values = flatten(objects.describe(config) | {"resume": config.resume})
     shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
-    attention = hydra_app.instantiate(config.attention)
-    backend = hydra_app.check_backend(attention, local_device(mesh.device_type))
-    return shared | {"the attention backend": backend, "the version of torch": torch.__version__}
+    kernels = objects.instantiate(config.kernels)
+    backend = objects.check_backend(kernels, local_device(mesh.device_type))
+    return shared | {"the backend": backend, "the version of torch": torch.__version__}
 
 
 def primary_config(arguments: list[str]) -> str:
     """Return the name of the primary config: `resume` to continue a run, otherwise `train`.
 
-    `resume` takes the config from the checkpoint, or from the folder if it has none. If the
-    arguments select configs of groups, the primary config is `train`, and the composed config must
-    equal the checkpoint's. Under torchrun, the sharding of the run is appended to the command line,
-    unless the arguments set it. Raises ValueError if `srun` has started several runs.
+    `resume` takes the config from the checkpoint, or from the folder if it has none; under
+    torchrun, with its sharding, unless the arguments select another. If the arguments select
+    configs of groups, the primary config is `train`, and the composed config must equal the
+    checkpoint's. Raises ValueError if `srun` has started several runs.
     """
     check_slurm_tasks(os.environ)
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
@@ -428,25 +426,16 @@ def primary_config(arguments: list[str]) -> str:
         return "train"
     checkpoint = find_run(Path(folder) / LAST)
     if checkpoint is None:
-        checkpoint = Path(folder) / CONFIG
         config = read_config(Path(folder))
-        if config is None:
-            return "train"
-    elif checkpoint.is_file():
-        config = load_checkpoint(checkpoint).get("config")
     else:
-        config = load_values(checkpoint, "config")
-    if is_launched() and isinstance(config, dict):
-        former = former_sharding(config.get("sharding", {}), arguments)
-        check_former_model(former, int(os.environ["WORLD_SIZE"]))
-        sys.argv += former
+        config = config_of(read_run(checkpoint).get("config"), checkpoint)
     keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
-    if keys & set(GROUPS):
+    if config is None or keys & set(GROUPS):
         return "train"
-    if isinstance(config, dict):
-        kept = (*GROUPS, "init_from")
-        config = {"init_from": None} | {key: config[key] for key in kept if key in config}
-    hydra_app.store_config(config, checkpoint)
+    kept = {key: config[key] for key in (*GROUPS, "init_from") if key in config}
+    if is_launched() and keeps_sharding(config, keys, int(os.environ["WORLD_SIZE"])):
+        kept["sharding"] = config["sharding"]
+    hydra_app.store_config({"init_from": None} | kept)
     return "resume"
 
 
@@ -471,35 +460,29 @@ def check_slurm_tasks(environment: Mapping[str, str]) -> None:
         )
 
 
-def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]:
-    """Return the arguments that select a checkpoint's sharding, unless `arguments` set them."""
-    keys = {argument.lstrip("+").split("=")[0] for argument in arguments}
-    if not sharding or keys & {"sharding", "sharding.strategy"}:
-        return []
-    former = [f"sharding={sharding['strategy']}"]
-    for name, value in sharding.items():
-        key = f"sharding.{name}"
-        if name not in ("_target_", "strategy") and key not in keys:
-            former.append(f"{key}={value}")
-    return former
+def keeps_sharding(config: Mapping[str, Any], keys: Collection[str], ranks: int) -> bool:
+    """Return whether the sharding of a run that continues is kept: no argument selects another.
 
-
-def check_former_model(former: list[str], ranks: int) -> None:
-    """Raise ValueError unless the `sharding.model` in arguments of a run divides `ranks`."""
-    model = hydra_app.argument_value(former, "sharding.model")
-    if model is not None and ranks % model:
+    Raises ValueError if it does not fit the number of ranks.
+    """
+    if not config.get("sharding") or not {"sharding", "sharding.strategy"}.isdisjoint(keys):
+        return False
+    model = config["sharding"]["model"]
+    if ranks % model and "sharding.model" not in keys:
         largest = max(number for number in range(1, model) if ranks % number == 0)
         raise ValueError(
             f"the run that continues has sharding.model={model}, which must divide the number of "
             f"ranks, got {ranks}: add sharding.model={largest}"
         )
+    return True
 
 
 def _as_arguments(sharding: dict[str, Any] | None) -> str:
     """Return a sharding as command-line arguments, for the log."""
     if sharding is None:
         return "unknown: the checkpoint does not store it"
-    return " ".join(former_sharding(sharding, []))
+    words = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
+    return " ".join([f"sharding={sharding['strategy']}", *words])
 
 
 def main() -> None:

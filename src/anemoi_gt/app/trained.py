@@ -15,7 +15,8 @@ MOVED = {  # prefixes of `_target_` in configs of 0.2.0
     "anemoi_gt.data.sphere_advection.": "anemoi_gt.app.datasets.sphere_advection.",
     "anemoi_gt.data.era5_uk.": "anemoi_gt.app.datasets.era5_uk.",
 }
-REMOVED = {"attention": ("tile", "fixed_degree_kernels")}  # options of 0.2.0 that affected speed
+RENAMED = {"attention": "kernels"}  # groups of 0.4.0
+REMOVED = {"kernels": ("tile", "fixed_degree_kernels")}  # options of 0.2.0 that affected speed
 NOT_IN_FORECASTS = ("model.mapper_chunks", "model.checkpoint_groups", "model.dropout")
 
 
@@ -30,7 +31,8 @@ def current_target(target: str) -> str:
 def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a checkpoint with the names and options of this version."""
     current = {}
-    for group, values in config.items():
+    for former_group, values in config.items():
+        group = RENAMED.get(former_group, former_group)
         if isinstance(values, Mapping):
             values = dict(values)
             for option in REMOVED.get(group, ()):
@@ -39,6 +41,16 @@ def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
                 values["_target_"] = current_target(values["_target_"])
         current[group] = values
     return current
+
+
+def config_of(config: Any, path: Path) -> dict[str, Any]:
+    """Return the config in a checkpoint, with the names and options of this version.
+
+    Raises ValueError if it has none.
+    """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"a checkpoint must contain the config of its run, {path} does not")
+    return current_config(config)
 
 
 def schema_of(values: Mapping[str, Any] | None, path: Path) -> DataSchema | None:

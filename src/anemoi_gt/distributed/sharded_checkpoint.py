@@ -5,8 +5,7 @@ whole graph, in the caller's order. So a checkpoint does not depend on the shard
 of ranks can read it. All other tensors are DTensors, of which each rank writes its own part, or
 the same on all ranks, and written once.
 
-    one process   the file last.pt
-    torchrun      the folder last/, or last.former/ if interrupted between the two renames
+A job that is interrupted between the two renames of the folder last/ leaves last.former/.
 """
 
 import io
@@ -17,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from zipfile import ZipFile
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from anemoi_gt.distributed.checksums import DamagedError, check_checksums
 from anemoi_gt.distributed.consensus import (
     check_same,
     consensus,
@@ -37,6 +36,21 @@ from anemoi_gt.distributed.consensus import (
 from anemoi_gt.distributed.halo import HaloExchange
 from anemoi_gt.distributed.ownership import Ownership
 from anemoi_gt.distributed.partition import Ranges
+
+
+class DamagedError(ValueError):
+    """A record does not have its checksum."""
+
+
+def check_checksums(file: BinaryIO) -> None:
+    """Raise DamagedError if a record of a file from `torch.save` does not have its checksum.
+
+    `torch.load` does not compare them (torch 2.13). Raises one of a dozen types of errors, such as
+    BadZipFile, if the file is no such archive.
+    """
+    damaged = ZipFile(file).testzip()
+    if damaged is not None:
+        raise DamagedError(f"{damaged} does not have its checksum")
 
 
 class ShardedTable:
@@ -419,25 +433,3 @@ def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) ->
             if not any(prefix != outer and prefix.startswith(outer) for outer in prefixes):
                 names[prefix + name] = name
     return names
-
-
-def sharded(path: str | Path) -> Path:
-    """Return the folder that several ranks write in place of a file: `last` for `last.pt`."""
-    return Path(path).with_suffix("")
-
-
-def find_run(last: str | Path) -> Path | None:
-    """Return the last checkpoint of a run, a file or folder, or None. `last` is the file."""
-    last = Path(last)
-    return last if last.exists() else find_checkpoint(sharded(last))
-
-
-def require_file(path: str | Path) -> None:
-    """Raise ValueError with the conversion command if there is a folder instead of the file."""
-    checkpoint = None if Path(path).is_file() else find_checkpoint(sharded(path))
-    if checkpoint is not None:
-        raise ValueError(
-            f"the checkpoint must be one file, got the folder {checkpoint} of several ranks (they "
-            "write best.pt at the end); convert it with python -m "
-            f"torch.distributed.checkpoint.format_utils dcp_to_torch {checkpoint} FILE.pt"
-        )

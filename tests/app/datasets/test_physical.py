@@ -35,6 +35,18 @@ def test_physical_inputs_give_the_channels_and_the_reference_of_the_data_set(dat
     torch.testing.assert_close(reference[0], dataset.reference(1))
 
 
+def test_fields_have_the_local_solar_time_and_the_day_of_the_year(tmp_path):
+    weather_file().to_netcdf(tmp_path / "weather.nc")
+    test = field_data(str(tmp_path / "weather.nc")).test
+    time = test.start_time(1)
+    day = (time - time.astype("datetime64[D]")) / np.timedelta64(24, "h")
+    year = (time - time.astype("datetime64[Y]")) / np.timedelta64(31_556_952, "s")
+    local = 2 * np.pi * day + np.deg2rad(test.nodes.lon)
+    year = np.full_like(local, 2 * np.pi * year)
+    expected = np.stack([np.sin(local), np.cos(local), np.sin(year), np.cos(year)], axis=1)
+    np.testing.assert_allclose(test.inputs(1)[:, -4:], expected, atol=1e-6)
+
+
 def test_a_physical_model_forecasts_like_the_data_set(dataset):
     torch.manual_seed(0)
     network = torch.nn.Linear(dataset.in_channels, dataset.out_channels)

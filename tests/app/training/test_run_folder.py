@@ -140,3 +140,9 @@ def test_an_owner_without_its_note_is_another_process(owner, tmp_path):
     (tmp_path / ".lock.owner").unlink()
     with pytest.raises(ValueError, match=", another process holds it: "), own(tmp_path):
         pass
+
+
+def test_the_config_of_a_run_of_0_4_0_has_the_names_of_this_version(folder_with):
+    folder = folder_with(CONFIG)
+    (folder / CONFIG).write_text("attention:\n  backend: torch\nresume: true\n")
+    assert read_config(folder) == {"kernels": {"backend": "torch"}, "resume": True}

@@ -112,39 +112,33 @@ class Era5UkDataset(ForecastDataset):
         daily_change = training[HOURS_PER_DAY:] - training[:-HOURS_PER_DAY]
         self.change_mean = daily_change.mean()[None]
         self.change_std = daily_change.std()[None]
-        self._mean = training.mean(dim=0)
-        self._anomaly_std = (training - self._mean).std()
+        mean = training.mean(dim=0)
         changes = [training[lag:] - training[:-lag] for lag in self.lags]
-        self._lag_std = torch.stack([change.std() for change in changes])
+        lag_std = torch.stack([change.std() for change in changes])
         position = torch.from_numpy(self.nodes.radians)
-        self._position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
+        position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
+        statistics = {"mean": mean, "anomaly_std": (training - mean).std(), "lag_std": lag_std}
+        self.encoding = Era5UkInputs(self.lags, lead_time, position, statistics)
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return the statistics of the change, the mean per node, and standard deviations."""
-        statistics = {
-            "mean": self._mean,
-            "anomaly_std": self._anomaly_std,
-            "lag_std": self._lag_std,
-        }
-        return super().normalisation() | statistics
+        return super().normalisation() | self.encoding.statistics()
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
         """Return the same samples, normalised by the statistics of `normalisation`."""
         other = super().normalised_by(normalisation)
-        other._mean = normalisation["mean"].float()
-        other._anomaly_std = normalisation["anomaly_std"].float()
-        other._lag_std = normalisation["lag_std"].float()
+        statistics = {name: normalisation[name].float() for name in Era5UkInputs.STATISTICS}
+        position = self.encoding.position
+        other.encoding = Era5UkInputs(self.lags, self.lead_time, position, statistics)
         return other
 
     def physical_inputs(self) -> "Era5UkInputs":
         """Return the module that converts temperatures of the last hours to input channels."""
-        return Era5UkInputs(self)
+        return copy.deepcopy(self.encoding)
 
     def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
         """Return the temperatures of sample i at its start and lags, [N, P], and the time."""
-        hours = [self.starts[i] - lag for lag in (0, *self.lags)]
-        seconds = self.start_time(i).astype("datetime64[s]").astype("int64")
-        return self.field.values[hours].T, torch.tensor(float(seconds), dtype=torch.float64)
+        return self._physical(self.field.values[: self.starts[i] + 1], self.starts[i])
 
     def start_time(self, i: int) -> np.datetime64:
         """Return the start time of sample i."""
@@ -168,7 +162,7 @@ class Era5UkDataset(ForecastDataset):
         return len(self.starts)
 
     def inputs(self, i: int) -> Tensor:
-        return self._channels(self.field.values[: self.starts[i] + 1], self.starts[i])
+        return self.encoding.channels(*self.physical_sample(i))
 
     def reference(self, i: int) -> Tensor:
         """Return the temperature a day before the truth, [N, 1] in K."""
@@ -196,7 +190,8 @@ class Era5UkDataset(ForecastDataset):
         values = torch.cat([past, *(forecast.T for forecast in forecasts)])
         present = start + len(forecasts)
         truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
-        return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
+        inputs = self.encoding.channels(*self._physical(values, present))
+        return Step(inputs, values[-HOURS_PER_DAY][:, None], truth)
 
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""
@@ -225,20 +220,21 @@ class Era5UkDataset(ForecastDataset):
         def predictors(start: int) -> Tensor:
             """Return temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
             past = self.field.values[[start - lag for lag in RIDGE_LAGS]].T
-            return torch.cat([past, harmonics_of_day(start, 1).expand(len(past), 2)], dim=1)
+            hour = torch.tensor([start % HOURS_PER_DAY], dtype=torch.float64)
+            time_of_day = harmonics(2 * torch.pi * hour / HOURS_PER_DAY, 1)
+            return torch.cat([past, time_of_day.expand(len(past), 2)], dim=1)
 
         starts = range(max(RIDGE_LAGS), hours - self.lead_time)
         target = self.field.values[starts.start + self.lead_time : hours]
         predict = fit_ridge(torch.stack([predictors(start) for start in starts]), target)
         return lambda i: predict(predictors(self.starts[i]))[:, None]
 
-    def _channels(self, values: Tensor, hour: int) -> Tensor:
-        """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
-        anomaly = (values[-1] - self._mean) / self._anomaly_std
-        past = values[[-1 - lag for lag in self.lags]]  # [lags, N]
-        changes = (values[-1] - past).T / self._lag_std  # [N, lags]
-        time_of_day = harmonics_of_day(hour, 2).expand(len(self.nodes), 4)
-        return torch.cat([anomaly[:, None], changes, time_of_day, self._position], dim=1)
+    def _physical(self, values: Tensor, hour: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs of `encoding` at an hour; `values` [T, N] are those up to it."""
+        time = self.field.times[0] + np.timedelta64(hour, "h")
+        seconds = float(time.astype("datetime64[s]").astype("int64"))
+        fields = values[[-1 - lag for lag in (0, *self.lags)]].T
+        return fields, torch.tensor(seconds, dtype=torch.float64)
 
     def _at(self, hour: int) -> Tensor:
         return self.field.values[hour][:, None]
@@ -247,20 +243,26 @@ class Era5UkDataset(ForecastDataset):
 class Era5UkInputs(PhysicalInputs):
     """The input channels of `Era5UkDataset`: anomaly, changes, harmonics of the hour, position."""
 
+    STATISTICS = ("mean", "anomaly_std", "lag_std")
     mean: Tensor  # buffers
     anomaly_std: Tensor
     lag_std: Tensor
     position: Tensor
 
-    def __init__(self, dataset: Era5UkDataset):
+    def __init__(
+        self, lags: Sequence[int], lead_time: int, position: Tensor, statistics: dict[str, Tensor]
+    ):
         super().__init__()
-        self.names = ("t2m", *(f"t2m -{lag} h" for lag in dataset.lags))
+        self.names = ("t2m", *(f"t2m -{lag} h" for lag in lags))
         self.units = ("K",) * len(self.names)
-        self.reference = (0, *dataset.lags).index(HOURS_PER_DAY - dataset.lead_time)
-        self.register_buffer("mean", dataset._mean)
-        self.register_buffer("anomaly_std", dataset._anomaly_std)
-        self.register_buffer("lag_std", dataset._lag_std)
-        self.register_buffer("position", dataset._position)
+        self.reference = (0, *lags).index(HOURS_PER_DAY - lead_time)
+        for name in self.STATISTICS:
+            self.register_buffer(name, statistics[name])
+        self.register_buffer("position", position)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return the mean per node [N], and deviations of the anomaly and of each change."""
+        return {name: self.get_buffer(name) for name in self.STATISTICS}
 
     # `time` is always passed, because needs_time is True.
     def forward(  # type: ignore[override]
@@ -272,13 +274,9 @@ class Era5UkInputs(PhysicalInputs):
         """
         anomaly = (fields[..., :1] - self.mean[:, None]) / self.anomaly_std
         changes = (fields[..., :1] - fields[..., 1:]) / self.lag_std
-        angle = day_angle(time)
-        harmonics = torch.stack(
-            [angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], dim=1
-        ).float()
-        harmonics = harmonics[:, None].expand(-1, fields.shape[1], -1)
+        time_of_day = harmonics(day_angle(time), 2)[:, None].expand(-1, fields.shape[1], -1)
         position = self.position.expand(fields.shape[0], -1, -1)
-        channels = torch.cat([anomaly, changes, harmonics, position], dim=2)
+        channels = torch.cat([anomaly, changes, time_of_day, position], dim=2)
         return channels, fields[..., self.reference : self.reference + 1]
 
 
@@ -309,10 +307,10 @@ def fit_ridge(
     return predict
 
 
-def harmonics_of_day(hour: int, count: int) -> Tensor:
-    """Return sine and cosine of 1, ..., `count` times the hour angle, [2 * count] float32."""
-    angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
-    return rearrange([angle.sin(), angle.cos()], "part harmonic -> (harmonic part)")
+def harmonics(angle: Tensor, count: int) -> Tensor:
+    """Return sine and cosine of 1, ..., `count` times angles [B], [B, 2 * count] float32."""
+    multiples = angle[:, None] * torch.arange(1, count + 1, device=angle.device)
+    return torch.stack([multiples.sin(), multiples.cos()], dim=2).flatten(1).float()
 
 
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:

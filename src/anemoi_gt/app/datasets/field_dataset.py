@@ -17,9 +17,10 @@ Physical fields are NaN there, and inputs are filled with the mean; these points
 statistics, loss and scores.
 """
 
+import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
@@ -238,6 +239,7 @@ class FieldDataset(ForecastDataset):
         self.change_mean = self.statistics.change_mean
         self.change_std = self.statistics.change_std
         self.weights = self.statistics.weights(states.node_weights)
+        self.encoding = FieldInputs(states, self.statistics)
 
     def within(self, period: np.ndarray) -> "FieldDataset":
         """Return the samples of a period [T] bool that have inputs and truth.
@@ -340,31 +342,14 @@ class FieldDataset(ForecastDataset):
 
     def physical_inputs(self) -> "FieldInputs":
         """Return the module that converts physical values to input channels."""
-        states, statistics = self.states, self.statistics
-        columns = [column for step in states.inputs for column in step]
-        first_present = len(columns) - len(states.inputs[-1])
-        num_prognostic = len(states.roles.variables)
-        return FieldInputs(
-            names=self.input_names[: len(columns)],
-            units=tuple(states.units[column] for column in columns),
-            mean=statistics.mean[columns],
-            std=statistics.std[columns],
-            missing=statistics.missing[:, columns],
-            position=states.position,
-            longitudes=torch.from_numpy(self.nodes.radians[:, 1].copy()),
-            present=slice(first_present, first_present + num_prognostic),
-            diagnostics=len(self.diagnostics),
-        )
+        return copy.deepcopy(self.encoding)
 
     def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
         """Return the physical input channels of sample i, [N, P], and its start time.
 
         Points without values have the mean.
         """
-        steps = enumerate(self.states.inputs, start=1 - self.input_steps)
-        fields = torch.cat([self._filled(i, step)[:, columns] for step, columns in steps], dim=1)
-        seconds = self.start_time(i).astype("datetime64[ms]").astype("int64") / 1000
-        return fields, torch.tensor(seconds, dtype=torch.float64)
+        return self._physical(i, [])
 
     def start_time(self, i: int) -> np.datetime64:
         """Return the start time of sample i."""
@@ -384,7 +369,7 @@ class FieldDataset(ForecastDataset):
         return Sample(sample.inputs, sample.target.masked_fill(missing, 0.0))
 
     def inputs(self, i: int) -> Tensor:
-        return self._channels(i, [])
+        return self.encoding.channels(*self.physical_sample(i))
 
     def present(self, i: int) -> Tensor:
         return self._state(int(self.samples.starts[i]))
@@ -401,7 +386,8 @@ class FieldDataset(ForecastDataset):
         state = forecasts[-1] if forecasts else self.present(i)
         end = self.states.later(int(self.samples.starts[i]), len(forecasts) + 1)
         truth = None if end is None else self._state(end)
-        return Step(self._channels(i, forecasts), self.states.reference(state), truth)
+        inputs = self.encoding.channels(*self._physical(i, forecasts))
+        return Step(inputs, self.states.reference(state), truth)
 
     def title(self, i: int) -> str:
         """Return the start of the forecast, its lead time, and its member."""
@@ -444,12 +430,8 @@ class FieldDataset(ForecastDataset):
         assert t is not None  # samples have all inputs and a truth
         return self.states.checked(t, self.statistics.missing)
 
-    def _filled(self, i: int, step: int) -> Tensor:
-        """Return the state of a sample, with the mean at points without values."""
-        return torch.where(self.statistics.missing, self.statistics.mean, self._at(i, step))
-
-    def _channels(self, i: int, forecasts: Sequence[Tensor]) -> Tensor:
-        """Return the input channels of the step that follows `forecasts`."""
+    def _physical(self, i: int, forecasts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the inputs of `encoding` for the step that follows `forecasts`."""
         states, statistics = self.states, self.statistics
         now = len(forecasts)
         channels = []
@@ -460,17 +442,15 @@ class FieldDataset(ForecastDataset):
                 raise ValueError(
                     f"a rollout needs the forcings of every step, the data end before step {step}"
                 )
-            fields = self._filled(i, field_step)
+            fields = torch.where(statistics.missing, statistics.mean, self._at(i, field_step))
             if statistics.range is not None:
                 statistics.range.compare(states.names, fields)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
-                # forecasts are NaN at points without values
-                fields = torch.where(statistics.missing, statistics.mean, fields)
-            normalised = (fields - statistics.mean) / statistics.std
-            channels.append(normalised[:, columns])
-        clock = states.clock(self.start_time(i) + now * states.step)
-        return torch.cat([*channels, states.position, clock], dim=1)
+            channels.append(fields[:, columns])
+        time = self.start_time(i) + now * states.step
+        seconds = time.astype("datetime64[ms]").astype("int64") / 1000
+        return torch.cat(channels, dim=1), torch.tensor(seconds, dtype=torch.float64)
 
 
 class FieldInputs(PhysicalInputs):
@@ -487,28 +467,19 @@ class FieldInputs(PhysicalInputs):
     position: Tensor
     longitudes: Tensor
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        units: Iterable[str],
-        mean: Tensor,
-        std: Tensor,
-        missing: Tensor,
-        position: Tensor,
-        longitudes: Tensor,
-        present: slice,
-        diagnostics: int,
-    ):
+    def __init__(self, states: FieldStates, statistics: Statistics):
         super().__init__()
-        self.names = tuple(names)
-        self.units = tuple(units)
-        self.present = present
-        self.diagnostics = diagnostics
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
-        self.register_buffer("missing", missing)
-        self.register_buffer("position", position)
-        self.register_buffer("longitudes", longitudes)
+        columns = [column for step in states.inputs for column in step]
+        first_present = len(columns) - len(states.inputs[-1])
+        self.names = states.input_names[: len(columns)]
+        self.units = tuple(states.units[column] for column in columns)
+        self.present = slice(first_present, first_present + len(states.roles.variables))
+        self.diagnostics = len(states.roles.diagnostics)
+        self.register_buffer("mean", statistics.mean[columns])
+        self.register_buffer("std", statistics.std[columns])
+        self.register_buffer("missing", statistics.missing[:, columns])
+        self.register_buffer("position", states.position)
+        self.register_buffer("longitudes", torch.from_numpy(states.fields.nodes.radians[:, 1]))
 
     # `time` is always passed, because needs_time is True.
     def forward(  # type: ignore[override]

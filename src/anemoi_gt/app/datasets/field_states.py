@@ -129,16 +129,6 @@ class FieldStates:
         """Return whether all input times of each time are in the data, [T] bool."""
         return np.all([self.find(m) >= 0 for m in range(1 - self.input_steps, 1)], axis=0)
 
-    def clock(self, time: np.datetime64) -> Tensor:
-        """Return sine and cosine of the local solar time and of the day of the year, [N, 4]."""
-        day = 2 * np.pi * ((time - time.astype("datetime64[D]")) / np.timedelta64(1, "D"))
-        # over the mean year of the calendar, in seconds
-        year = 2 * np.pi * ((time - time.astype("datetime64[Y]")) / np.timedelta64(31_556_952, "s"))
-        local = day + self.fields.nodes.radians[:, 1]
-        year = np.full_like(local, year)
-        clock = np.stack([np.sin(local), np.cos(local), np.sin(year), np.cos(year)], axis=1)
-        return torch.from_numpy(clock).float()
-
     @cached_property
     def read(self) -> Any:
         """A function from the index of a state to [N, variables and forcings], with a cache."""

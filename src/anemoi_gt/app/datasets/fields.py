@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, reduce
+from itertools import compress
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -502,66 +504,61 @@ class _States:
     def __init__(self, series: Sequence[Series]):
         self.series = series
         self.times: dict[str, np.ndarray] = {}  # by member, ascending
-        self._places: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # series, index in its times
+        self._fields: dict[str, list[tuple[Series, int]]] = {}  # series, index in its times
         for member in _sorted_labels({one.member for one in series}):
-            self._add_member(member)
-
-    def _add_member(self, member: str) -> None:
-        indices = [i for i, one in enumerate(self.series) if one.member == member]
-        first = self.series[indices[0]]
-        for i in indices:
-            if self.series[i].member_keys != first.member_keys:
-                raise ValueError(
-                    "a member must have the same keys at all times, got "
-                    f"{_two(first, self.series[i])}: read one of them, or give them two numbers"
-                )
-        counts = [len(self.series[i].times) for i in indices]
-        times = np.concatenate([self.series[i].times for i in indices])
-        owner = np.repeat(indices, counts)
-        local = np.concatenate([np.arange(count) for count in counts])
-        order = np.argsort(times, kind="stable")  # messages name the files in their order
-        times, owner, local = times[order], owner[order], local[order]
-        is_twice = times[1:] == times[:-1]
-        if is_twice.any():
-            n = int(np.argmax(is_twice))
-            one, other = (self.series[owner[n + k]] for k in (0, 1))
-            remedy = "keep one, as by drop_duplicates"
-            if one.version != other.version:
-                remedy = "keep one, or fill the gaps of one with the other, as by combine_first"
-            elif one.origin != other.origin or one is other:
-                remedy = "keep one start or one step of the forecasts"
-            raise ValueError(
-                f"each field must be there once, got {one.describe(times[n])} and "
-                f"{other.describe(times[n])}: {remedy}"
-            )
-        versions = dict.fromkeys(self.series[i].version for i in owner.tolist())
-        if len(versions) > 1:
-            name = self.series[0].key.parameter
-            log.warning("%s has fields of expver %s", name, " and ".join(versions))
-        self.times[member] = times
-        self._places[member] = owner, local
+            by_time = _by_time([one for one in series if one.member == member])
+            versions = dict.fromkeys(one.version for one, _ in by_time.values())
+            if len(versions) > 1:
+                name = series[0].key.parameter
+                log.warning("%s has fields of expver %s", name, " and ".join(versions))
+            self.times[member] = np.array(list(by_time), "datetime64[ns]")
+            self._fields[member] = list(by_time.values())
 
     def read(self, members: tuple[str, ...], index: int) -> np.ndarray:
         """Return the values of a state, `member * T + time`, [N] float32."""
         num_times = len(next(iter(self.times.values())))
         member, time = divmod(index, num_times)
         # A variable without members, such as a forcing, is the same for all.
-        label = members[member] if members[member] in self._places else ""
-        owner, local = self._places[label]
-        return self.series[owner[time]].read(int(local[time]))
+        one, i = self._fields[members[member] if members[member] in self._fields else ""][time]
+        return one.read(i)
 
     def keep(self, times: np.ndarray) -> None:
         """Keep these times only."""
         for member, own in self.times.items():
             kept = np.isin(own, times)
-            owner, local = self._places[member]
             self.times[member] = own[kept]
-            self._places[member] = owner[kept], local[kept]
+            self._fields[member] = list(compress(self._fields[member], kept))
 
     def at(self, time: np.datetime64, member: str) -> Series:
         """Return the series that has a time, which must be there, of a member."""
-        owner, _ = self._places[member]
-        return self.series[owner[np.searchsorted(self.times[member], time)]]
+        one, _ = self._fields[member][np.searchsorted(self.times[member], time)]
+        return one
+
+
+def _by_time(series: Sequence[Series]) -> dict[int, tuple[Series, int]]:
+    """Return the fields of a member by time, in ns and ascending: series, index in its times."""
+    fields: dict[int, tuple[Series, int]] = {}
+    for other in series:
+        if other.member_keys != series[0].member_keys:
+            raise ValueError(
+                f"a member must have the same keys at all times, got {_two(series[0], other)}: "
+                "read one of them, or give them two numbers"
+            )
+        for i, time in enumerate(other.times.astype("datetime64[ns]").astype(int).tolist()):
+            if time not in fields:
+                fields[time] = other, i
+                continue
+            one, _ = fields[time]
+            remedy = "keep one, as by drop_duplicates"
+            if one.version != other.version:
+                remedy = "keep one, or fill the gaps of one with the other, as by combine_first"
+            elif one.origin != other.origin or one is other:
+                remedy = "keep one start or one step of the forecasts"
+            raise ValueError(
+                f"each field must be there once, got {one.describe(other.times[i])} and "
+                f"{other.describe(other.times[i])}: {remedy}"
+            )
+    return dict(sorted(fields.items(), key=itemgetter(0)))
 
 
 def _cut_ends(states: Mapping[str, _States]) -> None:

@@ -55,16 +55,6 @@ MEMBER: dict[str, tuple[int, ...]] = {
 }
 HECTOPASCALS = {"isobaricInhPa": 0.01, "isobaricInPa": 0.01}  # of a value of edition 2, in Pa
 LEVELS = {"hybrid": "model level", "heightAboveGround": "height", "depthBelowSea": "depth"}
-# Grids whose points ecCodes lists row by row, with sizes of rows and columns.
-ROWS = {
-    "regular_ll": ("Nj", "Ni"),
-    "regular_gg": ("Nj", "Ni"),
-    "rotated_ll": ("Nj", "Ni"),
-    "lambert": ("Ny", "Nx"),
-    "polar_stereographic": ("Ny", "Nx"),
-    "mercator": ("Nj", "Ni"),
-    "lambert_azimuthal_equal_area": ("Ny", "Nx"),
-}
 
 
 def read_grib(path: str) -> tuple[list[Series], dict[str, str]]:
@@ -280,17 +270,12 @@ def _grid(eccodes: ModuleType, message: int, path: str) -> Grid:
             "by grib_set -s swapScanningAlternativeRows=1"
         )
     lat, lon = (eccodes.codes_get_array(message, key) for key in ("latitudes", "longitudes"))
-    kind = eccodes.codes_get(message, "gridType")
-    shape: tuple[int, ...] = (len(lat),)
-    if kind in ROWS:
-        shape = tuple(_get(eccodes, message, key) or 0 for key in ROWS[kind])
-        if _get(eccodes, message, "jPointsAreConsecutive"):
-            shape = shape[::-1]
-    nodes = Nodes(lat, lon)
-    if np.prod(shape) != len(lat):
-        shape = (len(lat),)
-    dims = ("node",) if len(shape) == 1 else ("y", "x")
-    return Grid(nodes, dims, shape)
+    rows, columns = (_get(eccodes, message, key) or 0 for key in ("Nj", "Ni"))
+    if rows * columns != len(lat):  # of other grids, one is missing
+        return Grid(Nodes(lat, lon), ("node",), (len(lat),))
+    if _get(eccodes, message, "jPointsAreConsecutive"):
+        rows, columns = columns, rows
+    return Grid(Nodes(lat, lon), ("y", "x"), (rows, columns))
 
 
 def _read(path: str, offset: int, part: int, _: int) -> np.ndarray:

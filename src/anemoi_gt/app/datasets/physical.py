@@ -1,4 +1,4 @@
-"""Models in physical units, for packages: they include normalisation and encodings.
+"""Normalisation and encodings as modules, for data sets and for models in physical units.
 
     channels, reference = inputs(fields, time)
     forecast            = reference + change_mean + model(channels) * change_std
@@ -38,6 +38,11 @@ class PhysicalInputs(nn.Module, ABC):
 
         `fields` is [B, N, P] float32; `time` [B] float64, seconds since 1970-01-01 00:00 UTC.
         """
+
+    def channels(self, *inputs: Tensor) -> Tensor:
+        """Return the channels [N, in_channels] of one sample: fields [N, P], and time if needed."""
+        channels, _ = self(*(values[None] for values in inputs))
+        return channels[0]
 
 
 class PhysicalModel(nn.Module):

@@ -222,7 +222,7 @@ class SphereDataset(ForecastDataset):
         self._frame = nodes.frame
         lat, lon = nodes.radians.T
         position = np.stack([np.sin(lat), np.cos(lat), np.sin(lon), np.cos(lon)], axis=-1)
-        self._position = torch.from_numpy(position)
+        self._position = torch.from_numpy(position).float()
         cases = [self.case(i) for i in range(min(size, STATISTICS_SAMPLES))]
         stride = -(-len(nodes) // STATISTICS_NODES)
         xyz = self._xyz[::stride]
@@ -282,8 +282,7 @@ class SphereDataset(ForecastDataset):
         return Case(flow, hills, start=rng.uniform(0, flow.period))
 
     def inputs(self, i: int) -> Tensor:
-        case = self.case(i)
-        return self._channels(case, in_blocks(lambda xyz: case.tracer(xyz, 0), self._xyz), hours=0)
+        return self.physical_inputs().channels(*self.physical_sample(i))
 
     def present(self, i: int) -> Tensor:
         return self._tracer(i, 0)
@@ -296,19 +295,16 @@ class SphereDataset(ForecastDataset):
         if not forecasts:
             return Step(self.inputs(i), self.present(i), self.truth(i))
         hours = len(forecasts) * self.lead_time
-        inputs = self._channels(self.case(i), forecasts[-1][:, 0].numpy(), hours)
+        inputs = self.physical_inputs().channels(self._fields(i, forecasts[-1], hours))
         return Step(inputs, forecasts[-1], self._tracer(i, hours + self.lead_time))
 
     def physical_inputs(self) -> "SphereInputs":
         """Return the module that converts tracer and winds to input channels."""
-        return SphereInputs(self.statistics, self._position.float())
+        return SphereInputs(self.statistics, self._position)
 
     def physical_sample(self, i: int) -> tuple[Tensor]:
         """Return tracer and winds of sample i, [N, 5]."""
-        fields = self.inputs(i)[:, :5].double()
-        mean = torch.tensor([self.statistics.tracer_mean, 0, 0, 0, 0])
-        std = torch.tensor([self.statistics.tracer_std, *[self.statistics.wind_std] * 4])
-        return ((fields * std + mean).float(),)
+        return (self._fields(i, self.present(i), 0),)
 
     def select_nodes(self, index: Tensor) -> "SphereDataset":
         """Return the same samples, computed only at the nodes `index` [n] int64."""
@@ -326,9 +322,9 @@ class SphereDataset(ForecastDataset):
         kind = "deformational flow" if self.case(i).flow.deformation else "solid-body rotation"
         return f"{kind}, {self.lead_time:g} h"
 
-    def _channels(self, case: Case, tracer: np.ndarray, hours: float) -> Tensor:
-        """Return the input channels for a tracer [N], `hours` after the start of a case."""
-        tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
+    def _fields(self, i: int, tracer: Tensor, hours: float) -> Tensor:
+        """Return a tracer [N, 1] and winds of sample i, `hours` after its start, [N, 5]."""
+        case = self.case(i)
 
         def wind_components(xyz: np.ndarray, frame: np.ndarray) -> np.ndarray:
             components = []
@@ -337,9 +333,8 @@ class SphereDataset(ForecastDataset):
                 components.append(np.einsum("nid,nd->ni", frame, wind))
             return np.concatenate(components, axis=1)
 
-        winds = in_blocks(wind_components, self._xyz, self._frame) / self.statistics.wind_std
-        fields = np.concatenate([tracer[:, None], winds], axis=1)
-        return torch.cat([torch.from_numpy(fields), self._position], dim=1).float()
+        winds = in_blocks(wind_components, self._xyz, self._frame)
+        return torch.cat([tracer, torch.from_numpy(winds).float()], dim=1)
 
     def _tracer(self, i: int, hours: float) -> Tensor:
         case = self.case(i)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,19 +42,11 @@ NAMES = {
     "member": ("number", "member", "ensemble_member", "realization"),
     "version": ("expver",),
 }
+LABELS = ("member", "version", "step")  # roles of dimensions that are no levels
 POLE = 1e-5  # degrees from a pole, or from the meridians of 90 degrees, that are rounded to it
 DEGREES = re.compile("(degrees?|deg)?_?(north|n|east|e|true|(?P<negative>south|s|west|w))?")
 RADIANS = ("radian", "radians", "rad")
 PRESSURE = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0, "millibar": 1.0, "millibars": 1.0}
-HOURS = {
-    "day": 24.0,
-    "hour": 1.0,
-    "hr": 1.0,
-    "h": 1.0,
-    "minute": 1 / 60,
-    "second": 1 / 3600,
-    "s": 1 / 3600,
-}
 VERTICAL = ("surface", "height", "heightAboveGround", "depth", "hybrid", "level", "lev", "plev")
 MODEL_LEVEL = ("model_level_number", "hybrid", "model_level")
 # attributes of a variable that must be equal at all times; the others are about grid and packing
@@ -169,14 +161,6 @@ def _check_calendar(source: "xarray.Dataset", name: str) -> None:
         )
 
 
-class _Labels(NamedTuple):
-    """What the position along all dimensions but grid and time says about a field."""
-
-    levels: tuple[Level, ...]
-    member: str
-    version: str
-
-
 class _DatasetReader:
     """The fields of one data set; grids that several variables share are made once."""
 
@@ -206,17 +190,18 @@ class _DatasetReader:
         self._check_constant(array)
         array, interval = self._at_ends(array)
         valid_range = _valid_range(array)
-        for labels, part in self._split(array, grid.dims):
+        for levels, labels, part in self._split(array, grid.dims):
             valid, time_dim, origin = self._times(array, part)
-            for version, times, indices in self._by_version(part, labels.version, valid, time_dim):
+            of_versions = self._by_version(part, labels.get("version", ""), valid, time_dim)
+            for version, times, indices in of_versions:
                 yield Series(
-                    key=Key(name, labels.levels, interval, others),
+                    key=Key(name, levels, interval, others),
                     units=units,
                     grid=grid,
                     times=times,
                     read=partial(_read, part, grid.dims, time_dim, indices, valid_range),
                     source=self.name,
-                    member=labels.member,
+                    member=labels.get("member", ""),
                     version=version,
                     origin=origin,
                     attributes=attributes,
@@ -298,21 +283,14 @@ class _DatasetReader:
                 "name the right one in its attribute coordinates, or drop the other"
             )
         (position,) = found
-        moving = [dim for dim in position.dims if self._is_time(array, dim)]
+        times = self._time_dims(array)
+        moving = [dim for dim in position.dims if dim in times or self.roles.get(dim) == "step"]
         if moving:  # as WRF repeats the positions for each time
             first = position.isel(dict.fromkeys(moving, 0), drop=True)
             if not bool((position == first).all()):
                 raise LeftOutError("its grid moves")
             return first
         return position
-
-    def _is_time(self, array: "xarray.DataArray", dim: Hashable) -> bool:
-        """Return whether a dimension is one of times, starts or steps."""
-        for key, coordinate in array.coords.items():
-            is_time = self.roles.get(key) in ("time", "start", "step")
-            if coordinate.dims == (dim,) and (is_time or coordinate.dtype.kind == "M"):
-                return True
-        return False
 
     def _in_degrees(self, position: "xarray.DataArray") -> "xarray.DataArray":
         """Return latitudes or longitudes in degrees. Raises FieldError for unknown units."""
@@ -331,45 +309,36 @@ class _DatasetReader:
 
     def _split(
         self, array: "xarray.DataArray", grid_dims: tuple[str, ...]
-    ) -> Iterator[tuple[_Labels, "xarray.DataArray"]]:
-        """Yield the parts of a field at each level, member, version and step, with their labels."""
+    ) -> Iterator[tuple[tuple[Level, ...], dict[str, str], "xarray.DataArray"]]:
+        """Yield the parts of a field at each position along all dimensions but grid and time.
+
+        With their levels, and their labels by role: "member" and "version".
+        """
         time_dims = self._time_dims(array)
         dims = [dim for dim in array.dims if dim not in grid_dims and dim not in time_dims]
         scalar_levels = self._scalar_levels(array)
+        scalars = [key for key, coordinate in array.coords.items() if coordinate.ndim == 0]
+        array = array.assign_coords({dim: array[dim] for dim in dims})
         for position in product(*(range(array.sizes[dim]) for dim in dims)):
-            selection = dict(zip(dims, position, strict=True))
-            levels = list(scalar_levels)
-            member = self._scalar(array, "member")
-            version = self._scalar(array, "version")
-            for dim, index in selection.items():
-                role = self.roles.get(dim)
-                if role == "member":
-                    member = str(array[dim].values[index])
-                elif role == "version":
-                    version = str(array[dim].values[index])
-                elif role != "step":
-                    levels.append(_level(array[dim], index))
-            yield _Labels(tuple(levels), member, version), array.isel(selection)
+            part = array.isel(dict(zip(dims, position, strict=True)))
+            levels = [_level(part[dim]) for dim in dims if self.roles.get(dim) not in LABELS]
+            labels = {}
+            for key in (*scalars, *dims):
+                if key in self.roles:
+                    labels[self.roles[key]] = str(part[key].values)
+            yield (*scalar_levels, *levels), labels, part
 
     def _time_dims(self, array: "xarray.DataArray") -> set[Hashable]:
         """Return the dimension of times or starts, if there is one; steps are split."""
         dims: set[Hashable] = set()
-        for role in ("time", "start"):
-            for coordinate in self._find(array, role):
+        for key, coordinate in array.coords.items():
+            is_date = coordinate.dtype.kind == "M" and coordinate.ndim == 1
+            if is_date or self.roles.get(key) in ("time", "start"):
                 dims |= {dim for dim in coordinate.dims if self.roles.get(dim) != "step"}
-        for coordinate in array.coords.values():
-            if coordinate.dtype.kind == "M" and coordinate.ndim == 1:
-                dims |= set(coordinate.dims)
-        dims = {dim for dim in dims if self.roles.get(dim) != "step"}
         if len(dims) > 1:
             names = " and ".join(map(str, sorted(dims, key=str)))
             raise LeftOutError(f"its times have several dimensions, {names}")
         return dims
-
-    def _scalar(self, array: "xarray.DataArray", role: str) -> str:
-        """Return the value of a scalar coordinate, "" if there is none."""
-        found = [c for c in self._find(array, role) if c.ndim == 0]
-        return str(found[0].values) if found else ""
 
     def _scalar_levels(self, array: "xarray.DataArray") -> list[Level]:
         """Return what a field has one value of: its scalar coordinates without a role."""
@@ -384,7 +353,7 @@ class _DatasetReader:
                 continue
             if coordinate.dtype.kind == "M":  # a date, which may differ
                 continue
-            level = _level(coordinate.expand_dims(str(key)), 0)
+            level = _level(coordinate)
             if level.value == 0 and array.attrs.get("GRIB_typeOfLevel") == str(key):
                 level = Level(level.kind, None, "", level.kind)  # cfgrib's 0 for none
             levels.append(level)
@@ -424,7 +393,8 @@ class _DatasetReader:
         if start is not None and start.ndim == 0:
             origin = f"start {minutes(start.values)}, {origin}".removesuffix(", ")
         time_dim = time.dims[0] if time.ndim else None
-        return _to_seconds(time.values), time_dim, origin
+        seconds = time.dt.round("s").values  # hours as fractions of days are off by less
+        return np.atleast_1d(seconds).astype("datetime64[ns]"), time_dim, origin
 
     def _valid_time(self, part: "xarray.DataArray") -> "xarray.DataArray | None":
         """Return the coordinate of valid times: by its role, or the only one with dates."""
@@ -482,13 +452,6 @@ class _DatasetReader:
         return ends, f"{length} {method or 'unknown'}"
 
 
-def _to_seconds(times: np.ndarray) -> np.ndarray:
-    """Return dates to the second [T]: hours as fractions of days are off by less."""
-    half = np.timedelta64(500, "ms")
-    seconds = (np.atleast_1d(times).astype("datetime64[ns]") + half).astype("datetime64[s]")
-    return seconds.astype("datetime64[ns]")
-
-
 def _sizes(array: "xarray.DataArray") -> str:
     return ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) or "none"
 
@@ -498,16 +461,17 @@ def _hours(step: "xarray.DataArray") -> Any:
     if step.dtype.kind == "m":
         return step
     units = str(step.attrs.get("units", ""))
-    unit = units if units in HOURS else units.removesuffix("s")
-    if unit not in HOURS:
-        raise LeftOutError(f"the units of its {step.name} must be hours, got {units!r}")
-    milliseconds = (step * HOURS[unit] * 3_600_000).round().astype("int64")
-    return milliseconds.astype("timedelta64[ms]")
+    pandas = import_extra("pandas", "xarray")
+    try:
+        durations = pandas.to_timedelta(step.values.ravel(), units.removesuffix("s") or units)
+    except ValueError:
+        raise LeftOutError(f"the units of its {step.name} must be hours, got {units!r}") from None
+    return step.copy(data=durations.round("ms").values.reshape(step.shape))
 
 
-def _level(coordinate: "xarray.DataArray", index: int) -> Level:
-    """Return the level at a position along a dimension."""
-    value = coordinate.values[index]
+def _level(coordinate: "xarray.DataArray") -> Level:
+    """Return the level of a scalar coordinate."""
+    value = coordinate.values[()]
     name = str(coordinate.name)
     attrs = coordinate.attrs
     units = str(attrs.get("units", ""))

@@ -186,6 +186,30 @@ def _shard_bytes(model: nn.Module) -> int:
     return total
 
 
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Return whether a GPU or the host ran out of memory; PyTorch has no type for the latter."""
+    is_typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_typed or "DefaultCPUAllocator" in str(error)
+
+
+def out_of_memory(config: Mapping, error: RuntimeError | MemoryError) -> str:
+    """Return an error message with advice for a run that ran out of memory."""
+    training = config.get("training", {})
+    remedy = advice(config.get("model", {}), training)
+    if not isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory of the host: {remedy}"
+    size = ""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties()
+        size = f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
+    if training.get("cuda_graph", False) is not False:
+        remedy += (
+            "; training.cuda_graph=false shares the memory of a step with validation, which a CUDA "
+            "graph does not"
+        )
+    return f"out of GPU memory{size}: {remedy}"
+
+
 def advice(model: Mapping, training: Mapping) -> str:
     """Suggest changes to the configs `model` and `training` for a run that ran out of memory."""
     layers = model.get("num_layers")

@@ -19,7 +19,11 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import nn
 
-from anemoi_gt.distributed.checksums import DamagedError, check_checksums
+from anemoi_gt.distributed.sharded_checkpoint import (
+    DamagedError,
+    check_checksums,
+    find_checkpoint,
+)
 
 UNREADABLE = "a checkpoint must be a whole file that training wrote"
 
@@ -38,10 +42,17 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Load the state of a checkpoint, with tensors on the CPU, without executing code.
 
     Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and ValueError
-    if it is not a checkpoint or is damaged, by the checksums in it.
+    if it is not a checkpoint, or a folder of several ranks, or is damaged, by the checksums in it.
     """
     path = Path(path)
     if not path.is_file():
+        folder = find_checkpoint(sharded(path))
+        if folder is not None:
+            raise ValueError(
+                f"the checkpoint must be one file, got the folder {folder} of several ranks (they "
+                "write best.pt at the end); convert it with python -m "
+                f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE.pt"
+            )
         raise FileNotFoundError(
             f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder"
         )
@@ -60,6 +71,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"a checkpoint must hold a dict of states, {path} holds a {type(state).__name__}"
         )
     return state
+
+
+def sharded(path: str | Path) -> Path:
+    """Return the folder that several ranks write in place of a file: `last` for `last.pt`."""
+    return Path(path).with_suffix("")
 
 
 def read_best_loss(path: str | Path) -> float:

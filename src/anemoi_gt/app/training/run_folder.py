@@ -10,9 +10,10 @@ metrics.jsonl         records since step 1
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anemoi_gt.app.training.run_files import atomic_write
+from anemoi_gt.app.trained import current_config
+from anemoi_gt.app.training.run_files import atomic_write, load_checkpoint, sharded
 from anemoi_gt.distributed.ownership import Ownership
-from anemoi_gt.distributed.sharded_checkpoint import find_run
+from anemoi_gt.distributed.sharded_checkpoint import find_checkpoint, load_values
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -35,6 +36,19 @@ def own(folder: Path) -> Ownership:
         f"one run at a time may train in {folder}",
         "wait for its end, or choose another hydra.run.dir",
     )
+
+
+def find_run(last: str | Path) -> Path | None:
+    """Return the last checkpoint of a run, a file or folder, or None. `last` is the file."""
+    last = Path(last)
+    return last if last.exists() else find_checkpoint(sharded(last))
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint, or config and schema of a folder of several ranks."""
+    if path.is_file():
+        return load_checkpoint(path)
+    return {name: load_values(path, name) for name in ("config", "schema")}
 
 
 def checkpoint_to_continue(folder: Path, writer: str, *, resume: bool) -> Path | None:
@@ -102,7 +116,7 @@ def write_config(folder: Path, config: "DictConfig", description: dict[str, Any]
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return the config in a folder as plain values, or None if it has none.
+    """Return the config in a folder, with this version's names, or None if it has none.
 
     Raises ValueError if the file is not a config.
     """
@@ -119,4 +133,4 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} must be the config of a run, cannot read it: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must be the config of a run, got {config!r}")
-    return {str(key): value for key, value in config.items()}
+    return current_config({str(key): value for key, value in config.items()})

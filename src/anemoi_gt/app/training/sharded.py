@@ -32,7 +32,7 @@ from anemoi_gt.app.datasets.forecast_dataset import Sample, Splits, TrainingBatc
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.loggers import open_metrics
 from anemoi_gt.app.training.progress import StopRequest
-from anemoi_gt.app.training.run_files import atomic_write
+from anemoi_gt.app.training.run_files import atomic_write, sharded
 from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep, autocast, node_errors
 from anemoi_gt.app.training.trainer import Trainer
@@ -52,7 +52,6 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     load_values,
     require_checkpoint,
     save_checkpoint,
-    sharded,
 )
 
 
