@@ -116,7 +116,9 @@ def _measure(model: nn.Module, config: TrainingConfig, inputs: tuple[int, int]) 
     with eager, fake_tensor_mode() as mode:
         # Parameters without data, too: operations on tensors with data are not in the mode's cache.
         # Buffers stay, because a graph may be kept that has them.
-        weights = {name: mode.from_tensor(weight) for name, weight in step.named_parameters()}
+        weights: dict[str, Tensor] = {}
+        for name, weight in step.named_parameters():
+            weights[name] = mode.from_tensor(weight)
         buffers = [mode.from_tensor(buffer) for buffer in model.buffers()]
         allocations = _Allocations([*weights.values(), *buffers])
         with allocations, autocast(config.precision, first.device):
