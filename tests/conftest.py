@@ -1,5 +1,6 @@
 """Options of the test run, the device of the kernels (a GPU if present, else Triton's interpreter), and logging."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,6 +14,10 @@ from support.applications import logging_as_before
 from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom, free_garbage
 from support.schedule import long_first
+
+# Imports make millions of objects, which stay; a tenth of the time until the first test is their
+# collection. `collect_seldom` switches it on again.
+gc.disable()
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, so before any test module
@@ -127,10 +132,16 @@ def without_pictures(monkeypatch):
 
 @pytest.fixture(scope="session")
 def unoptimised_packages():
-    """Compile the C++ of packages without optimisation and vector instructions, which take seconds."""
-    with torch._inductor.config.patch(
-        {"aot_inductor.debug_compile": True, "cpp.vec_isa_ok": False}
-    ):
+    """Compile the C++ of packages without optimisation and vector instructions, which take seconds.
+
+    A precompiled header takes longer than the two files that include it.
+    """
+    options = {
+        "aot_inductor.debug_compile": True,
+        "aot_inductor.precompile_headers": False,
+        "cpp.vec_isa_ok": False,
+    }
+    with torch._inductor.config.patch(options):
         yield
 
 

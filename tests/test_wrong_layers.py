@@ -41,6 +41,11 @@ BLOCKS = (nn.GraphTransformerProcessorBlock(**BLOCK), nn.GraphTransformerProcess
 ONE_SET = (GraphTransformerConv(16, 8, heads=2, edge_dim=3), *BLOCKS)  # layers on one set of nodes
 PAIRED = (nn.GraphTransformerMapperBlock(**BLOCK), nn.GraphTransformerForwardMapper(**MAPPER))
 CONV = GraphTransformerConv(16, 8)
+BIPARTITE = GraphTransformerConv((16, 16), 8)
+WITH_EDGES = GraphTransformerConv((16, 16), 8, edge_dim=3)
+AGAINST_EDGES = GraphTransformerConv((16, 16), 8, flow="target_to_source")
+ENDS = (torch.ones(4, 16), X)
+OF_EDGES = torch.ones(5, 3)
 NORM = ConditionalLayerNorm(16, 4)
 CHUNKS = split_destinations(SQUARE, 2)
 POINTS = octahedral(4)
@@ -127,6 +132,44 @@ def spoiled(**fields):
     (
         lambda: CONV((torch.ones(2, 4, 16), X), GRAPH),
         r"must have the same batch .*, got \(2, 4, 16\) and \(3, 16\)",
+    ),
+    (
+        lambda: WITH_EDGES((ENDS[0], None), EDGES, OF_EDGES),
+        r"tensors \(x_src, x_dst\), got \(Tensor, NoneType\)",
+    ),
+    (lambda: WITH_EDGES((*ENDS, X), EDGES, OF_EDGES), r"got \(Tensor, Tensor, Tensor\)"),
+    (
+        lambda: WITH_EDGES((ENDS[0][0], X), EDGES, OF_EDGES),
+        r"x_src must have shape .* got \(16,\)",
+    ),
+    (
+        lambda: WITH_EDGES(ENDS, EDGES),
+        "edge_attr must be passed if and only if .* got none and edge_dim=3",
+    ),
+    (lambda: BIPARTITE(ENDS, EDGES, OF_EDGES), r"got shape \(5, 3\) and edge_dim=None"),
+    (
+        lambda: WITH_EDGES(ENDS, EDGES, OF_EDGES[1:]),
+        r"edge_attr must have shape .* got \(4, 3\)",
+    ),
+    (
+        lambda: WITH_EDGES(ENDS, GRAPH, OF_EDGES[:, 1:]),
+        r"edge_attr must have shape .* got \(5, 2\)",
+    ),
+    (
+        lambda: WITH_EDGES(ENDS, EDGES[0], OF_EDGES),
+        r"edge_index must have shape \[2, E\] .* got \(5,\)",
+    ),
+    (
+        lambda: WITH_EDGES(ENDS, EDGES.float(), OF_EDGES),
+        "edge_index must have dtype int32 or int64, got .*float32",
+    ),
+    (
+        lambda: WITH_EDGES(ENDS, "edges", OF_EDGES),
+        "edge_index must be a GraphStructure, .* got str",
+    ),
+    (
+        lambda: AGAINST_EDGES(ENDS, GRAPH),
+        "'target_to_source' must be used with an edge_index .* got GraphStructure",
     ),
     (
         lambda: GraphTransformerConv(-1, 8)(X.long(), RING),

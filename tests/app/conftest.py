@@ -1,11 +1,13 @@
 """Fixtures for the smallest possible runs."""
 
+import shutil
 import sys
 from functools import partial
 
 import pytest
 import torch
 from support import applications
+from support.own_data import SMALL_RUN, weather_file
 
 from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.app.datasets.forecast_dataset import Splits
@@ -99,6 +101,25 @@ def run(make_trainer):
         return trainer, fit(trainer)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def weather_run(tmp_path_factory):
+    """A folder with weather.nc and the folder `run` of a model trained on it, and a copy of the folder."""
+    folder = tmp_path_factory.mktemp("weather")
+    weather_file().to_netcdf(folder / "weather.nc")
+    applications.train_in(folder, *SMALL_RUN, "hydra.run.dir=run")
+    return folder, shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "weather")
+
+
+@pytest.fixture
+def trained(weather_run, monkeypatch, without_pictures):
+    """A working directory with weather.nc and `run`, whose checkpoints hold the path of the file."""
+    folder, copy = weather_run
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from . import conftest
 pytestmark = pytest.mark.application
 
 RUN = ("training.steps=6", "training.valid_every=2", "training.learning_rate=0.1")
-SMALL = [*conftest.SMALL, "model.num_layers=1", *RUN]
+SMALL = [*conftest.SMALL, *RUN]
 
 
 @pytest.fixture(scope="module")

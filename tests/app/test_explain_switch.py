@@ -14,7 +14,7 @@ from . import conftest
 pytestmark = pytest.mark.application
 
 TRAINING = "training.steps=2", "training.batch_size=2", "training.threads=1"
-SMALL = [*conftest.SMALL, "model.num_layers=1", "model.dropout=0.1", *TRAINING]
+SMALL = [*conftest.SMALL, "model.dropout=0.1", *TRAINING]
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
 SMALL = [
     *applications.SMALL,
     *(
-        "model.num_layers=1",
         "model.channels=16",
         "model.heads=2",
         "training.device=cpu",

@@ -28,7 +28,7 @@ SMALL = [*SMALL_RUN, "hydra.run.dir=run"]
 ROLLOUT = ("checkpoint=run/best.pt", "steps=3", "hydra.run.dir=forecast")
 
 
-def trained(start, weather):
+def train_on(start, weather):
     weather.to_netcdf("weather.nc")
     start(train, *SMALL)
 
@@ -48,7 +48,7 @@ def named(weather):
 def test_a_forecast_of_a_regular_grid_is_a_map_of_latitude_and_longitude_in_the_order_of_the_file(
     workdir, start
 ):
-    trained(start, named(weather_file()))
+    train_on(start, named(weather_file()))
     start(rollout, *ROLLOUT, "start=latest")
     with xarray.open_dataset("forecast/rollout.nc", engine="netcdf4") as forecast:
         assert forecast.t2m.dims == ("time", "latitude", "longitude")
@@ -74,8 +74,7 @@ def test_a_forecast_of_a_regular_grid_is_a_map_of_latitude_and_longitude_in_the_
         assert raw.attrs["Conventions"].startswith("CF-")
 
 
-def test_xarray_plots_a_map_of_the_forecast(workdir, start):
-    trained(start, weather_file())
+def test_xarray_plots_a_map_of_the_forecast(trained, start):
     start(rollout, *ROLLOUT)
     import matplotlib.pyplot as plt
 
@@ -88,9 +87,8 @@ def test_xarray_plots_a_map_of_the_forecast(workdir, start):
     assert len(np.unique(colours("map.png"))) > 100
 
 
-def test_a_rollout_of_a_read_forecast_has_its_variables(workdir, start):
+def test_a_rollout_of_a_read_forecast_has_its_variables(trained, start):
     """The library reads the file that `rollout` writes, on the same grid."""
-    trained(start, weather_file())
     start(rollout, *ROLLOUT)
     fields = fields_of("forecast/rollout.nc")
     assert {"t2m", "z_500", "z_850", "tp"} <= set(fields.readers)
@@ -98,10 +96,9 @@ def test_a_rollout_of_a_read_forecast_has_its_variables(workdir, start):
     assert np.array_equal(fields.nodes.lat, fields_of("weather.nc").nodes.lat)
 
 
-def test_the_suffix_zarr_writes_a_zarr_with_the_same_content(workdir, start):
-    trained(start, weather_file())
+def test_the_suffix_zarr_writes_a_zarr_with_the_same_content(trained, start):
     start(rollout, *ROLLOUT)
-    start(rollout, *ROLLOUT, f"out={workdir / 'elsewhere.zarr'}")
+    start(rollout, *ROLLOUT, f"out={trained / 'elsewhere.zarr'}")
     with (
         xarray.open_dataset("forecast/rollout.nc") as one,
         xarray.open_dataset("elsewhere.zarr", engine="zarr") as two,
@@ -111,7 +108,7 @@ def test_the_suffix_zarr_writes_a_zarr_with_the_same_content(workdir, start):
 
 def test_every_member_of_an_ensemble_has_a_forecast(workdir, start):
     members = [weather_file().isel(time=slice(0, 20)), weather_file().isel(time=slice(0, 20)) + 1]
-    trained(start, xarray.concat(members, "number").assign_coords(number=[3, 11]))
+    train_on(start, xarray.concat(members, "number").assign_coords(number=[3, 11]))
     start(rollout, *ROLLOUT, "start=2020-01-05")
     with xarray.open_dataset("forecast/rollout.nc") as forecast:
         assert forecast.t2m.dims == ("number", "time", "latitude", "longitude")
@@ -143,8 +140,7 @@ def test_levels_members_and_cell_methods_of_the_data_are_in_the_forecast():
     assert forecast.attrs["title"].endswith("member 11, 2 steps")
 
 
-def test_a_file_of_two_times_is_enough_to_start_from_the_latest(workdir, start):
-    trained(start, weather_file())
+def test_a_file_of_two_times_is_enough_to_start_from_the_latest(trained, start):
     weather_file().isel(time=slice(-2, None)).to_netcdf("now.nc")
     start(rollout, *ROLLOUT, "start=latest", "data.path=now.nc")
     with xarray.open_dataset("forecast/rollout.nc") as forecast:
@@ -152,9 +148,8 @@ def test_a_file_of_two_times_is_enough_to_start_from_the_latest(workdir, start):
 
 
 def test_a_start_outside_the_data_and_an_unknown_file_format_are_refused(
-    workdir, start, error_line
+    trained, start, error_line
 ):
-    trained(start, weather_file())
     error = error_line(start, rollout, *ROLLOUT, "start=2030-01-01")
     message = "start must be a time of the data, which are from 2020-01-01T00:00 to "
     assert message + "2020-01-10T18:00, got 2030" in error
@@ -165,7 +160,7 @@ def test_a_start_outside_the_data_and_an_unknown_file_format_are_refused(
 
 def test_a_regular_grid_across_greenwich_is_written_with_continuous_longitudes(workdir, start):
     lon = np.array([354.0, 356.0, 358.0, 0.0, 2.0, 4.0])
-    trained(start, weather_file(lon=lon))
+    train_on(start, weather_file(lon=lon))
     start(rollout, *ROLLOUT, "start=latest")
     with xarray.open_dataset("forecast/rollout.nc") as forecast:
         assert forecast.t2m.dims == ("time", "latitude", "longitude")
@@ -195,7 +190,7 @@ def rotated_file():
 
 def test_a_rotated_grid_keeps_its_dimensions_and_its_grid_mapping(workdir, start):
     source = rotated_file()
-    trained(start, source)
+    train_on(start, source)
     start(rollout, *ROLLOUT)
     with xarray.open_dataset("forecast/rollout.nc") as forecast:
         assert forecast.t2m.dims == ("time", "rlat", "rlon")
@@ -211,7 +206,7 @@ def test_a_rotated_grid_keeps_its_dimensions_and_its_grid_mapping(workdir, start
 
 def test_names_that_a_file_cannot_hold_are_distinct_with_the_original_in_long_name(workdir, start):
     weather = weather_file()[["t2m", "tp"]].rename({"t2m": "t 500", "tp": "t-500"})
-    trained(start, weather)
+    train_on(start, weather)
     start(rollout, *ROLLOUT)
     with xarray.open_dataset("forecast/rollout.nc") as forecast:
         names = {name: array.attrs["long_name"] for name, array in forecast.data_vars.items()}
@@ -219,8 +214,7 @@ def test_names_that_a_file_cannot_hold_are_distinct_with_the_original_in_long_na
         assert forecast.t_500.mean() > 200 > forecast.t_500_2.mean()
 
 
-def test_several_starts_are_in_one_file(workdir, start):
-    trained(start, weather_file())
+def test_several_starts_are_in_one_file(trained, start):
     dates = ["2020-01-05", "2020-01-07T06"]
     start(rollout, *ROLLOUT, f"start=[{','.join(dates)}]")
     start(rollout, *ROLLOUT[:2], "hydra.run.dir=single", f"start={dates[1]}")
@@ -243,8 +237,7 @@ def test_a_forecast_into_no_folder_is_refused_before_it_is_made(tmp_path):
         check_forecast_path(tmp_path / "nowhere" / "forecast.nc")
 
 
-def test_a_start_and_a_sample_exclude_each_other(workdir, start, error_line):
-    trained(start, weather_file())
+def test_a_start_and_a_sample_exclude_each_other(trained, start, error_line):
     error = error_line(start, rollout, *ROLLOUT, "start=latest", "sample=0")
     assert "got start=latest and sample=0: leave one out" in error
 

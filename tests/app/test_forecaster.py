@@ -4,28 +4,24 @@ from pathlib import Path
 
 import pytest
 import xarray
-from support.own_data import SMALL_RUN, weather_file
+from support.own_data import weather_file
 
 from anemoi_gt.app import rollout_command as rollout
-from anemoi_gt.app import train_command as train
 from anemoi_gt.app.forecaster import Forecaster
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch, without_pictures, start):
+def checkpoint(trained):
     """The best checkpoint of a run, trained on weather.nc in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    weather_file().to_netcdf("weather.nc")
-    start(train, *SMALL_RUN, "hydra.run.dir=runs/a")
-    return tmp_path / "runs" / "a" / "best.pt"
+    return trained / "run" / "best.pt"
 
 
 @pytest.mark.application
-def test_a_forecast_is_the_file_of_the_rollout_command(checkpoint, start, tmp_path, monkeypatch):
+def test_a_forecast_is_the_file_of_the_rollout_command(checkpoint, start, monkeypatch):
     arguments = (f"checkpoint={checkpoint}", "steps=3", "start=latest", "training.device=cpu")
     start(rollout, *arguments, "hydra.run.dir=written")
     expected = xarray.open_dataset("written/rollout.nc", engine="netcdf4").load()
-    monkeypatch.chdir(tmp_path / "runs")  # anywhere
+    monkeypatch.chdir(checkpoint.parent)  # anywhere
     forecaster = Forecaster(str(checkpoint), device="cpu")
     forecast = forecaster.forecast(steps=3)
     xarray.testing.assert_allclose(forecast, expected, rtol=1e-6)

@@ -22,7 +22,6 @@ VALID_EVERY = 10
 RUN = [
     *(
         *SMALL,
-        "model.num_layers=1",
         "model.channels=8",
         "model.dropout=0.1",
         f"training.steps={STEPS}",

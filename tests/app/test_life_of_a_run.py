@@ -35,10 +35,9 @@ def workdir(tmp_path, monkeypatch, without_pictures):
 
 
 @pytest.fixture
-def begun(workdir, start):
+def begun(trained):
     """The folder of a run."""
-    start(train, *SMALL_RUN, "hydra.run.dir=runs/a")
-    return workdir / "runs" / "a"
+    return trained / "run"
 
 
 def state(folder):
@@ -90,17 +89,15 @@ def test_the_command_printed_at_a_stop_can_be_pasted(workdir, start, monkeypatch
 
 def test_fine_tuning_starts_from_weights_and_names_those_that_do_not_fit(begun, start, capsys):
     capsys.readouterr()
-    start(
-        train, *SMALL_RUN, "init_from=runs/a/best.pt", "hydra.run.dir=runs/b", "data.input_steps=1"
-    )
+    start(train, *SMALL_RUN, "init_from=run/best.pt", "hydra.run.dir=runs/b", "data.input_steps=1")
     lines = capsys.readouterr().out.splitlines()
-    (line,) = (line for line in lines if line.startswith("weights loaded from runs/a/best.pt"))
+    (line,) = (line for line in lines if line.startswith("weights loaded from run/best.pt"))
     names = re.findall(r"([\w.]+) \[8, \d+\], \[8, \d+\] in the file", line)
     assert names == ["encoder.data.emb_nodes_src.weight", "decoder.data.emb_nodes_dst.weight"]
     before = load_checkpoint(begun / "best.pt")["average"]
     config = state(Path("runs/b"))["config"]
     config["training"] = config["training"] | {"device": "cpu"}
-    config = OmegaConf.create(config | {"init_from": "runs/a/best.pt"})
+    config = OmegaConf.create(config | {"init_from": "run/best.pt"})
     model = train.build_model(config, objects.build(config).splits)
     weights = model.state_dict()
     for name in before:
@@ -108,13 +105,13 @@ def test_fine_tuning_starts_from_weights_and_names_those_that_do_not_fit(begun, 
             assert (weights[name] == before[name]).all(), name
 
 
-def test_evaluation_and_rollouts_from_another_folder(begun, start, tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    start(evaluate, "checkpoint=../runs/a/best.pt", "hydra.run.dir=scores")
+def test_evaluation_and_rollouts_from_another_folder(begun, start, monkeypatch):
+    (begun.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(begun.parent / "elsewhere")
+    start(evaluate, "checkpoint=../run/best.pt", "hydra.run.dir=scores")
     expected = json.loads((begun / "scores.json").read_text())
     assert json.loads(Path("scores/scores.json").read_text()) == expected
-    start(rollout, "checkpoint=../runs/a/best.pt", "steps=3", "sample=0", "hydra.run.dir=forecast")
+    start(rollout, "checkpoint=../run/best.pt", "steps=3", "sample=0", "hydra.run.dir=forecast")
     with xarray.open_dataset("forecast/rollout.nc", engine="netcdf4") as forecast:
         assert forecast.t2m.dims == ("time", "latitude", "longitude")
         assert forecast.t2m.attrs["units"] == "K"
@@ -125,7 +122,7 @@ def test_evaluation_and_rollouts_from_another_folder(begun, start, tmp_path, mon
 
 
 def test_a_rollout_without_steps_or_sample_is_refused(begun, start, error_line):
-    arguments = (start, rollout, "checkpoint=runs/a/best.pt")
+    arguments = (start, rollout, "checkpoint=run/best.pt")
     assert "steps must be at least 1, got 0" in error_line(*arguments, "steps=0")
     error = error_line(*arguments, "sample=9")
     assert "sample must be one of the 3 test samples, -1 the last, got 9" in error
@@ -177,8 +174,9 @@ def test_a_folder_that_cannot_be_created_is_reported_in_one_sentence(
     assert error.startswith(f"anemoi_gt.train: {message}")
 
 
-def test_more_warmup_than_steps_is_reduced_to_steps_with_a_note(capsys, begun):
-    assert "training.warmup_steps is 50, taken as training.steps=4" in capsys.readouterr().out
+def test_more_warmup_than_steps_is_reduced_to_steps_with_a_note(begun):
+    note = "training.warmup_steps is 50, taken as training.steps=4"
+    assert note in (begun / "train.log").read_text()
 
 
 INTERRUPTED = """

@@ -2,14 +2,12 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import xarray
-from support.applications import train_in
 from support.own_data import SMALL_RUN, TIMES, weather_file
 from support.weather import hourly_field
 
@@ -29,25 +27,6 @@ SMALL = [*SMALL_RUN, "hydra.run.dir=run"]
 CHECKPOINT = "checkpoint=run/best.pt"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with a weather file and the folder `run` of a model trained on it, and a copy of the folder."""
-    folder = tmp_path_factory.mktemp("trained")
-    weather_file().to_netcdf(folder / "weather.nc")
-    train_in(folder, *SMALL)
-    return folder, shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "trained")
-
-
-@pytest.fixture
-def workdir(trained, monkeypatch, without_pictures):
-    """A working directory with the file and the run, whose checkpoints hold the path of the file."""
-    folder, copy = trained
-    shutil.rmtree(folder)
-    shutil.copytree(copy, folder)
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def rmse(folder):
     return [score["rmse"] for score in json.loads((Path(folder) / "scores.json").read_text())]
 
@@ -57,7 +36,7 @@ def evaluated(start, path, folder):
     return rmse(folder)
 
 
-def test_a_file_with_its_variables_in_another_order_gives_the_same_scores(workdir, start):
+def test_a_file_with_its_variables_in_another_order_gives_the_same_scores(trained, start):
     weather = weather_file()
     weather[["lsm", "tp", "z", "t2m"]].to_netcdf("other.nc")
     assert evaluated(start, "other.nc", "netcdf") == rmse("run")
@@ -72,7 +51,7 @@ def test_a_zarr_lists_its_variables_in_one_order_in_every_process(tmp_path):
     assert first.variables == second.variables == ("t2m", "tp", "z_500", "z_850")
 
 
-def test_a_forecast_from_a_part_of_the_file_equals_the_forecast_from_the_whole_file(workdir, start):
+def test_a_forecast_from_a_part_of_the_file_equals_the_forecast_from_the_whole_file(trained, start):
     # the last test sample is the same
     weather_file().isel(time=slice(10, None)).to_netcdf("tail.nc")
     options = (CHECKPOINT, "steps=3")
@@ -87,7 +66,7 @@ def test_a_forecast_from_a_part_of_the_file_equals_the_forecast_from_the_whole_f
         assert np.array_equal(whole.z_850, tail.z_850)
 
 
-def test_a_resumed_run_keeps_its_normalisation(workdir, start):
+def test_a_resumed_run_keeps_its_normalisation(trained, start):
     before = load_checkpoint(Path("run/last.pt"))["schema"]
     weather_file().isel(time=slice(8, None)).to_netcdf("moved.nc")
     splits = [
@@ -154,7 +133,7 @@ def test_a_resumed_run_keeps_its_normalisation(workdir, start):
     ],
 )
 def test_data_or_a_network_that_differ_from_the_checkpoint_are_refused(
-    workdir, start, error_line, change, arguments, message
+    trained, start, error_line, change, arguments, message
 ):
     changed = change(weather_file())
     Path("weather.nc").unlink()
@@ -177,10 +156,10 @@ def convert_to_0_2_0(path):
 
 
 def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_what_it_lacks(
-    workdir, start, capsys
+    trained, start, capsys
 ):
     for name in ("best.pt", "last.pt"):
-        convert_to_0_2_0(workdir / "run" / name)
+        convert_to_0_2_0(trained / "run" / name)
     start(evaluate, CHECKPOINT, "hydra.run.dir=scores")
     message = "was written by 0.2.0, which did not keep the order of the variables, their units, means and standard deviations"
     assert message in capsys.readouterr().out
@@ -210,9 +189,9 @@ def convert_to_0_3_0(path):
     save_checkpoint(path, state)
 
 
-def test_a_checkpoint_of_0_3_0_finds_its_variables_by_name_with_a_warning(workdir, start, capsys):
+def test_a_checkpoint_of_0_3_0_finds_its_variables_by_name_with_a_warning(trained, start, capsys):
     for name in ("best.pt", "last.pt"):
-        convert_to_0_3_0(workdir / "run" / name)
+        convert_to_0_3_0(trained / "run" / name)
     start(evaluate, CHECKPOINT, "hydra.run.dir=scores")
     message = "written by 0.3.0, which did not keep the levels and intervals of all variables"
     assert message in capsys.readouterr().out
@@ -238,7 +217,7 @@ def test_a_checkpoint_of_0_4_0_is_evaluated_exported_and_continued(workdir, star
 @pytest.mark.parametrize("change", [lambda t: t + 250, lambda t: t.where(t < 284, -9999)])
 @pytest.mark.parametrize("command", [evaluate, rollout])
 def test_inputs_far_from_the_training_samples_are_warned_of_once(
-    workdir, start, capsys, change, command
+    trained, start, capsys, change, command
 ):
     weather = weather_file()
     start(command, CHECKPOINT, "hydra.run.dir=same")

@@ -63,9 +63,9 @@ def is_first():
 def make_parts(folder, model_options=None, **numbers):
     """Return the arguments of a trainer: a model on a sphere of 208 points, data, config, folder, description."""
     defaults = {
-        "steps": 6,
+        "steps": 4,
         "batch_size": 4,
-        "warmup_steps": 2,
+        "warmup_steps": 1,
         "valid_every": 2,
         "log_every": 1,
         "device": device_type(),
@@ -125,9 +125,9 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(g
             same_losses(verdict, f"{shape}", records.losses, expected)
         shared = shared_folder(group)
         half, _ = make_sharded(mesh_of(1, world), *make_parts(shared), divided=True)
-        # Stop after 4 of 6 steps; the learning rate schedule still has 6.
-        half.config = replace(half.config, steps=4)
-        half.batches.steps = 4
+        # Stop after 2 of 4 steps; the learning rate schedule still has 4.
+        half.config = replace(half.config, steps=2)
+        half.batches.steps = 2
         with MetricsFile(shared / "metrics.jsonl") if is_first() else nullcontext() as metrics:
             half.fit(metrics)
         for shape, divided in zip(others, (True, False), strict=True):
@@ -173,7 +173,7 @@ def a_signal_to_one_rank_stops_all_after_the_same_step_which_is_saved(group, ver
     with without_default_device():
         shared = shared_folder(group)
         world = dist.get_world_size()
-        numbers = {"valid_every": 6}
+        numbers = {"valid_every": 4}
         trainer, shard = make_sharded(mesh_of(1, world), *make_parts(shared, **numbers))
         since = trainer.batches.since
 

@@ -130,7 +130,7 @@ def make_cases():
     cases |= {
         "components compiled": Case(2, batch=2, options=ONE_LAYER, **components),
         "components compiled, activations kept": Case(
-            2, options=without_checkpointing, has_dynamic_sizes=True, **components
+            2, options=without_checkpointing, **components
         ),
     }
     options = {"qk_norm": False} | ONE_LAYER

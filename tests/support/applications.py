@@ -12,6 +12,7 @@ SMALL = [
     "data.valid_size=2",
     "data.test_size=3",
     "graph.refinement=1",
+    "model.num_layers=1",
 ]
 
 

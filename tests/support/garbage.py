@@ -7,6 +7,7 @@ def collect_seldom():
     """Exclude existing objects from garbage collection, which would copy their pages in a fork, and collect rarely."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
+    gc.enable()
 
 
 def free_garbage():

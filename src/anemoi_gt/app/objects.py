@@ -3,6 +3,7 @@
 import inspect
 import logging
 from dataclasses import make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
@@ -173,11 +174,10 @@ def as_type(name: str, value: Any, kind: Any) -> Any:
     A value is returned as it is if structured configs do not support the type.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException, ValidationError
+    from omegaconf.errors import ValidationError
 
-    try:
-        schema = OmegaConf.structured(make_dataclass("Schema", [("value", kind)]))
-    except OmegaConfBaseException:
+    schema = _schema(kind)
+    if schema is None:
         return value
     try:
         return OmegaConf.merge(schema, {"value": value})["value"]
@@ -185,6 +185,18 @@ def as_type(name: str, value: Any, kind: Any) -> Any:
         named = kind.__name__ if isinstance(kind, type) else kind
         remedy = f': write "{name}=[{value}]"' if "list" in str(kind) else ""
         raise ValueError(f"{name} must be {named}, got {value!r}{remedy}") from None
+
+
+@cache  # takes a millisecond, and options share types
+def _schema(kind: Any) -> "DictConfig | None":
+    """Return a structured config with a value of this type, or None for an unsupported type."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.structured(make_dataclass("Schema", [("value", kind)]))
+    except OmegaConfBaseException:
+        return None
 
 
 def check_device(config: "DictConfig") -> TrainingConfig:

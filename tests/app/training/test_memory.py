@@ -111,7 +111,9 @@ def test_an_estimate_draws_nothing_and_needs_no_layer_of_this_library(make_model
     own = nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(NODES["data"]))
     before = copy.deepcopy(own.state_dict())
     state = torch.get_rng_state()
+    weights = list(map(id, model.parameters()))  # of a module with two names, too
     assert estimate_memory(model.train(), CONFIG, INPUTS).total > 0
+    assert list(map(id, model.parameters())) == weights
     estimate = estimate_memory(own, CONFIG, INPUTS)
     assert estimate.state == STATE * (21 * 50 + 2 * NODES["data"])
     assert estimate.kept >= 4 * NODES["data"] * (20 + 2 * 50)

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.application
 
 # Neither records nor validations fall on the step of the stop, so that a mean loss is half
 # collected there.
-NUMBERS = {"steps": 9, "batch_size": 3, "valid_every": 3, "log_every": 3, "seed": 5}
-STOP_AFTER = 5
+NUMBERS = {"steps": 6, "batch_size": 3, "valid_every": 2, "log_every": 2, "seed": 5}
+STOP_AFTER = 3
 
 
 class NoisySamples:
@@ -87,7 +87,7 @@ def stop(trainer, after=STOP_AFTER, number=signal.SIGTERM):
 def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, precision):
     whole = trainer("whole", precision=precision)
     records = fit(whole)
-    stop(trainer("stopped", precision=precision), after=2)
+    stop(trainer("stopped", precision=precision), after=1)
     for after in (STOP_AFTER, None):
         # Other weights at first, and generators elsewhere: all must come from the checkpoint.
         continued = trainer("stopped", precision=precision, weights_seed=1)
@@ -212,7 +212,7 @@ def test_training_outside_the_main_thread_works(trainer):
 
 @pytest.mark.parametrize("where", ["loss", "weights"])
 def test_a_stop_saves_no_state_that_is_not_finite(trainer, where):
-    run = trainer("run", log_every=9)
+    run = trainer("run", log_every=6)
     stop(run, after=4)
     before = (run.folder / "last.pt").read_bytes()
     if where == "weights":

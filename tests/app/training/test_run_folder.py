@@ -1,11 +1,10 @@
 """Which run a folder holds, whichever launch wrote it, from where it continues, and who owns it."""
 
 import json
+import multiprocessing
 import os
 import re
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,44 +97,38 @@ def test_a_file_that_is_no_config_is_refused_by_name(folder_with, content):
         read_config(folder)
 
 
-OWNER = """
-import sys, time
-from pathlib import Path
-from anemoi_gt.app.training.run_folder import own
-with own(Path(sys.argv[1])):
-    print("owned", flush=True)
-    time.sleep(600)
-"""
+def hold(folder, owned):
+    with own(folder):
+        owned.set()
+        time.sleep(600)
 
 
 @pytest.fixture
 def owner(tmp_path):
     """A process that owns a folder."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, tmp_path], stdout=subprocess.PIPE, env=environment, text=True
-    )
-    assert process.stdout.readline() == "owned\n"
+    context = multiprocessing.get_context("fork")
+    owned = context.Event()
+    process = context.Process(target=hold, args=(tmp_path, owned), daemon=True)
+    process.start()
+    assert owned.wait(60)
     yield process
     process.kill()
-    process.wait()
+    process.join()
 
 
-@pytest.mark.process
 def test_the_owner_of_a_folder_is_named_and_its_death_frees_the_folder(owner, tmp_path):
     host = os.uname().nodename
     message = f"one run at a time .* process {owner.pid} on {host}, started 20.*: wait for its end"
     with pytest.raises(ValueError, match=message), own(tmp_path):
         pass
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
+    owner.kill()
+    owner.join()
     with own(tmp_path):
         note = json.loads(Path(tmp_path / ".lock.owner").read_text())
         assert note["process"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.process
 def test_an_owner_without_its_note_is_another_process(owner, tmp_path):
     (tmp_path / ".lock.owner").unlink()
     with pytest.raises(ValueError, match=", another process holds it: "), own(tmp_path):

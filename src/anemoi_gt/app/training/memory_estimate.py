@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -109,18 +110,39 @@ def estimate_memory(
 def _measure(model: nn.Module, config: TrainingConfig, inputs: tuple[int, int]) -> tuple[int, int]:
     """Return the bytes alive between both passes, and the maximum of those in either."""
     first = next(model.parameters())
+    step = _Step(model)
     eager = torch.compiler.set_stance("force_eager")  # of compiled blocks too
     with eager, fake_tensor_mode() as mode:
-        held = [mode.from_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())]
-        allocations = _Allocations(held)
+        # Parameters without data, too: operations on tensors with data are not in the mode's cache.
+        # Buffers stay, because a graph may be kept that has them.
+        weights: dict[str, Tensor] = {}
+        for name, weight in step.named_parameters():
+            weights[name] = mode.from_tensor(weight)
+        buffers = [mode.from_tensor(buffer) for buffer in model.buffers()]
+        allocations = _Allocations([*weights.values(), *buffers])
         with allocations, autocast(config.precision, first.device):
-            out = model(first.new_empty(config.batch_size, *inputs))
-            kept = allocations.live
-            target = torch.empty_like(out)
-            loss = (out.float() - target).square().mean()
-            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            torch.autograd.grad(loss, parameters, allow_unused=True)
+            x = first.new_empty(config.batch_size, *inputs)
+            # With ties, PyTorch 2.13 does not restore the parameters of a module with two names.
+            kept = functional_call(step, weights, (x, allocations), tie_weights=False)
     return kept, allocations.peak
+
+
+class _Step(nn.Module):
+    """A training step of a model."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, allocations: "_Allocations") -> int:
+        """Run both passes; return the bytes alive between them."""
+        out = self.model(x)
+        kept = allocations.live
+        target = torch.empty_like(out)
+        loss = (out.float() - target).square().mean()
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+        return kept
 
 
 class _Allocations(TorchDispatchMode):
