@@ -92,6 +92,7 @@ CALL = ("forward", "hooks")
 NOT_COMPUTING = frozenset(
     (
         *("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters"),
+        *("_orig_propagate", "_jinja_propagate"),  # which PyG keeps for explainers
         # of Anemoi: the choice of `conv`, and methods around those that are replaced
         *("set_attention_function", "get_edges", "edge_dim", "is_sparse"),
     )
@@ -145,10 +146,10 @@ TABLE: dict[str, Kind] = {
 }
 
 
-# What of a module itself must be looked at: the functions that no attribute of it may shadow, whether
-# a call of it is skipped and with it its hooks, the row of a layer of message passing, and functions
-# of subclasses, which may not shadow its attributes and children. It is no NamedTuple, whose class
-# torch.compile would guard on (2.11).
+# What of a module itself must be looked at: the functions that no attribute of it may shadow,
+# whether a call of it is skipped and with it its hooks, the row of a layer of message passing, and
+# functions of subclasses, which may not shadow its attributes and children. It is no NamedTuple,
+# whose class torch.compile would guard on (2.11).
 Checks = tuple[tuple[str, ...], bool, Kind | None, tuple[str, ...]]
 Asked = tuple[str, Any, tuple[str, ...]]  # name, module, roles
 
@@ -183,10 +184,11 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
         which its class must have one; the name of the block or layer itself is "". Modules of a
         sub-layer are asked for together, each before its children.
     """
-    classes = _of_classes(tuple([type(module) for _, module, _ in asked]))
+    names, modules, wanted = zip(*asked, strict=True)
+    classes = _of_classes(tuple(map(type, modules)))
     skips_call = False
     is_traced = torch.compiler.is_compiling()
-    for (name, module, roles), (role, answer) in zip(asked, classes, strict=True):
+    for name, module, roles, (role, answer) in zip(names, modules, wanted, classes, strict=True):
         if role not in roles:
             return permanent(_other_role(name, module, roles))
         if isinstance(answer, str):
@@ -297,7 +299,7 @@ def _of_method(kind: type, name: str) -> str | None:
 def why_overridden(kind: type, base: type) -> str | None:
     """Return what a subclass of a class of `TABLE` overrides of what it computes, or None."""
     row = TABLE[qualified_name(base)]
-    names = {"__call__", "_call_impl", "__getattr__", "__getattribute__", *row.networks}
+    names = {"__call__", "_call_impl", "__getattr__", "__getattribute__"}
     names |= {attribute for attribute, _ in row.messages}
     names |= {name for name, _, _ in _functions_of(base, row)}
     for subclass in kind.__mro__[: kind.__mro__.index(base)]:
@@ -343,7 +345,7 @@ def recognise(
     class_name = qualified_name(kind)
     row = TABLE[class_name]
     reason = None
-    functions = {}
+    functions: dict[str, None] = {}
     computing = []
     for name, owner, function in _functions_of(kind, row):
         reason = reason or _why_unknown(kind, owner, name, function, unknown_body)
@@ -519,10 +521,11 @@ def _of_classes(
         answers[kind] = role, answer
     if not MODULE_CALL <= HELD_BY_MODULE:
         refusal = _why_call_changed()
-        for kind, (role, answer) in answers.items() if refusal is not None else ():
-            if type(answer) is tuple and answer[1]:
-                answers[kind] = role, refusal
-    return tuple([answers[kind] for kind in kinds])
+        if refusal is not None:
+            for kind, (role, answer) in answers.items():
+                if type(answer) is tuple and answer[1]:
+                    answers[kind] = role, refusal
+    return tuple(map(answers.__getitem__, kinds))
 
 
 def _why_changed(kind: type, recognised: Recognised) -> Refusal | str | None:
