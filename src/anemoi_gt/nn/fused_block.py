@@ -341,7 +341,7 @@ def check_edges(
     modules: AttentionModules, x_dst: Tensor, graph: GraphStructure, edge_attr: Tensor
 ) -> None:
     """Raise ValueError as `edge_attention` would, for destinations and attributes of a graph."""
-    weight = modules.edge.weight
+    weight, bias = modules.edge
     device = graph.device
     if not torch.compiler.is_compiling():  # sizes may be symbolic, and do not compare as tuples
         shape = (graph.num_edges, weight.shape[1])
@@ -351,10 +351,11 @@ def check_edges(
             and x_dst.is_floating_point()
             and x_dst.shape[-2] == graph.num_dst
             and device == edge_attr.device == x_dst.device == weight.device
+            and (bias is None or bias.device == device)
         ):
             return
     heads = (modules.heads, weight.shape[0] // modules.heads)
     # one element, expanded: shapes and dtypes are checked, and nothing is allocated
     query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)
     key = x_dst.new_empty(()).expand(*x_dst.shape[:-2], graph.num_src, *heads)
-    check_operands(AttentionOperands(query, key, key, edge_attr, weight, modules.edge.bias), graph)
+    check_operands(AttentionOperands(query, key, key, edge_attr, weight, bias), graph)

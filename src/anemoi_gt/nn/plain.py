@@ -363,6 +363,9 @@ def recognise(
         classes.append((vars(base), dict(vars(base))))
     if skips_call:
         functions["_call_impl"] = None
+        refusal = _why_call_changed()
+        if refusal is not None:
+            reason = reason or refusal.text
     recorded: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     for namespace, name in _called_by((*computing, *filter(callable, networks.values()))):
         recorded.setdefault(id(namespace), (namespace, {}))[1][name] = namespace[name]
