@@ -279,6 +279,12 @@ def _attention(
     cond_src, cond_dst = cond
     is_one_set = x_src is x_dst and modules.norm_src is modules.norm
     halo = None
+    # before the exchange, which returns rows of a batch as [B, N, F]
+    if cond_dst is not None:
+        cond_dst = row_conditions(cond_dst, x_dst)
+    rows_of_cond_src = None
+    if cond_src is not None:
+        rows_of_cond_src = row_conditions(cond_src, x_src)
     if isinstance(graph, GraphStructure):
         structure = graph
     else:  # as by the block's modules, which another rank may call (hooks)
@@ -302,16 +308,12 @@ def _attention(
     # a batch of one reads attributes as one graph does: no batch stride in the kernels
     if batch == 1 and edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
-    if cond_dst is not None:
-        cond_dst = row_conditions(cond_dst, x_dst)
     # without x_src, the sub-layer normalises the rows of one set once
     if is_one_set:
-        x_src = cond_src = None
-    elif cond_src is not None:
-        cond_src = row_conditions(cond_src, x_src)
+        x_src = rows_of_cond_src = None
     if x_dst.dim() != 2:
         x_src, halo, x_dst = _optional_rows(x_src), _optional_rows(halo), _rows(x_dst)
-    tensors = modules.tensors((x_src, x_dst), edge_attr, (cond_src, cond_dst), halo)
+    tensors = modules.tensors((x_src, x_dst), edge_attr, (rows_of_cond_src, cond_dst), halo)
     z = modules.compute(tensors, structure, modules.options(batch))
     return z if len(shape) == 2 else z.view(shape)
 
