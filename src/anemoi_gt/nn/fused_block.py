@@ -283,7 +283,7 @@ def _attention(
     if cond_dst is not None:
         cond_dst = row_conditions(cond_dst, x_dst)
     rows_of_cond_src = None
-    if cond_src is not None:
+    if cond_src is not None and not is_one_set:
         rows_of_cond_src = row_conditions(cond_src, x_src)
     if isinstance(graph, GraphStructure):
         structure = graph
@@ -310,7 +310,7 @@ def _attention(
         edge_attr = edge_attr.squeeze(0)
     # without x_src, the sub-layer normalises the rows of one set once
     if is_one_set:
-        x_src = rows_of_cond_src = None
+        x_src = None
     if x_dst.dim() != 2:
         x_src, halo, x_dst = _optional_rows(x_src), _optional_rows(halo), _rows(x_dst)
     tensors = modules.tensors((x_src, x_dst), edge_attr, (rows_of_cond_src, cond_dst), halo)
