@@ -24,32 +24,32 @@ from torch import Tensor
 from anemoi_gt import GraphStructure, KernelConfig
 from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.nn import GraphTransformerProcessorBlock
-from anemoi_gt.nn.fused_block import FusedParts
-from anemoi_gt.nn.sublayers import Computation, attention_parts, network_parts
+from anemoi_gt.nn.fused_block import BlockModules
+from anemoi_gt.nn.sublayers import Computation, read_attention, read_network
 from anemoi_gt.ops.backends import BACKENDS
 from anemoi_gt.ops.triton_backend.tiles import MAX_FEATURES
 from anemoi_gt.refusal import not_faster
 
 HEADS, EDGE_DIM = 16, 11
-UNFUSED = FusedParts.by_modules(not_faster("this benchmark computes the modules too"))
+UNFUSED = BlockModules.by_modules(not_faster("this benchmark computes the modules too"))
 
 
-def fused_parts(block: GraphTransformerProcessorBlock) -> FusedParts:
-    """Return the parts of both sub-layers for bfloat16, whatever the number of features."""
+def read_modules(block: GraphTransformerProcessorBlock) -> BlockModules:
+    """Return the modules of both sub-layers for bfloat16, whatever the number of features."""
     backend = BACKENDS["triton"]._replace(max_features=MAX_FEATURES)
     call = Computation(torch.bfloat16, is_autocast=True, backend=backend)
-    attention = attention_parts(block, call)
+    attention = read_attention(block, call)
     norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
-    feed_forward = network_parts(block.node_dst_mlp, call, "node_dst_mlp", norm_in=norm)
-    return FusedParts(attention, feed_forward, UNFUSED.source_feed_forward)
+    feed_forward = read_network(block.node_dst_mlp, call, "node_dst_mlp", norm_in=norm)
+    return BlockModules(attention, feed_forward, UNFUSED.source_feed_forward)
 
 
 def step(
-    update: Callable, fused: FusedParts, x: Tensor, graph: GraphStructure, edge_attr: Tensor
+    update: Callable, modules: BlockModules, x: Tensor, graph: GraphStructure, edge_attr: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the result for x and the gradient of x, after forward and backward."""
     with torch.autocast(x.device.type, torch.bfloat16):
-        y = update(fused, (x, x), graph, edge_attr, (None, None))
+        y = update(modules, (x, x), graph, edge_attr, (None, None))
     y.backward(torch.ones_like(y))
     gradient, x.grad = x.grad, None
     return y.detach(), gradient
@@ -82,7 +82,7 @@ def measured(channels: int, refinement: int, device: str) -> dict[str, dict[str,
     ways = {
         "modules": partial(step, update, UNFUSED),
         "modules compiled": partial(step, torch.compile(update), UNFUSED),
-        "fused": partial(step, update, fused_parts(block)),
+        "fused": partial(step, update, read_modules(block)),
     }
     clock = CLOCKS[device]
     expected = ways["modules"](x, graph, edge_attr)

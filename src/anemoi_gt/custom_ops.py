@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anemoi_gt.torch_compat import is_transformed, is_watched
+from anemoi_gt.torch_compat import (
+    is_transformed,
+    num_dispatch_modes,
+    profiler_is_enabled,
+    transforms_are_active,
+)
 
 NAMESPACE = "anemoi_gt"
 
@@ -53,7 +58,9 @@ def is_plain(*args: Any) -> bool:
     the operator; for tensor subclasses and meta tensors; and if PyTorch's private queries are
     unavailable.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_watched():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if transforms_are_active() or num_dispatch_modes() or profiler_is_enabled():
         return False
     if not _PLAIN.issuperset(map(type, args)):
         return False

@@ -16,11 +16,11 @@ from torch.autograd import forward_ad
 
 # The fallbacks are conservative: correct for every call, at more host time. They assume that
 # transforms, a dispatch mode and a profiler are active, and that no gradient is batched.
-_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-_num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _function_modes = getattr(overrides, "_get_current_function_mode_stack", lambda: ["unknown"])
 num_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
-_profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _is_legacy_batched = getattr(
     getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
 )
@@ -95,7 +95,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Return whether a torch.func transform (grad, vmap, ...) is active; False in traced code."""
-    return not torch.compiler.is_compiling() and _transforms_are_active()
+    return not torch.compiler.is_compiling() and transforms_are_active()
 
 
 def is_gradient_transform() -> bool:
@@ -104,11 +104,6 @@ def is_gradient_transform() -> bool:
         return False
     transform = _innermost_transform()
     return transform is not None and transform.key() == _gradient_transform
-
-
-def is_watched() -> bool:
-    """Return whether a torch.func transform, dispatch mode or profiler needs the operators."""
-    return bool(_transforms_are_active() or _num_dispatch_modes() or _profiler_is_enabled())
 
 
 @constant_when_traced

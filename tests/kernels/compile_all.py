@@ -127,15 +127,21 @@ def run_block(dtype):
         for number in (graph.num_src, graph.num_dst)
     )
     call = sublayers.Computation(dtype, dtype != torch.float32, BACKENDS["triton"])
-    attention = sublayers.attention_parts(block, call)
+    attention = sublayers.read_attention(block, call)
     norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
-    feed_forward = sublayers.network_parts(block.node_dst_mlp, call, "node_dst_mlp", norm_in=norm)
+    feed_forward = sublayers.read_network(block.node_dst_mlp, call, "node_dst_mlp", norm_in=norm)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        z = fused_block.attention(
-            attention, nodes, graph, torch.zeros(graph.num_edges, 3), (None, None)
+        y = fused_block.block_forward(
+            block,
+            fused_block.BlockModules(attention, feed_forward, fused_block.NO_SOURCES),
+            nodes,
+            graph,
+            torch.zeros(graph.num_edges, 3),
+            (None, None),
+            batch=1,
+            attend=lambda: nodes[1],
         )
-        y = fused_block.network(feed_forward, z, residual=True)
-        layer = sublayers.linear_parts(nn.Linear(64, 101), "layer", call)
+        layer = sublayers.read_linear(nn.Linear(64, 101), "layer", call)
         fused_block.network(layer, y).float().sum().backward()
 
 

@@ -17,6 +17,7 @@ from torch_geometric.nn import MeanAggregation, TransformerConv
 from torch_geometric.nn.conv import MessagePassing
 
 from anemoi_gt.integrations.anemoi.upstream import recognise_modules
+from anemoi_gt.integrations.anemoi.versions import KNOWN
 from anemoi_gt.nn import (
     AutocastLayerNorm,
     GraphTransformerConv,
@@ -42,11 +43,82 @@ def anemoi_is_known():
     rule.forget("anemoi")
 
 
-def known_names(row):
-    """Return all that a row of the table says about the attributes of a module."""
-    pairs = (*row.children, *row.fixed, *row.tools)
-    names = {*row.methods, *row.networks, *row.read, *row.ignored, *row.registries}
-    return names | {name for name, _ in pairs} | {"__call__"}
+# Attributes that code of these classes reads, and this library in its place, or that change no result.
+OF_NORM = ("normalized_shape", "weight", "bias", "eps")
+OF_MLP = ("mlp", "layer_norm")
+OF_GATED_LINEAR = ("gate_proj", "value_proj", "gating")
+OF_CONDITIONAL_NORM = ("norm", "scale", "bias")
+PROJECTIONS = ("lin_query", "lin_key", "lin_value", "lin_self", "lin_edge", "projection")
+OF_ATTENTION = ("heads", "out_channels", "dropout", "training", "flow")
+OF_OWN_BLOCK = (
+    *(*PROJECTIONS, "layer_norm_attention", "layer_norm_attention_src", "q_norm", "k_norm"),
+    *("edge_pre_mlp", "num_heads", "config", "dropout", "training"),
+    *("channels", "hidden_dim", "mlp_implementation", "layer_kernels"),  # of what it is built
+)
+OF_ANEMOI_BLOCK = (
+    *(*PROJECTIONS, "q_norm", "k_norm", "qk_norm", "edge_pre_mlp", "conv"),
+    *("layer_norm_mlp_dst", "node_dst_mlp", "layer_norm_mlp_src", "node_src_mlp"),
+    *("num_heads", "out_channels_conv"),
+    # the choice between two implementations of its attention, by `conv`
+    *("graph_attention_backend", "_attention_backend_applied"),
+    *("_cached_halo_info", "_cached_halo_cache_specs"),  # of Anemoi's exchange
+)
+READ = {
+    "torch.nn.modules.linear.Linear": ("weight", "bias"),
+    "torch.nn.modules.normalization.LayerNorm": OF_NORM,
+    "torch.nn.modules.normalization.RMSNorm": ("normalized_shape", "weight", "eps"),
+    "torch.nn.modules.activation.GELU": ("approximate",),
+    "torch.nn.modules.container.Sequential": ("_modules",),
+    "anemoi_gt.nn.norm.AutocastLayerNorm": OF_NORM,
+    "anemoi_gt.nn.norm.ConditionalLayerNorm": OF_CONDITIONAL_NORM,
+    "anemoi_gt.nn.mapper.FieldExtractor": ("_modules",),
+    "anemoi_gt.nn.mlp.MLP": ("mlp",),
+    "anemoi_gt.nn.mlp.NormedMLP": OF_MLP,
+    "anemoi_gt.nn.mlp.GatedLinear": OF_GATED_LINEAR,
+    "anemoi_gt.nn.block.GraphTransformerProcessorBlock": OF_OWN_BLOCK,
+    "anemoi_gt.nn.block.GraphTransformerMapperBlock": OF_OWN_BLOCK,
+    "anemoi_gt.nn.conv.GraphTransformerConv": ("lin_edge", *OF_ATTENTION),
+    "anemoi_gt.nn.interaction_network.InteractionConv": ("edge_mlp", "sum_of"),
+    "torch_geometric.nn.dense.linear.Linear": ("weight", "bias"),
+    "torch_geometric.nn.aggr.basic.SumAggregation": ("_deterministic",),
+    "torch_geometric.nn.conv.transformer_conv.TransformerConv": (
+        *("lin_query", "lin_key", "lin_value", "lin_edge", "lin_skip", "lin_beta"),
+        *("concat", "root_weight", *OF_ATTENTION),
+    ),
+    "anemoi.models.layers.normalization.AutocastLayerNorm": OF_NORM,
+    # the dtype of its result, which a linear map under autocast casts
+    "anemoi.models.layers.normalization.ConditionalLayerNorm": (*OF_CONDITIONAL_NORM, "autocast"),
+    "anemoi.models.layers.mlp.MLP": OF_MLP,
+    "anemoi.models.layers.mlp.GatedMLPLayer": OF_GATED_LINEAR,
+    "anemoi.models.layers.conv.GraphTransformerConv": OF_ATTENTION,
+    "anemoi.models.layers.conv.GraphConv": ("edge_mlp",),
+    "anemoi.models.layers.block.GraphTransformerProcessorBlock": OF_ANEMOI_BLOCK,
+    "anemoi.models.layers.block.GraphTransformerMapperBlock": OF_ANEMOI_BLOCK,
+    "anemoi.models.layers.graph_provider.StaticGraphProvider": (
+        *("edge_attr", "edge_inc", "edge_index_base", "trainable"),
+    ),
+}
+OF_MESSAGES = (
+    *(*rule.PYG_HOOKS, rule.AGGREGATION, rule.EXPLAIN, "fuse", "node_dim", "_decomposed_layers"),
+    # what its constructor derives from the methods, and what `message` writes
+    *("inspector", "_user_args", "_fused_user_args", "_alpha"),
+    "SUPPORTS_FUSED_EDGE_INDEX",  # only read where `fuse` is True
+)
+
+
+def known_names(path):
+    """Return the attributes that a class may read: what is looked at, and what changes no result."""
+    row = TABLE[path]
+    names = {"__call__", "__class__", "inplace", *rule.NOT_COMPUTING, *row.networks}
+    names |= {*READ.get(path, ()), *(attribute for attribute, _ in row.messages)}
+    return names | {*OF_MESSAGES} if row.messages else names
+
+
+def functions_of(kind):
+    """Return the functions that the rule compares of a class and its bases."""
+    return dict.fromkeys(
+        name for name, _, _ in rule._functions_of(kind, TABLE[rule.qualified_name(kind)])
+    )
 
 
 def import_class(path):
@@ -54,23 +126,21 @@ def import_class(path):
     return getattr(importlib.import_module(module), name)
 
 
-def start_of(row):
-    return [name for name in (*row.methods, *row.networks) if name != "__call__"]
-
-
 @pytest.mark.parametrize("path", TABLE)
-def test_every_attribute_that_the_code_of_a_class_reads_is_in_the_table(path):
+def test_every_attribute_that_the_code_of_a_class_reads_is_looked_at(path):
     kind = import_class(path)
     if issubclass(kind, MessagePassing):  # PyG generates `propagate` of the class of a layer
         sizes = {AnemoiConv: (3,), GraphConv: (3, 3, load_layer_kernels())}
         kind(*sizes.get(kind, (3, 3)))
-    unknown = reads_of(methods_of(kind), start_of(TABLE[path])) - known_names(TABLE[path])
+    functions = functions_of(kind)
+    start = [name for name in ("forward", "propagate", "attend", "apply_gt") if name in functions]
+    unknown = reads_of(methods_of(kind), start) - known_names(path) - set(functions)
     assert not unknown, f"{path} depends on {sorted(unknown)}, which nn.plain does not look at"
 
 
 @pytest.mark.parametrize("path", [path for path in TABLE if path.startswith("anemoi.")])
 @pytest.mark.parametrize("version", each(*OLD, PINNED, *OTHERS))
-def test_every_attribute_that_versions_of_anemoi_read_is_in_the_table(version, path):
+def test_every_attribute_that_versions_of_anemoi_read_is_looked_at(version, path):
     module, _, name = path.rpartition(".")
     file = folder_of(version) / Path(*module.split(".")).with_suffix(".py")
     classes = {}
@@ -83,35 +153,42 @@ def test_every_attribute_that_versions_of_anemoi_read_is_in_the_table(version, p
     if name not in classes:
         assert version < "0.16" or version.startswith("0.9"), f"{path} has gone"
         return
-    resolved, left = [], [name]
+    resolved, left, functions = [], [name], set()
     while left:
-        functions, bases = classes.get(left.pop(0), ({}, []))
-        resolved.append(functions)
+        owner = left.pop(0)
+        of_class, bases = classes.get(owner, ({}, []))
+        resolved.append(of_class)
+        # recognised by the hash of its body
+        functions |= {function for function in of_class if f"{owner}.{function}" in KNOWN}
         left += bases
-    row = TABLE[path]
-    unknown = reads_of(resolved, start_of(row)) - known_names(row)
+    of_pyg = functions_of(AnemoiConv) if TABLE[path].messages else ()
+    start = functions | set(TABLE[path].networks)
+    if "forward" in TABLE[path].keeps:
+        start -= {"forward"}
+    unknown = reads_of(resolved, start) - known_names(path) - {*functions, *of_pyg, "forward"}
     assert not unknown, f"{version}: {sorted(unknown)}"
 
 
-def layers():
-    """Layers of PyG's message passing that this library replaces, by role."""
-    return {
-        rule.ATTENTION: GraphTransformerConv(6, 4),
-        rule.PYG_ATTENTION: TransformerConv(6, 4),
-        rule.ANEMOI_ATTENTION: AnemoiConv(4),
-        rule.INTERACTION: InteractionConv(6, 4),
-    }
+# layers of PyG's message passing that this library replaces, by role
+LAYERS = {
+    rule.ATTENTION: lambda: GraphTransformerConv(6, 4),
+    rule.PYG_ATTENTION: lambda: TransformerConv(6, 4),
+    rule.ANEMOI_ATTENTION: lambda: AnemoiConv(4),
+    rule.INTERACTION: lambda: InteractionConv(6, 4),
+}
 
 
-MESSAGE_METHODS = tuple(rule.MESSAGE_PASSING["methods"])
-roles = pytest.mark.parametrize(
-    "role", (rule.ATTENTION, rule.PYG_ATTENTION, rule.ANEMOI_ATTENTION, rule.INTERACTION)
-)
+MESSAGE_METHODS = [
+    name
+    for name in functions_of(TransformerConv)
+    if name != "forward" and not isinstance(getattr(TransformerConv, name), property)
+]
+roles = pytest.mark.parametrize("role", LAYERS)
 
 
 @roles
 def test_a_new_layer_is_plain(role):
-    assert why_not_plain(("conv", layers()[role], (role,))) is None
+    assert why_not_plain(("conv", LAYERS[role](), (role,))) is None
 
 
 def test_the_table_has_every_registry_of_hooks_that_there_is():
@@ -126,7 +203,7 @@ def test_the_table_has_every_registry_of_hooks_that_there_is():
 @roles
 @pytest.mark.parametrize("registry", rule.PYG_HOOKS)
 def test_a_message_hook_is_seen_while_it_is_there(role, registry):
-    layer = layers()[role]
+    layer = LAYERS[role]()
     register = getattr(layer, f"register{registry}".removesuffix("s"))
     hook = register(lambda *_: None)
     assert why_not_plain(("conv", layer, (role,))).kind is TRANSIENT
@@ -138,7 +215,7 @@ def test_a_message_hook_is_seen_while_it_is_there(role, registry):
 @pytest.mark.parametrize("name", MESSAGE_METHODS)
 @pytest.mark.parametrize("where", ("instance", "class", "subclass"))
 def test_another_method_of_message_passing_is_seen(role, name, where, monkeypatch):
-    layer = layers()[role]
+    layer = LAYERS[role]()
     method = getattr(type(layer), name)
     other = lambda *args, **kwargs: method(*args, **kwargs)  # noqa: E731
     if where == "instance":
@@ -166,7 +243,7 @@ def test_another_method_of_message_passing_is_seen(role, name, where, monkeypatc
     ids=("another aggregation", "none", "method of the aggregation", "node_dim", "fuse"),
 )
 def test_another_aggregation_is_seen(role, change):
-    layer = layers()[role]
+    layer = LAYERS[role]()
     change(layer)
     assert why_not_plain(("conv", layer, (role,))).kind is PERMANENT
 
@@ -228,7 +305,7 @@ def test_a_norm_depends_on_the_norm_that_it_inherits_from(monkeypatch):
     assert why_not_plain(("norm", norm, (rule.LAYER_NORM,))).kind is PERMANENT
 
 
-@pytest.mark.parametrize("name", TABLE["anemoi_gt.nn.block.GraphTransformerProcessorBlock"].methods)
+@pytest.mark.parametrize("name", functions_of(GraphTransformerProcessorBlock))
 @pytest.mark.parametrize("where", ("class", "subclass"))
 def test_another_method_of_an_own_block_is_seen(name, where, monkeypatch):
     block, method = GraphTransformerProcessorBlock(**BLOCK_SIZES), None

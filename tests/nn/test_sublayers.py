@@ -62,15 +62,15 @@ def anemoi_is_known():
     plain.forget("anemoi")
 
 
-def attention_parts(block):
+def read_attention(block):
     """Return the parts of the attention, or the text of the refusal."""
-    return text_or_parts(sublayers.attention_parts(block, CALL))
+    return text_or_parts(sublayers.read_attention(block, CALL))
 
 
 def feed_forward_parts(norm, mlp, mlp_name="node_dst_mlp"):
     """Return the parts of a feed-forward network, or the text of the refusal."""
     norm_in = ("layer_norm_mlp_dst", norm)
-    return text_or_parts(sublayers.network_parts(mlp, CALL, mlp_name, norm_in=norm_in))
+    return text_or_parts(sublayers.read_network(mlp, CALL, mlp_name, norm_in=norm_in))
 
 
 def text_or_parts(parts):
@@ -96,7 +96,7 @@ def make(kind="processor", library="anemoi_gt", norm="plain", **options):
     return made
 
 
-def network_parts(block):
+def read_network(block):
     return feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
 
 
@@ -143,7 +143,7 @@ def assert_parts_compute(parts, norm, mlp):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parts_of_a_network_match_its_modules(library, norm, implementation):
     block = make("mapper", library, norm, mlp_implementation=implementation, update_src_nodes=True)
-    parts = network_parts(block)
+    parts = read_network(block)
     assert_parts_compute(parts, block.layer_norm_mlp_dst, block.node_dst_mlp)
     assert parts.has_condition == (norm == "conditional")
     assert parts.activation == GATES.get(implementation, "gelu")
@@ -198,7 +198,7 @@ def test_a_pointwise_block_of_anemoi_has_no_residual_network_to_fuse():
 def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind, norm):
     block = make(kind, library, norm)
     block.layer_norm_attention.eps = 0.5
-    parts = attention_parts(block)
+    parts = read_attention(block)
     assert not isinstance(parts, str), parts
     x_src, x_dst = (torch.empty(5, CHANNELS) for _ in range(2))
     attr, halo, cond_src, cond_dst = (torch.empty(0) for _ in range(4))
@@ -239,7 +239,7 @@ def test_options_of_the_attention_match_its_modules(library):
     block.layer_norm_attention.eps, block.layer_norm_attention_src.eps = 0.5, 0.25
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
     computation = CALL._replace(gemm_dtype=torch.bfloat16)
-    parts = attention_parts(block)._replace(computation=computation)
+    parts = read_attention(block)._replace(computation=computation)
     norms = [NormOptions(eps) for eps in (0.5, 0.25, 0.125, 0.0625)]
     assert parts.options(3) == (HEADS, 3, *norms, torch.bfloat16)
     assert parts.query_norm.scale is block.q_norm.weight
@@ -251,7 +251,7 @@ def test_options_of_the_attention_match_its_modules(library):
 def test_an_rms_norm_without_eps_has_that_of_float32_in_nodes_and_heads(library):
     block = make("mapper", library, "rms", qk_norm=True)
     block.q_norm = nn.RMSNorm(CHANNELS // HEADS)
-    options = attention_parts(block).options(1)
+    options = read_attention(block).options(1)
     rows = torch.randn(3, CHANNELS // HEADS, dtype=torch.bfloat16) * 1e-3
     expected = functional.rms_norm(rows, rows.shape[-1:])
     for norm in (options.norm, options.norm_src, options.query_norm):
@@ -262,12 +262,12 @@ def test_an_rms_norm_without_eps_has_that_of_float32_in_nodes_and_heads(library)
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_without_norms_of_heads_their_eps_is_zero(library):
-    parts = attention_parts(make(library=library))
+    parts = read_attention(make(library=library))
     assert parts.query_norm == parts.key_norm == (None, NormOptions())
 
 
 def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
-    parts = attention_parts(make())
+    parts = read_attention(make())
     x = torch.empty(5, CHANNELS)
     t = parts.tensors((None, x), torch.empty(0), (None, None), None)
     assert t.x_src is None
@@ -308,14 +308,14 @@ HOOKS = (
 
 def assert_one_reason(block, which, reason):
     """Assert that one sub-layer cannot be fused, and why, and that the other can."""
-    parts = {"attention": attention_parts(block), "feed_forward": network_parts(block)}
+    parts = {"attention": read_attention(block), "feed_forward": read_network(block)}
     assert parts.pop(which) == reason
     (other,) = parts.values()
     assert not isinstance(other, str), other
 
 
 def assert_fused(block):
-    parts = (attention_parts(block), network_parts(block))
+    parts = (read_attention(block), read_network(block))
     assert not any(isinstance(part, str) for part in parts), parts
 
 
@@ -350,7 +350,7 @@ def test_hooks_of_all_modules_cost_both_sub_layers_while_they_are_there():
     block = make()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     reason = "hooks are registered for all modules, which would be skipped"
-    assert attention_parts(block) == network_parts(block) == reason
+    assert read_attention(block) == read_network(block) == reason
     handle.remove()
     assert_fused(block)
 
@@ -416,7 +416,7 @@ def test_a_module_that_is_missing():
 def test_a_parametrised_module():
     block = make()
     parametrize.register_parametrization(block.lin_value, "weight", nn.Identity())
-    assert "its lin_value is a torch.nn.utils.parametrize.ParametrizedLinear" in attention_parts(
+    assert "its lin_value is a torch.nn.utils.parametrize.ParametrizedLinear" in read_attention(
         block
     )
 
@@ -565,11 +565,11 @@ def test_other_reasons_cost_their_own_sub_layer(change, which, reason):
 
 def test_dropout_costs_nothing_in_evaluation():
     block = make(dropout=0.5)
-    assert attention_parts(block) == "its attention drops weights in training"
+    assert read_attention(block) == "its attention drops weights in training"
     assert_fused(block.eval())
     block = make(library="anemoi")
     block.conv.dropout = 0.5
-    assert attention_parts(block) == "its attention drops weights in training"
+    assert read_attention(block) == "its attention drops weights in training"
     assert_fused(block.eval())
 
 
@@ -612,11 +612,11 @@ def test_more_features_than_are_measured(library):
     wide = {"in_channels": 2050, "out_channels": 2050}
     block = make(library=library, **wide)
     assert (
-        attention_parts(block)
+        read_attention(block)
         == "its layer_norm_attention has 2050 features, and more than 2048 are not measured"
     )
     assert (
-        network_parts(block)
+        read_network(block)
         == "its layer_norm_mlp_dst has 2050 features, and more than 2048 are not measured"
     )
     block = make(library=library, attn_channels=2050)
@@ -654,18 +654,18 @@ def test_a_class_whose_code_was_not_recognised_is_named():
 
 def test_a_replaced_parameter_is_read_by_the_next_call():
     block = make()
-    attention_parts(block)
+    read_attention(block)
     block.lin_query.weight = nn.Parameter(torch.zeros(CHANNELS, CHANNELS))
-    assert attention_parts(block).query.weight is block.lin_query.weight
+    assert read_attention(block).query.weight is block.lin_query.weight
     block.layer_norm_mlp_dst.eps = 0.5
-    assert network_parts(block).options(residual=True).norm_in.eps == 0.5
+    assert read_network(block).options(residual=True).norm_in.eps == 0.5
 
 
 def test_parameters_of_functional_call_are_read():
     block = make()
     parameters = {name: torch.zeros_like(value) for name, value in block.named_parameters()}
     answers = []
-    block.forward = lambda: answers.append(attention_parts(block))
+    block.forward = lambda: answers.append(read_attention(block))
     torch.func.functional_call(block, parameters, ())
     assert answers[0].query.weight is parameters["lin_query.weight"]
 
@@ -675,7 +675,7 @@ def test_plain_tensors_in_place_of_parameters_as_replicas_of_data_parallel_have(
     weight = torch.zeros(CHANNELS, CHANNELS)
     del block.lin_query.weight
     block.lin_query.weight = weight
-    assert attention_parts(block).query.weight is weight
+    assert read_attention(block).query.weight is weight
 
 
 def test_an_answer_leaves_nothing_on_the_block():
@@ -694,7 +694,7 @@ class UsesParts(nn.Module):
         self.block = block
 
     def forward(self, x):
-        attention, network = attention_parts(self.block), network_parts(self.block)
+        attention, network = read_attention(self.block), read_network(self.block)
         if isinstance(attention, str):
             return x + len(attention)
         if isinstance(network, str):
@@ -719,7 +719,7 @@ def test_parts_are_traced_without_graph_breaks(library, dynamic):
     compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="eager")
     torch.testing.assert_close(compiled(x), module(x))
     module.block.node_dst_mlp.mlp[1] = nn.Tanh()
-    torch.testing.assert_close(compiled(x), x - len(network_parts(module.block)))
+    torch.testing.assert_close(compiled(x), x - len(read_network(module.block)))
 
 
 @pytest.mark.compiled

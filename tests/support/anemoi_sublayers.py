@@ -12,7 +12,7 @@ from anemoi.models.layers import block
 from anemoi.models.layers.utils import load_layer_kernels
 
 from anemoi_gt.integrations.anemoi.upstream import recognise_modules
-from anemoi_gt.nn.sublayers import Computation, attention_parts, network_parts
+from anemoi_gt.nn.sublayers import Computation, read_attention, read_network
 from anemoi_gt.ops.backends import BACKENDS
 from anemoi_gt.refusal import Refusal
 
@@ -57,7 +57,7 @@ def describe(parts):
 
 def feed_forward_parts(layer, call, side):
     norm, mlp = f"layer_norm_mlp_{side}", f"node_{side}_mlp"
-    return network_parts(getattr(layer, mlp), call, mlp, norm_in=(norm, getattr(layer, norm)))
+    return read_network(getattr(layer, mlp), call, mlp, norm_in=(norm, getattr(layer, norm)))
 
 
 def report_sublayers():
@@ -71,7 +71,7 @@ def report_sublayers():
             warnings.simplefilter("ignore")
             layer = build(f"GraphTransformer{kind}Block", norms[norm], mlp_implementation=mlp_kind)
         parts = {
-            "attention": attention_parts(layer, call),
+            "attention": read_attention(layer, call),
             "feed_forward": feed_forward_parts(layer, call, "dst"),
         }
         if kind == "Mapper":

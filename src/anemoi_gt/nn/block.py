@@ -21,9 +21,14 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.kernel_config import KernelConfig, check_config
-from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
-from anemoi_gt.nn.fused_block import FusedParts
+from anemoi_gt.nn.fused_block import (
+    NOT_FASTER,
+    BlockModules,
+    block_forward,
+    check_edges,
+    feed_forward,
+)
 from anemoi_gt.nn.input_validation import (
     check_attributes,
     check_batch,
@@ -40,15 +45,13 @@ from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import BLOCK, why_not_plain
-from anemoi_gt.nn.sublayers import (
-    AttentionParts,
-    NetworkParts,
-    linear_parameters,
-    warn_of_embedded_edges,
-)
+from anemoi_gt.nn.sublayers import Computation, linear_parameters, warn_of_embedded_edges
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
-from anemoi_gt.refusal import Refusal
+from anemoi_gt.refusal import Refusal, not_faster, permanent
+from anemoi_gt.torch_compat import is_exporting
+
+EMPTY_BATCH = not_faster("its batch is empty")
 
 
 class GraphTransformerBaseBlock(nn.Module):
@@ -174,16 +177,23 @@ class GraphTransformerBaseBlock(nn.Module):
         )
         return self.combine(out, skip)
 
-    def fused_parts(self, x_dst: Tensor, cond: Tensor | None) -> FusedParts:
-        """Return the parts of fused sub-layers, or refusals; called once per call of the block."""
+    def read_modules(self, x_dst: Tensor, cond: Tensor | None) -> BlockModules:
+        """Return the modules of fused sub-layers, or refusals; called once per call."""
         refusal = why_not_plain(("", self, (BLOCK,)))
+        if refusal is None and x_dst.dim() == 3 and x_dst.shape[0] == 0:
+            refusal = EMPTY_BATCH  # views could not be sized
+        if refusal is None and is_exporting():
+            refusal = permanent("an exported program has no operators of this library")
         if refusal is not None:
-            return FusedParts.by_modules(refusal)
-        return FusedParts.of(self, x_dst, cond, self.config)
+            return BlockModules.by_modules(refusal)
+        computation = Computation.of(x_dst, self.config)
+        if not computation.is_faster_fused:
+            return BlockModules.by_modules(NOT_FASTER)
+        return BlockModules.of(self, x_dst, cond, self.config, computation)
 
     def update_destinations(
         self,
-        fused: FusedParts,
+        modules: BlockModules,
         x: tuple[Tensor, Tensor],
         graph: GraphStructure | ShardedGraph,
         edge_attr: Tensor,
@@ -191,63 +201,34 @@ class GraphTransformerBaseBlock(nn.Module):
     ) -> Tensor:
         """Update destinations [.., N_dst, out_channels] by attention and feed-forward network.
 
-        `fused` is that of this call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
+        `modules` are those of this call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
         in_channels], or [B, ...] both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond`
         holds the conditions of sources and destinations.
         """
         if isinstance(graph, GraphStructure):
+            structure = graph
             check_nodes(graph, *x)
         elif isinstance(graph, ShardedGraph):
+            structure = graph.structure
             check_batch(*x)  # its local sources are checked by start_exchange
         else:
             check_structure(graph)
-        if isinstance(fused.attention, Refusal) or _is_empty_batch(x[1]):
-            z = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
-        else:
-            z = self._fused_attention(fused.attention, x, graph, edge_attr, cond)
-        return self._feed_forward(fused.feed_forward, "dst", z, cond[1])
+        if not isinstance(modules.attention, Refusal):
+            weight = self.lin_edge.weight
+            check_attributes(edge_attr, weight.shape[1])
+            if len(self.edge_pre_mlp):
+                check_dtype("edge_attr", edge_attr, like=weight)
+            check_edges(modules.attention, x[1], structure, edge_attr)
 
-    def _fused_attention(
-        self,
-        parts: AttentionParts,
-        x: tuple[Tensor, Tensor],
-        graph: GraphStructure | ShardedGraph,
-        edge_attr: Tensor,
-        cond: Conditions,
-    ) -> Tensor:
-        x_src, x_dst = x
-        is_one_set = x_src is x_dst and self.source_norm is self.layer_norm_attention
-        check_attributes(edge_attr, self.lin_edge.weight.shape[1])
-        if isinstance(graph, GraphStructure):
-            structure = graph
-            halo = None
-        else:  # must match `attend`: another rank may call it (hooks)
-            norm = partial(self.normed, self.source_norm)
-            if cond[0] is None:
-                pending = graph.start_exchange(x_src, prepare=partial(norm, cond=None))
-            else:
-                # a row for each source: the exchange selects the conditions of the rows it sends
-                rows = cond[0].expand(*x_src.shape[:-1], cond[0].shape[-1])
-                pending = graph.start_exchange(x_src, prepare=norm, cond=rows)
-            x_src = pending.own
-            halo = pending.wait_halo()
-            structure = graph.structure
-        if len(self.edge_pre_mlp):
-            check_dtype("edge_attr", edge_attr, like=self.lin_edge.weight)
-            edge_attr = self.edge_pre_mlp(edge_attr)
-        # without x_src, the sub-layer normalises the rows of one set once
-        nodes = (None, x_src) if is_one_set else (x_src, x_dst)
-        return fused_block.attention(parts, nodes, structure, edge_attr, cond, halo)
+        def attend() -> Tensor:
+            return x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
 
-    def _feed_forward(
-        self, parts: NetworkParts | Refusal, side: str, x: Tensor, cond: Tensor | None
-    ) -> Tensor:
-        """Return rows x after the feed-forward sub-layer of `side`, "dst" or "src"."""
-        if isinstance(parts, Refusal):
-            norm = getattr(self, f"layer_norm_mlp_{side}")
-            mlp = getattr(self, f"node_{side}_mlp")
-            return x + mlp(apply_norm(norm, x, cond))
-        return fused_block.network(parts, x, cond, residual=True)
+        batch = x[1].shape[0] if x[1].dim() == 3 else 1
+        return block_forward(self, modules, x, graph, edge_attr, cond, batch=batch, attend=attend)
+
+    def run_node_dst_mlp(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        """Return the feed-forward network of normed destinations x [.., N, channels]."""
+        return self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x, cond))
 
     def normed_sides(self, x: tuple[Tensor, Tensor], cond: Conditions) -> tuple[Tensor, Tensor]:
         """Return normed sources and destinations; the same tensor for one set of nodes."""
@@ -306,11 +287,6 @@ class GraphTransformerBaseBlock(nn.Module):
         return features.unflatten(-1, (self.num_heads, -1))
 
 
-def _is_empty_batch(x: Tensor) -> bool:
-    """Return whether x [B, N, F] has no batch entry, whose views could not be sized."""
-    return x.dim() == 3 and x.shape[0] == 0
-
-
 class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
     """Block within one set of nodes, with the state dict of Anemoi's class of this name.
 
@@ -354,7 +330,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
             When features, graph and attributes do not fit together.
         """
         check_features("x", x, self.channels, like=stored_parameter(self.lin_query))
-        layer = partial(self.update_destinations, self.fused_parts(x, cond))
+        layer = partial(self.update_destinations, self.read_modules(x, cond))
         return map_chunks(layer, graph, (x, x), edge_attr, (cond, cond))
 
 
@@ -430,12 +406,17 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         like = stored_parameter(self.lin_query)
         x_src, x_dst = check_sides(x, (self.channels, self.channels), like)
         conditions = check_conditions(cond)
-        fused = self.fused_parts(x_dst, conditions[1])
-        layer = partial(self.update_destinations, fused)
+        modules = self.read_modules(x_dst, conditions[1])
+        layer = partial(self.update_destinations, modules)
         x_dst = map_chunks(layer, graph, (x_src, x_dst), edge_attr, conditions)
         if self.update_src_nodes:
-            x_src = self._feed_forward(fused.source_feed_forward, "src", x_src, conditions[0])
+            sources = modules.source_feed_forward
+            x_src = feed_forward(sources, self.run_node_src_mlp, x_src, conditions[0])
         return x_src, x_dst
+
+    def run_node_src_mlp(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        """Return the feed-forward network of normed sources x [.., N, channels]."""
+        return self.node_src_mlp(apply_norm(self.layer_norm_mlp_src, x, cond))
 
 
 def _check_sizes(

@@ -1,36 +1,42 @@
-"""Sub-layers of a block and linear layers of a mapper, fused if possible and faster.
+"""A block of this library or of Anemoi: its modules, read once in a call, and its forward pass.
 
-Decided per call:
+modules = BlockModules.of(block, x_dst, cond, config)    parameters of fused sub-layers, or refusals
+y = block_forward(block, modules, (x_src, x_dst), graph, edge_attr, cond, ...)
 
-fused = FusedParts.of(block, x_dst, cond, config)    parts of fused sub-layers, or refusals
-z = attention(fused.attention, ...)                  where they are parts
-y = network(fused.feed_forward, ..., residual=True)
+Linear layers of a mapper are fused alike:
 
-parts = linear_layer_parts(layer, name, x, computation)
-y = network(parts, x)                                where it has parts
+modules = read_linear_layer(layer, name, x, computation)
+y = network(modules, x)                                where it is not refused
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.kernel_config import KernelConfig
+from anemoi_gt.nn.layer_kernels import cast_for_projections
+from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import why_not_plain_tensor
 from anemoi_gt.nn.sublayers import (
-    AttentionParts,
+    AttentionModules,
     Computation,
     Conditions,
-    NetworkParts,
-    Nodes,
-    attention_parts,
-    linear_parts,
-    network_parts,
+    NetworkModules,
+    read_attention,
+    read_linear,
+    read_network,
 )
-from anemoi_gt.ops.tensors import AttentionOperands, check_operands
+from anemoi_gt.ops.tensors import (
+    AttentionOperands,
+    InteractionOptions,
+    InteractionTensors,
+    check_operands,
+)
 from anemoi_gt.refusal import Refusal, not_faster, permanent, transient
-from anemoi_gt.torch_compat import is_exporting
 
 NO_SOURCES = not_faster("its sources are not updated")
 NOT_FASTER = not_faster(
@@ -44,30 +50,20 @@ FUSED_BY_COMPILER = not_faster("compiled code fuses casts and norms, and pads ro
 NO_LAYER = not_faster("it is no layer")
 
 
-class FusedParts(NamedTuple):
-    """The parts of each sub-layer in one call if it is fused, else the refusal."""
+class BlockModules(NamedTuple):
+    """The modules of each sub-layer in one call if it is fused, else the refusal."""
 
-    attention: AttentionParts | Refusal
-    feed_forward: NetworkParts | Refusal
-    source_feed_forward: NetworkParts | Refusal  # of a mapper that updates its sources
+    attention: AttentionModules | Refusal
+    feed_forward: NetworkModules | Refusal
+    source_feed_forward: NetworkModules | Refusal  # of a mapper that updates its sources
 
     @classmethod
-    def by_modules(cls, refusal: Refusal) -> "FusedParts":
+    def by_modules(cls, refusal: Refusal) -> "BlockModules":
         """Return the refusals of a block whose own modules compute everything."""
         return cls(refusal, refusal, refusal)
 
     @classmethod
-    def of(cls, block: Any, x: Tensor, cond: Tensor | None, config: KernelConfig) -> "FusedParts":
-        """Decide for a block of this library, destinations like x, and any condition."""
-        if is_exporting():
-            return cls.by_modules(permanent("an exported program has no operators of this library"))
-        computation = Computation.of(x, config)
-        if not computation.is_faster_fused:
-            return cls.by_modules(NOT_FASTER)
-        return cls.of_modules(block, x, cond, config, computation)
-
-    @classmethod
-    def of_modules(
+    def of(
         cls,
         block: Any,
         x: Tensor,
@@ -75,59 +71,61 @@ class FusedParts(NamedTuple):
         config: KernelConfig,
         computation: Computation,
         refused: tuple[Refusal | None, Refusal | None, Refusal | None] = (None, None, None),
-    ) -> "FusedParts":
-        """Decide by the modules of a block of this library or of Anemoi.
+    ) -> "BlockModules":
+        """Read a block of this library or of Anemoi for a call on destinations like x.
 
         `refused` are the caller's refusals of its sub-layers; None if there is none.
         """
         refused_attention, refused_feed_forward, refused_sources = refused
-        attention: AttentionParts | Refusal
+        attention: AttentionModules | Refusal
         if refused_attention is not None:
             attention = refused_attention
         elif config.precision is not None:  # sub-layers have one dtype for all their operands
             attention = permanent("the precision of its attention is set")
         else:
-            attention = for_call(attention_parts(block, computation), x, cond)
-        feed_forward: NetworkParts | Refusal
+            attention = for_call(read_attention(block, computation), x, cond)
+        feed_forward: NetworkModules | Refusal
         if refused_feed_forward is not None:
             feed_forward = refused_feed_forward
         else:
             norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
-            parts = network_parts(block.node_dst_mlp, computation, "node_dst_mlp", norm_in=norm)
-            feed_forward = for_call(parts, x, cond)
-        sources: NetworkParts | Refusal = NO_SOURCES
+            modules = read_network(block.node_dst_mlp, computation, "node_dst_mlp", norm_in=norm)
+            feed_forward = for_call(modules, x, cond)
+        sources: NetworkModules | Refusal = NO_SOURCES
         if refused_sources is not None:
             sources = refused_sources
         elif getattr(block, "update_src_nodes", False):
             norm = ("layer_norm_mlp_src", block.layer_norm_mlp_src)
-            parts = network_parts(block.node_src_mlp, computation, "node_src_mlp", norm_in=norm)
-            sources = for_call(parts, x, cond)
+            modules = read_network(block.node_src_mlp, computation, "node_src_mlp", norm_in=norm)
+            sources = for_call(modules, x, cond)
         return cls(attention, feed_forward, sources)
 
 
-Parts = TypeVar("Parts", AttentionParts, NetworkParts)
+Modules = TypeVar("Modules", AttentionModules, NetworkModules)
 
 
-def for_call(parts: Parts | Refusal, x: Tensor, cond: Tensor | tuple | None) -> Parts | Refusal:
-    """Return the parts for a call on rows like x with this condition, or why it cannot use them."""
-    if isinstance(parts, Refusal):
-        return parts
+def for_call(
+    modules: Modules | Refusal, x: Tensor, cond: Tensor | tuple | None
+) -> Modules | Refusal:
+    """Return the modules for a call on rows like x with this condition, or why not."""
+    if isinstance(modules, Refusal):
+        return modules
     if type(x) is not Tensor:
         refusal = why_not_plain_tensor("its features are", x)
         if refusal is not None:
             return refusal
-    if parts.has_condition != (cond is not None):
+    if modules.has_condition != (cond is not None):
         return WRONG_CONDITION
-    if x.dtype != parts.dtype and not parts.computation.is_autocast:
+    if x.dtype != modules.dtype and not modules.computation.is_autocast:
         return permanent(
-            f"its features are {x.dtype} and its parameters {parts.dtype}, without autocast"
+            f"its features are {x.dtype} and its parameters {modules.dtype}, without autocast"
         )
-    return parts
+    return modules
 
 
-def linear_layer_parts(
+def read_linear_layer(
     layer: Any, name: str, x: Tensor, computation: Computation
-) -> NetworkParts | Refusal:
+) -> NetworkModules | Refusal:
     """Decide for a linear layer on features like x, called `name` in its mapper.
 
     It may be a Sequential of a norm and a linear map.
@@ -138,49 +136,192 @@ def linear_layer_parts(
         return transient("torch.jit.trace records it")
     if type(layer) is nn.Identity:
         return NO_LAYER
-    parts = for_call(linear_parts(layer, name, computation), x, None)
-    if isinstance(parts, Refusal):
-        return parts
-    features = parts.network.out.weight.shape[1]
+    modules = for_call(read_linear(layer, name, computation), x, None)
+    if isinstance(modules, Refusal):
+        return modules
+    features = modules.network.out.weight.shape[1]
     if x.shape[-1] != features:
         return permanent(f"its {name} takes {features} features, got {x.shape[-1]}")
-    return parts
+    return modules
 
 
 def network(
-    parts: NetworkParts, x: Tensor, cond: Tensor | None = None, *, residual: bool = False
+    modules: NetworkModules,
+    x: Tensor,
+    cond: Tensor | None = None,
+    *,
+    more: Tensor | None = None,
+    residual: bool = False,
+    repeats_x: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return a network or linear layer of rows x [.., N, F], plus x if `residual`."""
+    """Return a network or linear layer of [x, more], plus x if `residual`, for x [.., N, F].
+
+    `more` are rows [.., N, F_m], or x again with `repeats_x`. `out_dtype` None is that of GEMMs.
+    """
     condition = None if cond is None else row_conditions(cond, x)
-    tensors = parts.tensors(_rows(x), None, condition)
-    y = parts.compute(tensors, parts.options(residual=residual))
-    return y.view(*x.shape[:-1], y.shape[-1])
+    shape = x.shape
+    if len(shape) != 2:  # a view has a node in the graph of autograd
+        x, more = _rows(x), _optional_rows(more)
+    options = modules.options(residual=residual, repeats_x=repeats_x, out_dtype=out_dtype)
+    y = modules.compute(modules.tensors(x, more, condition), options)
+    return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[-1])
 
 
-def attention(
-    parts: AttentionParts,
-    x: Nodes,
+def update_edges(
+    modules: NetworkModules,
+    x: tuple[Tensor | None, Tensor | None, Tensor],
     graph: GraphStructure,
+    edges: Tensor,
+    batch: int,
+    *,
+    cond: Tensor | None = None,
+    residual: bool = True,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return rows of updated edges [B * E, F], or their updates, and the sums [B * N_dst, F].
+
+    Parameters
+    ----------
+    modules : NetworkModules
+        Of an edge update.
+    x : (Tensor or None, Tensor or None, Tensor)
+        Sources, None on one set of nodes, their halo, if there is one, and destinations: [.., N, F]
+        or rows of a batch.
+    graph : GraphStructure
+    edges : Tensor [.., E, F]
+    batch : int
+        Number of batch entries, 1 without a batch.
+    cond : Tensor [.., E or 1, K], optional
+    residual : bool
+        Whether edges are returned and summed; if not, their updates are.
+    out_dtype : torch.dtype
+        Of both results.
+    """
+    x_src, halo, x_dst = x
+    own = modules.network
+    if cond is not None:
+        own = modules.network_with(row_conditions(cond, edges))
+    if x_dst.dim() != 2:
+        x_src, halo = _optional_rows(x_src), _optional_rows(halo)
+        x_dst, edges = _rows(x_dst), _rows(edges)
+    tensors = InteractionTensors(x_src, halo, x_dst, edges, own)
+    options = modules.options(residual=residual, out_dtype=out_dtype)
+    updated = modules.compute(tensors, graph, InteractionOptions(batch, options))
+    edge_sums = modules.computation.backend.edge_sums
+    assert edge_sums is not None  # it comes with the edge update
+    # of the edges that are returned: autograd must see that
+    return updated, edge_sums(updated, graph, batch)
+
+
+def block_forward(
+    block: Any,
+    modules: BlockModules,
+    x: tuple[Tensor, Tensor],
+    graph: GraphStructure | ShardedGraph,
     edge_attr: Tensor,
     cond: Conditions,
-    halo: Tensor | None = None,
+    *,
+    batch: int,
+    attend: Callable[[], Tensor],
 ) -> Tensor:
-    """Return destinations [.., N_dst, F] after the attention sub-layer.
+    """Return destinations after attention and feed-forward network of a block of either owner.
 
-    `x` is (x_src, x_dst), with x_src None on one set of nodes with one norm; `halo`
-    [.., R, F] are normed sources, numbered after the local ones; `edge_attr` is [E, D] or [.., E,
-    D], after `edge_pre_mlp`.
+    Parameters
+    ----------
+    block : nn.Module
+        Of this library or of anemoi-models, whose submodules have the same names.
+    modules : BlockModules
+        Those of this call.
+    x : (Tensor, Tensor)
+        (x_src, x_dst), [.., N, F]; or rows of a batch, [B * N, F]. One tensor for one set of nodes.
+    graph : GraphStructure or ShardedGraph
+    edge_attr : Tensor [E, D] or [B, E, D]
+    cond : (Tensor or None, Tensor or None)
+        Of sources and destinations, [.., N or 1, K]; or [B * N or 1, K].
+    batch : int
+        Number of batch entries, 1 without a batch.
+    attend : callable
+        Returns the destinations after attention by the block's own modules.
     """
+    if isinstance(modules.attention, Refusal):
+        z = attend()
+    else:
+        z = _attention(block, modules.attention, x, graph, edge_attr, cond, batch)
+    return feed_forward(modules.feed_forward, block.run_node_dst_mlp, z, cond[1])
+
+
+def feed_forward(
+    modules: NetworkModules | Refusal,
+    run_network: Callable[..., Tensor],
+    x: Tensor,
+    cond: Tensor | None,
+) -> Tensor:
+    """Return x [.., N, F] after a feed-forward sub-layer, fused or by the block's `run_network`."""
+    if not isinstance(modules, Refusal):
+        return network(modules, x, cond, residual=True)
+    return x + (run_network(x) if cond is None else run_network(x, cond=cond))
+
+
+def _attention(
+    block: Any,
+    modules: AttentionModules,
+    x: tuple[Tensor, Tensor],
+    graph: GraphStructure | ShardedGraph,
+    edge_attr: Tensor,
+    cond: Conditions,
+    batch: int,
+) -> Tensor:
+    """Return destinations, shaped like x_dst, after the attention sub-layer."""
+    x_src: Tensor | None
     x_src, x_dst = x
-    batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
-    _check(parts, x, graph, edge_attr, halo)
+    shape = x_dst.shape
+    cond_src, cond_dst = cond
+    is_one_set = x_src is x_dst and modules.norm_src is modules.norm
+    halo = None
+    # before the exchange, which returns rows of a batch as [B, N, F]
+    if cond_dst is not None:
+        cond_dst = row_conditions(cond_dst, x_dst)
+    rows_of_cond_src = None
+    if cond_src is not None and not is_one_set:
+        rows_of_cond_src = row_conditions(cond_src, x_src)
+    if isinstance(graph, GraphStructure):
+        structure = graph
+    else:  # as by the block's modules, which another rank may call (hooks)
+        norm = "layer_norm_attention"
+        if modules.norm_src is not modules.norm:
+            norm = "layer_norm_attention_src"
+        prepare = partial(_normed, block, block._modules[norm])
+        conditions = None
+        if cond_src is not None:
+            # a row for each source: the exchange selects the conditions of the rows it sends
+            conditions = cond_src.expand(*x_src.shape[:-1], cond_src.shape[-1])
+        pending = graph.start_exchange(x_src, prepare, conditions)
+        x_src = pending.own
+        if is_one_set:
+            x_dst = x_src
+        halo = pending.wait_halo()
+        structure = graph.structure
+    mixing = block._modules.get("edge_pre_mlp")  # not before anemoi-models 0.11.1
+    if mixing is not None and (mixing._modules or type(mixing) is not nn.Sequential):
+        edge_attr = mixing(edge_attr)
     # a batch of one reads attributes as one graph does: no batch stride in the kernels
     if batch == 1 and edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
-    rows = (_optional_rows(x_src), _rows(x_dst))
-    tensors = parts.tensors(rows, edge_attr, row_conditions_of(x, cond), _optional_rows(halo))
-    z = parts.compute(tensors, graph, parts.options(batch))
-    return z.view(x_dst.shape)
+    # without x_src, the sub-layer normalises the rows of one set once
+    if is_one_set:
+        x_src = None
+    if x_dst.dim() != 2:
+        x_src, halo, x_dst = _optional_rows(x_src), _optional_rows(halo), _rows(x_dst)
+    tensors = modules.tensors((x_src, x_dst), edge_attr, (rows_of_cond_src, cond_dst), halo)
+    z = modules.compute(tensors, structure, modules.options(batch))
+    return z if len(shape) == 2 else z.view(shape)
+
+
+def _normed(block: Any, norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
+    """Return normed sources as the projections of a block read them."""
+    normed = apply_norm(norm, x, cond)
+    return cast_for_projections(normed, block.lin_query, block.lin_key, block.lin_value)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -198,33 +339,25 @@ def row_conditions(cond: Tensor, x: Tensor) -> Tensor:
     return cond.expand(*x.shape[:-1], cond.shape[-1]).reshape(-1, cond.shape[-1])
 
 
-def row_conditions_of(x: Nodes, cond: Conditions) -> Conditions:
-    """Return the conditions of sources and destinations as rows; None where there are none.
-
-    Sources that are the destinations have theirs.
-    """
-    cond_src, cond_dst = cond
-    if cond_src is not None:
-        cond_src = None if x[0] is None else row_conditions(cond_src, x[0])
-    if cond_dst is not None:
-        cond_dst = row_conditions(cond_dst, x[1])
-    return cond_src, cond_dst
-
-
-def _check(
-    parts: AttentionParts, x: Nodes, graph: GraphStructure, edge_attr: Tensor, halo: Tensor | None
+def check_edges(
+    modules: AttentionModules, x_dst: Tensor, graph: GraphStructure, edge_attr: Tensor
 ) -> None:
-    """Raise ValueError as `edge_attention` would, for stand-ins of query and key without memory."""
-    x_src, x_dst = x
-    num_src = (x_dst if x_src is None else x_src).shape[-2]
-    if halo is not None:
-        num_src = num_src + halo.shape[-2]
-    width = parts.query.weight.shape[0]
-    heads = (parts.heads, width // parts.heads)
+    """Raise ValueError as `edge_attention` would, for destinations and attributes of a graph."""
+    weight, bias = modules.edge
+    device = graph.device
+    if not torch.compiler.is_compiling():  # sizes may be symbolic, and do not compare as tuples
+        shape = (graph.num_edges, weight.shape[1])
+        if (
+            edge_attr.shape in (shape, (*x_dst.shape[:-2], *shape))
+            and edge_attr.is_floating_point()
+            and x_dst.is_floating_point()
+            and x_dst.shape[-2] == graph.num_dst
+            and device == edge_attr.device == x_dst.device == weight.device
+            and (bias is None or bias.device == device)
+        ):
+            return
+    heads = (modules.heads, weight.shape[0] // modules.heads)
     # one element, expanded: shapes and dtypes are checked, and nothing is allocated
     query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)
-    key = x_dst.new_empty(()).expand(*x_dst.shape[:-2], num_src, *heads)
-    edge_bias = parts.edge.bias
-    check_operands(
-        AttentionOperands(query, key, key, edge_attr, parts.edge.weight, edge_bias), graph
-    )
+    key = x_dst.new_empty(()).expand(*x_dst.shape[:-2], graph.num_src, *heads)
+    check_operands(AttentionOperands(query, key, key, edge_attr, weight, bias), graph)

@@ -22,7 +22,13 @@ from torch_geometric.typing import OptTensor, PairTensor
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.graph.checks import check_shape, have_size
 from anemoi_gt.kernel_config import KernelConfig, check_config
-from anemoi_gt.nn.fused_block import NOT_FASTER, WRONG_CONDITION, for_call, row_conditions
+from anemoi_gt.nn.fused_block import (
+    NOT_FASTER,
+    WRONG_CONDITION,
+    for_call,
+    network,
+    update_edges,
+)
 from anemoi_gt.nn.input_validation import (
     both_sides,
     check_batch,
@@ -42,9 +48,8 @@ from anemoi_gt.nn.plain import (
     why_not_plain,
 )
 from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges
-from anemoi_gt.nn.sublayers import Computation, NetworkParts, network_parts
+from anemoi_gt.nn.sublayers import Computation, NetworkModules, read_network
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
-from anemoi_gt.ops.tensors import InteractionOptions, InteractionTensors
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
 from anemoi_gt.torch_compat import constant_when_traced, is_exporting
@@ -220,8 +225,8 @@ class InteractionConv(MessagePassing):
             x_src = x_dst if is_one_set else _read(x_src, self.config)
             halo = None if halo is None else _read(halo, self.config)
             own: Asked = ("", self, (INTERACTION,))
-            network = _network_of(self, "edge_mlp", self.edge_mlp, x_dst, cond, self.config, own)
-            if graph is None or isinstance(network, Refusal):
+            modules = _network_of(self, "edge_mlp", self.edge_mlp, x_dst, cond, self.config, own)
+            if graph is None or isinstance(modules, Refusal):
                 x = (x_src if halo is None else torch.cat([x_src, halo], dim=-2), x_dst)
                 sizes = (x[0].shape[-2], x_dst.shape[-2])
                 ends = edge_list if graph is None else graph.edge_index()
@@ -232,10 +237,26 @@ class InteractionConv(MessagePassing):
                 summed, sums = self.propagate(ends, size=sizes, x=x, edge_attr=attributes)
             else:
                 nodes = (None if is_one_set else x_src, halo, x_dst)
-                of_updates = self.sum_of == "updates"
-                summed, sums = _fused_edges(
-                    network, nodes, graph, edges, cond, of_updates=of_updates
+                of_edges = self.sum_of == "edges"
+                # results are cast to the dtype of the rows that they update
+                out_dtype = modules.computation.gemm_dtype
+                if not of_edges:
+                    out_dtype = torch.promote_types(edges.dtype, out_dtype)
+                _check_condition(modules, cond, edges)
+                batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
+                summed, sums = update_edges(
+                    modules,
+                    nodes,
+                    graph,
+                    edges,
+                    batch,
+                    cond=cond,
+                    residual=of_edges,
+                    out_dtype=out_dtype,
                 )
+                if x_dst.dim() == 3:
+                    summed = summed.view(edges.shape)
+                    sums = sums.view(*x_dst.shape[:-1], edges.shape[-1])
             edges = edges + summed if self.sum_of == "updates" else summed
         return edges.to(dtype), sums.to(dtype)
 
@@ -448,17 +469,13 @@ def apply_mlp(
     with _precision(config, x.device):
         rows = _read(x, config)
         others = None if more is None else _read(more, config)
-        network = _network_of(layer, name, mlp, rows, cond, config)
-        if isinstance(network, Refusal):
+        modules = _network_of(layer, name, mlp, rows, cond, config)
+        if isinstance(modules, Refusal):
             if others is None:
                 return _mapped(mlp, rows, cond)
             return rows + _mapped(mlp, torch.cat([rows, others], dim=-1), cond)
-        more_rows = None if others is None else others.flatten(0, -2)
-        condition = _condition_of(network, cond, rows)
-        tensors = network.tensors(rows.flatten(0, -2), more_rows, condition)
-        options = network.options(residual=others is not None)
-        out = network.compute(tensors, options)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        _check_condition(modules, cond, rows)
+        return network(modules, rows, cond, more=others, residual=others is not None)
 
 
 def _mapped(mlp: nn.Module, rows: Tensor, cond: Tensor | None) -> Tensor:
@@ -488,47 +505,47 @@ def _network_of(
     cond: Tensor | None,
     config: KernelConfig,
     *asked: Asked,
-) -> NetworkParts | Refusal:
+) -> NetworkModules | Refusal:
     """Return a network of a layer for a call on rows like x, or why its modules compute it.
 
     `asked` must be plain as well. Raise ValueError if the config names a backend with operators.
     """
     computation = Computation.of(x, config)
-    parts: NetworkParts | Refusal
+    modules: NetworkModules | Refusal
     backend = computation.backend
     formulas = [backend.edge_update, backend.edge_sums] if asked else [backend.network]
     if None in formulas or (x.dim() == 3 and x.shape[0] == 0):
-        parts = NO_OPERATORS
+        modules = NO_OPERATORS
     elif config.backend == "auto" and not computation.is_faster_fused:
-        parts = NOT_FASTER
+        modules = NOT_FASTER
     elif is_exporting():
-        parts = permanent("an exported program has no operators of this library")
+        modules = permanent("an exported program has no operators of this library")
     elif torch.jit.is_tracing():
-        parts = transient("torch.jit.trace records it")
+        modules = transient("torch.jit.trace records it")
     else:
-        refusal = why_not_plain(*asked)
-        parts = refusal or network_parts(
+        refusal = why_not_plain(*asked) if asked else None
+        modules = refusal or read_network(
             mlp, computation, name, norms=NORMS, is_edge_update=len(asked) > 0
         )
-        parts = for_call(parts, x, cond)
-    if parts is WRONG_CONDITION:  # the modules raise the error
-        return parts
-    if isinstance(parts, Refusal):
-        if parts.kind is RefusalKind.PERMANENT and config.backend != "auto":
+        modules = for_call(modules, x, cond)
+    if modules is WRONG_CONDITION:  # the modules raise the error
+        return modules
+    if isinstance(modules, Refusal):
+        if modules.kind is RefusalKind.PERMANENT and config.backend != "auto":
             raise ValueError(
                 f"attention backend {config.backend!r} cannot run {type(layer).__name__}: "
-                f"{parts.text}; backend 'auto' falls back to plain PyTorch"
+                f"{modules.text}; backend 'auto' falls back to plain PyTorch"
             )
-        if parts.kind is not RefusalKind.NOT_FASTER:
-            _warn_of_modules(type(layer).__name__, parts.text)
-    return parts
+        if modules.kind is not RefusalKind.NOT_FASTER:
+            _warn_of_modules(type(layer).__name__, modules.text)
+    return modules
 
 
-def _condition_of(parts: NetworkParts, cond: Tensor | None, rows: Tensor) -> Tensor | None:
-    """Return a condition of each row [.., N, F] as rows [B * N, K]; None without one."""
+def _check_condition(modules: NetworkModules, cond: Tensor | None, rows: Tensor) -> None:
+    """Raise ValueError unless a condition, if any, has a row for each of `rows`, or one."""
     if cond is None:
-        return None
-    features = parts.network.norm.scale_map.weight.shape[1]
+        return
+    features = modules.network.norm.scale_map.weight.shape[1]
     number, batch = rows.shape[-2], rows.shape[:-2]
     check_shape(
         "cond",
@@ -541,45 +558,8 @@ def _condition_of(parts: NetworkParts, cond: Tensor | None, rows: Tensor) -> Ten
             and c.shape[:-2] in ((), (1,), batch)
         ),
     )
-    return row_conditions(cond, rows)
 
 
 @constant_when_traced
 def _warn_of_modules(layer: str, text: str) -> None:
     warnings.warn(f"{layer} falls back to plain PyTorch: {text}", stacklevel=4)
-
-
-def _fused_edges(
-    parts: NetworkParts,
-    nodes: tuple[Tensor | None, Tensor | None, Tensor],
-    graph: GraphStructure,
-    edges: Tensor,
-    cond: Tensor | None,
-    *,
-    of_updates: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the updated edges, or if the sums are of updates these, and the sums.
-
-    `nodes` are sources, None on one set of nodes, their halo, if there is one, and destinations.
-    """
-    x_src, halo, x_dst = nodes
-    tensors = InteractionTensors(
-        x_src=None if x_src is None else x_src.flatten(0, -2),
-        halo=None if halo is None else halo.flatten(0, -2),
-        x_dst=x_dst.flatten(0, -2),
-        edges=edges.flatten(0, -2),
-        network=parts.network_with(_condition_of(parts, cond, edges)),
-    )
-    batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
-    dtype = parts.computation.gemm_dtype
-    if of_updates:
-        dtype = torch.promote_types(edges.dtype, dtype)
-    # else results are cast to the dtype of the rows that they update
-    options = parts.options(residual=not of_updates, out_dtype=dtype)
-    backend = parts.computation.backend
-    assert backend.edge_sums is not None  # it comes with the edge update
-    out = parts.compute(tensors, graph, InteractionOptions(batch, options))
-    updated = out.view(edges.shape)
-    # of the edges that are returned: autograd must see that
-    sums = backend.edge_sums(updated.flatten(0, -2), graph, batch)
-    return updated, sums.view(*x_dst.shape[:-1], edges.shape[-1])

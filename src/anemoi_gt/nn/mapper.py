@@ -19,13 +19,13 @@ from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.chunking import Chunk, Conditions, Pair, Rows, map_chunks
-from anemoi_gt.nn.fused_block import NOT_FASTER, linear_layer_parts, network
+from anemoi_gt.nn.fused_block import NOT_FASTER, network, read_linear_layer
 from anemoi_gt.nn.input_validation import check_conditions, check_sides, stored_parameter
 from anemoi_gt.nn.interaction_network import InteractionBlock, apply_mlp
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mlp import MLP, NormedMLP, hidden_width
 from anemoi_gt.nn.norm import apply_norm
-from anemoi_gt.nn.sublayers import Computation, NetworkParts
+from anemoi_gt.nn.sublayers import Computation, NetworkModules
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.refusal import Refusal
 from anemoi_gt.torch_compat import is_exporting
@@ -193,15 +193,15 @@ class GraphTransformerBaseMapper(BaseMapper):
     def _apply_linear(self, name: str, x: Tensor) -> Tensor:
         """Return the result of the linear layer `name`, fused where that is faster."""
         layer = getattr(self, name)
-        parts: NetworkParts | Refusal = NOT_FASTER
+        modules: NetworkModules | Refusal = NOT_FASTER
         if not is_exporting():
             computation = Computation.of(x, self.proc.config)
             if computation.is_faster_fused:
-                parts = linear_layer_parts(layer, name, x, computation)
-        if isinstance(parts, Refusal):
+                modules = read_linear_layer(layer, name, x, computation)
+        if isinstance(modules, Refusal):
             # a norm may have more rows than PyTorch's kernel takes
             return apply_norm(layer, x) if isinstance(layer, nn.Sequential) else layer(x)
-        return network(parts, x)
+        return network(modules, x)
 
 
 class GraphTransformerForwardMapper(GraphTransformerBaseMapper):

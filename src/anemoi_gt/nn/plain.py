@@ -1,25 +1,25 @@
 """The rule for modules that this library replaces: plain, or refused by a value.
 
 A fused sub-layer, or an attention that reads the weight of an edge embedding, computes the result
-of a module without calling it. That is right for a module that computes what its class did when its
-code was read: one of exactly this class, with these methods, without hooks, and with the children
-and attributes that it was read with. `TABLE` says what this is for each kind of module, and
-`why_not_plain` is the only function that asks. It takes 2 us and 0.4 us a module, so nothing is
-remembered between calls: the answer depends on mutable modules.
+of a module without calling it. That is right for a module of a class in `TABLE` whose functions are
+those that were read: every one that the class and its bases up to nn.Module define, but for
+`NOT_COMPUTING`, and what these look up in other modules, such as `torch.nn.functional.linear`,
+which is read from their bytecode. No attribute of the module takes the place of one, no hook is
+registered, and a layer of message passing has the attributes of its row. `why_not_plain` is the
+only function that asks. Nothing is remembered between calls: the answer depends on mutable modules.
 
-Functions are compared by identity with those recorded when a class was recognised: its methods, and
-what these call of other modules, such as `torch.nn.functional.linear`, which is read from their
-bytecode. Classes of PyTorch, PyG and this library are recognised when they are first seen, if their
-methods are defined in their own package; classes of Anemoi by `recognise`, from hashes of their
-methods.
+What a class held when it was recognised is compared as a whole, in C: 1 us a class, and 0.5 us a
+module. Classes of PyTorch, PyG and this library are recognised when they are first seen, if their
+functions are defined in their own package or that of a base; classes of Anemoi by `recognise`, from
+hashes of their bodies.
 
 What decides over the result of a plain function counts as well: a mode of `__torch_function__`, and
 parameters of a class with one of its own.
 """
 
 import dis
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import BuiltinFunctionType, CodeType, ModuleType
 from typing import Any, NamedTuple
 
@@ -68,218 +68,90 @@ PYG_HOOKS = tuple(
 
 
 class Kind(NamedTuple):
-    """What the result of modules of one class depends on.
-
-    A test compares it with the code of the class: each attribute of `self` that its methods read is
-    a field of this record.
-    """
+    """What decides whether a module of one class is plain, besides the functions of its classes."""
 
     role: str
-    methods: tuple[str, ...] = ("forward",)  # that are not called
+    # A layer of PyG's message passing: attributes, and the values that are admitted. It has the
+    # hooks, the aggregation and the switch of explainers of `PYG_HOOKS`, `AGGREGATION`, `EXPLAIN`.
+    messages: tuple[tuple[str, tuple], ...] = ()
     networks: tuple[str, ...] = ()  # methods that are called unless they are plain, one by one
-    read: tuple[str, ...] = ()  # attributes, parameters and children that we read instead
-    children: tuple[tuple[str, str], ...] = ()  # (name, role), that must be plain as well
-    fixed: tuple[tuple[str, tuple], ...] = ()  # (attribute, admitted values)
-    tools: tuple[tuple[str, tuple], ...] = ()  # as `fixed`, for attributes that a tool sets
-    ignored: tuple[str, ...] = ()  # attributes that are read and change no result
-    runs_hooks: bool = True  # whether its own call is skipped, and with it hooks of modules
-    registries: tuple[str, ...] = ()  # of further hooks that it runs
-    own_hook: str | None = None  # a method that the class registers as a hook of itself
-    subclasses: bool = False  # subclasses that override nothing of this are as plain
+    # What of a call runs all the same, "forward" and "hooks": subclasses may override the former.
+    keeps: tuple[str, ...] = ()
 
 
-# What PyG's message passing reads (2.8). It generates `propagate` and `collect` of a class when the
-# first layer of the class is built.
-MESSAGE_PASSING: dict[str, Any] = {
-    "methods": (
-        *("propagate", "collect", "message", "aggregate", "update", "_collect", "_check_input"),
-        *("_index_select", "_index_select_safe", "_lift", "_set_size"),
-    ),
-    "children": (("aggr_module", SUM),),
-    "fixed": (("node_dim", (0,)), ("fuse", (False,)), ("_decomposed_layers", (1,))),
-    "tools": (("_explain", (None, False)),),
-    "ignored": (
-        # properties, and what a constructor derives from the methods
-        *("explain", "decomposed_layers", "inspector", "_user_args", "_fused_user_args"),
-        # only read where `fuse` or `_explain` is True
-        *("message_and_aggregate", "explain_message", "SUPPORTS_FUSED_EDGE_INDEX"),
-        "_alpha",  # `message` writes it, for the attention weights
-    ),
-    "registries": PYG_HOOKS,
-}
+# What a layer of message passing reads besides its functions (PyG 2.8).
+MESSAGES = (("node_dim", (0,)), ("fuse", (False,)), ("_decomposed_layers", (1,)))
+AGGREGATION = "aggr_module"
+EXPLAIN = "_explain"  # None or False unless an explainer watches
+# It generates both for a class when the first layer of the class is built.
 GENERATED = ("propagate", "collect")
 # of the edge update of a graph network, besides `node_dim`
-FIXED_OF_EDGES = (*MESSAGE_PASSING["fixed"][1:], ("flow", ("source_to_target",)))
-OF_ATTENTION = ("heads", "out_channels", "dropout", "training", "flow")
-NORM = Kind(LAYER_NORM, read=("normalized_shape", "weight", "bias", "eps"))
-PROJECTIONS = ("lin_query", "lin_key", "lin_value", "lin_self", "lin_edge", "projection")
-OWN_BLOCK = Kind(
-    BLOCK,
-    methods=(
-        *("attend", "normed_sides", "normed", "make_query", "key_value", "combine"),
-        *("edge_operands", "source_norm", "_split_heads"),
-    ),
-    read=(
-        *PROJECTIONS,
-        *("layer_norm_attention", "layer_norm_attention_src", "q_norm", "k_norm"),
-        *("edge_pre_mlp", "num_heads", "config", "dropout", "training"),
-    ),
-    runs_hooks=False,
-    subclasses=True,
+MESSAGES_OF_EDGES = (*MESSAGES[1:], ("flow", ("source_to_target",)))
+CALL = ("forward", "hooks")
+# Functions of a class that change no result of its modules. Every other one counts.
+NOT_COMPUTING = frozenset(
+    (
+        *("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters"),
+        *("_orig_propagate", "_jinja_propagate"),  # which PyG keeps for explainers
+        # of Anemoi: the choice of `conv`, and methods around those that are replaced
+        *("set_attention_function", "get_edges", "edge_dim", "is_sparse"),
+    )
 )
-ANEMOI_BLOCKS = Kind(
-    ANEMOI_BLOCK,
-    methods=(
-        *("get_qkve", "prepare_qkve_edge_sharding", "_apply_qk_norm", "attention_block"),
-        *("apply_gt", "_forward_edges_sharded_attention", "_forward_heads_sharded_attention"),
-        *("_forward_edges_shard_strategy", "_forward_heads_shard_strategy"),
-        *("_get_or_build_cached_halo_info", "shard_qkve_heads", "shard_output_seq"),
-    ),
-    networks=("run_node_dst_mlp", "run_node_src_mlp"),
-    read=(
-        *PROJECTIONS,
-        *("q_norm", "k_norm", "qk_norm", "edge_pre_mlp", "conv"),
-        *("layer_norm_mlp_dst", "node_dst_mlp", "layer_norm_mlp_src", "node_src_mlp"),
-        *("num_heads", "out_channels_conv"),
-    ),
-    ignored=(
-        # the choice between two implementations of its attention, by `conv`
-        *("graph_attention_backend", "_attention_backend_applied", "set_attention_function"),
-        *("_cached_halo_info", "_cached_halo_cache_specs", "__class__"),  # of Anemoi's exchange
-    ),
-    runs_hooks=False,
-    subclasses=True,
-)
-# class: what the result of its modules depends on
+# class: what decides besides its functions
 TABLE: dict[str, Kind] = {
-    "torch.nn.modules.linear.Linear": Kind(LINEAR, read=("weight", "bias")),
+    "torch.nn.modules.linear.Linear": Kind(LINEAR),
     "torch.nn.modules.linear.Identity": Kind(IDENTITY),
-    "torch.nn.modules.normalization.LayerNorm": NORM,
-    "torch.nn.modules.normalization.RMSNorm": Kind(
-        RMS_NORM, read=("normalized_shape", "weight", "eps")
-    ),
+    "torch.nn.modules.normalization.LayerNorm": Kind(LAYER_NORM),
+    "torch.nn.modules.normalization.RMSNorm": Kind(RMS_NORM),
     **{
-        f"{activation.kind.__module__}.{activation.kind.__name__}": Kind(
-            ACTIVATION, read=activation.attributes, ignored=("inplace",)
-        )
+        f"{activation.kind.__module__}.{activation.kind.__name__}": Kind(ACTIVATION)
         for activation in activations.ACTIVATIONS.values()
     },
-    "torch.nn.modules.container.Sequential": Kind(
-        SEQUENTIAL, methods=("forward", "__iter__"), read=("_modules",)
-    ),
-    "anemoi_gt.nn.norm.AutocastLayerNorm": NORM,
-    "anemoi_gt.nn.norm.ConditionalLayerNorm": Kind(
-        CONDITIONAL_NORM, read=("norm", "scale", "bias")
-    ),
+    "torch.nn.modules.container.Sequential": Kind(SEQUENTIAL),
+    "anemoi_gt.nn.norm.AutocastLayerNorm": Kind(LAYER_NORM),
+    "anemoi_gt.nn.norm.ConditionalLayerNorm": Kind(CONDITIONAL_NORM),
     "anemoi_gt.nn.mapper.FieldExtractor": Kind(SEQUENTIAL),
-    "anemoi_gt.nn.mlp.MLP": Kind(MLP, read=("mlp",)),
-    "anemoi_gt.nn.mlp.NormedMLP": Kind(MLP, read=("mlp", "layer_norm")),
-    "anemoi_gt.nn.mlp.GatedLinear": Kind(GATED_LINEAR, read=("gate_proj", "value_proj", "gating")),
-    "anemoi_gt.nn.block.GraphTransformerProcessorBlock": OWN_BLOCK,
-    "anemoi_gt.nn.block.GraphTransformerMapperBlock": OWN_BLOCK,
-    "anemoi_gt.nn.conv.GraphTransformerConv": Kind(
-        ATTENTION,
-        **MESSAGE_PASSING | {"methods": (*MESSAGE_PASSING["methods"], "_split_heads")},
-        read=("lin_edge", *OF_ATTENTION),
-        runs_hooks=False,
-        subclasses=True,
-    ),
+    "anemoi_gt.nn.mlp.MLP": Kind(MLP),
+    "anemoi_gt.nn.mlp.NormedMLP": Kind(MLP),
+    "anemoi_gt.nn.mlp.GatedLinear": Kind(GATED_LINEAR),
+    "anemoi_gt.nn.block.GraphTransformerProcessorBlock": Kind(BLOCK, keeps=CALL),
+    "anemoi_gt.nn.block.GraphTransformerMapperBlock": Kind(BLOCK, keeps=CALL),
+    "anemoi_gt.nn.conv.GraphTransformerConv": Kind(ATTENTION, MESSAGES, keeps=CALL),
     "anemoi_gt.nn.interaction_network.InteractionConv": Kind(
-        INTERACTION,
-        **MESSAGE_PASSING | {"fixed": (("node_dim", (-2,)), *FIXED_OF_EDGES)},
-        read=("edge_mlp", "sum_of"),
-        runs_hooks=False,
-        subclasses=True,
+        INTERACTION, (("node_dim", (-2,)), *MESSAGES_OF_EDGES), keeps=CALL
     ),
-    "torch_geometric.nn.dense.linear.Linear": Kind(
-        PYG_LINEAR, read=("weight", "bias"), own_hook="initialize_parameters"
-    ),
-    "torch_geometric.nn.aggr.basic.SumAggregation": Kind(
-        SUM, methods=("__call__", "forward", "reduce"), ignored=("_deterministic",)
-    ),
+    "torch_geometric.nn.dense.linear.Linear": Kind(PYG_LINEAR),
+    "torch_geometric.nn.aggr.basic.SumAggregation": Kind(SUM),
     "torch_geometric.nn.conv.transformer_conv.TransformerConv": Kind(
         PYG_ATTENTION,
-        **MESSAGE_PASSING | {"methods": ("forward", *MESSAGE_PASSING["methods"])},
-        read=(
-            *("lin_query", "lin_key", "lin_value", "lin_edge", "lin_skip", "lin_beta"),
-            *("concat", "root_weight", *OF_ATTENTION),
-        ),
-        runs_hooks=False,  # they are moved to the layer that takes its place
-        subclasses=True,
+        MESSAGES,
+        keeps=("hooks",),  # they are moved to the layer that takes its place
     ),
-    "anemoi.models.layers.normalization.AutocastLayerNorm": NORM,
-    "anemoi.models.layers.normalization.ConditionalLayerNorm": Kind(
-        CONDITIONAL_NORM,
-        read=("norm", "scale", "bias"),
-        ignored=("autocast",),  # the dtype of its result, which a linear map under autocast casts
-    ),
-    "anemoi.models.layers.mlp.MLP": Kind(MLP, read=("mlp", "layer_norm")),
-    "anemoi.models.layers.mlp.GatedMLPLayer": Kind(
-        GATED_LINEAR, read=("gate_proj", "value_proj", "gating")
-    ),
-    "anemoi.models.layers.conv.GraphTransformerConv": Kind(
-        ANEMOI_ATTENTION,
-        **MESSAGE_PASSING | {"methods": ("forward", *MESSAGE_PASSING["methods"])},
-        read=OF_ATTENTION,
-    ),
+    "anemoi.models.layers.normalization.AutocastLayerNorm": Kind(LAYER_NORM),
+    "anemoi.models.layers.normalization.ConditionalLayerNorm": Kind(CONDITIONAL_NORM),
+    "anemoi.models.layers.mlp.MLP": Kind(MLP),
+    "anemoi.models.layers.mlp.GatedMLPLayer": Kind(GATED_LINEAR),
+    "anemoi.models.layers.conv.GraphTransformerConv": Kind(ANEMOI_ATTENTION, MESSAGES),
     "anemoi.models.layers.conv.GraphConv": Kind(
         ANEMOI_GRAPH_CONV,
-        **MESSAGE_PASSING
-        | {
-            "methods": ("forward", *MESSAGE_PASSING["methods"]),
-            "fixed": (("node_dim", (-2, 0)), *FIXED_OF_EDGES),  # the same of rows [N, F]
-        },
-        read=("edge_mlp",),
+        (("node_dim", (-2, 0)), *MESSAGES_OF_EDGES),  # the same of rows [N, F]
     ),
-    "anemoi.models.layers.block.GraphTransformerProcessorBlock": ANEMOI_BLOCKS,
-    "anemoi.models.layers.block.GraphTransformerMapperBlock": ANEMOI_BLOCKS,
-    "anemoi.models.layers.graph_provider.StaticGraphProvider": Kind(
-        ANEMOI_PROVIDER, methods=("_expand_edges",), runs_hooks=False, subclasses=True
-    ),
+    **{
+        f"anemoi.models.layers.block.GraphTransformer{name}Block": Kind(
+            ANEMOI_BLOCK, networks=("run_node_dst_mlp", "run_node_src_mlp"), keeps=CALL
+        )
+        for name in ("Processor", "Mapper")
+    },
+    "anemoi.models.layers.graph_provider.StaticGraphProvider": Kind(ANEMOI_PROVIDER, keeps=CALL),
 }
 
 
-# What of a module itself must be looked at: methods that are looked up on it, whether a call of it
-# is skipped and so are its hooks, and the row of a layer of PyG, which has more to check.
-Checks = tuple[tuple[str, ...], bool, Kind | None]
+# What of a module itself must be looked at: the functions that no attribute of it may shadow,
+# whether a call of it is skipped and with it its hooks, the row of a layer of message passing, and
+# functions of subclasses, which may not shadow its attributes and children. It is no NamedTuple,
+# whose class torch.compile would guard on (2.11).
+Checks = tuple[tuple[str, ...], bool, Kind | None, tuple[str, ...]]
 Asked = tuple[str, Any, tuple[str, ...]]  # name, module, roles
-
-
-def _checks_of(row: Kind) -> Checks:
-    # `__call__` is looked up on the class
-    methods = tuple(name for name in row.methods if name != "__call__")
-    if row.runs_hooks:
-        methods = (*methods, "_call_impl")
-    return methods, row.runs_hooks, row if row.registries else None
-
-
-class Methods(NamedTuple):
-    """Methods of a class as they were when their code was recognised."""
-
-    owner: type
-    names: tuple[str, ...]
-    read: Callable[[type], tuple]  # returns those that the class has now
-    functions: tuple[Callable, ...]
-
-    @classmethod
-    def of(cls, owner: type, row: Kind) -> "Methods":
-        """Return the methods that a row of `TABLE` names and a class has."""
-        wanted = row.methods
-        if row.runs_hooks:
-            wanted = tuple(dict.fromkeys((*row.methods, "__call__", "_call_impl")))
-        names = tuple(name for name in wanted if hasattr(owner, name))
-        if len(names) == 1:
-            names *= 2  # attrgetter of one name returns no tuple
-        read = attrgetter(*names)
-        return cls(owner, names, read, read(owner))
-
-
-class Called(NamedTuple):
-    """A function that a recognised method calls, and where the method looks it up."""
-
-    namespace: dict[str, Any]  # of a module
-    name: str
-    recorded: Callable
 
 
 class Recognised(NamedTuple):
@@ -287,13 +159,17 @@ class Recognised(NamedTuple):
 
     role: str | None  # None for a class without a row in `TABLE`
     class_name: str  # qualified, of the class of `TABLE`, from which a subclass inherits
-    methods: tuple[Methods, ...]  # of the class, and of its bases that `super()` calls
+    # of the class and its bases below nn.Module: what each holds, and what it held
+    classes: tuple[tuple[Mapping[str, Any], dict[str, Any]], ...]
     networks: dict[str, Callable | str]  # by name; or why its body is not known
-    called: tuple[Called, ...]  # by these methods
+    # of modules where functions of the class look up others: what is there, and these
+    called: tuple[tuple[Set[tuple[str, Any]], Set[tuple[str, Any]]], ...]
     answer: Checks | str  # or why its code is not recognised
 
 
 UNKNOWN = Recognised(None, "", (), {}, (), "")
+HELD_BY_MODULE = vars(nn.Module).items()
+MODULE_CALL = {name: vars(nn.Module)[name] for name in ("__call__", "_call_impl")}.items()
 _RECOGNISED: dict[type, Recognised] = {}
 _OWN_PACKAGES = ("torch", "torch_geometric", "anemoi_gt")  # recognised without `recognise`
 
@@ -308,58 +184,63 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
         which its class must have one; the name of the block or layer itself is "". Modules of a
         sub-layer are asked for together, each before its children.
     """
-    classes = _of_classes(tuple([type(module) for _, module, _ in asked]))
-    runs_hooks = False
-    for (name, module, roles), (role, answer) in zip(asked, classes, strict=True):
+    names, modules, wanted = zip(*asked, strict=True)
+    classes = _of_classes(tuple(map(type, modules)))
+    skips_call = False
+    is_traced = torch.compiler.is_compiling()
+    for name, module, roles, (role, answer) in zip(names, modules, wanted, classes, strict=True):
         if role not in roles:
             return permanent(_other_role(name, module, roles))
         if isinstance(answer, str):
             return permanent(f"{_subject(name)} {answer}")
         if isinstance(answer, Refusal):
             return transient(f"{_subject(name)} {answer.text}")
-        methods, module_hooks, row = answer
+        functions, skips_its_call, row, added = answer
         attributes = module.__dict__
-        for method in methods:
-            if method in attributes and not _is_generated(module, method):
-                return permanent(
-                    f"{_subject(name)} has a {method} set on it, which would be skipped"
-                )
-        if module_hooks:
-            runs_hooks = True
+        if is_traced or not attributes.keys().isdisjoint(functions):
+            for function in functions:
+                if function in attributes and not _is_generated(module, function):
+                    return permanent(
+                        f"{_subject(name)} has a {function} set on it, which would be skipped"
+                    )
+        for function in added:
+            if function in attributes or function in module._modules:
+                kind = qualified_name(type(module))
+                return permanent(f"{_subject(name)} is a {kind}, which overrides {function}")
+        if skips_its_call:
+            skips_call = True
             if (
                 attributes["_forward_hooks"]
                 or attributes["_forward_pre_hooks"]
                 or attributes["_backward_hooks"]
                 or attributes["_backward_pre_hooks"]
-            ) and not _has_only_own_hook(module):
+            ) and not _has_only_own_hooks(module):
                 return transient(f"{_subject(name)} has hooks, which would be skipped")
         if row is None:
             continue
-        for registry in row.registries:
+        for registry in PYG_HOOKS:
             if attributes[registry]:
                 return transient(f"{_subject(name)} has hooks, which would be skipped")
-        for attribute, values in row.fixed:
+        for attribute, values in row.messages:
             if getattr(module, attribute, values[0]) not in values:
                 return permanent(f"{_subject(name)} has another {attribute} than {values[0]!r}")
-        for attribute, values in row.tools:
-            if getattr(module, attribute, values[0]) not in values:
-                return transient(f"{_subject(name)} is watched by an explainer")
-        for child, child_role in row.children:
-            child_name = f"{name}.{child}" if name else child
-            refusal = why_not_plain((child_name, module._modules.get(child), (child_role,)))
-            if refusal is not None:
-                return refusal
+        if getattr(module, EXPLAIN, None):
+            return transient(f"{_subject(name)} is watched by an explainer")
+        child_name = f"{name}.{AGGREGATION}" if name else AGGREGATION
+        refusal = why_not_plain((child_name, module._modules.get(AGGREGATION), (SUM,)))
+        if refusal is not None:
+            return refusal
     may_have_global_hooks = (
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
         # it makes no guard for whether a registry is empty, but for a loop over it (torch 2.13)
-        or torch.compiler.is_compiling()
+        or is_traced
     )
-    if runs_hooks and may_have_global_hooks and has_global_hooks():
+    if skips_call and may_have_global_hooks and has_global_hooks():
         return transient("hooks are registered for all modules, which would be skipped")
-    if torch.compiler.is_compiling() or num_function_modes():
+    if is_traced or num_function_modes():
         mode = function_modes()
         if mode:
             return transient(f"the mode {mode} is active, which may change what functions return")
@@ -418,8 +299,9 @@ def _of_method(kind: type, name: str) -> str | None:
 def why_overridden(kind: type, base: type) -> str | None:
     """Return what a subclass of a class of `TABLE` overrides of what it computes, or None."""
     row = TABLE[qualified_name(base)]
-    fixed = (*row.children, *row.fixed, *row.tools)
-    names = {"__call__", "_call_impl", *row.methods, *row.read, *(name for name, _ in fixed)}
+    names = {"__call__", "_call_impl", "__getattr__", "__getattribute__"}
+    names |= {attribute for attribute, _ in row.messages}
+    names |= {name for name, _, _ in _functions_of(base, row)}
     for subclass in kind.__mro__[: kind.__mro__.index(base)]:
         for name, value in vars(subclass).items():
             if name in names and not (name in GENERATED and _is_generated_for(subclass, value)):
@@ -427,59 +309,93 @@ def why_overridden(kind: type, base: type) -> str | None:
     return None
 
 
+def _counts(name: str, row: Kind) -> bool:
+    """Return whether a function of a class in `TABLE` decides over the result of its modules."""
+    if name in NOT_COMPUTING or name in row.networks:
+        return False
+    return name != "forward" or "forward" not in row.keeps
+
+
+def _functions_of(kind: type, row: Kind) -> Iterator[tuple[str, type, Any]]:
+    """Yield name, class and value of each function that counts, of a class and its bases."""
+    for base in _classes_of(kind):
+        for name, value in vars(base).items():
+            if _is_function(value) and _counts(name, row):
+                yield name, base, value
+
+
+def _classes_of(kind: type) -> list[type]:
+    """Return a class and its bases below nn.Module, in the order of resolution."""
+    return [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+
+
+def _is_function(value: Any) -> bool:
+    is_wrapped = isinstance(value, (property, staticmethod, classmethod))
+    return is_wrapped or (callable(value) and not isinstance(value, type))
+
+
 def recognise(
     kind: type, unknown_body: Callable[[Callable], str | None] | None = None
 ) -> str | None:
-    """Recognise a class of `TABLE` by its methods as they are now; return why not, or None.
+    """Recognise a class of `TABLE` by its functions as they are now; return why not, or None.
 
-    `unknown_body` returns why the body of a method that the package of the class defines is not
+    `unknown_body` returns why the body of a function that the package of the class defines is not
     known, or None. Without it, all that the package defines is.
     """
     class_name = qualified_name(kind)
     row = TABLE[class_name]
-    methods = [Methods.of(kind, row)]
-    for base in kind.__mro__[1:]:
-        if qualified_name(base) in TABLE:
-            methods.append(Methods.of(base, TABLE[qualified_name(base)]))
     reason = None
-    for of_class in methods:
-        for name, function in zip(of_class.names, of_class.functions, strict=True):
-            unknown = _why_unknown(kind, of_class.owner, name, function, unknown_body)
-            reason = reason or unknown
+    functions: dict[str, None] = {}
+    computing = []
+    for name, owner, function in _functions_of(kind, row):
+        reason = reason or _why_unknown(kind, owner, name, function, unknown_body)
+        functions[name] = None
+        computing.append(function)
     networks: dict[str, Callable | str] = {}
     for name in row.networks:
         network: Callable | None = getattr(kind, name, None)
         if network is not None:
-            networks[name] = _why_unknown(kind, kind, name, network, unknown_body) or network
-    answer = _checks_of(row) if reason is None else reason
-    functions: list[Callable] = []
-    for of_class in methods:
-        functions += of_class.functions
-    called = tuple(_called_by((*functions, *filter(callable, networks.values()))))
-    for lookup in called:
-        if _is_foreign(lookup):
-            answer = reason = reason or _why_replaced(lookup)
-    _RECOGNISED[kind] = Recognised(row.role, class_name, tuple(methods), networks, called, answer)
+            owner = _defining_class(kind, name)
+            networks[name] = _why_unknown(kind, owner, name, network, unknown_body) or network
+    skips_call = "hooks" not in row.keeps
+    classes: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
+    for base in _classes_of(kind):
+        classes.append((vars(base), dict(vars(base))))
+    if skips_call:
+        functions["_call_impl"] = None
+        refusal = _why_call_changed()
+        if refusal is not None:
+            reason = reason or refusal.text
+    recorded: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for namespace, name in _called_by((*computing, *filter(callable, networks.values()))):
+        recorded.setdefault(id(namespace), (namespace, {}))[1][name] = namespace[name]
+        if _is_foreign(namespace, name):
+            reason = reason or _why_replaced(namespace, name)
+    called = [(namespace.items(), names.items()) for namespace, names in recorded.values()]
+    functions.pop("__call__", None)  # which is looked up on the class
+    answer: Checks = (tuple(functions), skips_call, row if row.messages else None, ())
+    _RECOGNISED[kind] = Recognised(
+        row.role, class_name, tuple(classes), networks, tuple(called), reason or answer
+    )
     return reason
 
 
-def _called_by(functions: tuple[Callable, ...]) -> Iterator[Called]:
-    """Yield the functions that methods look up in modules of other packages than this one.
+def _called_by(functions: tuple[Callable, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where functions look up those of other packages than this one and Python's library.
 
     A replacement of this library calls what it replaces, or computes the same.
     """
-    seen = set()
     for function in functions:
         function = getattr(function, "fget", function)  # of a property
+        function = getattr(function, "__func__", function)
         function = original_of(function)
         code: Any = getattr(function, "__code__", None)
         for namespace, name in _lookups(code, getattr(function, "__globals__", {})):
-            key = id(namespace), name
             value = namespace[name]
-            is_own = _package(namespace.get("__name__", "")) == "anemoi_gt"
-            if key not in seen and callable(value) and not isinstance(value, type) and not is_own:
-                seen.add(key)
-                yield Called(namespace, name, value)
+            package = _package(namespace.get("__name__", ""))
+            is_own = package == "anemoi_gt" or package in sys.stdlib_module_names
+            if callable(value) and not isinstance(value, type) and not is_own:
+                yield namespace, name
 
 
 def _lookups(code: CodeType | None, names: dict) -> Iterator[tuple[dict, str]]:
@@ -506,41 +422,42 @@ def _lookups(code: CodeType | None, names: dict) -> Iterator[tuple[dict, str]]:
             namespace = None
 
 
-def _why_replaced(called: Called) -> str:
-    return f"calls {called.namespace['__name__']}.{called.name}, which was replaced"
+def _why_replaced(namespace: dict[str, Any], name: str) -> str:
+    return f"calls {namespace['__name__']}.{name}, which was replaced"
 
 
-def _is_foreign(called: Called) -> bool:
+def _is_foreign(namespace: dict[str, Any], name: str) -> bool:
     """Return whether a function was made in the program of a user: neither built in nor installed.
 
     Functions of one package are used by others, so it may be of any of those that are recognised.
     """
-    names = getattr(called.recorded, "__globals__", None)
+    function = namespace[name]
+    names = getattr(function, "__globals__", None)
     if names is None:
-        return not isinstance(called.recorded, BuiltinFunctionType)
+        return not isinstance(function, BuiltinFunctionType)
     package = _package(names.get("__name__", ""))
-    own = _package(called.namespace["__name__"])
-    return package not in (own, "einops", *_OWN_PACKAGES)
+    return package not in (_package(namespace["__name__"]), "einops", *_OWN_PACKAGES)
 
 
 def _why_unknown(
     kind: type,
     owner: type,
     name: str,
-    function: Callable,
+    function: Any,
     unknown_body: Callable[[Callable], str | None] | None,
 ) -> str | None:
-    """Return why a method is not the code of its class that was read, or None.
+    """Return why a function of a class is not the code of its class that was read, or None.
 
     A replacement of this library computes what it replaces.
     """
-    function = original_of(function)
-    defined_in = _defining_class(owner, name)
-    if not _is_defined_in(function, defined_in):
+    function = original_of(getattr(function, "__func__", function))
+    if not _is_defined_in(function, owner):
         return f"is a {qualified_name(kind)}, whose {name} was replaced"
-    if unknown_body is None or _is_generated_for(defined_in, function):
+    function = getattr(function, "fget", function)
+    package = _package(getattr(function, "__globals__", {}).get("__name__", ""))
+    if unknown_body is None or package != _package(kind.__module__):
         return None
-    if _package(defined_in.__module__) != _package(kind.__module__):
+    if _is_generated_for(owner, function):
         return None
     unknown = unknown_body(function)
     return None if unknown is None else f"is a {qualified_name(kind)}, and of its {name}, {unknown}"
@@ -593,34 +510,71 @@ def _of_classes(
         if kind in answers:
             continue
         answer: Checks | Refusal | str
-        role, class_name, methods, _, called, answer = _RECOGNISED.get(kind) or _recognised(kind)
-        for owner, names, read, functions in methods:
-            # of the class as it is now: methods are patched at any time
-            if read(owner) != functions and not isinstance(answer, str):
-                answer = _why_other_methods(owner, names, functions, class_name) or answer
-        for lookup in called:
-            namespace, name, recorded = lookup  # takes half the time of its attributes
-            if namespace.get(name) is not recorded and not isinstance(answer, str):
-                answer = transient(_why_replaced(lookup))
+        recognised = _RECOGNISED.get(kind) or _recognised(kind)
+        role, _, classes, _, called, answer = recognised
+        if type(answer) is tuple:
+            # as they are now: functions of classes and modules are patched at any time
+            for held, recorded in classes:
+                if held != recorded:
+                    answer = _why_changed(kind, recognised) or answer
+                    break
+            for held_there, looked_up in called:
+                if not looked_up <= held_there:
+                    answer = transient(_why_called_changed(dict(held_there), looked_up))
         answers[kind] = role, answer
-    return tuple([answers[kind] for kind in kinds])
+    if not MODULE_CALL <= HELD_BY_MODULE:
+        refusal = _why_call_changed()
+        if refusal is not None:
+            for kind, (role, answer) in answers.items():
+                if type(answer) is tuple and answer[1]:
+                    answers[kind] = role, refusal
+    return tuple(map(answers.__getitem__, kinds))
 
 
-def _why_other_methods(
-    owner: type, names: tuple[str, ...], functions: tuple[Callable, ...], class_name: str
-) -> Refusal | str | None:
-    """Return which method of a class is another one than was recognised, or None."""
-    for name, function in zip(names, functions, strict=True):
-        current = getattr(owner, name)
-        if current is function:
-            continue
-        if name in GENERATED and _is_generated_for(_defining_class(owner, name), current):
-            continue
-        if _defining_class(owner, name) is nn.Module:
-            if _is_defined_in(current, nn.Module):
-                continue  # PyTorch's own tracers replace __call__ for all modules
+def _why_changed(kind: type, recognised: Recognised) -> Refusal | str | None:
+    """Return which function of a class is another one than was recognised, or None.
+
+    What may differ is recorded anew.
+    """
+    row = TABLE[recognised.class_name]
+    held, recorded = zip(*recognised.classes, strict=True)
+    for index, owner in enumerate(_classes_of(kind)):
+        for name in {**recorded[index], **held[index]}:
+            if held[index].get(name) is recorded[index].get(name) or not _counts(name, row):
+                continue
+            function = _resolved(name, held[index:])
+            before = _resolved(name, recorded[index:])
+            if before is None or not (_is_function(before) or _is_function(function)):
+                continue  # a new name, which nothing that is known looks up
+            if original_of(function) is original_of(before):
+                continue
+            if name in GENERATED and _is_generated_for(owner, function):
+                continue
+            return _why_other_method(kind, recognised.class_name, name)
+    for now, then in recognised.classes:
+        then.clear()
+        then.update(now)
+    return None
+
+
+def _resolved(name: str, classes: Sequence[Mapping[str, Any]]) -> Any:
+    """Return an attribute of a class from what it and its bases hold, or held."""
+    for held in classes:
+        if name in held:
+            return held[name]
+    return getattr(nn.Module, name, None)
+
+
+def _why_called_changed(namespace: dict[str, Any], recorded: Set[tuple[str, Any]]) -> str:
+    changed = [name for name, function in recorded if namespace.get(name) is not function]
+    return _why_replaced(namespace, changed[0])
+
+
+def _why_call_changed() -> Refusal | None:
+    """Return that nn.Module calls modules otherwise, or None for what PyTorch's tracers replace."""
+    for name, _ in MODULE_CALL:
+        if not _is_defined_in(getattr(nn.Module, name), nn.Module):
             return transient(f"is called by nn.Module.{name}, which was replaced")
-        return _why_other_method(owner, class_name, name)
     return None
 
 
@@ -648,17 +602,25 @@ def _recognised(kind: type) -> Recognised:
 
 def _as_subclass(kind: type, base: type, recognised: Recognised) -> Recognised:
     """Return and keep what is recognised of a subclass, which may override attributes too."""
-    if not TABLE[recognised.class_name].subclasses:
+    if "hooks" not in TABLE[recognised.class_name].keeps:
         return UNKNOWN
     overridden = why_overridden(kind, base)
     if overridden is not None:
         reason = f"is a {qualified_name(kind)}, which {overridden}"
         return recognised._replace(answer=reason)
-    inherited, *of_bases = recognised.methods
-    inherited = inherited._replace(owner=kind)
-    recognised = recognised._replace(methods=(inherited, *of_bases))
-    if not isinstance(recognised.answer, str):
-        _RECOGNISED[kind] = recognised
+    if isinstance(recognised.answer, str):
+        return recognised
+    subclasses = kind.__mro__[: kind.__mro__.index(base)]
+    added = []
+    classes = []
+    for subclass in subclasses:
+        classes.append((vars(subclass), dict(vars(subclass))))
+        added += [name for name, value in vars(subclass).items() if _is_function(value)]
+    recognised = recognised._replace(
+        classes=(*classes, *recognised.classes),
+        answer=(*recognised.answer[:3], tuple(added)),
+    )
+    _RECOGNISED[kind] = recognised
     return recognised
 
 
@@ -677,12 +639,11 @@ def has_global_hooks() -> bool:
     return False
 
 
-def _has_only_own_hook(module: nn.Module) -> bool:
-    """Return whether all hooks of a module are the one that its class registers itself."""
-    name = TABLE[qualified_name(type(module))].own_hook
-    own = getattr(type(module), name) if name else None
+def _has_only_own_hooks(module: nn.Module) -> bool:
+    """Return whether all hooks of a module are functions that its class registers itself."""
+    own = tuple(vars(type(module)).values())
     hooks = [hook for registry in MODULE_HOOKS for hook in getattr(module, registry).values()]
-    return own is not None and all(getattr(hook, "__func__", None) is own for hook in hooks)
+    return all(getattr(hook, "__func__", None) in own for hook in hooks)
 
 
 def _is_generated(module: nn.Module, name: str) -> bool:
@@ -701,10 +662,12 @@ def _is_generated_for(kind: type, function: Callable | None) -> bool:
 
 
 def _is_defined_in(function: Any, owner: type) -> bool:
-    """Return whether a method or property of a class is code of its package, or PyG's."""
+    """Return whether a function of a class is code of its package or of a base's, or PyG's."""
     function = getattr(function, "fget", function)
     package = _package(getattr(function, "__globals__", {}).get("__name__", ""))
-    return package == _package(owner.__module__) or _is_generated_for(owner, function)
+    # of a base's: decorators of PyTorch, and what PyG keeps on a class of another package
+    packages = [_package(base.__module__) for base in owner.__mro__]
+    return package in packages or _is_generated_for(owner, function)
 
 
 def _defining_class(kind: type, name: str) -> type:

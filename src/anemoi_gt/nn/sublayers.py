@@ -1,17 +1,17 @@
-"""Parts of fused sub-layers of a block, and of networks and linear layers, or the refusal of one.
+"""Modules of sub-layers, networks and linear layers as operators read them, or the refusal of one.
 
     attention       z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,   n = norm(x)
     network         y_i = norm(W_out act(W_2 act(W_1 u_i + b) + b) + b),         u_i = norm_in(x_i)
 
-`attention_parts` and `network_parts` read the modules of a block of this library or of Anemoi,
-whose submodules have the same names, `linear_parts` a network without hidden layers. A fused
+`read_attention` and `read_network` read the modules of a block of this library or of Anemoi,
+whose submodules have the same names, `read_linear` a network without hidden layers. A fused
 sub-layer uses parameters without calling their modules, so these must be plain (`nn.plain`), with
 plain tensors as parameters. Whatever else a module is, the refusal names it; that costs its own
 sub-layer only.
 
 Ask once per call of a block and hand the answer down. Nothing is remembered between calls: the
 answer depends on mutable modules, and to read them takes no longer than to compare them with what
-they were. It is 25 to 30 us a block, and torch.compile turns it into guards. All modules of a
+they were. It is 26 us a sub-layer, and torch.compile turns it into guards. All modules of a
 sub-layer are asked for by one call of the rule, and read afterwards.
 """
 
@@ -107,7 +107,7 @@ class Computation(NamedTuple):
         return self.backend.is_faster(Dtypes(self.gemm_dtype, self.is_autocast))
 
 
-class NormParts(NamedTuple):
+class NormModule(NamedTuple):
     """Parameters and options of a norm; its condition comes with a call."""
 
     parameters: Norm[Tensor]
@@ -117,15 +117,15 @@ class NormParts(NamedTuple):
     is_double: bool | None  # whether its parameters are float64; None without parameters
 
 
-NO_NORM_PARTS = NormParts(NO_NORM, NO_NORM_OPTIONS, 0, has_condition=False, is_double=None)
+NO_NORM_MODULE = NormModule(NO_NORM, NO_NORM_OPTIONS, 0, has_condition=False, is_double=None)
 
 
-class NetworkParts(NamedTuple):
+class NetworkModules(NamedTuple):
     """Parameters and options of a network on rows; only one of its norms may take a condition."""
 
     computation: Computation
     compute: Callable[..., Tensor]  # of `tensors` and `options`
-    norm_in: NormParts  # of its input; without one NO_NORM_PARTS
+    norm_in: NormModule  # of its input; without one NO_NORM_MODULE
     network: Network[Tensor]
     norm: NormOptions  # of its output; eps 0 without one
     activation: str  # "" without hidden layers
@@ -175,13 +175,13 @@ class NetworkParts(NamedTuple):
         )
 
 
-class AttentionParts(NamedTuple):
+class AttentionModules(NamedTuple):
     """Parameters and options of an attention sub-layer."""
 
     computation: Computation
     compute: Callable[..., Tensor]  # of `tensors`, a graph and `options`
-    norm: NormParts  # of destinations
-    norm_src: NormParts  # of sources; `norm` itself if the block has one norm
+    norm: NormModule  # of destinations
+    norm_src: NormModule  # of sources; `norm` itself if the block has one norm
     query: Linear[Tensor]
     self_term: Linear[Tensor]
     key: Linear[Tensor]
@@ -285,8 +285,8 @@ def linear_parameters(
 
 
 @or_refusal
-def linear_parts(layer: Submodule, name: str, computation: Computation) -> NetworkParts | Refusal:
-    """Return the parts of a linear map, or of a norm and a linear map in a Sequential, or why not.
+def read_linear(layer: Submodule, name: str, computation: Computation) -> NetworkModules | Refusal:
+    """Return the modules of a linear map, or a norm and a linear map in a Sequential, or why not.
 
     It is `name` in its mapper.
     """
@@ -311,10 +311,10 @@ def linear_parts(layer: Submodule, name: str, computation: Computation) -> Netwo
     if refusal is not None:
         return refusal
     (parameters,) = read_linears({linear_name: linear})
-    norm_in = NO_NORM_PARTS
+    norm_in = NO_NORM_MODULE
     if norm is not None:
         norm_in = _read_norm_of(parameters.weight, linear_name, norm, f"{name}.0", backend)
-    return NetworkParts(
+    return NetworkModules(
         computation=computation,
         compute=backend.network,
         norm_in=norm_in,
@@ -328,7 +328,7 @@ def linear_parts(layer: Submodule, name: str, computation: Computation) -> Netwo
 
 
 @or_refusal
-def network_parts(
+def read_network(
     mlp: Submodule,
     computation: Computation,
     name: str,
@@ -337,8 +337,8 @@ def network_parts(
     is_called: bool = False,
     norms: tuple[str, ...] = LAYER_NORM,
     is_edge_update: bool = False,
-) -> NetworkParts | Refusal:
-    """Return the parts of an MLP of one or two hidden layers, or why it cannot be fused.
+) -> NetworkModules | Refusal:
+    """Return the modules of an MLP of one or two hidden layers, or why it cannot be fused.
 
     Parameters
     ----------
@@ -436,7 +436,7 @@ def network_parts(
     *values, out = read_linears(gates | linears)
     dtype = out.weight.dtype
     width = values[0].weight.shape[1]
-    norm_of_input = NO_NORM_PARTS
+    norm_of_input = NO_NORM_MODULE
     if norm_in is not None:
         norm_of_input = _read_norm_of(
             values[0].weight, layers_name, norm_in[1], norm_in[0], backend
@@ -461,7 +461,7 @@ def network_parts(
     if features > limit:
         got = f"its {layers_name} returns {features} features"
         raise cannot_fuse(f"{got}, and at most {limit} are possible")
-    norm_of_output = NO_NORM_PARTS
+    norm_of_output = NO_NORM_MODULE
     if norm is not None and type(norm) is not nn.Identity:
         norm_of_output = read_norm(norm, norm_name, backend)
         if norm_of_output.is_double not in (None, dtype is DOUBLE):
@@ -474,7 +474,7 @@ def network_parts(
             got = f"its {norm_name} has eps {norm_of_output.options.eps}"
             raise cannot_fuse(f"{got}, and a positive number is needed")
     second = hidden[1] if num_hidden == 2 else NO_LAYER
-    return NetworkParts(
+    return NetworkModules(
         computation=computation,
         compute=compute,
         norm_in=norm_of_input,
@@ -489,10 +489,10 @@ def network_parts(
 
 
 @or_refusal
-def attention_parts(block: Any, computation: Computation) -> AttentionParts | Refusal:
-    """Return the parts of the attention of a graph-transformer block, or why it cannot be fused.
+def read_attention(block: Any, computation: Computation) -> AttentionModules | Refusal:
+    """Return the modules of the attention of a graph-transformer block, or why it cannot be fused.
 
-    The network of edge attributes, `edge_pre_mlp`, is no part: its result is `edge_attr`.
+    The network of edge attributes, `edge_pre_mlp`, is not read: its result is `edge_attr`.
     """
     backend = computation.backend
     if backend.attention_sublayer is None:
@@ -564,7 +564,7 @@ def attention_parts(block: Any, computation: Computation) -> AttentionParts | Re
     query_norm = key_norm = NO_HEAD_NORM
     if has_head_norms:
         query_norm, key_norm = _read_head_norms(modules, width // heads, query.weight)
-    return AttentionParts(
+    return AttentionModules(
         computation=computation,
         compute=backend.attention_sublayer,
         norm=norm,
@@ -614,8 +614,8 @@ def is_conditional(norm: Submodule) -> bool:
     return norm is not None and not isinstance(norm, (*WITHOUT_CONDITION, nn.Identity))
 
 
-def read_norm(norm: Submodule, name: str, backend: Backend) -> NormParts:
-    """Return the parts of a layer norm, plain or conditional, or of an RMSNorm."""
+def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
+    """Return parameters and options of a layer norm, plain or conditional, or of an RMSNorm."""
     scale: Any
     shift: Any
     has_condition = not isinstance(norm, WITHOUT_CONDITION)
@@ -660,19 +660,19 @@ def read_norm(norm: Submodule, name: str, backend: Backend) -> NormParts:
         parameters = Norm(scale_map=Linear(scale, scale_bias), shift_map=Linear(shift, shift_bias))
     options = NormOptions(EPS if inner.eps is None else inner.eps, type(inner) is not nn.RMSNorm)
     is_double = None if scale is None else scale.dtype is DOUBLE
-    return NormParts(parameters, options, features, has_condition, is_double)
+    return NormModule(parameters, options, features, has_condition, is_double)
 
 
 def _read_norm_of(
     weight: Tensor, layer_name: str, norm: Submodule, name: str, backend: Backend
-) -> NormParts:
-    """Return the parts of the norm before a linear map with a weight."""
-    parts = read_norm(norm, name, backend)
-    if parts.is_double not in (None, weight.dtype is DOUBLE):
+) -> NormModule:
+    """Return parameters and options of the norm before a linear map with a weight."""
+    read = read_norm(norm, name, backend)
+    if read.is_double not in (None, weight.dtype is DOUBLE):
         raise other_precision(name)
-    if weight.shape[1] != parts.features:
-        raise shape_mismatch(weight, (weight.shape[0], parts.features), layer_name, name)
-    return parts
+    if weight.shape[1] != read.features:
+        raise shape_mismatch(weight, (weight.shape[0], read.features), layer_name, name)
+    return read
 
 
 def other_precision(name: str) -> CannotFuseError:
@@ -734,9 +734,10 @@ def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None
         if type(parameter) is not nn.Parameter:
             if parameter is None:  # replicas of DataParallel hold plain tensors
                 parameter = module.__dict__.get(name)
-            refusal = why_not_plain_tensor(f"its {module_name} has a {name}", parameter)
-            if refusal is not None:
-                raise CannotFuseError(refusal)
+            if parameter is not None:
+                refusal = why_not_plain_tensor(f"its {module_name} has a {name}", parameter)
+                if refusal is not None:
+                    raise CannotFuseError(refusal)
         read.append(parameter)
     return read[0], read[1]
 

@@ -212,7 +212,7 @@ def test_a_network_of_two_hidden_layers_is_fused_without_a_norm_and_refuses_othe
     expected = mlp(x)
     with integration.install(backend="triton", fusion="sublayers"):
         out = mlp(x)
-        assert out.grad_fn.name() == "ViewBackward0"
+        assert out.grad_fn.name() == "FunctionBackward"
         assert_same_numbers(out, expected)
         with pytest.raises(ValueError, match="the first layer must take the 3 features"):
             mlp(x[:, :3])  # half of them, as a layer that takes its rows twice would have

@@ -21,15 +21,14 @@ from anemoi_gt.integrations.anemoi.decision import (
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.sharding import (
+    EdgeShard,
     is_distributed,
-    local_edges,
+    shard_of,
     shards_edges,
-    start_halo,
 )
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.layer_kernels import cast_for_projections
-from anemoi_gt.nn.sublayers import AttentionParts, NetworkParts
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.refusal import Refusal
 
@@ -41,59 +40,30 @@ OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
 def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a block on one set of nodes."""
     call = Call.of(*args, **kwargs)
-    local = None
+    shard = None
     distributed = is_distributed(call.group)
     if distributed and shards_edges(self):
-        local = local_edges(
-            self, call.edge_index, 2 * (call.shards.nodes,), call.batch_size, call.group
-        )
-    decision = decide(self, call.x, call, gathers=distributed and local is None)
-    if decision.outcome == UPSTREAM and (local is None or decision.is_overridden):
+        sizes = 2 * (call.shards.nodes,)
+        shard = shard_of(self, call.edge_index, sizes, call.batch_size, call.group)
+    decision = decide(self, call.x, call, gathers=distributed and shard is None)
+    if decision.outcome == UPSTREAM and (shard is None or decision.is_overridden):
         return upstream(self, *args, **kwargs)
-    parts = decision.fused.attention
-    if not isinstance(parts, Refusal):
-        x = call.x
-        halo = None
-        edge_index = call.edge_index
-        if local is not None:
-            norm = self.layer_norm_attention
-            sizes = call.shards.nodes
-            pending = start_halo(
-                self, x, local, call.batch_size, sizes, call.group, norm, call.cond
-            )
-            x = pending.own.flatten(0, 1)
-            halo = pending.wait_halo().flatten(0, 1)
-            edge_index = local
-        conditions = (call.cond, call.cond)
-        out = _fused_attention(
-            self,
-            parts,
-            None,
-            x,
-            call.edge_attr,
-            edge_index,
-            conditions,
-            halo,
-        )
-        return _feed_forward(
-            decision.fused.feed_forward, self.run_node_dst_mlp, out, call.cond
-        ), call.edge_attr
 
-    cond = {} if call.cond is None else {"cond": call.cond}
-    x = self.layer_norm_attention(call.x, **cond)
-    self_term = self.lin_self(x)
-    if local is not None:
-        out = _attend_with_halo(self, decision, x, call, local)
-    elif not distributed:
-        out = _attend_here(self, decision, x, x, call)
-    elif getattr(self, "shard_strategy", "heads") == "edges":
-        out = _attend_with_halo_of_anemoi(self, decision, x, call)
-    else:
-        out = _attend_by_heads(self, decision, x, x, call)
-    out = _project(self, out + self_term) + call.x
-    return _feed_forward(
-        decision.fused.feed_forward, self.run_node_dst_mlp, out, call.cond
-    ), call.edge_attr
+    def attend() -> Tensor:
+        x = self.layer_norm_attention(call.x, **_named_condition(call.cond))
+        self_term = self.lin_self(x)
+        if shard is not None:
+            out = _attend_with_halo(self, decision, x, call, shard)
+        elif not distributed:
+            out = _attend_here(self, decision, x, x, call)
+        elif getattr(self, "shard_strategy", "heads") == "edges":
+            out = _attend_with_halo_of_anemoi(self, decision, x, call)
+        else:
+            out = _attend_by_heads(self, decision, x, x, call)
+        return _project(self, out + self_term) + call.x
+
+    out = _forward(self, decision, call, (call.x, call.x), (call.cond, call.cond), shard, attend)
+    return out, call.edge_attr
 
 
 @replaces(
@@ -110,23 +80,18 @@ def mapper_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     if decision.outcome == UPSTREAM:
         return upstream(self, *args, **kwargs)
     cond_src, cond_dst = (None, None) if call.cond is None else call.cond
-    parts = decision.fused.attention
-    if not isinstance(parts, Refusal):
-        conditions = (cond_src, cond_dst)
-        out = _fused_attention(
-            self, parts, x_src, x_dst, call.edge_attr, call.edge_index, conditions, None
-        )
-    else:
+
+    def attend() -> Tensor:
         src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
         dst = self.layer_norm_attention_dest(x_dst, **_named_condition(cond_dst))
         self_term = self.lin_self(dst)
-        attend = _attend_by_heads if gathers else _attend_here
-        out = self.projection(attend(self, decision, src, dst, call) + self_term) + x_dst
-    out = _feed_forward(decision.fused.feed_forward, self.run_node_dst_mlp, out, cond_dst)
+        attend_to = _attend_by_heads if gathers else _attend_here
+        return self.projection(attend_to(self, decision, src, dst, call) + self_term) + x_dst
+
+    out = _forward(self, decision, call, (x_src, x_dst), (cond_src, cond_dst), None, attend)
     if self.update_src_nodes:
-        x_src = _feed_forward(
-            decision.fused.source_feed_forward, self.run_node_src_mlp, x_src, cond_src
-        )
+        sources = decision.fused.source_feed_forward
+        x_src = fused_block.feed_forward(sources, self.run_node_src_mlp, x_src, cond_src)
     return (x_src, out), call.edge_attr
 
 
@@ -139,12 +104,12 @@ def transformer_processor_block(
 ) -> Any:
     """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
-    parts = decide_transformer(self, "layer_norm_mlp", x, cond).fused.feed_forward
-    if isinstance(parts, Refusal):
+    modules = decide_transformer(self, "layer_norm_mlp", x, cond).fused.feed_forward
+    if isinstance(modules, Refusal):
         return upstream(self, x, *args, **kwargs)
     normed = self.layer_norm_attention(x, **_named_condition(cond))
     x = x + self.attention(normed, shards, batch_size, model_comm_group=group)
-    x = fused_block.network(parts, x, cond, residual=True)
+    x = fused_block.network(modules, x, cond, residual=True)
     return x if Upstream.returns_rows_only else (x,)
 
 
@@ -161,14 +126,14 @@ def transformer_mapper_block(
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x
     # "mpl" is upstream's spelling; its layer_norm_mlp is not used
-    parts = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst).fused.feed_forward
-    if isinstance(parts, Refusal):
+    modules = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst).fused.feed_forward
+    if isinstance(modules, Refusal):
         return upstream(self, x, *args, **kwargs)
     src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
     dst = self.layer_norm_attention_dst(x_dst, **_named_condition(cond_dst))
     # upstream adds to the normed destinations and returns the normed sources (anemoi-models 0.19)
     out = dst + self.attention((src, dst), shards, batch_size, model_comm_group=group)
-    out = fused_block.network(parts, out, cond_dst, residual=True)
+    out = fused_block.network(modules, out, cond_dst, residual=True)
     return (src, out), None
 
 
@@ -190,16 +155,30 @@ def _named_condition(cond: Tensor | None) -> dict[str, Tensor]:
     return {} if cond is None else {"cond": cond}
 
 
-def _feed_forward(
-    parts: NetworkParts | Refusal,
-    run_network: Callable[..., Tensor],
-    x: Tensor,
-    cond: Tensor | None,
+def _forward(
+    block: Any,
+    decision: Decision,
+    call: Call,
+    x: tuple[Tensor, Tensor],
+    cond: tuple[Tensor | None, Tensor | None],
+    shard: EdgeShard | None,
+    attend: Callable[[], Tensor],
 ) -> Tensor:
-    """Return rows [N, F] after a feed-forward sub-layer, fused or by the block's `run_network`."""
-    if isinstance(parts, Refusal):
-        return run_network(x, **_named_condition(cond)) + x
-    return fused_block.network(parts, x, cond, residual=True)
+    """Return destinations [B * N_dst, F] after the forward pass of a block of either library."""
+    modules = decision.fused
+    edge_attr = call.edge_attr
+    graph: Any = shard  # None where the block's modules read the list
+    batch = 1 if shard is None else shard.copies
+    if not isinstance(modules.attention, Refusal):
+        if shard is None:
+            num_nodes = (x[0].shape[0], x[1].shape[0])
+            reverse = torch.is_grad_enabled()
+            graph, batch = structure_of(call.edge_index, num_nodes, reverse=reverse)
+        if batch > 1:
+            edge_attr = edge_attr.unflatten(0, (batch, -1))
+    return fused_block.block_forward(
+        block, modules, x, graph, edge_attr, cond, batch=batch, attend=attend
+    )
 
 
 def _attend_here(block: Any, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
@@ -213,10 +192,12 @@ def _attend_here(block: Any, decision: Decision, src: Tensor, dst: Tensor, call:
 
 
 def _attend_with_halo(
-    block: Any, decision: Decision, x: Tensor, call: Call, local: Tensor
+    block: Any, decision: Decision, x: Tensor, call: Call, shard: EdgeShard
 ) -> Tensor:
     """Return the attention of local destinations; compute the query during the exchange."""
-    pending = start_halo(block, x, local, call.batch_size, call.shards.nodes, call.group)
+    x = cast_for_projections(x, block.lin_query, block.lin_key, block.lin_value)
+    local = shard.edge_index
+    pending = shard.start_exchange(x)
     local_rows = pending.own.flatten(0, 1)
     if (
         decision.outcome == UPSTREAM
@@ -336,31 +317,3 @@ def _project(block: Any, rows: Tensor) -> Tensor:
     if num_chunks == 1:
         return block.projection(rows)
     return torch.cat([block.projection(chunk) for chunk in rows.tensor_split(num_chunks)])
-
-
-def _fused_attention(
-    block: Any,
-    parts: AttentionParts,
-    x_src: Tensor | None,
-    x_dst: Tensor,
-    edge_attr: Tensor,
-    edge_index: Tensor,
-    cond: tuple[Tensor | None, Tensor | None],
-    halo: Tensor | None,
-) -> Tensor:
-    """Return destinations [B * N_dst, F] after the attention sub-layer; x_src None if one set."""
-    num_src = (x_dst if x_src is None else x_src).shape[0]
-    if halo is not None:
-        num_src += halo.shape[0]
-    graph, batch = structure_of(
-        edge_index, (num_src, x_dst.shape[0]), reverse=torch.is_grad_enabled()
-    )
-    if hasattr(block, "edge_pre_mlp"):  # not before 0.11.1
-        edge_attr = block.edge_pre_mlp(edge_attr)
-    if batch > 1:
-        edge_attr = edge_attr.unflatten(0, (batch, -1))
-    nodes = (x_src, x_dst)
-    if cond != (None, None):
-        cond = fused_block.row_conditions_of(nodes, cond)
-    tensors = parts.tensors(nodes, edge_attr, cond, halo)
-    return parts.compute(tensors, graph, parts.options(batch))

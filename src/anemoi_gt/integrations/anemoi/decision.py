@@ -22,7 +22,7 @@ from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.fused_block import (
     NO_SOURCES,
     NOT_FASTER,
-    FusedParts,
+    BlockModules,
 )
 from anemoi_gt.nn.plain import (
     ANEMOI_ATTENTION,
@@ -33,10 +33,10 @@ from anemoi_gt.nn.plain import (
 from anemoi_gt.nn.sublayers import (
     NO_SUBLAYERS,
     Computation,
-    NetworkParts,
+    NetworkModules,
     dtypes_of,
     linear_parameters,
-    network_parts,
+    read_network,
 )
 from anemoi_gt.ops.backends import may_be_faster_fused
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
@@ -45,7 +45,7 @@ from anemoi_gt.torch_compat import is_exporting
 FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
 FEED_FORWARD = "feed_forward"
 UNWANTED = not_faster("its sub-layers are not fused")
-NOT_FUSED = FusedParts.by_modules(UNWANTED)
+NOT_FUSED = BlockModules.by_modules(UNWANTED)
 SIZES_OF_TRACE = transient("torch.jit.trace records it, which would make constants of sizes")
 
 
@@ -56,7 +56,7 @@ class Decision(NamedTuple):
     outcome: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
     reason: str | None = None  # why the request was not fully met, or None
-    fused: FusedParts = NOT_FUSED
+    fused: BlockModules = NOT_FUSED
     # methods of the block itself are other ones than Anemoi's; the same on all ranks
     is_overridden: bool = False
 
@@ -114,25 +114,25 @@ def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | Non
     return decision
 
 
-def decide_linear(mapper: Any, name: str, x: Tensor) -> NetworkParts | Refusal:
-    """Return the parts of the linear layer `name` of a mapper for features x, or why it is called.
+def decide_linear(mapper: Any, name: str, x: Tensor) -> NetworkModules | Refusal:
+    """Return the modules of a mapper's linear layer `name` for features x, or why it is called.
 
     Log and keep the reason if it is refused. Raise ValueError if the named backend cannot run.
     """
     layer = getattr(mapper, name)
-    parts = _linear_of(mapper, layer, name, x)
-    report.record_network(layer, parts, "a linear layer of an Anemoi mapper")
-    return parts
+    modules = _linear_of(mapper, layer, name, x)
+    report.record_network(layer, modules, "a linear layer of an Anemoi mapper")
+    return modules
 
 
-def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> NetworkParts | Refusal:
+def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> NetworkModules | Refusal:
     settings = SETTINGS.of(mapper.proc)
     if settings is None or settings.fusion not in FUSES_SUBLAYERS or is_exporting():
         return UNWANTED
     computation = computation_of(settings, x)
     if isinstance(computation, Refusal):
         return computation
-    return fused_block.linear_layer_parts(layer, name, x, computation)
+    return fused_block.read_linear_layer(layer, name, x, computation)
 
 
 def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
@@ -191,14 +191,14 @@ def _decide(
     if settings.fusion in FUSES_SUBLAYERS and not is_exporting():
         computation = computation_of(settings, x_dst)
         if computation is NOT_FASTER:
-            fused = FusedParts.by_modules(NOT_FASTER)
+            fused = BlockModules.by_modules(NOT_FASTER)
             reason = NOT_FASTER.text
         else:
             fused = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
             refusals: list[Refusal] = []
-            for part in fused:
-                if isinstance(part, Refusal) and part not in (NO_SOURCES, *refusals):
-                    refusals.append(part)
+            for sublayer in fused:
+                if isinstance(sublayer, Refusal) and sublayer not in (NO_SOURCES, *refusals):
+                    refusals.append(sublayer)
             if refusals:
                 report_not_fused(settings, refusals, log_reason)
                 reason = "; ".join([refusal.text for refusal in refusals])
@@ -225,7 +225,7 @@ def _decide_transformer(
     if settings is None:
         return Decision(None, UPSTREAM)
     fused = _feed_forward_of(block, norm_name, x, cond, settings)
-    if isinstance(fused, FusedParts):
+    if isinstance(fused, BlockModules):
         return Decision(settings, FEED_FORWARD, fused=fused)
     if fused.kind is not RefusalKind.NOT_FASTER:
         report_not_fused(settings, (fused,), log_reason)
@@ -234,8 +234,8 @@ def _decide_transformer(
 
 def _feed_forward_of(
     block: Any, norm_name: str, x: Tensor, cond: Tensor | None, settings: Settings
-) -> FusedParts | Refusal:
-    """Return the parts of a transformer block's feed-forward sub-layer, or why it is not fused."""
+) -> BlockModules | Refusal:
+    """Return the modules of a transformer block's feed-forward network, or why not."""
     if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
         return UNWANTED
     if torch.jit.is_tracing():
@@ -244,11 +244,11 @@ def _feed_forward_of(
     if isinstance(computation, Refusal):
         return computation
     norm = (norm_name, getattr(block, norm_name))
-    parts = network_parts(block.mlp, computation, "mlp", norm_in=norm)
-    parts = fused_block.for_call(parts, x, cond)
-    if isinstance(parts, Refusal):
-        return parts
-    return FusedParts(permanent("its attention is Anemoi's"), parts, NO_SOURCES)
+    modules = read_network(block.mlp, computation, "mlp", norm_in=norm)
+    modules = fused_block.for_call(modules, x, cond)
+    if isinstance(modules, Refusal):
+        return modules
+    return BlockModules(permanent("its attention is Anemoi's"), modules, NO_SOURCES)
 
 
 def report_not_fused(
@@ -303,10 +303,10 @@ def _sublayers_of(
     computation: Computation | Refusal,
     *,
     gathers: bool,
-) -> FusedParts:
-    """Return the parts of each sub-layer of a block, or why its modules compute it."""
+) -> BlockModules:
+    """Return the modules of each sub-layer of a block, or why its modules compute it."""
     if isinstance(computation, Refusal):
-        return FusedParts.by_modules(computation)
+        return BlockModules.by_modules(computation)
     attention: Refusal | None = None
     if gathers:
         attention = permanent("its nodes are sharded by Anemoi")
@@ -315,7 +315,7 @@ def _sublayers_of(
     if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
         sources = why_not_plain_method(block, "run_node_src_mlp")
     refused = (attention, why_not_plain_method(block, "run_node_dst_mlp"), sources)
-    return FusedParts.of_modules(block, x_dst, call.cond, settings.config, computation, refused)
+    return BlockModules.of(block, x_dst, call.cond, settings.config, computation, refused)
 
 
 def dropout_of(conv: Any) -> float:

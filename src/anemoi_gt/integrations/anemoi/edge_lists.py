@@ -145,17 +145,20 @@ def structure_of(
     of the compiled code; for any other list, an operator in the compiled code looks it up.
     """
     cache = lookup(edge_index)
-    if (
-        cache is not None
-        and _make_structure(edge_index, reverse=reverse)
-        and cache.graph is not None
-    ):
-        graph = cache.graph
+    if cache is not None:
+        if torch.compiler.is_compiling():
+            has_structure = _make_structure(edge_index, reverse=reverse)
+        else:  # which `lookup` has found to be up to date
+            has_structure = True
+            _fill(cache, edge_index, reverse=reverse)
+        graph, batch = cache.graph, cache.batch
         if (
-            graph.num_src * cache.batch == num_nodes[0]
-            and graph.num_dst * cache.batch == num_nodes[1]
+            has_structure
+            and graph is not None
+            and graph.num_src * batch == num_nodes[0]
+            and graph.num_dst * batch == num_nodes[1]
         ):
-            return graph, cache.batch
+            return graph, batch
     if not torch.compiler.is_compiling():
         return _structure_by_tensor(edge_index, num_nodes, reverse=reverse), 1
     colptr, row, perm, *source_side = edge_structure(edge_index, *num_nodes, reverse)

@@ -30,13 +30,12 @@ from anemoi_gt.integrations.anemoi.decision import (
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
-from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_rows
+from anemoi_gt.integrations.anemoi.sharding import EdgeShard, is_distributed, shard_of
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
-from anemoi_gt.nn import plain
+from anemoi_gt.nn import fused_block, plain
 from anemoi_gt.nn.fused_block import for_call
 from anemoi_gt.nn.plain import why_not_plain
-from anemoi_gt.nn.sublayers import Computation, NetworkParts, network_parts
-from anemoi_gt.ops.tensors import InteractionOptions, InteractionTensors
+from anemoi_gt.nn.sublayers import Computation, NetworkModules, read_network
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
 
@@ -45,16 +44,16 @@ PARAMETERS = "self x edge_attr edge_index shard_info model_comm_group size layer
 OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
 # The first layer multiplies E + N_src + N_dst rows, and that of modules 3 E.
 GATHERED = not_faster("Anemoi gathers more than two nodes for each edge of its rank")
-# Networks of other models are parts of fused sub-layers, and a single hidden layer without a norm
+# Networks of other models are modules of fused sub-layers, and a single hidden layer without a norm
 # gains little by itself.
 NOT_OF_GRAPH_NETWORK = not_faster("it has one hidden layer and no norm")
 
 
-class BlockParts(NamedTuple):
-    """The parts of both updates of a block in one call, or refusals."""
+class GraphNetworkModules(NamedTuple):
+    """The modules of both updates of a block, read in one call, or refusals."""
 
-    edges: NetworkParts | Refusal
-    nodes: NetworkParts | Refusal
+    edges: NetworkModules | Refusal
+    nodes: NetworkModules | Refusal
 
 
 class Ranks(NamedTuple):
@@ -63,6 +62,13 @@ class Ranks(NamedTuple):
     group: Any
     src: Any  # numbers of own sources of each rank; their shapes before 0.15
     dst: Any
+
+
+class Call(NamedTuple):
+    """What the arguments of a block after its edges say, in any version of anemoi-models."""
+
+    ranks: Ranks | None  # None on one rank
+    size: Any  # numbers of sources and destinations, or None
 
     @classmethod
     def of(
@@ -74,17 +80,17 @@ class Ranks(NamedTuple):
         shard_info: Any = None,
         shapes: Any = None,
         **others: Any,
-    ) -> "Ranks | None":
-        """Read the arguments of a block after its edges; return None on one rank."""
-        del size, others
+    ) -> "Call":
+        """Read arguments as upstream passes them; others are ignored, as upstream does."""
+        del others
         if not is_distributed(model_comm_group):
-            return None
+            return cls(None, size)
         shards = shards or shard_info or shapes
         if isinstance(shards, tuple):
-            return cls(model_comm_group, *shards)
+            return cls(Ranks(model_comm_group, *shards), size)
         if hasattr(shards, "nodes"):
-            return cls(model_comm_group, shards.nodes, shards.nodes)
-        return cls(model_comm_group, shards.src_nodes, shards.dst_nodes)
+            return cls(Ranks(model_comm_group, shards.nodes, shards.nodes), size)
+        return cls(Ranks(model_comm_group, shards.src_nodes, shards.dst_nodes), size)
 
 
 class Nodes(NamedTuple):
@@ -95,23 +101,17 @@ class Nodes(NamedTuple):
     src: Tensor | None
     halo: Tensor | None
     dst: Tensor
-    edge_index: Tensor  # between sources, followed by the halo, and destinations
+    edges: Tensor | EdgeShard  # an edge_index, or with a halo the shard of this rank
     gathered: Ranks | None = None  # the ranks whose nodes Anemoi gathered
 
     @classmethod
-    def on_one_rank(cls, x_src: Tensor | None, x_dst: Tensor, edge_index: Tensor) -> "Nodes":
-        """Return the nodes of a call without other ranks."""
-        return cls(x_src, x_dst, x_src, None, x_dst, edge_index)
-
-    @classmethod
-    def with_halo(cls, x_src: Tensor | None, x_dst: Tensor, local: Tensor, ranks: Ranks) -> "Nodes":
-        """Exchange the halo of `local`, a list of `local_edges`."""
-        own = x_dst if x_src is None else x_src
-        pending = start_rows(own, local, 1, ranks.src, ranks.group)
+    def with_halo(cls, x_src: Tensor | None, x_dst: Tensor, shard: EdgeShard) -> "Nodes":
+        """Exchange the halo of the shard of this rank."""
+        pending = shard.start_exchange(x_dst if x_src is None else x_src)
         own, halo = pending.own.flatten(0, 1), pending.wait_halo().flatten(0, 1)
         if x_src is None:
-            return cls(None, own, None, halo, own, local)
-        return cls(own, x_dst, own, halo, x_dst, local)
+            return cls(None, own, None, halo, own, shard)
+        return cls(own, x_dst, own, halo, x_dst, shard)
 
     @classmethod
     def gather(
@@ -142,15 +142,15 @@ def processor_block(
     **kwargs: Any,
 ) -> Any:
     """Compute a block on one set of nodes."""
-    ranks = Ranks.of(*args, **kwargs)
-    parts, local = _decide(self, x, edge_index, ranks, _size_of(*args, **kwargs))
-    if isinstance(parts.edges, Refusal) and local is None:
+    call = Call.of(*args, **kwargs)
+    modules, shard = _decide(self, x, edge_index, call)
+    if isinstance(modules.edges, Refusal) and shard is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     if getattr(self, "emb_edges", None) is not None:  # not before 0.11
         edge_attr = self.emb_edges(edge_attr)
-    nodes = _nodes_of(None, x, edge_index, ranks, local)
-    edges, sums = _update_edges(self, parts, nodes, edge_attr)
-    return _update_nodes(self, parts, nodes.own_dst, sums), edges
+    nodes = _nodes_of(None, x, edge_index, call.ranks, shard)
+    edges, sums = _update_edges(self, modules.edges, nodes, edge_attr)
+    return _update_nodes(self, modules.nodes, nodes.own_dst, sums), edges
 
 
 @replaces(OLDER, PARAMETERS)
@@ -165,17 +165,17 @@ def mapper_block(
 ) -> Any:
     """Compute a block from sources to destinations."""
     x_src, x_dst = x
-    ranks = Ranks.of(*args, **kwargs)
-    parts, local = _decide(self, x, edge_index, ranks, _size_of(*args, **kwargs))
-    if isinstance(parts.edges, Refusal) and local is None:
+    call = Call.of(*args, **kwargs)
+    modules, shard = _decide(self, x, edge_index, call)
+    if isinstance(modules.edges, Refusal) and shard is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
-    nodes = _nodes_of(x_src, x_dst, edge_index, ranks, local)
+    nodes = _nodes_of(x_src, x_dst, edge_index, call.ranks, shard)
     assert nodes.own_src is not None  # a mapper has two sets
-    edges, sums = _update_edges(self, parts, nodes, edge_attr)
-    out = _update_nodes(self, parts, nodes.own_dst, sums)
+    edges, sums = _update_edges(self, modules.edges, nodes, edge_attr)
+    out = _update_nodes(self, modules.nodes, nodes.own_dst, sums)
     x_src = nodes.own_src
     if self.update_src_nodes:
-        x_src = _update_nodes(self, parts, x_src, None)
+        x_src = _update_nodes(self, modules.nodes, x_src, None)
     return (x_src, out), edges
 
 
@@ -185,18 +185,16 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     settings = SETTINGS.of(self)
     if settings is None or settings.fusion not in FUSES_SUBLAYERS or layer_kwargs or is_exporting():
         return upstream(self, x, **layer_kwargs)
-    computation = _computation_of(settings, x)
-    parts: NetworkParts | Refusal = NOT_OF_GRAPH_NETWORK
+    computation = SIZES_OF_TRACE if torch.jit.is_tracing() else computation_of(settings, x)
+    modules: NetworkModules | Refusal = NOT_OF_GRAPH_NETWORK
     if isinstance(computation, Refusal):
-        parts = computation
+        modules = computation
     elif _is_embedding(self):
-        parts = for_call(network_parts(self, computation, "", is_called=True), x, None)
-    report.record_network(self, parts, "an MLP of Anemoi")
-    if isinstance(parts, Refusal):
+        modules = for_call(read_network(self, computation, "", is_called=True), x, None)
+    report.record_network(self, modules, "an MLP of Anemoi")
+    if isinstance(modules, Refusal):
         return upstream(self, x)
-    options = parts.options(residual=False, out_dtype=_dtype_of(parts, x))
-    out = parts.compute(parts.tensors(x.reshape(-1, x.shape[-1])), options)
-    return out.view(*x.shape[:-1], out.shape[-1])
+    return fused_block.network(modules, x, out_dtype=_dtype_of(modules, x))
 
 
 def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
@@ -206,15 +204,7 @@ def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
     settings = SETTINGS.of(block)
     if settings is None:
         return UPSTREAM, None
-    return _outcome(_parts_of(block, settings, x, edge_index, None))
-
-
-def _size_of(
-    shards: Any = None, model_comm_group: Any = None, size: Any = None, **others: Any
-) -> Any:
-    """Return the sizes in the arguments of a block after its edges."""
-    del shards, model_comm_group, others
-    return size
+    return _outcome(_read_modules(block, settings, x, edge_index, None))
 
 
 def _nodes_of(
@@ -222,49 +212,50 @@ def _nodes_of(
     x_dst: Tensor,
     edge_index: Tensor,
     ranks: Ranks | None,
-    local: Tensor | None,
+    shard: EdgeShard | None,
 ) -> Nodes:
     """Return the nodes of a call; x_src None for one set of nodes."""
     if ranks is None:
-        return Nodes.on_one_rank(x_src, x_dst, edge_index)
-    if local is not None:
-        return Nodes.with_halo(x_src, x_dst, local, ranks)
+        return Nodes(x_src, x_dst, x_src, None, x_dst, edge_index)
+    if shard is not None:
+        return Nodes.with_halo(x_src, x_dst, shard)
     return Nodes.gather(x_src, x_dst, edge_index, ranks)
 
 
 def _decide(
-    block: Any, x: Any, edge_index: Any, ranks: Ranks | None, size: Any
-) -> tuple[BlockParts, Tensor | None]:
-    """Return the parts of a block and its local edges; log or raise what is less than requested.
+    block: Any, x: Any, edge_index: Any, call: Call
+) -> tuple[GraphNetworkModules, EdgeShard | None]:
+    """Return the modules of a block and its shard; log or raise what is less than requested.
 
-    x are nodes, or a pair of sources and destinations, and `size` their numbers or None.
-    Local edges are this rank's, numbered by its nodes and halo; None if there is no halo.
+    x are nodes, or a pair of sources and destinations. The shard is this rank's edges, numbered by
+    its nodes and halo; None if there is no halo.
     """
+    ranks, size = call
     is_exported = is_exporting()
-    local = None
+    shard = None
     if ranks is not None and not is_exported and not torch.jit.is_tracing():
-        local = local_edges(block, edge_index, (ranks.src, ranks.dst), 1, ranks.group)
-    unwanted = BlockParts(UNWANTED, UNWANTED)
+        shard = shard_of(block, edge_index, (ranks.src, ranks.dst), 1, ranks.group)
+    unwanted = GraphNetworkModules(UNWANTED, UNWANTED)
     settings = SETTINGS.of(block)
     if settings is None:
-        return unwanted, local
-    parts = unwanted
+        return unwanted, shard
+    modules = unwanted
     refusal = None if size is None or ranks is not None else _why_not_size(size, x)
     if refusal is not None:
-        parts = BlockParts(refusal, refusal)
+        modules = GraphNetworkModules(refusal, refusal)
     elif not is_exported:
-        gathered = ranks if local is None else None
+        gathered = ranks if shard is None else None
         x_dst = x if isinstance(x, Tensor) else x[1]
-        parts = _parts_of(block, settings, x_dst, edge_index, gathered)
-    refusals: list[Refusal] = []
-    for part in (parts.edges, parts.nodes):
-        if isinstance(part, Refusal) and part not in refusals:
-            refusals.append(part)
-    reported = [refusal for refusal in refusals if refusal.kind is not RefusalKind.NOT_FASTER]
-    report_not_fused(settings, reported)
-    outcome, reason = _outcome(parts)
+        modules = _read_modules(block, settings, x_dst, edge_index, gathered)
+    reported: list[Refusal] = []
+    for sublayer in modules:
+        if isinstance(sublayer, Refusal) and sublayer.kind is not RefusalKind.NOT_FASTER:
+            reported.append(sublayer)
+    if reported:
+        report_not_fused(settings, dict.fromkeys(reported))
+    outcome, reason = _outcome(modules)
     report.record(block, outcome, reason)
-    return parts, local
+    return modules, shard
 
 
 def _why_not_size(size: Any, x: Any) -> Refusal | None:
@@ -276,29 +267,22 @@ def _why_not_size(size: Any, x: Any) -> Refusal | None:
     return permanent(f"its size is {tuple(size)}, and its nodes are {nodes}")
 
 
-def _outcome(parts: BlockParts) -> tuple[str, str | None]:
+def _outcome(modules: GraphNetworkModules) -> tuple[str, str | None]:
     """Return the outcome, and the reason if the block is not fused as a whole."""
-    if isinstance(parts.edges, Refusal):
-        return UPSTREAM, parts.edges.text
-    if isinstance(parts.nodes, Refusal):
-        return EDGES, parts.nodes.text
+    if isinstance(modules.edges, Refusal):
+        return UPSTREAM, modules.edges.text
+    if isinstance(modules.nodes, Refusal):
+        return EDGES, modules.nodes.text
     return FUSED, None
 
 
-def _computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
-    """Return how a call is computed, or why its modules compute it."""
-    if torch.jit.is_tracing():
-        return SIZES_OF_TRACE
-    return computation_of(settings, x)
-
-
-def _parts_of(
+def _read_modules(
     block: Any, settings: Settings, x_dst: Tensor, edge_index: Any, gathered: Ranks | None
-) -> BlockParts:
-    """Return the parts of a block; `gathered` are the ranks whose nodes Anemoi gathers."""
+) -> GraphNetworkModules:
+    """Return the modules of a block; `gathered` are the ranks whose nodes Anemoi gathers."""
     if settings.fusion not in FUSES_SUBLAYERS:
-        return BlockParts(UNWANTED, UNWANTED)
-    computation = _computation_of(settings, x_dst)
+        return GraphNetworkModules(UNWANTED, UNWANTED)
+    computation = SIZES_OF_TRACE if torch.jit.is_tracing() else computation_of(settings, x_dst)
     refusal = computation if isinstance(computation, Refusal) else None
     if refusal is None and (
         not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided
@@ -312,12 +296,12 @@ def _parts_of(
     if refusal is None:
         refusal = why_not_plain(("conv", block.conv, (plain.ANEMOI_GRAPH_CONV,)))
     if refusal is not None:
-        return BlockParts(refusal, refusal)
+        return GraphNetworkModules(refusal, refusal)
     assert isinstance(computation, Computation)
     edge_mlp = block.conv.edge_mlp
-    edges = network_parts(edge_mlp, computation, "conv.edge_mlp", is_edge_update=True)
-    nodes = network_parts(block.node_mlp, computation, "node_mlp")
-    return BlockParts(for_call(edges, x_dst, None), for_call(nodes, x_dst, None))
+    edges = read_network(edge_mlp, computation, "conv.edge_mlp", is_edge_update=True)
+    nodes = read_network(block.node_mlp, computation, "node_mlp")
+    return GraphNetworkModules(for_call(edges, x_dst, None), for_call(nodes, x_dst, None))
 
 
 def _num_nodes(sizes: Any) -> int:
@@ -339,55 +323,56 @@ def _is_embedding(mlp: Any) -> bool:
     return num_maps > 2
 
 
-def _dtype_of(parts: NetworkParts, x: Tensor) -> torch.dtype:
+def _dtype_of(modules: NetworkModules, x: Tensor) -> torch.dtype:
     """Return the dtype in which Anemoi's network returns rows like x."""
     # autocast computes a layer norm in float32 on a GPU, not on a CPU, and returns that
-    if parts.computation.is_autocast and x.is_cuda and not parts.is_cast:
+    if modules.computation.is_autocast and x.is_cuda and not modules.is_cast:
         return torch.float32
-    return parts.computation.gemm_dtype
+    return modules.computation.gemm_dtype
 
 
 def _update_edges(
-    block: Any, block_parts: BlockParts, nodes: Nodes, edges: Tensor
+    block: Any, modules: NetworkModules | Refusal, nodes: Nodes, edges: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return e' and the sums over the in-edges of own destinations."""
-    parts = block_parts.edges
-    if isinstance(parts, Refusal):  # ranks may decide differently, and must exchange the same rows
+    # ranks may decide differently, and must exchange the same rows
+    if isinstance(modules, Refusal):
         return _update_edges_by_modules(block, nodes, edges)
-    num_src = (nodes.dst if nodes.src is None else nodes.src).shape[0]
-    if nodes.halo is not None:
-        num_src += nodes.halo.shape[0]
-    graph, batch = structure_of(
-        nodes.edge_index, (num_src, nodes.dst.shape[0]), reverse=torch.is_grad_enabled()
-    )
-    options = parts.options(residual=True, out_dtype=_dtype_of(parts, nodes.dst))
-    backend = parts.computation.backend
-    assert backend.edge_sums is not None  # it comes with the edge update
-    tensors = InteractionTensors(nodes.src, nodes.halo, nodes.dst, edges, parts.network)
-    edges = parts.compute(tensors, graph, InteractionOptions(batch, options))
-    return edges, nodes.own_sums(backend.edge_sums(edges, graph, batch))
+    if isinstance(nodes.edges, EdgeShard):
+        graph, batch = nodes.edges.structure, 1
+    else:
+        num_nodes = ((nodes.dst if nodes.src is None else nodes.src).shape[0], nodes.dst.shape[0])
+        graph, batch = structure_of(nodes.edges, num_nodes, reverse=torch.is_grad_enabled())
+    x = (nodes.src, nodes.halo, nodes.dst)
+    dtype = _dtype_of(modules, nodes.dst)
+    edges, sums = fused_block.update_edges(modules, x, graph, edges, batch, out_dtype=dtype)
+    return edges, nodes.own_sums(sums)
 
 
 def _update_edges_by_modules(block: Any, nodes: Nodes, edges: Tensor) -> tuple[Tensor, Tensor]:
     """Do so by the block's conv, in Anemoi's chunks of edges, with the halo."""
     src = nodes.dst if nodes.src is None else nodes.src
-    assert nodes.halo is not None  # or Anemoi's forward would compute
+    assert isinstance(nodes.edges, EdgeShard)  # or Anemoi's forward would compute
+    assert nodes.halo is not None
     x = (torch.cat([src, nodes.halo]), nodes.dst)
     chunks = zip(
         edges.tensor_split(block.num_chunks),
-        nodes.edge_index.tensor_split(block.num_chunks, 1),
+        nodes.edges.edge_index.tensor_split(block.num_chunks, 1),
         strict=True,
     )
     sums, updated = zip(*(block.conv(x, *chunk) for chunk in chunks), strict=True)
     return torch.cat(updated), reduce(torch.add, sums)
 
 
-def _update_nodes(block: Any, block_parts: BlockParts, x: Tensor, sums: Tensor | None) -> Tensor:
+def _update_nodes(
+    block: Any, modules: NetworkModules | Refusal, x: Tensor, sums: Tensor | None
+) -> Tensor:
     """Return updated rows of nodes; those without in-edges take their own rows for the sums."""
-    parts = block_parts.nodes
-    if isinstance(parts, Refusal):
+    if isinstance(modules, Refusal):
         more = x if sums is None else sums
         return block.node_mlp(torch.cat([x, more], dim=1)) + x
-    dtype = _dtype_of(parts, x)
-    options = parts.options(residual=True, repeats_x=sums is None, out_dtype=dtype)
-    return parts.compute(parts.tensors(x, sums), options)
+    dtype = _dtype_of(modules, x)
+    repeats_x = sums is None
+    return fused_block.network(
+        modules, x, more=sums, residual=True, repeats_x=repeats_x, out_dtype=dtype
+    )

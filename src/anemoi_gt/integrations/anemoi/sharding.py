@@ -20,12 +20,13 @@ their settings, and for edge lists of unknown origin.
 from collections.abc import Callable
 from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from anemoi_gt.distributed import HaloExchange, PendingExchange, Ranges
+from anemoi_gt.graph import GraphStructure
 from anemoi_gt.integrations.anemoi.edge_lists import (
     Derived,
     EdgeCache,
@@ -33,11 +34,11 @@ from anemoi_gt.integrations.anemoi.edge_lists import (
     derived_list,
     lookup,
     shared_by_chunks,
+    structure_of,
 )
 from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
-from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
 from anemoi_gt.torch_compat import constant_when_traced, constants
 
@@ -86,8 +87,8 @@ def prepare_edge_sharding(
 ) -> Any:
     """Exchange halo rows of the sources of a mapper."""
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
-    local = local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
-    if local is None or sizes is None:
+    shard = shard_of(self.proc, edge_index, sizes, batch_size, model_comm_group)
+    if shard is None or sizes is None:
         arguments = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
         return upstream(self, *arguments, *rest, **named)
     (src, dst), (x_src, x_dst) = sizes, x
@@ -98,19 +99,16 @@ def prepare_edge_sharding(
     if not shard_info.dst_is_sharded():
         x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
 
-    def with_halo(rows: Tensor) -> Tensor:
-        pending = start_rows(rows, local, batch_size, src, model_comm_group)
-        return pending.wait().flatten(0, 1)
-
-    x_src = with_halo(x_src)
-    cond = None if cond is None else (with_halo(cond[0]), cond[1])
+    x_src = shard.start_exchange(x_src).wait().flatten(0, 1)
+    if cond is not None:
+        cond = (shard.start_exchange(cond[0]).wait().flatten(0, 1), cond[1])
     num_chunks = max(self.num_chunks, Upstream.mapper.NUM_CHUNKS_INFERENCE_MAPPER)
     chunks = Upstream.mapper.build_graph_partition(
-        local, num_chunks, (x_src.shape[0], x_dst.shape[0])
+        shard.edge_index, num_chunks, (x_src.shape[0], x_dst.shape[0])
     )
     shard_info = type(shard_info)(src_nodes=src, dst_nodes=dst, edges=shard_info.edges)
     x_src, x_dst, edge_attr, cond = shared_by_chunks(x_src, x_dst, edge_attr, cond, chunks)
-    return x_src, x_dst, edge_attr, local, shard_info, cond, chunks
+    return x_src, x_dst, edge_attr, shard.edge_index, shard_info, cond, chunks
 
 
 @replaces(
@@ -137,7 +135,7 @@ def mapper_forward(
     if (
         not gathers
         or sizes is None
-        or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None
+        or shard_of(self.proc, edge_index, sizes, batch_size, model_comm_group) is None
     ):
         return upstream(self, *arguments, keep_x_dst_sharded, *rest, **named)
     keep_x_dst_sharded = True  # gathered below
@@ -272,58 +270,48 @@ def _mapper_sizes(
     return src, dst
 
 
-def _by_copy(rows: Tensor, copies: int, sizes: list[int], group: Any) -> Tensor:
-    """Return the rows of this rank as [copies, nodes, F]."""
-    num_local = sizes[group.rank()]
-    if rows.shape[0] != copies * num_local:
-        raise ValueError(
-            f"with sharding, a rank must hold its {num_local} nodes of each of {copies} members of "
-            f"the batch, got {rows.shape[0]} rows; install(sharding=False) keeps Anemoi's sharding"
-        )
-    return rows.unflatten(0, (copies, num_local))
-
-
 def _own_rows(rows: Tensor, sizes: list[int], copies: int, group: Any) -> Tensor:
     """Return this rank's rows of each copy of replicated nodes; gradients are gathered."""
     rows = rows.unflatten(0, (copies, -1))
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
-def start_rows(
-    x: Tensor, local: Tensor, copies: int, sizes: list[int], group: Any
-) -> PendingExchange:
-    """Send halo rows of sources as they are; `local` is a `local_edges`."""
-    return _exchange_of(local).start(_by_copy(x, copies, sizes, group))
+class EdgeShard(NamedTuple):
+    """The edges into this rank's destinations, as a `ShardedGraph` of rows [copies * N, F]."""
 
+    edge_index: Tensor  # numbered by the nodes of the rank and their halo
+    exchange: HaloExchange
+    copies: int  # of the graph, members of a batch or an ensemble
+    num_local: int  # sources of one copy
 
-def start_halo(
-    block: Any,
-    x: Tensor,
-    local: Tensor,
-    copies: int,
-    sizes: list[int],
-    group: Any,
-    norm: nn.Module | None = None,
-    cond: Tensor | None = None,
-) -> PendingExchange:
-    """Send normed halo rows of a processor block in autocast's dtype; `local` is a `local_edges`.
+    @property
+    def structure(self) -> GraphStructure:
+        """Structure of one copy."""
+        num_nodes = _cache_of(self.edge_index).num_nodes
+        return structure_of(self.edge_index, num_nodes, reverse=torch.is_grad_enabled())[0]
 
-    `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any;
-    None: x is normed. Both send the same, since ranks may differ.
-    """
-    start = _exchange_of(local).start
-    projections = (block.lin_query, block.lin_key, block.lin_value)
-    if norm is None:
-        return start(_by_copy(cast_for_projections(x, *projections), copies, sizes, group))
-    rows = _by_copy(x, copies, sizes, group)
-    if cond is None:
-        return start(rows, lambda rows: cast_for_projections(norm(rows), *projections))
-    conditions = _by_copy(cond.expand(x.shape[0], -1), copies, sizes, group)
-    return start(
-        rows,
-        lambda rows, cond: cast_for_projections(norm(rows, cond=cond), *projections),
-        conditions,
-    )
+    def start_exchange(
+        self,
+        x_src: Tensor,
+        prepare: Callable[..., Tensor] | None = None,
+        cond: Tensor | None = None,
+    ) -> PendingExchange:
+        """Send halo rows of sources [copies * N_local, F], prepared if there is a `prepare`.
+
+        `prepare` takes the rows [copies, S, F] to be sent, with `cond` [copies * N_local, K] also
+        their conditions. Rows in flight are [copies, N, F].
+        """
+        conditions = None if cond is None else self._by_copy(cond)
+        return self.exchange.start(self._by_copy(x_src), prepare, conditions)
+
+    def _by_copy(self, rows: Tensor) -> Tensor:
+        if rows.shape[0] != self.copies * self.num_local:
+            raise ValueError(
+                f"with sharding, a rank must hold its {self.num_local} nodes of each of "
+                f"{self.copies} members of the batch, got {rows.shape[0]} rows; "
+                "install(sharding=False) keeps Anemoi's sharding"
+            )
+        return rows.unflatten(0, (self.copies, self.num_local))
 
 
 def _cache_of(edge_index: Tensor) -> EdgeCache:
@@ -333,17 +321,10 @@ def _cache_of(edge_index: Tensor) -> EdgeCache:
     return cache
 
 
-def _exchange_of(local: Tensor) -> HaloExchange:
-    """Return the halo exchange of a list of `local_edges`."""
-    exchange = _cache_of(local).exchange
-    assert exchange is not None
-    return exchange
-
-
-def local_edges(
+def shard_of(
     block: Any, edge_index: Tensor, sizes: Any, copies: int, group: Any
-) -> Tensor | None:
-    """Return this rank's edges, numbered locally, with their exchange; None if unsupported."""
+) -> EdgeShard | None:
+    """Return the shard of this rank of the edges of a layer; None if unsupported."""
     if not is_distributed(group) or not shards_edges(block) or sizes[0] is None or sizes[1] is None:
         return None
     src = constants(*sizes[0])
@@ -358,7 +339,10 @@ def local_edges(
             "StaticGraphProvider's"
         )
         return None
-    return getattr(_cache_of(edge_index).derived, name)
+    local = getattr(_cache_of(edge_index).derived, name)
+    exchange = _cache_of(local).exchange
+    assert exchange is not None  # as `_make_local_edges` made it
+    return EdgeShard(local, exchange, copies, src[rank])
 
 
 @constant_when_traced
