@@ -28,8 +28,9 @@ from suite.results import Results
 from suite.table import EMPTY, markdown
 from suite.timing import CLOCKS
 
+UNTOUCHED = "untouched, no recomputation"
 LAUNCHED, REPLAYED = "install, no recomputation, launched", "install, no recomputation"
-VARIANTS = ("untouched", LAUNCHED, REPLAYED, REPLAYED + ", captured")
+VARIANTS = (UNTOUCHED, LAUNCHED, REPLAYED, REPLAYED + ", captured")
 TASKS = ("step", "forecast", "random")
 TOLERANCE = 5e-2
 
@@ -75,12 +76,12 @@ def measure(case, options) -> dict[str, dict[str, float]]:
             is_captured = name.endswith("captured")
             if is_captured and options.device == "cpu":
                 continue
-            if options.steps_only and name in ("untouched", VARIANTS[-1]):
+            if options.steps_only and name in (UNTOUCHED, VARIANTS[-1]):
                 continue
             with training.computing(name):
                 losses[name] = training.step().item()
                 for task, call in calls.items():
-                    if (is_captured or name == "untouched") and task != "step":
+                    if (is_captured or name == UNTOUCHED) and task != "step":
                         continue
                     times[name][task] += times_of(call, wait, *limits)
                 held.clear()
@@ -115,9 +116,9 @@ def table(processes: list[dict]) -> str:
                 cell = f"{statistics.median(values):.1f} ({values[0]:.1f} to {values[-1]:.1f})"
             row.append(cell)
         share = EMPTY
-        if "untouched" in processes[0]:
+        if UNTOUCHED in processes[0]:
             shares = sorted(
-                process[name]["step"] / process["untouched"]["step"] for process in processes
+                process[name]["step"] / process[UNTOUCHED]["step"] for process in processes
             )
             share = f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
         rows.append([*row, share])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 from operator import itemgetter
+from statistics import median
 
 import sharding
 
@@ -21,7 +22,6 @@ from suite.results_files import RESULTS, FileFacts, load, sources
 from suite.table import EMPTY, markdown
 from suite.training_tables import (
     MODES,
-    NONE,
     differences,
     factor,
     family_table,
@@ -231,20 +231,6 @@ def pyg_models() -> str:
     return _with_sources(header, rows, *names)
 
 
-def package() -> str:
-    """An exported package beside the eager model."""
-    name = "export_h200.json"
-    results = load(name)["results"]
-    line = results["batch_1"]
-    return (
-        f"The package takes {line['package_ms']:.1f} ms and {line['package_peak_gb']:.1f} GB, the "
-        f"eager model {line['eager_ms']:.1f} ms and {line['eager_peak_gb']:.1f} GB. The file has "
-        f"{results['package_mb']:,.0f} MB; exporting takes {results['export_s']:.0f} s, compiling "
-        f"{results['compile_s']:.0f} s, loading {line['load_s']:.0f} s. Outputs differ by at most "
-        f"{line['error']:.1%} (`{name}`)."
-    )
-
-
 def era5_uk() -> str:
     """Scores of the forecasts of era5_uk: the model of two seeds, and baselines."""
     name = "era5_uk_cpu.txt"
@@ -405,6 +391,33 @@ ERRORS = {
 }
 
 
+def host_bound() -> str:
+    """Steps and forecasts on O96: calls launched and replayed, medians of processes."""
+    name = "host_bound_h200.json"
+    ours = "install, no recomputation"
+    forms = {
+        "launched": f"{ours}, launched",
+        "replayed": ours,
+        "step captured": f"{ours}, captured",
+    }
+    titles = {"O96": "graph transformer", "gnn": "graph network"}
+    rows = []
+    for case in load(name)["cases"]:
+        processes = case["processes"]
+        for task in ("step", "forecast"):
+            row = [f"{titles[case['name']]}, {task}", str(len(processes))]
+            for variant in forms.values():
+                times = sorted(
+                    process[variant][task] for process in processes if task in process[variant]
+                )
+                cell = EMPTY
+                if times:
+                    cell = f"{median(times):.0f} ({times[0]:.0f} to {times[-1]:.0f})"
+                row.append(cell)
+            rows.append(row)
+    return _with_sources(["O96", "processes", *forms], rows, name)
+
+
 def accuracy() -> str:
     """The largest errors of backend `torch`, relative to plain PyTorch, in a sentence."""
     name = "accuracy_cpu.json"
@@ -459,7 +472,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme-others": readme_tables.other_models,
     "training": overview_table,
     "training-differences": differences,
-    "compiled": partial(family_table, "benchmark", "h200", NONE),
+    "host-bound": host_bound,
     "aifs": partial(family_table, "aifs", "h100", *MODES),
     "aifs-inference": aifs_inference,
     "meshes": mesh_table,
@@ -469,7 +482,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "several-gpus-steps": several_gpus_steps,
     "inference": inference,
     "pyg": pyg_models,
-    "package": package,
     "era5-uk": era5_uk,
     "curves": curves,
     "forecasts": forecasts,
