@@ -54,6 +54,19 @@ def test_a_run_that_allocates_much_is_never_captured():
     assert runs.counts == (1000, 0, 0)
 
 
+def test_with_an_allocator_that_does_not_count_nothing_is_captured(monkeypatch):
+    def refuse():
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    runs = Runs()
+    runs.replays.allocated = policy.allocated_bytes
+    for stats in (refuse, dict):
+        monkeypatch.setattr(torch.cuda, "memory_stats", stats)
+        for _ in range(9):
+            runs("a")
+    assert runs.counts == (18, 0, 0)
+
+
 def test_the_least_recently_replayed_graph_is_dropped(monkeypatch):
     monkeypatch.setattr(policy, "MAX_BALANCE", 1e9)
     runs = Runs()

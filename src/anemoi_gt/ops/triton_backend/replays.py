@@ -40,9 +40,15 @@ RUNS_TO_LOG = 1000
 Run = Callable[[], None]
 
 
-def allocated_bytes() -> int:
-    """Return the bytes that the process has allocated on the current device, freed ones too."""
-    return torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+def allocated_bytes() -> int | None:
+    """Return the bytes that the process has allocated on the current device, freed ones too.
+
+    None for an allocator that does not count, as one of `CUDAPluggableAllocator`.
+    """
+    try:
+        return torch.cuda.memory_stats().get("allocated_bytes.all.allocated")
+    except RuntimeError:
+        return None
 
 
 @dataclass(slots=True)
@@ -61,13 +67,13 @@ class Replays:
     capture : callable
         Returns a replay of a run, or None if it cannot be captured now.
     allocated : callable
-        Returns the bytes allocated until now.
+        Returns the bytes allocated until now, None if unknown: then nothing is captured.
     """
 
     def __init__(
         self,
         capture: Callable[[Run], Run | None] = captured_launches.capture,
-        allocated: Callable[[], int] = allocated_bytes,
+        allocated: Callable[[], int | None] = allocated_bytes,
     ):
         self.capture = capture
         self.allocated = allocated
@@ -111,7 +117,9 @@ class Replays:
             self.balance -= 1
             before = self.allocated()
             run()
-            self.allocates_little = self.allocated() - before <= MAX_ALLOCATED
+            after = self.allocated()
+            if before is not None and after is not None:
+                self.allocates_little = after - before <= MAX_ALLOCATED
         else:
             self.balance -= 1
             self._capture(key, run)
