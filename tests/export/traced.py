@@ -37,7 +37,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.export import TensorGraphLayer, export_model, export_program
 from anemoi_gt.ops import triton_backend
-from anemoi_gt.ops.tensors import AttentionOperands
+from anemoi_gt.ops.tensors import AttentionOperands, EdgeAttentionOptions
 
 H200 = GPUTarget("cuda", 90, 32)
 TRITON = KernelConfig(backend="triton")
@@ -178,7 +178,8 @@ class Attention(nn.Module):
     def forward(self, query, key, value, attr, weight, bias, structure):
         graph = type(self.call.graph).from_state(structure)
         operands = AttentionOperands(query, key, value, attr, weight, bias)
-        return triton_backend.attend(operands, graph, None, 0.125, 0.0)
+        options = EdgeAttentionOptions(0.125, 0.0, replay=False)
+        return triton_backend.attend(operands, graph, None, options)
 
 
 def eager():

@@ -38,6 +38,7 @@ from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.backends import BACKENDS
 from anemoi_gt.ops.tensors import (
     AttentionOperands,
+    EdgeAttentionOptions,
     InteractionOptions,
     InteractionTensors,
     Layer,
@@ -107,7 +108,8 @@ def run(call):
         bias = draw(heads * channels) if call.form == "raw" else None
     seed = torch.tensor([1]) if call.dropout_p else None
     operands = AttentionOperands(query, key, value, attr, weight, bias)
-    out, lse = triton_backend.attend(operands, graph, seed, 0.125, call.dropout_p)
+    options = EdgeAttentionOptions(0.125, call.dropout_p, replay=False)
+    out, lse = triton_backend.attend(operands, graph, seed, options)
     (out.float().sum() + lse.sum()).backward()
 
 
