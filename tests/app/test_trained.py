@@ -200,11 +200,11 @@ def test_a_checkpoint_of_0_3_0_finds_its_variables_by_name_with_a_warning(traine
     assert load_checkpoint(Path("run/last.pt"))["step"] == 6
 
 
-def test_a_checkpoint_of_0_4_0_is_evaluated_exported_and_continued(workdir, start, capsys):
+def test_a_checkpoint_of_0_4_0_is_evaluated_exported_and_continued(trained, start, capsys):
     for name in ("best.pt", "last.pt"):
-        state = load_checkpoint(workdir / "run" / name)
+        state = load_checkpoint(trained / "run" / name)
         state["config"]["attention"] = state["config"].pop("kernels")
-        save_checkpoint(workdir / "run" / name, state)
+        save_checkpoint(trained / "run" / name, state)
     start(evaluate, CHECKPOINT, "kernels.backend=torch", "hydra.run.dir=scores")
     assert rmse("scores") == rmse("run")
     start(train, "resume=true", "hydra.run.dir=run", "training.steps=6", "kernels.backend=torch")

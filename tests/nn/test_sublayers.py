@@ -241,7 +241,7 @@ def test_options_of_the_attention_match_its_modules(library):
     computation = CALL._replace(gemm_dtype=torch.bfloat16)
     parts = read_attention(block)._replace(computation=computation)
     norms = [NormOptions(eps) for eps in (0.5, 0.25, 0.125, 0.0625)]
-    assert parts.options(3) == (HEADS, 3, *norms, torch.bfloat16)
+    assert parts.options(3) == (HEADS, 3, *norms, torch.bfloat16, True)
     assert parts.query_norm.scale is block.q_norm.weight
     assert parts.key_norm.scale is block.k_norm.weight
     assert parts.self_term.bias is None

@@ -14,6 +14,7 @@ from support.run import attend, head_major, leaves_of, scalar, structure
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import GraphStructure, KernelConfig, edge_attention
+from anemoi_gt.ops.tensors import EdgeAttentionOptions
 
 TRITON = KernelConfig(backend="triton")
 # numpy's, of the interpreter
@@ -39,7 +40,8 @@ def operator_arguments(problem, graph):
     ]
     seed = torch.tensor([3], device=graph.device)
     reverse = [graph.rowptr, graph.col, graph.csr_to_csc, graph.dst_hubs, graph.src_hubs]
-    return [*leaves, *index, *reverse, seed, 0.5, 0.2, True]
+    options = EdgeAttentionOptions(0.5, 0.2, replay=True)
+    return [*leaves, *index, *reverse, seed, *options, True]
 
 
 @pytest.mark.compiled

@@ -22,7 +22,7 @@ KERNELS = PACKAGE / "kernels"
 LAUNCH = KERNELS / "launch.py"
 TOOLCHAIN = PACKAGE / "toolchain.py"  # around the first launch of a kernel
 PLAN = PACKAGE / "ops" / "triton_backend" / "plan.py"
-MAX_FUNCTIONS = 9  # from the forward of a block to the launch of the kernel that reads edge_attr
+MAX_FUNCTIONS = 12  # from the forward of a block to the launch of the kernel that reads edge_attr
 MAX_CALLS = 100  # in one forward, without the calls of plans and launches
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 
