@@ -18,7 +18,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 
 import torch
 from families import add_model_options, case_of, make_training, start_report
@@ -26,28 +25,13 @@ from suite.anemoi_training import CASES, PRECISIONS
 from suite.command_line import make_parser
 from suite.results import Results
 from suite.table import EMPTY, markdown
-from suite.timing import CLOCKS
+from suite.timing import seconds_of
 
 UNTOUCHED = "untouched, no recomputation"
 LAUNCHED, REPLAYED = "install, no recomputation, launched", "install, no recomputation"
 VARIANTS = (UNTOUCHED, LAUNCHED, REPLAYED, REPLAYED + ", captured")
 TASKS = ("step", "forecast", "random")
 TOLERANCE = 5e-2
-
-
-def times_of(call, wait, seconds: float, warmup: int) -> list[float]:
-    """Return the ms of calls, each with the work that it leaves to the GPU."""
-    times = []
-    for _ in range(warmup):
-        call()
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        wait()
-        begin = time.perf_counter()
-        call()
-        wait()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return times
 
 
 def measure(case, options) -> dict[str, dict[str, float]]:
@@ -66,11 +50,14 @@ def measure(case, options) -> dict[str, dict[str, float]]:
         del held[:-9]
         training.step()
 
+    def times_of(call) -> list[float]:
+        for _ in range(options.warmup):
+            call()
+        return [1e3 * time for time in seconds_of(call, options.repeats, options.device)]
+
     calls = {"step": training.step, "forecast": forecast, "random": random}
     times: dict[str, dict[str, list]] = {name: {task: [] for task in TASKS} for name in VARIANTS}
     losses = {}
-    wait = CLOCKS[options.device].synchronize
-    limits = options.variant_seconds, options.warmup
     for turn in range(options.rounds):
         for name in VARIANTS[:: 1 if turn % 2 == 0 else -1]:
             is_captured = name.endswith("captured")
@@ -83,7 +70,7 @@ def measure(case, options) -> dict[str, dict[str, float]]:
                 for task, call in calls.items():
                     if (is_captured or name == UNTOUCHED) and task != "step":
                         continue
-                    times[name][task] += times_of(call, wait, *limits)
+                    times[name][task] += times_of(call)
                 held.clear()
     first = next(iter(losses.values()))
     if not all(abs(loss - first) <= TOLERANCE * abs(first) for loss in losses.values()):
@@ -127,11 +114,12 @@ def table(processes: list[dict]) -> str:
 
 def main(arguments=None) -> None:
     """Measure each case in fresh processes; print the tables and write the report."""
-    parser = make_parser(__doc__, seconds=540, variables=100, warmup=6, processes=5, rounds=1)
+    parser = make_parser(
+        __doc__, seconds=540, variables=100, warmup=6, repeats=10, processes=5, rounds=1
+    )
     add_model_options(parser)
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument("--mapper-chunks", type=int, help="default: as in the YAML")
-    parser.add_argument("--variant-seconds", type=float, default=0.6, help="of a task in a round")
     parser.add_argument("--steps-only", action="store_true", help="launched and replayed alone")
     parser.add_argument("--worker", action="store_true", help="of one process: print its times")
     options = parser.parse_args(arguments)
@@ -139,18 +127,20 @@ def main(arguments=None) -> None:
         (name,) = options.cases
         print(json.dumps(measure(sized(name, options), options)))
         return
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    worker_arguments = list(sys.argv[1:] if arguments is None else arguments)
     for name in options.cases:
-        given.remove(name)
+        worker_arguments.remove(name)
     results = Results(start_report(options) | {"cases": []}, options.output, options.seconds)
     for name in options.cases:
         record = {"name": name, "case": sized(name, options)._asdict(), "processes": []}
         results.report["cases"].append(record)
         for number in range(options.processes):
-            found = results.run(f"{name} {number}", lambda name=name: in_process(name, given))
-            if found is not None:
-                record["processes"].append(found)
-                print(name, number, found, flush=True)
+            times = results.run(
+                f"{name} {number}", lambda name=name: in_process(name, worker_arguments)
+            )
+            if times is not None:
+                record["processes"].append(times)
+                print(name, number, times, flush=True)
         if record["processes"]:
             print(f"\n{name}: {record['case']}\n{table(record['processes'])}", flush=True)
     results.end()

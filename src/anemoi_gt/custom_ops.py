@@ -60,6 +60,7 @@ def is_plain(*args: Any) -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
+    # no function of its own: this is asked in every call of an operator
     if transforms_are_active() or num_dispatch_modes() or profiler_is_enabled():
         return False
     if not _PLAIN.issuperset(map(type, args)):

@@ -28,14 +28,19 @@ _functorch = getattr(torch._C, "_functorch", None)
 _innermost_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 _gradient_transform = getattr(getattr(_functorch, "TransformType", None), "Grad", None)
 _float32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-# what cuBLAS's products depend on besides their operands; new releases add settings of these names
+# What products by cuBLAS depend on besides their operands; new releases add settings of such names.
+# `allow_tf32` is left out: it raises where both ways to set it were used. `_float32_precision` is
+# its successor.
+_PREFIXES_OF_SETTINGS = (
+    "_get_cublas",
+    "_get_blas_preferred",
+    "_get_sm_carveout",
+    "_get_deterministic_algorithms",
+)
 _PRODUCT_SETTINGS = [
     getattr(torch._C, name)
     for name in dir(torch._C)
-    if name.startswith(("_get_cublas", "_get_blas_preferred", "_get_sm_carveout"))
-    or name.startswith("_get_deterministic_algorithms")
-    # `_float32_precision` is newer; this one raises where both ways to set it were used
-    if name != "_get_cublas_allow_tf32"
+    if name.startswith(_PREFIXES_OF_SETTINGS) and name != "_get_cublas_allow_tf32"
 ]
 _tunes_products = getattr(torch._C, "_cuda_tunableop_is_enabled", lambda: False)
 _assert_async = getattr(torch, "_assert_async", None)
@@ -119,9 +124,9 @@ def function_modes() -> str:
 
 
 def product_settings() -> tuple | None:
-    """Return the settings that decide what a matrix product on a GPU launches.
+    """Return the settings that, with the operands, decide what a matrix product on a GPU launches.
 
-    None if they do not: they cannot be read, or products are tuned when they are called.
+    None if they cannot be read, and while TunableOp is enabled, which may choose by timings.
     """
     if _float32_precision is None or _tunes_products():
         return None

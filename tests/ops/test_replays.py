@@ -96,6 +96,13 @@ def test_captures_that_are_not_replayed_end():
     assert len(runs.replays.graphs) <= MAX_GRAPHS
 
 
+def test_a_long_loop_without_replays_saves_up_for_no_more_captures_than_a_new_plan():
+    runs = Runs()
+    for key in range(1000):
+        runs(key)
+    assert runs.replays.balance == MAX_BALANCE
+
+
 def test_a_loop_that_becomes_steady_is_replayed():
     runs = Runs()
     for key in range(500):

@@ -49,9 +49,9 @@ class CommandLineError(Exception):
 def hydra_main(name: str, config_name: str, run: Callable[["DictConfig"], Any]) -> None:
     """Compose the config that the command line describes, and run a function on it.
 
-    `name` is that of the application, `config_name` that of a primary config in
-    `anemoi_gt.configs`. With `--help`, print the help and exit. Raises CommandLineError with one
-    sentence if the config cannot be composed.
+    `name` names the application, `config_name` a primary config in `anemoi_gt.configs`. With
+    `--help`, print the help and exit. Raises CommandLineError with one sentence if the config
+    cannot be composed.
     """
     hydra = import_extra("hydra", "train")
     from hydra.core.utils import env_override

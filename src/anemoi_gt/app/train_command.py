@@ -173,7 +173,7 @@ def checkpoint_to_resume(
 ) -> dict | None:
     """Return the state that a run continues, or None if it starts from scratch.
 
-    It is that of `last.pt`, or config and schema of the folder `last` of torchrun; `writer` is
+    Of `last.pt` the whole state, of torchrun's folder `last` config and schema; `writer` is
     ONE_PROCESS or TORCHRUN, and `description` the config as plain values. Raises ValueError if the
     folder holds a run but `resume` is False, or the run is of the other kind or has another config.
     """

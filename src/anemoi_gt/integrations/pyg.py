@@ -88,8 +88,10 @@ def swap_layers(
       (second): GraphTransformerConv(8, 2, heads=1)
     )
     """
-    options = {"replay": replay, "stable_sort": stable_sort}
-    prepare_swap(model, backend, precision, **options, subclasses=subclasses)()
+    swap = prepare_swap(
+        model, backend, precision, replay=replay, stable_sort=stable_sort, subclasses=subclasses
+    )
+    swap()
     return model
 
 

@@ -201,7 +201,7 @@ class GraphTransformerBaseBlock(nn.Module):
     ) -> Tensor:
         """Update destinations [.., N_dst, out_channels] by attention and feed-forward network.
 
-        `modules` are those of this call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
+        `modules` were read in this call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst,
         in_channels], or [B, ...] both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond`
         holds the conditions of sources and destinations.
         """

@@ -157,7 +157,8 @@ def network(
 ) -> Tensor:
     """Return a network or linear layer of [x, more], plus x if `residual`, for x [.., N, F].
 
-    `more` are rows [.., N, F_m], or x again with `repeats_x`. `out_dtype` None is that of GEMMs.
+    `more` are rows [.., N, F_m], or x again with `repeats_x`. `out_dtype` None is the dtype of the
+    GEMMs.
     """
     condition = None if cond is None else row_conditions(cond, x)
     shape = x.shape
@@ -199,13 +200,13 @@ def update_edges(
         Of both results.
     """
     x_src, halo, x_dst = x
-    own = modules.network
+    parameters = modules.network
     if cond is not None:
-        own = modules.network_with(row_conditions(cond, edges))
+        parameters = modules.network_with(row_conditions(cond, edges))
     if x_dst.dim() != 2:
         x_src, halo = _optional_rows(x_src), _optional_rows(halo)
         x_dst, edges = _rows(x_dst), _rows(edges)
-    tensors = InteractionTensors(x_src, halo, x_dst, edges, own)
+    tensors = InteractionTensors(x_src, halo, x_dst, edges, parameters)
     options = modules.options(residual=residual, out_dtype=out_dtype)
     updated = modules.compute(tensors, graph, InteractionOptions(batch, options))
     edge_sums = modules.computation.backend.edge_sums
@@ -232,7 +233,7 @@ def block_forward(
     block : nn.Module
         Of this library or of anemoi-models, whose submodules have the same names.
     modules : BlockModules
-        Those of this call.
+        As read in this call.
     x : (Tensor, Tensor)
         (x_src, x_dst), [.., N, F]; or rows of a batch, [B * N, F]. One tensor for one set of nodes.
     graph : GraphStructure or ShardedGraph
@@ -260,7 +261,9 @@ def feed_forward(
     """Return x [.., N, F] after a feed-forward sub-layer, fused or by the block's `run_network`."""
     if not isinstance(modules, Refusal):
         return network(modules, x, cond, residual=True)
-    return x + (run_network(x) if cond is None else run_network(x, cond=cond))
+    if cond is None:
+        return x + run_network(x)
+    return x + run_network(x, cond=cond)
 
 
 def _attention(

@@ -10,7 +10,7 @@ only function that asks. Nothing is remembered between calls: the answer depends
 
 What a class held when it was recognised is compared as a whole, in C: 1 us a class, and 0.5 us a
 module. Classes of PyTorch, PyG and this library are recognised when they are first seen, if their
-functions are defined in their own package or that of a base; classes of Anemoi by `recognise`, from
+functions are defined in their own package or a base's; classes of Anemoi by `recognise`, from
 hashes of their bodies.
 
 What decides over the result of a plain function counts as well: a mode of `__torch_function__`, and
@@ -68,7 +68,7 @@ PYG_HOOKS = tuple(
 
 
 class Kind(NamedTuple):
-    """What decides whether a module of one class is plain, besides the functions of its classes."""
+    """Conditions for a module of one class to be plain, besides the functions of its classes."""
 
     role: str
     # A layer of PyG's message passing: attributes, and the values that are admitted. It has the
@@ -381,7 +381,7 @@ def recognise(
 
 
 def _called_by(functions: tuple[Callable, ...]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where functions look up those of other packages than this one and Python's library.
+    """Yield namespace and name of each function of another package that functions look up.
 
     A replacement of this library calls what it replaces, or computes the same.
     """
@@ -534,7 +534,7 @@ def _of_classes(
 def _why_changed(kind: type, recognised: Recognised) -> Refusal | str | None:
     """Return which function of a class is another one than was recognised, or None.
 
-    What may differ is recorded anew.
+    Differences that do not count are recorded, so that they are not compared again.
     """
     row = TABLE[recognised.class_name]
     held, recorded = zip(*recognised.classes, strict=True)

@@ -359,7 +359,7 @@ def read_network(
         norm, on some devices and versions of PyTorch: callers that keep what Anemoi returns do not
         admit it.
     is_edge_update : bool
-        Whether the operator of an edge update computes it, and not that of networks on rows.
+        Whether the operator of an edge update computes it, not the operator of networks on rows.
     """
     backend = computation.backend
     compute = backend.edge_update if is_edge_update else backend.network

@@ -155,7 +155,7 @@ class _Allocations(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        # passes with scratch memory, as they are now: a backend of another package may have some
+        # the operators that there are now: a backend of another package may have registered some
         self._listed: dict[Any, tuple[ListedOperator, bool]] = {}
         for operator in OPERATORS.values():
             self._listed[operator.op] = operator, False

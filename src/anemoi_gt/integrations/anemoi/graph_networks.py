@@ -65,7 +65,7 @@ class Ranks(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the arguments of a block after its edges say, in any version of anemoi-models."""
+    """The arguments of a block after its edges, in any version of anemoi-models."""
 
     ranks: Ranks | None  # None on one rank
     size: Any  # numbers of sources and destinations, or None

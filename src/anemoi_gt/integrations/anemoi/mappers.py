@@ -147,8 +147,6 @@ def _range_of(index: Tensor) -> slice | None:
 def _linear(mapper: Any, name: str, x: Tensor) -> Tensor:
     """Return the result of a linear layer of a mapper, fused or by its module."""
     modules = decide_linear(mapper, name, x)
-    return (
-        getattr(mapper, name)(x)
-        if isinstance(modules, Refusal)
-        else fused_block.network(modules, x)
-    )
+    if isinstance(modules, Refusal):
+        return getattr(mapper, name)(x)
+    return fused_block.network(modules, x)

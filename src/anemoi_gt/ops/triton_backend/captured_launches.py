@@ -23,7 +23,9 @@ class CapturedLaunches:
 
     def __init__(self, executable: ctypes.c_void_p):
         self._executable = executable
+        # here, because globals may be gone when the interpreter ends
         self._launch = _driver().cuGraphLaunch
+        self._destroy = _driver().cuGraphExecDestroy
 
     def replay(self) -> None:
         """Launch the graph on the default stream of the current device."""
@@ -33,7 +35,7 @@ class CapturedLaunches:
 
     def __del__(self) -> None:
         """Release the graph; CUDA waits for replays under way."""
-        _driver().cuGraphExecDestroy(self._executable)
+        self._destroy(self._executable)
 
 
 def capture(run: Callable[[], None]) -> Callable[[], None] | None:

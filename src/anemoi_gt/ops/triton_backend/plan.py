@@ -335,6 +335,7 @@ class Plan:
             bits |= address
         are_aligned = bits % ALIGNMENT == 0  # a power of two
         addresses = [*addresses, 0]  # of what is absent
+        # not that of `run`: a capture has a stream of its own
         stream = None if gpu is None else current_stream(gpu)
         typed: dict[tuple[int, torch.dtype], Tensor] = {}
         views = [_view(location, bases, typed) for location in self.viewed]

@@ -90,11 +90,11 @@ class Replays:
         graph = self.graphs.get(key)
         if graph is None:
             self.num_launched += 1
-            self.balance += LAUNCH_EARNS
+            self._earn(LAUNCH_EARNS)
             self._run_without_graph(key, run)
         else:
             self.num_replayed += 1
-            self.balance = min(MAX_BALANCE, self.balance + REPLAY_EARNS)
+            self._earn(REPLAY_EARNS)
             graph.last = self.num_replayed
             graph.replay()
         if self.num_launched + self.num_replayed == RUNS_TO_LOG:
@@ -104,6 +104,10 @@ class Replays:
                 RUNS_TO_LOG,
                 len(self.graphs),
             )
+
+    def _earn(self, captures: float) -> None:
+        # capped: a long loop whose addresses never recur must not save up for thousands
+        self.balance = min(MAX_BALANCE, self.balance + captures)
 
     def _run_without_graph(self, key: tuple, run: Run) -> None:
         if key not in self.seen:
