@@ -11,8 +11,10 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 import torch
+import torch.distributed as dist
 from support.weather import weather_graph
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -286,6 +288,17 @@ def other_grads(loop: Loop) -> None:
         parameter.requires_grad_()
 
 
+def data_parallel(loop: Loop) -> None:
+    """DistributedDataParallel, whose hooks reduce buckets of gradients on a stream of NCCL."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        loop.model = DistributedDataParallel(loop.model, bucket_cap_mb=0.1)
+        loop.run(2 * STEPS)
+        torch.cuda.synchronize()
+    finally:
+        dist.destroy_process_group()
+
+
 CIRCUMSTANCES: dict[str, Callable[[Loop], None]] = {
     function.__name__: function
     for function in (
@@ -305,6 +318,7 @@ CIRCUMSTANCES: dict[str, Callable[[Loop], None]] = {
         random_allocations,
         profiled,
         other_grads,
+        data_parallel,
     )
 }
 MODELS = {
