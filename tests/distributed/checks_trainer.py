@@ -86,7 +86,10 @@ def make_sharded(mesh, model, *parts, group=None, divided=False):
     shard = shard_model(model, mesh)
     group = group or dist.new_group(backend="gloo")
     options = {"mesh": mesh, "group": group, "divide_parameters": divided}
-    return make_sharded_trainer(model, shard, *parts, **options), shard
+    trainer = make_sharded_trainer(model, shard, *parts, **options)
+    for parameters in trainer.step.optimizer.param_groups:
+        parameters["foreach"] = True  # the default on GPUs
+    return trainer, shard
 
 
 def losses_of_one_device(**numbers):

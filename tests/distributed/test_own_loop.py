@@ -51,7 +51,8 @@ def test_the_script_has_at_most_60_lines_of_code():
 def test_the_script_gives_the_numbers_of_one_rank_even_if_resumed_on_another_number(
     ranks, divides, expected, tmp_path
 ):
-    half = SCRIPT.replace("DIVIDE = 40, 8,", "DIVIDE = 40, 4,")
+    as_on_gpus = SCRIPT.replace("lr=1e-2", "lr=1e-2, foreach=True")  # the default there
+    half = as_on_gpus.replace("DIVIDE = 40, 8,", "DIVIDE = 40, 4,")
     divided = half.replace('"cities"), False', '"cities"), True')
     assert numbers(divided if divides else half, tmp_path, ranks)[0] == 4
     # parameters that were divided are read whole

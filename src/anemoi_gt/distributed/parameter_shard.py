@@ -29,9 +29,10 @@ def shard_parameters(module: nn.Module, shard: ModuleShard, mesh: DeviceMesh) ->
     is divided by a call of its own, and before the optimiser is created. Every rank must run
     forward and backward through the module itself, not through its parts.
 
-    Parameters become DTensors, except for the tables. Mappers, blocks and convolutions are gathered
-    one at a time; everything else, and whatever shares a parameter with another part, during the
-    whole pass.
+    Parameters become DTensors, except for the tables. An optimiser needs a group for each, as
+    operations on lists of tensors do not take both: `AdamW([{"params": group} for group in
+    shard.parameters(module)])`. Mappers, blocks and convolutions are gathered one at a time;
+    everything else, and whatever shares a parameter with another part, during the whole pass.
 
     Parameters
     ----------

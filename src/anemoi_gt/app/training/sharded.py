@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from anemoi_gt.app.datasets.forecast_dataset import Sample, Splits, TrainingBatches
@@ -265,14 +266,15 @@ class ShardedTrainingStep(TrainingStep):
     def state_dict(self) -> dict:
         """Return all state that a step changes; the optimiser state is by parameter name."""
         # `save_checkpoint` finds the tables of a state by the names of their parameters
-        return super().state_dict() | {
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer)
-        }
+        with implicit_replication():  # PyTorch steps the optimiser to make its states
+            by_name = get_optimizer_state_dict(self.model, self.optimizer)
+        return super().state_dict() | {"optimizer": by_name}
 
     def load_state_dict(self, state: dict) -> None:
         by_name = state["optimizer"]
         super().load_state_dict(state | {"optimizer": self.optimizer.state_dict()})
-        set_optimizer_state_dict(self.model, self.optimizer, by_name)
+        with implicit_replication():  # as for a `state_dict`
+            set_optimizer_state_dict(self.model, self.optimizer, by_name)
 
 
 def average_local_parts(
