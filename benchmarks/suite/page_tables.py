@@ -185,7 +185,7 @@ def several_gpus_networks() -> str:
 
 def several_gpus_steps() -> str:
     """Training steps with parameters whole and divided among two GPUs."""
-    name = "sharding_steps_n320_h100x2.json"
+    name = "sharding_steps_n320_h200x2.json"
     return f"{_by_gpus(load(name), 'N320, 1024 channels')}\n\n{sources([FileFacts.of(name)])}"
 
 
