@@ -214,11 +214,9 @@ class GraphTransformerBaseBlock(nn.Module):
         else:
             check_structure(graph)
         if not isinstance(modules.attention, Refusal):
-            weight = self.lin_edge.weight
-            check_attributes(edge_attr, weight.shape[1])
-            if len(self.edge_pre_mlp):
-                check_dtype("edge_attr", edge_attr, like=weight)
             check_edges(modules.attention, x[1], structure, edge_attr)
+            if len(self.edge_pre_mlp):
+                check_dtype("edge_attr", edge_attr, like=modules.attention.edge.weight)
 
         def attend() -> Tensor:
             return x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)

@@ -216,6 +216,8 @@ def map_chunks(
 
 def is_chunked(graph: object) -> TypeGuard[tuple[Chunk, ...] | list[Chunk] | ShardInChunks]:
     """Return whether `graph` is chunked, a shard in chunks included."""
+    if isinstance(graph, GraphStructure):
+        return False
     return isinstance(graph, (tuple, list)) or bool(getattr(graph, "chunks", ()))
 
 

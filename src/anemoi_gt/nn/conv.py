@@ -18,13 +18,12 @@ from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import (
     both_sides,
-    check_dtype,
     check_features,
     check_nodes,
     stored_parameter,
 )
 from anemoi_gt.nn.plain import ATTENTION, PYG_LINEAR, why_not_plain
-from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
+from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges, sides_of
 from anemoi_gt.nn.sublayers import linear_parameters, warn_of_embedded_edges
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
@@ -291,28 +290,17 @@ class GraphTransformerConv(MessagePassing):
 
     def _sides(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (x_src, x_dst), checked."""
-        sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
-        if len(sides) != 2 or not all(isinstance(side, Tensor) for side in sides):
-            got = type(x).__name__
-            if isinstance(x, (tuple, list)):
-                got = ", ".join(type(side).__name__ for side in sides)
-            raise ValueError(f"x must be a tensor or a pair of tensors (x_src, x_dst), got ({got})")
-        for name, side, linear in zip(
-            ("x_src", "x_dst"), sides, (self.lin_key, self.lin_query), strict=True
+        x_src, x_dst = sides_of(x)
+        for name, side, linear in (
+            ("x_src", x_src, self.lin_key),
+            ("x_dst", x_dst, self.lin_query),
         ):
-            if side.dim() not in (2, 3):
-                raise ValueError(
-                    f"{name} must have shape [N, F] or [B, N, F], got {tuple(side.shape)}"
-                )
             channels = getattr(linear, "in_channels", None)  # None: an adapter, without PyG's name
-            like = stored_parameter(linear)
-            if channels == LAZY and side.shape[-1] == 0:
+            if channels == LAZY and isinstance(side, Tensor) and side.shape[-1] == 0:
                 raise ValueError(f"{name} must have at least one feature, got {tuple(side.shape)}")
-            if channels in (None, LAZY):
-                check_dtype(name, side, like)
-            else:
-                check_features(name, side, channels, like)
-        return sides
+            known = None if channels == LAZY else channels
+            check_features(name, side, known, stored_parameter(linear))
+        return x_src, x_dst
 
     def _edges(
         self, edge_index: Any, edge_attr: Tensor | None, num_nodes: tuple[int, int]
@@ -348,15 +336,16 @@ class GraphTransformerConv(MessagePassing):
         self, edge_attr: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return attributes, W_edge [heads * C, D] and an added bias, or embedded edges."""
-        if self.lin_edge is None:
+        linear = self.lin_edge
+        if linear is None:
             return None, None, None
         # lin_edge is not called, so the hook of PyG's lazy Linear, which does this, does not run
-        if isinstance(self.lin_edge._parameters.get("weight"), UninitializedParameter):
-            self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
-        embedding = linear_parameters(self.lin_edge, "lin_edge", PYG_LINEAR)
+        if type(linear._parameters.get("weight")) is UninitializedParameter:
+            linear.initialize_parameters(linear, (edge_attr,))
+        embedding = linear_parameters(linear, "lin_edge", PYG_LINEAR)
         if isinstance(embedding, Refusal):
             warn_of_embedded_edges(embedding.text)
-            return self._split_heads(self.lin_edge(edge_attr)), None, None
+            return self._split_heads(linear(edge_attr)), None, None
         return edge_attr, *embedding
 
     def _split_heads(self, features: Tensor) -> Tensor:
@@ -366,9 +355,10 @@ class GraphTransformerConv(MessagePassing):
         if not self.root_weight:
             return out
         skip = self.lin_skip(x_dst)
-        if self.lin_beta is None:
+        lin_beta = self.lin_beta
+        if lin_beta is None:
             return out + skip
-        gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
+        gate = lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
         return gate * skip + (1 - gate) * out
 
     def _why_messages(self) -> Refusal | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.kernel_config import KernelConfig
+from anemoi_gt.nn.input_validation import check_attributes
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import why_not_plain_tensor
@@ -77,6 +78,7 @@ class BlockModules(NamedTuple):
         `refused` are the caller's refusals of its sub-layers; None if there is none.
         """
         refused_attention, refused_feed_forward, refused_sources = refused
+        children = block._modules
         attention: AttentionModules | Refusal
         if refused_attention is not None:
             attention = refused_attention
@@ -88,15 +90,17 @@ class BlockModules(NamedTuple):
         if refused_feed_forward is not None:
             feed_forward = refused_feed_forward
         else:
-            norm = ("layer_norm_mlp_dst", block.layer_norm_mlp_dst)
-            modules = read_network(block.node_dst_mlp, computation, "node_dst_mlp", norm_in=norm)
+            norm = ("layer_norm_mlp_dst", children.get("layer_norm_mlp_dst"))
+            mlp = children.get("node_dst_mlp")
+            modules = read_network(mlp, computation, "node_dst_mlp", norm_in=norm)
             feed_forward = for_call(modules, x, cond)
         sources: NetworkModules | Refusal = NO_SOURCES
         if refused_sources is not None:
             sources = refused_sources
-        elif getattr(block, "update_src_nodes", False):
-            norm = ("layer_norm_mlp_src", block.layer_norm_mlp_src)
-            modules = read_network(block.node_src_mlp, computation, "node_src_mlp", norm_in=norm)
+        elif block.__dict__.get("update_src_nodes", False):  # of a mapper
+            norm = ("layer_norm_mlp_src", children.get("layer_norm_mlp_src"))
+            mlp = children.get("node_src_mlp")
+            modules = read_network(mlp, computation, "node_src_mlp", norm_in=norm)
             sources = for_call(modules, x, cond)
         return cls(attention, feed_forward, sources)
 
@@ -347,11 +351,12 @@ def check_edges(
 ) -> None:
     """Raise ValueError as `edge_attention` would, for destinations and attributes of a graph."""
     weight, bias = modules.edge
-    device = graph.device
     if not torch.compiler.is_compiling():  # sizes may be symbolic, and do not compare as tuples
+        device = graph.device
         shape = (graph.num_edges, weight.shape[1])
         if (
-            edge_attr.shape in (shape, (*x_dst.shape[:-2], *shape))
+            isinstance(edge_attr, Tensor)
+            and edge_attr.shape in (shape, (*x_dst.shape[:-2], *shape))
             and edge_attr.is_floating_point()
             and x_dst.is_floating_point()
             and x_dst.shape[-2] == graph.num_dst
@@ -359,6 +364,7 @@ def check_edges(
             and (bias is None or bias.device == device)
         ):
             return
+    check_attributes(edge_attr, weight.shape[1])
     heads = (modules.heads, weight.shape[0] // modules.heads)
     # one element, expanded: shapes and dtypes are checked, and nothing is allocated
     query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)

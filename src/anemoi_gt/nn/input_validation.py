@@ -9,18 +9,21 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import check_shape, have_size
 
 
-def stored_parameter(linear: nn.Module) -> Tensor:
-    """Return a tensor that a linear map of any class holds, in the dtype of its weights.
+def stored_parameter(module: nn.Module) -> Tensor | None:
+    """Return a tensor that a linear map or network of any class holds, in the dtype of its weights.
 
     Checks do not read `linear.weight`: adapters may have none, and a parametrised one is computed
-    at each access, where spectral norm takes a step of its power iteration.
+    at each access, where spectral norm takes a step of its power iteration. None without one, as in
+    a quantised module.
     """
-    parameter = linear._parameters.get("weight")
-    if parameter is None:
-        parameter = next(linear.parameters(), None)
-    if parameter is None:  # replicas of DataParallel hold plain tensors
-        return linear.weight  # type: ignore[return-value]  # no submodule
-    return parameter
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():  # `parameters()` takes ten times as long
+        parameter = None if child is None else stored_parameter(child)
+        if parameter is not None:
+            return parameter
+    return module.__dict__.get("weight")  # replicas of DataParallel hold plain tensors
 
 
 def features_of_input(linear: nn.Module) -> int | None:
@@ -31,10 +34,18 @@ def features_of_input(linear: nn.Module) -> int | None:
     return features
 
 
-def check_features(name: str, features: Tensor, channels: int, like: Tensor | None) -> None:
-    """Raise unless `features` is [N, channels] or [B, N, channels], in a dtype fit for `like`."""
-    wanted = f"[N, {channels}] or [B, N, {channels}]"
-    check_shape(name, features, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == channels)
+def check_features(name: str, features: Tensor, channels: int | None, like: Tensor | None) -> None:
+    """Raise unless `features` is [N, channels] or [B, N, channels], in a dtype fit for `like`.
+
+    None is any number of channels.
+    """
+    number = "F" if channels is None else channels
+    check_shape(
+        name,
+        features,
+        f"[N, {number}] or [B, N, {number}]",
+        lambda x: x.dim() in (2, 3) and (channels is None or x.shape[-1] == channels),
+    )
     check_dtype(name, features, like)
 
 
@@ -42,7 +53,7 @@ def check_dtype(name: str, features: Tensor, like: Tensor | None) -> None:
     """Raise unless `features` is floating point, and float64 if and only if weights `like` are."""
     if not features.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {features.dtype}; cast it first")
-    if like is None:  # a module without parameters of its own, as a quantised one
+    if like is None:
         return
     if (features.dtype == torch.float64) != (like.dtype == torch.float64):
         raise ValueError(
@@ -63,7 +74,7 @@ def both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
     return sides
 
 
-def check_sides(x: tuple, channels: tuple[int, int], like: Tensor) -> tuple:
+def check_sides(x: tuple, channels: tuple[int, int], like: Tensor | None) -> tuple:
     """Return (x_src, x_dst) as a tuple; raise unless both have these channels.
 
     Each is a tensor or a tuple of its columns.
@@ -77,7 +88,9 @@ def check_sides(x: tuple, channels: tuple[int, int], like: Tensor) -> tuple:
     return tuple(x)
 
 
-def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: Tensor) -> None:
+def _check_columns(
+    name: str, columns: tuple[Tensor, ...], channels: int, like: Tensor | None
+) -> None:
     """Raise unless `columns`, [N, F] or [B, N, F] of the same nodes, have `channels` in all."""
     shapes = [
         tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in columns
@@ -98,12 +111,16 @@ def check_nodes(graph: GraphStructure, x_src: Tensor, x_dst: Tensor) -> None:
     """Raise unless both sides have one row per node of the graph and the same batch."""
     check_batch(x_src, x_dst)
     names = ("x", "x") if x_src is x_dst else ("x_src", "x_dst")
-    sizes = ("source", graph.num_src), ("destination", graph.num_dst)
-    for name, x, (kind, number) in zip(names, (x_src, x_dst), sizes, strict=True):
-        if not have_size(x.shape[-2], number):
-            raise ValueError(
-                f"{name} must have {number} rows, one per {kind} of the graph, got {tuple(x.shape)}"
-            )
+    if not have_size(x_src.shape[-2], graph.num_src):
+        raise _wrong_rows(names[0], x_src, "source", graph.num_src)
+    if not have_size(x_dst.shape[-2], graph.num_dst):
+        raise _wrong_rows(names[1], x_dst, "destination", graph.num_dst)
+
+
+def _wrong_rows(name: str, x: Tensor, kind: str, number: int) -> ValueError:
+    return ValueError(
+        f"{name} must have {number} rows, one per {kind} of the graph, got {tuple(x.shape)}"
+    )
 
 
 def check_batch(x_src: Tensor, x_dst: Tensor) -> None:

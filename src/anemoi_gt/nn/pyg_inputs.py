@@ -10,6 +10,17 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernel_config import KernelConfig
 
 
+def sides_of(x: Any) -> tuple[Tensor, Tensor]:
+    """Return (x_src, x_dst) of a tensor or a pair of tensors, whose shapes are not checked."""
+    if not isinstance(x, (tuple, list)):
+        return x, x
+    if len(x) != 2:
+        raise ValueError(
+            f"x must be a tensor or a pair of tensors (x_src, x_dst), got {len(x)} elements"
+        )
+    return x[0], x[1]
+
+
 def read_edges(
     edges: Any, edge_attr: Tensor | None, num_nodes: tuple[int, int], config: KernelConfig
 ) -> tuple[GraphStructure, Tensor | None]:

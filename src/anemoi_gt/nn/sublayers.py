@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
-from anemoi_gt.ops.activations import ACTIVATION_NAMES
+from anemoi_gt.ops.activations import ACTIVATION_NAMES, KINDS
 from anemoi_gt.ops.backend import Backend, Dtypes
 from anemoi_gt.ops.backends import choose_backend
-from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
+from anemoi_gt.ops.dtypes import autocast_is_active
 from anemoi_gt.ops.tensors import (
     AttentionOptions,
     AttentionTensors,
@@ -72,7 +72,11 @@ ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge"
 
 def dtypes_of(x: Tensor) -> Dtypes:
     """Return the dtypes of a layer on features like x."""
-    return Dtypes(autocast_dtype(x), autocast_is_active(x.device.type))
+    device_type, dtype = x.device.type, x.dtype
+    is_autocast = autocast_is_active(device_type)
+    if is_autocast and dtype is not DOUBLE:  # as `autocast_dtype`, which asks for the device again
+        dtype = torch.get_autocast_dtype(device_type)
+    return Dtypes(dtype, is_autocast)
 
 
 class Computation(NamedTuple):
@@ -204,15 +208,20 @@ class AttentionModules(NamedTuple):
         """Return the tensors of a call, as `fused_block.attention` takes them, but all as rows."""
         x_src, x_dst = x
         cond_src, cond_dst = cond
-        norm_src: Norm[Tensor] = Norm()
+        norm = self.norm.parameters
+        if cond_dst is not None:
+            norm = norm._replace(condition=cond_dst)
+        norm_src: Norm[Tensor] = NO_NORM
         if x_src is not None:
-            norm_src = self.norm_src.parameters._replace(condition=cond_src)
+            norm_src = self.norm_src.parameters
+            if cond_src is not None:
+                norm_src = norm_src._replace(condition=cond_src)
         return AttentionTensors(
             x_src=x_src,
             halo=halo,
             x_dst=x_dst,
             edge_attr=edge_attr,
-            norm=self.norm.parameters._replace(condition=cond_dst),
+            norm=norm,
             norm_src=norm_src,
             query=self.query,
             self_term=self.self_term,
@@ -387,10 +396,14 @@ def read_network(
     modules = layers._modules if isinstance(layers, nn.Module) else {}
     for key, module in modules.items():
         module_name = f"{layers_name}.{key}"
+        kind = type(module)
         # hasattr of what a module lacks takes longer than the rest of this loop
-        if type(module) is nn.Linear:
+        if kind is nn.Linear:
             linears[module_name] = module
             form += "m"
+        elif kind in KINDS:
+            activations[module_name] = module
+            form += "f"
         elif "gate_proj" in getattr(module, "_modules", ()):
             asked.append((module_name, module, GATED_LINEAR))
             gates[f"{module_name}.gate_proj"] = child_of(module, "gate_proj")
@@ -403,7 +416,8 @@ def read_network(
         else:
             activations[module_name] = module
             form += "f"
-    for linear_name, linear in (*gates.items(), *linears.items()):
+    linears = gates | linears  # gates come first
+    for linear_name, linear in linears.items():
         asked.append((linear_name, linear, LINEAR))
     for activation_name, activation in activations.items():
         asked.append((activation_name, activation, ACTIVATION))
@@ -433,7 +447,7 @@ def read_network(
     if len(names) != 1:
         raise cannot_fuse(f"its {layers_name} has several kinds of activations")
 
-    *values, out = read_linears(gates | linears)
+    *values, out = read_linears(linears)
     dtype = out.weight.dtype
     width = values[0].weight.shape[1]
     norm_of_input = NO_NORM_MODULE
@@ -444,7 +458,7 @@ def read_network(
     hidden = []
     for index in range(num_hidden):
         layer = Layer(NO_LAYER.gate, values[index])
-        if is_gated:  # gates come first
+        if is_gated:
             layer = Layer(values[index], values[num_hidden + index])
         shape = (layer.value.weight.shape[0], width)
         for linear in layer:
@@ -508,9 +522,10 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
     asked = _asked_of_norm(norm_dst, "layer_norm_attention")
     if norm_src is not norm_dst:
         asked += _asked_of_norm(norm_src, "layer_norm_attention_src")
-    linears = {name: modules.get(name) for name in ATTENTION_LINEARS}
-    for name, linear in linears.items():
-        asked.append((name, linear, LINEAR))
+    linears = {}
+    for name in ATTENTION_LINEARS:
+        linears[name] = modules.get(name)
+        asked.append((name, linears[name], LINEAR))
     # Anemoi's blocks have the flag, and norms only where it is set; ours have identities instead.
     has_head_norms = block.__dict__.get("qk_norm", True)
     for name in HEAD_NORMS if has_head_norms else ():
@@ -710,6 +725,7 @@ def _read_head_norms(
 def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
     """Return weight and bias of linear maps; `linears` are by name in the block."""
     read: list[Linear[Tensor]] = []
+    is_double = None
     for name, linear in linears.items():
         parameters = linear._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -720,7 +736,9 @@ def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
                 raise cannot_fuse(f"its {name} has no weight")
         read.append(Linear(weight, bias))
         # PyTorch multiplies no matrices of both, also not under autocast
-        if (weight.dtype is DOUBLE) != (read[0].weight.dtype is DOUBLE):
+        if is_double is None:
+            is_double = weight.dtype is DOUBLE
+        elif (weight.dtype is DOUBLE) != is_double:
             raise cannot_fuse(f"some of its {', '.join(linears)} are float64, and others are not")
     return read
 

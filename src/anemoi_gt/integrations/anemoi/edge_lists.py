@@ -529,22 +529,24 @@ def _is_stale(edge_index: Tensor) -> bool:
 
 
 def _fill(cache: EdgeCache, edge_index: Tensor, *, reverse: bool) -> None:
+    graph = cache.graph
+    if graph is not None and (graph.has_reverse or not reverse):
+        return
     # an inference tensor cannot be used by a later training step
     with (
         torch.inference_mode(mode=False),
         torch.no_grad(),
     ):
-        if cache.graph is None:
+        if graph is None:
             num_src, num_dst = cache.num_nodes
             if cache.batch > 1 and not _is_replicated(edge_index, cache.num_nodes, cache.batch):
                 cache.batch = 1
             one = edge_index[:, : edge_index.shape[1] // cache.batch]
             num_nodes = (num_src // cache.batch, num_dst // cache.batch)
-            cache.graph = GraphStructure.from_edge_index(
+            graph = GraphStructure.from_edge_index(
                 one, num_nodes, validate=cache.validate, reverse=False
             )
-        if reverse:
-            cache.graph = cache.graph.with_reverse()
+        cache.graph = graph.with_reverse() if reverse else graph
 
 
 def _structure_by_tensor(
