@@ -72,7 +72,7 @@ def run(block, group, num_edges=EDGES):
     x = x_dst if is_processor else (x_src, x_dst)
     nodes, out = block(x, edges, torch.stack(ends), shards_of(block, ranks), group)
     outputs = [nodes, out] if is_processor else [*nodes, out]
-    if not is_trainable(group):
+    if not (torch.is_grad_enabled() and is_trainable(group)):
         return dict(enumerate([y.detach() for y in outputs]))
     loss = sum((y.float().sin() * (i + 1)).sum() for i, y in enumerate(outputs))
     leaves = [x_dst, edges, *block.parameters()] + ([] if is_processor else [x_src])
@@ -98,7 +98,8 @@ def compare(max_error):
             with integration.install(backend="triton", fusion="sublayers"):
                 error = max_error(run(block, group), expected)
                 outcomes = {"error": error, "outcome": outcome(), "trainable": is_trainable(group)}
-            with integration.install(backend="triton"), torch.autocast("cpu", torch.bfloat16):
+            autocast = torch.autocast("cpu", torch.bfloat16)
+            with integration.install(backend="triton"), autocast, torch.no_grad():
                 for name, num_edges in (("many edges", EDGES), ("few edges", NODES)):
                     run(block, group, num_edges)
                     outcomes[name] = outcome()

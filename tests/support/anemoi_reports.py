@@ -11,7 +11,8 @@ import hydra  # noqa: F401
 import torch
 import torch_geometric.nn  # noqa: F401
 
-import anemoi_gt.nn  # noqa: F401
+import anemoi_gt.nn
+import anemoi_gt.ops.triton_backend  # noqa: F401
 from support.garbage import collect_seldom
 from support.interpreter import patch_interpreter
 
@@ -27,9 +28,10 @@ def run(folder, kind):
 
 
 if __name__ == "__main__":
-    collect_seldom()
     if not torch.cuda.is_available():
         patch_interpreter()
+    torch.compile(torch.sin, backend="eager")(torch.zeros(1))  # makes tables that forks share
+    collect_seldom()
     for argument in sys.argv[1:]:
         if argument in ("all", "minor"):
             kind = argument

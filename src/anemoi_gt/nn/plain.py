@@ -20,6 +20,7 @@ parameters of a class with one of its own.
 import dis
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import cache
 from types import BuiltinFunctionType, CodeType, ModuleType
 from typing import Any, NamedTuple
 
@@ -401,24 +402,34 @@ def _lookups(code: CodeType | None, names: dict) -> Iterator[tuple[dict, str]]:
     """Yield where code looks up names that are no modules: `F.linear` as ("linear", of F)."""
     if code is None:
         return
+    for dotted_name in _global_names(code):
+        namespace = names
+        for name in dotted_name:
+            if name not in namespace:  # a builtin function
+                break
+            if not isinstance(namespace[name], ModuleType):
+                yield namespace, name
+                break
+            namespace = vars(namespace[name])
+
+
+@cache  # reading bytecode is nine tenths of the time of `install`
+def _global_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return the global names in code with the attributes that follow: `F.linear` as ("F", "linear")."""
+    names: list[tuple[str, ...]] = []
     for constant in code.co_consts:  # functions within functions, and comprehensions
         if isinstance(constant, CodeType):
-            yield from _lookups(constant, names)
-    namespace = None
+            names += _global_names(constant)
+    is_continued = False
     for instruction in dis.get_instructions(code):
-        name = instruction.argval
         if instruction.opname == "LOAD_GLOBAL":
-            namespace = names
-        elif instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD") or namespace is None:
-            namespace = None
-            continue
-        if name not in namespace:  # a builtin function
-            namespace = None
-        elif isinstance(namespace[name], ModuleType):
-            namespace = vars(namespace[name])
+            names.append((instruction.argval,))
+            is_continued = True
+        elif is_continued and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names[-1] += (instruction.argval,)
         else:
-            yield namespace, name
-            namespace = None
+            is_continued = False
+    return tuple(names)
 
 
 def _why_replaced(namespace: dict[str, Any], name: str) -> str:
