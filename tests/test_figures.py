@@ -67,11 +67,10 @@ def test_map_draws_nothing_outside_its_frame(extension, name):
     assert all(0 <= float(coordinate) <= side for point in points for coordinate in point)
 
 
-@pytest.mark.parametrize("directive", ["Roofline", "Times"])
-def test_figures_of_results_use_only_colours_of_the_theme(extension, directive):
+def test_figures_of_results_use_only_colours_of_the_theme(extension):
     figures = extension("results_figures")
     results = json.loads((ROOT / "benchmarks" / "results" / "n320_h200.json").read_text())
-    html = getattr(figures, directive).html(None, results)
+    html = figures.Times.html(None, results)
     assert all(picture.get("aria-label") for picture in elements(f"<div>{html}</div>")["svg"])
     assert not re.search(r'(?:fill|stroke)="#', html)
     assert "peer0" in html
@@ -87,11 +86,3 @@ def test_every_figure_on_a_page_has_alternative_text(page):
         picture = (page.parent / name).read_text()
         written += [picture[picture.index("<desc") :].partition(">")[2].partition("<")[0]]
     assert all(len(words) > 20 for words in written), written
-
-
-def test_legend_of_the_roofline_has_complete_names(extension):
-    figures, path = extension("results_figures"), ROOT / "benchmarks" / "results" / "n320_h200.json"
-    results = json.loads(path.read_text())
-    names = re.findall(r"</svg>([^<]+)</span>", figures.legend(results))
-    assert names[:-1] == list(results["baselines"].values())
-    assert names[-1].startswith("copy, ")

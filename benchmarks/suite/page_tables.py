@@ -185,8 +185,24 @@ def several_gpus_networks() -> str:
 
 def several_gpus_steps() -> str:
     """Training steps with parameters whole and divided among two GPUs."""
-    name = "sharding_steps_n320_h200x2.json"
-    return f"{_by_gpus(load(name), 'N320, 1024 channels')}\n\n{sources([FileFacts.of(name)])}"
+    name, smaller = "sharding_steps_n320_h200x2.json", "sharding_steps_o192_h200x2.json"
+    steps = sharding.series(load(smaller))
+    whole, divided, captured, divided_captured = (
+        steps[f"anemoi_gt, step{form}"][2]
+        for form in (
+            "",
+            ", parameters divided",
+            ", CUDA graph",
+            ", parameters divided, CUDA graph",
+        )
+    )
+    table = _by_gpus(load(name), "N320, 1024 channels")
+    return (
+        f"{table}\n\n{sources([FileFacts.of(name)])}\n\nO192, 512 channels, two GPUs: "
+        f"{divided['ms']:.1f} ms divided, {whole['ms']:.1f} whole; replayed "
+        f"{divided_captured['ms']:.1f} and {captured['ms']:.1f}; {divided['peak_gb']:.1f} and "
+        f"{whole['peak_gb']:.1f} GB (`{smaller}`)."
+    )
 
 
 def _by_gpus(report: dict, what: str) -> str:
@@ -271,10 +287,7 @@ def forecasts() -> str:
     titles = {
         "apart, untouched, compiled whole and untouched": "untouched: compiled and eager",
         "apart, install and untouched": "`install` and untouched, both eager",
-        "apart, install, compiled whole and untouched": "`install` compiled, untouched eager",
-        "apart, install and install again": "`install`, repeated",
         "error, untouched": "error of the untouched forecast",
-        "error, install": "error of the forecast under `install`",
     }
     shown = [results["hours"].index(24 * day) for day in (1, 5, 10)]
     rows = []

@@ -1,27 +1,16 @@
-"""Plots of a results file as SVG: the roofline, and times as bars.
+"""Plots of a results file as SVG: times as bars, beside their lower bounds.
 
-In the roofline a point is a pass of a baseline on a problem: floating-point operations over
-compulsory bytes, and operations over run time. On the line, time is the lower bound: compulsory
-bytes over the speed of a copy in the same run.
-
-Text and marks have classes instead of colours; the documentation's theme defines them, and
-`as_file` does for a file that stands alone. Baselines differ by colour and by shape.
+Text and bars have classes instead of colours; the documentation's theme defines them, and `as_file`
+does for a file that stands alone.
 """
 
-from dataclasses import dataclass
-from itertools import product
-from math import log10
 from pathlib import Path
 
-from suite.problems import ATTENTION, PARTS, PASSES
+from suite.problems import PARTS
 from suite.table import figure, lower_bound_seconds
 
 LIGHT, DARK = "light", "dark"
-# text, axes, grid
-INK = {
-    LIGHT: ("#1a1a1a", "#5a5a5a", "#c4c4c4"),
-    DARK: ("#e6e6e6", "#a8a8a8", "#505050"),
-}
+INK = {LIGHT: "#1a1a1a", DARK: "#e6e6e6"}
 # Okabe and Ito; the same on both grounds
 COLOURS = (
     "#0072B2",
@@ -31,17 +20,6 @@ COLOURS = (
     "#56B4E9",
     "#E69F00",
 )
-MARKS = (  # around 0, one for each baseline
-    "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0z",
-    "M0,-6.5L6.5,0L0,6.5L-6.5,0z",
-    "M-5,-5H5V5H-5z",
-    "M0,-6L6,5H-6z",
-    "M0,6L6,-5H-6z",
-    "M-2,-6H2V-2H6V2H2V6H-2V2H-6V-2H-2z",
-    "M-6,-4L-4,-6L0,-2L4,-6L6,-4L2,0L6,4L4,6L0,2L-4,6L-6,4L-2,0z",
-)
-PANEL = (340, 270)  # of the roofline, in SVG units
-MARGIN = {"left": 46, "right": 10, "top": 30, "bottom": 42}
 # Sizes of a bar plot in SVG units.
 BAR = 18  # thickness of a bar
 GAP = 20  # between groups of bars
@@ -49,37 +27,6 @@ NAMES = 86  # width of the names, left of the bars
 ENDS = 104  # width of the figures, right of the bars
 WIDE = 460  # width of the plot
 TOP = 64  # of the first bar, below title and legend
-
-
-@dataclass(frozen=True)
-class LogAxis:
-    """A logarithmic axis: `low` lies at `start`, `high` at `end`, in SVG units."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        """Return the position of a value."""
-        fraction = log10(value / self.low) / log10(self.high / self.low)
-        return self.start + (self.end - self.start) * fraction
-
-    def ticks(self) -> list[float]:
-        """1, 2 and 5 times the powers of ten in range."""
-        candidates = [step * 10.0**power for power in range(-6, 7) for step in (1, 2, 5)]
-        return [value for value in candidates if self.low <= value <= self.high]
-
-
-def roofline(results: dict) -> list[str]:
-    """Return a panel per pass and number of channels; raise ValueError like `drawn`."""
-    problems = drawn(results)
-    widths = sorted({facts["channels"] for facts in problems.values()}, reverse=True)
-    panels = []
-    for kind, width in product(ATTENTION, widths):
-        shown = {name: facts for name, facts in problems.items() if facts["channels"] == width}
-        panels.append(_roofline_panel(results, shown, kind))
-    return panels
 
 
 def bars(results: dict) -> str:
@@ -132,13 +79,12 @@ def write(svg: str, path: Path) -> None:
 
 def as_file(svg: str, theme: str) -> str:
     """Return a plot with the colours of a theme, as a separate file."""
-    text, dim, grid = INK[theme]
+    text = INK[theme]
     baselines = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate((*COLOURS, text)))
     style = (
         f"<style>svg{{font-family:system-ui,-apple-system,'Segoe "
         f"UI',Arial,sans-serif}}text{{fill:{text}}}"
-        f".dim{{fill:{dim}}}.grid{{stroke:{grid};fill:none}}"
-        f".line,.floor{{stroke:{text};fill:none;stroke-width:1.6}}{baselines}</style>"
+        f".floor{{stroke:{text};fill:none;stroke-width:1.6}}{baselines}</style>"
     )
     head, end, rest = svg.partition(">")
     return f"{head}{end}{style}{rest}\n"
@@ -160,17 +106,6 @@ def drawn(results: dict) -> dict[str, dict]:
     return problems
 
 
-def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, float, float]]:
-    """Return baseline, problem, operations per byte and Tflop/s of every measurement."""
-    measured = []
-    for name, facts in problems.items():
-        flops = facts["flops"][kind]
-        intensity = flops / facts["bytes"][kind]
-        for baseline, ms in _times(results, name, kind).items():
-            measured.append((baseline, name, intensity, flops / (1e9 * ms)))
-    return measured
-
-
 def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
     """Return the median milliseconds of each baseline that was timed."""
     medians = {}
@@ -178,72 +113,6 @@ def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
         if (line["problem"], line["pass"]) == (problem, kind) and "median_ms" in line:
             medians[line["baseline"]] = line["median_ms"]
     return {baseline: medians[baseline] for baseline in results["baselines"] if baseline in medians}
-
-
-def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
-    measured = points(results, problems, kind)
-    copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
-    intensity = {
-        name: facts["flops"][kind] / facts["bytes"][kind] for name, facts in problems.items()
-    }
-    width, height = PANEL
-    x = LogAxis(
-        min(intensity.values()) / 1.8,
-        max(intensity.values()) * 1.5,
-        MARGIN["left"],
-        width - MARGIN["right"],
-    )
-    lowest = min((speed for *_, speed in measured), default=copy * x.low)
-    y = LogAxis(
-        min(lowest, copy * x.low) / 1.5,
-        copy * x.high * 1.2,
-        height - MARGIN["bottom"],
-        MARGIN["top"],
-    )
-    shapes = [_axes(x, y)]
-    shapes.append(
-        f'<path class="line" d="M{x.start},{y(copy * x.low):.1f}L{x.end},{y(copy * x.high):.1f}"/>'
-    )
-    for name, value in intensity.items():
-        across, roof = x(value), y(copy * value)
-        shapes.append(
-            f'<path class="grid" d="M{across:.1f},{roof:.1f}V{y.start}" stroke-dasharray="3 3"/>'
-        )
-        shapes.append(words(across - 5, roof - 5, name.split("-")[0], "end", size=12))
-    for baseline, name, value, speed in measured:
-        share = speed / (copy * value)
-        about = f"{results['baselines'][baseline]}, {name}: {share:.0%} of copy bandwidth"
-        shapes.append(_mark(results, baseline, x(value), y(speed), about))
-    title = f"{PASSES[kind]}, {next(iter(problems.values()))['channels']} channels"
-    shapes.append(words(MARGIN["left"], 16, title, size=13))
-    label = f"Roofline, {title}. " + "; ".join(
-        f"{results['baselines'][baseline]} on {name}: {speed:.2g} TFLOP/s"
-        for baseline, name, _, speed in measured
-    )
-    return canvas(*PANEL, f"{label}; line: {copy:.3g} TB/s", "".join(shapes))
-
-
-def _axes(x: LogAxis, y: LogAxis) -> str:
-    shapes = [f'<path class="grid" d="M{x.start},{y.end}V{y.start}H{x.end}"/>']
-    shapes += [
-        words(x(value), y.start + 16, f"{value:g}", "middle", "dim", 12) for value in x.ticks()
-    ]
-    shapes += [
-        words(x.start - 6, y(value) + 4, f"{value:g}", "end", "dim", 12) for value in y.ticks()
-    ]
-    shapes.append(
-        words(
-            (x.start + x.end) / 2,
-            y.start + 34,
-            "operations per compulsory byte",
-            "middle",
-            "dim",
-            12,
-        )
-    )
-    middle = (y.start + y.end) / 2
-    label = words(12, middle, "TFLOP/s", "middle", "dim", 12)
-    return "".join(shapes) + f'<g transform="rotate(-90 12 {middle})">{label}</g>'
 
 
 def _bar(results: dict, baseline: str, top: float, scale: float, times: dict) -> str:
@@ -268,12 +137,6 @@ def _legend(results: dict, width: float, y: float) -> str:
         shapes.append(words(x + 19, y, name, size=14))
         x += 40 + 8.2 * len(name)
     return "".join(shapes)
-
-
-def _mark(results: dict, baseline: str, x: float, y: float, about: str) -> str:
-    i = list(results["baselines"]).index(baseline)
-    attributes = f'class="peer{i}" transform="translate({x:.1f},{y:.1f})" d="{MARKS[i]}"'
-    return f"<path {attributes}><title>{about}</title></path>"
 
 
 def words(

@@ -1,8 +1,5 @@
 """Sphinx extension: plots of results files, made at build time, in theme colours.
 
-```{roofline} n320_h200.json
-```
-
 ```{times} n320_h200.json
 ```
 
@@ -41,36 +38,6 @@ class ResultsFigure(SphinxDirective):
         return [json.loads(path.read_text()) for path in paths]
 
 
-class Roofline(ResultsFigure):
-    """`roofline`: a panel for each pass and number of channels."""
-
-    def html(self, results: dict) -> str:
-        """The panels and their legend."""
-        panels = "".join(plot.roofline(results))
-        return f'<div class="figure-svg results-figure">{panels}</div>{legend(results)}'
-
-
-def legend(results: dict) -> str:
-    """Return roofline marks with full baseline names, as page text, which wraps."""
-    marks = [
-        f'<path class="peer{place}" d="{plot.MARKS[place]}"/>'
-        for place in range(len(results["baselines"]))
-    ]
-    names = list(results["baselines"].values())
-    copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
-    entries = zip(
-        [*marks, '<path class="line" d="M-8,0h16"/>'],
-        [*names, f"copy, {copy:.3g} TB/s"],
-        strict=True,
-    )
-    items = "".join(
-        '<span><svg viewBox="-8 -8 16 16" role="img" aria-label="mark of '
-        f'{name}">{mark}</svg>{name}</span>'
-        for mark, name in entries
-    )
-    return f'<div class="figure-svg legend-row">{items}</div>'
-
-
 class Times(ResultsFigure):
     """`times`: forward and backward of the parts of a model as bars."""
 
@@ -89,7 +56,6 @@ class Sharding(ResultsFigure):
 
 def setup(app):
     """Register the directives."""
-    app.add_directive("roofline", Roofline)
     app.add_directive("times", Times)
     app.add_directive("sharding", Sharding)
     return {"parallel_read_safe": True}
