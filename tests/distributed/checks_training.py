@@ -191,7 +191,7 @@ def a_checkpoint_of_all_ranks_is_read_on_any_number_of_ranks(group, verdict):
     folder = shared_folder(group) / "last"
     with pytest.raises(FileNotFoundError, match="must be a checkpoint in .*last, found none"):
         load_checkpoint(folder, {}, {}, group)
-    shapes = [(1, 1), (1, 2), (1, 3), (2, 2)]
+    shapes = [(1, 1), (1, 3), (2, 2)]
     members = {shape: dist.new_group(range(shape[0] * shape[1])) for shape in fitting(*shapes)}
     for divided in (False, True):  # the second checkpoint replaces the first
         state, shard = trained_state(mesh_of(1, dist.get_world_size()), divided=divided)
@@ -205,7 +205,7 @@ def a_checkpoint_of_all_ranks_is_read_on_any_number_of_ranks(group, verdict):
                 whole[kind, name] = whole_tensor(value)
         moments_of_tables = {("exp_avg", name) for name in shard.tables}
         verdict.that(moments_of_tables < set(whole), "tables must have moments")
-        for shape, mesh in meshes_with_this_rank(*(shapes[2:4] if divided else shapes)):
+        for shape, mesh in meshes_with_this_rank(*(shapes[2:] if divided else shapes)):
             # of whole parameters into divided ones, and the other way round
             state, shard = trained_state(mesh, divided=not divided)
             for tensor in tensors_of(state).values():

@@ -48,10 +48,10 @@ ARGUMENTS = [
     "training.valid_every=8",
     "training.log_every=1",
     "hydra.run.dir=run",
-    "model.mapper_chunks=3",
+    "model.mapper_chunks=2",
+    "model.channels=32",
+    "model.num_layers=1",
 ]
-# Small enough to be fast: a rank fails before a certain step, not after a certain time.
-SMALL_MODEL = ("model.channels=32", "model.num_layers=1")
 PATIENCE = 120  # s, on a busy machine
 BUSY = 10.0  # s, for processes to end on a busy machine
 TIMEOUT = 10.0  # s, of collectives
@@ -191,7 +191,7 @@ def test_only_one_rank_shows_the_progress_bar_which_counts_steps(continued):
 
 def started_on_two_hosts(hosts, folder, name, *arguments):
     """Start a rank on each of two hosts, enter them in `hosts`, and return them once the run has records."""
-    options = (*SMALL_MODEL, "training.device=cpu", f"hydra.run.dir={name}", *arguments)
+    options = ("training.device=cpu", f"hydra.run.dir={name}", *arguments)
     started = [
         hosts.enter_context(torchrun(folder, 1, *options, host=host)) for host in two_hosts()
     ]
@@ -255,7 +255,7 @@ def test_a_job_in_the_folder_of_another_run_is_refused_on_all_ranks_with_one_mes
     run = folder / "owned"
     run.mkdir()
     options = ("sharding=edges", "sharding.model=2", f"hydra.run.dir={run}", "resume=true")
-    with own(run), torchrun(folder, 2, *SMALL_MODEL, *options) as process:
+    with own(run), torchrun(folder, 2, *options) as process:
         status, output = finish(process)
         files = {path.name for path in run.iterdir()}
     assert status != 0, output
@@ -314,7 +314,6 @@ def failing(folder, kind, restarts, *arguments, rank=1):
     script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, str(rank), "10"]
     options = [
         *OF_TWO_RANKS,
-        *SMALL_MODEL,
         "sharding=edges",
         "sharding.model=2",
         f"hydra.run.dir={run}",

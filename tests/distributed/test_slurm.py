@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.pages import ROOT, blocks
 
-from distributed.test_application import ARGUMENTS, PATIENCE, SMALL_MODEL, steps_in
+from distributed.test_application import ARGUMENTS, PATIENCE, steps_in
 
 pytestmark = pytest.mark.ranks
 
@@ -59,7 +59,6 @@ def start(tmp_path):
         " ".join(
             [
                 *ARGUMENTS,
-                *SMALL_MODEL,
                 f"training.steps={STEPS}",
                 "sharding=edges",
                 "sharding.model=2",

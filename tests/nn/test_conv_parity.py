@@ -1,10 +1,9 @@
 """GraphTransformerConv against PyG's TransformerConv: the same parameters give the same numbers."""
 
-from itertools import product
-
 import pytest
 import torch
 from support.differentiate import differentiate
+from support.pairwise import pairwise
 from support.refusals import raises, refused
 from support.same_numbers import assert_same
 from torch_geometric.nn import TransformerConv
@@ -15,9 +14,10 @@ SRC = 9
 DST = 7
 EDGES = 40
 FLAGS = (False, True)
-NAMES = ("heads", "concat", "beta", "edge_dim", "bias", "root_weight")
-VALUES = product((1, 3), FLAGS, FLAGS, (None, 5), FLAGS, FLAGS)
-OPTIONS = [dict(zip(NAMES, values, strict=True), dropout=0.4) for values in VALUES]
+OF_EACH_PAIR = pairwise(
+    heads=(1, 3), concat=FLAGS, beta=FLAGS, edge_dim=(None, 5), bias=FLAGS, root_weight=FLAGS
+)
+OPTIONS = [{**options, "dropout": 0.4} for options in OF_EACH_PAIR]
 
 
 def name_of(options):

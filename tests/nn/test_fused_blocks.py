@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from support.backward_graph import sublayers_of_backward
-from support.nightly import nightly
 from support.operators import Operators
 from torch import nn
 from torch._dynamo.testing import EagerAndRecordGraphs
@@ -128,8 +127,7 @@ def test_errors_are_at_most_three_times_separate_operators(kind, batch, num_chun
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dynamic", (False, *nightly((True,))))
+@pytest.mark.parametrize(("kind", "dynamic"), [("processor", True), ("mapper", False)])
 def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
     torch.compiler.reset()
     block, *inputs = make(kind, (2,))

@@ -36,7 +36,7 @@ BLOCK_SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def anemoi_is_known():
     recognise_modules()
     yield

@@ -96,15 +96,6 @@ def test_activation_checkpointing_gives_the_same_bits_with_dropout(problem_and_g
     assert_same(*gradients, 0)
 
 
-def test_double_backward_raises(problem_and_graph, backend):
-    problem, graph = problem_and_graph()
-    leaves = leaves_of(problem, graph)
-    out, _ = edge_attention(**leaves, graph=graph, config=KernelConfig(backend))
-    (gradient,) = torch.autograd.grad(out.square().sum(), leaves["query"], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize("form", ["raw", "embedded"])
 def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_graph, backend, form):
     problem, graph = problem_and_graph(form=form)
@@ -121,15 +112,11 @@ def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_gra
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("form", ["raw", "none"])
+@pytest.mark.parametrize("form", ["raw", "embedded", "none"])
 def test_compiled_attention_equals_eager_and_never_recompiles(form, backend, kernel_device):
     cases = []
     # no two sizes are equal
-    for num_src, num_dst, num_edges in (
-        (7, 11, 29),
-        (13, 5, 37),
-        (19, 17, 23),
-    ):
+    for num_src, num_dst, num_edges in ((7, 11, 29), (19, 17, 23)):
         edge_index = torch.stack(
             [torch.arange(num_edges) % num_src, torch.arange(num_edges) * 3 % num_dst]
         )

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from support.differentiate import differentiate
+from support.oracle import make_problem
+from support.run import attend
 from support.same_numbers import assert_same
 
 from anemoi_gt import GraphStructure, KernelConfig, edge_attention
@@ -70,6 +72,23 @@ def test_result_and_gradients_do_not_depend_on_the_sizes(monkeypatch, sizes, edg
             edge_attention_torch if hasattr(edge_attention_torch, name) else reference, name, size
         )
     assert_same(differentiate(attention, inputs, attention), expected, 1e-12)
+
+
+def test_results_are_bitwise_reproducible_for_any_number_of_threads():
+    """A node with a third of the edges would be summed in another order."""
+    edge_index = torch.randint(39, (2, 1000), generator=torch.Generator().manual_seed(0))
+    edge_index[1, ::3], edge_index[0, 1::3] = 3, 5
+    edges = (edge_index, (40, 40))
+    threads, graph = torch.get_num_threads(), GraphStructure.from_edge_index(*edges)
+    problem = make_problem(edges, 4, 16, 5)
+    try:
+        results = [
+            torch.set_num_threads(number) or attend(problem, graph, "torch") for number in (1, 1, 2)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(results[1], results[0], 0)
+    assert_same(results[2], results[0], 0)
 
 
 def test_logits_that_overflow_leave_no_nan():

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from anemoi_gt import GraphStructure, KernelConfig, edge_attention, nn
-from anemoi_gt.nn import split_destinations
 from support.differentiate import differentiate, randomise
 from support.run import leaves_of
 from support.same_numbers import assert_same
@@ -51,18 +50,6 @@ BLOCK = {
     "num_heads": HEADS,
     "edge_dim": DIM,
 }
-STACK = {
-    "num_channels": CHANNELS,
-    "num_heads": HEADS,
-    "edge_dim": DIM,
-    "mlp_hidden_ratio": 1,
-    "dropout": 0.3,
-}
-MAPPER = STACK | {
-    "in_channels_src": CHANNELS,
-    "in_channels_dst": CHANNELS,
-    "gradient_checkpointing": True,
-}
 LAYERS = {  # makers by name
     "conv": partial(
         nn.GraphTransformerConv, CHANNELS, CHANNELS, heads=HEADS, edge_dim=DIM, beta=True
@@ -72,13 +59,6 @@ LAYERS = {  # makers by name
         nn.GraphTransformerProcessorBlock, **BLOCK, qk_norm=True, dropout=0.3
     ),
     "mapper_block": partial(nn.GraphTransformerMapperBlock, **BLOCK, update_src_nodes=True),
-    "processor_in_groups": partial(
-        nn.GraphTransformerProcessor, **STACK, num_layers=2, checkpoint_groups=1
-    ),
-    "forward_mapper_in_chunks": partial(nn.GraphTransformerForwardMapper, **MAPPER),
-    "backward_mapper_in_chunks": partial(
-        nn.GraphTransformerBackwardMapper, **MAPPER, out_channels_dst=5
-    ),
 }
 
 
@@ -96,14 +76,13 @@ def make_layer(name, backend="torch", device="cpu", **options):
 
 
 def sample_for(name, sizes, device="cpu"):
-    """Return a sample with a graph for a layer: square for processors, in chunks for chunked mappers."""
+    """Return a sample with a graph for a layer: square for processors."""
     num_src, num_dst, num_edges, samples = sizes
     is_square = name.startswith("processor")
     if is_square:
         num_src = num_dst
     edge_index = make_edges(num_src, num_dst, num_edges)
-    # sorted, so that it can be split into chunks
-    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
+    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]  # as the edges of a model
     graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst))
     generator = torch.Generator().manual_seed(num_edges)
     shapes = {
@@ -116,8 +95,6 @@ def sample_for(name, sizes, device="cpu"):
     tensors = {}
     for part, shape in shapes.items():
         tensors[part] = torch.randn(shape, generator=generator).to(device)
-    if name.endswith("chunks"):
-        graph = split_destinations(graph, 2)
     return Sample(graph, tensors)
 
 

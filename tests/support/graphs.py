@@ -51,7 +51,7 @@ GRAPHS = {
 }
 
 
-def crowd(num_src, num_dst, to=None, of=None, edges=32):
+def crowd(num_src, num_dst, to=None, of=None, edges=16):
     """Draw random edges, most of them `to` one destination and `of` one source."""
     generator = torch.Generator().manual_seed(edges)
     ends = [torch.randint(nodes, (edges,), generator=generator) for nodes in (num_src, num_dst)]
@@ -61,14 +61,15 @@ def crowd(num_src, num_dst, to=None, of=None, edges=32):
     return torch.stack(ends)[:, torch.randperm(edges, generator=generator)], (num_src, num_dst)
 
 
+# of nodes with more than four edges
 HUBS = {
     "destination": crowd(7, 9, to=3),
     "source": crowd(7, 9, of=2),
     "both": crowd(5, 4, to=3, of=0),
-    "several": crowd(3, 4, edges=44),
-    "first, others isolated": (torch.stack([torch.arange(26) % 5, torch.zeros(26).long()]), (5, 6)),
+    "several": crowd(3, 4, edges=22),
+    "first, others isolated": (torch.stack([torch.arange(13) % 5, torch.zeros(13).long()]), (5, 6)),
     "ends with a block": (
-        torch.stack([torch.arange(36) % 3, (torch.arange(36) - 3).clamp_min(0) // 11]),
+        torch.stack([torch.arange(18) % 3, (torch.arange(18) - 1).clamp_min(0) // 6]),
         (3, 4),
     ),
 }

@@ -11,6 +11,7 @@ It spends most of its time on work that it repeats:
 * It builds its table of dtypes for each value.
 * It checks and wraps the shape of each value, although a kernel has only a few shapes.
 * Before each operation it copies both operands to their common shape, which NumPy does by itself.
+* It passes each operation through six functions that look at types, although most operands match.
 """
 
 import inspect
@@ -26,6 +27,9 @@ from triton.runtime import interpreter
 FLOATS = {"fp32": "float32", "fp64": "float64"}
 # Triton's names of dtypes whose operations need no cast, and where `triton.language` has them
 NAMES = FLOATS | {"int32": "int32", "int64": "int64"}
+ARITHMETIC = {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
+COMPARISONS = {"__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater}
+COMPARISONS |= {"__ge__": np.greater_equal, "__eq__": np.equal}
 
 
 def round_to_nearest() -> None:
@@ -85,7 +89,58 @@ def builtins_of(owner) -> dict:
             # A partial function, which is faster, does not bind the value whose method it is.
             bind = as_method if inspect.isclass(owner) else partial
             direct[name] = bind(function, _semantic=interpreter.interpreter_semantic)
+    if owner is core.tensor:
+        for name, compute in (ARITHMETIC | COMPARISONS).items():
+            direct[name] = computed_at_once(direct[name], compute, name in COMPARISONS)
+        direct["__getitem__"] = expanded_at_once(direct["__getitem__"])
     return direct
+
+
+def expanded_at_once(method):
+    """Return a method of a value that leaves to `method` only indices of other dimensions than of size 1."""
+
+    def expand(value, index):
+        if type(index) is not tuple or not value.type.is_block() or index.count(None) == 0:
+            return method(value, index)
+        data = value.handle.data[index]
+        return core.tensor(
+            interpreter.TensorHandle(data, value.dtype),
+            core.block_type(value.dtype, list(data.shape)),
+        )
+
+    return expand
+
+
+def computed_at_once(method, compute, gives_bool):
+    """Return a method of a value that leaves to `method` only operands whose dtypes or shapes do not match."""
+    numbers = {}
+
+    def operate(lhs, rhs):
+        kind = lhs.type
+        name = lhs.dtype.name
+        if type(rhs) is core.tensor:
+            other = rhs.type
+            if other is not kind and other.is_block():
+                if kind.is_block() and kind.lengths != other.lengths:
+                    return method(lhs, rhs)
+                kind = other
+            number = rhs.handle.data
+            if rhs.dtype.name != name or name not in NAMES:
+                if not (compute is np.add and need_no_cast(lhs, rhs, (True,))):
+                    return method(lhs, rhs)
+                handle = interpreter.interpreter_builder.create_addptr(lhs.handle, rhs.handle)
+                return core.tensor(handle, kind.with_element_ty(lhs.dtype))
+        elif takes_dtype(rhs, lhs):
+            key = (rhs, name)
+            if key not in numbers:
+                numbers[key] = np.array([rhs], NAMES[name])
+            number = numbers[key]
+        else:
+            return method(lhs, rhs)
+        handle = interpreter.TensorHandle(compute(lhs.handle.data, number), lhs.dtype)
+        return core.tensor(handle, kind.with_element_ty(core.int1) if gives_bool else kind)
+
+    return operate
 
 
 def as_method(function, **fixed):
@@ -115,8 +170,16 @@ def keep_shapes() -> None:
             known[key] = block.shape, block.numel, value
         block.element_ty = element_ty
         block.shape, block.numel, block.value = known[key]
-        block.name = f"<{key}, {element_ty}>"
+        block.name = f"<{key}, {element_ty.name}>"
         block.lengths = key
+
+    types = {}
+
+    def known_with_element_type(block, element_ty):
+        key = element_ty.name, block.lengths
+        if key not in types:
+            types[key] = core.block_type(element_ty, block.lengths)
+        return types[key]
 
     def make_known_value(value, handle, type):
         like = type.value if type.is_block() else scalar
@@ -127,6 +190,7 @@ def keep_shapes() -> None:
         value.numel = like.numel
 
     core.block_type.__init__ = make_known_type
+    core.block_type.with_element_ty = known_with_element_type
     core.tensor.__init__ = make_known_value
 
 

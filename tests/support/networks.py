@@ -46,7 +46,7 @@ NETWORK_CASES = pairwise(
 )
 FEED_FORWARD_CASES = pairwise(
     norm=NORMS_OF_BLOCKS,
-    activation=tuple(ACTIVATIONS),
+    activation=("gelu", "gelu_tanh", "sigmoid", "mish"),  # networks have the others
     gated=(False, True),
     bias=(True, False),
     centred=(True, False),
@@ -66,8 +66,8 @@ INTERACTION_CASES = pairwise(
     **OF_A_NETWORK,
     nodes=("one set", "two sets"),
     batch=(1, 2),
-    segment=(None, 2),  # edges of a segment of hubs
-    edges=(29, 0),
+    segment=(None, 1),  # edges of a segment of hubs
+    edges=(13, 0),
     halo=(None, 5, 0),  # rows of each batch entry
     residual=(True, False),
     dtype=DTYPES,
@@ -85,9 +85,9 @@ class Sizes(NamedTuple):
     second: int = 20
     src: int = 8  # features of sources, if they are other nodes than destinations
     dst: int = 12
-    num_src: int = 7
-    num_dst: int = 9
-    edges: int = 29
+    num_src: int = 4
+    num_dst: int = 6
+    edges: int = 13
 
 
 SIZES = Sizes()

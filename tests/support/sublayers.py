@@ -53,9 +53,9 @@ class Sizes(NamedTuple):
     width: int = 16
     heads: int = 2
     edge_dim: int = 3
-    edges: int = 17
-    num_src: int = 5
-    num_dst: int = 6
+    edges: int = 13
+    num_src: int = 4
+    num_dst: int = 5
 
 
 SMALL = Sizes()
