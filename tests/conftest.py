@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.applications import logging_as_before
+from support.applications import logging_as_before, only_train
 from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom, free_garbage
 from support.schedule import long_first
@@ -26,6 +26,9 @@ if not torch.cuda.is_available():
 # a test waits for; processes that tests start read the variable.
 torch._dynamo.config.run_gc_after_compile = False
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
+
+# Guards of compiled code name files, each thousands of times.
+torch.utils._traceback.shorten_filename = cache(torch.utils._traceback.shorten_filename)
 
 # A background job ignores SIGINT, and so would all processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -128,6 +131,12 @@ def without_pictures(monkeypatch):
     monkeypatch.setattr(
         "anemoi_gt.app.evaluate_command.draw_training_plot", lambda path, *_: path.touch()
     )
+
+
+@pytest.fixture(name="only_train")
+def leave_out_plot_and_estimate(monkeypatch):
+    """Train without forecast plot and estimate of memory."""
+    only_train(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -319,7 +319,7 @@ def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monk
     assert message in refusal(*SMALL, "training.cuda_graph=true")
 
 
-def test_the_log_of_a_run_on_a_cpu_has_no_word_on_cuda_graphs(application, without_pictures):
+def test_the_log_of_a_run_on_a_cpu_has_no_word_on_cuda_graphs(application, only_train):
     folder = application(*SMALL, "training.device=auto")
     log = (folder / "train.log").read_text()
     assert "trained" in log
@@ -334,7 +334,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(package, monke
     )
 
 
-def test_a_sweep_leaves_a_folder_for_each_run(application, without_pictures):
+def test_a_sweep_leaves_a_folder_for_each_run(application, only_train):
     sweep = application("-m", *SMALL, "training.seed=0,1")
     losses = [
         json.loads((sweep / run / "metrics.jsonl").read_text().splitlines()[0])["loss"]

@@ -16,7 +16,7 @@ SMALL = [*SMALL_RUN, "hydra.run.dir=run"]
 
 
 @pytest.fixture
-def workdir(tmp_path, monkeypatch, without_pictures):
+def workdir(tmp_path, monkeypatch, only_train):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

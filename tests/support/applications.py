@@ -1,10 +1,16 @@
-"""Helpers for tests of the applications: the smallest data and graph, restored logging, one-line errors."""
+"""Helpers for tests of the applications: the smallest data and graph, restored logging, one-line errors.
+
+Hydra composes every config twice, first to look for a mode, which no config of this library has.
+"""
 
 import logging
 import sys
 from contextlib import contextmanager
 
 import pytest
+from hydra._internal.hydra import Hydra
+
+Hydra.get_mode = lambda *_, **__: None
 
 SMALL = [
     "data.grid_name=O4",
@@ -31,14 +37,22 @@ def logging_as_before():
     root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
 
 
-def train_in(folder, *arguments):
-    """Train in a folder, with an empty file instead of a plot, for several tests."""
+def only_train(patch):
+    """Leave out what takes as long as a small run: the forecast plot, an empty file, and the estimate of memory."""
     # Imported here, after the tests have switched on Triton's interpreter.
     from anemoi_gt.app import evaluate_command, train_command
 
+    patch.setattr(evaluate_command, "draw_training_plot", lambda path, *_: path.touch())
+    patch.setattr(train_command, "estimate_memory", lambda *_: None)
+
+
+def train_in(folder, *arguments):
+    """Train in a folder, for several tests."""
+    from anemoi_gt.app import train_command
+
     with logging_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(evaluate_command, "draw_training_plot", lambda path, *_: path.touch())
+        only_train(patch)
         patch.setattr(sys, "argv", ["anemoi_gt.train", *last_of_each(arguments)])
         train_command.main()
 

@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import anemoi_gt.app.train_command  # noqa: F401
+import support.applications  # noqa: F401
 from anemoi_gt.app import evaluate_command as evaluate
 from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom
