@@ -161,19 +161,14 @@ class GraphTransformerBaseBlock(nn.Module):
         """
         edges = self.edge_operands(edge_attr)
         dropout_p = self.dropout if self.training else 0.0
-        if isinstance(graph, GraphStructure):
-            query = self.make_query(dst)
-            key, value = self.key_value(src)
-            out, _ = edge_attention(
-                query, key, value, graph, *edges, dropout_p=dropout_p, config=self.config
-            )
-            return self.combine(out, self.lin_self(dst))
-        pending = graph.start_exchange(src)
+        pending = None
+        if not isinstance(graph, GraphStructure):
+            pending, graph = graph.start_exchange(src), graph.structure
         query = self.make_query(dst)
         skip = self.lin_self(dst)
-        key, value = self.key_value(pending.wait())
+        key, value = self.key_value(src if pending is None else pending.wait())
         out, _ = edge_attention(
-            query, key, value, graph.structure, *edges, dropout_p=dropout_p, config=self.config
+            query, key, value, graph, *edges, dropout_p=dropout_p, config=self.config
         )
         return self.combine(out, skip)
 

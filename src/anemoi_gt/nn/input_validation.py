@@ -20,9 +20,9 @@ def stored_parameter(module: nn.Module) -> Tensor | None:
         if parameter is not None:
             return parameter
     for child in module._modules.values():  # `parameters()` takes ten times as long
-        parameter = None if child is None else stored_parameter(child)
-        if parameter is not None:
-            return parameter
+        stored = None if child is None else stored_parameter(child)
+        if stored is not None:
+            return stored
     return module.__dict__.get("weight")  # replicas of DataParallel hold plain tensors
 
 

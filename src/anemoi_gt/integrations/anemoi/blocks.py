@@ -185,10 +185,8 @@ def _attend_here(block: Any, decision: Decision, src: Tensor, dst: Tensor, call:
     """Return the attention [N_dst, H * C] of a block on one rank, or with gathered sources."""
     is_one_set = src is dst
     src = cast_for_projections(src, block.lin_query, block.lin_key, block.lin_value)
-    query = _split_heads(block, block.lin_query(src if is_one_set else dst))
-    key, value = _split_heads(block, block.lin_key(src)), _split_heads(block, block.lin_value(src))
-    edges = _edge_operand(block, decision, call.edge_attr)
-    return _attend(block, decision, query, key, value, edges, call.edge_index)
+    dst = src if is_one_set else dst
+    return _attend_to(block, decision, dst, lambda: src, call.edge_attr, call.edge_index)
 
 
 def _attend_with_halo(
@@ -208,14 +206,11 @@ def _attend_with_halo(
         return block._forward_edges_sharded_attention(
             *operands, local, size, _num_chunks(block), edges_are_dst_sorted=True
         )
-    query = _split_heads(block, block.lin_query(local_rows))
-    rows = pending.wait().flatten(0, 1)
-    key, value = (
-        _split_heads(block, block.lin_key(rows)),
-        _split_heads(block, block.lin_value(rows)),
-    )
-    edges = _edge_operand(block, decision, call.edge_attr)
-    return _attend(block, decision, query, key, value, edges, local)
+
+    def sources() -> Tensor:
+        return pending.wait().flatten(0, 1)
+
+    return _attend_to(block, decision, local_rows, sources, call.edge_attr, local)
 
 
 def _attend_with_halo_of_anemoi(block: Any, decision: Decision, x: Tensor, call: Call) -> Tensor:
@@ -224,13 +219,26 @@ def _attend_with_halo_of_anemoi(block: Any, decision: Decision, x: Tensor, call:
         x, call.edge_index, call.shards, call.batch_size, call.group
     )
     rows = Upstream.block_module.halo_exchange(x, info, call.group)
-    query = _split_heads(block, block.lin_query(x))
-    key, value = (
-        _split_heads(block, block.lin_key(rows)),
-        _split_heads(block, block.lin_value(rows)),
-    )
-    edges = _edge_operand(block, decision, call.edge_attr)
-    return _attend(block, decision, query, key, value, edges, info.edge_index_local)
+    return _attend_to(block, decision, x, lambda: rows, call.edge_attr, info.edge_index_local)
+
+
+def _attend_to(
+    block: Any,
+    decision: Decision,
+    dst: Tensor,
+    sources: Callable[[], Tensor],
+    edge_attr: Tensor,
+    edge_index: Tensor,
+) -> Tensor:
+    """Return the attention [N_dst, H * C] of normed rows; `sources` waits for rows of others."""
+    query = _split_heads(block, block.lin_query(dst))
+    src = sources()
+    key, value = _split_heads(block, block.lin_key(src)), _split_heads(block, block.lin_value(src))
+    if hasattr(block, "edge_pre_mlp"):  # not before 0.11.1
+        edge_attr = block.edge_pre_mlp(edge_attr)
+    if not decision.has_raw_edges:
+        edge_attr = _split_heads(block, block.lin_edge(edge_attr))
+    return _attend(block, decision, query, key, value, edge_attr, edge_index)
 
 
 def _attend_by_heads(
@@ -294,13 +302,6 @@ def _attend(
     )
     out = out if batch == 1 else out.flatten(0, 1)
     return out.flatten(1) if flat else out
-
-
-def _edge_operand(block: Any, decision: Decision, edge_attr: Tensor) -> Tensor:
-    """Return raw edges [E, D], or embedded ones [E, H, C]."""
-    if hasattr(block, "edge_pre_mlp"):  # not before 0.11.1
-        edge_attr = block.edge_pre_mlp(edge_attr)
-    return edge_attr if decision.has_raw_edges else _split_heads(block, block.lin_edge(edge_attr))
 
 
 def _split_heads(block: Any, rows: Tensor) -> Tensor:
