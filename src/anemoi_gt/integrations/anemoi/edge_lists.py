@@ -30,14 +30,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anemoi_gt.custom_ops import define_operator
-from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
@@ -45,6 +44,7 @@ from anemoi_gt.nn.chunk_gradients import rows_of, shared
 from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
 from anemoi_gt.torch_compat import constant_when_traced, constants, is_exporting
 
+# of an edge list: Anemoi's methods hand each other the tensor and nothing else
 _ATTRIBUTE = "_anemoi_gt_cache"
 # {edges of a provider: {batch size: (edge_inc, contents of both, expanded list)}}
 _BY_BASE = WeakTensorKeyDictionary()
@@ -77,13 +77,36 @@ class Content(NamedTuple):
         return self.values is None or torch.equal(self.values, tensor)
 
 
+Key = tuple[int | str | None, ...]  # describes fully what was derived from a list
+Cut = TypeVar("Cut")  # a list, or a value with an `edge_index`
+
+
 class Derived:
-    """Objects derived from an edge list, as attributes: Dynamo tracks these, not new dict keys."""
+    """Values derived from an edge list, by key.
+
+    Each is an attribute, and no entry of a dictionary: Dynamo reads an attribute that was set while
+    it traced, but of a dictionary it knows the entries from before.
+    """
+
+    def get(self, key: Key) -> Any:
+        """Return the value of a key, or None."""
+        return getattr(self, self._attribute(key), None)
+
+    def set(self, key: Key, value: Any) -> None:
+        """Keep a value."""
+        setattr(self, self._attribute(key), value)
 
     @staticmethod
-    def name(*key: int | str | None) -> str:
-        """Return the attribute for a key of integers and strings that fully describes an object."""
-        return "_".join([str(part) for part in key])
+    def _attribute(key: Key) -> str:
+        return "_".join([str(element) for element in key])
+
+
+class EdgeChunk(NamedTuple):
+    """The edges into some destinations of a list; both sides renumbered, unused sources dropped."""
+
+    edge_index: Tensor  # with a cache
+    sources: Tensor  # [S] int64, the sources of the whole list that remain
+    edges: slice | Tensor  # of the whole list
 
 
 @dataclass(eq=False)
@@ -95,15 +118,10 @@ class EdgeCache:
     # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
     batch: int = 1
     validate: bool = True  # check the values when the list is sorted, which synchronises the device
-    # [N_src] int64, for a chunk: the sources of the whole list that remain
-    sources: Tensor | None = None
-    # for a chunk before 0.16: its edges in the whole list
-    edges: slice | Tensor | None = None
-    exchange: HaloExchange | None = None  # for a rank's edges, numbered by its nodes and its halo
     # for a shard: the list that it was cut from, until that is freed
     whole: Callable[[], Tensor | None] = lambda: None
     graph: GraphStructure | None = None  # structure of one of the `batch` copies; made at first use
-    # GraphPartitions, and the lists that were cut from this one
+    # GraphPartitions, and the lists and chunks that were cut from this one
     derived: Derived = field(default_factory=Derived)
 
     def __reduce__(self) -> tuple[Callable, tuple]:
@@ -113,12 +131,14 @@ class EdgeCache:
 
 
 def cached_list(
-    edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes: Any
+    edge_index: Tensor,
+    num_nodes: tuple[int, int],
+    batch: int = 1,
+    whole: Callable[[], Tensor | None] = lambda: None,
 ) -> Tensor:
     """Return an edge list with a cache: the same tensor."""
-    setattr(
-        edge_index, _ATTRIBUTE, EdgeCache(num_nodes, Content.of(edge_index), batch, **attributes)
-    )
+    cache = EdgeCache(num_nodes, Content.of(edge_index), batch, whole=whole)
+    setattr(edge_index, _ATTRIBUTE, cache)
     return edge_index
 
 
@@ -237,9 +257,9 @@ def get_edges(
     shard_edges_1hop = import_module(Upstream.providers).shard_edges_1hop
     edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
     if sizes is not None:
-        name = Derived.name("shard", model_comm_group.rank(), *sizes)
+        key = ("shard", model_comm_group.rank(), *sizes)
         shard = derived_list(
-            edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index))
+            edge_index, key, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index))
         )
     return edge_attr, shard, sizes
 
@@ -365,11 +385,10 @@ def prepare_edge_sharding(
         rank, world = (
             (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
         )
-        name = Derived.name(
-            "local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes
-        )
+        num_rows = (x[0].shape[0], x[1].shape[0])
+        key = ("local", rank, world, edges_are_dst_sorted, *num_rows, *sizes)
         num_nodes = (x_src.shape[0], x_dst.shape[0])
-        local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
+        local = derived_list(edge_index, key, lambda: cached_list(local, num_nodes))
     x_src, x_dst, edge_attr, cond = shared_by_chunks(x_src, x_dst, edge_attr, cond, partition)
     return x_src, x_dst, edge_attr, local, shards, cond, partition
 
@@ -392,9 +411,8 @@ def build_graph_partition(
     cache = lookup(edge_index)
     if cache is None or tuple(num_nodes) != cache.num_nodes:
         return upstream(edge_index, num_parts, num_nodes)
-    name = Derived.name("partition", num_parts)
-    _count_parts(upstream, edge_index, num_parts, name)
-    return getattr(cache.derived, name)
+    _count_parts(upstream, edge_index, num_parts)
+    return cache.derived.get(("partition", num_parts))
 
 
 @replaces("self partition_id x edge_attr edge_index cond")
@@ -414,15 +432,20 @@ def materialise(
     bounds = (edges.start, edges.stop, destinations.start, destinations.stop)
     key = constants(*bounds, self.num_parts)
     _make_chunk(edge_index, key, reverse=torch.is_grad_enabled())
-    chunk = getattr(cache.derived, Derived.name("chunk", *key))
-    sources = getattr(chunk, _ATTRIBUTE).sources
+    chunk: EdgeChunk = cache.derived.get(("chunk", *key))
 
-    def share(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x_src, x_dst = pair
-        is_whole = sources.shape[0] == x_src.shape[0]
-        return x_src if is_whole else rows_of(x_src, sources), rows_of(x_dst, destinations)
+    x = rows_of_chunk(x, chunk, destinations)
+    cond = None if cond is None else rows_of_chunk(cond, chunk, destinations)
+    return x, rows_of(edge_attr, edges), chunk.edge_index, cond
 
-    return share(x), rows_of(edge_attr, edges), chunk, None if cond is None else share(cond)
+
+def rows_of_chunk(
+    pair: tuple[Tensor, Tensor], chunk: EdgeChunk, destinations: slice
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of sources and destinations of a chunk."""
+    x_src, x_dst = pair
+    is_whole = chunk.sources.shape[0] == x_src.shape[0]
+    return x_src if is_whole else rows_of(x_src, chunk.sources), rows_of(x_dst, destinations)
 
 
 def list_of_mapper(mapper: nn.Module, edge_index: Tensor, num_nodes: tuple[int, int]) -> Tensor:
@@ -451,15 +474,11 @@ def _is_list(edge_index: Tensor, num_nodes: tuple[int, int]) -> bool:
     return cache is not None and cache.num_nodes == num_nodes
 
 
-def cut_destinations(edge_index: Tensor, destinations: slice) -> tuple[Tensor, EdgeCache]:
-    """Return the edges of a cached list into a range of destinations, and their cache.
-
-    Both sides are renumbered, and unused sources dropped. They are cut once.
-    """
-
+def cut_destinations(edge_index: Tensor, destinations: slice) -> EdgeChunk:
+    """Return the edges of a cached list into a range of destinations, cut once."""
     first, stop = destinations.start, destinations.stop
 
-    def cut() -> Tensor:
+    def cut() -> EdgeChunk:
         with torch.inference_mode(mode=False):
             src, dst = edge_index
             edges = ((dst >= first) & (dst < stop)).nonzero().flatten()
@@ -469,10 +488,10 @@ def cut_destinations(edge_index: Tensor, destinations: slice) -> tuple[Tensor, E
         begin, end = (0, 0) if len(edges) == 0 else (int(edges[0]), int(edges[-1]) + 1)
         if end - begin == len(edges):
             rows = slice(begin, end)
-        return cached_list(chunk, (sources.shape[0], stop - first), sources=sources, edges=rows)
+        num_nodes = (sources.shape[0], stop - first)
+        return EdgeChunk(cached_list(chunk, num_nodes), sources, rows)
 
-    chunk = derived_list(edge_index, Derived.name("destinations", first, stop), cut)
-    return chunk, getattr(chunk, _ATTRIBUTE)
+    return derived_list(edge_index, ("destinations", first, stop), cut)
 
 
 # Dynamo calls a function that is assumed constant while it traces, with the real list, and reads
@@ -491,37 +510,44 @@ def _make_structure(edge_index: Tensor, *, reverse: bool) -> bool:
 
 
 @constant_when_traced
-def _count_parts(count: Callable, edge_index: Tensor, num_parts: int, name: str) -> None:
+def _count_parts(count: Callable, edge_index: Tensor, num_parts: int) -> None:
     """Count the edges of the parts of a list as Anemoi does."""
     cache = getattr(edge_index, _ATTRIBUTE)
-    if not hasattr(cache.derived, name):
-        setattr(cache.derived, name, count(edge_index, num_parts, cache.num_nodes))
+    key = ("partition", num_parts)
+    if cache.derived.get(key) is None:
+        cache.derived.set(key, count(edge_index, num_parts, cache.num_nodes))
 
 
 @constant_when_traced
 def _make_chunk(edge_index: Tensor, key: tuple[int, ...], *, reverse: bool) -> None:
-    """Cut the edges of some destinations; renumber both sides and drop unused sources."""
+    """Cut the edges of some destinations."""
     first_edge, last_edge, first_dst, last_dst, num_parts = key
 
-    def cut() -> Tensor:
+    def cut() -> EdgeChunk:
         with torch.inference_mode(mode=False):
             src, dst = edge_index[:, first_edge:last_edge]
             sources, src = torch.unique(src, return_inverse=True)
             chunk = torch.stack([src, dst - first_dst])
         batch = getattr(edge_index, _ATTRIBUTE).batch
         copies = batch // num_parts if batch % num_parts == 0 else 1
-        return cached_list(chunk, (sources.shape[0], last_dst - first_dst), copies, sources=sources)
+        chunk = cached_list(chunk, (sources.shape[0], last_dst - first_dst), copies)
+        return EdgeChunk(chunk, sources, slice(first_edge, last_edge))
 
-    chunk = derived_list(edge_index, Derived.name("chunk", *key), cut)
-    _make_structure(chunk, reverse=reverse)
+    chunk = derived_list(edge_index, ("chunk", *key), cut)
+    _make_structure(chunk.edge_index, reverse=reverse)
 
 
-def derived_list(edge_index: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
-    """Return the list that is cut from another as its name describes, made at the first call."""
+def derived_list(edge_index: Tensor, key: Key, make: Callable[[], Cut]) -> Cut:
+    """Return what was cut from a list, a list or a value with an `edge_index`.
+
+    It is made at the first call, and again after somebody has written into its edges.
+    """
     derived = getattr(edge_index, _ATTRIBUTE).derived
-    if not hasattr(derived, name) or _is_stale(getattr(derived, name)):
-        setattr(derived, name, make())
-    return getattr(derived, name)
+    cut = derived.get(key)
+    if cut is None or _is_stale(cut if isinstance(cut, Tensor) else cut.edge_index):
+        cut = make()
+        derived.set(key, cut)
+    return cut
 
 
 def _is_stale(edge_index: Tensor) -> bool:

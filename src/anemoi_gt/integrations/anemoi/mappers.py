@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.integrations.anemoi.decision import decide_linear
-from anemoi_gt.integrations.anemoi.edge_lists import cut_destinations, list_of_mapper
+from anemoi_gt.integrations.anemoi.edge_lists import cut_destinations, list_of_mapper, rows_of_chunk
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.chunk_gradients import rows_of
@@ -97,26 +97,16 @@ def mapper_chunk(
         arguments = (x, dst_chunk, edge_attr, edge_index, shards, batch_size, size)
         return upstream(self, *arguments, model_comm_group, cond, **kwargs)
     whole = list_of_mapper(self, edge_index, (size[0], size[1]))
-    chunk, cache = cut_destinations(whole, destinations)
-    sources = cache.sources
-    edges = cache.edges
-    assert sources is not None
-    assert edges is not None
-
-    def of_chunk(pair: Any) -> tuple[Tensor, Tensor]:
-        x_src, x_dst = pair
-        is_whole = sources.shape[0] == x_src.shape[0]
-        return x_src if is_whole else rows_of(x_src, sources), rows_of(x_dst, destinations)
-
+    chunk = cut_destinations(whole, destinations)
     sharding: tuple = ()
     if not hasattr(shards, "dst_nodes"):  # shapes, before 0.15
         sharding = (shards, model_comm_group, True, True)  # both sides are sharded
-    x_src, x_dst, *_ = self.pre_process(of_chunk(x), *sharding)
-    cond = None if cond is None else of_chunk(cond)
+    x_src, x_dst, *_ = self.pre_process(rows_of_chunk(x, chunk, destinations), *sharding)
+    cond = None if cond is None else rows_of_chunk(cond, chunk, destinations)
     (_, out), _ = self.proc(
         (x_src, x_dst),
-        rows_of(edge_attr, edges),
-        chunk,
+        rows_of(edge_attr, chunk.edges),
+        chunk.edge_index,
         shards,
         batch_size,
         (x_src.shape[0], x_dst.shape[0]),

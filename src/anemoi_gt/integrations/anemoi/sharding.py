@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from anemoi_gt.distributed import HaloExchange, PendingExchange, Ranges
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.integrations.anemoi.edge_lists import (
-    Derived,
     EdgeCache,
+    Key,
     cached_list,
     derived_list,
     lookup,
@@ -42,7 +42,9 @@ from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
 from anemoi_gt.torch_compat import constant_when_traced, constants
 
-_COPIES = "_anemoi_gt_copies"  # attribute of node attributes: how often the nodes are repeated
+# How often the nodes are repeated, an attribute of node attributes: from `node_attributes` to
+# `get_shard_sizes`, Anemoi's model hands down the tensor and nothing else.
+_COPIES = "_anemoi_gt_copies"
 _MODELS = (
     "anemoi.models.models.encoder_processor_decoder",
     "anemoi.models.models.ens_encoder_processor_decoder",
@@ -276,6 +278,13 @@ def _own_rows(rows: Tensor, sizes: list[int], copies: int, group: Any) -> Tensor
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
+class LocalEdges(NamedTuple):
+    """The edges into this rank's destinations, of each copy, and the exchange of their halo."""
+
+    edge_index: Tensor  # numbered by the nodes of the rank and their halo
+    exchange: HaloExchange
+
+
 class EdgeShard(NamedTuple):
     """The edges into this rank's destinations, as a `ShardedGraph` of rows [copies * N, F]."""
 
@@ -330,25 +339,24 @@ def shard_of(
     src = constants(*sizes[0])
     dst = constants(*sizes[1])
     rank, copies = constants(group.rank(), copies)
-    name = Derived.name("halo", group.group_name, rank, copies, *src, "to", *dst)
-    if lookup(edge_index) is None or not _make_local_edges(
-        edge_index, name, rank, group.group_name, src, dst, copies
+    key = ("halo", group.group_name, rank, copies, *src, "to", *dst)
+    cache = lookup(edge_index)
+    if cache is None or not _make_local_edges(
+        edge_index, key, rank, group.group_name, src, dst, copies
     ):
         warn_once(
             "an Anemoi layer runs Anemoi's own sharding: its edges are not a shard of a "
             "StaticGraphProvider's"
         )
         return None
-    local = getattr(_cache_of(edge_index).derived, name)
-    exchange = _cache_of(local).exchange
-    assert exchange is not None  # as `_make_local_edges` made it
-    return EdgeShard(local, exchange, copies, src[rank])
+    local: LocalEdges = cache.derived.get(key)
+    return EdgeShard(*local, copies, src[rank])
 
 
 @constant_when_traced
 def _make_local_edges(
     edge_index: Tensor,
-    name: str,
+    key: Key,
     rank: int,
     group_name: str,
     src: tuple[int, ...],
@@ -361,8 +369,7 @@ def _make_local_edges(
         return False
     sources, destinations = (Ranges((0, *accumulate(sizes))) for sizes in (src, dst))
 
-    def number_locally() -> Tensor:
-        """Return edges into local destinations, of each copy, with the exchange of their halo."""
+    def number_locally() -> LocalEdges:
         _check_division(whole, sources, destinations)
         with torch.inference_mode(mode=False), torch.no_grad():
             bounds = torch.tensor(destinations.bounds, device=whole.device)
@@ -384,11 +391,10 @@ def _make_local_edges(
             num_nodes = num_own + exchange.num_received, destinations.counts[rank]
             step = local.new_tensor(num_nodes).unsqueeze(1)
             local = torch.cat([local + copy * step for copy in range(copies)], 1)
-        return cached_list(
-            local, (num_nodes[0] * copies, num_nodes[1] * copies), copies, exchange=exchange
-        )
+        sizes = (num_nodes[0] * copies, num_nodes[1] * copies)
+        return LocalEdges(cached_list(local, sizes, copies), exchange)
 
-    derived_list(edge_index, name, number_locally)
+    derived_list(edge_index, key, number_locally)
     return True
 
 
