@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anemoi_gt import EncoderProcessorDecoder
-from anemoi_gt.app.training.sharded import average_local_parts
+from anemoi_gt.app.training.sharded import average_local_shards
 from anemoi_gt.app.training.step import compile_blocks, share_buffers
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
@@ -59,7 +59,7 @@ class AnemoiGtModel:
             self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes)
         shard = shard_model(self.model.to(device), mesh)
         if task["part"] == "steps":
-            average = partial(average_local_parts, get_ema_multi_avg_fn(0.99))
+            average = partial(average_local_shards, get_ema_multi_avg_fn(0.99))
             self.average = AveragedModel(self.model, multi_avg_fn=average)
             share_buffers(self.average.module, self.model)
         if task["compiled"]:

@@ -23,7 +23,7 @@ from anemoi_gt.data.grids import classic, grid, octahedral
 from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, area_weights
 from anemoi_gt.distributed import Partition, ShardingConfig
-from anemoi_gt.distributed.graph_shard import LocalRows
+from anemoi_gt.distributed.graph_shard import LocalExchange
 from anemoi_gt.option_checks import check_integer, check_number, check_probability
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
@@ -99,7 +99,7 @@ def test_the_operation_names_wrong_arguments(wrong, message):
         "disjoint must get a sequence of GraphStructures, got Tensor",
     ),
     (
-        lambda: LocalRows(QUERY, is_prepared=True).wait(),
+        lambda: LocalExchange(QUERY, is_prepared=True).wait(),
         "prepared rows must be awaited by wait_halo",
     ),
     (

@@ -76,7 +76,7 @@ def clip_gradients(
     check_mesh(mesh)
     plain, divided = _by_layout(shared)
     own = list(own)
-    # Of local parts, each counted once in a sum over all ranks: operations on DTensors would take
+    # Of local shards, each counted once in a sum over all ranks: operations on DTensors would take
     # milliseconds of Python.
     squares = _squares(divided, mesh) + _squares(own, mesh) / mesh["data"].size()
     for group in _groups_of_all_ranks(mesh):
@@ -147,7 +147,7 @@ def optimizer_step(
 
 
 def _step(optimizer: Optimizer) -> None:
-    """Step an optimiser of DTensors and tables, each of which is the whole part of this rank."""
+    """Step an optimiser of DTensors and tables, each of which is the whole shard of this rank."""
     with implicit_replication():
         optimizer.step()
 
@@ -164,8 +164,8 @@ def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
     return total / mesh["data"].size()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a parameter that this rank holds: of a DTensor, or all of it."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the shard of a parameter that this rank holds: of a DTensor, or all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -210,7 +210,7 @@ def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
 
 def _gradients(parameters: list[Parameter]) -> list[Tensor]:
     """Return the gradients that this rank holds."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _by_layout(parameters: Iterable[Parameter]) -> tuple[list[Parameter], list[Any]]:

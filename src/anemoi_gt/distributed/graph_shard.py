@@ -82,7 +82,7 @@ class GraphShard:
         x_src: Tensor,
         prepare: Callable[..., Tensor] | None = None,
         cond: Tensor | None = None,
-    ) -> "PendingExchange | LocalRows":
+    ) -> "PendingExchange | LocalExchange":
         """Start to send local source rows, cast for autocast. Collective, also backward.
 
         Call `wait()` of the result once: it returns local sources concatenated with the halo,
@@ -97,7 +97,7 @@ class GraphShard:
         """
         self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
-            return LocalRows(x_src, is_prepared=prepare is not None)
+            return LocalExchange(x_src, is_prepared=prepare is not None)
         if prepare is None:
             return self.halo.start(cast_for_autocast(x_src))
         # not cast: a norm reads float32 rows, and its result has the dtype to be sent
@@ -113,7 +113,7 @@ class GraphShard:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalRows:
+class LocalExchange:
     """Handle of an exchange on a single rank, where nothing is sent."""
 
     own: Tensor

@@ -221,18 +221,18 @@ class ModulePartition:
         rows.cut(self.module, self.module)
         return rows.attach(self.module, self.graphs, shards, mesh)
 
-    def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "OwnRows":
+    def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "LocalTables":
         """Return the table rows of a rank, given its edges [E_own] of each graph."""
         local_rows: dict[Any, Tensor] = dict(edges)
         for name, partition in self.partitions.items():
             # cloned, because a view would be sent with its whole storage
             local_rows[name] = partition.nodes(rank).clone()
         tables = {name: (local_rows[owner], size) for name, (owner, size) in self.tables.items()}
-        return OwnRows(rank, self.partitions, tables)
+        return LocalTables(rank, self.partitions, tables)
 
 
 @dataclass(frozen=True)
-class OwnRows:
+class LocalTables:
     """The table rows of one rank, as values that can be sent to it."""
 
     rank: int

@@ -27,12 +27,12 @@ def shard_parameters(module: nn.Module, shard: ModuleShard, mesh: DeviceMesh) ->
 
     Call it after `torch.compile` of blocks and after copies such as `AveragedModel`, each of which
     is divided by a call of its own, and before the optimiser is created. Every rank must run
-    forward and backward through the module itself, not through its parts.
+    forward and backward through the module itself, not through its layers.
 
     Parameters become DTensors, except for the tables. An optimiser needs a group for each, as
     operations on lists of tensors do not take both: `AdamW([{"params": group} for group in
     shard.parameters(module)])`. Mappers, blocks and convolutions are gathered one at a time;
-    everything else, and whatever shares a parameter with another part, during the whole pass.
+    everything else, and whatever shares a parameter with another layer, during the whole pass.
 
     Parameters
     ----------
@@ -49,8 +49,8 @@ def shard_parameters(module: nn.Module, shard: ModuleShard, mesh: DeviceMesh) ->
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in shard.tables:
             tables.add(parameter)
-    for part in (*units(module), module):
-        unit = fully_shard(part, mesh=ranks, ignored_params=tables)
+    for layer in (*units(module), module):
+        unit = fully_shard(layer, mesh=ranks, ignored_params=tables)
         unit.set_gradient_divide_factor(mesh["data"].size())
         # divided after the sum: gloo has no other reduction
         unit.set_force_sum_reduction_for_comms(True)
@@ -65,17 +65,17 @@ def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def units(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost layers inside a module that share no parameter with other parts."""
+    """Return the outermost layers inside a module that share no parameter with other layers."""
     total = _uses(module)
     units: list[nn.Module] = []
     inside: set[nn.Module] = {module}
-    for part in module.modules():  # a layer before the layers inside it
-        if part in inside or not isinstance(part, UNITS):
+    for layer in module.modules():  # a layer before the layers inside it
+        if layer in inside or not isinstance(layer, UNITS):
             continue
-        inside.update(part.modules())
-        uses = _uses(part)
+        inside.update(layer.modules())
+        uses = _uses(layer)
         if all(total[parameter] == times for parameter, times in uses.items()):
-            units.append(part)
+            units.append(layer)
     return units
 
 

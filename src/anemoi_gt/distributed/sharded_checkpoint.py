@@ -2,7 +2,7 @@
 
 Rows of nodes and edges (trainable features, and their optimiser state) are written as tables of the
 whole graph, in the caller's order. So a checkpoint does not depend on the sharding, and any number
-of ranks can read it. All other tensors are DTensors, of which each rank writes its own part, or
+of ranks can read it. All other tensors are DTensors, of which each rank writes its own shard, or
 the same on all ranks, and written once.
 
 A job that is interrupted between the two renames of the folder last/ leaves last.former/.
@@ -328,7 +328,7 @@ def _check_saves_all(
     same = {}
     with consensus(group):
         for key, name, tensor in _check_tables(state, tables):
-            if name is None and not isinstance(tensor, DTensor):  # each rank writes its own part
+            if name is None and not isinstance(tensor, DTensor):  # each rank writes its own shard
                 same[key] = fingerprint(tensor)
     try:
         check_same(same, group)

@@ -8,7 +8,7 @@ from torch import Tensor
 from anemoi_gt.graph.structure import GraphStructure
 
 
-class PendingRows(Protocol):
+class ExchangeHandle(Protocol):
     """Async handle of remote source rows: call `wait`, or after `prepare` `wait_halo`, once."""
 
     own: Tensor  # local sources [.., N_local, F], to be read instead of the rows passed
@@ -40,7 +40,7 @@ class ShardedGraph(Protocol):
         x_src: Tensor,
         prepare: Callable[..., Tensor] | None = None,
         cond: Tensor | None = None,
-    ) -> PendingRows:
+    ) -> ExchangeHandle:
         """Send local source rows [.., N_local, F] to their readers; do not wait. Collective.
 
         `prepare` maps the rows to be sent, and with `cond` [.., N_local, K] their conditions, each

@@ -309,10 +309,9 @@ def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> No
     for name, state in (target._modules | target._parameters | target._buffers).items():
         if state is not None and name not in registered:
             delattr(target, name)
-    for name, part in (
-        source._modules | source._parameters
-    ).items():  # with anything else stored on the layer
-        setattr(target, name, part)
+    # with anything else stored on the layer
+    for name, module_or_parameter in (source._modules | source._parameters).items():
+        setattr(target, name, module_or_parameter)
     for name, buffer in source._buffers.items():
         target.register_buffer(
             name, buffer, persistent=name not in source._non_persistent_buffers_set

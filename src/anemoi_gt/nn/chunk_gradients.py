@@ -39,7 +39,7 @@ def rows_of(x: Tensor, rows: slice | Tensor) -> Tensor:
     """Return rows of x [.., N, F]: a range, or distinct indices."""
     # the type of the node, not of the tensor: a view or a cast of x is another tensor of its own
     if not torch.compiler.is_compiling() and type(x.grad_fn) is _Shared._backward_cls:
-        return _Rows.apply(x, rows, x.grad_fn)
+        return _SelectRows.apply(x, rows, x.grad_fn)
     return _select(x, rows)
 
 
@@ -76,7 +76,7 @@ class _Shared(torch.autograd.Function):
         return total if grad is None else total + grad
 
 
-class _Rows(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """Rows of a tensor whose node is a `_Shared`."""
 
     @staticmethod

@@ -93,9 +93,10 @@ def _check_columns(
 ) -> None:
     """Raise unless `columns`, [N, F] or [B, N, F] of the same nodes, have `channels` in all."""
     shapes = [
-        tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in columns
+        tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
+        for column in columns
     ]
-    fit = all(isinstance(part, Tensor) and part.dim() in (2, 3) for part in columns)
+    fit = all(isinstance(column, Tensor) and column.dim() in (2, 3) for column in columns)
     # sizes may be symbols, which have no hash
     fit = fit and all(shape[:-1] == shapes[0][:-1] for shape in shapes)
     if not fit or sum(shape[-1] for shape in shapes) != channels:
@@ -103,8 +104,8 @@ def _check_columns(
             f"{name} must be tensors of the same nodes with {channels} features in all, got "
             f"{shapes}"
         )
-    for part in columns:
-        check_dtype(name, part, like)
+    for column in columns:
+        check_dtype(name, column, like)
 
 
 def check_nodes(graph: GraphStructure, x_src: Tensor, x_dst: Tensor) -> None:

@@ -221,13 +221,13 @@ class EncoderProcessorDecoder(nn.Module):
         batch = next(iter(fields.values())).shape[0]
         # views: samples share node features, and mappers concatenate them chunk by chunk
         columns = {
-            name: [part.expand(batch, -1, -1) for part in nodes.columns()]
+            name: [column.expand(batch, -1, -1) for column in nodes.columns()]
             for name, nodes in self.nodes.items()
         }
         mesh = tuple(columns.pop(HIDDEN))
         data = {
-            name: (fields[name], *parts) if name in fields else tuple(parts)
-            for name, parts in columns.items()
+            name: (fields[name], *of_nodes) if name in fields else tuple(of_nodes)
+            for name, of_nodes in columns.items()
         }
 
         # a generator: besides the sum, one encoder's result is in memory at a time

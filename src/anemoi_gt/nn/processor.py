@@ -232,7 +232,7 @@ def _run_group(run: Callable[..., Any], blocks: nn.ModuleList, *inputs: Any) -> 
     if not torch.compiler.is_compiling() or is_exporting():
         return state
     if isinstance(state, tuple):
-        return tuple(chunk_result(part) for part in state)
+        return tuple(chunk_result(rows) for rows in state)
     return chunk_result(state)
 
 

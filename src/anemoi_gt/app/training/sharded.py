@@ -43,7 +43,7 @@ from anemoi_gt.distributed.consensus import (
     raise_on_all_ranks,
     run_on_rank0,
 )
-from anemoi_gt.distributed.gradients import local_part, optimizer_step, sum_loss
+from anemoi_gt.distributed.gradients import local_shard, optimizer_step, sum_loss
 from anemoi_gt.distributed.module_shard import ModuleShard
 from anemoi_gt.distributed.parameter_shard import shard_parameters
 from anemoi_gt.distributed.process_group import world_group
@@ -218,7 +218,7 @@ class ShardedTrainingStep(TrainingStep):
     ):
         super().__init__(model, weights, config, device, mesh=mesh, divide=divide)
         average = get_ema_multi_avg_fn(config.average_decay)
-        self.average.multi_avg_fn = partial(average_local_parts, average)
+        self.average.multi_avg_fn = partial(average_local_shards, average)
         self.num_nodes = num_nodes
         self.mesh = mesh
         self.group = group
@@ -257,8 +257,8 @@ class ShardedTrainingStep(TrainingStep):
 
     def is_finite(self) -> bool:
         """Return whether the weights of all ranks are finite. Collective; synchronises."""
-        parts = map(local_part, self.model.parameters())
-        own = all(bool(part.isfinite().all()) for part in parts)
+        shards = map(local_shard, self.model.parameters())
+        own = all(bool(shard.isfinite().all()) for shard in shards)
         finite = torch.tensor(float(own), device=self.device)
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
@@ -277,11 +277,11 @@ class ShardedTrainingStep(TrainingStep):
             set_optimizer_state_dict(self.model, self.optimizer, by_name)
 
 
-def average_local_parts(
+def average_local_shards(
     average: Callable[..., None], averages: list[Tensor], weights: list[Tensor], count: Tensor
 ) -> None:
-    """Update averages by `average` on the parts of this rank, which are tensors of one kind."""
-    average([*map(local_part, averages)], [*map(local_part, weights)], count)
+    """Update averages by `average` on the shards of this rank, which are tensors of one kind."""
+    average([*map(local_shard, averages)], [*map(local_shard, weights)], count)
 
 
 @contextmanager

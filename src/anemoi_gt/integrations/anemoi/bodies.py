@@ -48,17 +48,17 @@ def _definitions(file: str) -> dict[tuple[str, int], ast.FunctionDef]:
 
 
 def _plain(node: object) -> str:
-    """Return a syntax tree as text, without parts that do not affect results."""
+    """Return a syntax tree as text, without fields that do not affect results."""
     if isinstance(node, list):
         return f"[{', '.join(map(_plain, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    parts = []
+    fields = []
     for name, value in ast.iter_fields(node):
         is_absent = value == [] or (value is None and not isinstance(node, ast.Constant))
         if name in _IGNORED or is_absent:
             continue
         if name == "body" and isinstance(node, ast.FunctionDef | ast.ClassDef):
             value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
-        parts.append(f"{name}={_plain(value)}")
-    return f"{type(node).__name__}({', '.join(parts)})"
+        fields.append(f"{name}={_plain(value)}")
+    return f"{type(node).__name__}({', '.join(fields)})"

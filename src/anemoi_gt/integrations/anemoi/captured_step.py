@@ -46,7 +46,7 @@ def capture_step(
     Raises
     ------
     ValueError
-        If the module is not on a GPU, or a part of it is compiled to replay CUDA graphs of its own,
+        If the module is not on a GPU, or a submodule is compiled to replay CUDA graphs of its own,
         as with mode "max-autotune"; at a call, if a batch has other shapes or dtypes than the
         first, or if layers with dropout are checkpointed.
 
@@ -81,19 +81,19 @@ def check_device(device: torch.device, capture: Capture) -> None:
 
 
 def check_compiled(module: nn.Module, remedy: str) -> None:
-    """Raise ValueError if a part of a module was compiled to replay CUDA graphs of its own.
+    """Raise ValueError if a submodule was compiled to replay CUDA graphs of its own.
 
     PyTorch's modes "max-autotune" and "reduce-overhead" do that; such replays cannot be captured.
     """
-    for name, part in module.named_modules():
+    for name, submodule in module.named_modules():
         # Module.compile keeps its function among them; get_compiler_config is PyTorch's own
-        for value in vars(part).values():
+        for value in vars(submodule).values():
             read_config = getattr(value, "get_compiler_config", None)
             compiler_config = read_config() if callable(read_config) else None
             if compiler_config and compiler_config.get("triton.cudagraphs"):
                 raise ValueError(
                     "a step that is captured in a CUDA graph must not replay CUDA graphs of "
-                    f"torch.compile, got {name or type(part).__name__} compiled with mode "
+                    f"torch.compile, got {name or type(submodule).__name__} compiled with mode "
                     '"max-autotune" or "reduce-overhead": compile it with '
                     f'"max-autotune-no-cudagraphs", or {remedy}'
                 )

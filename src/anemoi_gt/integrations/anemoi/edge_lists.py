@@ -6,7 +6,7 @@ rank. Everything that follows from the graph only is cached:
     provider, batch size      -> the list that it expands to         _get_edges_impl
     list, sizes of the shards -> the shard of this rank              _get_edges_impl
     shard, gathered           -> the list that it was cut from       gather_tensor
-    list, number of parts     -> the number of edges of each part    build_graph_partition
+    list, number of chunks    -> the number of edges of each chunk   build_graph_partition
     list, its partition       -> the renumbered list of a chunk      GraphPartition.materialise
     list, sizes of the shards -> the renumbered list of this rank    prepare_edge_sharding_wrapper
     mapper, equal list        -> the list of an earlier pass         run_processor_chunk_..
@@ -511,7 +511,7 @@ def _make_structure(edge_index: Tensor, *, reverse: bool) -> bool:
 
 @constant_when_traced
 def _count_parts(count: Callable, edge_index: Tensor, num_parts: int) -> None:
-    """Count the edges of the parts of a list as Anemoi does."""
+    """Count the edges of the chunks of a list, which Anemoi calls parts, as it does."""
     cache = getattr(edge_index, _ATTRIBUTE)
     key = ("partition", num_parts)
     if cache.derived.get(key) is None:

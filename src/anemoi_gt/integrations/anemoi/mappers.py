@@ -127,7 +127,7 @@ def _range_of(index: Tensor) -> slice | None:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_exporting():
         return None
-    first = int(index.storage_offset())  # of a part of `arange`, as upstream makes it
+    first = int(index.storage_offset())  # of a slice of `arange`, as upstream makes it
     stop = first + index.shape[0]
     if not torch.equal(index, torch.arange(first, stop, device=index.device)):
         return None

@@ -76,15 +76,15 @@ def record_layer(layer: nn.Module, reason: str | None) -> None:
         _CLEAN.clear()
 
 
-def record_network(network: nn.Module, parts: object, name: str) -> None:
+def record_network(network: nn.Module, modules: object, name: str) -> None:
     """Keep and log whether a network or linear layer is fused, and why not, if it could be.
 
-    `parts` are its parts, or the refusal; `name` is for the log.
+    `modules` are as read for its operator, or the refusal; `name` is for the log.
     """
     reason = None
-    is_fused = not isinstance(parts, Refusal)
-    if isinstance(parts, Refusal) and parts.kind is not RefusalKind.NOT_FASTER:
-        reason = parts.text
+    is_fused = not isinstance(modules, Refusal)
+    if isinstance(modules, Refusal) and modules.kind is not RefusalKind.NOT_FASTER:
+        reason = modules.text
         warn_once(f"{name} is not fused: {reason}")
     if torch.compiler.is_compiling():
         return
@@ -183,7 +183,7 @@ def _of_block(path: str, block: nn.Module) -> Computed:
 
 def summary(blocks: tuple[Computed, ...]) -> str:
     """Summarise the outcomes of the blocks of each class in one line, with reasons if not fused."""
-    parts = []
+    of_kinds = []
     for kind in dict.fromkeys(block.kind for block in blocks):
         counts = Counter((block.outcome, block.reason) for block in blocks if block.kind == kind)
         texts = []
@@ -194,8 +194,8 @@ def summary(blocks: tuple[Computed, ...]) -> str:
                 paths = ", ".join(_shortened([block.path for block in same if block.path]))
                 text += f" ({paths}: {reason})" if paths else f" ({reason})"
             texts.append(text)
-        parts.append(f"{kind}: {', '.join(texts)}")
-    return "; ".join(parts) or "no block has computed yet"
+        of_kinds.append(f"{kind}: {', '.join(texts)}")
+    return "; ".join(of_kinds) or "no block has computed yet"
 
 
 def _shortened(paths: list[str]) -> list[str]:

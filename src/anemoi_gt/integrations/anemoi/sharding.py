@@ -239,7 +239,7 @@ def shards_edges(block: nn.Module) -> bool:
 
 
 def _splits_copies(model: Any) -> bool:  # a module of anemoi-models, which has no types
-    """Return whether all parts of a model split the copies of a batch or ensemble by grid."""
+    """Return whether all modules of a model split the copies of a batch or ensemble by grid."""
     mapper, layers = Upstream.mapper, Upstream.processor
     providers = import_module(Upstream.providers)
     if type(model).forward.__module__ not in _MODELS:
@@ -376,7 +376,7 @@ def _make_local_edges(
             by_rank = whole.split(
                 torch.searchsorted(whole[1].contiguous(), bounds).diff().tolist(), 1
             )
-            read = [part[0].unique() for part in by_rank]
+            read = [edges[0].unique() for edges in by_rank]
             wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
             exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
             src, dst = by_rank[rank]

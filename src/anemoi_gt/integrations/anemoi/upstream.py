@@ -111,8 +111,8 @@ def find(module: str, *name: str) -> Any:
     """Return a class by module and name, or a module."""
     try:
         thing: Any = import_module(module)  # a package without types
-        for part in name:
-            thing = getattr(thing, part)
+        for attribute in name:
+            thing = getattr(thing, attribute)
         return thing
     except (ImportError, AttributeError) as error:
         raise ImportError(

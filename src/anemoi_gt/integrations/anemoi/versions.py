@@ -222,10 +222,10 @@ GENERATIONS = (
 def release(version: str) -> tuple[int, ...]:
     """Return a version as numbers, without what follows them (0.20.0.dev1, 0.19.0+local)."""
     numbers = []
-    for part in version.split("+", maxsplit=1)[0].split("."):
-        if not part.isdigit():
+    for number in version.split("+", maxsplit=1)[0].split("."):
+        if not number.isdigit():
             break
-        numbers.append(int(part))
+        numbers.append(int(number))
     return tuple(numbers)
 
 

@@ -148,10 +148,10 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: 
     first = 0
     if width >= num_keys:
         j = torch.arange(num_keys, device=query.device)[None, None]  # [1, 1, M]
-        for part in query.split(max(room // num_keys, 1), dim=2):
-            last = first + part.shape[2]
+        for queries in query.split(max(room // num_keys, 1), dim=2):
+            last = first + queries.shape[2]
             i = torch.arange(first, last, device=query.device)[None, :, None] + level
-            outputs.append(_attend(part, key, value, i, j, near(i, j), scores))
+            outputs.append(_attend(queries, key, value, i, j, near(i, j), scores))
             first = last
         out = torch.cat(outputs, dim=2)
     else:
@@ -174,7 +174,7 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: 
             i = starts + query_offsets
             j = starts + key_offsets
             # [G, H, BLOCK, C], [G, H, width, C] twice
-            q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in group)
+            q, k, v = (rows.transpose(1, 2).flatten(0, 1) for rows in group)
             out = _attend(q, k, v, i, j, near(i, j), scores)
             outputs.append(out.unflatten(0, (batch, last - first)).transpose(1, 2))
             first = last

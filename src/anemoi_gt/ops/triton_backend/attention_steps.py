@@ -260,32 +260,32 @@ def join(
     call: AttentionCall,
     pointers: Buffer,
     segment: int,
-    parts: Sequence[Buffer | None],
+    of_segments: Sequence[Buffer | None],
     results: Sequence[Buffer | None],
     statistics: Mapping[str, Buffer | None] | None = None,
 ) -> None:
-    """Join the segments' `parts` [B * spans, H, ..] into hub rows of `results` [B, N, H, ..].
+    """Join `of_segments` [B * spans, H, ..] into hub rows of `results` [B, N, H, ..].
 
-    Parts that are None are left out. With `statistics`, the buffers by name, lse and
-    inv_denominator are made from the segments' values, which also weigh their parts.
+    Tensors that are None are left out. With `statistics`, the buffers by name, lse and
+    inv_denominator are made from the segments' values, which also weigh their rows.
     """
     pairs = [
-        (part, rows)
-        for part, rows in zip(parts, results, strict=True)
-        if part is not None and rows is not None  # parts have the results that they are joined into
+        (segment_rows, rows)
+        for segment_rows, rows in zip(of_segments, results, strict=True)
+        if segment_rows is not None and rows is not None  # which they are joined into
     ]
     if not pairs:
         return
-    part, rows = pairs[0]
-    other_part, other_rows = pairs[1] if len(pairs) > 1 else (None, None)
+    segment_rows, rows = pairs[0]
+    segment_others, other_rows = pairs[1] if len(pairs) > 1 else (None, None)
     sizes = call.sizes
     tuning = call.builder.tuning
-    width = part.shape[-1]
+    width = segment_rows.shape[-1]
     columns = min(tiles.next_power_of_two(width), tiles.JOINED_COLUMNS)
     constants = {
         "H": sizes.heads,
         "WIDTH": width,
-        "OTHERS": 0 if other_part is None else other_part.shape[-1],
+        "OTHERS": 0 if segment_others is None else segment_others.shape[-1],
         "COLUMNS": columns,
         "SEGMENTS": tuning.joined // columns,
         "STATISTICS": tuning.statistics,
@@ -300,8 +300,8 @@ def join(
         statistics = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
     call.builder.launch(
         Launch(join_segments.join_segments, grid, scalars, constants),
-        segment_rows=part,
-        segment_others=other_part,
+        segment_rows=segment_rows,
+        segment_others=segment_others,
         pointers=pointers,
         rows=rows,
         others=other_rows,
@@ -408,8 +408,8 @@ def attend_rows(call: AttentionCall, kept: Kept, out: Buffer) -> tuple[Buffer, B
     builder.launch(forward_launch(sizes), **buffers)
     if segment:
         statistics |= {"lse": lse, "inv_denominator": inv_denominator}
-        parts = (segment_out, segment_attr_sums)
-        join(call, call.index.colptr, segment, parts, (out, attr_sums), statistics)
+        of_segments = (segment_out, segment_attr_sums)
+        join(call, call.index.colptr, segment, of_segments, (out, attr_sums), statistics)
     return lse, attr_sums
 
 
@@ -573,8 +573,8 @@ def differentiate_attributes(
         segment_attr_sums=segment_attr_sums,
         segment_dscore_sums=segment_dscore_sums,
     )
-    parts = (segment_attr_sums, segment_dscore_sums)
-    join(call, index.colptr, sizes.dst_segment, parts, (attr_sums, dscore_sums))
+    of_segments = (segment_attr_sums, segment_dscore_sums)
+    join(call, index.colptr, sizes.dst_segment, of_segments, (attr_sums, dscore_sums))
     return attr_sums, dscore_sums
 
 

@@ -9,7 +9,12 @@ from anemoi_gt.ops.operator import GradientLayout, Spec
 from anemoi_gt.ops.tensors import CallSizes
 from anemoi_gt.ops.tree import leaves, tree_of
 from anemoi_gt.ops.triton_backend.formula import Key, Node, Program, Value
-from anemoi_gt.ops.triton_backend.packing import PackedGradients, PackedWeights, Part, Piece
+from anemoi_gt.ops.triton_backend.packing import (
+    PackedGradient,
+    PackedGradients,
+    PackedWeights,
+    Piece,
+)
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sublayer_builder import NodeSums, SublayerBuilder
@@ -52,8 +57,8 @@ class Pass:
         self.needs = needs
         self.parameters: dict[str, Buffer] = {}  # gradients by group
         self.gradients: dict[Value, Buffer | None] = {}  # of all rows
-        self.written: set[Value] = set()  # values whose gradient has a part; others are added
-        self.residuals: dict[Value, Buffer] = {}  # parts that wait for the pass of a norm
+        self.written: set[Value] = set()  # values whose gradient was written; others are added
+        self.residuals: dict[Value, Buffer] = {}  # gradients that wait for the pass of a norm
         self.sums: dict[Node, tuple[NodeSums, slice]] = {}
         self.totals: dict[Hashable, Buffer] = {}  # once all rows are summed
 
@@ -262,15 +267,15 @@ class _Gradients(NamedTuple):
     """Where the gradients of a program are."""
 
     packed: PackedGradients
-    where: dict[Key, Part | int]  # a part of them, or the number of a result
+    where: dict[Key, PackedGradient | int]  # one of them, or the number of a result
     results: dict[int, Value]  # leaves that are rows
     sums: list[list[Node]]  # nodes whose sums are made by the same number of programs
 
     @classmethod
     def of(cls, program: Program, needs: Sequence[bool]) -> "_Gradients":
         needed = program.needed(needs)
-        where: dict[Key, Part | int] = {}
-        groups: dict[str, list[Part]] = {}
+        where: dict[Key, PackedGradient | int] = {}
+        groups: dict[str, list[PackedGradient]] = {}
         for node in program.nodes:
             for name, members in node.weights().items():
                 keys = [key for shared, _ in members for key in shared if isinstance(key, int)]
@@ -278,22 +283,22 @@ class _Gradients(NamedTuple):
                     continue
                 groups[name] = []
                 for shared, shape in members:
-                    part = Part(tuple(shape))
-                    groups[name].append(part)
-                    where |= dict.fromkeys(shared, part)
+                    gradient = PackedGradient(tuple(shape))
+                    groups[name].append(gradient)
+                    where |= dict.fromkeys(shared, gradient)
         summing: dict[str, list[Node]] = {}
         for node in program.nodes:
             if node in needed and _sums_of(node, needs):
                 summing.setdefault(node.summed_with, []).append(node)
-        parts = []
+        of_sums = []
         for nodes in summing.values():
             for node in nodes:
                 for key, width in _sums_of(node, needs).items():
-                    part = Part((width,))
-                    where[key] = part
-                    parts.append(part)
-        if parts:
-            groups["sums"] = parts
+                    gradient = PackedGradient((width,))
+                    where[key] = gradient
+                    of_sums.append(gradient)
+        if of_sums:
+            groups["sums"] = of_sums
         results = program.rows()
         where |= {leaf: number for number, leaf in enumerate(results)}
         return cls(PackedGradients.of(groups), where, results, list(summing.values()))
@@ -370,11 +375,11 @@ class FormulaOperator(PlannedOperator):
         program = self.program(tensors, constants, options)
         layout = program.kept_layout()
         if save:
-            kept = builder.empty_parts(layout, together=True)
+            kept = builder.empty_tensors(layout, together=True)
         else:
             extras = {value for node in program.nodes for value in node.extras}
             names = [name for name, value in program.kept().items() if value in extras]
-            kept = {name: builder.empty(*layout.parts[name][1:]) for name in ("packed", *names)}
+            kept = {name: builder.empty(*layout.places[name][1:]) for name in ("packed", *names)}
         call = Pass(program, builder, leaves(tensors), constants, kept)
         results = [builder.empty(value.shape, value.dtype) for value in program.results]
         call.memory |= dict(zip(program.results, results, strict=True))
@@ -431,8 +436,8 @@ class FormulaOperator(PlannedOperator):
         for sums in groups:
             totals = call.parameters["sums"].slice(0, first, first + sums.width)
             sums.reduce_into(totals)
-            for name, part in sums.columns.items():
-                call.totals[name] = totals.rows(part)
+            for name, of_name in sums.columns.items():
+                call.totals[name] = totals.rows(of_name)
             first += sums.width
         for node in program.nodes:
             if node in call.needed:

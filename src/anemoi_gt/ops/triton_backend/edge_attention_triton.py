@@ -164,7 +164,7 @@ class EdgeAttention(PlannedOperator):
         """Add the steps of the forward pass."""
         from anemoi_gt.ops.triton_backend.attention_steps import attend
 
-        kept = builder.empty_parts(kept_layout(tensors, constants.graph), together=save)
+        kept = builder.empty_tensors(kept_layout(tensors, constants.graph), together=save)
         call = _attention_call(builder, tensors, constants, options)
         out = builder.empty_like(tensors.query)
         lse = attend(call, kept_of(kept), out)
@@ -224,7 +224,7 @@ def _attention_call(
 
 
 def kept_of(kept: dict[str, Buffer]) -> Any:
-    """Return the parts of `kept_layout` as the steps take them."""
+    """Return the tensors of `kept_layout` as the steps take them."""
     from anemoi_gt.ops.triton_backend.attention_steps import Kept
 
     return Kept(kept["inv_denominator"], kept["exp_scores"], kept.get("projected"))

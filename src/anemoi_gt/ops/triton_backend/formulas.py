@@ -164,10 +164,10 @@ def attention(
     p.loop = Loop("sources", is_chunked=False, is_chunked_backward=False)
     if t.x_src is not None:
         normed = p.add(NormNode(t.x_src, t.norm_src, o.norm_src, p.dtype, "norm_src", halo))
-        src = p.add(project(inputs=[normed], part=to_src, summed=[key]))
+        src = p.add(project(inputs=[normed], weight_rows=to_src, summed=[key]))
         p.loop = Loop("destinations", is_chunked=False, is_chunked_backward=False)
         norm = NormNode(t.x_dst, t.norm, o.norm, p.dtype)
-        dst = p.add(project(inputs=[p.add(norm)], part=to_dst, summed=[t.query]))
+        dst = p.add(project(inputs=[p.add(norm)], weight_rows=to_dst, summed=[t.query]))
     else:
         norm = NormNode(t.x_dst, t.norm, o.norm, p.dtype, halo=halo)
         normed = p.add(norm)
@@ -175,8 +175,8 @@ def attention(
             dst = src = p.add(project(inputs=[normed], summed=[t.query, key]))
         else:
             own = own_rows(normed, t.x_dst.shape[0], o.batch)
-            dst = p.add(project(inputs=[own], part=to_dst, summed=[t.query]))
-            src = p.add(project(inputs=[normed], part=to_src, summed=[key]))
+            dst = p.add(project(inputs=[own], weight_rows=to_dst, summed=[t.query]))
+            src = p.add(project(inputs=[normed], weight_rows=to_src, summed=[key]))
     q, y = dst.columns(0, width), dst.columns(width, 2 * width)
     first = src.shape[1] - 2 * width
     k, v = src.columns(first, first + width), src.columns(first + width, first + 2 * width)

@@ -72,7 +72,7 @@ def edge_attention_triton_exported(
     index_buffers: dict[str, Any] = dict(zip(structure, builder.inputs[num_operands:], strict=True))
     index: IndexTensors[Buffer] = IndexTensors(**index_buffers)
     sizes = TracedSizes(*sizes_of(buffers, index, scale, holds=statically_known_true))
-    kept = kept_of(builder.empty_parts(kept_layout(buffers, index), together=False))
+    kept = kept_of(builder.empty_tensors(kept_layout(buffers, index), together=False))
     out = builder.empty_like(buffers.query)
     lse = attend(AttentionCall(builder, sizes, buffers, index), kept, out)
 

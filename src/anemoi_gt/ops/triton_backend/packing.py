@@ -83,8 +83,8 @@ class PackedWeights(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A gradient among packed gradients; parts are told apart by identity."""
+class PackedGradient:
+    """A gradient among packed gradients, told apart by identity."""
 
     shape: tuple[int, ...]
 
@@ -92,30 +92,30 @@ class Part:
 class PackedGradients(NamedTuple):
     """Layout of the float32 tensor that holds the gradients of parameters.
 
-    Parts of a group are stacked along their first dimension, as `PackedWeights` stacks parameters.
+    Those of a group are stacked along their first dimension, as `PackedWeights` stacks parameters.
     Sizes may be symbolic.
     """
 
     num_elements: int
     groups: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each group
-    parts: tuple[Part, ...]  # one after another, with padding between groups
+    members: tuple[PackedGradient, ...]  # one after another, with padding between groups
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, groups: Mapping[str, Sequence[Part]]) -> "PackedGradients":
-        """Lay out groups of parts."""
+    def of(cls, groups: Mapping[str, Sequence[PackedGradient]]) -> "PackedGradients":
+        """Lay out groups of gradients."""
         layout = {}
-        parts: list[Part] = []
+        members: list[PackedGradient] = []
         first = 0
         for name, group in groups.items():
             shape = _stacked_shape(group)
             padding = -prod(shape) % GRADIENT_ALIGNMENT
             layout[name] = (first, shape)
-            parts += group
-            parts.append(Part((padding,)))
+            members += group
+            members.append(PackedGradient((padding,)))
             first += prod(shape) + padding
-        sizes = tuple(prod(part.shape) for part in parts)
-        return cls(first, layout, tuple(parts), sizes)
+        sizes = tuple(prod(member.shape) for member in members)
+        return cls(first, layout, tuple(members), sizes)
 
     def allocate(self, builder: PlanBuilder) -> tuple[Buffer, dict[str, Buffer]]:
         """Return a tensor [num_elements] and each group in it."""
@@ -136,15 +136,15 @@ class PackedGradients(NamedTuple):
     ) -> GradientLayout:
         """Return the layout of a backward pass with the results `whole`, then this tensor.
 
-        Each of `gradients` is a part, the number of a whole result, or None; `tensors` and `needs`
-        are in the same order.
+        Each of `gradients` is a packed one, the number of a whole result, or None; `tensors` and
+        `needs` are in the same order.
         """
-        numbers = {part: number for number, part in enumerate(self.parts)}
+        numbers = {member: number for number, member in enumerate(self.members)}
         found: list[GradientLeaf | None] = []
         for gradient, tensor, need in zip(gradients, tensors, needs, strict=True):
             if not need or tensor is None or gradient is None:
                 found.append(None)
-            elif isinstance(gradient, Part):
+            elif isinstance(gradient, PackedGradient):
                 piece = numbers[gradient]
                 found.append(GradientLeaf(len(whole), piece, tensor.shape, tensor.dtype))
             else:

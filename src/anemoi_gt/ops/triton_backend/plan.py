@@ -59,9 +59,9 @@ class Buffer:
         return replace(self, shape=shape, offset=self.offset + start * self.stride[dim])
 
     # In this class `slice` names the method above.
-    def rows(self, part: builtins.slice) -> "Buffer":
+    def rows(self, which: builtins.slice) -> "Buffer":
         """Return a range of the first dimension."""
-        return self.slice(0, part.start, part.stop)
+        return self.slice(0, which.start, which.stop)
 
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "Buffer":
         """Return the same elements with one dimension split into `sizes`."""
@@ -92,22 +92,22 @@ class MemoryLayout:
     """Tensors one after another in one storage, each at an offset divisible by 512 bytes."""
 
     num_bytes: int
-    parts: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype
+    places: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype
 
     @classmethod
     def of(cls, specs: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> "MemoryLayout":
         """Lay out tensors of these shapes and dtypes."""
-        parts = {}
+        places = {}
         num_bytes = 0
         for name, (shape, dtype) in specs.items():
-            parts[name] = (num_bytes, tuple(shape), dtype)
+            places[name] = (num_bytes, tuple(shape), dtype)
             num_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        return cls(num_bytes, parts)
+        return cls(num_bytes, places)
 
     def buffers(self, storage: Buffer) -> dict[str, Buffer]:
-        """Return the parts of a storage [num_bytes]."""
+        """Return the tensors in a storage [num_bytes]."""
         buffers = {}
-        for name, (first, shape, dtype) in self.parts.items():
+        for name, (first, shape, dtype) in self.places.items():
             stride = contiguous_stride(shape)
             buffers[name] = Buffer(storage.storage, shape, stride, dtype, first // dtype.itemsize)
         return buffers
@@ -165,12 +165,12 @@ class PlanBuilder:
         """Return contiguous memory with the shape of `buffer`, in its dtype or another."""
         return self.empty(buffer.shape, buffer.dtype if dtype is None else dtype)
 
-    def empty_parts(self, layout: MemoryLayout, *, together: bool) -> dict[str, Buffer]:
-        """Return memory for the parts of a layout: one storage, or one each, like scratch."""
+    def empty_tensors(self, layout: MemoryLayout, *, together: bool) -> dict[str, Buffer]:
+        """Return memory for the tensors of a layout: one storage, or one each, like scratch."""
         if together:
             return layout.buffers(self.empty((layout.num_bytes,), torch.uint8))
-        parts = layout.parts.items()
-        return {name: self.empty(shape, dtype) for name, (_, shape, dtype) in parts}
+        places = layout.places.items()
+        return {name: self.empty(shape, dtype) for name, (_, shape, dtype) in places}
 
     def whole(self, buffer: Buffer) -> Buffer:
         """Return the storage that a buffer is part of."""

@@ -104,10 +104,10 @@ class NormNode(Node):
         """Normalise rows; scale and shift that a condition makes exist for a chunk at a time."""
         x = run.value(self.inputs[0])
         entry_rows = self._entry_rows()
-        parts = [(0, x.shape[0])]
+        chunks = [(0, x.shape[0])]
         if self.has_condition and entry_rows is None:
-            parts = list(run.builder.chunks(x.shape[0]))
-        for begin, end in parts:
+            chunks = list(run.builder.chunks(x.shape[0]))
+        for begin, end in chunks:
             launch = row_launches.norm_forward(
                 end - begin,
                 out.shape[1],
@@ -133,10 +133,10 @@ class NormNode(Node):
         x, dx, total = run.value(x_value), run.write(x_value), run.residual(x_value)
         entry_rows = self._entry_rows()
         normed = builder.empty_like(grad)
-        parts = [(0, x.shape[0])]
+        chunks = [(0, x.shape[0])]
         if self.has_condition and entry_rows is None:
-            parts = list(builder.chunks(x.shape[0]))
-        for begin, end in parts:
+            chunks = list(builder.chunks(x.shape[0]))
+        for begin, end in chunks:
             grad_rows, normed_rows = grad, normed
             if entry_rows is None:
                 grad_rows, normed_rows = grad.slice(0, begin, end), normed.slice(0, begin, end)
@@ -268,13 +268,13 @@ def own_rows(rows: Value, number: int, batch: int) -> Value:
     spans = []
     for entry in range(batch):
         first, first_own = entry * all_rows, entry * own
-        part, among = slice(first, first + own), slice(first_own, first_own + own)
-        spans.append(Span(rows, part, among))
+        of_entry, among = slice(first, first + own), slice(first_own, first_own + own)
+        spans.append(Span(rows, of_entry, among))
     return Value((number, *rows.shape[1:]), rows.dtype, spans=tuple(spans))
 
 
 class LinearNode(Node):
-    """y = W [x_1, x_2, ..] + b, for the columns of W from `first_column` and its rows `part`.
+    """y = W [x_1, x_2, ..] + b, for the columns of W from `first_column`, and its `weight_rows`.
 
     The maps of `layers` are stacked. Nodes of one name share W. Equal inputs share one product, by
     the sum of their columns of W. An input may consist of rows of other values.
@@ -301,7 +301,7 @@ class LinearNode(Node):
         dtype: torch.dtype,
         *,
         out_dtype: torch.dtype | None = None,
-        part: slice | None = None,
+        weight_rows: slice | None = None,
         first_column: int = 0,
         has_bias: bool = True,
         pads_input: bool = False,
@@ -310,10 +310,10 @@ class LinearNode(Node):
         summed: Sequence[Linear[Value]] = (),
     ):
         self.name, self.layers, self.dtype = name, list(layers), dtype
-        self.part = part or slice(0, sum(layer.weight.shape[0] for layer in layers))
+        self.weight_rows = weight_rows or slice(0, sum(layer.weight.shape[0] for layer in layers))
         self.first_column, self.has_bias = first_column, has_bias
         self.is_cheap = is_cheap
-        width = self.part.stop - self.part.start
+        width = self.weight_rows.stop - self.weight_rows.start
         self.is_folded = len(inputs) == 2 and inputs[0] is inputs[1]
         inputs = inputs[:1] if self.is_folded else inputs
         super().__init__(inputs, Value((inputs[0].shape[0], width), out_dtype or dtype))
@@ -347,10 +347,10 @@ class LinearNode(Node):
     def prepare(self, call: Pass) -> None:
         """Take the rows of W and b; pad, or fold, their columns."""
         builder = call.builder
-        self.weight = call.weights[self.name].rows(self.part)
+        self.weight = call.weights[self.name].rows(self.weight_rows)
         self.bias = None
         if self.has_bias and f"{self.name}_bias" in call.weights:
-            self.bias = call.weights[f"{self.name}_bias"].rows(self.part)
+            self.bias = call.weights[f"{self.name}_bias"].rows(self.weight_rows)
         if self.is_folded:
             columns = self.inputs[0].shape[1]
             halves = (self.weight.slice(1, 0, columns), self.weight.slice(1, columns, 2 * columns))
@@ -366,7 +366,7 @@ class LinearNode(Node):
             self.bias = padded
         self.grad_weight = call.parameters.get(self.name)
         if self.grad_weight is not None:
-            self.grad_weight = self.grad_weight.rows(self.part)
+            self.grad_weight = self.grad_weight.rows(self.weight_rows)
             if self.is_padded:
                 self.grad_weight = builder.empty(self.weight.shape, torch.float32)
 
@@ -378,7 +378,7 @@ class LinearNode(Node):
             y = builder.empty((out.shape[0], self.width), self.dtype)
         for number, (value, weight) in enumerate(self._blocks(self.weight)):
             for span in spans_of(value):
-                rows, into = self._operand(run, span), part_of(y, span.among)
+                rows, into = self._operand(run, span), rows_at(y, span.among)
                 if number == 0:
                     builder.linear(rows, weight, self.bias, into)
                 else:
@@ -399,9 +399,9 @@ class LinearNode(Node):
             written = set(run.written)
             for span in spans_of(value):
                 if run.needs(span.value):
-                    dx = part_of(run.write(span.value), span.rows)
+                    dx = rows_at(run.write(span.value), span.rows)
                     adds = span.value in written
-                    self._differentiate_input(run, part_of(dy, span.among), weight, dx, adds=adds)
+                    self._differentiate_input(run, rows_at(dy, span.among), weight, dx, adds=adds)
         if self.grad_weight is None:
             return
         for value, total in self._blocks(self.grad_weight):
@@ -411,7 +411,7 @@ class LinearNode(Node):
                     self._differentiate_weight,
                     run,
                     span,
-                    part_of(dy, span.among),
+                    rows_at(dy, span.among),
                     total,
                     is_first=is_first,
                 )
@@ -425,7 +425,7 @@ class LinearNode(Node):
             if not run.is_first:
                 return
             grad = whole
-        first = -self.part.start
+        first = -self.weight_rows.start
         for layer in self.layers:
             stop = first + layer.weight.shape[0]
             if layer.bias is not None and layer.bias.leaf in sums.columns.keys() & self.bias_sums:
@@ -455,7 +455,7 @@ class LinearNode(Node):
         gradient = call.parameters.get(self.name)
         if gradient is not None and self.is_padded:
             assert self.grad_weight is not None
-            call.builder.resize(self.grad_weight, gradient.rows(self.part))
+            call.builder.resize(self.grad_weight, gradient.rows(self.weight_rows))
         if gradient is not None and self.is_folded:
             columns = self.inputs[0].shape[1]
             halves = (gradient.slice(1, 0, columns), gradient.slice(1, columns, 2 * columns))
@@ -485,7 +485,7 @@ class LinearNode(Node):
                 run.call.operands[key] = run.builder.empty((rows.shape[0], columns), self.dtype)
                 run.builder.resize(rows, run.call.operands[key])
             rows = run.call.operands[key]
-        return part_of(rows, span.rows)
+        return rows_at(rows, span.rows)
 
 
 def spans_of(value: Value) -> Sequence[Span]:
@@ -493,9 +493,9 @@ def spans_of(value: Value) -> Sequence[Span]:
     return value.spans or (Span(value, None, None),)
 
 
-def part_of(rows: Buffer, part: slice | None) -> Buffer:
+def rows_at(rows: Buffer, which: slice | None) -> Buffer:
     """Return a range of rows, all with None."""
-    return rows if part is None else rows.rows(part)
+    return rows if which is None else rows.rows(which)
 
 
 class ActivationNode(Node):

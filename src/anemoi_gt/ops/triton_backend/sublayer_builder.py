@@ -49,8 +49,8 @@ class SublayerBuilder(PlanBuilder):
     def chunks(self, num_rows: int) -> Iterator[tuple[int, int]]:
         """Yield begin and end of chunks of nearly equal sizes, at most `tuning.chunk` rows each."""
         number = max(1, -(-num_rows // self.tuning.chunk))
-        for part in range(number):
-            yield part * num_rows // number, (part + 1) * num_rows // number
+        for i in range(number):
+            yield i * num_rows // number, (i + 1) * num_rows // number
 
     def pack(
         self, groups: Mapping[str, Sequence[Piece[Buffer]]], packed: Buffer
