@@ -242,8 +242,8 @@ def test_options_of_the_attention_match_its_modules(library):
     parts = read_attention(block)._replace(computation=computation)
     norms = [NormOptions(eps) for eps in (0.5, 0.25, 0.125, 0.0625)]
     assert parts.options(3) == (HEADS, 3, *norms, torch.bfloat16, True)
-    assert parts.query_norm.scale is block.q_norm.weight
-    assert parts.key_norm.scale is block.k_norm.weight
+    assert parts.query_norm.parameters.scale is block.q_norm.weight
+    assert parts.key_norm.parameters.scale is block.k_norm.weight
     assert parts.self_term.bias is None
 
 
@@ -263,7 +263,8 @@ def test_an_rms_norm_without_eps_has_that_of_float32_in_nodes_and_heads(library)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_without_norms_of_heads_their_eps_is_zero(library):
     parts = read_attention(make(library=library))
-    assert parts.query_norm == parts.key_norm == (None, NormOptions())
+    assert parts.query_norm.parameters.scale is parts.key_norm.parameters.scale is None
+    assert parts.query_norm.options == parts.key_norm.options == NormOptions()
 
 
 def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
@@ -514,7 +515,7 @@ def drop_in_training(block):
         (
             replaced("k_norm", lambda: nn.LayerNorm(CHANNELS, bias=False)),
             "attention",
-            "its k_norm is over (24,), and its heads have 12 channels",
+            "its k_norm is over 24 channels, and its heads have 12",
         ),
         (
             replaced("k_norm", lambda: nn.LayerNorm(CHANNELS // HEADS, bias=False, eps=0.0)),
@@ -524,7 +525,7 @@ def drop_in_training(block):
         (
             replaced("projection", lambda: nn.Linear(CHANNELS, 7)),
             "attention",
-            "its projection has a parameter (7, 24), and its lin_query needs (24, 24)",
+            "its projection has a parameter (7, 24), and (24, 24) is needed",
         ),
         (
             replaced("lin_edge", lambda: nn.Linear(256, CHANNELS)),
@@ -534,8 +535,7 @@ def drop_in_training(block):
         (
             replaced("node_dst_mlp.mlp.2", lambda: nn.Linear(HIDDEN, 7)),
             "feed_forward",
-            "its node_dst_mlp.mlp has a parameter (7, 40), and its layer_norm_mlp_dst needs (24, "
-            "40)",
+            "its node_dst_mlp.mlp has a parameter (7, 40), and (24, 40) is needed",
         ),
         (
             replaced("node_dst_mlp.mlp.3", lambda: nn.GELU()),
@@ -588,16 +588,14 @@ def test_a_norm_with_a_weight_of_another_shape(name):
     block = make(qk_norm=True)
     norm = block.get_submodule(name)
     norm.weight = nn.Parameter(torch.ones(3))
-    reason = (
-        f"its {name} has a parameter (3,), and its normalized_shape needs {norm.normalized_shape}"
-    )
+    reason = f"its {name} has a parameter (3,), and {norm.normalized_shape} is needed"
     assert_one_reason(block, "attention", reason)
 
 
 def test_a_norm_with_two_conditions():
     block = make(norm="conditional")
     block.layer_norm_mlp_dst.bias = nn.Linear(CONDITION + 1, CHANNELS)
-    reason = "its layer_norm_mlp_dst.bias has a parameter (24, 5), and its layer_norm_mlp_dst.scale needs (24, 4)"
+    reason = "its layer_norm_mlp_dst has a parameter (24, 5), and (24, 4) is needed"
     assert_one_reason(block, "feed_forward", reason)
 
 

@@ -167,7 +167,7 @@ def network(
     condition = None if cond is None else row_conditions(cond, x)
     shape = x.shape
     if len(shape) != 2:  # a view has a node in the graph of autograd
-        x, more = _rows(x), _optional_rows(more)
+        x, more = _rows(x), _rows(more)
     options = modules.options(residual=residual, repeats_x=repeats_x, out_dtype=out_dtype)
     y = modules.compute(modules.tensors(x, more, condition), options)
     return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[-1])
@@ -208,8 +208,7 @@ def update_edges(
     if cond is not None:
         parameters = modules.network_with(row_conditions(cond, edges))
     if x_dst.dim() != 2:
-        x_src, halo = _optional_rows(x_src), _optional_rows(halo)
-        x_dst, edges = _rows(x_dst), _rows(edges)
+        x_src, halo, x_dst, edges = _rows(x_src), _rows(halo), _rows(x_dst), _rows(edges)
     tensors = InteractionTensors(x_src, halo, x_dst, edges, parameters)
     options = modules.options(residual=residual, out_dtype=out_dtype)
     updated = modules.compute(tensors, graph, InteractionOptions(batch, options))
@@ -319,7 +318,7 @@ def _attention(
     if is_one_set:
         x_src = None
     if x_dst.dim() != 2:
-        x_src, halo, x_dst = _optional_rows(x_src), _optional_rows(halo), _rows(x_dst)
+        x_src, halo, x_dst = _rows(x_src), _rows(halo), _rows(x_dst)
     tensors = modules.tensors((x_src, x_dst), edge_attr, (rows_of_cond_src, cond_dst), halo)
     z = modules.compute(tensors, structure, modules.options(batch))
     return z if len(shape) == 2 else z.view(shape)
@@ -331,14 +330,9 @@ def _normed(block: Any, norm: nn.Module, x: Tensor, cond: Tensor | None = None) 
     return cast_for_projections(normed, block.lin_query, block.lin_key, block.lin_value)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return features [.., N, F] as rows [B * N, F]."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _optional_rows(x: Tensor | None) -> Tensor | None:
-    """Return features as rows, None where there are none."""
-    return None if x is None else _rows(x)
+def _rows(x: Any) -> Any:
+    """Return features [.., N, F] as rows [B * N, F], None where there are none."""
+    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 def row_conditions(cond: Tensor, x: Tensor) -> Tensor:

@@ -192,8 +192,8 @@ class AttentionModules(NamedTuple):
     value: Linear[Tensor]
     edge: Linear[Tensor]
     projection: Linear[Tensor]
-    query_norm: "HeadNorm"
-    key_norm: "HeadNorm"
+    query_norm: NormModule  # over the channels of a head
+    key_norm: NormModule
     heads: int
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
@@ -229,8 +229,8 @@ class AttentionModules(NamedTuple):
             value=self.value,
             edge=self.edge,
             projection=self.projection,
-            query_scale=self.query_norm.scale,
-            key_scale=self.key_norm.scale,
+            query_scale=self.query_norm.parameters.scale,
+            key_scale=self.key_norm.parameters.scale,
         )
 
     def options(self, batch: int) -> AttentionOptions:
@@ -245,16 +245,6 @@ class AttentionModules(NamedTuple):
             gemm_dtype=self.computation.gemm_dtype,
             replay=self.computation.replay,
         )
-
-
-class HeadNorm(NamedTuple):
-    """A norm of queries or keys, over the channels of a head."""
-
-    scale: Tensor | None
-    options: NormOptions
-
-
-NO_HEAD_NORM = HeadNorm(None, NormOptions())
 
 
 class CannotFuseError(Exception):
@@ -462,15 +452,14 @@ def read_network(
             layer = Layer(values[index], values[num_hidden + index])
         shape = (layer.value.weight.shape[0], width)
         for linear in layer:
-            if linear.weight is not None and linear.weight.shape != shape:
-                raise shape_mismatch(linear.weight, shape, layers_name, "first layer")
+            if linear.weight is not None:
+                check_parameter(layers_name, linear.weight, shape)
         hidden.append(layer)
         width = shape[0]
     features = out.weight.shape[0]
-    if norm_in is not None and features != norm_of_input.features:  # a residual connection
-        raise shape_mismatch(out.weight, (norm_of_input.features, width), layers_name, norm_in[0])
-    if out.weight.shape[1] != width:
-        raise shape_mismatch(out.weight, (features, width), layers_name, "last hidden layer")
+    if norm_in is not None:  # a residual connection
+        features = norm_of_input.features
+    check_parameter(layers_name, out.weight, (features, width))
     limit = backend.max_features
     if features > limit:
         got = f"its {layers_name} returns {features} features"
@@ -480,10 +469,7 @@ def read_network(
         norm_of_output = read_norm(norm, norm_name, backend)
         if norm_of_output.is_double not in (None, dtype is DOUBLE):
             raise other_precision(norm_name)
-        if norm_of_output.features != features:
-            raise shape_mismatch(
-                out.weight, (norm_of_output.features, width), layers_name, "layer_norm"
-            )
+        check_parameter(layers_name, out.weight, (norm_of_output.features, width))
         if norm_of_output.options.eps <= 0.0:
             got = f"its {norm_name} has eps {norm_of_output.options.eps}"
             raise cannot_fuse(f"{got}, and a positive number is needed")
@@ -555,19 +541,13 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
     width = query.weight.shape[0]
     features = norm.features
     shape = (width, features)
-    if query.weight.shape != shape:
-        raise shape_mismatch(query.weight, shape, "lin_query", "layer_norm_attention")
-    if self_term.weight.shape != shape:
-        raise shape_mismatch(self_term.weight, shape, "lin_self", "lin_query")
-    if key.weight.shape != shape:
-        raise shape_mismatch(key.weight, shape, "lin_key", "lin_query")
-    if value.weight.shape != shape:
-        raise shape_mismatch(value.weight, shape, "lin_value", "lin_query")
-    edge_width, num_attributes = edge.weight.shape
-    if edge_width != width:
-        raise shape_mismatch(edge.weight, (width, num_attributes), "lin_edge", "lin_query")
-    if projection.weight.shape != (features, width):
-        raise shape_mismatch(projection.weight, (features, width), "projection", "lin_query")
+    num_attributes = edge.weight.shape[1]
+    check_parameter("lin_query", query.weight, shape)
+    check_parameter("lin_self", self_term.weight, shape)
+    check_parameter("lin_key", key.weight, shape)
+    check_parameter("lin_value", value.weight, shape)
+    check_parameter("lin_edge", edge.weight, (width, num_attributes))
+    check_parameter("projection", projection.weight, (features, width))
     if width > backend.max_features:
         got = f"its queries have {width} features"
         raise cannot_fuse(f"{got}, and more than {backend.max_features} are not measured")
@@ -576,9 +556,11 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
         raise cannot_fuse(f"{got}, and at most {backend.max_attributes} are possible")
 
     heads = block.num_heads
-    query_norm = key_norm = NO_HEAD_NORM
+    query_norm = key_norm = NO_NORM_MODULE
     if has_head_norms:
-        query_norm, key_norm = _read_head_norms(modules, width // heads, query.weight)
+        channels = width // heads
+        query_norm = _read_head_norm(modules.get("q_norm"), "q_norm", channels, query, backend)
+        key_norm = _read_head_norm(modules.get("k_norm"), "k_norm", channels, query, backend)
     return AttentionModules(
         computation=computation,
         compute=backend.attention_sublayer,
@@ -654,18 +636,12 @@ def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
         got = f"its {name} is over {len(normalized_shape)} dimensions"
         raise cannot_fuse(f"{got}, and one is needed")
     features = normalized_shape[0]
-    shape: tuple[int, ...]
-    if has_condition:
-        shape = (features, num_conditions)
-        scale_name, shift_name, others = f"{name}.scale", f"{name}.bias", f"{name}.scale"
-    else:
-        shape = (features,)
-        scale_name, shift_name, others = name, name, "normalized_shape"
+    shape = (features, num_conditions) if has_condition else (features,)
     # Kernels read `features` elements of both, or rows of them with a condition.
-    if scale is not None and scale.shape != shape:
-        raise shape_mismatch(scale, shape, scale_name, "normalized_shape")
-    if shift is not None and shift.shape != shape:
-        raise shape_mismatch(shift, shape, shift_name, others)
+    if scale is not None:
+        check_parameter(name, scale, shape)
+    if shift is not None:
+        check_parameter(name, shift, shape)
     limit = backend.max_features
     if features > limit:
         got = f"its {name} has {features} features"
@@ -685,8 +661,7 @@ def _read_norm_of(
     read = read_norm(norm, name, backend)
     if read.is_double not in (None, weight.dtype is DOUBLE):
         raise other_precision(name)
-    if weight.shape[1] != read.features:
-        raise shape_mismatch(weight, (weight.shape[0], read.features), layer_name, name)
+    check_parameter(layer_name, weight, (weight.shape[0], read.features))
     return read
 
 
@@ -695,31 +670,23 @@ def other_precision(name: str) -> CannotFuseError:
     return cannot_fuse(f"its {name} and its linear maps are not both float64")
 
 
-def _read_head_norms(
-    modules: dict[str, Submodule], channels: int, weight: Tensor
-) -> tuple[HeadNorm, HeadNorm]:
-    """Return the norms of queries and of keys, for linear maps with weights like `weight`."""
-    norms = {"q_norm": NO_HEAD_NORM, "k_norm": NO_HEAD_NORM}
-    for name in HEAD_NORMS:
-        norm = modules.get(name)
-        if norm is None or type(norm) is nn.Identity:
-            continue
-        scale, shift = _read_parameters(norm, name)
-        if scale is not None and (scale.dtype is DOUBLE) != (weight.dtype is DOUBLE):
-            raise other_precision(name)
-        if shift is not None:
-            raise cannot_fuse(f"its {name} has a bias")
-        shape = tuple(norm.normalized_shape)
-        if shape != (channels,):
-            got = f"its {name} is over {shape}"
-            raise cannot_fuse(f"{got}, and its heads have {channels} channels")
-        options = NormOptions(EPS if norm.eps is None else norm.eps, type(norm) is not nn.RMSNorm)
-        if options.eps <= 0.0:
-            raise cannot_fuse(f"its {name} has eps {norm.eps}, and a positive number is needed")
-        if scale is not None and scale.shape != shape:
-            raise shape_mismatch(scale, shape, name, "normalized_shape")
-        norms[name] = HeadNorm(scale, options)
-    return norms["q_norm"], norms["k_norm"]
+def _read_head_norm(
+    norm: Submodule, name: str, channels: int, query: Linear[Tensor], backend: Backend
+) -> NormModule:
+    """Return the norm of queries or keys, over the channels of a head."""
+    if norm is None or type(norm) is nn.Identity:
+        return NO_NORM_MODULE
+    read = read_norm(norm, name, backend)
+    if read.is_double not in (None, query.weight.dtype is DOUBLE):
+        raise other_precision(name)
+    if read.parameters.shift is not None:
+        raise cannot_fuse(f"its {name} has a bias")
+    if read.features != channels:
+        got = f"its {name} is over {read.features} channels"
+        raise cannot_fuse(f"{got}, and its heads have {channels}")
+    if read.options.eps <= 0.0:
+        raise cannot_fuse(f"its {name} has eps {norm.eps}, and a positive number is needed")
+    return read
 
 
 def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
@@ -765,12 +732,11 @@ def child_of(module: Submodule, name: str) -> Submodule:
     return module._modules.get(name) if isinstance(module, nn.Module) else None
 
 
-def shape_mismatch(
-    parameter: Tensor, shape: tuple[int, ...], name: str, others: str
-) -> CannotFuseError:
-    """Return the error for a parameter of another shape than `shape`."""
-    got = f"its {name} has a parameter {tuple(parameter.shape)}"
-    return cannot_fuse(f"{got}, and its {others} needs {tuple(shape)}")
+def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a parameter has a shape: kernels read as many elements."""
+    if parameter.shape != shape:
+        got = f"its {name} has a parameter {tuple(parameter.shape)}"
+        raise cannot_fuse(f"{got}, and {shape} is needed")
 
 
 def cannot_fuse(text: str) -> CannotFuseError:
