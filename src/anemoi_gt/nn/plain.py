@@ -197,12 +197,11 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
             return transient(f"{_subject(name)} {answer.text}")
         functions, skips_its_call, row, added = answer
         attributes = module.__dict__
-        if is_traced or not attributes.keys().isdisjoint(functions):
-            for function in functions:
-                if function in attributes and not _is_generated(module, function):
-                    return permanent(
-                        f"{_subject(name)} has a {function} set on it, which would be skipped"
-                    )
+        for function in functions:
+            if function in attributes and not _is_generated(module, function):
+                return permanent(
+                    f"{_subject(name)} has a {function} set on it, which would be skipped"
+                )
         for function in added:
             if function in attributes or function in module._modules:
                 kind = qualified_name(type(module))
