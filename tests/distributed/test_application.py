@@ -41,11 +41,11 @@ ARGUMENTS = [
     "data.valid_size=2",
     "data.test_size=2",
     "graph.refinement=1",
-    "training.steps=16",
+    "training.steps=12",
     "training.warmup_steps=1",
     "training.batch_size=2",
     f"training.device={DEVICE}",
-    "training.valid_every=8",
+    "training.valid_every=4",
     "training.log_every=1",
     "hydra.run.dir=run",
     "model.mapper_chunks=2",
@@ -167,8 +167,8 @@ def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(f
 def test_two_hosts_with_a_model_each_resume_the_run_of_one_model_on_four_ranks(folder, continued):
     statuses, outputs, before = continued
     assert statuses == (0, 0), outputs
-    assert 0 < len(before) < 16
-    assert steps_in(folder / "run") == list(range(1, 17))
+    assert 0 < len(before) < 12
+    assert steps_in(folder / "run") == list(range(1, 13))
     # the same files as after a run of one process
     files = {path.name for path in (folder / "run").iterdir()}
     assert files == {
@@ -185,8 +185,8 @@ def test_two_hosts_with_a_model_each_resume_the_run_of_one_model_on_four_ranks(f
 
 def test_only_one_rank_shows_the_progress_bar_which_counts_steps(continued):
     _, (first, other), _ = continued
-    assert re.findall(r"(\d+)/16 ", first)[-1] == "16", first
-    assert not re.findall(r"\d+/16 ", other), other
+    assert re.findall(r"(\d+)/12 ", first)[-1] == "12", first
+    assert not re.findall(r"\d+/12 ", other), other
 
 
 def started_on_two_hosts(hosts, folder, name, *arguments):
@@ -309,9 +309,9 @@ def test_one_process_cannot_divide_a_model(monkeypatch):
 
 @contextmanager
 def failing(folder, kind, restarts, *arguments, rank=1):
-    """Start a job of two ranks, one of which fails before step 10; yield its process and run folder."""
+    """Start a job of two ranks, one of which fails before step 6; yield its process and run folder."""
     run = folder / kind
-    script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, str(rank), "10"]
+    script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, str(rank), "6"]
     options = [
         *OF_TWO_RANKS,
         "sharding=edges",
@@ -357,7 +357,7 @@ def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(
     report = output[output.index("Root Cause") :]
     assert "rank      : 1 " in report, output
     assert "RuntimeError: a bug on this rank only" in report, output
-    assert_checkpoint_is_whole(run, 8)
+    assert_checkpoint_is_whole(run, 4)
 
 
 def test_a_run_that_is_resumed_without_a_sharding_option_keeps_its_sharding(folder, raised):
@@ -403,7 +403,7 @@ def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpo
         status, output, seconds = outcome(process, until="restarted")
     assert status == 0, output
     assert seconds < BUSY, output
-    assert steps_in(run) == list(range(1, 17))
+    assert steps_in(run) == list(range(1, 13))
     assert (run / "scores.json").exists()
 
 
@@ -415,4 +415,4 @@ def test_a_frozen_rank_ends_the_job_within_the_timeout_and_the_time_to_kill_it(f
     assert "Timed out waiting" in output, output
     assert "forcefully exiting via 9" in output, output
     assert f"did not take part in time, sharding.timeout={TIMEOUT:g} s: it froze" in output, output
-    assert_checkpoint_is_whole(run, 8)
+    assert_checkpoint_is_whole(run, 4)

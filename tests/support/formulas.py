@@ -105,7 +105,7 @@ CASE = {
     "feed-forward": {"norm": 4, "gated": True},
     "linear": {"columns": 11},
     "network": {"inputs": "x and more", "hidden": "two gated"},
-    "interaction": {"batch": 2, "segment": 1, "halo": 3, "hidden": "two gated"},
+    "interaction": {"batch": 2, "segment": 2, "halo": 3, "hidden": "two gated"},
     "attention": {"norm": 4, "batch": 2, "halo": 3},
 }
 

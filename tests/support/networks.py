@@ -66,7 +66,7 @@ INTERACTION_CASES = pairwise(
     **OF_A_NETWORK,
     nodes=("one set", "two sets"),
     batch=(1, 2),
-    segment=(None, 1),  # edges of a segment of hubs
+    segment=(None, 2),  # edges of a segment of hubs
     edges=(13, 0),
     halo=(None, 5, 0),  # rows of each batch entry
     residual=(True, False),
@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
     src: int = 8  # features of sources, if they are other nodes than destinations
     dst: int = 12
     num_src: int = 4
-    num_dst: int = 6
+    num_dst: int = 4
     edges: int = 13
 
 

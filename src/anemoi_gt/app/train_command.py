@@ -360,9 +360,12 @@ def _train_on_ranks(
         if mesh.get_rank() == 0:  # the memory of a host may hold the graph once, not once a rank
             whole = build_model(config, splits)
         model, shard = scatter_model(whole, mesh, group)
-        share = replace(training, batch_size=training.batch_size // mesh["data"].size())
-        inputs = (model.nodes[DATA].num_nodes, splits.train.in_channels)
-        memory = estimate_memory(model, share, inputs, mesh.size() if sharding.parameters else 1)
+        memory = None
+        if mesh.get_rank() == 0:  # which logs it
+            share = replace(training, batch_size=training.batch_size // mesh["data"].size())
+            inputs = (model.nodes[DATA].num_nodes, splits.train.in_channels)
+            divisor = mesh.size() if sharding.parameters else 1
+            memory = estimate_memory(model, share, inputs, divisor)
         trainer = make_sharded_trainer(
             model,
             shard,
