@@ -1,6 +1,7 @@
 """Tables of a results file of benchmarks/run.py, in Markdown."""
 
 from collections.abc import Sequence
+from statistics import median
 
 from suite.problems import PASSES, STRUCTURE
 
@@ -41,6 +42,12 @@ def _lines(results: dict) -> dict:
 
 def _joined(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
+
+
+def of_processes(times: Sequence[float]) -> str:
+    """Return the median of the times of processes, and their range."""
+    cell = f"{median(times):.0f}"
+    return cell if len(times) == 1 else f"{cell} ({min(times):.0f} to {max(times):.0f})"
 
 
 def lower_bound_seconds(results: dict, problem: str, kind: str) -> float:
