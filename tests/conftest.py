@@ -141,7 +141,7 @@ def leave_out_plot_and_estimate(monkeypatch):
 
 @pytest.fixture(scope="session")
 def unoptimised_packages():
-    """Compile the C++ of packages without optimisation and vector instructions, which take seconds.
+    """Compile the C++ of packages without optimisation, vector instructions and debug symbols, which take seconds.
 
     A precompiled header takes longer than the two files that include it.
     """
@@ -150,7 +150,9 @@ def unoptimised_packages():
         "aot_inductor.precompile_headers": False,
         "cpp.vec_isa_ok": False,
     }
-    with torch._inductor.config.patch(options):
+    with torch._inductor.config.patch(options), pytest.MonkeyPatch.context() as patch:
+        symbols = "torch._inductor.cpp_builder._get_inductor_debug_symbol_cflags"
+        patch.setattr(symbols, lambda: ([], []), raising=False)
         yield
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.applications import SMALL
+from support.forked import Program
 from support.nightly import nightly
 from support.releases import TORCH
 
@@ -168,13 +170,12 @@ def test_a_command_that_cannot_be_imported_says_so_in_one_sentence(command):
 def test_compiled_training_is_refused_where_nothing_can_be_compiled(tmp_path):
     # a folder that is made, but not written: rights do not stop root
     folder = Path("/proc/self/fdinfo")
-    result = run(
-        *("anemoi_gt", "train", "training.compile=true", "training.device=cpu"),
-        f"hydra.run.dir={tmp_path / 'run'}",
-        TORCHINDUCTOR_CACHE_DIR=str(folder),
-    )
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
+    options = [*SMALL, "training.compile=true", "training.device=cpu", "hydra.run.dir=run"]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    process = Program("-m", "anemoi_gt.train", *options, folder=tmp_path, environment=environment)
+    status, _, error = process.finish(timeout=120)
+    assert status == 1
+    (line,) = error.splitlines()
     assert line.startswith("anemoi_gt.train: training.compile must be false here, got true: the ")
     assert f"got {folder}: " in line
     assert not (tmp_path / "run").exists()

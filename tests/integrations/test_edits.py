@@ -12,7 +12,6 @@ from support.anemoi_model import (
     build,
     differentiate,
     draw,
-    graph_of,
     make_family_options,
     make_options,
 )
@@ -31,6 +30,7 @@ from support.edits import (
     results_of,
 )
 from support.same_numbers import assert_same_numbers
+from support.weather import KINDS, weather_graph
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -147,7 +147,7 @@ def with_a_diagnostic(block, call):
 @pytest.mark.parametrize("family", ("graph transformer", "graph network"))
 def test_a_diagnostic_of_another_block_leaves_a_recomputation_of_anemois_alone(family):
     """Answers that were kept for the recomputation were taken by position, with the parameters in them."""
-    graph = graph_of("O4", 1)
+    graph = weather_graph({"data": 7, "hidden": 5}, dict.fromkeys(KINDS, 13))
     sizes = {"channels": 8, "heads": 2, "trainable": 2, "layers": 3, "layer_chunks": 1}
     options = make_options(**sizes)
     if family == "graph network":
@@ -281,7 +281,7 @@ def test_torchscript_traces_a_layer_with_an_edge_index(kind):
 
 
 def test_the_report_names_a_network_that_is_not_fused_and_one_that_is():
-    graph = graph_of("O4", 1)
+    graph = weather_graph({"data": 7, "hidden": 5}, dict.fromkeys(KINDS, 13))
     sizes = {"channels": 8, "heads": 2, "trainable": 2}
     model, x = build(graph, make_family_options("graph network", **sizes)), draw(graph)
     model.encoder["encoder"].emb_nodes_src.mlp[1] = nn.LeakyReLU()

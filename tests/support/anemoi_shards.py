@@ -208,11 +208,13 @@ def model_of(case):
     has_noise = case.family in ("ensemble", "transport")
     dtype = torch.float32 if case.fused or has_noise else torch.float64
     options = tuple(sorted(case.options.items()))
-    return make_model(case.graph, case.family, case.ensemble > 1, options, case.compiled, dtype)
+    is_ensemble = case.ensemble > 1
+    compiled = (case.compiled, case.has_dynamic_sizes)
+    return make_model(case.graph, case.family, is_ensemble, options, *compiled, dtype)
 
 
 @cache
-def make_model(graph_name, family, is_ensemble, options, compiled, dtype):
+def make_model(graph_name, family, is_ensemble, options, compiled, has_dynamic_sizes, dtype):
     """Return a model with random trainable node and edge attributes, parts of which are compiled or not."""
     make = make_ensemble_options if is_ensemble else make_options
     if family == "transformer":
@@ -234,7 +236,8 @@ def make_model(graph_name, family, is_ensemble, options, compiled, dtype):
     }
     is_one_graph = compiled == "blocks" or TRACES_SHARD_INFO
     for part in parts[compiled]:
-        part.compile(backend="aot_eager", fullgraph=is_one_graph)
+        dynamic = True if has_dynamic_sizes else None  # at once: each size would be compiled first
+        part.compile(backend="aot_eager", fullgraph=is_one_graph, dynamic=dynamic)
     if is_ensemble and dtype == torch.float64:  # Anemoi draws noise in float32
 
         def in_float64(module, arguments, options):
@@ -313,7 +316,7 @@ def gradients_of_strategy(model, group, everyone):
 
 def one_rank(case):
     """Return the mean loss and gradients of the models of a case, each on one rank, by Anemoi's own code."""
-    model = model_of(replace(case, compiled="", fused=False))
+    model = model_of(replace(case, compiled="", has_dynamic_sizes=False, fused=False))
     losses = []
     total = {}
     for index in range(case.models):

@@ -131,25 +131,50 @@ def test_a_key_of_the_product_that_changes_makes_two_variables_or_a_refusal(kind
     assert joined == []
 
 
-@pytest.mark.parametrize("files", ["one", "two"])
-def test_mean_and_spread_at_common_times_are_two_variables_with_names_of_their_key(files, tmp_path):
-    """In one file or in two, and a checkpoint of one refuses the other."""
-    keys = {"shortName": "2t", "productDefinitionTemplateNumber": 2}
-    mean, spread = (
-        [keys | {"derivedForecast": d, "dataTime": 600 * t, "value": value} for t in range(3)]
-        for d, value in ((0, 280), (4, 1.5))
-    )
-    if files == "one":
-        write_messages(tmp_path / "a.grib", mean + spread)
-    else:
-        write_messages(tmp_path / "a.grib", mean)
-        write_messages(tmp_path / "b.grib", spread)
-    fields = fields_of(str(tmp_path / "*.grib"))
-    read = {name: read(1)[0] for name, read in fields.readers.items()}
-    assert read == pytest.approx({"t2m_derivedForecast0": 280, "t2m_derivedForecast4": 1.5})
-    mean_key, spread_key = fields.keys.values()
-    assert not mean_key.matches(spread_key)
-    assert mean_key.differences(spread_key) == ["derivedForecast 0, not 4"]
+def surfaces(kind, scale, first, second=None):
+    """Return the keys of a level, or of a layer with a second surface."""
+    keys = {"shortName": "t"}
+    for which, value in (("First", first), ("Second", second)):
+        if value is not None:
+            keys |= {
+                f"typeOf{which}FixedSurface": kind,
+                f"scaleFactorOf{which}FixedSurface": scale,
+                f"scaledValueOf{which}FixedSurface": value,
+            }
+    return keys
+
+
+def at_level(kind, level, name="t"):
+    return {"shortName": name, "typeOfLevel": kind, "level": level}
+
+
+OF_ENSEMBLE = {"shortName": "2t", "productDefinitionTemplateNumber": 2}
+VARIABLES = [  # keys of several fields by the names of their variables
+    {"tp_6h": {"shortName": "tp", "stepRange": "0-6"}, "tp_3h": {"shortName": "tp", "stepRange": "3-6"}},
+    {"z_500": at_level("isobaricInhPa", 500, "z"), "z_sfc": at_level("surface", 0, "z")},
+    {
+        "t_500": at_level("isobaricInhPa", 500),
+        "t_ml500": at_level("hybrid", 500),
+        "t_ml90": at_level("hybrid", 90),
+    },
+    {"t_0-0.1": surfaces(106, 2, 0, 10), "t_0.1-0.4": surfaces(106, 2, 10, 40)},
+    {"t_1.5": surfaces(103, 1, 15), "t_2.4": surfaces(103, 1, 24)},
+    {"t_50000-70000": surfaces(100, 0, 50000, 70000), "t_50000-85000": surfaces(100, 0, 50000, 85000)},
+    {f"t2m_derivedForecast{n}": OF_ENSEMBLE | {"derivedForecast": n} for n in (0, 4)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("fields", VARIABLES, ids=" ".join)
+def test_fields_at_common_times_are_variables_with_names_of_their_keys(files, fields, tmp_path):
+    messages = [[] for _ in range(files)]
+    for n, keys in enumerate(fields.values()):
+        messages[n % files] += [keys | {"dataTime": 600 * t, "value": 1 + n} for t in range(3)]
+    for n, part in enumerate(messages):
+        write_messages(tmp_path / f"{n}.grib", part)
+    read = fields_of(str(tmp_path / "*.grib")).readers
+    expected = {name: 1 + n for n, name in enumerate(fields)}
+    assert {name: read[name](1)[0] for name in read} == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -190,33 +215,6 @@ def test_a_refusal_quotes_the_key_that_differs(tmp_path):
     write_messages(tmp_path / "a.grib", messages)
     with pytest.raises(ValueError, match="their keys differ: percentileValue 90, not 10"):
         fields_of(str(tmp_path / "a.grib"))
-
-
-@pytest.mark.parametrize(
-    ("surfaces", "names"),
-    [
-        ([(106, 2, 0, 10), (106, 2, 10, 40)], {"t_0-0.1", "t_0.1-0.4"}),
-        ([(103, 1, 15, None), (103, 1, 24, None)], {"t_1.5", "t_2.4"}),
-        ([(100, 0, 50000, 70000), (100, 0, 50000, 85000)], {"t_50000-70000", "t_50000-85000"}),
-    ],
-)
-def test_levels_are_floats_with_both_surfaces(surfaces, names, tmp_path):
-    messages = []
-    for kind, scale, first, second in surfaces:
-        keys = {
-            "typeOfFirstFixedSurface": kind,
-            "scaleFactorOfFirstFixedSurface": scale,
-            "scaledValueOfFirstFixedSurface": first,
-        }
-        if second is not None:
-            keys |= {
-                "typeOfSecondFixedSurface": kind,
-                "scaleFactorOfSecondFixedSurface": scale,
-                "scaledValueOfSecondFixedSurface": second,
-            }
-        messages += [keys | {"shortName": "t", "dataTime": 600 * t} for t in range(2)]
-    write_messages(tmp_path / "a.grib", messages)
-    assert set(fields_of(str(tmp_path / "a.grib")).readers) == names
 
 
 @pytest.mark.parametrize("processed", [255, 5, 3])
@@ -446,18 +444,27 @@ def test_the_remedy_for_another_calendar_works(tmp_path):
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_zeros_of_chunks_that_were_not_written_are_logged(written, tmp_path, caplog):
+def test_zeros_of_a_raw_zarr_are_values_and_those_of_chunks_that_were_not_written_are_logged(
+    written, tmp_path, caplog
+):
+    """Format 2 fills chunks that were not written with 0, which says nothing about missing values."""
+    values = np.zeros((40, 9, 13), "float32")
+    values[:, 3] = 1
     store = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
     arrays = {"time": np.arange(40) * 6, "lat": LAT, "lon": LON}
-    for name, values in arrays.items():
-        store.create_array(name, data=values).attrs["_ARRAY_DIMENSIONS"] = [name]
+    for name, array in arrays.items():
+        store.create_array(name, data=array).attrs["_ARRAY_DIMENSIONS"] = [name]
     store["time"].attrs["units"] = "hours since 2020-01-01"
     rain = store.create_array(
         "tp", shape=(40, 9, 13), chunks=(10, 9, 13), dtype="float32", fill_value=0
     )
     rain.attrs["_ARRAY_DIMENSIONS"] = ["time", "lat", "lon"]
-    rain[: 40 if written else 20] = 1
-    fields_of(str(tmp_path / "a.zarr"))
+    times = 40 if written else 20
+    rain[:times] = values[:times]
+    fields = fields_of(str(tmp_path / "a.zarr"))
+    assert np.array_equal(fields.times, TIMES)
+    for t, expected in ((0, values[0]), (39, values[39] if written else 0 * values[39])):
+        assert np.array_equal(fields.readers["tp"](t), expected.ravel())
     warned = "2 of 4 chunks of tp were not written, their values are read as 0" in caplog.text
     assert warned == (not written)
     assert written == (caplog.text == "")

@@ -337,26 +337,6 @@ def test_a_mask_of_bools_is_a_forcing(tmp_path):
     assert "mask" in in_memory.static
 
 
-def test_zeros_of_a_raw_zarr_are_values(tmp_path):
-    """Format 2 fills chunks that were not written with 0, which says nothing about missing values."""
-    rain = np.zeros((40, 9, 13), "float32")
-    rain[:, 3] = 1
-    store = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
-    arrays = {
-        "tp": (rain, ["time", "lat", "lon"]),
-        "time": (np.arange(40) * 6, ["time"]),
-        "lat": (LAT, ["lat"]),
-        "lon": (LON, ["lon"]),
-    }
-    for name, (values, dims) in arrays.items():
-        array = store.create_array(name, data=values, fill_value=0)
-        array.attrs["_ARRAY_DIMENSIONS"] = dims
-    store["time"].attrs["units"] = "hours since 2020-01-01"
-    fields = fields_of(str(tmp_path / "a.zarr"))
-    assert np.array_equal(fields.times, TIMES)
-    assert np.array_equal(fields.readers["tp"](0), rain[0].ravel())
-
-
 def test_missing_values_of_a_zarr_stay_missing(tmp_path):
     weather = weather_file()[["t2m"]]
     weather.t2m[5, 3, 4] = np.nan
@@ -437,18 +417,6 @@ def test_a_field_that_is_there_twice_is_refused_with_both(tmp_path, change, name
         fields_of(str(tmp_path / "a.grib"))
 
 
-def test_accumulations_of_two_lengths_are_two_variables(tmp_path):
-    messages = hourly(shortName="tp", stepRange="0-6") + hourly(
-        shortName="tp", stepRange="3-6", value=7
-    )
-    write_messages(tmp_path / "a.grib", messages)
-    fields = fields_of(str(tmp_path / "a.grib"))
-    assert set(fields.readers) == {"tp_6h", "tp_3h"}
-    assert [fields.readers["tp_6h"](1)[0], fields.readers["tp_3h"](1)[0]] == pytest.approx(
-        [1, 7], abs=1e-3
-    )
-
-
 def test_a_checkpoint_of_instants_refuses_means(tmp_path):
     """The mean of 2 m temperature has its parameter and level."""
     write_messages(tmp_path / "a.grib", hourly(40, shortName="2t", value=message_values))
@@ -458,32 +426,6 @@ def test_a_checkpoint_of_instants_refuses_means(tmp_path):
     assert (instant.interval, mean.interval) == ("instant", "6h avg")
     assert not instant.matches(mean)
     assert instant.matches(instant._replace(interval=""))
-
-
-@pytest.mark.parametrize("files", [1, 2])
-def test_a_parameter_at_a_pressure_level_and_at_the_surface_is_two_variables(tmp_path, files):
-    at_level = {"shortName": "z", "typeOfLevel": "isobaricInhPa", "level": 500, "value": 5e4}
-    surface = {"shortName": "z", "typeOfLevel": "surface", "level": 0, "value": 100}
-    sets = [hourly() for _ in range(2)]
-    messages = [
-        m | keys for part, keys in zip(sets, (at_level, surface), strict=True) for m in part
-    ]
-    if files == 1:
-        write_messages(tmp_path / "a.grib", messages)
-    else:
-        write_messages(tmp_path / "a.grib", messages[:3])
-        write_messages(tmp_path / "b.grib", messages[3:])
-    fields = fields_of(str(tmp_path / "*.grib"))
-    found = {name: read(1)[0] for name, read in fields.readers.items()}
-    assert found == pytest.approx({"z_500": 5e4, "z_sfc": 100}, rel=1e-4)
-
-
-def test_pressure_and_model_levels_have_names_of_their_own(tmp_path):
-    messages = []
-    for kind, level in (("isobaricInhPa", 500), ("hybrid", 500), ("hybrid", 90)):
-        messages += hourly(shortName="t", typeOfLevel=kind, level=level)
-    write_messages(tmp_path / "a.grib", messages)
-    assert set(fields_of(str(tmp_path / "a.grib")).readers) == {"t_500", "t_ml500", "t_ml90"}
 
 
 def test_fields_of_two_members_are_not_one_member(tmp_path):

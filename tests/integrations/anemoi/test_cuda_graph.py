@@ -29,7 +29,7 @@ from anemoi_gt.replay.cuda_graph import checkpoints_without_generator
 pytestmark = pytest.mark.application
 
 PREDICTED = [0, 1, 2]  # variables of the model's output
-SMALL = {"channels": 16, "heads": 2}
+SMALL = {"channels": 16, "heads": 2, "layers": 1, "layer_chunks": 1, "mapper_chunks": 1}
 UNCAPTURED = "training batches of other shapes than the captured one run without the CUDA graph"
 
 

@@ -47,6 +47,7 @@ SERVED = (
     {"bias": False},
     {"qk_norm": True},
 )
+ONE_LAYER = {"layers": 1, "layer_chunks": 1}
 NETWORKS = ("glu", "geglu", "reglu")  # and "swiglu", compiled
 ATTENTION, FEED_FORWARD = (
     f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "network")
@@ -233,14 +234,14 @@ def test_errors_are_at_most_three_times_anemois_blocks(kind, nodes, compiler):
 
 def test_a_model_matches_anemoi(graph):
     """With a batch of two, which chunks of mappers store as one graph."""
-    options = small.make_options(checkpointing=False, mapper_chunks=3)
+    options = small.make_options(checkpointing=False, mapper_chunks=3, **ONE_LAYER)
     model = small.build(graph, options)
     x = small.draw(graph, batch=2)
     expected = small.differentiate(model, x)
     with BLOCKS():
         assert_same_numbers(small.differentiate(model, x), expected)
         computed = integration.installed().computed
-    assert len(computed) == 4
+    assert len(computed) == 3
     assert {block.outcome for block in computed} == {"fused"}
 
 
@@ -256,7 +257,7 @@ def test_ensemble_and_diffusion_models_are_fused_and_match_anemoi(
 ):
     """Small models from Anemoi's configs, with random values for all parameters that are initialised to zero."""
     options = small.make_family_options(
-        family, channels=16, heads=2, mapper_chunks=1, checkpointing=checkpointing
+        family, channels=16, heads=2, mapper_chunks=1, checkpointing=checkpointing, **ONE_LAYER
     )
     model = small.draw_conditions(small.build(graph, options))
     shape, arguments = FAMILIES[family]
@@ -277,7 +278,7 @@ def test_ensemble_and_diffusion_models_are_fused_and_match_anemoi(
     with BLOCKS():
         assert_same_numbers(small.differentiate(model, x, **arguments), expected)
         computed = integration.installed().computed
-    assert len(computed) == 4
+    assert len(computed) == 3
     assert {(block.outcome, block.reason) for block in computed} == {("fused", None)}
     if mode == "compiled":
         assert graphs
@@ -522,7 +523,8 @@ def test_a_forward_set_on_a_linear_map_is_called(name):
 
 @pytest.mark.parametrize(("mode", "times"), (("full", 2), ("none", 1)))
 def test_only_a_full_checkpoint_recomputes_sub_layers(mode, times, graph):
-    model, x = small.build(graph, small.make_options(mapper_chunks=1)), small.draw(graph)
+    model = small.build(graph, small.make_options(mapper_chunks=1, **ONE_LAYER))
+    x = small.draw(graph)
     expected = small.differentiate(model, x)
     with BLOCKS(activation_checkpointing=mode), Operators() as operators:
         assert_same_numbers(small.differentiate(model, x), expected)

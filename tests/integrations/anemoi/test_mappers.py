@@ -15,6 +15,7 @@ from anemoi_gt.integrations import anemoi as integration
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("few_programs")]
 LAYER = LINEAR_LAYER
 CHUNKS = 2  # of each mapper of the small model
+OPTIONS = small.make_options(layers=1, layer_chunks=1)
 autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 in_triton = partial(integration.install, backend="triton", activation_checkpointing="none")
 
@@ -27,7 +28,7 @@ def graph(small_graph):
 @pytest.fixture
 def model(graph):
     """A model whose layers run once for each chunk of a mapper, unless they are recomputed."""
-    return small.build(graph, small.make_options())
+    return small.build(graph, OPTIONS)
 
 
 def extractor_of(model):
@@ -148,7 +149,7 @@ def test_rows_of_another_width_raise_as_upstream(model):
 
 
 def test_the_layers_of_a_swapped_model_are_fused_and_of_others_are_not(model, graph):
-    other = small.build(graph, small.make_options())
+    other = small.build(graph, OPTIONS)
     integration.swap_layers(model, backend="triton", fusion="sublayers")
     for one, count in ((model, len(layers_of(model))), (other, 0)):
         with Operators() as operators, torch.no_grad():
