@@ -29,7 +29,7 @@ def execute(words, environment, output):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
-    multiprocessing.set_start_method("fork", force=True)  # as a program starts with
+    multiprocessing.set_start_method(None, force=True)  # a program may still choose one
     os.environ |= environment
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv = list(words)

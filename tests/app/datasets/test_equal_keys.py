@@ -169,7 +169,7 @@ VARIABLES = [  # keys of several fields by the names of their variables
 def test_fields_at_common_times_are_variables_with_names_of_their_keys(files, fields, tmp_path):
     messages = [[] for _ in range(files)]
     for n, keys in enumerate(fields.values()):
-        messages[n % files] += [keys | {"dataTime": 600 * t, "value": 1 + n} for t in range(3)]
+        messages[n % files] += [{"dataTime": 600 * t, "value": 1 + n} | keys for t in range(3)]
     for n, part in enumerate(messages):
         write_messages(tmp_path / f"{n}.grib", part)
     read = fields_of(str(tmp_path / "*.grib")).readers
