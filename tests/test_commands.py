@@ -22,7 +22,6 @@ pytestmark = pytest.mark.pages
 
 SMALL = [
     *applications.SMALL,
-    "model.channels=16",
     "training.steps=4",
     "training.warmup_steps=1",
     "training.batch_size=2",
