@@ -416,7 +416,7 @@ def _lookups(code: CodeType | None, names: dict) -> Iterator[tuple[dict, str]]:
 
 @cache  # reading bytecode is nine tenths of the time of `install`
 def _global_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the global names in code with the attributes that follow: `F.linear` as ("F", "linear")."""
+    """Return global names in code with attributes that follow: `F.linear` as ("F", "linear")."""
     names: list[tuple[str, ...]] = []
     for constant in code.co_consts:  # functions within functions, and comprehensions
         if isinstance(constant, CodeType):
