@@ -389,19 +389,13 @@ def test_numpy_numbers_and_unbounded_integers_are_allowed():
         r"tensors \(x_src, x_dst\), got \(Tensor, NoneType\)",
     ),
     (lambda: WITH_EDGES((*ENDS, X), EDGES, OF_EDGES), r"got \(Tensor, Tensor, Tensor\)"),
-    (
-        lambda: WITH_EDGES((ENDS[0][0], X), EDGES, OF_EDGES),
-        r"x_src must have shape .* got \(16,\)",
-    ),
+    (lambda: WITH_EDGES((ENDS[0][0], X), EDGES, OF_EDGES), r"x_src must have shape .* got \(16,\)"),
     (
         lambda: WITH_EDGES(ENDS, EDGES),
         "edge_attr must be passed if and only if .* got none and edge_dim=3",
     ),
     (lambda: BIPARTITE(ENDS, EDGES, OF_EDGES), r"got shape \(5, 3\) and edge_dim=None"),
-    (
-        lambda: WITH_EDGES(ENDS, EDGES, OF_EDGES[1:]),
-        r"edge_attr must have shape .* got \(4, 3\)",
-    ),
+    (lambda: WITH_EDGES(ENDS, EDGES, OF_EDGES[1:]), r"edge_attr must have shape .* got \(4, 3\)"),
     (
         lambda: WITH_EDGES(ENDS, GRAPH, OF_EDGES[:, 1:]),
         r"edge_attr must have shape .* got \(5, 2\)",
