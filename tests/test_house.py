@@ -24,14 +24,7 @@ ROOT = SOURCE.parents[1]
 MAY_IMPORT = {  # package or module: the others that it may import
     **{
         part: set()
-        for part in (
-            "version",
-            "kernel_config",
-            "extras",
-            "refusal",
-            "torch_compat",
-            "toolchain",
-        )
+        for part in ("version", "kernel_config", "extras", "refusal", "torch_compat", "toolchain")
     },
     "attention_config": {"kernel_config"},  # the former name of KernelConfig
     "kernels": {"toolchain"},

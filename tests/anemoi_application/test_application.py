@@ -152,11 +152,7 @@ def test_compiled_code_is_not_taken_for_an_export():
     assert torch.compile(lambda x: x + is_exporting(), backend="eager")(torch.zeros(1)) == 0
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ((), TORCHRUN),
-    ids=("Lightning", "torchrun"),
-)
+@pytest.mark.parametrize("launcher", ((), TORCHRUN), ids=("Lightning", "torchrun"))
 def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_one(train, launcher):
     ranks = [f"system.hardware.num_gpus_per_{group}=2" for group in ("node", "model")]
     two, one = train("with_us", *ranks, launcher=launcher), train("untouched")
@@ -195,8 +191,7 @@ def forecast(folder, train, once):
         checkpoint = folder / "out" / "checkpoint" / train(config)["id"] / "inference-last.ckpt"
         what = " ".join(("forecast", *launcher, config, *overrides))
         name, log = once(
-            what,
-            lambda: run_forecast(folder, checkpoint, *overrides, launcher=launcher, **options),
+            what, lambda: run_forecast(folder, checkpoint, *overrides, launcher=launcher, **options)
         )
         with netCDF4.Dataset(name) as file:
             return file.variables["2t"][:], log

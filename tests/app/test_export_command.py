@@ -27,12 +27,7 @@ pytestmark = [pytest.mark.compiled, pytest.mark.process]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
 SMALL = [
     *applications.SMALL,
-    *(
-        "model.channels=16",
-        "model.heads=2",
-        "training.device=cpu",
-        "kernels.backend=torch",
-    ),
+    *("model.channels=16", "model.heads=2", "training.device=cpu", "kernels.backend=torch"),
 ]
 
 
@@ -233,11 +228,7 @@ def test_invalid_arguments_end_with_one_sentence(
 def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(
     checkpoint, error_line, tmp_path, monkeypatch
 ):
-    arguments = (
-        f"checkpoint={checkpoint}",
-        f"out={tmp_path / 'm.pt2'}",
-        "kernels.backend=triton",
-    )
+    arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "kernels.backend=triton")
     assert (
         "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET"
         in error_line(*arguments)

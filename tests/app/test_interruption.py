@@ -20,12 +20,7 @@ pytestmark = pytest.mark.process
 STEPS = 30
 VALID_EVERY = 10
 RUN = [
-    *(
-        *SMALL,
-        "model.channels=8",
-        "model.dropout=0.1",
-        f"training.steps={STEPS}",
-    ),
+    *(*SMALL, "model.channels=8", "model.dropout=0.1", f"training.steps={STEPS}"),
     *(
         f"training.valid_every={VALID_EVERY}",
         "training.log_every=1",

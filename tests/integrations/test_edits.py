@@ -8,13 +8,7 @@ import pytest
 import torch
 from anemoi.models.distributed.shapes import GraphShardInfo
 from anemoi.models.layers.mlp import MLP
-from support.anemoi_model import (
-    build,
-    differentiate,
-    draw,
-    make_family_options,
-    make_options,
-)
+from support.anemoi_model import build, differentiate, draw, make_family_options, make_options
 from support.edits import (
     CHANNELS,
     EDGES,

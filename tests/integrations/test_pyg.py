@@ -21,13 +21,7 @@ from support.same_numbers import assert_same_numbers
 from torch import nn
 from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import (
-    HeteroConv,
-    Linear,
-    Sequential,
-    TransformerConv,
-    to_hetero,
-)
+from torch_geometric.nn import HeteroConv, Linear, Sequential, TransformerConv, to_hetero
 from torch_geometric.utils import k_hop_subgraph
 
 from anemoi_gt import GraphStructure, GraphTransformerConv, KernelConfig
@@ -432,7 +426,7 @@ def test_a_model_without_such_a_layer_is_refused():
 
 
 CHANGES = LAYER_EDITS | {
-    "hook of lin_edge": lambda conv: conv.lin_edge.register_forward_hook(lambda *_: _[-1] * 1.5),
+    "hook of lin_edge": lambda conv: conv.lin_edge.register_forward_hook(lambda *_: _[-1] * 1.5)
 }
 
 

@@ -399,8 +399,7 @@ def test_degrees_west_and_south_are_negative(west, south):
 
 
 @pytest.mark.parametrize(
-    "attributes",
-    [{"valid_min": np.float32(-5)}, {"valid_range": np.float32([-5, 400])}],
+    "attributes", [{"valid_min": np.float32(-5)}, {"valid_range": np.float32([-5, 400])}]
 )
 def test_values_beyond_the_valid_range_are_missing(attributes, tmp_path, caplog):
     weather = weather_file()[["t2m"]]

@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("few_programs")]
 NODES = 13
 EDGES = 29
 FEATURES = 16
-AUTOCAST = {
-    "LayerNorm": {"_target_": "anemoi.models.layers.normalization.AutocastLayerNorm"},
-}
+AUTOCAST = {"LayerNorm": {"_target_": "anemoi.models.layers.normalization.AutocastLayerNorm"}}
 KINDS = {"processor": GraphConvProcessorBlock, "mapper": GraphConvMapperBlock}
 
 

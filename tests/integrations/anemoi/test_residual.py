@@ -12,10 +12,7 @@ TIME = 2
 ENSEMBLE = 3
 GRID = 5
 # prognostic variables of output and input
-INDICES = {
-    "global": ([0, 3, 1], [2, 4, 0]),
-    "regional": ([1], [0]),
-}
+INDICES = {"global": ([0, 3, 1], [2, 4, 0]), "regional": ([1], [0])}
 
 
 def clamp(x):

@@ -438,11 +438,7 @@ def test_the_kernel_of_pytorch_gets_the_window_in_both_passes(monkeypatch):
 
 def on_gpu(**changes):
     """Return what is read of a query on a GPU."""
-    query = {
-        "shape": (1, 16, 40320, 64),
-        "device": torch.device("cuda", 0),
-        "dtype": torch.float16,
-    }
+    query = {"shape": (1, 16, 40320, 64), "device": torch.device("cuda", 0), "dtype": torch.float16}
     return SimpleNamespace(**(query | changes))
 
 
