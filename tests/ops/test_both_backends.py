@@ -33,13 +33,6 @@ def test_isolated_destination_gets_zero_and_minus_infinity(problem_and_graph, ba
     assert bool(torch.isfinite(result["lse"][~isolated]).all())
 
 
-def test_same_inputs_give_the_same_bits(problem_and_graph, backend):
-    problem, graph = problem_and_graph("hub", heads=4, channels=16, edge_dim=11)
-    first, *others = (attend(problem, graph, backend) for _ in range(3))
-    for other in others:
-        assert_same(other, first, 0)
-
-
 @pytest.mark.parametrize("form", ["raw", "embedded", "none"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_chunks_of_the_edges_merge_into_the_whole_with_gradients(
@@ -94,6 +87,32 @@ def test_activation_checkpointing_gives_the_same_bits_with_dropout(problem_and_g
         use(run, *leaves.values()).backward(problem.grad_out.to(graph.device))
         gradients.append([leaf.grad for leaf in leaves.values()])
     assert_same(*gradients, 0)
+
+
+@pytest.mark.parametrize("why", ["no_grad", "no leaf needs it"])
+def test_nothing_is_kept_and_no_source_side_is_made_without_a_gradient(
+    problem_and_graph, monkeypatch, backend, why
+):
+    problem, graph = problem_and_graph()
+    sizes, made, make = (graph.num_src, graph.num_dst), [], GraphStructure.with_reverse
+    graph = GraphStructure.from_edge_index(graph.edge_index(), sizes, reverse=False)
+
+    def record(self, **options):
+        made.append(self)
+        return make(self, **options)
+
+    monkeypatch.setattr(GraphStructure, "with_reverse", record)
+    leaves, config = leaves_of(problem, graph), KernelConfig(backend)
+    given = leaves
+    if why == "no leaf needs it":
+        given = {name: leaf.detach() for name, leaf in leaves.items()}
+    with torch.set_grad_enabled(why != "no_grad"):
+        out, lse = edge_attention(**given, graph=graph, config=config)
+    assert out.grad_fn is None
+    assert lse.grad_fn is None
+    assert not made
+    edge_attention(**leaves, graph=graph, config=config)
+    assert made
 
 
 @pytest.mark.parametrize("form", ["raw", "embedded"])

@@ -12,10 +12,10 @@ from support.opcheck import check_registration
 from support.oracle import magnitude, make_problem, oracle, plain
 from support.pairwise import pairwise
 from support.refusals import raises, refused
-from support.run import attend, leaves_of, structure
+from support.run import attend, structure
 from support.same_numbers import assert_same
 
-from anemoi_gt import GraphStructure, KernelConfig, edge_attention
+from anemoi_gt import KernelConfig, edge_attention
 
 TORCH = KernelConfig(backend="torch")
 F64 = 1e-12
@@ -56,19 +56,6 @@ def test_gradient_of_only_lse_is_right():
     expected = oracle(problem)
     problem.grad_out = None
     assert_same(attend(problem, graph, "torch"), expected, F64)
-
-
-def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
-    problem, built, original = problem_and_graph()[0], [], GraphStructure.with_reverse
-    graph = GraphStructure.from_edge_index(*GRAPHS["shuffled"], reverse=False)
-    record = lambda self, **options: built.append(self) or original(self, **options)  # noqa: E731
-    monkeypatch.setattr(GraphStructure, "with_reverse", record)
-    run(problem, graph)
-    with torch.no_grad():
-        edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
-    assert not built
-    edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
-    assert built
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.oracle import make_problem
 from support.run import attend, head_major, leaves_of, scalar, structure
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt import GraphStructure, KernelConfig, edge_attention
+from anemoi_gt import KernelConfig, edge_attention
 from anemoi_gt.ops.tensors import EdgeAttentionOptions
 
 TRITON = KernelConfig(backend="triton")
@@ -86,28 +86,6 @@ def test_one_sample_costs_autograd_no_node_but_the_operator(problem_and_graph):
     arriving = [type(node).__name__ for node, _ in out.grad_fn.next_functions if node is not None]
     assert out.grad_fn is lse.grad_fn
     assert arriving == ["AccumulateGrad"] * 6
-
-
-@pytest.mark.parametrize("why", ["no_grad", "no leaf needs it"])
-def test_nothing_is_kept_and_no_source_side_is_made_without_a_gradient(
-    problem_and_graph, monkeypatch, why
-):
-    problem, graph = problem_and_graph()
-    graph = GraphStructure.from_edge_index(
-        graph.edge_index(), (graph.num_src, graph.num_dst), reverse=False
-    )
-    monkeypatch.setattr(
-        GraphStructure, "with_reverse", lambda *_, **__: pytest.fail("the source side was made")
-    )
-    leaves = leaves_of(problem, graph)
-    if why == "no_grad":
-        with torch.no_grad():
-            out, lse = edge_attention(**leaves, graph=graph, config=TRITON)
-    else:
-        detached = {name: leaf.detach() for name, leaf in leaves.items()}
-        out, lse = edge_attention(**detached, graph=graph, config=TRITON)
-    assert out.grad_fn is None
-    assert lse.grad_fn is None
 
 
 def test_a_dispatch_mode_sees_both_operators(problem_and_graph):
