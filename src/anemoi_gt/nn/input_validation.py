@@ -182,24 +182,23 @@ def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] 
     others. `sizes` are the sources, destinations and edges of the whole graph; `rows` are [...,
     rows, features] or None.
     """
-    kinds = dict(
-        zip(
-            ("src", "dst", "attr"),
-            zip(("source", "destination", "edge"), sizes, strict=True),
-            strict=True,
-        )
-    )
+    kinds = {
+        "src": ("source", sizes[0]),
+        "dst": ("destination", sizes[1]),
+        "attr": ("edge", sizes[2]),
+    }
     for name, tensor in rows.items():
-        kind, number = kinds[name.rpartition("_")[2]]
-        is_cond = name.startswith("cond")
-        expected = f"{number} rows, one per {kind} of the whole graph"
-        if is_cond:
-            expected += ", or one for all"
         if isinstance(tensor, tuple) and name.startswith("x_"):
             tensor = tensor[0]  # columns of the same nodes
         if tensor is None:
             continue
+        kind, number = kinds[name.rpartition("_")[2]]
+        expected = f"{number} rows, one per {kind} of the whole graph"
+        allowed: tuple[int, ...] = (number,)
+        if name.startswith("cond"):
+            expected += ", or one for all"
+            allowed = (number, 1)
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a tensor of {expected}, got {type(tensor).__name__}")
-        if tensor.dim() < 2 or tensor.shape[-2] not in ((number, 1) if is_cond else (number,)):
+        if tensor.dim() < 2 or tensor.shape[-2] not in allowed:
             raise ValueError(f"{name} must have {expected}, got {tuple(tensor.shape)}")

@@ -185,10 +185,11 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
         which its class must have one; the name of the block or layer itself is "". Modules of a
         sub-layer are asked for together, each before its children.
     """
-    classes = _of_classes(tuple([type(module) for _, module, _ in asked]))
+    names, modules, wanted = zip(*asked, strict=True)
+    classes = _of_classes(tuple(map(type, modules)))
     skips_call = False
     is_traced = torch.compiler.is_compiling()
-    for (name, module, roles), (role, answer) in zip(asked, classes, strict=True):
+    for name, module, roles, (role, answer) in zip(names, modules, wanted, classes, strict=True):
         if role not in roles:
             return permanent(_other_role(name, module, roles))
         if isinstance(answer, str):

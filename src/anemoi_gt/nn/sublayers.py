@@ -452,14 +452,15 @@ def read_network(
             layer = Layer(values[index], values[num_hidden + index])
         shape = (layer.value.weight.shape[0], width)
         for linear in layer:
-            if linear.weight is not None:
-                check_parameter(layers_name, linear.weight, shape)
+            if linear.weight is not None and linear.weight.shape != shape:
+                raise other_shape(layers_name, linear.weight, shape)
         hidden.append(layer)
         width = shape[0]
     features = out.weight.shape[0]
     if norm_in is not None:  # a residual connection
         features = norm_of_input.features
-    check_parameter(layers_name, out.weight, (features, width))
+    if out.weight.shape != (features, width):
+        raise other_shape(layers_name, out.weight, (features, width))
     limit = backend.max_features
     if features > limit:
         got = f"its {layers_name} returns {features} features"
@@ -469,7 +470,8 @@ def read_network(
         norm_of_output = read_norm(norm, norm_name, backend)
         if norm_of_output.is_double not in (None, dtype is DOUBLE):
             raise other_precision(norm_name)
-        check_parameter(layers_name, out.weight, (norm_of_output.features, width))
+        if norm_of_output.features != features:
+            raise other_shape(layers_name, out.weight, (norm_of_output.features, width))
         if norm_of_output.options.eps <= 0.0:
             got = f"its {norm_name} has eps {norm_of_output.options.eps}"
             raise cannot_fuse(f"{got}, and a positive number is needed")
@@ -532,7 +534,8 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
         raise cannot_fuse("its norms of sources and destinations have different features")
     if norm_of_sources.has_condition != norm.has_condition:
         raise cannot_fuse("one of its norms of sources and destinations takes a condition")
-    query, self_term, key, value, edge, projection = read_linears(linears)
+    parameters = read_linears(linears)
+    query, self_term, key, value, edge, projection = parameters
     is_double = query.weight.dtype is DOUBLE
     if norm.is_double not in (None, is_double):
         raise other_precision("layer_norm_attention")
@@ -542,12 +545,10 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
     features = norm.features
     shape = (width, features)
     num_attributes = edge.weight.shape[1]
-    check_parameter("lin_query", query.weight, shape)
-    check_parameter("lin_self", self_term.weight, shape)
-    check_parameter("lin_key", key.weight, shape)
-    check_parameter("lin_value", value.weight, shape)
-    check_parameter("lin_edge", edge.weight, (width, num_attributes))
-    check_parameter("projection", projection.weight, (features, width))
+    shapes = (shape, shape, shape, shape, (width, num_attributes), (features, width))
+    for name, linear, expected in zip(ATTENTION_LINEARS, parameters, shapes, strict=True):
+        if linear.weight.shape != expected:
+            raise other_shape(name, linear.weight, expected)
     if width > backend.max_features:
         got = f"its queries have {width} features"
         raise cannot_fuse(f"{got}, and more than {backend.max_features} are not measured")
@@ -638,10 +639,10 @@ def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
     features = normalized_shape[0]
     shape = (features, num_conditions) if has_condition else (features,)
     # Kernels read `features` elements of both, or rows of them with a condition.
-    if scale is not None:
-        check_parameter(name, scale, shape)
-    if shift is not None:
-        check_parameter(name, shift, shape)
+    if scale is not None and scale.shape != shape:
+        raise other_shape(name, scale, shape)
+    if shift is not None and shift.shape != shape:
+        raise other_shape(name, shift, shape)
     limit = backend.max_features
     if features > limit:
         got = f"its {name} has {features} features"
@@ -661,7 +662,8 @@ def _read_norm_of(
     read = read_norm(norm, name, backend)
     if read.is_double not in (None, weight.dtype is DOUBLE):
         raise other_precision(name)
-    check_parameter(layer_name, weight, (weight.shape[0], read.features))
+    if weight.shape[1] != read.features:
+        raise other_shape(layer_name, weight, (weight.shape[0], read.features))
     return read
 
 
@@ -732,11 +734,11 @@ def child_of(module: Submodule, name: str) -> Submodule:
     return module._modules.get(name) if isinstance(module, nn.Module) else None
 
 
-def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless a parameter has a shape: kernels read as many elements."""
-    if parameter.shape != shape:
-        got = f"its {name} has a parameter {tuple(parameter.shape)}"
-        raise cannot_fuse(f"{got}, and {shape} is needed")
+def other_shape(name: str, parameter: Tensor, shape: tuple[int, ...]) -> CannotFuseError:
+    """Return the error for a parameter of another shape than `shape`."""
+    return cannot_fuse(
+        f"its {name} has a parameter {tuple(parameter.shape)}, and {shape} is needed"
+    )
 
 
 def cannot_fuse(text: str) -> CannotFuseError:

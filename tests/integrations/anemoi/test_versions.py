@@ -4,6 +4,7 @@ Each is loaded in a process of its own.
 """
 
 import ast
+import itertools
 import json
 import os
 import subprocess
@@ -206,10 +207,25 @@ def definitions(version):
     return definitions
 
 
+def release(version):
+    """Return a version as numbers, without what follows them (0.20.0.dev1, 0.19.0+local)."""
+    numbers = itertools.takewhile(str.isdigit, version.split("+", maxsplit=1)[0].split("."))
+    return tuple(map(int, numbers))
+
+
+def bodies_of(version):
+    """Return the hashes of the bodies of a release by name."""
+    bodies = {}
+    for generation in versions.GENERATIONS:
+        if release(generation.first) <= release(version):
+            bodies |= generation.bodies
+    return {name: digest for name, digest in bodies.items() if digest is not None}
+
+
 @pytest.mark.parametrize("version", each(*OLD, PINNED, *OTHERS))
 def test_the_bodies_of_a_version_are_those_of_its_generation(version):
     upstream = definitions(version)
-    expected = versions.bodies_of(version)
+    expected = bodies_of(version)
     for name, bodies in versions.KNOWN.items():
         actual = hash_of_definition(upstream[name]) if name in upstream else None
         known = actual if actual in bodies else None
@@ -218,7 +234,7 @@ def test_the_bodies_of_a_version_are_those_of_its_generation(version):
 
 def test_the_newest_version_is_the_pinned_one():
     assert versions.NEWEST == PINNED
-    assert versions.bodies_of(f"{PINNED}.post1+local") == versions.bodies_of(PINNED)
+    assert bodies_of(f"{PINNED}.post1+local") == bodies_of(PINNED)
 
 
 def assert_transformers_are_as_anemois(report):

@@ -556,7 +556,7 @@ def _is_stale(edge_index: Tensor) -> bool:
 
 def _fill(cache: EdgeCache, edge_index: Tensor, *, reverse: bool) -> None:
     graph = cache.graph
-    if graph is not None and (graph.has_reverse or not reverse):
+    if graph is not None and (not reverse or graph.rowptr is not None):
         return
     # an inference tensor cannot be used by a later training step
     with (

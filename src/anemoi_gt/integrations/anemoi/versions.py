@@ -219,25 +219,6 @@ GENERATIONS = (
 )
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Return a version as numbers, without what follows them (0.20.0.dev1, 0.19.0+local)."""
-    numbers = []
-    for number in version.split("+", maxsplit=1)[0].split("."):
-        if not number.isdigit():
-            break
-        numbers.append(int(number))
-    return tuple(numbers)
-
-
-def bodies_of(version: str) -> dict[str, str]:
-    """Return the hashes of the bodies of a release by name."""
-    bodies: dict[str, str | None] = {}
-    for generation in GENERATIONS:
-        if release(generation.first) <= release(version):
-            bodies |= generation.bodies
-    return {name: digest for name, digest in bodies.items() if digest is not None}
-
-
 def _all_bodies() -> dict[str, dict[str, Difference | None]]:
     known: dict[str, dict[str, Difference | None]] = {}
     for generation in GENERATIONS:
