@@ -198,7 +198,8 @@ def refusals():
 
 @pytest.mark.parametrize(("options", "message"), refusals())
 def test_the_errors_page_quotes_the_messages(options, message, workdir, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *last_of_each([*SMALL, *options.split()])])
+    arguments = [*SMALL, "model.channels=32", *options.split()]  # channels: the default, as quoted
+    monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *last_of_each(arguments)])
     with pytest.raises(SystemExit):
         train.main()
     assert capsys.readouterr().err.splitlines()[-1] == f"anemoi_gt.train: {message}"

@@ -99,4 +99,4 @@ def test_edge_attr_has_one_name_from_the_block_to_the_kernel():
 def test_a_forward_of_a_fused_block_reads_autocast_and_chooses_its_backend_once(kind):
     calls, _ = walk_of(kind)
     names = [code.co_name for code in calls]
-    assert names.count("autocast_dtype") == names.count("choose_backend") == 1
+    assert names.count("dtypes_of") == names.count("choose_backend") == 1
