@@ -20,6 +20,7 @@ from suite import readme_tables, table
 from suite.results_files import RESULTS, FileFacts, load, sources
 from suite.table import EMPTY, markdown
 from suite.training_tables import (
+    HOST_BOUND,
     MODES,
     differences,
     factor,
@@ -387,7 +388,7 @@ ERRORS = {
 
 def host_bound() -> str:
     """Steps and forecasts where Python takes the time, launched and replayed."""
-    name = "host_bound_h200.json"
+    name = HOST_BOUND
     ours = "install, no recomputation"
     forms = {
         "anemoi-models": "untouched, no recomputation",

@@ -1,8 +1,5 @@
 """The two tables of the README: training steps of Anemoi's models, and everything else."""
 
-from statistics import median
-
-from suite import table
 from suite.results_files import load
 from suite.table import markdown
 from suite.training_tables import FAMILIES, NONE, mode_rows
@@ -14,32 +11,9 @@ def training_steps() -> str:
     """Training steps without activation checkpointing, on one H200."""
     rows = []
     for family in ("benchmark", "O96", "ensemble", "diffusion", "gnn"):
-        cells = mode_rows(family, "h200")[NONE]
-        if family == "O96":
-            cells = launch_bound(cells)
-        rows.append([FAMILIES[family], *cells])
+        rows.append([FAMILIES[family], *mode_rows(family, "h200")[NONE]])
     header = ["training step", "anemoi-models, ms", "GB", "anemoi_gt, ms", "GB", "faster"]
     return markdown([*header, "CUDA graph, ms", "faster"], rows)
-
-
-def launch_bound(cells: list[str]) -> list[str]:
-    """Return the cells of O96 with times that depend on the host: medians of processes, ranges."""
-    _, theirs_gb, _, ours_gb, *_ = cells
-    (case,) = (case for case in load("host_bound_h200.json")["cases"] if case["name"] == "O96")
-    ours = "install, no recomputation"
-    theirs, replayed, captured = (
-        sorted(process[variant]["step"] for process in case["processes"])
-        for variant in ("untouched, no recomputation", ours, f"{ours}, captured")
-    )
-    return [
-        table.of_processes(theirs),
-        theirs_gb,
-        table.of_processes(replayed),
-        ours_gb,
-        f"{median(theirs) / median(replayed):.2f}x",
-        table.of_processes(captured),
-        f"{median(theirs) / median(captured):.2f}x",
-    ]
 
 
 def other_models() -> str:

@@ -147,7 +147,7 @@ def optimizer_step(
 
 
 def _step(optimizer: Optimizer) -> None:
-    """Step an optimiser of DTensors and tables, each of which is the whole shard of this rank."""
+    """Step an optimiser of DTensors and of tables, which are plain tensors with local rows."""
     with implicit_replication():
         optimizer.step()
 
@@ -165,7 +165,7 @@ def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return the shard of a parameter that this rank holds: of a DTensor, or all of it."""
+    """Return the local shard of a DTensor, and any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

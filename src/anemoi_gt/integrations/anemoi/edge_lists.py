@@ -444,8 +444,9 @@ def rows_of_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of sources and destinations of a chunk."""
     x_src, x_dst = pair
-    is_whole = chunk.sources.shape[0] == x_src.shape[0]
-    return x_src if is_whole else rows_of(x_src, chunk.sources), rows_of(x_dst, destinations)
+    if chunk.sources.shape[0] != x_src.shape[0]:
+        x_src = rows_of(x_src, chunk.sources)
+    return x_src, rows_of(x_dst, destinations)
 
 
 def list_of_mapper(mapper: nn.Module, edge_index: Tensor, num_nodes: tuple[int, int]) -> Tensor:
@@ -538,9 +539,9 @@ def _make_chunk(edge_index: Tensor, key: tuple[int, ...], *, reverse: bool) -> N
 
 
 def derived_list(edge_index: Tensor, key: Key, make: Callable[[], Cut]) -> Cut:
-    """Return what was cut from a list, a list or a value with an `edge_index`.
+    """Return the list, or the value with an `edge_index`, that `make` cuts from a list.
 
-    It is made at the first call, and again after somebody has written into its edges.
+    It is cut at the first call, and again after somebody has written into its edges.
     """
     derived = getattr(edge_index, _ATTRIBUTE).derived
     cut = derived.get(key)

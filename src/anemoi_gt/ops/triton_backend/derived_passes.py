@@ -379,7 +379,7 @@ class FormulaOperator(PlannedOperator):
         else:
             extras = {value for node in program.nodes for value in node.extras}
             names = [name for name, value in program.kept().items() if value in extras]
-            kept = {name: builder.empty(*layout.places[name][1:]) for name in ("packed", *names)}
+            kept = {name: builder.empty(*layout.tensors[name][1:]) for name in ("packed", *names)}
         call = Pass(program, builder, leaves(tensors), constants, kept)
         results = [builder.empty(value.shape, value.dtype) for value in program.results]
         call.memory |= dict(zip(program.results, results, strict=True))
@@ -436,8 +436,8 @@ class FormulaOperator(PlannedOperator):
         for sums in groups:
             totals = call.parameters["sums"].slice(0, first, first + sums.width)
             sums.reduce_into(totals)
-            for name, of_name in sums.columns.items():
-                call.totals[name] = totals.rows(of_name)
+            for name, span in sums.columns.items():
+                call.totals[name] = totals.rows(span)
             first += sums.width
         for node in program.nodes:
             if node in call.needed:

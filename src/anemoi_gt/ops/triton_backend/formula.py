@@ -231,7 +231,7 @@ class Program:
         return groups
 
     def kept(self) -> dict[str, Value]:
-        """Return what the forward pass keeps, by the names of `kept_layout`."""
+        """Return the values that the forward pass keeps, named as in `kept_layout`."""
         values: dict[Value, None] = {}
         for node in self.nodes:
             values |= dict.fromkeys(node.extras)

@@ -92,8 +92,8 @@ class PackedGradient:
 class PackedGradients(NamedTuple):
     """Layout of the float32 tensor that holds the gradients of parameters.
 
-    Those of a group are stacked along their first dimension, as `PackedWeights` stacks parameters.
-    Sizes may be symbolic.
+    Gradients of a group are stacked along their first dimension, as parameters are by
+    `PackedWeights`. Sizes may be symbolic.
     """
 
     num_elements: int

@@ -92,22 +92,22 @@ class MemoryLayout:
     """Tensors one after another in one storage, each at an offset divisible by 512 bytes."""
 
     num_bytes: int
-    places: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype
+    tensors: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]  # first byte, shape, dtype
 
     @classmethod
     def of(cls, specs: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> "MemoryLayout":
         """Lay out tensors of these shapes and dtypes."""
-        places = {}
+        tensors = {}
         num_bytes = 0
         for name, (shape, dtype) in specs.items():
-            places[name] = (num_bytes, tuple(shape), dtype)
+            tensors[name] = (num_bytes, tuple(shape), dtype)
             num_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        return cls(num_bytes, places)
+        return cls(num_bytes, tensors)
 
     def buffers(self, storage: Buffer) -> dict[str, Buffer]:
         """Return the tensors in a storage [num_bytes]."""
         buffers = {}
-        for name, (first, shape, dtype) in self.places.items():
+        for name, (first, shape, dtype) in self.tensors.items():
             stride = contiguous_stride(shape)
             buffers[name] = Buffer(storage.storage, shape, stride, dtype, first // dtype.itemsize)
         return buffers
@@ -169,8 +169,8 @@ class PlanBuilder:
         """Return memory for the tensors of a layout: one storage, or one each, like scratch."""
         if together:
             return layout.buffers(self.empty((layout.num_bytes,), torch.uint8))
-        places = layout.places.items()
-        return {name: self.empty(shape, dtype) for name, (_, shape, dtype) in places}
+        tensors = layout.tensors.items()
+        return {name: self.empty(shape, dtype) for name, (_, shape, dtype) in tensors}
 
     def whole(self, buffer: Buffer) -> Buffer:
         """Return the storage that a buffer is part of."""
@@ -335,7 +335,7 @@ class Plan:
             bits |= address
         are_aligned = bits % ALIGNMENT == 0  # a power of two
         addresses = [*addresses, 0]  # of what is absent
-        # not that of `run`: a capture has a stream of its own
+        # read again: while a run is captured, another stream is current
         stream = None if gpu is None else current_stream(gpu)
         typed: dict[tuple[int, torch.dtype], Tensor] = {}
         views = [_view(location, bases, typed) for location in self.viewed]

@@ -493,9 +493,9 @@ def spans_of(value: Value) -> Sequence[Span]:
     return value.spans or (Span(value, None, None),)
 
 
-def rows_at(rows: Buffer, which: slice | None) -> Buffer:
-    """Return a range of rows, all with None."""
-    return rows if which is None else rows.rows(which)
+def rows_at(buffer: Buffer, rows: slice | None) -> Buffer:
+    """Return a range of the rows of a buffer, or all with None."""
+    return buffer if rows is None else buffer.rows(rows)
 
 
 class ActivationNode(Node):
