@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 from anemoi_gt.nn import GNNMapper, GNNProcessor
+from anemoi_gt.ops.triton_backend import replays
 from anemoi_gt.ops.triton_backend.replays import Replays
 from anemoi_gt.replay.cuda_graph import CUDAGraphedStep, capture_cuda_graph
 from gpu_checks import DEVICE
@@ -341,9 +342,9 @@ USUAL = {
 
 @contextmanager
 def counted():
-    """Count replayed and launched runs."""
+    """Count replayed and launched runs; capture in short loops, and where few runs recur, too."""
     counts = {"replayed": 0, "launched": 0, "captured": 0}
-    run, capture = Replays.run, Replays._capture
+    run, capture, fewest = Replays.run, Replays._capture, replays.FEWEST_RECUR
 
     def counting_run(self, key, launch):
         before = self.num_replayed
@@ -355,10 +356,11 @@ def counted():
         capture(self, key, launch)
 
     Replays.run, Replays._capture = counting_run, counting_capture
+    replays.FEWEST_RECUR = 0.0
     try:
         yield counts
     finally:
-        Replays.run, Replays._capture = run, capture
+        Replays.run, Replays._capture, replays.FEWEST_RECUR = run, capture, fewest
 
 
 def results_of(circumstance: Callable, *, replay: bool, options: dict) -> list[Tensor]:

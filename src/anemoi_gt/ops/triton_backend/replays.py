@@ -4,7 +4,7 @@ What a run launches depends on its plan and on the addresses of its memory alone
 does the same work at each step, the allocator hands out the same memory again, so runs recur:
 
     first run on some addresses     launched
-    second                          captured in a CUDA graph, which is replayed
+    second                          captured in a CUDA graph, which is replayed, if most runs recur
     later                           replayed: one launch in place of a dozen
 
 A graph holds addresses, not tensors: a replay reads and writes the memory of the run that asks for
@@ -12,8 +12,9 @@ it, in the order of the default stream. So no memory is kept alive for it, and w
 run (hooks, checkpoints, other allocations) may change. Two runs at a time never share a graph,
 because each holds its own results.
 
-Capturing takes as long as several launched runs, so it must be earned: a plan has a balance of
-captures, to which replays add. Where addresses seldom recur, it is soon spent.
+Capturing takes as long as several launched runs. So nothing is captured while fewer than half of
+the recent runs of a plan recur, as where other allocations come between them. Where they recur but
+seldom again, the captures of a plan end: it has a balance of them, to which replays add.
 """
 
 import logging
@@ -33,6 +34,8 @@ MAX_SEEN = 512  # sets of addresses that were launched once
 MAX_BALANCE = 64.0  # captures; the balance of a new plan
 REPLAY_EARNS = 1 / 8
 LAUNCH_EARNS = 1 / 256  # so that a loop that becomes steady is noticed
+RECENT = 1 / 8  # weight of a run in the share of recent runs that recur
+FEWEST_RECUR = 1 / 2
 # bytes that a run may allocate, as cuBLAS does for a workspace: graphs hold them until they go
 MAX_ALLOCATED = 2**26
 RUNS_TO_LOG = 1000
@@ -80,6 +83,7 @@ class Replays:
         self.graphs: dict[tuple, Graph] = {}
         self.seen: set[tuple] = set()
         self.balance = MAX_BALANCE
+        self.share_recurring = 0.0
         self.allocates_little = False  # until a run was seen to
         self.num_launched = 0
         self.num_replayed = 0
@@ -88,6 +92,8 @@ class Replays:
     def run(self, key: tuple, run: Run) -> None:
         """Run `run`, or replay it."""
         graph = self.graphs.get(key)
+        recurs = graph is not None or key in self.seen
+        self.share_recurring += RECENT * (recurs - self.share_recurring)
         if graph is None:
             self.num_launched += 1
             self._earn(LAUNCH_EARNS)
@@ -115,7 +121,7 @@ class Replays:
                 self.seen.clear()
             self.seen.add(key)
             run()
-        elif self.balance < 1:
+        elif self.balance < 1 or self.share_recurring < FEWEST_RECUR:
             run()
         elif not self.allocates_little:
             self.balance -= 1
