@@ -109,11 +109,13 @@ def pair_of(owner):
 
 
 def results_of(block, call, edit):
-    """Return outputs, and gradients of inputs and parameters, under an edit."""
+    """Return outputs, and gradients of inputs and parameters, under an edit of a block that has computed before."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(NODES, CHANNELS, generator=generator).requires_grad_()
     edges = torch.randn(EDGES, CHANNELS, generator=generator).requires_grad_()
     index = torch.randint(NODES, (2, EDGES), generator=generator)
+    with torch.no_grad():
+        call(x, edges, index)
     block.zero_grad()
     with edit(block):
         nodes, updated = call(x, edges, index)

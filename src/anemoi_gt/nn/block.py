@@ -46,6 +46,7 @@ from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import BLOCK, why_not_plain
 from anemoi_gt.nn.sublayers import Computation, linear_parameters, warn_of_embedded_edges
+from anemoi_gt.nn.unchanged import none_refused, reading
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
 from anemoi_gt.refusal import Refusal, not_faster, permanent
@@ -174,17 +175,23 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def read_modules(self, x_dst: Tensor, cond: Tensor | None) -> BlockModules:
         """Return the modules of fused sub-layers, or refusals; called once per call."""
-        refusal = why_not_plain(("", self, (BLOCK,)))
-        if refusal is None and x_dst.dim() == 3 and x_dst.shape[0] == 0:
-            refusal = EMPTY_BATCH  # views could not be sized
-        if refusal is None and is_exporting():
+        if x_dst.dim() == 3 and x_dst.shape[0] == 0:
+            return BlockModules.by_modules(EMPTY_BATCH)  # views could not be sized
+        if is_exporting():
             refusal = permanent("an exported program has no operators of this library")
-        if refusal is not None:
             return BlockModules.by_modules(refusal)
         computation = Computation.of(x_dst, self.config)
         if not computation.is_faster_fused:
             return BlockModules.by_modules(NOT_FASTER)
-        return BlockModules.of(self, x_dst, cond, self.config, computation)
+
+        def read() -> BlockModules:
+            refusal = why_not_plain(("", self, (BLOCK,)))
+            if refusal is not None:
+                return BlockModules.by_modules(refusal)
+            return BlockModules.of(self, x_dst, cond, self.config, computation)
+
+        key = (computation, type(x_dst), x_dst.dtype, cond is None)
+        return reading((self,), key, read, none_refused)
 
     def update_destinations(
         self,

@@ -50,6 +50,7 @@ from anemoi_gt.nn.plain import (
 )
 from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges, sides_of
 from anemoi_gt.nn.sublayers import Computation, NetworkModules, read_network
+from anemoi_gt.nn.unchanged import none_refused, reading
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
@@ -518,11 +519,17 @@ def _network_of(
     elif torch.jit.is_tracing():
         modules = transient("torch.jit.trace records it")
     else:
-        refusal = why_not_plain(*asked) if asked else None
-        modules = refusal or read_network(
-            mlp, computation, name, norms=NORMS, is_edge_update=len(asked) > 0
-        )
-        modules = for_call(modules, x, cond)
+
+        def read() -> NetworkModules | Refusal:
+            refusal = why_not_plain(*asked) if asked else None
+            modules = refusal or read_network(
+                mlp, computation, name, norms=NORMS, is_edge_update=len(asked) > 0
+            )
+            return for_call(modules, x, cond)
+
+        roots = (layer,) if asked else (mlp,)
+        key = (name, computation, type(x), x.dtype, cond is None)
+        modules = reading(roots, key, read, none_refused)
     if modules is WRONG_CONDITION:  # the modules raise the error
         return modules
     if isinstance(modules, Refusal):

@@ -6,7 +6,8 @@ those that were read: every one that the class and its bases up to nn.Module def
 `NOT_COMPUTING`, and what these look up in other modules, such as `torch.nn.functional.linear`,
 which is read from their bytecode. No attribute of the module takes the place of one, no hook is
 registered, and a layer of message passing has the attributes of its row. `why_not_plain` is the
-only function that asks. Nothing is remembered between calls: the answer depends on mutable modules.
+only function that asks; what was read from modules may be kept while they are unchanged
+(`nn.unchanged`).
 
 What a class held when it was recognised is compared as a whole, in C: 1 us a class, and 0.5 us a
 module. Classes of PyTorch, PyG and this library are recognised when they are first seen, if their
@@ -19,7 +20,7 @@ parameters of a class with one of its own.
 
 import dis
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import BuiltinFunctionType, CodeType, ModuleType
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from anemoi_gt.refusal import Refusal, permanent, transient
 from anemoi_gt.torch_compat import (
     constant_when_traced,
     function_modes,
+    is_exporting,
     num_function_modes,
 )
 
@@ -163,8 +165,8 @@ class Recognised(NamedTuple):
     # of the class and its bases below nn.Module: what each holds, and what it held
     classes: tuple[tuple[Mapping[str, Any], dict[str, Any]], ...]
     networks: dict[str, Callable | str]  # by name; or why its body is not known
-    # of modules where functions of the class look up others: what is there, and these
-    called: tuple[tuple[Set[tuple[str, Any]], Set[tuple[str, Any]]], ...]
+    # where functions of the class look up others: what is there, names of these, and what they were
+    called: tuple[tuple[dict[str, Any], tuple[str, ...], list[Any]], ...]
     answer: Checks | str  # or why its code is not recognised
 
 
@@ -245,6 +247,58 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
         if mode:
             return transient(f"the mode {mode} is active, which may change what functions return")
     return None
+
+
+def modules_alone_decide() -> bool:
+    """Return whether plain modules compute what they would: no mode, hooks for all, or trace."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or is_exporting()
+        or num_function_modes()
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+        or not MODULE_CALL <= HELD_BY_MODULE
+    )
+
+
+class Namespaces(NamedTuple):
+    """What classes and the functions they call are looked up in."""
+
+    held: list[Mapping[str, Any]]  # by classes, as it is
+    recorded: list[dict[str, Any]]  # as it was
+    # where functions of classes look up others, as in `Recognised`
+    called: list[tuple[dict[str, Any], tuple[str, ...], list[Any]]]
+
+    def are_as_recorded(self) -> bool:
+        """Return whether nothing changed."""
+        if self.held != self.recorded:
+            return False
+        for namespace, names, looked_up in self.called:
+            if [*map(namespace.get, names)] != looked_up:
+                return False
+        return True
+
+
+def namespaces_of(kinds: tuple[type, ...]) -> Namespaces | None:
+    """Return the namespaces of classes that are as they were recognised, None if one is not."""
+    held: list[Mapping[str, Any]] = []
+    recorded: list[dict[str, Any]] = []
+    called: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for kind, (role, answer) in zip(kinds, _of_classes(kinds), strict=True):
+        if role is None or type(answer) is not tuple:
+            return None
+        recognised = _RECOGNISED[kind]
+        for now, then in recognised.classes:
+            held.append(now)
+            recorded.append(then)
+        for namespace, names, looked_up in recognised.called:
+            functions = called.setdefault(id(namespace), (namespace, {}))[1]
+            functions.update(zip(names, looked_up, strict=True))
+    looked_up_in = [(there, tuple(names), list(names.values())) for there, names in called.values()]
+    return Namespaces(held, recorded, looked_up_in)
 
 
 def why_not_plain_tensor(subject: str, tensor: Tensor | None) -> Refusal | None:
@@ -371,7 +425,9 @@ def recognise(
         recorded.setdefault(id(namespace), (namespace, {}))[1][name] = namespace[name]
         if _is_foreign(namespace, name):
             reason = reason or _why_replaced(namespace, name)
-    called = [(namespace.items(), names.items()) for namespace, names in recorded.values()]
+    called = []
+    for namespace, functions_there in recorded.values():
+        called.append((namespace, tuple(functions_there), list(functions_there.values())))
     functions.pop("__call__", None)  # which is looked up on the class
     answer: Checks = (tuple(functions), skips_call, row if row.messages else None, ())
     _RECOGNISED[kind] = Recognised(
@@ -528,9 +584,9 @@ def _of_classes(
                 if held != recorded:
                     answer = _why_changed(kind, recognised) or answer
                     break
-            for held_there, looked_up in called:
-                if not looked_up <= held_there:
-                    answer = transient(_why_called_changed(dict(held_there), looked_up))
+            for namespace, names, looked_up in called:
+                if [*map(namespace.get, names)] != looked_up:
+                    answer = transient(_why_called_changed(namespace, names, looked_up))
         answers[kind] = role, answer
     if not MODULE_CALL <= HELD_BY_MODULE:
         refusal = _why_call_changed()
@@ -544,7 +600,8 @@ def _of_classes(
 def _why_changed(kind: type, recognised: Recognised) -> Refusal | str | None:
     """Return which function of a class is another one than was recognised, or None.
 
-    Differences that do not count are recorded, so that they are not compared again.
+    Differences that do not count are recorded, so that they are not compared again; what was
+    recorded before stays as it was, for those who compare with it.
     """
     row = TABLE[recognised.class_name]
     held, recorded = zip(*recognised.classes, strict=True)
@@ -561,9 +618,8 @@ def _why_changed(kind: type, recognised: Recognised) -> Refusal | str | None:
             if name in GENERATED and _is_generated_for(owner, function):
                 continue
             return _why_other_method(kind, recognised.class_name, name)
-    for now, then in recognised.classes:
-        then.clear()
-        then.update(now)
+    classes = tuple((now, dict(now)) for now, _ in recognised.classes)
+    _RECOGNISED[kind] = recognised._replace(classes=classes)
     return None
 
 
@@ -575,8 +631,9 @@ def _resolved(name: str, classes: Sequence[Mapping[str, Any]]) -> Any:
     return getattr(nn.Module, name, None)
 
 
-def _why_called_changed(namespace: dict[str, Any], recorded: Set[tuple[str, Any]]) -> str:
-    changed = [name for name, function in recorded if namespace.get(name) is not function]
+def _why_called_changed(namespace: dict[str, Any], names: Sequence[str], recorded: list) -> str:
+    pairs = zip(names, recorded, strict=True)
+    changed = [name for name, function in pairs if namespace.get(name) is not function]
     return _why_replaced(namespace, changed[0])
 
 

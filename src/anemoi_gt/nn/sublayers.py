@@ -9,10 +9,9 @@ sub-layer uses parameters without calling their modules, so these must be plain 
 plain tensors as parameters. Whatever else a module is, the refusal names it; that costs its own
 sub-layer only.
 
-Ask once per call of a block and hand the answer down. Nothing is remembered between calls: the
-answer depends on mutable modules, and to read them takes no longer than to compare them with what
-they were. It is 26 us a sub-layer, and torch.compile turns it into guards. All modules of a
-sub-layer are asked for by one call of the rule, and read afterwards.
+Ask once per call of a block and hand the answer down. Answers are kept while the modules are
+unchanged (`nn.unchanged`); torch.compile turns them into guards. All modules of a sub-layer are
+asked for by one call of the rule, and read afterwards.
 """
 
 import warnings

@@ -6,7 +6,7 @@
     upstream      Anemoi's own forward
 
 The decision depends on mutable state, such as hooks and parameters, so it is taken once in each
-forward pass, also in that of a recomputation, from what is there then.
+forward pass, also in that of a recomputation, from what is there then (`nn.unchanged`).
 """
 
 from collections.abc import Callable, Iterable
@@ -38,6 +38,7 @@ from anemoi_gt.nn.sublayers import (
     linear_parameters,
     read_network,
 )
+from anemoi_gt.nn.unchanged import none_refused, reading
 from anemoi_gt.ops.backends import may_be_faster_fused
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
@@ -59,6 +60,9 @@ class Decision(NamedTuple):
     fused: BlockModules = NOT_FUSED
     # methods of the block itself are other ones than Anemoi's; the same on all ranks
     is_overridden: bool = False
+
+
+NOT_INSTALLED = Decision(None, UPSTREAM)
 
 
 class Call(NamedTuple):
@@ -98,9 +102,27 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
 
     `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a named backend cannot run.
     """
-    decision = _decide(block, x_dst, call, gathers=gathers)
+    settings = SETTINGS.of(block)
+    if settings is None:
+        return NOT_INSTALLED
+    computation = _computation_of_block(settings, x_dst)
+    takes_list = isinstance(call.edge_index, Tensor) and call.edge_index.layout == torch.strided
+    rows = (type(x_dst), x_dst.dtype)
+    decision = reading(
+        (block,),
+        (settings, computation, gathers, takes_list, rows, call.cond is None),
+        lambda: _decide(block, x_dst, call, settings, computation, gathers=gathers),
+        lambda decision: decision.reason in (None, NOT_FASTER.text),
+    )
     report.record(block, decision.outcome, decision.reason)
     return decision
+
+
+def _computation_of_block(settings: Settings, x_dst: Tensor) -> Computation | Refusal:
+    """Return how fused sub-layers of a block compute, or why they are not fused."""
+    if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
+        return UNWANTED
+    return computation_of(settings, x_dst)
 
 
 def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
@@ -132,7 +154,13 @@ def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> NetworkModules 
     computation = computation_of(settings, x)
     if isinstance(computation, Refusal):
         return computation
-    return fused_block.read_linear_layer(layer, name, x, computation)
+    key = (name, computation, type(x), x.dtype, x.shape[-1])
+    return reading(
+        (layer,),
+        key,
+        lambda: fused_block.read_linear_layer(layer, name, x, computation),
+        none_refused,
+    )
 
 
 def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
@@ -159,20 +187,23 @@ def examine(block: Any, device: torch.device) -> Decision:
         return _decide_transformer(block, norm_name, x, None, log_reason=lambda _: None)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     call = Call.of(x, x, edge_index)
-    return _decide(block, x, call, gathers=False, log_reason=lambda _: None)
+    settings = SETTINGS.of(block)
+    if settings is None:
+        return NOT_INSTALLED
+    computation = _computation_of_block(settings, x)
+    return _decide(block, x, call, settings, computation, gathers=False, log_reason=lambda _: None)
 
 
 def _decide(
     block: Any,
     x_dst: Tensor,
     call: Call,
+    settings: Settings,
+    computation: Computation | Refusal,
     *,
     gathers: bool,
     log_reason: Callable[[str], None] = report.warn_once,
 ) -> Decision:
-    settings = SETTINGS.of(block)
-    if settings is None:
-        return Decision(None, UPSTREAM)
     overridden = why_not_plain(("", block, (ANEMOI_BLOCK,)))
     refusal = overridden or _why_not_attention(block, call)
     if refusal is not None:
@@ -188,20 +219,18 @@ def _decide(
 
     fused = NOT_FUSED
     reason = None
-    if settings.fusion in FUSES_SUBLAYERS and not is_exporting():
-        computation = computation_of(settings, x_dst)
-        if computation is NOT_FASTER:
-            fused = BlockModules.by_modules(NOT_FASTER)
-            reason = NOT_FASTER.text
-        else:
-            fused = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
-            refusals: list[Refusal] = []
-            for sublayer in fused:
-                if isinstance(sublayer, Refusal) and sublayer not in (NO_SOURCES, *refusals):
-                    refusals.append(sublayer)
-            if refusals:
-                report_not_fused(settings, refusals, log_reason)
-                reason = "; ".join([refusal.text for refusal in refusals])
+    if computation is NOT_FASTER:
+        fused = BlockModules.by_modules(NOT_FASTER)
+        reason = NOT_FASTER.text
+    elif computation is not UNWANTED:
+        fused = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
+        refusals: list[Refusal] = []
+        for sublayer in fused:
+            if isinstance(sublayer, Refusal) and sublayer not in (NO_SOURCES, *refusals):
+                refusals.append(sublayer)
+        if refusals:
+            report_not_fused(settings, refusals, log_reason)
+            reason = "; ".join([refusal.text for refusal in refusals])
     if not isinstance(fused.attention, Refusal):
         return Decision(settings, FUSED, has_raw_edges=True, reason=reason, fused=fused)
 

@@ -36,6 +36,7 @@ from anemoi_gt.nn import fused_block, plain
 from anemoi_gt.nn.fused_block import for_call
 from anemoi_gt.nn.plain import why_not_plain
 from anemoi_gt.nn.sublayers import Computation, NetworkModules, read_network
+from anemoi_gt.nn.unchanged import none_refused, reading
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
 
@@ -186,11 +187,12 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     if settings is None or settings.fusion not in FUSES_SUBLAYERS or layer_kwargs or is_exporting():
         return upstream(self, x, **layer_kwargs)
     computation = SIZES_OF_TRACE if torch.jit.is_tracing() else computation_of(settings, x)
-    modules: NetworkModules | Refusal = NOT_OF_GRAPH_NETWORK
+    modules: NetworkModules | Refusal
     if isinstance(computation, Refusal):
         modules = computation
-    elif _is_embedding(self):
-        modules = for_call(read_network(self, computation, "", is_called=True), x, None)
+    else:
+        key = (computation, type(x), x.dtype)
+        modules = reading((self,), key, lambda: _read_embedding(self, computation, x), none_refused)
     report.record_network(self, modules, "an MLP of Anemoi")
     if isinstance(modules, Refusal):
         return upstream(self, x)
@@ -293,20 +295,33 @@ def _read_modules(
         refusal = GATHERED if num_nodes > 2 * edge_index.shape[1] else None
     if refusal is None and settings.config.precision is not None:
         refusal = permanent("the precision of the attention is set")
-    if refusal is None:
-        refusal = why_not_plain(("conv", block.conv, (plain.ANEMOI_GRAPH_CONV,)))
     if refusal is not None:
         return GraphNetworkModules(refusal, refusal)
     assert isinstance(computation, Computation)
-    edge_mlp = block.conv.edge_mlp
-    edges = read_network(edge_mlp, computation, "conv.edge_mlp", is_edge_update=True)
-    nodes = read_network(block.node_mlp, computation, "node_mlp")
-    return GraphNetworkModules(for_call(edges, x_dst, None), for_call(nodes, x_dst, None))
+
+    def read() -> GraphNetworkModules:
+        refusal = why_not_plain(("conv", block.conv, (plain.ANEMOI_GRAPH_CONV,)))
+        if refusal is not None:
+            return GraphNetworkModules(refusal, refusal)
+        edge_mlp = block.conv.edge_mlp
+        edges = read_network(edge_mlp, computation, "conv.edge_mlp", is_edge_update=True)
+        nodes = read_network(block.node_mlp, computation, "node_mlp")
+        return GraphNetworkModules(for_call(edges, x_dst, None), for_call(nodes, x_dst, None))
+
+    key = (computation, type(x_dst), x_dst.dtype)
+    return reading((block.conv, block.node_mlp), key, read, none_refused)
 
 
 def _num_nodes(sizes: Any) -> int:
     """Return the number of nodes of all ranks from their sizes, or shapes."""
     return sum(size if isinstance(size, int) else size[0] for size in sizes)
+
+
+def _read_embedding(mlp: Any, computation: Computation, x: Tensor) -> NetworkModules | Refusal:
+    """Return the modules of an MLP for rows like x."""
+    if not _is_embedding(mlp):
+        return NOT_OF_GRAPH_NETWORK
+    return for_call(read_network(mlp, computation, "", is_called=True), x, None)
 
 
 def _is_embedding(mlp: Any) -> bool:
