@@ -8,6 +8,7 @@ of one machine. So each process measures all variants of a model of `families.py
 table has the median of the processes and their range, in ms:
 
     step        forward, backward and AdamW, without recomputation
+    one thread  the same, with backward on the calling thread, as `InstallCallback` makes it
     forecast    forward without gradients
     random      a step beside allocations of random sizes, so that few addresses recur
 
@@ -30,7 +31,8 @@ from suite.timing import seconds_of
 UNTOUCHED = "untouched, no recomputation"
 LAUNCHED, REPLAYED = "install, no recomputation, launched", "install, no recomputation"
 VARIANTS = (UNTOUCHED, LAUNCHED, REPLAYED, REPLAYED + ", captured")
-TASKS = ("step", "forecast", "random")
+TASKS = ("step", "one thread", "forecast", "random")
+OF_UNTOUCHED = TASKS[:2]
 TOLERANCE = 5e-2
 
 
@@ -55,7 +57,16 @@ def measure(case, options) -> dict[str, dict[str, float]]:
             call()
         return [1e3 * time for time in seconds_of(call, options.repeats, options.device)]
 
-    calls = {"step": training.step, "forecast": forecast, "random": random}
+    def on_one_thread():
+        with torch.autograd.set_multithreading_enabled(mode=False):
+            training.step()
+
+    calls = {
+        "step": training.step,
+        "one thread": on_one_thread,
+        "forecast": forecast,
+        "random": random,
+    }
     times: dict[str, dict[str, list]] = {name: {task: [] for task in TASKS} for name in VARIANTS}
     losses = {}
     for turn in range(options.rounds):
@@ -68,7 +79,9 @@ def measure(case, options) -> dict[str, dict[str, float]]:
             with training.computing(name):
                 losses[name] = training.step().item()
                 for task, call in calls.items():
-                    if (is_captured or name == UNTOUCHED) and task != "step":
+                    if is_captured and task != "step":
+                        continue
+                    if name == UNTOUCHED and task not in OF_UNTOUCHED:
                         continue
                     times[name][task] += times_of(call)
                 held.clear()

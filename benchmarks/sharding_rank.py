@@ -158,7 +158,8 @@ def step(part: AnemoiGtModel | AnemoiModel, device: torch.device) -> Tensor:
     part.model.zero_grad()
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         loss = part.forward()
-    loss.backward()
+    with torch.autograd.set_multithreading_enabled(mode=False):  # as the application
+        loss.backward()
     return loss.detach()
 
 

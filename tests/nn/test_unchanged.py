@@ -10,12 +10,22 @@ from unittest import mock
 
 import pytest
 import torch
-from support.edits import EDGES, NODES, OWNERS, attention_block, network_block, pair_of
+from anemoi.models.triton import gt
+from support.edits import (
+    EDGES,
+    NODES,
+    OWNERS,
+    attention_block,
+    call_anemoi,
+    network_block,
+    pair_of,
+)
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from anemoi_gt import GraphTransformerProcessorBlock, InteractionBlock
+from anemoi_gt.integrations.anemoi import install
 from anemoi_gt.integrations.anemoi.upstream import recognise_modules
 from anemoi_gt.nn import unchanged
 from anemoi_gt.nn.plain import MODULE_HOOKS, modules_alone_decide
@@ -29,10 +39,20 @@ def network_parts(block):
     return block.conv, block.node_mlp
 
 
+def block_of_a_gpu():
+    """Return a block as Anemoi builds it where there is a GPU."""
+    block = attention_block()
+    del block.conv
+    block.conv = gt.graph_transformer_attention_conv
+    block.graph_attention_backend = "triton"
+    return block
+
+
 ROOTS = {
     "own block": lambda: (GraphTransformerProcessorBlock(**SIZES, qk_norm=True),),
     "own edge update": lambda: (InteractionBlock(8, edge_dim=8).conv,),
     "Anemoi's block": lambda: (attention_block(),),
+    "Anemoi's block of a GPU": lambda: (block_of_a_gpu(),),
     "Anemoi's graph network": lambda: network_parts(network_block()),
 }
 
@@ -237,6 +257,7 @@ def hold(root, value):
 
 CANNOT_KEEP = {
     "list": lambda root: hold(root, [1]),
+    "function that holds something": lambda root: hold(root, lambda: root),
     "object": lambda root: hold(root, object()),
     "tuple of lists": lambda root: hold(root, ([1],)),
     "module of a user": lambda root: hold(root, type("Mine", (nn.Module,), {})()),
@@ -265,6 +286,16 @@ def test_a_module_below_itself_ends_a_comparison():
     snapshot = Snapshot.of((root,))
     root.node_dst_mlp.parent = root
     assert not snapshot.is_of((root,))
+
+
+def test_a_block_of_a_gpu_is_read_once():
+    block, (x, edges) = block_of_a_gpu(), (torch.randn(NODES, 8), torch.randn(EDGES, 8))
+    index = torch.randint(NODES, (2, EDGES))
+    with install("triton", fusion="sublayers"), torch.no_grad():
+        call_anemoi(block, x, edges, index)
+        with mock.patch("anemoi_gt.integrations.anemoi.decision._decide") as decides:
+            call_anemoi(block, x, edges, index)
+    decides.assert_not_called()
 
 
 @pytest.mark.parametrize("owner", [owner for owner in OWNERS if "swapped" not in owner])

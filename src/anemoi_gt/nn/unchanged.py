@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -214,6 +214,9 @@ def _frozen(value: Any) -> Any:
         return tuple(map(_frozen, value))
     if isinstance(value, CONTAINERS) and not value:
         return kind()
+    # functions of Anemoi on a GPU, which hold no module
+    if kind is FunctionType and value.__closure__ is None:
+        return value
     if kind is MethodType and isinstance(value.__self__, type):  # `apply` of an autograd function
         return value
     raise CannotKeepError

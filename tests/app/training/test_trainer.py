@@ -109,6 +109,17 @@ def test_steps_equal_a_plain_loop_bitwise(make_model, splits, precision, clip_no
     )
 
 
+def test_backward_runs_on_the_thread_that_asks_for_it(make_model, splits):
+    step = TrainingStep(make_model(), splits.train.weights, TrainingConfig(device="cpu"), CPU)
+    threads = []
+    next(step.model.parameters()).register_hook(
+        lambda grad: threads.append(torch._C._is_multithreading_enabled())
+    )
+    step.training_step(next(iter(TrainingBatches(splits.train, 2, 1, seed=0, device=CPU).since(0))))
+    assert threads == [False]
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
     trainer, records = run(valid_every=6, average_decay=0.5)
     model, inputs, target = trainer.best_model(), *map(torch.stack, zip(*splits.valid, strict=True))

@@ -303,11 +303,20 @@ def test_one_callback_installs_and_replays_with_the_bits_of_eager_steps(graph):
 def test_one_callback_runs_steps_that_cannot_be_captured_and_says_so_once(graph, caplog):
     with anemoi.install(backend="torch"):
         expected = fit(graph)
+    threads = []
+
+    class Threads(Callback):
+        def on_before_backward(self, *arguments):
+            threads.append(torch._C._is_multithreading_enabled())
+
     try:
-        eager = fit(graph, [anemoi.InstallCallback(backend="torch")])
+        eager = fit(graph, [anemoi.InstallCallback(backend="torch"), Threads()])
     finally:
         anemoi.uninstall()
     assert_same(eager, expected)
+    assert threads
+    assert not any(threads)  # backward runs on the thread that asks for it
+    assert torch._C._is_multithreading_enabled()
     said = [record.message for record in caplog.records if "CUDA graph disabled" in record.message]
     assert said == [
         "CUDA graph disabled: a step that is captured in a CUDA graph must "

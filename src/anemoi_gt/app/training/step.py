@@ -223,7 +223,10 @@ class TrainingStep:
 
     def _forward_backward(self, batch: Sample) -> Tensor:
         loss = self.own_loss(self.model, batch)
-        self.scaler.scale(loss).backward()
+        # Autograd's own thread runs on another core: what the forward pass left in the caches of
+        # this one would have to move there and back in every step.
+        with torch.autograd.set_multithreading_enabled(mode=False):
+            self.scaler.scale(loss).backward()
         return loss.detach()
 
     def _relative_rate(self, step: int) -> float:

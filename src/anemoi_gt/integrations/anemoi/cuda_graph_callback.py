@@ -10,6 +10,7 @@ unscale, clip, optimiser   Lightning's
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -186,6 +187,9 @@ class InstallCallback(CUDAGraphCallback):
     as on a CPU, they run without, and one line of the log gives the reason. Faults that appear
     only during capture, such as dropout inside activation checkpointing, raise with the remedy.
 
+    While it trains, backward passes run on the thread that asks for them. Autograd's own thread
+    runs on another core, whose caches would have to take over what the forward pass left behind.
+
     Parameters
     ----------
     cuda_graphs : bool
@@ -203,10 +207,12 @@ class InstallCallback(CUDAGraphCallback):
     ):
         super().__init__(capture)
         self._cuda_graphs = cuda_graphs
+        self._settings = ExitStack()
         install(**options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace the strategy's `training_step` if steps can be captured, else log why not."""
+        self._settings.enter_context(torch.autograd.set_multithreading_enabled(mode=False))
         if not self._cuda_graphs:
             return
         try:
@@ -214,6 +220,11 @@ class InstallCallback(CUDAGraphCallback):
         except ValueError as reason:
             # a warning, because Anemoi's logging hides other libraries' INFO records
             log.warning("CUDA graph disabled: %s", reason)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore what `on_train_start` changed, and release the captured step."""
+        self._settings.close()
+        super().on_train_end(trainer, pl_module)
 
 
 def check_capturable(
