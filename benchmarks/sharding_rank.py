@@ -37,7 +37,7 @@ from anemoi_gt.distributed.partition import NODE_COST
 FIELDS = 100  # in and out of the data grid
 # relative tolerance of loss and gradients: bfloat16 on a GPU, float32 on a CPU
 AGREE = {"cuda": 3e-2, "cpu": 1e-4}
-WARM_UP = 3
+WARM_UP = 8  # calls replay themselves after some steps
 COMPARED = (  # in the processor: of a graph transformer, and of a graph network
     *("lin_edge.weight", "lin_key.weight", "lin_value.weight"),
     *("edge_mlp.mlp.0.weight", "node_mlp.mlp.0.weight"),
