@@ -149,7 +149,7 @@ def _scaling(faster_two: float, faster_four: float, share_two: float, share_four
 
 def several_gpus() -> str:
     """Forward and backward of one graph on one, two and four GPUs."""
-    name = "sharding_4253340_h200x4.json"
+    name = "sharding_h200x4.json"
     report = load(name)
     by_name = sharding.series(report)
     replayed, eager = by_name["anemoi_gt, CUDA graph"], by_name["anemoi_gt"]
@@ -184,25 +184,9 @@ def several_gpus_networks() -> str:
 
 
 def several_gpus_steps() -> str:
-    """Training steps with parameters whole and divided among two GPUs."""
-    name, smaller = "sharding_steps_n320_h200x2.json", "sharding_steps_o192_h200x2.json"
-    steps = sharding.series(load(smaller))
-    whole, divided, captured, divided_captured = (
-        steps[f"anemoi_gt, step{form}"][2]
-        for form in (
-            "",
-            ", parameters divided",
-            ", CUDA graph",
-            ", parameters divided, CUDA graph",
-        )
-    )
-    by_gpus = _by_gpus(load(name), "N320, 1024 channels")
-    return (
-        f"{by_gpus}\n\n{sources([FileFacts.of(name)])}\n\nO192, 512 channels, two GPUs: "
-        f"{divided['ms']:.1f} ms divided, {whole['ms']:.1f} whole; replayed "
-        f"{divided_captured['ms']:.1f} and {captured['ms']:.1f}; {divided['peak_gb']:.1f} and "
-        f"{whole['peak_gb']:.1f} GB (`{smaller}`)."
-    )
+    """Training steps with parameters whole and divided among GPUs."""
+    name = "sharding_steps_n320_h200x4.json"
+    return f"{_by_gpus(load(name), 'N320, 1024 channels')}\n\n{sources([FileFacts.of(name)])}"
 
 
 def _by_gpus(report: dict, what: str) -> str:
@@ -386,6 +370,9 @@ ERRORS = {
 }
 
 
+HOST_BOUND_TASKS = ("step", "one thread", "forecast")  # of host_bound.py
+
+
 def host_bound() -> str:
     """Steps and forecasts where Python takes the time, launched and replayed."""
     name = HOST_BOUND
@@ -399,12 +386,11 @@ def host_bound() -> str:
     titles = {
         "O96": "graph transformer, O96",
         "gnn": "graph network, O96",
-        "benchmark": "graph transformer, N320",
     }
     rows = []
     for case in load(name)["cases"]:
         processes = case["processes"]
-        for task in ("step", "forecast"):
+        for task in HOST_BOUND_TASKS:
             row = [f"{titles[case['name']]}, {task}", str(len(processes))]
             for variant in forms.values():
                 times = [process.get(variant, {}).get(task) for process in processes]

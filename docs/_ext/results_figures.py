@@ -3,7 +3,7 @@
 ```{times} n320_h200.json
 ```
 
-```{sharding} sharding_4253340_h200x4.json
+```{sharding} sharding_h200x4.json
 ```
 """
 
