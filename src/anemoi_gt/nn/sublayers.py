@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn import plain
 from anemoi_gt.nn.plain import why_not_plain, why_not_plain_tensor
-from anemoi_gt.ops.activations import ACTIVATION_NAMES, KINDS
+from anemoi_gt.ops.activations import ACTIVATION_NAMES
 from anemoi_gt.ops.backend import Backend, Dtypes
 from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.ops.dtypes import autocast_is_active
@@ -385,15 +385,7 @@ def read_network(
     modules = layers._modules if isinstance(layers, nn.Module) else {}
     for key, module in modules.items():
         module_name = f"{layers_name}.{key}"
-        kind = type(module)
-        # hasattr of what a module lacks takes longer than the rest of this loop
-        if kind is nn.Linear:
-            linears[module_name] = module
-            form += "m"
-        elif kind in KINDS:
-            activations[module_name] = module
-            form += "f"
-        elif "gate_proj" in getattr(module, "_modules", ()):
+        if "gate_proj" in getattr(module, "_modules", ()):
             asked.append((module_name, module, GATED_LINEAR))
             gates[f"{module_name}.gate_proj"] = child_of(module, "gate_proj")
             linears[f"{module_name}.value_proj"] = child_of(module, "value_proj")
@@ -695,13 +687,9 @@ def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
     read: list[Linear[Tensor]] = []
     is_double = None
     for name, linear in linears.items():
-        parameters = linear._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        has_no_bias = bias is None and "bias" not in linear.__dict__
-        if type(weight) is not nn.Parameter or not (has_no_bias or type(bias) is nn.Parameter):
-            weight, bias = _read_parameters(linear, name)
-            if weight is None:
-                raise cannot_fuse(f"its {name} has no weight")
+        weight, bias = _read_parameters(linear, name)
+        if weight is None:
+            raise cannot_fuse(f"its {name} has no weight")
         read.append(Linear(weight, bias))
         # PyTorch multiplies no matrices of both, also not under autocast
         if is_double is None:
