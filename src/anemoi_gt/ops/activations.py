@@ -32,7 +32,8 @@ ACTIVATIONS = {
     "sigmoid": Activation(nn.Sigmoid),
     "mish": Activation(nn.Mish),
 }
-KINDS = tuple(dict.fromkeys(activation.kind for activation in ACTIVATIONS.values()))
-KIND_NAMES = ", ".join(kind.__name__ for kind in KINDS)
+KIND_NAMES = ", ".join(
+    dict.fromkeys(activation.kind.__name__ for activation in ACTIVATIONS.values())
+)
 # by class and `approximate`, for a lookup that torch.compile traces
 ACTIVATION_NAMES = {tuple(activation): name for name, activation in ACTIVATIONS.items()}
