@@ -99,6 +99,14 @@ def test_each_attribute_that_is_set_changed_or_deleted_is_noticed(roots):
     assert number > 20
 
 
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(3).numpy()], ids=["tensor", "array"])
+def test_an_attribute_that_becomes_an_array_is_noticed(value):
+    (block,) = ROOTS["own block"]()
+    norm = block.layer_norm_attention
+    eps = norm.eps
+    assert_noticed((block,), lambda: setattr(norm, "eps", value), lambda: setattr(norm, "eps", eps))
+
+
 def test_each_container_of_a_layer_of_messages_that_is_filled_is_noticed(roots):
     for module in modules_of(roots):
         for name, value in vars(module).items():

@@ -104,8 +104,8 @@ class Snapshot(NamedTuple):
                 and not _have_hooks(attributes)
                 and self.namespaces.are_as_recorded()
             )
-        # an attribute has gone, or became a tensor of several elements, which is no bool
-        except (CannotKeepError, KeyError, RuntimeError):
+        # an attribute has gone, or became a tensor or array of several elements, which is no bool
+        except (CannotKeepError, KeyError, RuntimeError, ValueError):
             return False
 
 
@@ -146,7 +146,7 @@ def reading(
     if kept is not None:
         if kept.key == key and kept.snapshot.is_of(roots):
             return kept.answer
-        del _READINGS[owner]
+        _READINGS.pop(owner, None)  # unless another thread did
     answer = read()
     if is_kept(answer):
         with suppress(CannotKeepError):
