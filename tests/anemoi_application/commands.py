@@ -34,8 +34,9 @@ PROCESSES.set_forkserver_preload(
 
 def start_server():
     """Start the server, if this process has none; return its address."""
-    forkserver.ensure_running()
-    return forkserver._forkserver._forkserver_address
+    server = forkserver._forkserver
+    server.ensure_running()
+    return server._forkserver_address
 
 
 def join_server(address):
@@ -43,7 +44,7 @@ def join_server(address):
     server = forkserver._forkserver
     server._forkserver_address = address
     _, server._forkserver_alive_fd = os.pipe()
-    server.ensure_running = lambda: None
+    server.ensure_running = lambda: None  # it would start one of its own
 
 
 def start(script, *arguments, environment, output):
@@ -73,6 +74,13 @@ def fork_ranks(output):
     SubprocessHandler._popen = lambda _, command, env: rank(command, env)
 
 
+def leave_out_provenance():
+    """Write no versions of modules to checkpoints: Anemoi takes a quarter of a short training to collect them."""
+    from anemoi.utils import provenance
+
+    provenance.module_versions = lambda full: ({}, {})
+
+
 def end_with_parent():
     """End this process when the one that started it has ended, even if by a signal."""
     multiprocessing.parent_process().join()
@@ -85,6 +93,7 @@ def execute(words, environment, output, server):
     threading.Thread(target=end_with_parent, daemon=True).start()
     join_server(server)
     fork_ranks(output)
+    leave_out_provenance()
     for number in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
     for stream in (sys.stdout, sys.stderr):
