@@ -7,6 +7,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import threading
@@ -82,9 +83,9 @@ def leave_out_provenance():
 
 
 def end_with_parent():
-    """End this process when the one that started it has ended, even if by a signal."""
+    """End this process and those that it started when the one that started it has ended, even if by a signal."""
     multiprocessing.parent_process().join()
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def execute(words, environment, output, server):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 HERE = Path(__file__).parent
 COMMANDS = Path(sys.executable).parent
 BLOCK = "anemoi.models.layers.block.GraphTransformerProcessorBlock"
-RELATIVE = 1e-5  # of losses: sums in another order, over 6 steps of AdamW
+RELATIVE = 3e-6  # of losses: sums in another order, over at most 6 steps of AdamW
 BATCHES = 8  # of a training
 SECONDS = 600  # a training or forecast takes one minute on two cores
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "--no-python")
