@@ -27,6 +27,9 @@ if not torch.cuda.is_available():
 torch._dynamo.config.run_gc_after_compile = False
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 
+# It flushes the caches of the processor after each compilation, for a number in a log.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
 # Guards of compiled code name files, each thousands of times.
 torch.utils._traceback.shorten_filename = cache(torch.utils._traceback.shorten_filename)
 

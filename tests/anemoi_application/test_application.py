@@ -23,7 +23,8 @@ pytestmark = pytest.mark.process
 HERE = Path(__file__).parent
 COMMANDS = Path(sys.executable).parent
 BLOCK = "anemoi.models.layers.block.GraphTransformerProcessorBlock"
-RELATIVE = 1e-5  # of losses: sums in another order, over 15 steps of AdamW
+RELATIVE = 3e-6  # of losses: sums in another order, over at most 6 steps of AdamW
+BATCHES = 8  # of a training
 SECONDS = 600  # a training or forecast takes one minute on two cores
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "--no-python")
 
@@ -104,8 +105,8 @@ def train(folder, once):
 def test_losses_equal_the_untouched_training(train, capsys):
     theirs, ours = train("untouched"), train("with_us")
     assert theirs["attentions"] == 0
-    assert ours["attentions"] >= 20 * (2 + 1 + 1)
-    assert len(theirs["losses"]) == 20
+    assert ours["attentions"] >= BATCHES * (2 + 1 + 1)
+    assert len(theirs["losses"]) == BATCHES
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=RELATIVE)
     untouched, with_us = (statistics.median(run["seconds"]) for run in (theirs, ours))
     with capsys.disabled():
@@ -134,10 +135,10 @@ def test_losses_are_the_same_with_anemois_compile(train):
 
 
 def test_trainings_go_on_from_a_checkpoint_in_either_direction(train):
-    more = ("training.max_steps=15",)
+    more = ("training.max_steps=6",)
     with_us = train("with_us", f"training.fork_run_id={train('untouched')['id']}", *more)
     without = train("untouched", f"training.fork_run_id={train('with_us')['id']}", *more)
-    assert len(with_us["losses"]) == len(without["losses"]) == 10
+    assert len(with_us["losses"]) == len(without["losses"]) == BATCHES // 2
     assert with_us["attentions"] > 0
     assert without["attentions"] == 0
     assert with_us["losses"] == pytest.approx(without["losses"], rel=RELATIVE)
@@ -156,7 +157,7 @@ def test_compiled_code_is_not_taken_for_an_export():
 def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_one(train, launcher):
     ranks = [f"system.hardware.num_gpus_per_{group}=2" for group in ("node", "model")]
     two, one = train("with_us", *ranks, launcher=launcher), train("untouched")
-    assert two["exchanges"] >= 20 * (2 + 1 + 1)
+    assert two["exchanges"] >= BATCHES * (2 + 1 + 1)
     assert two["losses"] == pytest.approx(one["losses"], rel=RELATIVE)
 
 
@@ -164,7 +165,7 @@ def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train):
     ranks = [f"system.hardware.num_gpus_per_{group}=2" for group in ("node", "model")]
     replayed, eager = train("replayed", *ranks), train("with_us", *ranks)
     assert replayed["losses"] == eager["losses"]
-    assert len(set(eager["losses"])) == 20
+    assert len(set(eager["losses"])) == BATCHES
     assert replayed["attentions"] > eager["attentions"] > 0  # in warm-up and capture
 
 

@@ -182,7 +182,8 @@ def mark(graph, leaves):
 
 def run_sizes(name, sizes, prepare=lambda graph, leaves: None, **options):
     """Compare with eager for each of `sizes`; return the number of compilations after each."""
-    layer, counter, compilations = make_layer(name), counting(), []
+    # By guards alone; layers above are traced with their gradients.
+    layer, counter, compilations = make_layer(name), counting("eager"), []
     compiled = torch.compile(layer, fullgraph=True, backend=counter, **options)
     for size in sizes:
         sample = sample_for(name, size)
