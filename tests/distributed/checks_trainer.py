@@ -120,14 +120,13 @@ def losses_of(records):
 def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(group, verdict):
     with without_default_device():
         world = dist.get_world_size()
-        numbers = {"steps": 2, "valid_every": 1}
-        expected = losses_of_one_device(**numbers) if is_first() else []
+        expected = losses_of_one_device() if is_first() else []
         shared = shared_folder(group)
-        parts = make_parts(shared, **numbers)
-        half, _ = make_sharded(mesh_of(1, world), *parts, divided=True, foreach=False)
-        # Stop after 1 of 2 steps; the learning rate schedule still has 2.
-        half.config = replace(half.config, steps=1)
-        half.batches.steps = 1
+        mesh = mesh_of(1, world)
+        half, _ = make_sharded(mesh, *make_parts(shared), divided=True, foreach=False)
+        # Stop after 2 of 4 steps; the learning rate schedule still has 4.
+        half.config = replace(half.config, steps=2)
+        half.batches.steps = 2
         with MetricsFile(shared / "metrics.jsonl") if is_first() else nullcontext() as metrics:
             half.fit(metrics)
         for shape, divided in (((world // 2, 2), True), ((world, 1), False)):
@@ -138,15 +137,14 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(g
                     # as if killed between the two renames
                     (folder / "last").rename(folder / "last.former")
             dist.barrier()
-            parts = make_parts(folder, **numbers)
             options = {"divided": divided, "foreach": False}
-            trainer, shard = make_sharded(mesh_of(*shape), *parts, **options)
+            trainer, shard = make_sharded(mesh_of(*shape), *make_parts(folder), **options)
             if shape[1] == 2:
                 trainer._save_checkpoint = lambda *_: None  # the others show what is saved
             losses = losses_of(fit_sharded(trainer, shard, resume=True))
             same_losses(verdict, f"resumed on {shape}", losses, expected)
         if is_first():
-            model, *parts = make_parts(folder, **numbers)
+            model, *parts = make_parts(folder)
             best = Trainer(model, *parts).best_model()
             for name, parameter in best.named_parameters():
                 expected_shape = model.get_parameter(name).shape
