@@ -397,8 +397,11 @@ def run_case(case, group, index, everyone):
         model = divide(model, group)
     counts = []
     blocks = {"backend": "triton", "fusion": "sublayers"} if case.fused else {"backend": "torch"}
-    # One rank compiles; the others, which would take as long, compute eagerly what it sends and receives.
-    torch.compiler.set_stance("default" if dist.get_rank() == 0 else "force_eager")
+    # One rank compiles, and the others, which would take as long, exchange rows with it eagerly. Of
+    # several exchanges in one compiled part, as of chunks, the order in a recomputation is another.
+    has_one_exchange = case.compiled == "blocks" or case.options.get("mapper_chunks") == 1
+    is_eager = has_one_exchange and dist.get_rank() > 0
+    torch.compiler.set_stance("force_eager" if is_eager else "default")
     convs = [module.conv for module in model.modules() if hasattr(module, "conv")]
     hooks = []
     if case.has_hooks and dist.get_rank() == 0:
